@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,15 @@ from forge import sql
 from making import LEDGER, Clock, digest
 from refusals import raises_code
 
+from lamina.admit.contribution_sources import Contribution
 from lamina.errors import LedgerError
-from lamina.ledger.contribution_trace import ContributionTrace, account_of, contribution_spend, trace_contribution
+from lamina.ledger.contribution_trace import (
+    ContributionTrace,
+    account_of,
+    contribution_spend,
+    leaf_differences,
+    trace_contribution,
+)
 from lamina.ledger.governance_records import Release, Withdrawal, WithdrawalReason
 from lamina.ledger.reader import find_contributions
 from lamina.ledger.records import ContributionRecord, EpochAccount, KeptContribution, SegmentOutcome
@@ -196,6 +204,31 @@ def test_what_was_pruned_is_found_and_traced_by_its_leaf(tmp_path: Path) -> None
     assert {name for name in found if found[name] != before[name]} == {*gone, "pruned"} - {"profile"}  # it had none
     assert found["pruned"]
     assert all(found[name] is None for name in gone)
+
+
+def test_a_leaf_against_what_the_contributor_has() -> None:
+    """All that a record says, or all that is left of it when its body is pruned."""
+    made = contribution(1, terms=STRICT, anchor=digest("anchor"), subject="ann")
+    mine = Contribution("mine", made.descriptor.encode(), made.attestation)
+    whole = made.record
+    kept = KeptContribution(
+        descriptor=whole.descriptor, expires=whole.expires, cls=STRICT.cls, clip_norm=STRICT.clip_norm,
+        noise_multiplier=STRICT.noise_multiplier, subject=whole.subject,
+    )  # fmt: skip
+    assert leaf_differences(whole, mine) == leaf_differences(kept, mine) == []
+    for name in ("descriptor", "attestation", "key", "anchor", "subject"):
+        assert leaf_differences(replace(whole, **{name: digest("other")}), mine) == [name]
+    for name, value in (("not_before", whole.not_before + 1), ("expires", whole.expires + 1)):
+        assert leaf_differences(replace(whole, **{name: value}), mine) == [name]
+    for name, value in (("clip_norm", 7), ("noise_multiplier", 7), ("data_class", "eeg"), ("profile", None)):
+        assert leaf_differences(replace(whole, terms=replace(STRICT, **{name: value})), mine) == [name]
+    assert leaf_differences(replace(whole, terms=replace(STRICT, cls="open")), mine) == ["admissibility"]
+    assert leaf_differences(replace(kept, cls="open", clip_norm=0, noise_multiplier=0), mine) == [
+        "admissibility", "clip_norm", "noise_multiplier", "public",
+    ]  # fmt: skip
+    assert leaf_differences(replace(kept, subject=None), mine) == ["subject"]
+    assert leaf_differences(whole, replace(mine, payload=b"other data")) == ["payload"]
+    assert leaf_differences(whole, Contribution("mine", mine.descriptor)) == ["descriptor or attestation is missing"]
 
 
 def test_the_answer_for_machines(story: Story) -> None:

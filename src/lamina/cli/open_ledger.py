@@ -21,7 +21,7 @@ from lamina.ledger.contribution_trace import leaf_differences
 from lamina.ledger.corpus_terms import CorpusTerms, check_corpus_terms, policy_in_force
 from lamina.ledger.governance_records import loosened
 from lamina.ledger.reader import LedgerReader
-from lamina.ledger.records import ContributionRecord
+from lamina.ledger.records import ContributionRecord, KeptContribution
 from lamina.ledger.store.sqlite import is_postgres_url, ledger_exists, make_store
 from lamina.ledger.writer import Ledger
 from lamina.spend.spend_ledger import SpendLedger
@@ -131,7 +131,7 @@ def print_compared(machine: dict[str, Any], page: str, name: str | Path | None, 
     """Print an answer about a contribution. Where it was given by its folder, also what differs there; then exit with 1."""
     given = None if name is None else contributor_folder(name)
     differences = None
-    if given is not None and isinstance(record, ContributionRecord):
+    if given is not None and isinstance(record, ContributionRecord | KeptContribution):
         differences = machine["differences"] = leaf_differences(record, given)
         page += f"\n  folder     {'NOT equal: ' + ', '.join(differences) if differences else 'equal to the leaf'}"
     print_answer(machine, page, as_json)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from lamina.account.accountants import pooled_epsilon
 from lamina.account.schedule import EventCounts
-from lamina.admit.attestation import Attestation, Descriptor, SignedTerms, commit
+from lamina.admit.attestation import Attestation, Descriptor, commit
 from lamina.admit.contribution_sources import Contribution
 from lamina.admit.keys import format_utc
 from lamina.errors import LaminaError
@@ -114,7 +114,7 @@ class ContributionTrace:
         }
 
 
-def leaf_differences(record: ContributionRecord, given: Contribution) -> list[str]:
+def leaf_differences(record: ContributionRecord | KeptContribution, given: Contribution) -> list[str]:
     """What in a leaf is not what the contributor has: descriptor, attestation, payload if any. Empty: all is equal."""
     if given.read_error is not None or given.descriptor is None or given.attestation is None:
         return [str(given.read_error[1] if given.read_error else "descriptor or attestation is missing")]
@@ -123,15 +123,18 @@ def leaf_differences(record: ContributionRecord, given: Contribution) -> list[st
         payload = signed.commitment if given.payload is None else commit(signed.nonce, given.payload)
     except LaminaError as error:
         return [error.problem]
-    names = ("descriptor", "attestation", "key", "not_before", "expires", "anchor", "subject", "payload")
-    subject = None if record.subject is None else record.subject.hex()
-    here = (*(getattr(record, name) for name in names[:6]), subject, payload, *recorded_terms(record))
-    there = (
-        signed.digest(), hashlib.sha256(given.attestation).digest(), signed.contributor, signed.not_before,
-        signed.expires, signed.anchor, claims.tag, signed.commitment, *signed.terms,
-    )  # fmt: skip
-    found = zip((*names, *SignedTerms._fields), here, there, strict=True)
-    return [name for name, ours, theirs in found if ours != theirs]
+    there = {
+        "descriptor": signed.digest(), "attestation": hashlib.sha256(given.attestation).digest(),
+        "key": signed.contributor, "not_before": signed.not_before, "expires": signed.expires, "anchor": signed.anchor,
+        "subject": None if claims.tag is None else bytes.fromhex(claims.tag), "payload": signed.commitment,
+        **signed.terms._asdict(),
+    }  # fmt: skip
+    here = {name: getattr(record, name) for name in there if hasattr(record, name)} | {"payload": payload}
+    if isinstance(record, ContributionRecord):  # of a pruned one the leaf has no more than that, and the class
+        here |= recorded_terms(record)._asdict()
+    else:
+        here |= {"admissibility": record.cls, "public": not record.noise_multiplier}
+    return [name for name, said in there.items() if here.get(name, said) != said]
 
 
 def trace_contribution(ledger: LedgerReader, leaf: Leaf) -> ContributionTrace:

@@ -451,7 +451,7 @@ class ContributionChecks:
         assert isinstance(record, Contribution)
         check_position(leaf, index, time, epoch)
         admitted = f"it was admitted at {format_utc(leaf.time)}"
-        begin = record.not_before if isinstance(record, ContributionRecord) else 0
+        begin = record.not_before if isinstance(record, ContributionRecord) else 0  # gone with the body
         early, expired = window_rules(leaf.time, begin, record.expires)
         if early:
             reason = f"{admitted}, before it was valid, at {format_utc(begin)}"
@@ -475,7 +475,8 @@ class ContributionChecks:
         wrong = self._policy.bound_violation(*cls) if terms is None else self._terms_violation(terms)
         if wrong is not None or any(self._key_violation(kid, at) is not None for kid in group.kids for at in times):
             return np.ones(len(group.rows), dtype=np.bool_)
-        early, expired = window_rules(group.time, 0 if group.not_before is None else group.not_before, group.expires)
+        begin = 0 if group.not_before is None else group.not_before
+        early, expired = window_rules(group.time, begin, group.expires)
         found: Flags = (group.seq != group.rows + first) | (group.epoch != epoch) | early | expired
         return found
 
