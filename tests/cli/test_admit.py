@@ -28,7 +28,7 @@ from lamina.admit.verdicts import Reason
 from lamina.cli.admit import REMEDIES
 from lamina.cli.explain import NOT_SIGNED
 from lamina.corpus.admitted import Gate
-from lamina.ledger.governance_records import Header, KeyEvent
+from lamina.ledger.governance_records import Header, KeyEvents
 from lamina.ledger.records import ContributionRecord, ContributionTerms
 from lamina.ledger.verify.verifier import verify
 from lamina.ledger.writer import Ledger
@@ -342,7 +342,7 @@ def test_with_a_ledger_those_who_are_admitted_are_entered_once(clinic: Clinic) -
     with Ledger.open(where) as ledger:
         kinds = Counter(leaf.kind for leaf in ledger.leaves())
         first = next(leaf.record for leaf in ledger.of_kind(ContributionRecord))
-    assert kinds == {Header: 1, KeyEvent: 1, ContributionRecord: 16}
+    assert kinds == {Header: 1, KeyEvents: 1, ContributionRecord: 16}
     found = verify(where)
     assert found.verified and found.signed == found.size == 18
     beside = clinic.folder / "test.ledger.pem"
@@ -704,11 +704,17 @@ def test_a_ledger_in_a_database(clinic: Clinic, server: postgres.Server) -> None
     database = server.url("ward")
     clinic.project.run = f'ledger = "{database}"\n{clinic.project.run}'
     refused(clinic.project.train(), "ledger.no-key-to-create")
-    clinic.json("keys", "new", str(clinic.folder / "ledger.key"), "--no-passphrase")
+    ledger_key, owner = (str(clinic.folder / name) for name in ("ledger.key", "owner.key"))
+    for name in (ledger_key, owner):
+        clinic.json("keys", "new", name, "--no-passphrase")
     clinic.project.run = f'ledger_key = "ledger.key"\n{clinic.project.run}'
     assert clinic.project.train_json("--plan-only")["standing"]["clinical"]["spent"] == 0
     code, _, _err = clinic.project.call("ledger", "verify", database)
     assert code != 0  # still none
+    policy = str(clinic.folder / "policy.toml")
+    clinic.json("ledger", "init", database, policy, "--key", ledger_key, "--governing-key", owner)
+    refused(clinic.project.train(), "corpus.nobody-admitted")
+    clinic.json("ledger", "key", database, "enrol", str(clinic.folder / "keys.json"), "--key", owner)
     first = clinic.project.train_json()
     found = clinic.json("ledger", "verify", database)
     assert found["verified"] and found["signed"] == found["size"] and found["attestations"] == PEOPLE

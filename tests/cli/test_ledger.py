@@ -15,7 +15,7 @@ import pytest
 from asking import Call, answer, refused, succeeded
 from build import ALICE, BOB, CAROL, HOUR, USUAL, YEAR, Story, begin, contribution, segment
 from forge import sql
-from making import AUDITOR, LEDGER, ORIGIN, OTHER, START, WITNESS, digest
+from making import AUDITOR, GOVERNING, LEDGER, ORIGIN, OTHER, START, WITNESS, digest
 
 from lamina.admit.keys import PrivateKey
 from lamina.cli.ledger.record_commands import leaf_table
@@ -39,6 +39,7 @@ def story(template: tuple[Path, Story], tmp_path: Path) -> Story:
     for name, key in (("ledger", LEDGER), ("auditor", AUDITOR), ("other", OTHER)):
         key.save(tmp_path / f"{name}.key", None)
     (tmp_path / "trusted.txt").write_text(NoteKey(ORIGIN, LEDGER.public).text + "\n")
+    (tmp_path / "owner.pub").write_bytes(GOVERNING.public.pem())
     (tmp_path / "last.checkpoint").write_text(template[1].signed[-1])
     return template[1]
 
@@ -93,11 +94,13 @@ def test_verify(call: Call, story: Story) -> None:
         "verified": True, "trusted": False, "size": 55, "problem": None,
     }  # fmt: skip
     assert len(found["root"]) == 64
-    found = answer(call("verify", "ledger.db", "--trust", "trusted.txt", "--seen", "last.checkpoint", "--json"))
+    found = answer(call("verify", "ledger.db", "--trust", "owner.pub", "--seen", "last.checkpoint", "--json"))
     assert (found["verified"], found["trusted"]) == (True, True)
-    text = succeeded(call("verify", "ledger.db", "--trust", "trusted.txt"))
+    text = succeeded(call("verify", "ledger.db", "--trust", "owner.pub"))
     assert "ledger.db: verified and trusted" in text
     assert "43 contributions, 3 epochs, 1 withdrawal, 5 keys, 1 policy, 1 release" in text
+    assert f"leaf 0: add governing owner.example ({GOVERNING.public.name[:16]}), by" in text
+    assert "self-consistent, not trusted" in succeeded(call("verify", "ledger.db", "--trust", "trusted.txt"))
     assert answer(call("verify", "ledger.db", "--no-signatures", "--json"))["attestations"] == 0
 
 
@@ -417,7 +420,7 @@ def test_withdraw(call: Call, story: Story, tmp_path: Path) -> None:
     assert answer(call("show", "ledger.db", "--kind", "withdrawal", "--json"))["records"][1]["request"] == (
         hashlib.sha256(b"please").hexdigest()
     )
-    assert answer(call("verify", "ledger.db", "--trust", "trusted.txt", "--json"))["trusted"]
+    assert answer(call("verify", "ledger.db", "--trust", "owner.pub", "--json"))["trusted"]
     text = succeeded(call(*words))
     assert "already withdrawn" in text
     assert "not signed yet" in text

@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from asking import Call, answer, refused, succeeded
-from build import YEAR, Story
-from making import AUDITOR, LEDGER, ORIGIN, OTHER, START, Clock, key
+from build import YEAR, Story, begin
+from making import AUDITOR, GOVERNING, LEDGER, ORIGIN, OTHER, SECOND, START, Clock, key
 
-from lamina.ledger.governance_records import KeyChange, KeyEvent, PolicyChange
+from lamina.admit.key_ring import KeyRing
+from lamina.ledger import signed_checkpoint
+from lamina.ledger.governance_records import KeyChange, KeyEvents, PolicyChange
 from lamina.ledger.signed_checkpoint import NoteKey
 from lamina.ledger.verify.tree_checks import Trust
 from lamina.ledger.verify.verifier import verify
 from lamina.ledger.writer import Ledger
 
 NEXT = key("next")
-MINE = Trust(notes=(NoteKey(ORIGIN, LEDGER.public),))
+OWNERS = (("owner", GOVERNING), ("second", SECOND))
+BOTH = ("--key", "owner.key", "--key", "ledger.key")
+MINE = Trust(notes=(NoteKey(ORIGIN, LEDGER.public),), plain=(GOVERNING.public,))
 POLICY = """
 [corpus]
 origin = "clinic.example/ledger"
@@ -43,7 +48,7 @@ public = true
 def call(ledger_call: Call, template: tuple[Path, Story], tmp_path: Path) -> Call:
     """`lamina ledger …` in a folder with the ledger, keys and policies."""
     shutil.copy(template[0], tmp_path / "ledger.db")
-    for name, one in (("ledger", LEDGER), ("auditor", AUDITOR), ("other", OTHER), ("next", NEXT)):
+    for name, one in (("ledger", LEDGER), ("auditor", AUDITOR), ("other", OTHER), ("next", NEXT), *OWNERS):
         one.save(tmp_path / f"{name}.key", None)
         (tmp_path / f"{name}.pub").write_bytes(one.public.pem())
     for name, floor, noise in (("same", 0.2, 1.0), ("stricter", 0.2, 2.0), ("looser", 0.2, 0.75)):
@@ -77,90 +82,145 @@ def test_the_policy_in_force(call: Call) -> None:
     assert found["classes"]["open"]["epsilon"] is None
 
 
-def test_a_stricter_policy_needs_the_ledgers_key(call: Call) -> None:
+def test_a_stricter_policy_needs_an_owner(call: Call) -> None:
     before = size()
     code, printed, _ = call("policy", "ledger.db", "stricter.toml", "--dry-run")
     assert (code, size()) == (0, before)
     assert "class clinical, noise multiplier: 1.0 → 2.0" in printed
     assert "nothing was changed" in printed
     assert "protects less" not in printed
-    found = answer(call("policy", "ledger.db", "stricter.toml", "--key", "ledger.key", "--json"))
+    for words in ((), ("--key", "ledger.key"), ("--key", "auditor.key"), ("--key", "other.key")):
+        refused(call("policy", "ledger.db", "stricter.toml", *words), "cli.governing-key-missing")
+    found = answer(call("policy", "ledger.db", "stricter.toml", *BOTH, "--json"))
     assert (found["changed"], found["looser"], len(found["signatures"])) == (True, [], 1)
     assert found["checkpoint"].startswith(ORIGIN)
     assert size() == before + 1
-    found = answer(call("policy", "ledger.db", "stricter.toml", "--key", "ledger.key", "--json"))
+    found = answer(call("policy", "ledger.db", "stricter.toml", *BOTH, "--json"))
     assert not found["changed"]
-    code, printed, _ = call("policy", "ledger.db", "stricter.toml", "--key", "ledger.key")
+    code, printed, _ = call("policy", "ledger.db", "stricter.toml", *BOTH)
     assert "already in force" in printed
     assert size() == before + 1
     assert verify("ledger.db", trust=MINE).trusted
 
 
 def test_a_looser_policy_needs_two(call: Call) -> None:
-    answer(call("policy", "ledger.db", "same.toml", "--key", "ledger.key", "--json"))
+    answer(call("policy", "ledger.db", "same.toml", *BOTH, "--json"))
     before = size()
-    code, _, told = call("policy", "ledger.db", "looser.toml", "--key", "ledger.key")
+    code, _, told = call("policy", "ledger.db", "looser.toml", *BOTH)
     assert (code, size()) == (1, before)
     assert "noise multiplier of class 'clinical' falls" in told
-    assert "two parties" in told
-    code, _, told = call("policy", "ledger.db", "looser.toml", "--key", "ledger.key", "--key", "ledger.key")
+    assert "ledger.policy-loosened" in told
+    code, _, told = call("policy", "ledger.db", "looser.toml", *BOTH, "--key", "owner.key")
     assert (code, size()) == (1, before)
-    refused(
-        call("policy", "ledger.db", "looser.toml", "--key", "ledger.key", "--key", "other.key"),
-        "cli.key-cannot-sign-policy",
-    )
-    code, _, told = call("policy", "ledger.db", "looser.toml", "--key", "auditor.key")
-    assert code == 1
-    assert "the ledger's own key too" in told
-    text = succeeded(call("policy", "ledger.db", "looser.toml", "--key", "ledger.key", "--key", "auditor.key"))
+    text = succeeded(call("policy", "ledger.db", "looser.toml", *BOTH, "--key", "second.key"))
     assert "protects less: the noise multiplier of class 'clinical' falls" in text
-    assert "adopted, with 2 signatures" in text
-    assert len(last(PolicyChange).signatures) == 2
+    assert "authorised by 2 keys, and covered by a checkpoint" in text
+    assert len(last(PolicyChange).authorization.signatures) == 2
     assert verify("ledger.db", trust=MINE).trusted
 
 
-def test_an_auditor_signs_elsewhere(call: Call, tmp_path: Path) -> None:
+def test_owners_sign_elsewhere(call: Call, tmp_path: Path) -> None:
     before = size()
     assert "proposal" in answer(call("policy", "ledger.db", "looser.toml", "--propose", "change.msg", "--json"))
     assert size() == before
     shutil.copy("ledger.db", "copy.db")
-    printed = succeeded(call("policy", "copy.db", "--sign", "change.msg", "--key", "auditor.key", "-o", "a.sig"))
+    elsewhere = ("sign", "change.msg", "--ledger", "copy.db")
+    printed = succeeded(call(*elsewhere, "--key", "owner.key", "-o", "a.sig"))
     assert "protects less: the noise multiplier of class 'clinical' falls" in printed
-    assert (tmp_path / "a.sig").read_bytes() == AUDITOR.sign((tmp_path / "change.msg").read_bytes())
-    code, _, told = call("policy", "copy.db", "--sign", "change.msg", "--key", "auditor.key", "-o", "a.sig")
-    assert "not overwritten" in told
-    found = answer(call("policy", "copy.db", "--sign", "change.msg", "--key", "auditor.key", "--json"))
+    assert (tmp_path / "a.sig").read_bytes() == GOVERNING.sign((tmp_path / "change.msg").read_bytes())
+    refused(call(*elsewhere, "--key", "owner.key", "-o", "a.sig"), "admit.file-exists")
+    found = answer(call(*elsewhere, "--key", "second.key", "--json"))
     assert found["signature"] == "change.msg.sig"
-    refused(
-        call("policy", "copy.db", "--sign", "change.msg", "--key", "other.key", "-o", "b.sig"),
-        "cli.key-cannot-sign-policy",
-    )
-    # a signature is of one change, and of nothing else
-    code, _, told = call("policy", "ledger.db", "stricter.toml", "--key", "ledger.key", "--signature", "a.sig")
-    assert (code, size()) == (1, before)
-    assert "cli.signature-not-valid" in told
+    for name in ("other.key", "auditor.key", "ledger.key"):
+        refused(call(*elsewhere, "--key", name, "-o", "b.sig"), "cli.key-cannot-authorise")
+    submit = ("submit", "ledger.db", "change.msg", "--key", "ledger.key", "--signature")
+    refused(call(*submit, "a.sig"), "ledger.policy-loosened")
     (tmp_path / "b.sig").write_bytes(b"no signature")
-    assert call("policy", "ledger.db", "looser.toml", "--key", "ledger.key", "--signature", "b.sig")[0] == 1
-    assert call("policy", "ledger.db", "looser.toml", "--key", "ledger.key", "--signature", "a.sig")[0] == 0
+    refused(call(*submit, "b.sig"), "cli.signature-not-valid")
+    succeeded(call("policy", "ledger.db", "stricter.toml", "--propose", "other.msg"))
+    # a signature is of one change, and of nothing else
+    refused(call("submit", "ledger.db", "other.msg", "--signature", "a.sig"), "cli.signature-not-valid")
+    assert size() == before
+    succeeded(call(*submit, "a.sig", "--signature", "change.msg.sig"))
     assert size() == before + 1
+    refused(call(*submit, "a.sig", "--signature", "change.msg.sig"), "ledger.authorised-out-of-turn")
+    refused(call("sign", "other.msg", "--ledger", "ledger.db", "--key", "owner.key"), "ledger.authorised-out-of-turn")
     assert verify("ledger.db", trust=MINE).trusted
 
 
 def test_a_proposal_that_is_none(call: Call, tmp_path: Path) -> None:
     answer(call("policy", "ledger.db", "looser.toml", "--propose", "change.msg", "--json"))
     good = (tmp_path / "change.msg").read_bytes()
-    for bad in (
-        b"",
-        b"hello",
-        good[:-1],
-        good + b"\0",
-        b"x" + good,
-        good.replace(b"clinic.example", b"another.exampl"),
-    ):
+    for bad in (b"", b"hello", good[:-1], good + b"\0", b"x" + good, good.replace(b"record/1", b"record/2")):
         (tmp_path / "bad.msg").write_bytes(bad)
-        result = call("policy", "ledger.db", "--sign", "bad.msg", "--key", "auditor.key")
-        refused(result, "cli.policy-proposal-malformed", "cli.proposal-of-other-ledger")
+        result = call("sign", "bad.msg", "--ledger", "ledger.db", "--key", "owner.key")
+        refused(result, "cli.proposal-malformed")
         assert not (tmp_path / "bad.msg.sig").exists()
+
+
+def test_another_ledger_takes_no_proposal_of_this_one(call: Call, tmp_path: Path) -> None:
+    begin("again.db").ledger.close()
+    for path in ("ledger.db", "again.db"):
+        succeeded(call("terms", path, "--retention", "900", "--propose", f"{path}.msg"))
+    result = call("sign", "again.db.msg", "--ledger", "ledger.db", "--key", "owner.key")
+    refused(result, "ledger.authorised-for-other-ledger", "ledger.authorised-out-of-turn")
+
+
+def test_quorum_and_retention(call: Call) -> None:
+    assert answer(call("terms", "ledger.db", "--json"))["retention"] == YEAR
+    refused(call("terms", "ledger.db", "--quorum", "2", *BOTH), "ledger.too-few-witnesses")
+    succeeded(call("terms", "ledger.db", "--quorum", "1", "--retention", "500", *BOTH))
+    found = answer(call("terms", "ledger.db", "--json"))
+    assert (found["quorum"], found["retention"]) == (1, 500 * 86_400)
+    for words in (("--quorum", "0"), ("--retention", "400")):
+        refused(call("terms", "ledger.db", *words, *BOTH), "ledger.second-signature-missing")
+    refused(call("key", "ledger.db", "revoke", "witness.example", *BOTH), "ledger.too-few-witnesses")
+    succeeded(call("terms", "ledger.db", "--retention", "400", *BOTH, "--key", "second.key"))
+    problem = verify("ledger.db", trust=MINE).problem
+    assert problem is not None and problem.code == "verify.too-few-cosignatures"  # nobody cosigned the last one yet
+
+
+def test_a_ledger_with_owners(call: Call, tmp_path: Path) -> None:
+    keys = ("--governing-key", "owner.pub", "--governing-key", "second.pub", "--witness", "other.pub")
+    words = ("init", "new.db", "stricter.toml", *keys, "--key", "next.key")
+    refused(call(*words), "ledger.header-not-signed")
+    assert not Path("new.db").exists()
+    succeeded(call(*words, "--propose", "header.msg"))
+    for name in ("owner", "second"):
+        printed = succeeded(call("sign", "header.msg", "--key", f"{name}.key", "-o", f"{name}.sig"))
+        assert f"governing key owner ({GOVERNING.public.name[:16]})" in printed
+    refused(call("sign", "header.msg", "--key", "other.key", "-o", "other.sig"), "cli.key-cannot-authorise")
+    submit = ("submit", "new.db", "header.msg", "--key", "next.key", "--signature", "owner.sig")
+    refused(call(*submit), "ledger.header-not-signed")
+    found = answer(call(*submit, "--signature", "second.sig", "--json"))
+    assert len(found["governing"]) == 2 and found["checkpoint"].startswith(ORIGIN)
+    assert call(*words)[0] == 2  # it is there
+    with Ledger.open("new.db") as made:
+        assert (made.header.witnesses, made.header.retention) == (1, YEAR)
+        text = made.latest()
+    assert text is not None
+    ring = KeyRing()
+    ring.add(SECOND.public, label="owner", role="governing")
+    ring.save("trusted.json")
+    refused(call("checkpoint", "new.db", "--witnessed"), "cli.checkpoint-not-witnessed")
+    Path("signed.txt").write_text(signed_checkpoint.add_cosignature(text, OTHER, int(time.time()), "other"))
+    succeeded(call("checkpoint", "new.db", "--cosigned", "signed.txt"))
+    assert succeeded(call("checkpoint", "new.db", "--witnessed")) == Path("signed.txt").read_text()
+    assert "verified and trusted" in succeeded(call("verify", "new.db", "--trust", "trusted.json"))
+    assert "self-consistent, not trusted" in succeeded(call("verify", "new.db"))
+
+
+def test_a_key_ring_is_enrolled_in_one_record(call: Call) -> None:
+    ring, before = KeyRing(), size()
+    for n in range(5):
+        ring.add(key(f"person {n}").public, label=f"person {n}", valid_from=START)
+    ring.revoke(key("person 4").public.id, at=START + 5)
+    ring.save("keys.json")
+    found = answer(call("key", "ledger.db", "enrol", "keys.json", *BOTH, "--json"))
+    assert (len(found["events"]), size()) == (6, before + 1)
+    assert "nothing changes" in succeeded(call("key", "ledger.db", "enrol", "keys.json", *BOTH))
+    printed = succeeded(call("verify", "ledger.db"))
+    assert f"leaf {before}: 5 contributor keys added, 1 revoked, by {GOVERNING.public.name[:16]}" in printed
 
 
 def test_a_policy_of_another_ledger(call: Call, tmp_path: Path) -> None:
@@ -180,19 +240,20 @@ def test_misuse(call: Call) -> None:
     for words in (
         ("policy", "nowhere.db"),
         ("policy", "ledger.db", "nowhere.toml", "--dry-run"),
-        ("policy", "ledger.db", "same.toml"),
         ("policy", "ledger.db", "--dry-run"),
         ("policy", "ledger.db", "same.toml", "--dry-run", "--propose", "x"),
-        ("policy", "ledger.db", "same.toml", "--dry-run", "-o", "x"),
-        ("policy", "ledger.db", "--sign", "x"),
-        ("policy", "ledger.db", "same.toml", "--sign", "x", "--key", "ledger.key"),
+        ("policy", "ledger.db", "--propose", "x"),
+        ("sign", "x"),
+        ("submit", "ledger.db"),
+        ("init", "new.db", "same.toml"),
+        ("terms", "nowhere.db"),
         ("key", "nowhere.db"),
         ("key", "ledger.db", "dance"),
         ("key", "ledger.db", "add", "next.pub", "--key", "ledger.key"),
         ("key", "ledger.db", "add", "next.pub", "--role", "king", "--key", "ledger.key"),
         ("key", "ledger.db", "revoke", "--key", "ledger.key"),
         ("key", "ledger.db", "revoke", "auditor.example", "--role", "auditor", "--key", "ledger.key"),
-        ("key", "ledger.db", "rotate", "auditor.example", "next.pub"),
+        ("key", "ledger.db", "enrol", "--key", "owner.key"),
     ):
         assert call(*words)[0] == 2, words
 
@@ -215,40 +276,45 @@ def test_looking_needs_no_clock(call: Call, monkeypatch: pytest.MonkeyPatch) -> 
     code, text, _ = call("key", "ledger.db")
     assert code == 0 and "counts" in text
     refused(
-        call("key", "ledger.db", "add", "other.pub", "--role", "auditor", "--key", "ledger.key"), "ledger.clock-behind"
+        call("key", "ledger.db", "add", "other.pub", "--role", "auditor", "--key", "owner.key"), "ledger.clock-behind"
     )
 
 
 def test_a_key_is_added_and_revoked(call: Call) -> None:
-    found = answer(call("key", "ledger.db", "add", "next.pub", "--role", "auditor", "--name", "second.example",
-                        "--key", "ledger.key", "--json"))  # fmt: skip
-    assert (found["change"], found["key"]["role"], found["key"]["name"]) == ("add", "auditor", "second.example")
-    assert found["checkpoint"] == size() == found["index"] + 1
-    printed = succeeded(call("policy", "ledger.db", "looser.toml", "--key", "ledger.key", "--key", "next.key"))
-    printed = succeeded(call("key", "ledger.db", "revoke", "second.example", "--key", "ledger.key"))
+    found = answer(call("key", "ledger.db", "add", "next.pub", "--role", "auditor", "--name", "third.example",
+                        *BOTH, "--json"))  # fmt: skip
+    (event,) = found["events"]
+    assert (event["change"], event["key"]["role"], event["key"]["name"]) == ("add", "auditor", "third.example")
+    assert found["checkpoint"].split("\n")[1] == str(size()) == str(found["index"] + 1)
+    printed = succeeded(call("key", "ledger.db", "revoke", "third.example", *BOTH))
     assert f"revoke {NEXT.public.id.hex()[:16]}" in printed
+    refused(call("key", "ledger.db", "add", "next.pub", "--role", "auditor", *BOTH), "ledger.key-was-revoked")
     refused(
-        call("policy", "ledger.db", "stricter.toml", "--key", "ledger.key", "--key", "next.key"),
-        "cli.key-not-valid-now",
+        call("key", "ledger.db", "add", "other.pub", "--role", "governing", *BOTH), "ledger.second-signature-missing"
     )
-    assert verify("ledger.db", trust=MINE).trusted
+    succeeded(call("key", "ledger.db", "add", "other.pub", "--role", "governing", *BOTH, "--key", "second.key"))
+    assert "no checkpoint covers it yet" in succeeded(
+        call("key", "ledger.db", "revoke", "auditor.example", "--key", "other.key")
+    )
+    assert verify("ledger.db").verified
 
 
 def test_the_ledgers_own_key_is_rotated(call: Call, tmp_path: Path) -> None:
     shutil.copy("ledger.key", "ledger.pem")
     os.chmod("ledger.pem", 0o600)
     mine = LEDGER.public.id.hex()
-    refused(call("key", "ledger.db", "revoke", mine, "--key", "ledger.key"), "cli.key-revokes-itself")
+    refused(call("key", "ledger.db", "revoke", mine, *BOTH), "ledger.last-signing-key")
+    refused(call("key", "ledger.db", "revoke", mine, "--key", "ledger.key"), "ledger.last-signing-key")
     printed = succeeded(call("key", "ledger.db", "rotate", mine[:10], "next.pub", "--key", "ledger.key"))
     assert "the new key signs from now on" in printed
     assert "replace ledger.pem" in printed
+    os.unlink("ledger.pem")
     before = size()
-    code, _, told = call("key", "ledger.db", "revoke", "auditor.pub", "--key", "ledger.key")
-    assert (code, size()) == (1, before)
-    assert "was replaced at" in told
-    printed = succeeded(call("key", "ledger.db", "revoke", mine, "--key", "next.key"))
-    assert last(KeyEvent).change is KeyChange.REVOKE
-    found = verify("ledger.db", trust=MINE)
+    refused(call("key", "ledger.db", "revoke", "auditor.pub", *BOTH), "ledger.key-may-not-sign")
+    assert size() == before
+    succeeded(call("key", "ledger.db", "revoke", mine, "--key", "owner.key", "--key", "next.key"))
+    assert last(KeyEvents).events[0].change is KeyChange.REVOKE
+    found = verify("ledger.db", trust=Trust(plain=(GOVERNING.public,)))
     assert found.trusted, found.problem
     assert call("checkpoint", "ledger.db", "--key", "next.key")[0] == 0
 
@@ -264,12 +330,14 @@ def test_what_cannot_be_done_with_keys(call: Call) -> None:
         (("add", "next.pub", "--role", "ledger", "--name", "another.example"), "is named 'another.example'"),
         (("add", "next.pub", "--role", "ledger", "--at", "never"), "never"),
     ):
-        code, _, told = call("key", "ledger.db", *words, "--key", "ledger.key")
+        code, _, told = call("key", "ledger.db", *words, *BOTH)
         assert (code, size()) == (1, before), words
         assert problem in told
-    code, _, told = call("key", "ledger.db", "add", "next.pub", "--role", "auditor", "--key", "other.key")
-    assert (code, size()) == (1, before)
-    assert "ledger.key-may-not-sign" in told
+    for name in ("other.key", "ledger.key", "auditor.key"):  # the ledger's own key adds no other
+        refused(
+            call("key", "ledger.db", "add", "next.pub", "--role", "auditor", "--key", name), "cli.governing-key-missing"
+        )
+    assert size() == before
 
 
 def test_a_link_to_a_ledger_is_the_ledger(call: Call, tmp_path: Path) -> None:

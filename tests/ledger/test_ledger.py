@@ -10,15 +10,19 @@ from pathlib import Path
 import pytest
 from making import (
     AUDITOR,
+    GOVERNING,
     LEDGER,
     ORIGIN,
     OTHER,
     RUN,
+    SECOND,
     START,
+    TWO_OWNERS,
     WITNESS,
     Clock,
     admitted,
     attestation,
+    authorised,
     batches,
     create,
     digest,
@@ -40,13 +44,11 @@ from lamina.ledger.governance_records import (
     KeyEvent,
     LeafSpan,
     LedgerFloors,
-    PartySignature,
     PolicyChange,
     Release,
     Role,
     Withdrawal,
     WithdrawalReason,
-    policy_record_digest,
 )
 from lamina.ledger.merkle import EMPTY_ROOT, leaf_hash, node_hash, verify_consistency, verify_inclusion
 from lamina.ledger.reader import LedgerReader
@@ -256,7 +258,8 @@ def test_what_a_ledger_remembers_is_bounded(where: str, monkeypatch: pytest.Monk
             most = max(most, len(ledger._tail._once))
         assert most < 140
         assert vars(ledger).keys() == {
-            "store", "header", "_nodes", "_tail", "_turn", "_key", "_clock", "_patience", "_id"
+            "store", "header", "_nodes", "_tail", "_turn", "_key", "_governing", "_clock", "_patience", "_id",
+            "_checked",
         }  # fmt: skip
 
 
@@ -400,7 +403,8 @@ def test_another_key_signs_nothing(ledger: Ledger, where: str) -> None:
 
 def test_keys_are_added_rotated_and_revoked(ledger: Ledger, where: str, clock: Clock) -> None:
     new = Key(name=ORIGIN, x=OTHER.public.x, role=Role.LEDGER)
-    ledger.append([KeyEvent(change=KeyChange.ROTATE, key=new, target=LEDGER.public.id, effective=START + 100)])
+    event = KeyEvent(change=KeyChange.ROTATE, key=new, target=LEDGER.public.id, effective=START + 100)
+    ledger.append([authorised(ledger, event, LEDGER)])  # it lets another take over from itself
     ledger.checkpoint()
     with Ledger.open(where, OTHER, clock=clock) as other:
         other.append([admitted(1)])
@@ -416,45 +420,41 @@ def test_keys_are_added_rotated_and_revoked(ledger: Ledger, where: str, clock: C
         assert parties.problem_with(LEDGER.public.id, START + 99) is None
         assert parties.problem_with(LEDGER.public.id, START + 100) is not None
         assert other.parties(1).problem_with(OTHER.public.id, START + 100) is not None
-        other.append([KeyEvent(change=KeyChange.REVOKE, target=AUDITOR.public.id, effective=START)])
+        gone = KeyEvent(change=KeyChange.REVOKE, target=AUDITOR.public.id, effective=START)
+        other.append([authorised(other, gone)])
         assert other.parties().problem_with(AUDITOR.public.id, START) is not None
-        other.append([KeyEvent(change=KeyChange.ADD, key=header().keys[1], effective=START + 200)])
-        assert other.parties().problem_with(AUDITOR.public.id, START + 199) is not None
-        assert other.parties().problem_with(AUDITOR.public.id, START + 200) is None
+        back = KeyEvent(change=KeyChange.ADD, key=header().keys[1], effective=START + 200)
+        with raises_code("ledger.key-was-revoked"):
+            other.append([authorised(other, back)])
+        third = Key(name="auditor.example/2", x=SECOND.public.x, role=Role.AUDITOR)
+        other.append([authorised(other, KeyEvent(change=KeyChange.ADD, key=third, effective=START + 200))])
+        assert other.parties().problem_with(third.id, START + 199) is not None
+        assert other.parties().problem_with(third.id, START + 200) is None
 
 
-def test_a_looser_policy_needs_two_signatures(ledger: Ledger) -> None:
+def test_a_looser_policy_needs_two_owners(where: str) -> None:
     stricter = PolicyChange(floors=LedgerFloors(clip_norm=200_000, noise_multiplier=500_000), presets=header().presets,
-                            policy=digest("stricter"), previous=policy_record_digest(ledger.header))  # fmt: skip
-    ledger.append([stricter])
-    looser = dataclasses.replace(
-        stricter, floors=header().floors, policy=digest("looser"), previous=policy_record_digest(stricter)
-    )
-    message = looser.message(ORIGIN)
-    good = [PartySignature(key=each.public.id, signature=each.sign(message)) for each in (LEDGER, AUDITOR)]
-    stranger = PartySignature(key=OTHER.public.id, signature=OTHER.sign(message))
-    elsewhere = PartySignature(key=AUDITOR.public.id, signature=AUDITOR.sign(looser.message("other.example")))
-    for signatures, code in (
-        ([], "ledger.policy-loosened"),
-        (good[:1], "ledger.policy-loosened"),
-        ([good[0], good[0]], "ledger.policy-loosened"),
-        ([good[0], stranger], "ledger.policy-signature-invalid"),
-        ([good[0], elsewhere], "ledger.policy-signature-invalid"),
-    ):
-        with raises_code(code):
-            ledger.append([dataclasses.replace(looser, signatures=tuple(signatures))])
-    assert ledger.append([dataclasses.replace(looser, signatures=tuple(good))]) == [2]
-    with raises_code("ledger.policy-wrong-predecessor"):
-        ledger.append([dataclasses.replace(looser, signatures=tuple(good))])  # not a second time
-    same = dataclasses.replace(
-        looser, previous=policy_record_digest(dataclasses.replace(looser, signatures=tuple(good)))
-    )
-    assert ledger.append([same]) == [3]  # it changes nothing
-    stricter = dataclasses.replace(stricter, previous=policy_record_digest(same))
-    looser = dataclasses.replace(looser, previous=policy_record_digest(stricter))
-    with raises_code("ledger.policy-loosened"):  # each is held against the one before, in a batch as well
-        ledger.append([stricter, looser])
-    assert ledger.size == 4
+                            policy=digest("stricter"))  # fmt: skip
+    looser = dataclasses.replace(stricter, floors=header().floors, policy=digest("looser"))
+    with create(where, keys=TWO_OWNERS) as ledger:
+        ledger.append([authorised(ledger, stricter)])
+        for keys, code in (
+            ([GOVERNING], "ledger.policy-loosened"),
+            ([GOVERNING, GOVERNING], "ledger.policy-loosened"),
+            ([GOVERNING, OTHER], "ledger.authorising-signature-invalid"),
+            ([GOVERNING, AUDITOR], "ledger.authorising-signature-invalid"),
+            ([GOVERNING, LEDGER], "ledger.authorising-signature-invalid"),
+        ):
+            with raises_code(code):
+                ledger.append([authorised(ledger, looser, *keys)])
+        good = authorised(ledger, looser, GOVERNING, SECOND)
+        assert ledger.append([good]) == [2]
+        with raises_code("ledger.authorised-out-of-turn"):
+            ledger.append([good])  # not a second time
+        assert ledger.append([authorised(ledger, looser)]) == [3]  # it changes nothing
+        with raises_code("ledger.several-governing-records"):
+            ledger.append([authorised(ledger, stricter), authorised(ledger, looser)])
+        assert ledger.size == 4
 
 
 def test_proofs_and_receipts_hold(ledger: Ledger) -> None:

@@ -11,10 +11,10 @@ from typing import Any
 
 import apsw
 import pytest
-from build import plan, signed_by
+from build import plan
 from clinic import policy
 from forks import in_processes
-from making import AUDITOR, LEDGER, START, Clock, key
+from making import GOVERNING, LEDGER, SECOND, START, Clock, authorised, key
 from refusals import raises_code
 
 from lamina.admit.checks import floors_hash
@@ -25,12 +25,22 @@ from lamina.ledger.corpus_terms import (
     NO_POLICY,
     CorpusTerms,
     adopt_policy,
+    governing_key_path,
     ledger_key_path,
     open_or_create,
     origin_slug,
     policy_in_force,
 )
-from lamina.ledger.governance_records import Key, KeyChange, KeyEvent, LedgerFloors, Preset, Role
+from lamina.ledger.governance_records import (
+    Key,
+    KeyChange,
+    KeyEvent,
+    KeyEvents,
+    LedgerFloors,
+    Preset,
+    Role,
+    TermsChange,
+)
 from lamina.ledger.verify.verifier import verify
 from lamina.ledger.writer import Ledger
 from lamina.plan.policy import Policy
@@ -41,7 +51,7 @@ def contract(**changes: Any) -> CorpusTerms:
 
 
 def begin(where: str, **changes: Any) -> Ledger:
-    return open_or_create(where, contract(**changes), LEDGER, clock=Clock())
+    return open_or_create(where, contract(**changes), LEDGER, governing=GOVERNING, clock=Clock())
 
 
 # ------------------------------------------------------------------------------------------------ contracts
@@ -157,7 +167,8 @@ def test_processes_that_make_it_at_once_agree_on_the_key_beside_it(tmp_path: Pat
             ledger.checkpoint()
 
     in_processes(*[work] * 4)
-    assert {path.name for path in where.parent.iterdir() if path.suffix == ".pem"} == {"a.ledger.pem"}
+    pems = {path.name for path in where.parent.iterdir() if path.suffix == ".pem"}
+    assert pems == {"a.ledger.pem", "a.ledger.governing.pem"}
     assert verify(where).verified
 
 
@@ -165,7 +176,7 @@ def test_a_database_needs_a_key_to_begin_with(server: Any) -> None:
     where = server.url("opening_without_key")
     with raises_code("ledger.no-key-to-create") as caught:
         open_or_create(where, contract(), clock=Clock())
-    assert "lamina keys new" in caught.value.remedy
+    assert "lamina ledger init" in caught.value.remedy
     begin(where).close()
     with open_or_create(where, contract(), clock=Clock()) as ledger:
         assert not ledger.signs
@@ -187,7 +198,8 @@ def test_the_key_lies_beside_a_file_and_only_its_owner_reads_it(tmp_path: Path) 
         os.umask(before)
     beside = ledger_key_path(where)
     assert beside == tmp_path / "new" / "clinic.ledger.pem"
-    assert mode(beside) == mode(where) == 0o600
+    assert governing_key_path(where) == tmp_path / "new" / "clinic.ledger.governing.pem"
+    assert mode(beside) == mode(governing_key_path(where)) == mode(where) == 0o600
     held = beside.read_bytes()
     with open_or_create(where, contract()) as ledger:
         assert ledger.signs and signed_checkpoint.parse_checkpoint(ledger.checkpoint())[0].size == 1
@@ -279,29 +291,39 @@ def test_a_stricter_policy_and_a_new_class_are_followed(where: str) -> None:
     assert verify(where, now=START).verified
 
 
-def test_a_looser_policy_needs_two_signatures(where: str) -> None:
+def test_a_looser_policy_needs_two_owners(where: str) -> None:
     looser = contract(floors={"clip_norm": 0.1}, standard={"noise_multiplier": 1.0}, clinical={"profile": "all"})
     with begin(where) as ledger:
-        with pytest.raises(LedgerError) as caught:
+        with raises_code("ledger.policy-loosened") as caught:
             adopt_policy(ledger, looser)
         for word in ("floor of the noise multiplier falls", "class 'standard' falls", "class 'clinical' is not inside"):
             assert word in caught.value.problem
-        assert "lamina ledger policy" in caught.value.remedy
         change = looser.change(policy_in_force(ledger))
         assert change is not None
-        auditor = Key(name="auditor.example", x=AUDITOR.public.x, role=Role.AUDITOR)
-        ledger.append([KeyEvent(change=KeyChange.ADD, key=auditor, effective=START)])
+        second = Key(name="second.example", x=SECOND.public.x, role=Role.GOVERNING)
+        ledger.govern(KeyEvents(events=(KeyEvent(change=KeyChange.ADD, key=second, effective=START),)))
         for keys, code in (
-            ((LEDGER,), "ledger.policy-loosened"),
-            ((LEDGER, LEDGER), "ledger.policy-loosened"),
-            ((LEDGER, key("other")), "ledger.policy-signature-invalid"),
+            ([GOVERNING], "ledger.policy-loosened"),
+            ([GOVERNING, LEDGER], "ledger.authorising-signature-invalid"),
         ):
             with raises_code(code):
-                adopt_policy(ledger, looser, signed_by(change, *keys, origin=ledger.origin).signatures)
+                ledger.govern(authorised(ledger, change, *keys))
         assert ledger.size == 2
-        assert adopt_policy(ledger, looser, signed_by(change, LEDGER, AUDITOR, origin=ledger.origin).signatures) is True
+        assert ledger.govern(authorised(ledger, change, GOVERNING, SECOND)) == 2
         assert adopt_policy(ledger, looser) is False
     assert verify(where, now=START).verified
+
+
+def test_a_ledger_with_an_owner_elsewhere_takes_no_policy_by_itself(tmp_path: Path) -> None:
+    begin(str(tmp_path / "a.db")).close()
+    with open_or_create(tmp_path / "a.db", contract(), LEDGER, clock=Clock()) as ledger:
+        assert not ledger.governs
+        with raises_code("ledger.policy-not-in-force"):
+            adopt_policy(ledger, contract(standard={"noise_multiplier": 3.0}))
+        with raises_code("ledger.governing-key-missing"):
+            ledger.govern(TermsChange(retention=10**9))
+        assert adopt_policy(ledger, contract()) is False
+        assert ledger.size == 1
 
 
 def test_a_corpus_adopts_less_depth_by_its_policy_alone(where: str) -> None:

@@ -15,7 +15,7 @@ import cbor2
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from making import AUDITOR, LEDGER, ORIGIN, RUN, TERMS, admitted, digest, epoch, header, segment
+from making import AUDITOR, LEDGER, ORIGIN, RUN, START, TERMS, admitted, digest, epoch, header, segment
 from refusals import raises_code
 
 from lamina import cbor
@@ -24,11 +24,13 @@ from lamina.errors import EncodingError, LedgerError
 from lamina.ledger import records
 from lamina.ledger.governance_records import (
     Aggregate,
+    Authorization,
     ClassTotal,
     Header,
     Key,
     KeyChange,
     KeyEvent,
+    KeyEvents,
     LeafSpan,
     LedgerFloors,
     ParentLedger,
@@ -37,9 +39,11 @@ from lamina.ledger.governance_records import (
     Preset,
     Release,
     Role,
+    TermsChange,
     Withdrawal,
     WithdrawalEffect,
     WithdrawalReason,
+    governing_message,
     loosened,
 )
 from lamina.ledger.records import (
@@ -66,8 +70,10 @@ AGGREGATE = Aggregate(
     classes=(ClassTotal(cls="clinical", count=5, withdrawn=1, spend=7),),
     digest=digest("pruned"),
 )
+LEAVE = Authorization(header=digest("header"), previous=digest("old"), size=7, root=digest("root"), expires=START)
+SIGNED = (PartySignature(key=AUDITOR.public.id, signature=bytes(64)),)
 CHANGE = PolicyChange(
-    floors=LedgerFloors(clip_norm=1), presets=header().presets, policy=digest("new"), previous=digest("old")
+    floors=LedgerFloors(clip_norm=1), presets=header().presets, policy=digest("new"), authorization=LEAVE
 )
 SAMPLES: list[Record] = [
     header(),
@@ -88,17 +94,30 @@ SAMPLES: list[Record] = [
         segment=4,
         request=digest("asked"),
     ),
-    KeyEvent(change=KeyChange.ADD, key=Key(name="x.example", x=AUDITOR.public.x, role=Role.AUDITOR), effective=5),
-    KeyEvent(change=KeyChange.REVOKE, target=AUDITOR.public.id, effective=6),
-    KeyEvent(
-        change=KeyChange.ROTATE,
-        key=Key(name=ORIGIN, x=AUDITOR.public.x, role=Role.LEDGER, valid_from=1, valid_until=9),
-        target=LEDGER.public.id,
-        effective=7,
+    KeyEvents(
+        events=(
+            KeyEvent(
+                change=KeyChange.ADD, key=Key(name="x.example", x=AUDITOR.public.x, role=Role.AUDITOR), effective=5
+            ),
+            KeyEvent(change=KeyChange.REVOKE, target=AUDITOR.public.id, effective=6),
+        ),
+        authorization=dataclasses.replace(LEAVE, signatures=SIGNED),
+    ),
+    KeyEvents(
+        events=(
+            KeyEvent(
+                change=KeyChange.ROTATE,
+                key=Key(name=ORIGIN, x=AUDITOR.public.x, role=Role.LEDGER, valid_from=1, valid_until=9),
+                target=LEDGER.public.id,
+                effective=7,
+            ),
+        )
     ),
     AGGREGATE,
-    dataclasses.replace(AGGREGATE, signatures=(PartySignature(key=AUDITOR.public.id, signature=bytes(64)),)),
+    dataclasses.replace(AGGREGATE, signatures=SIGNED),
     CHANGE,
+    TermsChange(witnesses=2),
+    TermsChange(retention=86_400, authorization=LEAVE),
     Release(manifest=digest("manifest"), runs=(RUN,), not_after=1_900_000_000),
     Release(manifest=digest("manifest"), runs=()),
 ]
@@ -124,7 +143,7 @@ def _types(plain: Any) -> Any:
 
 def test_every_kind_has_a_number_a_word_and_a_sample() -> None:
     assert {type(record) for record in SAMPLES} == set(RECORD_KINDS.values()) == set(KIND_NAMES)
-    assert sorted(RECORD_KINDS) == list(range(1, 9))
+    assert sorted(RECORD_KINDS) == list(range(1, 10))
 
 
 def test_the_wire_format_is_frozen() -> None:
@@ -136,7 +155,7 @@ def test_the_wire_format_is_frozen() -> None:
     assert total.hexdigest() == FROZEN
 
 
-FROZEN = "f35d1ea0539a176043bb41f4f8738dfb75fcc71f376066f9c8280a6aacae95e1"
+FROZEN = "69e962b2956c5aa89fe795cc3470a0e2f59022b910c438b57957b56731783fba"
 
 
 numbers = st.integers(0, 2**32) | st.sampled_from([0, 23, 24, 255, 256, 65_535, 65_536, 2**32 - 1, 2**32, LAST_SECOND])
@@ -268,12 +287,14 @@ def _reads_canonically(data: StoredLeaf) -> None:
 def test_unknown_missing_and_mistyped_fields_are_refused(record: Record) -> None:
     data = records.encode_leaf(record, 1, 1, 1)
     plain, body = cbor.decode(data.leaf), cbor.decode(data.body or b"", max_size=1 << 20)
+    fields = [] if type(record) is ContributionRecord else schema_of(type(record)).fields
+    first = {1, *(each.key for each in fields if each.optional)}
     for other in (
         {**plain, 6: 1},
         {**plain, 12: 1},
         {key: value for key, value in plain.items() if key != 4},
         {key: value for key, value in plain.items() if key != 5},
-        {**plain, 1: 9},
+        {**plain, 1: 10},
         {**plain, 1: True},
         {**plain, 1: 3 if type(record) is ContributionRecord else 2},
         {**plain, 2: -1},
@@ -286,7 +307,7 @@ def test_unknown_missing_and_mistyped_fields_are_refused(record: Record) -> None
     for rest in (
         {**body, 99: 1},
         {**body, "x": 1},
-        {key: value for key, value in body.items() if key != 1},
+        {key: value for key, value in body.items() if key not in first},
         {**body, 1: True},
         [],
     ):
@@ -323,7 +344,7 @@ BAD: dict[Any, dict[str, list[Any]]] = {  # by what is made: what its fields may
         "cose_alg": [-7],
         "epoch_clock": [0],
         "granularity": [0],
-        "keys": [(), (*header().keys, header().keys[0]), header().keys[1:]],
+        "keys": [(), (*header().keys, header().keys[0]), header().keys[1:], header().keys[:3]],
         "witnesses": [2],
         "presets": [header().presets * 2],
     },
@@ -365,6 +386,9 @@ BAD: dict[Any, dict[str, list[Any]]] = {  # by what is made: what its fields may
     },
     partial(ClassTotal, cls="a", count=1, spend=0): {"withdrawn": [2]},
     partial(Release, runs=()): {"manifest": [b""]},
+    TermsChange: {"witnesses": [None, -1], "retention": [-1]},
+    partial(KeyEvents): {"events": [()]},
+    partial(dataclasses.replace, CHANGE): {"presets": [CHANGE.presets * 2, ()]},
 }
 
 
@@ -439,11 +463,28 @@ def test_a_policy_that_protects_less_is_noticed(change: dict[str, Any], told: li
 
 
 def test_signed_messages_are_of_one_ledger_and_one_content() -> None:
-    signed = dataclasses.replace(AGGREGATE, signatures=(PartySignature(key=bytes(32), signature=bytes(64)),))
+    signed = dataclasses.replace(AGGREGATE, signatures=SIGNED)
     assert signed.message("a") == AGGREGATE.message("a") != AGGREGATE.message("b")
     assert dataclasses.replace(AGGREGATE, horizon=1).message("a") != AGGREGATE.message("a")
-    assert CHANGE.message("a") != AGGREGATE.message("a")
-    assert dataclasses.replace(CHANGE, signatures=signed.signatures).message("a") == CHANGE.message("a")
+
+    def message(change: Any = CHANGE, **changes: Any) -> bytes:
+        return governing_message(dataclasses.replace(change, authorization=dataclasses.replace(LEAVE, **changes)))
+
+    assert message(signatures=SIGNED) == message()
+    for name, value in (
+        ("header", b"h" * 32),
+        ("previous", b"p" * 32),
+        ("size", 8),
+        ("root", b"r" * 32),
+        ("expires", 1),
+    ):
+        assert message(**{name: value}) != message(), name
+    assert message(dataclasses.replace(CHANGE, policy=bytes(32))) != message()
+    kinds = (CHANGE, TermsChange(witnesses=1), KeyEvents(events=(rotated(),)))
+    made = {message(each).partition(b"\n")[0] for each in kinds} | {header().message().partition(b"\n")[0]}
+    assert made == {b"lamina/governing-record/1", b"lamina/header/1"}
+    assert len({message(each) for each in kinds}) == 3
+    assert header().message() == dataclasses.replace(header(), signatures=()).message()
 
 
 def test_an_epoch_has_no_field_for_what_is_secret() -> None:
@@ -463,9 +504,9 @@ CDDL = {
     "header": Header, "parent": ParentLedger, "floors": LedgerFloors, "preset": Preset, "key": Key,
     "contribution": ContributionBody, "contribution-leaf": KeptContribution,
     "epoch": Epoch, "segment": Segment, "account": EpochAccount, "charge": EpochCharge,
-    "withdrawal": Withdrawal, "key-event": KeyEvent,
+    "withdrawal": Withdrawal, "key-events": KeyEvents, "key-event": KeyEvent, "authorization": Authorization,
     "aggregate": Aggregate, "span": LeafSpan, "class-total": ClassTotal,
-    "policy-change": PolicyChange, "signed": PartySignature, "release": Release,
+    "policy-change": PolicyChange, "signed": PartySignature, "release": Release, "terms-change": TermsChange,
 }  # fmt: skip
 
 
@@ -483,7 +524,7 @@ def test_the_documented_schema_is_the_schema() -> None:
 
 def test_terms_and_enumerations_have_their_documented_numbers() -> None:
     assert [each.value for each in (*SegmentOutcome, *WithdrawalEffect)] == [1, 2, 1, 2]
-    assert [each.name for each in Role] == ["LEDGER", "CONTRIBUTOR", "AUDITOR", "WITNESS", "RELEASE"]
+    assert [each.name for each in Role] == ["LEDGER", "CONTRIBUTOR", "AUDITOR", "WITNESS", "RELEASE", "GOVERNING"]
     assert [each.value for each in WithdrawalReason] == list(range(1, 8))
     assert TERMS.bound == ("clinical", 1_000_000, 4_000_000) == admitted(1).bound
     assert epoch().accounts[0].bound == TERMS.bound

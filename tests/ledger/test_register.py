@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 from clinic import ALICE, BOB, HOUR, Clinic, admitted, check, digest_of, policy, reasons, write
 from forks import in_processes
-from making import LEDGER, START, digest, key
+from making import GOVERNING, LEDGER, START, digest, key
 from refusals import raises_code
 
 from lamina.admit.contribution_sources import Contribution
@@ -20,7 +21,7 @@ from lamina.admit.verdicts import Reason as Why
 from lamina.ledger import admission_batch, signed_checkpoint
 from lamina.ledger.admission_batch import AdmissionBatch, LedgerRegister, append_key_ring, open_register
 from lamina.ledger.corpus_terms import CorpusTerms, open_or_create
-from lamina.ledger.governance_records import KeyChange, KeyEvent, WithdrawalReason
+from lamina.ledger.governance_records import KeyChange, KeyEvents, WithdrawalReason
 from lamina.ledger.records import ContributionRecord
 from lamina.ledger.retention import Retention
 from lamina.ledger.withdrawal import withdraw
@@ -149,7 +150,7 @@ def test_a_token_outlives_its_leaf(small: Clinic) -> None:
     """What was pruned is not found by its descriptor any more. It is not admitted again for that."""
     small.policy = policy()
     contract = CorpusTerms.of_policy(small.policy)
-    open_or_create(small.where, contract, LEDGER, retention=10, clock=small.clock).close()
+    open_or_create(small.where, contract, LEDGER, governing=GOVERNING, retention=10, clock=small.clock).close()
     small.admit([small.offer("a", life=HOUR), small.offer("b")])
     small.clock.now += 2 * HOUR
     with small.open() as ledger:
@@ -278,11 +279,12 @@ def test_sources_are_read_again_without_payloads(small: Clinic, tmp_path: Path, 
 
 
 def events(ledger: Ledger) -> list[tuple[KeyChange, bytes]]:
-    found = (leaf.record for leaf in ledger.of_kind(KeyEvent))
+    found = (leaf.record for leaf in ledger.of_kind(KeyEvents))
     return [
         (each.change, each.target or (each.key.id if each.key is not None else b""))
-        for each in found
-        if isinstance(each, KeyEvent)
+        for record in found
+        if isinstance(record, KeyEvents)
+        for each in record.events
     ]
 
 
@@ -292,10 +294,35 @@ def test_a_key_comes_before_its_first_contribution_and_once(clinic: Clinic) -> N
     with clinic.open() as ledger:
         assert events(ledger) == [(KeyChange.ADD, ALICE.public.id), (KeyChange.ADD, BOB.public.id)]
         kinds = [leaf.kind.__name__ for leaf in ledger.leaves()]
-        assert kinds == ["Header", "KeyEvent", *["ContributionRecord"] * 2, "KeyEvent", *["ContributionRecord"] * 3]
+        assert kinds == ["Header", "KeyEvents", *["ContributionRecord"] * 2, "KeyEvents", *["ContributionRecord"] * 3]
         assert b"alice" not in b"".join(
             data.leaf + (data.body or b"") for _, data in ledger.raw_leaves()
         )  # labels are nobody's business
+    check(clinic.where)
+
+
+def test_a_revocation_in_the_ledger_holds_under_an_older_ring(clinic: Clinic) -> None:
+    given, older = [*clinic.offers(0, 2), clinic.offer("b", who=BOB)], copy.deepcopy(clinic.keys)
+    clinic.admit(given)
+    clinic.clock.now += HOUR
+    clinic.keys.revoke(BOB.public.id, at=START + HOUR)
+    clinic.admit(given)
+    clinic.keys = older
+    again = [*given, clinic.offer("c", who=BOB)]
+    assert reasons(clinic.admit(again)) == {"b": "revoked-key", "c": "revoked-key"}
+    check(clinic.where)
+
+
+def test_who_is_not_enrolled_in_an_owned_ledger_is_told_whom_to_ask(clinic: Clinic) -> None:
+    clinic.admit(clinic.offers(0, 2))
+    given = [*clinic.offers(0, 3), clinic.offer("b", who=BOB)]
+    with Ledger.open(clinic.where, LEDGER, clock=clinic.clock) as ledger:
+        size = ledger.size
+        (refused,) = clinic.gate(ledger).review(given).refused
+        assert (refused.id, refused.reason.value) == ("b", "unknown-key") and "owner enrols it" in refused.detail
+        assert ledger.size == size + 1
+        clinic.keys.revoke(ALICE.public.id, at=int(clinic.clock.now))
+        assert append_key_ring(ledger, clinic.keys) == 0  # what the ring says, only the owner can write
     check(clinic.where)
 
 

@@ -10,9 +10,10 @@ from decimal import Decimal
 
 import pytest
 from build import HOUR, RUNS, YEAR, Story, build
-from making import LEDGER, START, epoch
+from making import GOVERNING, LEDGER, START, authorised, epoch
 from refusals import raises_code
 
+from lamina.ledger.governance_records import TermsChange
 from lamina.ledger.records import KIND_NAMES, ContributionRecord, Epoch, EpochAccount, Leaf
 from lamina.ledger.show import (
     KINDS_BY_NAME,
@@ -37,12 +38,16 @@ def seqs(story: Story, **given: object) -> list[int]:
 
 def test_every_record_in_words(story: Story) -> None:
     told = {KIND_NAMES[leaf.kind]: describe_leaf(leaf) for leaf in story.ledger.leaves()}
+    terms = Leaf(TermsChange, 60, START, 3, authorised(story.ledger, TermsChange(witnesses=1, retention=400 * 86_400)))
+    told["terms"] = describe_leaf(terms)
     assert told.keys() == KINDS_BY_NAME.keys()
+    owner = GOVERNING.public.name[:16]
+    assert told["terms"] == f"1 cosignature of witnesses, kept 400 days, by {owner}"
     assert all("\n" not in line and 10 < len(line) < 250 for line in told.values())
     assert told["header"].startswith("clinic.example/ledger: rdp at δ = 1e-05")
     assert told["withdrawal"] == "of leaf 9: consent, open segment: abandon"
-    assert told["policy"] == "floors: clip norm 0.2, noise multiplier 0.5; 2 classes, 0 signatures"
-    assert told["key"].startswith("revoke ")
+    assert told["policy"] == f"floors: clip norm 0.2, noise multiplier 0.5; 2 classes, by {owner}"
+    assert told["key"].startswith("revoke ") and told["key"].endswith(f", by {owner}")
     lines = [describe_leaf(leaf) for leaf in story.ledger.of_kind(Epoch)]
     assert "1 [10, 20) given up, 1.1 [10, 20), 2 [20, 30)" in lines[1]
     assert "clinical (c 0.5, z 4) ε 0." in lines[1]
@@ -87,7 +92,7 @@ def test_one_form_for_numbers_and_times(story: Story) -> None:
     assert isinstance(record, Epoch)
     spends = [each.spend for each in record.accounts]
     assert [Decimal(str(each["epsilon"])) * 10**9 for each in found[41]["accounts"]] == spends
-    assert found[46]["effective"] == "2027-01-15T11:00:00Z"
+    assert found[46]["events"][0]["effective"] == "2027-01-15T11:00:00Z"
     assert found[53]["not_after"] == "2028-01-15T12:00:00Z"
     assert found[55]["horizon"] == "2028-01-15T12:00:00Z"
     assert [each["class"] for each in found[55]["classes"]] == ["clinical", "open"]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from build import HOUR, RUNS, STRICT, USUAL, YEAR, Story, begin, build, contribution, plan, segment, signed_by, spent
 from forge import sql
-from making import AUDITOR, LEDGER, ORIGIN, digest
+from making import AUDITOR, GOVERNING, LEDGER, ORIGIN, digest
 
 from lamina.ledger.contribution_trace import trace_contribution
 from lamina.ledger.records import ContributionTerms, Epoch, EpochAccount, EpochCharge, Leaf, SegmentOutcome
@@ -20,7 +20,7 @@ from lamina.ledger.verify.tree_checks import Trust
 from lamina.ledger.verify.verifier import verify
 
 CLASS = ContributionTerms("clinical", "ecg", 0, 0)  # the class as a whole
-MINE = Trust(notes=(NoteKey(ORIGIN, LEDGER.public),))
+MINE = Trust(notes=(NoteKey(ORIGIN, LEDGER.public),), plain=(GOVERNING.public,))
 DAY = 86_400
 
 

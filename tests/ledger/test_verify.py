@@ -37,7 +37,20 @@ from build import header as full
 from forge import appended, leaf, replacing, rewritten, sql
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from making import AUDITOR, LEDGER, ORIGIN, OTHER, START, WITNESS, Clock, admitted, attestation, digest
+from making import (
+    AUDITOR,
+    GOVERNING,
+    LEDGER,
+    ORIGIN,
+    OTHER,
+    SECOND,
+    START,
+    WITNESS,
+    Clock,
+    admitted,
+    attestation,
+    digest,
+)
 from making import create as create_plain
 from refusals import raises_code
 
@@ -47,7 +60,7 @@ from lamina.admit.key_ring import KeyRing
 from lamina.errors import LaminaError
 from lamina.ledger import records as leaves
 from lamina.ledger import signed_checkpoint
-from lamina.ledger.governance_records import PolicyChange, Preset, Withdrawal, WithdrawalReason, policy_record_digest
+from lamina.ledger.governance_records import PolicyChange, Preset, Withdrawal, WithdrawalReason
 from lamina.ledger.key_state import KeyState, PolicyInForce
 from lamina.ledger.records import (
     ContributionRecord,
@@ -75,7 +88,7 @@ from lamina.ledger.verify.verifier import verify
 from lamina.plan.rules import FollowBudget, FollowEnergy, Injection, InjectionForm
 from lamina.plan.step_plan import StepPlan
 
-MINE = Trust(notes=(NoteKey(ORIGIN, LEDGER.public),))
+MINE = Trust(notes=(NoteKey(ORIGIN, LEDGER.public),), plain=(GOVERNING.public,))
 
 
 def finding(where: str | Path, **options: Any) -> Finding:
@@ -95,7 +108,7 @@ def test_a_good_ledger_in_every_kind_of_store(where: str) -> None:
     assert found.root == story.ledger.root
     assert found.counts == {
         "header": 1, "contribution": 43, "epoch": 3, "withdrawal": 1, "key": 5, "aggregate": 1, "policy": 1,
-        "release": 1, "pruned": 37,
+        "release": 1, "terms": 0, "pruned": 37,
     }  # fmt: skip
     assert (found.attestations, found.spends, found.signed) == (6, 6, 56)
     assert verify(story.ledger.store).verified  # an open store, while it is in use
@@ -203,13 +216,21 @@ def test_it_needs_no_torch(tmp_path: Path) -> None:
 def test_trusted_keys_as_files(tmp_path: Path) -> None:
     path = tmp_path / "a.db"
     build(str(path)).ledger.close()
-    ring = KeyRing()
+    ring, both = KeyRing(), KeyRing()
     ring.add(LEDGER.public, label="the ledger", role="ledger")
     ring.save(tmp_path / "keys.json")
+    both.add(SECOND.public, label="the owner", role="governing")
+    both.save(tmp_path / "owner.json")
+    both.add(LEDGER.public, label="the ledger", role="ledger")
+    both.save(tmp_path / "both.json")
     (tmp_path / "keys.txt").write_text(f"# of the clinic\n{NoteKey(ORIGIN, LEDGER.public).text}\n\n")
     (tmp_path / "ledger.pub").write_bytes(LEDGER.public.pem())
-    for name in ("keys.json", "keys.txt", "ledger.pub"):
+    (tmp_path / "owner.pub").write_bytes(GOVERNING.public.pem())
+    for name in ("owner.json", "both.json", "owner.pub"):
         assert verify(path, trust=Trust.load(tmp_path / name)).trusted, name
+    for name in ("keys.json", "keys.txt", "ledger.pub"):  # of who governs it, only the ledger speaks
+        report = verify(path, trust=Trust.load(tmp_path / name))
+        assert report.verified and not report.trusted and any("governs" in note for note in report.notes), name
     (tmp_path / "other.txt").write_text(NoteKey(ORIGIN, OTHER.public).text)
     (tmp_path / "elsewhere.txt").write_text(NoteKey("elsewhere.example", LEDGER.public).text)
     for name in ("other.txt", "elsewhere.txt"):
@@ -217,8 +238,15 @@ def test_trusted_keys_as_files(tmp_path: Path) -> None:
         assert (found.index, found.kind) == (0, "trust")
     ring.revoke(LEDGER.public.id, at=START)
     ring.save(tmp_path / "revoked.json")
-    assert verify(path, trust=Trust.load(tmp_path / "revoked.json"), now=START - 1).trusted
+    assert verify(path, trust=Trust.load(tmp_path / "revoked.json"), now=START - 1).verified
     assert not verify(path, trust=Trust.load(tmp_path / "revoked.json"), now=START).verified
+    both.revoke(SECOND.public.id, at=START)
+    assert verify(path, trust=Trust(ring=both), now=START - 1).trusted
+    assert not verify(path, trust=Trust(ring=both), now=START).trusted
+    for pinned in (OTHER, LEDGER):
+        stranger = KeyRing()
+        stranger.add(pinned.public, label="the owner", role="governing")
+        assert finding(path, trust=Trust(ring=stranger)).code == "verify.header-not-by-trusted-key"
     for content in (b"", b"nonsense", b"\xff\xfe", b"{}", b"-----BEGIN nonsense"):
         (tmp_path / "bad").write_bytes(content)
         with pytest.raises(LaminaError):
@@ -234,7 +262,7 @@ def test_a_ring_knows_contributors_that_the_ledger_does_not_name(tmp_path: Path)
     story.ledger.close()
     assert verify(path).problem is not None
     ring = KeyRing()
-    ring.add(LEDGER.public, label="the ledger", role="ledger")
+    ring.add(GOVERNING.public, label="the owner", role="governing")
     trust = Trust(ring=ring)
     assert finding(path, trust=trust).code == "verify.key-unknown"
     ring.add(stranger.public, label="a stranger", role="contributor")
@@ -338,9 +366,8 @@ def test_columns_read_nothing_that_the_strict_reader_refuses(seed: int, at: int,
 def checker(signatures: bool = False) -> ContributionChecks:
     opened = full()
     keys, policy = KeyState(opened), PolicyInForce(opened)
-    return ContributionChecks(
-        policy, keys, AttestationChecks(ORIGIN, keys) if signatures else None, AggregateTallies({})
-    )
+    attestations = AttestationChecks(ORIGIN, keys, None) if signatures else None
+    return ContributionChecks(policy, keys, attestations, AggregateTallies({}), None)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -612,8 +639,7 @@ def test_a_stricter_policy_binds_whoever_comes_later(tmp_path: Path) -> None:
     story = begin(path)
     story.admit([contribution(1), contribution(2, terms=STRICT)])
     doubled = tuple(dataclasses.replace(each, noise_multiplier=2 * each.noise_multiplier) for each in PRESETS)
-    previous = policy_record_digest(story.ledger.header)
-    story.ledger.append([PolicyChange(floors=FLOORS, presets=doubled, policy=digest("p"), previous=previous)])
+    story.govern(PolicyChange(floors=FLOORS, presets=doubled, policy=digest("p")))
     story.admit([contribution(3, terms=STRICT)])
     story.sign()
     assert verify(path).verified

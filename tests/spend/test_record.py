@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from keeping import (
     DELTA,
     FIRST,
+    GOVERNING,
     KEY,
     SECOND,
     THIRD,
@@ -84,7 +85,7 @@ def test_a_run_of_several_classes(where: str) -> None:
 
 def test_a_plan_made_for_a_model_under_its_policy(tmp_path: Any) -> None:
     made, policy = problem.plan(problem.net(), 20), Policy.parse(problem.POLICY)
-    book = SpendLedger(open_or_create(tmp_path / "ledger.db", CorpusTerms.of_policy(policy), KEY))
+    book = SpendLedger(open_or_create(tmp_path / "ledger.db", CorpusTerms.of_policy(policy), KEY, governing=GOVERNING))
     bounds = {"clinical": 4.0, "sensitive": 2.0}
     book.reserve(FIRST, charges=plan_charges(made, 0, 20), bounds=bounds)
     Attempts(book, plan=made, bounds=bounds).done(0, 1)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from making import AUDITOR, LEDGER, ORIGIN, START, WITNESS, Clock, digest, key
+from making import AUDITOR, LEDGER, ORIGIN, START, TWO_OWNERS, WITNESS, Clock, authorised, digest, key, owned
 
 from lamina.account.accountants import find_accountant
 from lamina.account.schedule import Event
@@ -29,7 +29,6 @@ from lamina.ledger.governance_records import (
     Withdrawal,
     WithdrawalEffect,
     WithdrawalReason,
-    policy_record_digest,
 )
 from lamina.ledger.records import (
     ContributionRecord,
@@ -96,13 +95,9 @@ def header(**changes: Any) -> Header:
         "granularity": 4,
         "retention": YEAR,
         "epoch_clock": HOUR,
-        "keys": (
-            Key(name=ORIGIN, x=LEDGER.public.x, role=Role.LEDGER),
-            Key(name="auditor.example", x=AUDITOR.public.x, role=Role.AUDITOR),
-            Key(name="witness.example", x=WITNESS.public.x, role=Role.WITNESS),
-        ),
+        "keys": TWO_OWNERS,
     }
-    return Header(**{**given, **changes})
+    return owned(Header(**{**given, **changes}))
 
 
 @dataclass
@@ -180,16 +175,13 @@ class Story:
 
     def keys(self, *keys: PrivateKey) -> None:
         """Contributors whose signatures count from now on."""
-        self.ledger.append(
-            [
-                KeyEvent(
-                    change=KeyChange.ADD,
-                    key=Key(name=f"contributor-{one.public.name[:8]}", x=one.public.x, role=Role.CONTRIBUTOR),
-                    effective=int(self.clock.now),
-                )
-                for one in keys
-            ]
-        )
+        for one in keys:
+            named = Key(name=f"contributor-{one.public.name[:8]}", x=one.public.x, role=Role.CONTRIBUTOR)
+            self.govern(KeyEvent(change=KeyChange.ADD, key=named, effective=int(self.clock.now)))
+
+    def govern(self, change: Any, *keys: PrivateKey) -> int:
+        """Append a change that the owner, or these keys, authorised."""
+        return self.ledger.append([authorised(self.ledger, change, *keys)])[0]
 
     def admit(self, made: Iterable[Made]) -> list[int]:
         made = list(made)
@@ -254,7 +246,7 @@ def segment(
 
 
 def signed_by(record: Any, *keys: PrivateKey, origin: str = ORIGIN) -> Any:
-    """A policy change or an aggregate with the signatures of these keys."""
+    """An aggregate with the signatures of these keys."""
     message = record.message(origin)
     found = tuple(PartySignature(key=one.public.id, signature=one.sign(message)) for one in keys)
     return dataclasses.replace(record, signatures=found)
@@ -303,27 +295,17 @@ def build(where: str, *, prune: bool = True, **changes: Any) -> Story:
         ],
     )
     story.sign()
-    (at["policy"],) = ledger.append(
-        [
-            PolicyChange(
-                floors=LedgerFloors(clip_norm=200_000, noise_multiplier=500_000),
-                presets=PRESETS,
-                policy=digest("policy", 2),
-                previous=policy_record_digest(ledger.header),
-            )
-        ]
+    at["policy"] = story.govern(
+        PolicyChange(
+            floors=LedgerFloors(clip_norm=200_000, noise_multiplier=500_000),
+            presets=PRESETS,
+            policy=digest("policy", 2),
+        )
     )
-    at["rotation"], at["revocation"] = ledger.append(
-        [
-            KeyEvent(
-                change=KeyChange.ROTATE,
-                key=Key(name="contributor-bobby", x=BOBBY.public.x, role=Role.CONTRIBUTOR),
-                target=BOB.public.id,
-                effective=int(story.clock.now),
-            ),
-            KeyEvent(change=KeyChange.REVOKE, target=CAROL.public.id, effective=int(story.clock.now)),
-        ]
-    )
+    now = int(story.clock.now)
+    bobby = Key(name="contributor-bobby", x=BOBBY.public.x, role=Role.CONTRIBUTOR)
+    at["rotation"] = story.govern(KeyEvent(change=KeyChange.ROTATE, key=bobby, target=BOB.public.id, effective=now))
+    at["revocation"] = story.govern(KeyEvent(change=KeyChange.REVOKE, target=CAROL.public.id, effective=now))
     story.later(HOUR)
     now = int(story.clock.now)
     at["second"], *_ = story.admit(contribution(n, BOBBY, at=now, expires=now + 3 * YEAR) for n in range(40, 45))

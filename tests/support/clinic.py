@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from making import LEDGER, START, Clock, digest, key
+from making import GOVERNING, LEDGER, START, Clock, digest, key
 
 from lamina.admit.admission import Admission
 from lamina.admit.attestation import Descriptor, attest, commit, subject_tag
@@ -60,7 +60,7 @@ class Clinic:
 
     def open(self) -> Ledger:
         contract = CorpusTerms.of_policy(self.policy)
-        ledger = open_or_create(self.where, contract, LEDGER, clock=self.clock)
+        ledger = open_or_create(self.where, contract, LEDGER, governing=GOVERNING, clock=self.clock)
         adopt_policy(ledger, contract)
         return ledger
 

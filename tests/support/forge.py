@@ -7,18 +7,30 @@ from collections.abc import Callable
 from typing import Any
 
 import apsw
-from making import LEDGER
+from making import AUDITOR, GOVERNING, LEDGER, OTHER, SECOND, START
 
 from lamina.admit.keys import PrivateKey
 from lamina.ledger import merkle
 from lamina.ledger import records as leaves
-from lamina.ledger.governance_records import Header, Withdrawal
-from lamina.ledger.merkle import Frontier, leaf_hashes
+from lamina.ledger.governance_records import (
+    Authorization,
+    GoverningRecord,
+    Header,
+    KeyEvent,
+    KeyEvents,
+    PartySignature,
+    Withdrawal,
+    sign_header,
+)
+from lamina.ledger.key_state import signed_record
+from lamina.ledger.merkle import Frontier, leaf_hash, leaf_hashes
 from lamina.ledger.records import KIND_NUMBERS, Epoch, Leaf, Record
 from lamina.ledger.signed_checkpoint import LedgerCheckpoint, TreeSignature
 from lamina.ledger.store.rows import AttemptRow, LedgerHead, StoredCheckpoint, StoredLeaf, StoreWriter, tile_reader
 from lamina.ledger.store.sqlite import SqliteStore
 from lamina.ledger.writer import checkpoint_digest
+
+KNOWN = (GOVERNING, SECOND, LEDGER, AUDITOR, OTHER)
 
 
 def sql(path: str, statement: str, *values: Any) -> list[Any]:
@@ -52,8 +64,9 @@ Change = Callable[[list[StoredLeaf]], list[StoredLeaf]]
 def rewritten(path: str, change: Change, key: PrivateKey | None = LEDGER, *, chained: bool = True) -> None:
     """Replace the leaves, and make everything else fit them: tree, tiles, head and indexes.
 
-    With a key, every checkpoint is signed anew and epochs name the new ones: what an operator can do who has the key
-    and no scruples. Without one the old checkpoints stay.
+    With a key, every checkpoint is signed anew, epochs name the new ones, and governing records are authorised anew by
+    whoever signed them: what an operator can do who has all the keys and no scruples. Without one the old checkpoints
+    stay.
     """
     kept = [StoredCheckpoint(*row) for row in sql(path, "SELECT size, text, seal FROM checkpoint ORDER BY size")]
     data = change(all_leaves(path))
@@ -62,11 +75,12 @@ def rewritten(path: str, change: Change, key: PrivateKey | None = LEDGER, *, cha
     origin = next(one.record.origin for one in map(read, data) if one and isinstance(one.record, Header))
     store = SqliteStore(path)
     with store.write() as rows:
-        frontier, previous = Frontier(), None
+        frontier, previous, tree, last = Frontier(), None, None, b""
         for size in sorted({*(one.size for one in kept if one.size <= len(data)), len(data)}):
             first = frontier.size
-            if key is not None and chained:
-                data[first:size] = [_chained(one, previous) for one in data[first:size]]
+            for at in range(first, size) if key is not None and chained else ():
+                data[at] = _authorised(_chained(data[at], previous), leaf_hash(data[0].leaf), last, tree)
+                last = leaf_hash(data[at].leaf) if _governs(data[at]) or not at else last
             rows.put_tiles(
                 merkle.grow_tiles(frontier, leaf_hashes([one.leaf for one in data[first:size]]), tile_reader(rows))
             )
@@ -82,6 +96,42 @@ def rewritten(path: str, change: Change, key: PrivateKey | None = LEDGER, *, cha
 def _chained(data: StoredLeaf, previous: bytes | None) -> StoredLeaf:
     found = read(data)
     return changed(data, previous=previous) if found is not None and found.kind is Epoch else data
+
+
+def _governs(data: StoredLeaf) -> bool:
+    found = read(data)
+    return found is not None and isinstance(found.record, GoverningRecord)
+
+
+def _authorised(data: StoredLeaf, header: bytes, last: bytes, tree: LedgerCheckpoint | None) -> StoredLeaf:
+    """A governing record as the next one, signed by the keys that its authorization names."""
+    found = read(data)
+    if found is not None and isinstance(found.record, Header):
+        names = {each.key for each in found.record.signatures}
+        return changed(
+            data, signatures=sign_header(found.record, [one for one in KNOWN if one.public.id in names]).signatures
+        )
+    if found is None or not isinstance(found.record, GoverningRecord) or found.record.authorization is None:
+        return data
+    assert tree is not None
+    given = found.record.authorization
+    names = {each.key for each in given.signatures}
+    fresh = Authorization(header=header, previous=last, size=tree.size, root=tree.root, expires=given.expires)
+    bare = dataclasses.replace(found.record, authorization=fresh)
+    return changed(
+        data, authorization=signed_record(bare, [one for one in KNOWN if one.public.id in names]).authorization
+    )
+
+
+def asked(change: Any, *keys: PrivateKey) -> Any:
+    """A governing record that `rewritten` lets these keys authorise; the owner, if none is given."""
+    if isinstance(change, KeyEvent):
+        change = KeyEvents(events=(change,))
+    names = tuple(PartySignature(key=one.public.id, signature=bytes(64)) for one in keys or (GOVERNING,))
+    blank = Authorization(
+        header=bytes(32), previous=bytes(32), size=0, root=bytes(32), expires=START + 10**9, signatures=names
+    )
+    return dataclasses.replace(change, authorization=blank)
 
 
 def _fill(rows: StoreWriter, data: list[StoredLeaf], frontier: Frontier) -> None:

@@ -14,11 +14,13 @@ from typing import Any
 import problem
 from history_acts import FOLDERS, SIGNED, Act, killed_at
 from history_plans import BOUND, Spec, more, plan_of, policy_of
+from making import GOVERNING
 from stopping import During, Killed, die
 
 from lamina.admit.keys import PrivateKey
 from lamina.errors import LaminaError
-from lamina.ledger.governance_records import Key, KeyChange, KeyEvent, Role
+from lamina.ledger.governance_records import Key, KeyChange, KeyEvent, KeyEvents, Role
+from lamina.ledger.key_state import signed_record
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.records import Epoch
 from lamina.ledger.store.rows import WHOLE_BUDGET_SEGMENT
@@ -120,6 +122,7 @@ class World:
             filters=spec.filters,
             ledger=self.where,
             key=self.key,
+            governing=None if self.key is None else GOVERNING,
             probe=False,
             **options,
         )
@@ -213,9 +216,7 @@ class World:
             added = Key(name=ledger.origin, x=new.public.x, role=Role.LEDGER)
             old = self.signer().public.id
             event = KeyEvent(change=KeyChange.ROTATE, key=added, target=old, effective=ledger.now())
-            ledger.check_signs([event])
-            ledger.append([event])
-            ledger.checkpoint()
+            ledger.govern(signed_record(ledger.propose(KeyEvents(events=(event,))), [self.signer()]))
         if self.key is not None:
             self.key = new
         else:

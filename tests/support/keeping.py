@@ -34,7 +34,10 @@ from lamina.train.run import adaptive_budget_charges, adaptive_budget_nonce
 FIRST, SECOND, THIRD = "a1" * 16, "b2" * 16, "c3" * 16
 DELTA = 1e-5
 CLASSES = ("clinical", "wearable", "sensitive", "a", "b", "fine", "else")
-KEY = PrivateKey(Ed25519PrivateKey.from_private_bytes(hashlib.sha256(b"key of the book's tests").digest()))
+KEY, GOVERNING = (
+    PrivateKey(Ed25519PrivateKey.from_private_bytes(hashlib.sha256(b"%s of the book's tests" % name).digest()))
+    for name in (b"key", b"governing key")
+)
 PROFILE = "every layer"
 
 
@@ -62,7 +65,7 @@ def contract(**changes: Any) -> CorpusTerms:
 
 def open_book(where: str | Path, **changes: Any) -> SpendLedger:
     """The book of a ledger, which is made if there is none."""
-    return SpendLedger(open_or_create(where, contract(**changes), KEY))
+    return SpendLedger(open_or_create(where, contract(**changes), KEY, governing=GOVERNING))
 
 
 @contextmanager
@@ -234,7 +237,7 @@ def epochs(ledger: Ledger) -> list[Epoch]:
 
 def verified(book: SpendLedger) -> Verification:
     """Everything in the ledger is as an auditor finds it who trusts its key only."""
-    found = verify(book.ledger.store, trust=Trust(plain=(KEY.public,)))
+    found = verify(book.ledger.store, trust=Trust(plain=(GOVERNING.public, KEY.public)))
     assert found.verified and found.trusted, found.problem
     assert found.signed == found.size
     return found

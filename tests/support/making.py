@@ -9,7 +9,18 @@ from typing import Any
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from lamina.admit.keys import PrivateKey
-from lamina.ledger.governance_records import Header, Key, LedgerFloors, Preset, Role
+from lamina.ledger.governance_records import (
+    GoverningRecord,
+    Header,
+    Key,
+    KeyEvent,
+    KeyEvents,
+    LedgerFloors,
+    Preset,
+    Role,
+    sign_header,
+)
+from lamina.ledger.key_state import signed_record
 from lamina.ledger.records import (
     ContributionRecord,
     ContributionTerms,
@@ -37,6 +48,28 @@ def digest(*parts: object) -> bytes:
 
 
 LEDGER, AUDITOR, WITNESS, OTHER = (key(name) for name in ("ledger", "auditor", "witness", "other"))
+GOVERNING, SECOND = key("governing"), key("second governing")
+CONTRIBUTORS = [key(f"contributor {n}") for n in range(7)]
+PARTIES = (
+    Key(name=ORIGIN, x=LEDGER.public.x, role=Role.LEDGER),
+    Key(name="auditor.example", x=AUDITOR.public.x, role=Role.AUDITOR),
+    Key(name="witness.example", x=WITNESS.public.x, role=Role.WITNESS),
+    Key(name="owner.example", x=GOVERNING.public.x, role=Role.GOVERNING),
+)
+TWO_OWNERS = (*PARTIES, Key(name="second.example", x=SECOND.public.x, role=Role.GOVERNING))
+
+
+def owned(header: Header) -> Header:
+    """The header, signed by the owners that it names."""
+    named = {each.id for each in header.keys}
+    return sign_header(header, [one for one in (GOVERNING, SECOND) if one.public.id in named])
+
+
+def authorised(ledger: Ledger, change: GoverningRecord | KeyEvent | list[KeyEvent], *keys: PrivateKey) -> Any:
+    """The change as the next governing record, signed by the owner or by these keys."""
+    if not isinstance(change, GoverningRecord):
+        change = KeyEvents(events=tuple(change) if isinstance(change, list) else (change,))
+    return signed_record(ledger.propose(change), keys or (GOVERNING,))
 
 
 class Clock:
@@ -65,19 +98,21 @@ def header(**changes: Any) -> Header:
         "policy": digest("policy"),
         "retention": 1000,
         "keys": (
-            Key(name=ORIGIN, x=LEDGER.public.x, role=Role.LEDGER),
-            Key(name="auditor.example", x=AUDITOR.public.x, role=Role.AUDITOR),
-            Key(name="witness.example", x=WITNESS.public.x, role=Role.WITNESS),
+            *PARTIES,
+            *(
+                Key(name=f"contributor-{n}", x=one.public.x, role=Role.CONTRIBUTOR)
+                for n, one in enumerate(CONTRIBUTORS)
+            ),
         ),
     }
-    return Header(**{**given, **changes})
+    return owned(Header(**{**given, **changes}))
 
 
 def admitted(number: int, **changes: Any) -> ContributionRecord:
     given: dict[str, Any] = {
         "descriptor": digest("descriptor", number),
         "attestation": hashlib.sha256(attestation(number)).digest(),
-        "key": digest("contributor", number % 7),
+        "key": CONTRIBUTORS[number % 7].public.id,
         "not_before": START - 1000,
         "expires": START + 500,
         "terms": TERMS,

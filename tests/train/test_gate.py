@@ -26,7 +26,7 @@ from lamina.corpus.payloads import PayloadChanged
 from lamina.corpus.sampler import Sampler
 from lamina.ledger.admission_batch import LedgerRegister
 from lamina.ledger.corpus_terms import CorpusTerms, open_or_create
-from lamina.ledger.governance_records import Header, KeyEvent
+from lamina.ledger.governance_records import Header, KeyEvents
 from lamina.ledger.governance_records import WithdrawalReason as WithdrawnFor
 from lamina.ledger.records import ContributionRecord
 from lamina.ledger.verify.verifier import verify
@@ -122,7 +122,7 @@ def test_a_ledger_is_made_and_everybody_is_in_it_once(hospital: Hospital, tmp_pa
     with Ledger.open(where, clock=hospital.clock) as ledger:
         size = ledger.size
         kinds = Counter(leaf.kind for leaf in ledger.leaves())
-    assert kinds == {Header: 1, KeyEvent: 1, ContributionRecord: 57}
+    assert kinds == {Header: 1, KeyEvents: 1, ContributionRecord: 57}
     again = hospital.gate().admit(hospital.people, ledger=str(where))
     assert list(again.ids) == list(first.ids) and not again.admission.refused
     assert again.membership(b"k") == first.membership(b"k")

@@ -15,6 +15,7 @@ import hospital
 import postgres
 import problem
 import pytest
+from making import GOVERNING
 from refusals import raises_code
 from stopping import LOOSE, During, Killed, copied, die, killed, lose_ledger, told
 
@@ -22,7 +23,17 @@ import lamina
 from lamina.admit.keys import PrivateKey
 from lamina.errors import BudgetExceeded
 from lamina.ledger.contribution_trace import trace_contribution
-from lamina.ledger.governance_records import KeyEvent, PolicyChange, Withdrawal, WithdrawalEffect, WithdrawalReason
+from lamina.ledger.corpus_terms import CorpusTerms, open_or_create
+from lamina.ledger.governance_records import (
+    KeyChange,
+    KeyEvent,
+    KeyEvents,
+    PolicyChange,
+    Role,
+    Withdrawal,
+    WithdrawalEffect,
+    WithdrawalReason,
+)
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.records import ContributionRecord, Epoch, SegmentOutcome
 from lamina.ledger.verify.tree_checks import Trust
@@ -31,6 +42,7 @@ from lamina.ledger.withdrawal import WithdrawalInbox, withdraw
 from lamina.ledger.writer import Ledger
 from lamina.spend.spend_ledger import SpendLedger
 from lamina.train.journal import Journal
+from lamina.train.membership import LedgerMembership
 
 
 def sound(where: str | Path, **options: Any) -> Verification:
@@ -72,13 +84,13 @@ def test_a_run_on_signed_contributions_can_be_audited(ward: hospital.Hospital) -
     where = ward.root / "runs" / "a" / "ledger.db"
     assert where.is_symlink() and where.resolve() == ward.root / "runs" / "ward-7.ledger.db"
     with LedgerReader.read_only(where) as view:
-        key = next(each for each in view.header.keys).public
-        counts = {kind: sum(1 for _ in view.of_kind(kind)) for kind in (ContributionRecord, KeyEvent, Epoch)}
+        key = next(each for each in view.header.keys if each.role is Role.GOVERNING).public
+        counts = {kind: sum(1 for _ in view.of_kind(kind)) for kind in (ContributionRecord, KeyEvents, Epoch)}
         first = next(view.of_kind(ContributionRecord))
         record = first.record
         assert isinstance(record, ContributionRecord)
         told = trace_contribution(view, first)
-    assert counts == {ContributionRecord: 57, KeyEvent: 1, Epoch: 4}
+    assert counts == {ContributionRecord: 57, KeyEvents: 1, Epoch: 4}
     found = sound(where, trust=Trust(plain=(key,), ring=lamina.KeyRing.load(ward.keys)))
     assert found.trusted and found.attestations == 57 and found.signed == found.size
     last = {account.bound: account.spend / 1e9 for account in epochs(where)[-1].accounts}
@@ -321,6 +333,24 @@ def test_who_leaves_through_the_corpus_leaves_the_ledger(ward: hospital.Hospital
     assert {(each.id, str(each.reason)) for each in refused} == {("c03", "withdrawn"), ("c04", "withdrawn")}
 
 
+def test_a_key_that_the_ledger_revoked_is_out_whatever_the_ring_says(ward: hospital.Hospital) -> None:
+    """The ring in use still calls it good: it was put back from an older copy."""
+    where = ward.root / "l.db"
+    corpus = ward.admit(ledger=where)
+    contract = CorpusTerms.of_policy(ward.policy)
+    with open_or_create(where, contract, clock=ward.clock) as ledger:
+        members = LedgerMembership(ledger, corpus)
+        members.freeze()
+        assert len(corpus) == 57
+        (kid,) = corpus.admission.kids
+        gone = KeyEvent(change=KeyChange.REVOKE, target=kid, effective=ledger.now())
+        ledger.govern(KeyEvents(events=(gone,)))
+        members.freeze()
+        assert len(corpus) == 0
+    with raises_code("corpus.nobody-admitted"):
+        ward.admit(ledger=where)
+
+
 def test_a_segment_is_not_replayed_with_somebody_who_withdrew_meanwhile(ward: hospital.Hospital) -> None:
     corpus = ward.admit(ledger=ward.root / "l.db")
 
@@ -346,7 +376,7 @@ def test_a_server_that_restarts_is_waited_for(tmp_path: Path, server: postgres.S
         threading.Timer(0.5, server.start).start()
 
     away = During({3: restart, 14: restart})
-    outcome = problem.trainer(tmp_path / "a", ledger=where, key=key, progress=away).fit()
+    outcome = problem.trainer(tmp_path / "a", ledger=where, key=key, governing=GOVERNING, progress=away).fit()
     assert outcome.steps == 24 and outcome.notes == ()
     found = sound(where)
     assert found.counts["epoch"] == 5 and found.signed == found.size
@@ -356,13 +386,13 @@ def test_a_server_that_restarts_is_waited_for(tmp_path: Path, server: postgres.S
 
 def test_a_server_that_stays_away_stops_the_run_and_loses_nothing(tmp_path: Path, server: postgres.Server) -> None:
     where, key = server.url("run_away"), PrivateKey.generate()
-    problem.trainer(tmp_path / "x", ledger=where, key=key).ledger.close()
+    problem.trainer(tmp_path / "x", ledger=where, key=key, governing=GOVERNING).ledger.close()
 
     away = During({8: lambda: server.stop("immediate")})
     with Ledger.open(where, key, patience=0.3) as ledger, raises_code("store.server-lost"):
         problem.trainer(tmp_path / "a", ledger=ledger, progress=away).fit()
     server.start()
-    outcome = problem.trainer(tmp_path / "a", ledger=where, key=key).fit()
+    outcome = problem.trainer(tmp_path / "a", ledger=where, key=key, governing=GOVERNING).fit()
     assert outcome.steps == 24 and outcome.notes == ()
     assert outcome.total == outcome.epsilon
     assert sound(where).counts["epoch"] == 5

@@ -17,7 +17,7 @@ from lamina.admit.keys import ALGORITHMS, LAST_SECOND, PublicKey, format_utc, pa
 from lamina.errors import BadKey, LaminaError
 from lamina.validate import distinct_fields
 
-ROLES = ("contributor", "ledger", "release")
+ROLES = ("contributor", "ledger", "release", "governing", "witness", "auditor")
 
 
 class KeyStatus(enum.Enum):
@@ -122,6 +122,7 @@ class KeyRing:
 
     def __init__(self) -> None:
         self._entries: dict[bytes, KeyEntry] = {}
+        self.quorum: int | None = None  # how many of the witnesses must have cosigned; None: all of them
         self._version: bytes | None = None
 
     def __len__(self) -> int:
@@ -220,13 +221,19 @@ class KeyRing:
         data = keys.read_small(Path(path), "the key ring") if held is None else held
         try:
             content = json.loads(data, object_pairs_hook=distinct_fields)
-            if type(content) is not dict or content.keys() != {"schema", "keys"} or type(content["keys"]) is not list:
-                raise BadKey("key.ring-fields", "it must have the fields schema and keys, a list, and no others")
+            fields = content.keys() - {"quorum"} if type(content) is dict else set()
+            if fields != {"schema", "keys"} or type(content["keys"]) is not list:
+                raise BadKey(
+                    "key.ring-fields", "it must have the fields schema, keys (a list), perhaps quorum, no others"
+                )
             schema, rows = content["schema"], content["keys"]
             if type(schema) is not int or schema != KEY_RING_SCHEMA:
                 problem = f"its schema is {schema!r}, this program reads {KEY_RING_SCHEMA}"
                 raise BadKey("key.ring-schema-unknown", problem)
             ring = cls()
+            ring.quorum = content.get("quorum")
+            if ring.quorum is not None and (type(ring.quorum) is not int or ring.quorum < 0):
+                raise BadKey("key.ring-quorum", f"its quorum is {ring.quorum!r}, must be a number of witnesses")
             for number, row in enumerate(rows):
                 ring._put_new(_entry_from_json(row, number))
         except (ValueError, RecursionError):  # JSON, UTF-8
@@ -240,7 +247,8 @@ class KeyRing:
     def save(self, path: str | Path) -> None:
         """Write it, whole or not at all."""
         rows = [_entry_to_json(entry) for entry in self]
-        text = json.dumps({"schema": KEY_RING_SCHEMA, "keys": rows}, indent=2, ensure_ascii=False)
+        quorum = {} if self.quorum is None else {"quorum": self.quorum}
+        text = json.dumps({"schema": KEY_RING_SCHEMA, **quorum, "keys": rows}, indent=2, ensure_ascii=False)
         keys.replace_file(Path(path), (text + "\n").encode("utf-8"), "the key ring", mode=0o644)
 
     @classmethod

@@ -223,18 +223,24 @@ def add_key(
     algorithm: Annotated[
         int | None, option("accept only this COSE algorithm: -8 (EdDSA) or -19 (Ed25519); default: both")
     ] = None,
+    quorum: Annotated[
+        int | None, option("with role witness: how many witnesses must have cosigned; default: all", min=0)
+    ] = None,
     ring: RingOption = DEFAULT_RING,
     as_json: JsonOption = False,
 ) -> None:
     """Trust a public key. Makes the ring if there is none.
 
-    Weak keys (points of small or mixed order) are refused.
+    Weak keys (points of small or mixed order) are refused. For a witness the label is the name under which it cosigns.
 
     Examples:
 
       lamina keys add alice.pub --label alice
       lamina keys add ledger.pub --role ledger --valid-from 2026-01-01
+      lamina keys add owner.pub --role governing --ring trusted.json
     """
+    if quorum is not None and role != "witness":
+        raise typer.BadParameter("is for witnesses", param_hint="--quorum")
     if algorithm is not None and algorithm not in ALGORITHMS:
         raise typer.BadParameter(f"{algorithm} is not one of {', '.join(map(str, ALGORITHMS))}")
     key = PublicKey.load(path)
@@ -243,6 +249,7 @@ def add_key(
         entry = opened.add(
             key, label=path.stem if label is None else label, role=role, valid_from=since, algorithms=algorithms
         )
+        opened.quorum = opened.quorum if quorum is None else quorum
     print_keys(opened, ring, [entry], as_json)
 
 

@@ -86,7 +86,7 @@ def check_policy_not_looser(ledger: Ledger, contract: CorpusTerms) -> None:
     looser = change and loosened(before.floors, before.presets, change.floors, change.presets)
     if looser:
         problem = f"this policy protects less than the ledger {ledger.name} promises: {'; '.join(looser)}"
-        remedy = "keep what was promised, or have two parties sign the change: lamina ledger policy"
+        remedy = "keep what was promised, or have two governing keys sign the change: lamina ledger policy"
         raise LedgerError("cli.policy-protects-less", problem, remedy)
 
 

@@ -52,7 +52,7 @@ def account_lines(book: SpendLedger) -> list[AccountLine]:
     header = book.ledger.header
     with book.ledger.store.read() as rows:
         head_of(rows)  # opens the snapshot in PostgreSQL; the reads below share it
-        held, limits = SpendView(rows, RecordedSpend(header)), SpendLimits(header)
+        held, limits = SpendView(rows, RecordedSpend(header)), SpendLimits(book.ledger)
         found = []
         for each in book.accounts():
             wanted = limits.wanted(rows, each.cls, *held.terms(each.cls))

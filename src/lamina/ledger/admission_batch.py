@@ -34,8 +34,8 @@ from lamina.errors import LedgerError
 from lamina.ledger import records
 from lamina.ledger.append import descriptor_key, subject_key
 from lamina.ledger.corpus_terms import CorpusTerms, adopt_policy, check_corpus_terms, open_or_create
-from lamina.ledger.governance_records import Key, KeyChange, KeyEvent, Role
-from lamina.ledger.key_state import KeyState, PolicyInForce, last_policy_record
+from lamina.ledger.governance_records import MAX_KEY_EVENTS, Key, KeyChange, KeyEvent, KeyEvents, Role
+from lamina.ledger.key_state import GovernanceState, KeyState, PolicyInForce
 from lamina.ledger.records import KIND_NUMBERS, ContributionRecord, ContributionTerms, Record
 from lamina.ledger.store.rows import StoredLeaf, StoreReader, StoreWriter, head_of
 from lamina.ledger.verify.contribution_checks import ContributionColumns, read_columns
@@ -45,12 +45,14 @@ from lamina.plan.policy import Policy
 # The keys of contributors in a ledger: whose signatures count, as a key ring has it, so that an auditor needs none.
 #
 # ring           ledger
-# a key          KeyEvent ADD, before the first contribution that it signed
-# rotated        KeyEvent ROTATE: what the old key signed before stays good
-# revoked        KeyEvent REVOKE, from the instant that the ring says; again only if that moves to earlier
+# a key          ADD, before the first contribution that it signed
+# rotated        ROTATE: what the old key signed before stays good
+# revoked        REVOKE, from the instant that the ring says; again only if that moves to earlier
 #
+# Where the ledger has an owner elsewhere, only the owner writes these: a key that is in the ring alone is refused.
 # Labels of a ring are not written: they may be names of people or places.
 
+NOT_ENROLLED = "the ledger does not name it: its owner enrols it with lamina ledger key LEDGER enrol keys.json"
 _REASON_OF_KEY_PROBLEM = {
     "verify.key-wrong-role": Reason.WRONG_ROLE,
     "verify.key-revoked": Reason.REVOKED_KEY,
@@ -60,10 +62,10 @@ _REASON_OF_KEY_PROBLEM = {
 }
 
 
-def _key_refusal(keys: KeyState, kid: bytes, at: int, issued: int) -> tuple[Reason, str] | None:
-    """Why the ledger does not accept what this key signed at `issued`, at the time `at`."""
+def _key_refusal(keys: KeyState, kid: bytes, at: int, issued: int, owned: bool) -> tuple[Reason, str] | None:
+    """Why the ledger, which may have an owner elsewhere, does not accept at `at` what this key signed at `issued`."""
     if (known := keys.history(kid)) is None:
-        return Reason.UNKNOWN_KEY, ""
+        return Reason.UNKNOWN_KEY, NOT_ENROLLED if owned else ""
     wrong = known.contributor_problem(at, issued)
     return None if wrong is None else (_REASON_OF_KEY_PROBLEM[wrong.code], f"in the ledger, {wrong.reason}")
 
@@ -76,7 +78,7 @@ def missing_key_events(known: KeyState, ring: KeyRing, kids: Iterable[bytes] = (
     wanted, now, found = set(kids), known.after(()), list[KeyEvent]()
 
     def add(event: KeyEvent) -> None:
-        now.apply(event)
+        now.apply_event(event, 0)
         found.append(event)
 
     entries = (entry for entry in ring if entry.role == "contributor")
@@ -98,27 +100,20 @@ def missing_key_events(known: KeyState, ring: KeyRing, kids: Iterable[bytes] = (
 def append_key_ring(ledger: Ledger, ring: KeyRing, kids: Iterable[bytes] = ()) -> int:
     """Let the ledger say what the ring says of the keys that the ledger holds, and of `kids`; how many events.
 
-    What is said already is not said again. With the ledger's key a checkpoint covers it.
+    What is said already is not said again. With the ledger's key a checkpoint covers it. Nothing is written, and 0
+    returned, if the governing key is not here.
     """
-    wanted = list(kids)
-    while True:
-        known = ledger.retry_while_lost(lambda: _read_key_state(ledger))
-        if not (found := missing_key_events(known, ring, wanted)):
-            return 0
-        try:
-            append_if_size(ledger, known.size, found)
-        except ConcurrentAppend:
-            continue
-        if ledger.signs:
-            ledger.checkpoint()
-        return len(found)
+    wanted, written = list(kids), 0
 
+    def missing(state: GovernanceState) -> KeyEvents | None:
+        nonlocal written
+        found = missing_key_events(state, ring, wanted)[:MAX_KEY_EVENTS] if ledger.governs else []
+        written += len(found)
+        return KeyEvents(events=tuple(found)) if found else None
 
-def _read_key_state(ledger: Ledger) -> KeyState:
-    keys = KeyState(ledger.header)
-    with ledger.store.read() as rows:
-        keys.follow(rows, head_of(rows).size)
-    return keys
+    while ledger.govern_by(missing) is not None:
+        pass
+    return written
 
 
 def _record_key(entry: KeyEntry) -> Key:
@@ -191,7 +186,7 @@ class MembershipIndex:
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
-        self._members, self._keys = ClassMembership(), KeyState(ledger.header)
+        self._members = ClassMembership()
         self._withdrawn: tuple[int, Ints] = 0, np.empty(0, dtype=np.int64)
 
     def look(self, rows: StoreReader, entries: Sequence[RegisterEntry]) -> list[RegisterStatus]:
@@ -221,11 +216,6 @@ class MembershipIndex:
         if self._members.ever_admitted[cls] + wanted <= places:
             return wanted
         return max(0, places - self._members.count_members(cls, now, self._withdrawn_leaves(rows)))
-
-    def keys(self, rows: StoreReader) -> KeyState:
-        """The keys of contributors and others."""
-        self._keys.follow(rows, head_of(rows).size)
-        return self._keys
 
     def _withdrawn_leaves(self, rows: StoreReader) -> Ints:
         """Leaves of contributions that were withdrawn."""
@@ -285,21 +275,24 @@ class AdmissionBatch:
         self._ledger, self._index, self._entries, self._context = ledger, index, entries, beside
         self._read: dict[int, _AdmissionEvidence | tuple[Reason, str]] = {}  # by row: a source is read once
         self._size = 0
-        self._events: list[KeyEvent] = []
+        self._keys: list[KeyEvents] = []
+        self._owned = False  # whether somebody else must enrol keys that the ledger does not name
         self._new: list[RegisterEntry] = []
         self.refused: RefusedRows = {}
 
     def decide(self) -> None:
         """Who is new and may enter, by the leaves so far."""
-        self.refused, self._new, self._events = {}, [], []
+        self.refused, self._new, self._keys = {}, [], []
         now = self._ledger.now()
         with self._ledger.store.read() as rows:
             self._size = head_of(rows).size
-            new = self._new_entries(rows)
+            state = self._ledger.governance(rows)
+            new = self._new_entries(rows, state, now)
             if new:
-                self._choose(rows, new, now)
+                self._choose(rows, state, new, now)
 
-    def _new_entries(self, rows: StoreReader) -> list[RegisterEntry]:
+    def _new_entries(self, rows: StoreReader, state: GovernanceState, now: int) -> list[RegisterEntry]:
+        """Those who are not in the ledger. Who is, and has a key that the ledger revoked, does not stand any more."""
         new = []
         for entry, known in zip(self._entries, self._index.look(rows, self._entries), strict=True):
             if known in REASON_OF_STATUS:
@@ -307,16 +300,18 @@ class AdmissionBatch:
                 self.refused[entry.row] = REASON_OF_STATUS[known], detail
             elif known is RegisterStatus.NEW:
                 new.append(entry)
+            elif (why := _key_refusal(state, entry.kid, now, entry.issued, owned=False)) is not None:
+                self.refused[entry.row] = why
         return new
 
-    def _choose(self, rows: StoreReader, new: Sequence[RegisterEntry], now: int) -> None:
-        header = self._ledger.header
-        policy = PolicyInForce(header, last_policy_record(rows, header))
-        keys = self._index.keys(rows)
-        known = {entry.kid: keys.get(entry.kid) for entry in new}
+    def _choose(self, rows: StoreReader, state: GovernanceState, new: Sequence[RegisterEntry], now: int) -> None:
+        policy = PolicyInForce(self._ledger.header, state.policy)
+        known = {entry.kid: state.get(entry.kid) for entry in new}
         missing = {kid for kid, key in known.items() if key is None or key.role is not Role.CONTRIBUTOR}
-        events = missing_key_events(keys, self._context.keys, missing) if missing else []
-        keys = keys.after(events) if events else keys
+        events = missing_key_events(state, self._context.keys, missing) if missing else []
+        self._owned = bool(missing) and not self._ledger.governs
+        events = [] if self._owned else events
+        keys = state.after(events)
         wanted = Counter(entry.cls for entry in new)
         free = {
             cls: self._index.free_places(rows, cls, places, count, now)
@@ -336,13 +331,13 @@ class AdmissionBatch:
                 self._new.append(entry)
                 if entry.cls in free:
                     free[entry.cls] -= 1
-        if self._new:
-            self._events = events
+        if self._new and events:
+            self._keys = [self._ledger.authorise(KeyEvents(events=tuple(events)), rows)]
 
     def _refusal(self, entry: RegisterEntry, keys: KeyState, now: int) -> tuple[Reason, str] | None:
         if window_rules(now, 0, entry.expires)[1]:
             return Reason.EXPIRED, ""
-        if (why := _key_refusal(keys, entry.kid, now, entry.issued)) is not None:
+        if (why := _key_refusal(keys, entry.kid, now, entry.issued, self._owned)) is not None:
             return why
         if entry.row not in self._read:
             try:
@@ -362,7 +357,7 @@ class AdmissionBatch:
         if not self._new:
             return
         signed = [self._signed(entry) for entry in self._new]
-        records: list[Record] = [*self._events, *(each.record for each in signed)]
+        records: list[Record] = [*self._keys, *(each.record for each in signed)]
         tokens = [admission_token(entry) for entry in self._new]
         blobs = [each.attestation for each in signed]
 

@@ -11,8 +11,9 @@ from typing import Any
 
 from lamina.errors import LedgerDamaged, LedgerError
 from lamina.ledger import merkle
-from lamina.ledger.governance_records import Header, KeyEvent, PolicyChange, Release, Withdrawal
-from lamina.ledger.key_state import KeyState, last_policy_record, records_of
+from lamina.ledger.checked_leaves import check_epoch_follows
+from lamina.ledger.governance_records import GOVERNING_KINDS, GoverningRecord, Header, Release, Withdrawal
+from lamina.ledger.key_state import GovernanceState, checkpoint_roots, records_of
 from lamina.ledger.merkle import Frontier, leaf_hashes
 from lamina.ledger.records import (
     KIND_NUMBERS,
@@ -21,7 +22,6 @@ from lamina.ledger.records import (
     Epoch,
     KeptContribution,
     Record,
-    SegmentOutcome,
     cbor_uint,
     decode_leaf,
     encode_record,
@@ -181,34 +181,19 @@ def _same_record(there: StoredLeaf | None, encoded: EncodedRecord) -> bool:
 
 
 def check_may_follow(
-    rows: StoreReader, records: Sequence[Record], header: Header, size: int, now: int, key_state: Callable[[], KeyState]
-) -> None:
-    """LedgerError if one of the records may not follow the first `size` leaves and those before it."""
-    policy: Header | PolicyChange | None = None
-    keys: KeyState | None = None
-    for record in records:
-        if isinstance(record, Epoch):
-            _check_epoch(record, header, size)
-        elif isinstance(record, KeyEvent):
-            keys = keys or key_state()
-            keys.check_event(record)
-            keys.check_still_signed(record, now)
-            keys.apply(record)
-        elif isinstance(record, PolicyChange):
-            keys = keys or key_state()
-            keys.check_policy_change(record, policy or last_policy_record(rows, header, size), now)
-            policy = record
-
-
-def _check_epoch(record: Epoch, header: Header, size: int) -> None:
-    closed = sum(each.outcome is SegmentOutcome.CLOSED for each in record.segments)
-    if closed > header.granularity:
-        problem = f"the epoch closes {closed} segments, the header allows {header.granularity}"
-        raise LedgerError("ledger.epoch-too-many-segments", problem, "split it")
-    for each in record.segments:
-        if each.eligibility > size:
-            problem = f"segment {each.index} was opened after {each.eligibility} leaves, the ledger has {size}"
-            raise LedgerError("ledger.segment-from-future", problem, "give the size when its membership was frozen")
+    rows: StoreReader, records: Sequence[Record], header: Header, head: LedgerHead, now: int,
+    governance: Callable[[], GovernanceState],
+) -> None:  # fmt: skip
+    """LedgerError if one of the records may not follow all leaves and those before it."""
+    governing = [record for record in records if isinstance(record, GoverningRecord)]
+    if len(governing) > 1:
+        problem = f"the batch has {len(governing)} governing records, each of which must name the leaf before it"
+        raise LedgerError("ledger.several-governing-records", problem, "append one after the other")
+    for record in governing:
+        governance().check(record, head.size, now, checkpoint_roots(rows))
+    for each in records:
+        if isinstance(each, Epoch):
+            check_epoch_follows(each, header, head.size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,6 +234,8 @@ class AppendBatch:
         self._refuse_unreferenced_blobs()
         self.new_index_keys: list[tuple[bytes, int]] = []
         self.stop = 0
+        self.governing: list[tuple[int, StoredLeaf]] = []  # leaves that were written
+        self.after: LedgerHead | None = None
 
     def _name(self, at: int, record: ContributionRecord) -> None:
         key = descriptor_key(record.descriptor)
@@ -261,7 +248,12 @@ class AppendBatch:
 
     def write(self, rows: StoreWriter, stand: AppendContext) -> list[int]:
         """Append what is not there yet; the leaf of every record, in order."""
-        self.new_index_keys, self.stop = [], 0  # of an attempt that was not committed
+        self.new_index_keys, self.stop, self.governing, self.after = (
+            [],
+            0,
+            [],
+            None,
+        )  # of an attempt that was not committed
         head, there = stand.head, self._find_repeated(rows, stand)
         new = [at for at in range(len(self.records)) if at not in there] if there else range(len(self.records))
         if new:
@@ -306,7 +298,12 @@ class AppendBatch:
         if frontier.size - indexed >= INDEX_STEP:
             stand.tail.index(rows, self.new_index_keys)
             indexed = frontier.size
-        rows.put_head(LedgerHead(frontier.size, time, epoch, indexed, frontier.encode()))
+        if any(isinstance(record, GoverningRecord) for record in self.others):
+            self.governing = [
+                (seq, StoredLeaf(data, body)) for seq, kind, data, body in placed if kind in GOVERNING_KINDS
+            ]
+        self.after = LedgerHead(frontier.size, time, epoch, indexed, frontier.encode())
+        rows.put_head(self.after)
 
     def _encode_leaves(self, new: Sequence[int], stand: AppendContext) -> tuple[list[LeafRow], int, int]:
         """The leaves, the time of the last one, and the epochs that are closed after it."""

@@ -17,7 +17,7 @@ from lamina.admit.attestation import Attestation, Descriptor, commit
 from lamina.admit.contribution_sources import Contribution
 from lamina.admit.keys import format_utc
 from lamina.errors import LaminaError
-from lamina.ledger.governance_records import KeyChange, KeyEvent, Release
+from lamina.ledger.governance_records import KeyChange, KeyEvents, Release
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.records import (
     ContributionRecord,
@@ -204,11 +204,11 @@ class _ContributionHistory:
         self.withdrawal = None if withdrawn is None else ledger.leaf(withdrawn)
         self.unused = 0
         self._revoked = [
-            (event.seq, event.record.effective)
-            for event in ledger.of_kind(KeyEvent, leaf.seq)
-            if isinstance(event.record, KeyEvent)
-            and event.record.change is KeyChange.REVOKE
-            and event.record.target == key
+            (found.seq, event.effective)
+            for found in ledger.of_kind(KeyEvents, leaf.seq)
+            if isinstance(found.record, KeyEvents)
+            for event in found.record.events
+            if event.change is KeyChange.REVOKE and event.target == key
         ]
         self._closed: list[tuple[bytes, int]] = []  # (run, leaf) of epochs that put it into a model
 

@@ -8,10 +8,11 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from lamina.account.schedule import rdp_order_of
 from lamina.admit import keys
@@ -20,21 +21,11 @@ from lamina.admit.checks import floors_hash, preset, profile_text, to_micro
 from lamina.admit.keys import PrivateKey, PublicKey, folder_lock
 from lamina.admit.signing import SECONDS_PER_YEAR
 from lamina.errors import LedgerError
-from lamina.ledger.governance_records import (
-    Header,
-    Key,
-    LedgerFloors,
-    PartySignature,
-    PolicyChange,
-    Preset,
-    Role,
-    policy_record_digest,
-)
-from lamina.ledger.key_state import last_policy_record
+from lamina.ledger.governance_records import Header, Key, LedgerFloors, PolicyChange, Preset, Role, sign_header
+from lamina.ledger.key_state import GovernanceState
 from lamina.ledger.schema import ORIGIN, PROFILE
-from lamina.ledger.store.rows import head_of
 from lamina.ledger.store.sqlite import is_postgres_url, ledger_exists
-from lamina.ledger.writer import ConcurrentAppend, Ledger, append_if_size
+from lamina.ledger.writer import Ledger
 from lamina.plan.policy import Policy
 from lamina.plan.step_plan import PlannedClass, StepPlan
 
@@ -99,8 +90,8 @@ class CorpusTerms:
             policy=NO_POLICY,
         )
 
-    def header(self, key: PublicKey, *, retention: int) -> Header:
-        """Leaf 0 of a ledger whose checkpoints this key signs."""
+    def header(self, key: PublicKey, governing: Sequence[Key], *, retention: int, **other: Any) -> Header:
+        """Leaf 0 of a ledger whose checkpoints `key` signs and whose owners are `governing`; to be signed by them."""
         return Header(
             origin=self.origin,
             accountant=self.accountant,
@@ -110,7 +101,8 @@ class CorpusTerms:
             presets=self.presets,
             policy=self.policy,
             retention=retention,
-            keys=(Key(name=self.origin, x=key.x, role=Role.LEDGER),),
+            keys=(Key(name=self.origin, x=key.x, role=Role.LEDGER), *governing),
+            **other,
         )
 
     def change(self, now: Header | PolicyChange) -> PolicyChange | None:
@@ -118,7 +110,7 @@ class CorpusTerms:
         presets = _merge_presets(now.presets, self.presets)
         if (self.floors, presets, self.policy) == (now.floors, now.presets, now.policy):
             return None
-        return PolicyChange(floors=self.floors, presets=presets, policy=self.policy, previous=policy_record_digest(now))
+        return PolicyChange(floors=self.floors, presets=presets, policy=self.policy)
 
 
 def origin_slug(origin: str) -> str:
@@ -179,18 +171,28 @@ def ledger_key_path(path: LedgerPath) -> Path:
     return found.with_name(f"{found.name.removesuffix('.db')}.pem")
 
 
+def governing_key_path(path: LedgerPath) -> Path:
+    """Where the governing key of a ledger is kept that has no other owner: x.db has x.governing.pem beside it."""
+    return ledger_key_path(path).with_suffix(".governing.pem")
+
+
 def open_or_create(
     where: LedgerPath,
     contract: CorpusTerms,
     key: PrivateKey | None = None,
     *,
+    governing: PrivateKey | None = None,
     retention: int = SECONDS_PER_YEAR,
     clock: Callable[[], float] = time.time,
 ) -> Ledger:
     """The ledger of a corpus, at a path or in a database ("postgresql://…#schema"); made if there is none.
 
-    key  signs its checkpoints. For a file it is the one beside it (`ledger_key_beside`), which is made with the ledger,
-         mode 0600; a ledger whose key is not there is opened without. To make one in a database a key must be given
+    key        signs its checkpoints. For a file it is the one beside it (`ledger_key_path`), which is made with the
+               ledger, mode 0600; a ledger whose key is not there is opened without. To make one in a database both keys
+               must be given
+    governing  authorises changes of keys, policy and terms. For a file it is the one beside it (`governing_key_path`),
+               made in the same way: such a ledger is its user's own, and consistent in itself. A ledger that
+               `lamina ledger init` made has an owner elsewhere and no such file
 
     Of several processes that make it at the same moment one does, and the others open it. A ledger of another origin
     is refused, and so is one that counts by another accountant or at another δ than the policy says.
@@ -202,84 +204,78 @@ def open_or_create(
         if not remote:
             folder.mkdir(parents=True, exist_ok=True)
         with nullcontext() if remote else folder_lock(folder):  # a database sees to that itself
-            key = _create_ledger(place, contract, key, remote, retention, clock)
-    if key is None and not remote and ledger_key_path(place).exists():
-        key = PrivateKey.load(ledger_key_path(place), None)
-    ledger = Ledger.open(place, key, clock=clock)
+            _create_ledger(place, contract, key, governing, remote, retention, clock)
+    if not remote:
+        key, governing = key or _key_beside(ledger_key_path(place)), governing or _key_beside(governing_key_path(place))
+    ledger = Ledger.open(place, key, governing=governing, clock=clock)
     try:
         check_corpus_terms(ledger, contract)
         if ledger.signs:
             ledger.check_signs()
+            if ledger.latest() is None:  # of a process that was killed when it made the ledger
+                ledger.checkpoint()
     except BaseException:
         ledger.close()
         raise
     return ledger
 
 
-def adopt_policy(ledger: Ledger, contract: CorpusTerms, signatures: tuple[PartySignature, ...] = ()) -> bool:
+def _key_beside(path: Path) -> PrivateKey | None:
+    return PrivateKey.load(path, None) if path.exists() else None
+
+
+def adopt_policy(ledger: Ledger, contract: CorpusTerms) -> bool:
     """Make the contract's floors, presets and policy those in force; whether anything had to be changed.
 
-    Classes that the contract does not name stay as they are. What protects less than before needs the `signatures` of
-    two parties (`CorpusTerms.change(policy_in_force(ledger)).message(origin)` is what they sign).
+    Classes that the contract does not name stay as they are. The ledger authorises the change if it was opened with its
+    governing key; what protects less than before takes two of them (`lamina ledger policy --propose`).
     """
-    while True:
-        size, before = ledger.retry_while_lost(lambda: _size_and_policy(ledger))
+
+    def change(state: GovernanceState) -> PolicyChange | None:
+        before = state.policy
         if contract.policy == NO_POLICY and before.policy != NO_POLICY:
             problem = f"the ledger {ledger.name} has a policy, but the corpus has none"
             remedy = "give the corpus its policy: Corpus(…, policy=Policy.load('policy.toml'))"
             raise LedgerError("ledger.policy-missing", problem, remedy)
-        if (change := contract.change(before)) is None:
-            return False
-        change = replace(change, signatures=signatures)
-        if ledger.signs:
-            ledger.check_signs()
-        try:
-            append_if_size(ledger, size, [change])
-        except ConcurrentAppend:
-            continue
-        except LedgerError:
-            if policy_in_force(ledger) == before:
-                raise
-            continue  # another process changed the policy first
-        if ledger.signs:
-            ledger.checkpoint()
-        return True
+        if (change := contract.change(before)) is not None and not ledger.governs:
+            problem = f"another policy is in force in the ledger {ledger.name}, and its governing key is not here"
+            remedy = "use the policy in force (lamina ledger policy LEDGER), or ask the owner of the ledger to adopt this one"
+            raise LedgerError("ledger.policy-not-in-force", problem, remedy)
+        return change
+
+    return ledger.govern_by(change) is not None
 
 
 def policy_in_force(ledger: Ledger) -> Header | PolicyChange:
     """The last word on floors, presets and policy."""
-    return ledger.retry_while_lost(lambda: _size_and_policy(ledger))[1]
-
-
-def _size_and_policy(ledger: Ledger) -> tuple[int, Header | PolicyChange]:
-    with ledger.store.read() as rows:
-        return head_of(rows).size, last_policy_record(rows, ledger.header)
+    return ledger.retry_while_lost(ledger.governance).policy
 
 
 # --------------------------------------------------------------------------------------- making
 
 
 def _create_ledger(
-    place: str, contract: CorpusTerms, key: PrivateKey | None, remote: bool, retention: int, clock: Callable[[], float]
-) -> PrivateKey | None:
-    """Make it, unless another process did meanwhile; the key, as far as it is known."""
+    place: str, contract: CorpusTerms, key: PrivateKey | None, governing: PrivateKey | None, remote: bool, retention: int,
+    clock: Callable[[], float],
+) -> None:  # fmt: skip
+    """Make it, unless another process did meanwhile."""
     if ledger_exists(place):
-        return key
-    if key is None:
-        if remote:
-            problem = "the database has no ledger yet, and there is no key to sign one"
-            remedy = "give a key to sign its checkpoints: lamina keys new makes one"
-            raise LedgerError("ledger.no-key-to-create", problem, remedy)
-        key = _load_or_make_key(ledger_key_path(place))
+        return
+    if remote and (key is None or governing is None):
+        problem = "the database has no ledger yet, and there are no keys to sign and to govern one"
+        raise LedgerError("ledger.no-key-to-create", problem, "make it with lamina ledger init, or give both keys")
+    key = key or load_or_make_key(ledger_key_path(place))
+    governing = governing or load_or_make_key(governing_key_path(place))
+    owner = Key(name=f"governing-{governing.public.name[:8]}", x=governing.public.x, role=Role.GOVERNING)
+    header = sign_header(contract.header(key.public, [owner], retention=retention), [governing])
     try:
-        Ledger.create(place, contract.header(key.public, retention=retention), key, clock=clock).close()
+        Ledger.create(place, header, key, clock=clock).close()
     except LedgerError:
         if not (remote and ledger_exists(place)):  # else another machine was quicker
             raise
-    return key
 
 
-def _load_or_make_key(path: Path) -> PrivateKey:
+def load_or_make_key(path: Path) -> PrivateKey:
     """A new key; or one that is there already, for a ledger that was not made in the end."""
     if path.exists():
         return PrivateKey.load(path, None)

@@ -1,21 +1,19 @@
-"""Records that govern a ledger: its header, keys, policy changes, withdrawals, releases and aggregates."""
+"""Header, governing records (keys, policy, terms) with their authorization, withdrawals, releases and aggregates."""
 
 from __future__ import annotations
 
 import enum
-import hashlib
 import json
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any
 
 from lamina import cbor
 from lamina.account.accountants import find_accountant
-from lamina.admit.keys import PublicKey
+from lamina.admit.keys import PrivateKey, PublicKey
 from lamina.admit.signing import SECONDS_PER_YEAR
-from lamina.errors import AccountingError, BadKey, LaminaError, LedgerError
+from lamina.errors import AccountingError, BadKey, EncodingError, LaminaError, LedgerError
 from lamina.ledger.schema import (
     ACCOUNTANT,
     BOOLEAN,
@@ -72,9 +70,10 @@ class Role(enum.Enum):
 
     LEDGER = 1  # checkpoints
     CONTRIBUTOR = 2  # attestations
-    AUDITOR = 3  # aggregates, and looser policies
+    AUDITOR = 3  # aggregates
     WITNESS = 4  # cosignatures of checkpoints
     RELEASE = 5  # manifests and certificates
+    GOVERNING = 6  # the header and governing records
 
 
 class KeyChange(enum.Enum):
@@ -125,8 +124,6 @@ class KeyEvent:
     ADD     `key` begins to count
     ROTATE  `key` takes over from the key with id `target`; what that one signed before stays good
     REVOKE  nothing that `target` signs counts any more, whatever date it carries
-
-    A rotation of the ledger's own key counts once a checkpoint that the old key signed covers this leaf.
     """
 
     change: KeyChange = stored(1, enum_member(KeyChange))
@@ -144,9 +141,49 @@ class KeyEvent:
             raise LedgerError("ledger.key-event-target", problem, "give one for ROTATE and REVOKE")
 
 
+@ledger_record()
+class PartySignature:
+    """A signature by the key with this id, over whatever the record that holds it says."""
+
+    key: bytes = stored(1, KEY_ID)
+    signature: bytes = stored(2, SIGNATURE)
+
+
+_SIGNATURES = tuple_of(nested(PartySignature), 0, 16)
+
+
+@ledger_record()
+class Authorization:
+    """Leave for one change of one ledger: counts once, in any later leaf until it expires.
+
+    header      hash of leaf 0, which is the identity of the ledger
+    previous    hash of the leaf of the governing record before it; of leaf 0 for the first
+    size, root  a checkpoint of the ledger that it follows: with another history it is worth nothing
+    expires     the leaf must be older than that
+    signatures  by governing keys, over all of this and the change (`governing_message`)
+    """
+
+    header: bytes = stored(1, DIGEST)
+    previous: bytes = stored(2, DIGEST)
+    size: int = stored(3, SEQ)
+    root: bytes = stored(4, DIGEST)
+    expires: int = stored(5, TIME)
+    signatures: tuple[PartySignature, ...] = stored(6, _SIGNATURES, default=())
+
+
+MAX_KEY_EVENTS = 4096
+
+
+@ledger_record()
+class KeyEvents:
+    """What happens to keys, in this order."""
+
+    events: tuple[KeyEvent, ...] = stored(1, tuple_of(nested(KeyEvent), 1, MAX_KEY_EVENTS))
+    authorization: Authorization | None = stored(2, nested(Authorization), default=None)
+
+
 MAX_CLASSES = 256
-_POLICY_CHANGE_CONTEXT = b"lamina/policy-change/1\n"
-_POLICY_DIGEST_CONTEXT = b"lamina/policy-in-force/1\n"
+MAX_KEYS = 1024
 
 
 @ledger_record()
@@ -174,37 +211,47 @@ class Preset:
 
 
 @ledger_record()
-class PartySignature:
-    """A signature by the key with this id, over whatever the record that holds it says."""
-
-    key: bytes = stored(1, KEY_ID)
-    signature: bytes = stored(2, SIGNATURE)
-
-
-@ledger_record()
 class PolicyChange:
-    """The floors and presets that hold from here on, whole. Looser ones need the signatures of two keys.
-
-    `policy` is the digest that contributors sign from now on (admit.checks.floors_hash). `previous` is that of the
-    record which it replaces (`policy_record_digest`), so that what was signed once cannot be adopted again after it was taken back.
-    """
+    """The floors and presets that hold from here on, whole. `policy` is the digest that contributors sign from now on."""
 
     floors: LedgerFloors = stored(1, nested(LedgerFloors))
     presets: tuple[Preset, ...] = stored(2, tuple_of(nested(Preset), 1, MAX_CLASSES))
     policy: bytes = stored(3, DIGEST)
-    signatures: tuple[PartySignature, ...] = stored(4, tuple_of(nested(PartySignature), 0, 16), default=())
-    previous: bytes = stored(5, DIGEST)
+    authorization: Authorization | None = stored(4, nested(Authorization), default=None)
 
-    def message(self, origin: str) -> bytes:
-        """What is signed: the change without signatures, for one ledger."""
-        body = schema_of(PolicyChange).to_cbor(replace(self, signatures=()))
-        return _POLICY_CHANGE_CONTEXT + cbor.encode([origin, body], max_size=1 << 20)
+    def __post_init__(self) -> None:
+        check_fields(self)
+        names = [each.cls for each in self.presets]
+        if len(set(names)) < len(names):
+            raise LedgerError("ledger.policy-class-twice", "the policy names a class twice", "name each once")
 
 
-def policy_record_digest(record: Any) -> bytes:
-    """The digest of a header or change, by which the change after it names it. It never comes twice in a ledger."""
-    body = schema_of(type(record)).to_cbor(record)
-    return hashlib.sha256(_POLICY_DIGEST_CONTEXT + cbor.encode(body, max_size=1 << 20)).digest()
+@ledger_record()
+class TermsChange:
+    """Another number of cosignatures that a checkpoint needs, or another retention; what is left out stays."""
+
+    witnesses: int | None = stored(1, integer(0, MAX_KEYS), default=None)
+    retention: int | None = stored(2, COUNT, default=None)
+    authorization: Authorization | None = stored(3, nested(Authorization), default=None)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.witnesses is None and self.retention is None:
+            raise LedgerError("ledger.terms-change-empty", "the change of terms changes nothing", "give one of them")
+
+
+GoverningRecord = KeyEvents | PolicyChange | TermsChange
+GOVERNING_KINDS: dict[int, type[GoverningRecord]] = {5: KeyEvents, 7: PolicyChange, 9: TermsChange}  # in a leaf
+_GOVERNING_CONTEXT = b"lamina/governing-record/1\n"
+_HEADER_CONTEXT = b"lamina/header/1\n"
+
+
+def governing_message(record: GoverningRecord) -> bytes:
+    """What governing keys sign: kind, change and authorization without the signatures."""
+    assert record.authorization is not None
+    bare = replace(record, authorization=replace(record.authorization, signatures=()))
+    kind = next(number for number, each in GOVERNING_KINDS.items() if each is type(record))
+    return _GOVERNING_CONTEXT + cbor.encode([kind, schema_of(type(record)).to_cbor(bare)], max_size=1 << 20)
 
 
 def loosened(
@@ -240,7 +287,6 @@ def loosened(
 
 
 SCHEMA_VERSION = 2
-MAX_KEYS = 1024
 
 
 @ledger_record()
@@ -267,9 +313,10 @@ class Header:
     retention       seconds after which contributions may be summed up
     epoch_clock     seconds to which the time of an epoch is rounded down: when exactly a segment ended would tell
                     how long its steps took, and that depends on who was sampled
-    keys            the signing parties
+    keys            the signing parties; the governing ones among them decide about all later changes
     witnesses       how many cosignatures a checkpoint needs
     parent          the ledger before this one, if there was one
+    signatures      by every governing key that it names: nobody can put a key into a header without its holder
     """
 
     origin: str = stored(1, ORIGIN)
@@ -288,6 +335,7 @@ class Header:
     keys: tuple[Key, ...] = stored(14, tuple_of(nested(Key), 1, MAX_KEYS))
     witnesses: int = stored(15, integer(0, MAX_KEYS), default=0)
     parent: ParentLedger | None = stored(16, nested(ParentLedger), default=None)
+    signatures: tuple[PartySignature, ...] = stored(17, _SIGNATURES, default=())
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -302,10 +350,44 @@ class Header:
         if not any(each.role is Role.LEDGER and each.name == self.origin for each in self.keys):
             problem = f"the header has no key with role ledger and name {self.origin!r}"
             raise LedgerError("ledger.header-no-signing-key", problem, "add the key that signs checkpoints")
+        if not any(each.role is Role.GOVERNING for each in self.keys):
+            problem = "the header names no governing key"
+            raise LedgerError("ledger.header-no-governing-key", problem, "name one that its owner keeps elsewhere")
         named = sum(each.role is Role.WITNESS for each in self.keys)
         if self.witnesses > named:
             problem = f"the header requires {self.witnesses} witnesses and names {named}"
             raise LedgerError("ledger.header-too-few-witnesses", problem, "name more, or require fewer")
+
+    def message(self) -> bytes:
+        """What its governing keys sign: all of it but the signatures."""
+        body = schema_of(Header).to_cbor(replace(self, signatures=()))
+        return _HEADER_CONTEXT + cbor.encode(body, max_size=1 << 20)
+
+
+def sign_header(header: Header, keys: Iterable[PrivateKey]) -> Header:
+    """The header with the signatures of these keys added."""
+    made = {each.key: each for each in header.signatures}
+    message = header.message()
+    made |= {key.public.id: PartySignature(key=key.public.id, signature=key.sign(message)) for key in keys}
+    return replace(header, signatures=tuple(made.values()))
+
+
+def parse_proposal(data: bytes) -> Header | GoverningRecord:
+    """The header or governing record of which these bytes are what is signed; EncodingError if there is none."""
+    context, _, body = data.partition(b"\n")
+    try:
+        found = cbor.decode(body, max_size=1 << 20)
+        header = context + b"\n" == _HEADER_CONTEXT
+        record = (
+            schema_of(Header).from_cbor(found) if header else schema_of(GOVERNING_KINDS[found[0]]).from_cbor(found[1])
+        )
+        same = (record.message() if isinstance(record, Header) else governing_message(record)) == data
+    except (EncodingError, AssertionError, TypeError, ValueError, LookupError):
+        same = False
+    if not same:
+        raise EncodingError("ledger.proposal-malformed", "this is not a proposal of a header or a governing record")
+    assert isinstance(record, Header | GoverningRecord)
+    return record
 
 
 def _check_unique(what: str, names: list[str]) -> None:
@@ -421,7 +503,7 @@ class Aggregate:
     horizon: int = stored(2, TIME)
     classes: tuple[ClassTotal, ...] = stored(3, tuple_of(nested(ClassTotal), 1, MAX_CLASSES))
     digest: bytes = stored(4, DIGEST)
-    signatures: tuple[PartySignature, ...] = stored(5, tuple_of(nested(PartySignature), 0, 16), default=())
+    signatures: tuple[PartySignature, ...] = stored(5, _SIGNATURES, default=())
 
     def __post_init__(self) -> None:
         check_fields(self)

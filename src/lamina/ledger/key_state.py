@@ -1,37 +1,44 @@
-"""Which keys count and which policy is in force after some leaves of a ledger, and what may change them next.
+"""Who governs a ledger after some leaves: keys, policy and terms, and whether the next change of them is authorised.
 
-One rule for who writes and who verifies: what `check_event` and `check_policy_change` refuse is neither appended nor,
-where it stands in a ledger, passed by a verification.
+One rule for who writes, who signs, who admits and who verifies: a governing record that `GovernanceState.check` refuses
+is neither appended nor covered by a new checkpoint nor, where it stands in a ledger, passed by a verification.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from copy import copy
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, Self, TypeVar
 
 from lamina.admit.keys import PrivateKey, PublicKey, format_utc
 from lamina.errors import LedgerError
 from lamina.ledger.governance_records import (
+    GOVERNING_KINDS,
     Aggregate,
+    Authorization,
+    GoverningRecord,
     Header,
     Key,
     KeyChange,
     KeyEvent,
+    KeyEvents,
     PartySignature,
     PolicyChange,
     Preset,
     Role,
+    TermsChange,
+    governing_message,
     loosened,
-    policy_record_digest,
     profile_exceeds,
 )
+from lamina.ledger.merkle import TileNodes, leaf_hash, root_at
 from lamina.ledger.records import KIND_NUMBERS, ContributionTerms, Epoch, decode_leaf
-from lamina.ledger.store.rows import StoreReader, head_of
+from lamina.ledger.signed_checkpoint import parse_checkpoint
+from lamina.ledger.store.rows import StoreReader, tile_reader
 
-R = TypeVar("R", KeyEvent, PolicyChange, Epoch, Aggregate)
+G = TypeVar("G", bound=GoverningRecord)
+R = TypeVar("R", Epoch, Aggregate)
 
 
 def records_of(rows: StoreReader, kind: type[R], first: int, stop: int) -> Iterator[R]:
@@ -40,11 +47,6 @@ def records_of(rows: StoreReader, kind: type[R], first: int, stop: int) -> Itera
         record = decode_leaf(data).record
         assert isinstance(record, kind)
         yield record
-
-
-def retention_in_force(header: Header) -> int:
-    """Seconds for which the body of a contribution is kept after it was admitted."""
-    return header.retention
 
 
 class Violation(NamedTuple):
@@ -92,54 +94,42 @@ class KeyHistory:
 
 
 class KeyState:
-    """The keys of a ledger after its first `size` leaves.
+    """The keys of a ledger after some leaves.
 
-    A key of the ledger that an event names signs nothing until a checkpoint that an older key signed covers that event
-    (`covered`): otherwise whoever can write could make a key the ledger's own. A key that was replaced still signs the
-    first checkpoint that covers its replacement.
+    A ledger key that was replaced still signs the first checkpoint that covers its replacement.
     """
 
     def __init__(self, header: Header) -> None:
-        self.origin, self.size = header.origin, 0
+        self.origin = header.origin
         self._keys = {key.id: KeyHistory(key) for key in header.keys}
-        self._uncovered_keys: set[bytes] = set()  # named by an event that no checkpoint covers
-        self._uncovered_rotations: set[bytes] = set()  # replaced by such an event
+        self._uncovered_rotations: dict[bytes, int] = {}  # replaced in that leaf, which no checkpoint covers
 
-    def follow(self, rows: StoreReader, size: int) -> None:
-        """Apply the key events up to the first `size` leaves of what `rows` sees."""
-        for event in records_of(rows, KeyEvent, self.size, size):
-            self.apply(event)
-        self.size = max(size, self.size)
-
-    def apply(self, event: KeyEvent) -> None:
-        """Apply one key event. An event about a key that is not there changes nothing."""
+    def apply_event(self, event: KeyEvent, seq: int) -> None:
+        """Apply one key event of that leaf. An event about a key that is not there changes nothing."""
         if (key := event.key) is not None:
-            known = self._keys.get(key.id)
-            if key.role is Role.LEDGER and (known is None or known.replaced is not None or known.revoked is not None):
-                self._uncovered_keys.add(key.id)  # also one that comes back: its thief could have written that
             self._keys[key.id] = KeyHistory(key, since=event.effective)
-            self._uncovered_rotations.discard(key.id)
-        if event.target is None or (target := self._keys.get(event.target)) is None:
+            self._uncovered_rotations.pop(key.id, None)
+        if event.target is None or event.target not in self._keys:
             return
+        target = self._keys[event.target] = copy(self._keys[event.target])
         if event.change is KeyChange.ROTATE:
             if target.replaced is None:
-                self._uncovered_rotations.add(event.target)
+                self._uncovered_rotations[event.target] = seq
             target.replaced = _earlier(target.replaced, event.effective)
         else:
             target.revoked = _earlier(target.revoked, event.effective)
 
-    def covered(self) -> None:
-        """A checkpoint covers all that was applied."""
-        self._uncovered_keys.clear()
-        self._uncovered_rotations.clear()
+    def covered(self, size: int) -> None:
+        """A checkpoint covers the first `size` leaves."""
+        self._uncovered_rotations = {kid: seq for kid, seq in self._uncovered_rotations.items() if seq >= size}
 
-    def after(self, events: Iterable[KeyEvent]) -> KeyState:
-        """The keys as they would be after these events."""
+    def after(self, events: Iterable[KeyEvent], seq: int = 0) -> Self:
+        """The keys as they would be after these events, in that leaf."""
         made = copy(self)
-        made._keys = {kid: replace(each) for kid, each in self._keys.items()}
-        made._uncovered_keys, made._uncovered_rotations = set(self._uncovered_keys), set(self._uncovered_rotations)
+        made._keys = dict(self._keys)
+        made._uncovered_rotations = dict(self._uncovered_rotations)
         for event in events:
-            made.apply(event)
+            made.apply_event(event, seq)
         return made
 
     # ----------------------------------------------------------------------------------- questions
@@ -166,20 +156,13 @@ class KeyState:
         """The keys of a role that were ever named, and what became of each."""
         return [each for each in self._keys.values() if each.key.role is role]
 
-    def vouched_for(self, kid: bytes) -> bool:
-        """Whether the header names the key, or a checkpoint of an older key covers the event that does."""
-        return kid not in self._uncovered_keys
-
     def why_not_signing(self, kid: bytes, time: int) -> Violation | None:
         """Why that key may not sign the next checkpoint, if the last leaf is of that time; None if it may."""
         known = self._keys.get(kid)
         if known is None or known.key.role is not Role.LEDGER or known.key.name != self.origin:
             return Violation("verify.checkpoint-key-unknown", "is not a checkpoint key of the ledger")
-        if not self.vouched_for(kid):
-            reason = "was added by a key event that no checkpoint of an older key covers yet"
-            return Violation("verify.checkpoint-key-unvouched", reason)
         last = kid in self._uncovered_rotations  # it may still sign over its replacement
-        return (replace(known, replaced=None) if last else known).problem(time, time)
+        return (_unreplaced(known) if last else known).problem(time, time)
 
     def signers(
         self, message: bytes, signatures: Iterable[PartySignature], roles: tuple[Role, ...], time: int
@@ -211,6 +194,8 @@ class KeyState:
             if known is not None and known.role is not new.role:
                 problem = f"{name} has role {known.role.name.lower()} and cannot become {role}"
                 raise LedgerError("ledger.key-role-changed", problem, "make another key: one key has one role")
+            if (own := self._keys.get(new.id)) is not None and own.revoked is not None:
+                raise LedgerError("ledger.key-was-revoked", f"{name} was revoked", "make another key: it stays revoked")
             if known is not None and event.change is KeyChange.ROTATE:
                 problem = f"{name} is in the ledger already and cannot replace another key"
                 raise LedgerError("ledger.rotation-to-known-key", problem, "make a new key, or revoke the old one")
@@ -228,41 +213,245 @@ class KeyState:
             others, time = (kid for kid in self._keys if kid != event.target), max(now, event.effective)
             if all(self.why_not_signing(kid, time) is not None for kid in others):
                 problem = f"key {target.id.hex()[:16]} is the last that signs checkpoints of {self.origin!r}"
-                remedy = "rotate to a new key, sign a checkpoint with the old one, then revoke it with the new one"
+                remedy = "add a new key in the same record, or rotate to it first"
                 raise LedgerError("ledger.last-signing-key", problem, remedy)
 
-    def check_policy_change(self, change: PolicyChange, before: Header | PolicyChange, now: int) -> set[bytes]:
-        """LedgerError unless the change may follow `before`; if it protects less, who signed that: two at least."""
-        names = [each.cls for each in change.presets]
-        if len(set(names)) < len(names):
-            raise LedgerError("ledger.policy-class-twice", "the policy names a class twice", "name each once")
-        roles = (Role.LEDGER, Role.AUDITOR)
-        signers, wrong = self.signers(change.message(self.origin), change.signatures, roles, now)
+    def standing(self, role: Role, time: int) -> list[Key]:
+        """The keys of a role that count at that time."""
+        return [each.key for each in self.histories(role) if each.problem(time, time) is None]
+
+
+RootAt = Callable[[int], bytes | None]
+
+
+class KeyAddition(NamedTuple):
+    """A key event that was applied: its leaf, and the keys that authorised it."""
+
+    seq: int
+    event: KeyEvent
+    by: tuple[bytes, ...]
+
+
+class GovernanceState(KeyState):
+    """Keys, policy and terms after the first `size` leaves, and whether a governing record may come next.
+
+    One governing key authorises a change. Two different ones authorise whatever protects less, and changes of the
+    governing keys themselves where two or more stand. All of them stood before the record. A ledger key may replace
+    itself, which it signs, and nothing more.
+
+    header_hash  of leaf 0
+    last         hash of the leaf of the last governing record; of leaf 0 before the first
+    policy       header or policy change in force
+    witnesses, retention   in force
+    """
+
+    def __init__(self, header: Header, leaf: bytes) -> None:
+        """`leaf` are the bytes of leaf 0; LedgerError unless every governing key of the header signed it."""
+        super().__init__(header)
+        check_header_signed(header)
+        self.size = 1
+        self.header_hash = self.last = leaf_hash(leaf)
+        self.policy: Header | PolicyChange = header
+        self.witnesses, self.retention = header.witnesses, header.retention
+        self.additions: list[KeyAddition] = []
+
+    # ----------------------------------------------------------------------------------- replaying
+
+    def follow(self, rows: StoreReader, size: int) -> None:
+        """Go on to the first `size` leaves, by what the store lists as governing records."""
+        found = [row for kind in GOVERNING_KINDS for row in rows.of_kind(kind, self.size, size)]
+        for seq, data in sorted(found):
+            leaf = decode_leaf(data)
+            assert isinstance(leaf.record, GoverningRecord)
+            self.see(leaf.record, seq, leaf.time, data.leaf, checkpoint_roots(rows))
+        self.size = max(size, self.size)
+
+    def see(self, record: GoverningRecord, seq: int, time: int, data: bytes, root_of: RootAt) -> None:
+        """Check and apply the governing record of that leaf; LedgerError if it is not authorised."""
+        self.check(record, seq, time, root_of)
+        self.apply(record, seq, data)
+
+    def apply(self, record: GoverningRecord, seq: int, data: bytes) -> None:
+        """Apply the governing record of that leaf, which was checked."""
+        if isinstance(record, KeyEvents):
+            signers = record.authorization.signatures if record.authorization is not None else ()
+            for event in record.events:
+                self.apply_event(event, seq)
+                self.additions.append(KeyAddition(seq, event, tuple(each.key for each in signers)))
+        elif isinstance(record, PolicyChange):
+            self.policy = record
+        else:
+            self.witnesses = self.witnesses if record.witnesses is None else record.witnesses
+            self.retention = self.retention if record.retention is None else record.retention
+        self.last = leaf_hash(data)
+
+    # ----------------------------------------------------------------------------------- authority
+
+    def proposed(self, record: G, rows: StoreReader, expires: int) -> G:
+        """The record with its authorization, but for the signatures: it follows the newest checkpoint."""
+        if (signed := rows.checkpoint()) is None:
+            problem = f"the ledger {self.origin!r} has no checkpoint that a change could follow"
+            raise LedgerError("ledger.no-checkpoint-to-follow", problem, "sign one: lamina ledger checkpoint --key")
+        root = parse_checkpoint(signed.text)[0].root
+        return replace(
+            record,
+            authorization=Authorization(
+                header=self.header_hash, previous=self.last, size=signed.size, root=root, expires=expires
+            ),
+        )
+
+    def check_follows(self, record: GoverningRecord, seq: int, time: int, root_of: RootAt) -> Authorization:
+        """LedgerError unless the record may come next, as that leaf at that time, if it is signed; its authorization."""
+        if (given := record.authorization) is None:
+            problem = "a change of keys, policy or terms is not signed by a governing key"
+            raise LedgerError("ledger.not-authorised", problem, _ASK_OWNER)
+        if given.header != self.header_hash:
+            raise LedgerError("ledger.authorised-for-other-ledger", "the change is for another ledger", _ASK_OWNER)
+        if given.previous != self.last:
+            problem = (
+                "the change follows another governing record than the last one: it was used before, or is too late"
+            )
+            raise LedgerError("ledger.authorised-out-of-turn", problem, "propose it again, and have that signed")
+        if given.size > seq or root_of(given.size) != given.root:
+            problem = f"the ledger has no checkpoint of {given.size} leaves with the root that the change follows"
+            raise LedgerError("ledger.authorised-for-other-history", problem, "propose it again, and have that signed")
+        if time >= given.expires:
+            problem = f"leave for the change ended at {format_utc(given.expires)}, the leaf is of {format_utc(time)}"
+            raise LedgerError("ledger.authorisation-expired", problem, "propose it again, and have that signed")
+        self._check_change(record, time)
+        return given
+
+    def check(self, record: GoverningRecord, seq: int, time: int, root_of: RootAt) -> set[bytes]:
+        """Who authorised the record as the next one, as that leaf at that time; LedgerError if that is not enough.
+
+        `root_of` gives the root of the checkpoint of a size, None if there is none.
+        """
+        given = self.check_follows(record, seq, time, root_of)
+        roles = (Role.LEDGER,) if self._replaces_itself(record, given) else (Role.GOVERNING,)
+        signers, wrong = self.signers(governing_message(record), given.signatures, roles, time)
         if wrong is not None:
-            problem = f"a signature of the policy does not count: {wrong.reason}"
-            remedy = "leave it out, or give one by a ledger key or an auditor, over this very change"
-            raise LedgerError("ledger.policy-signature-invalid", problem, remedy)
-        looser = loosened(before.floors, before.presets, change.floors, change.presets)
-        if looser and len(signers) < 2:
-            problem = f"the policy protects less than {self.origin!r} has promised: {'; '.join(looser)}"
-            remedy = "keep what was promised, or have two parties sign the change: lamina ledger policy"
-            raise LedgerError("ledger.policy-loosened", problem, remedy)
-        if change.previous != policy_record_digest(before):
-            problem = "cannot change the policy: it replaces another policy than the one in force"
-            raise LedgerError("ledger.policy-wrong-predecessor", problem, "make the change again, and have that signed")
-        return signers if looser else set()
+            problem = f"a signature of the change does not count: {wrong.reason}"
+            remedy = "leave it out, or give one by a governing key of the ledger, over this very change"
+            raise LedgerError("ledger.authorising-signature-invalid", problem, remedy)
+        if not signers:
+            problem = "a change of keys, policy or terms is not signed by a governing key"
+            raise LedgerError("ledger.not-authorised", problem, _ASK_OWNER)
+        if len(signers) < 2 and (why := self.needs_two(record, time)):
+            code = "ledger.policy-loosened" if isinstance(record, PolicyChange) else "ledger.second-signature-missing"
+            problem = f"the change takes two governing keys, one signed: {'; '.join(why)}"
+            remedy = "keep what was promised, or have a second governing key sign: lamina ledger sign"
+            raise LedgerError(code, problem, remedy)
+        return signers
+
+    def needs_two(self, record: GoverningRecord, time: int) -> list[str]:
+        """Why the record needs the signatures of two governing keys; empty if one is enough."""
+        if isinstance(record, PolicyChange):
+            return loosened(self.policy.floors, self.policy.presets, record.floors, record.presets)
+        if isinstance(record, TermsChange):
+            found = []
+            if record.witnesses is not None and record.witnesses < self.witnesses:
+                found.append(f"{record.witnesses} cosignatures are fewer than {self.witnesses}")
+            if record.retention is not None and record.retention < self.retention:
+                found.append(f"a retention of {record.retention} s is shorter than {self.retention} s")
+            return found
+        governing = any(Role.GOVERNING in self._roles_of(event) for event in record.events)
+        several = len(self.standing(Role.GOVERNING, time)) > 1
+        return ["it changes who governs, and two or more do"] if governing and several else []
+
+    def _roles_of(self, event: KeyEvent) -> set[Role]:
+        keys = (event.key, None if event.target is None else self.get(event.target))
+        return {key.role for key in keys if key is not None}
+
+    def _replaces_itself(self, record: GoverningRecord, given: Authorization) -> bool:
+        """Whether a ledger key lets another take over from itself."""
+        if not isinstance(record, KeyEvents) or len(record.events) != 1:
+            return False
+        event = record.events[0]
+        rotation = event.change is KeyChange.ROTATE and self._roles_of(event) == {Role.LEDGER}
+        return rotation and {each.key for each in given.signatures} == {event.target}
+
+    def _check_change(self, record: GoverningRecord, time: int) -> None:
+        """LedgerError unless the change itself may follow, whoever signed it."""
+        after = self
+        if isinstance(record, KeyEvents):
+            after = self.after(())
+            for event in record.events:
+                after.check_event(event)
+                after.check_still_signed(event, time)
+                after.apply_event(event, self.size)
+            time = max(time, *(event.effective for event in record.events))
+            if not after.standing(Role.GOVERNING, time):
+                problem = f"nobody would govern the ledger {self.origin!r} any more"
+                raise LedgerError(
+                    "ledger.last-governing-key", problem, "add or rotate to another key in the same record"
+                )
+            if not any(Role.WITNESS in self._roles_of(event) for event in record.events):
+                return
+        wanted = record.witnesses if isinstance(record, TermsChange) else self.witnesses
+        if wanted is not None and wanted > (there := len(after.standing(Role.WITNESS, time))):
+            problem = f"checkpoints would need {wanted} cosignatures, and {there} witnesses would be left"
+            raise LedgerError("ledger.too-few-witnesses", problem, "name more witnesses first, or require fewer")
+
+
+_ASK_OWNER = (
+    "have it signed by a governing key: lamina ledger key, policy and terms propose it, lamina ledger sign signs"
+)
+
+
+def check_header_signed(header: Header) -> None:
+    """LedgerError unless exactly the governing keys of the header signed it."""
+    signed = {each.key: each.signature for each in header.signatures}
+    keys = {each.id: each.public for each in header.keys if each.role is Role.GOVERNING}
+    message = header.message()
+    for kid in keys.keys() | signed.keys():
+        if kid not in keys or kid not in signed or not keys[kid].verify(message, signed[kid]):
+            problem = f"governing key {kid.hex()[:16]} of the header did not sign it"
+            remedy = "have every governing key that the header names sign it, and no other: lamina ledger init"
+            raise LedgerError("ledger.header-not-signed", problem, remedy)
+
+
+def signed_record(record: G, keys: Iterable[PrivateKey]) -> G:
+    """A proposed record with the signatures of these keys added."""
+    assert record.authorization is not None
+    message, made = governing_message(record), {each.key: each for each in record.authorization.signatures}
+    made |= {key.public.id: PartySignature(key=key.public.id, signature=key.sign(message)) for key in keys}
+    return replace(record, authorization=replace(record.authorization, signatures=tuple(made.values())))
+
+
+def checkpoint_roots(rows: StoreReader) -> RootAt:
+    """The root of a stored checkpoint, if the tree agrees with it."""
+
+    def root_of(size: int) -> bytes | None:
+        signed = rows.checkpoint(size) if size else None
+        if signed is None:
+            return None
+        root = parse_checkpoint(signed.text)[0].root
+        return root if root_at(TileNodes(tile_reader(rows)), size) == root else None
+
+    return root_of
+
+
+def _unreplaced(known: KeyHistory) -> KeyHistory:
+    made = copy(known)
+    made.replaced = None
+    return made
 
 
 def _earlier(one: int | None, two: int) -> int:
     return two if one is None else min(one, two)
 
 
-def key_state_at(rows: StoreReader, header: Header, size: int) -> KeyState:
-    """The keys after so many leaves, with what the last checkpoint covers."""
-    last, found = rows.checkpoint(), KeyState(header)
-    found.follow(rows, min(size, 0 if last is None else last.size))
-    found.covered()
+def leaf_bytes(rows: StoreReader, seq: int) -> bytes:
+    """What the tree hashes of a leaf; nothing if it is not there."""
+    return b"" if (data := rows.leaf(seq)) is None else data.leaf
+
+
+def governance_at(rows: StoreReader, header: Header, size: int) -> GovernanceState:
+    """Keys, policy and terms after so many leaves."""
+    found = GovernanceState(header, leaf_bytes(rows, 0))
     found.follow(rows, size)
+    last = rows.checkpoint()
+    found.covered(0 if last is None else min(size, last.size))
     return found
 
 
@@ -270,14 +459,8 @@ def check_key_may_sign(keys: KeyState, key: PrivateKey, time: int) -> None:
     """LedgerError unless the key may sign the next checkpoint, if the last leaf is of that time."""
     if (wrong := keys.why_not_signing(key.public.id, time)) is not None:
         problem = f"key {key.public.name[:16]} cannot sign for the ledger {keys.origin!r}: it {wrong.reason}"
-        remedy = "give the key that the header or a key event names; the one before it signs over that event first"
+        remedy = "give the key that the header or the last key record names: lamina ledger key LEDGER lists them"
         raise LedgerError("ledger.key-may-not-sign", problem, remedy)
-
-
-def last_policy_record(rows: StoreReader, header: Header, size: int | None = None) -> Header | PolicyChange:
-    """The header or policy change in force after the first `size` leaves; of all leaves without a size."""
-    changes = records_of(rows, PolicyChange, 0, head_of(rows).size if size is None else size)
-    return next(iter(deque(changes, maxlen=1)), header)
 
 
 class PolicyInForce:
@@ -285,19 +468,14 @@ class PolicyInForce:
 
     def __init__(self, header: Header, current: PolicyChange | Header | None = None) -> None:
         """`current` skips the changes in between: for admission, where only the newest policy counts."""
-        self._last = current or header
-        self.floors, self.presets = self._last.floors, {each.cls: each for each in self._last.presets}
+        last = current or header
+        self.floors, self.presets = last.floors, {each.cls: each for each in last.presets}
         self.version = 0
         self._since: list[tuple[int, dict[str, Preset]]] = [(0, self.presets)]
-        self._header_keys = {each.id for each in header.keys}
-        self.loosened_by_unnamed: list[int] = []  # leaves that protect less, signed by a key that the header lacks
 
-    def change(self, seq: int, new: PolicyChange, keys: KeyState, time: int) -> None:
-        """Apply one policy change: stricter, or signed by two parties; LedgerError if it is neither."""
-        signers = keys.check_policy_change(new, self._last, time)
-        if signers and len(signers & self._header_keys) < 2:
-            self.loosened_by_unnamed.append(seq)
-        self.floors, self.presets, self._last = new.floors, {each.cls: each for each in new.presets}, new
+    def change(self, seq: int, new: PolicyChange) -> None:
+        """Apply one policy change that is authorised."""
+        self.floors, self.presets = new.floors, {each.cls: each for each in new.presets}
         self.version += 1
         self._since.append((seq, self.presets))
 

@@ -14,7 +14,7 @@ from lamina.ledger import merkle
 from lamina.ledger import records as leaves
 from lamina.ledger.append import UnindexedKeys, anchor_key, descriptor_key, index_key_ranges, subject_key
 from lamina.ledger.governance_records import Header
-from lamina.ledger.key_state import KeyState, key_state_at
+from lamina.ledger.key_state import GovernanceState, governance_at
 from lamina.ledger.merkle import Frontier, TileNodes, leaf_hash
 from lamina.ledger.receipt import TlogProof, make_receipt
 from lamina.ledger.records import KIND_NUMBERS, ContributionRecord, KeptContribution, Leaf, Record
@@ -104,10 +104,10 @@ class LedgerReader:
             signed = rows.checkpoint()
         return None if signed is None else signed.text
 
-    def parties(self, before: int | None = None) -> KeyState:
+    def parties(self, before: int | None = None) -> GovernanceState:
         """Whose signatures count, after the leaves before that one."""
         with self.store.read() as rows:
-            return key_state_at(rows, self.header, head_of(rows).size if before is None else before)
+            return governance_at(rows, self.header, head_of(rows).size if before is None else before)
 
     # ----------------------------------------------------------------------------------- leaves
 

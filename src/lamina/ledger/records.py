@@ -14,7 +14,16 @@ from lamina import cbor
 from lamina.admit.attestation import BYTES_32, NUMBER, compile_pattern, read_number
 from lamina.admit.keys import LAST_SECOND
 from lamina.errors import EncodingError, LedgerError
-from lamina.ledger.governance_records import Aggregate, Header, KeyEvent, PolicyChange, Release, Withdrawal
+from lamina.ledger.governance_records import (
+    GOVERNING_KINDS,
+    Aggregate,
+    Header,
+    KeyEvents,
+    PolicyChange,
+    Release,
+    TermsChange,
+    Withdrawal,
+)
 from lamina.ledger.schema import (
     CLASS,
     COUNT,
@@ -293,15 +302,15 @@ class Epoch:
         return tuple((self.run, each.index, each.generation) for each in self.segments)
 
 
-Record = Header | ContributionRecord | Epoch | Withdrawal | KeyEvent | Aggregate | PolicyChange | Release
+Record = Header | ContributionRecord | Epoch | Withdrawal | KeyEvents | Aggregate | PolicyChange | Release | TermsChange
 
 RECORD_KINDS: dict[int, type[Record]] = {
-    1: Header, 2: ContributionRecord, 3: Epoch, 4: Withdrawal, 5: KeyEvent, 6: Aggregate, 7: PolicyChange, 8: Release,
+    1: Header, 2: ContributionRecord, 3: Epoch, 4: Withdrawal, 6: Aggregate, 8: Release, **GOVERNING_KINDS,
 }  # fmt: skip
 KIND_NUMBERS: dict[type[Record], int] = {kind: number for number, kind in RECORD_KINDS.items()}
 KIND_NAMES: dict[type[Record], str] = {  # what people read
-    Header: "header", ContributionRecord: "contribution", Epoch: "epoch", Withdrawal: "withdrawal", KeyEvent: "key",
-    Aggregate: "aggregate", PolicyChange: "policy", Release: "release",
+    Header: "header", ContributionRecord: "contribution", Epoch: "epoch", Withdrawal: "withdrawal", KeyEvents: "key",
+    Aggregate: "aggregate", PolicyChange: "policy", Release: "release", TermsChange: "terms",
 }  # fmt: skip
 
 

@@ -24,7 +24,7 @@ from dataclasses import replace
 
 from lamina.errors import LedgerError
 from lamina.ledger.governance_records import MAX_SPANS, Aggregate, ClassTotal, LeafSpan, Role, Withdrawal
-from lamina.ledger.key_state import records_of, retention_in_force
+from lamina.ledger.key_state import records_of
 from lamina.ledger.merkle import leaf_hash
 from lamina.ledger.records import KIND_NUMBERS, ContributionRecord, Epoch, decode_leaf
 from lamina.ledger.store.rows import PruningRow, StoreReader, StoreWriter, head_of
@@ -44,7 +44,7 @@ class Retention:
 
     def horizon(self) -> int:
         """Seconds before which contributions may be summed up now, by the retention in force."""
-        return max(0, self._ledger.now() - retention_in_force(self._ledger.header))
+        return max(0, self._ledger.now() - self._ledger.parties().retention)
 
     def propose(self, before: int | None = None) -> Aggregate | None:
         """The aggregate over every contribution that is old enough; None if none is.

@@ -10,7 +10,18 @@ from typing import Any
 from lamina import validate
 from lamina.admit.keys import format_utc
 from lamina.errors import LedgerError
-from lamina.ledger.governance_records import Aggregate, Header, Key, KeyEvent, PolicyChange, Release, Withdrawal
+from lamina.ledger.governance_records import (
+    Aggregate,
+    GoverningRecord,
+    Header,
+    Key,
+    KeyEvent,
+    KeyEvents,
+    PolicyChange,
+    Release,
+    TermsChange,
+    Withdrawal,
+)
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.records import (
     KIND_NAMES,
@@ -178,18 +189,18 @@ def describe_leaf(leaf: Leaf) -> str:
             return f"run {r.run.hex()[:8]}, {word} {_describe_segments(r)}: {_describe_spends(r)}"
         case Withdrawal() as r:
             return f"of leaf {r.target}: {r.reason.name.lower()}, open segment: {r.effect.name.lower()}"
-        case KeyEvent() as r:
-            new = "" if r.key is None else f" {r.key.name} ({r.key.role.name.lower()}, {r.key.id.hex()[:16]})"
-            old = "" if r.target is None else f" {'for' if r.key else ''} {r.target.hex()[:16]}".replace("  ", " ")
-            return f"{r.change.name.lower()}{new}{old} from {format_utc(r.effective)}"
+        case KeyEvents() as r:
+            more = f", and {len(r.events) - 1} more" if len(r.events) > 1 else ""
+            return f"{describe_event(r.events[0])}{more}{_describe_signers(r)}"
         case Aggregate() as r:
             totals = ", ".join(f"{each.count} {each.cls} (ε {format_epsilon(each.spend)})" for each in r.classes)
             old = f"{pluralize(r.count, 'contribution')}, admitted before {format_utc(r.horizon)}"
             return f"of {old}: {totals}; countersigned by {len(r.signatures)}"
         case PolicyChange() as r:
             floors = f"clip norm {format_micro(r.floors.clip_norm)}, noise multiplier {format_micro(r.floors.noise_multiplier)}"
-            parts = f"{pluralize(len(r.presets), 'class', 'classes')}, {pluralize(len(r.signatures), 'signature')}"
-            return f"floors: {floors}; {parts}"
+            return f"floors: {floors}; {pluralize(len(r.presets), 'class', 'classes')}{_describe_signers(r)}"
+        case TermsChange() as r:
+            return f"{describe_terms(r)}{_describe_signers(r)}"
         case Release() as r:
             runs = ", ".join(run.hex()[:8] for run in r.runs) or "none"
             until = "" if r.not_after is None else f", until {format_utc(r.not_after)}"
@@ -199,6 +210,26 @@ def describe_leaf(leaf: Leaf) -> str:
 def _describe_signed(terms: ContributionTerms | KeptContribution) -> str:
     clip, noise = format_micro(terms.clip_norm), format_micro(terms.noise_multiplier)
     return f"{terms.cls}, c {clip}, z {noise}" if terms.clip_norm else f"{terms.cls}, public"
+
+
+def describe_event(event: KeyEvent) -> str:
+    """What happens to a key."""
+    key = event.key
+    new = "" if key is None else f" {key.name} ({key.role.name.lower()}, {key.id.hex()[:16]})"
+    old = "" if event.target is None else f"{' for' if key else ''} {event.target.hex()[:16]}"
+    return f"{event.change.name.lower()}{new}{old} from {format_utc(event.effective)}"
+
+
+def describe_terms(record: TermsChange) -> str:
+    """What a change of terms says."""
+    parts = [] if record.witnesses is None else [f"{pluralize(record.witnesses, 'cosignature')} of witnesses"]
+    parts += [] if record.retention is None else [f"kept {pluralize(record.retention // 86400, 'day')}"]
+    return ", ".join(parts)
+
+
+def _describe_signers(record: GoverningRecord) -> str:
+    signed = () if record.authorization is None else record.authorization.signatures
+    return f", by {' and '.join(each.key.hex()[:16] for each in signed) or 'nobody'}"
 
 
 def _describe_segments(record: Epoch) -> str:

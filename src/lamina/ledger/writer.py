@@ -13,14 +13,23 @@ from lamina.admit.keys import PrivateKey
 from lamina.errors import LedgerDamaged, LedgerError, StoreLost
 from lamina.ledger import signed_checkpoint as notes
 from lamina.ledger.append import AppendBatch, AppendContext, UnindexedKeys, check_may_follow
-from lamina.ledger.governance_records import Aggregate, Header, KeyEvent
-from lamina.ledger.key_state import KeyState, check_key_may_sign, key_state_at
+from lamina.ledger.checked_leaves import CheckedLeaves
+from lamina.ledger.governance_records import Aggregate, GoverningRecord, Header, KeyEvent, KeyEvents, Role
+from lamina.ledger.key_state import (
+    G,
+    GovernanceState,
+    KeyState,
+    check_header_signed,
+    check_key_may_sign,
+    governance_at,
+    signed_record,
+)
 from lamina.ledger.merkle import Frontier
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.records import Record
 from lamina.ledger.schema import next_leaf_time
 from lamina.ledger.signed_checkpoint import TreeSignature
-from lamina.ledger.store.rows import LedgerHead, Store, StoredCheckpoint, StoreWriter, WriterBatch, head_of
+from lamina.ledger.store.rows import LedgerHead, Store, StoredCheckpoint, StoreReader, StoreWriter, WriterBatch, head_of
 from lamina.ledger.store.sqlite import make_store
 
 T = TypeVar("T")
@@ -42,18 +51,24 @@ class Ledger(LedgerReader):
     """
 
     def __init__(
-        self, store: Store, key: PrivateKey | None, *, clock: Clock = system.time, patience: float = RETRY_SECONDS
-    ) -> None:
+        self, store: Store, key: PrivateKey | None, *, governing: PrivateKey | None = None, clock: Clock = system.time,
+        patience: float = RETRY_SECONDS,
+    ) -> None:  # fmt: skip
         super().__init__(store)
-        self._key, self._clock, self._patience = key, clock, patience
+        self._key, self._governing, self._clock, self._patience = key, governing, clock, patience
         self._id = os.urandom(16)  # names this writer in the store
+        self._checked = CheckedLeaves(self.header)
 
     @classmethod
     def create(
-        cls, where: str | os.PathLike[str], header: Header, key: PrivateKey, *,
+        cls, where: str | os.PathLike[str], header: Header, key: PrivateKey, *, governing: PrivateKey | None = None,
         clock: Clock = system.time, patience: float = RETRY_SECONDS,
     ) -> Ledger:  # fmt: skip
-        """A new ledger, in a new file or in a database ("postgresql://…"), with its header as leaf 0."""
+        """A new ledger, in a new file or in a database ("postgresql://…"), with its header as leaf 0.
+
+        The header is signed by every governing key that it names (`governance_records.sign_header`).
+        """
+        check_header_signed(header)
         batch, empty = AppendBatch([header], ()), LedgerHead(0, 0, 0, 0, Frontier().encode())
         now = next_leaf_time(0, clock())
         check_key_may_sign(KeyState(header), key, now)
@@ -64,7 +79,7 @@ class Ledger(LedgerReader):
                     problem = f"{store.name} holds a ledger already"
                     raise LedgerError("ledger.already-exists", problem, "open it, or give another path")
                 batch.write(rows, AppendContext(empty, now, header.epoch_clock, None, UnindexedKeys()))
-            made = cls(store, key, clock=clock, patience=patience)
+            made = cls(store, key, governing=governing, clock=clock, patience=patience)
             made.checkpoint()
         except BaseException:
             store.close()
@@ -73,13 +88,17 @@ class Ledger(LedgerReader):
 
     @classmethod
     def open(
-        cls, where: str | os.PathLike[str], key: PrivateKey | None = None, *,
+        cls, where: str | os.PathLike[str], key: PrivateKey | None = None, *, governing: PrivateKey | None = None,
         clock: Clock = system.time, patience: float = RETRY_SECONDS,
     ) -> Ledger:  # fmt: skip
-        """Open an existing ledger. Without a key it can be read and appended to, but signs no checkpoint."""
+        """Open an existing ledger. Without a key it can be read and appended to, but signs no checkpoint.
+
+        With a `governing` key, which belongs into other hands than the first unless the ledger is only for oneself,
+        it authorises changes of keys, policy and terms by itself.
+        """
         store = make_store(where)
         try:
-            return cls(store, key, clock=clock, patience=patience)
+            return cls(store, key, governing=governing, clock=clock, patience=patience)
         except BaseException:
             store.close()
             raise
@@ -95,6 +114,67 @@ class Ledger(LedgerReader):
             problem = f"the ledger {self.name} was opened without its key"
             raise LedgerError("ledger.opened-without-key", problem, "open it with the key that signs checkpoints")
         return self._key
+
+    # ----------------------------------------------------------------------------------- governing
+
+    def governance(self, rows: StoreReader | None = None) -> GovernanceState:
+        """Keys, policy and terms after all leaves, each of which this writer has checked."""
+        if rows is not None:
+            return self._checked.follow(rows, head_of(rows))
+        with self.store.read() as view:
+            return self._checked.follow(view, head_of(view))
+
+    def parties(self, before: int | None = None) -> GovernanceState:
+        return self.governance() if before is None else super().parties(before)
+
+    @property
+    def governs(self) -> bool:
+        """Whether it was opened with a governing key that counts now."""
+        if self._governing is None:
+            return False
+        return any(
+            key.id == self._governing.public.id for key in self.governance().standing(Role.GOVERNING, self.now())
+        )
+
+    def propose(self, change: G, rows: StoreReader | None = None, *, days: int = 1) -> G:
+        """The change as the next governing record, for governing keys to sign."""
+        if rows is None:
+            with self.store.read() as view:
+                return self.propose(change, view, days=days)
+        return self.governance(rows).proposed(change, rows, int(self._clock()) + days * DAY_SECONDS)
+
+    def authorise(self, change: G, rows: StoreReader | None = None) -> G:
+        """The same, signed by the governing key that it was opened with; LedgerError if there is none."""
+        if self._governing is None:
+            problem = f"the ledger {self.name} has an owner, whose governing key is not here"
+            remedy = "ask its owner: lamina ledger key, policy or terms with --propose, then lamina ledger sign"
+            raise LedgerError("ledger.governing-key-missing", problem, remedy)
+        return signed_record(self.propose(change, rows), [self._governing])
+
+    def govern(self, change: GoverningRecord) -> int:
+        """Append an authorised change, and sign a checkpoint over it if there is a key for that; its leaf."""
+        if self.signs:
+            self.check_signs(change.events if isinstance(change, KeyEvents) else ())
+        (seq,) = self.append([change if change.authorization is not None else self.authorise(change)])
+        if self.signs:
+            self.checkpoint()
+        return seq
+
+    def govern_by(self, decide: Callable[[GovernanceState], GoverningRecord | None]) -> int | None:
+        """Authorise and append what `decide` makes of keys, policy and terms; decided again if they change meanwhile."""
+
+        def decided() -> GoverningRecord | None:
+            with self.store.read() as rows:
+                change = decide(self.governance(rows))
+                return None if change is None else self.authorise(change, rows)
+
+        while (change := self.retry_while_lost(decided)) is not None:
+            try:
+                return self.govern(change)
+            except LedgerError as error:
+                if error.code != "ledger.authorised-out-of-turn":
+                    raise
+        return None
 
     # ----------------------------------------------------------------------------------- appending
 
@@ -124,7 +204,7 @@ class Ledger(LedgerReader):
         also_write: Callable[[StoreWriter, list[int]], None] | None = None,
     ) -> list[int]:  # fmt: skip
         batch = AppendBatch(records, blobs)
-        token = os.urandom(16)
+        token, before = os.urandom(16), list[LedgerHead]()
 
         def work(rows: StoreWriter) -> list[int]:
             last = rows.batch(self._id) if self.store.remote else None
@@ -132,12 +212,11 @@ class Ledger(LedgerReader):
                 return list(cbor.decode(last.seqs, max_size=1 << 30))  # committed, and the answer was lost
             head = head_of(rows)
             now = next_leaf_time(head.time, self._clock())
-            check_may_follow(
-                rows, batch.others, self.header, head.size, now, lambda: key_state_at(rows, self.header, head.size)
-            )
+            check_may_follow(rows, batch.others, self.header, head, now, lambda: self._checked.follow(rows, head))
             signed = rows.checkpoint()
             previous = None if signed is None else checkpoint_digest(signed.text)
             seqs = batch.write(rows, AppendContext(head, now, self.header.epoch_clock, previous, self._tail))
+            before.append(head)
             if also_write is not None:
                 also_write(rows, seqs)
             if self.store.remote:
@@ -150,6 +229,8 @@ class Ledger(LedgerReader):
             return []
         with self._turn:
             seqs = self.transact(work)
+            if batch.after is not None:
+                self._checked.wrote(before[-1], batch.after, batch.governing)
             if batch.new_index_keys:
                 self._tail.grow(batch.new_index_keys, batch.stop)
         return seqs
@@ -166,8 +247,9 @@ class Ledger(LedgerReader):
 
         def settle(rows: StoreWriter) -> tuple[LedgerHead, StoredCheckpoint | None, StoredCheckpoint | None]:
             head, last = head_of(rows), rows.checkpoint()
+            keys = self._checked.follow(rows, head)
             if (there := rows.checkpoint(head.size)) is None:
-                check_key_may_sign(key_state_at(rows, self.header, head.size), key, head.time)
+                check_key_may_sign(keys, key, head.time)
                 rows.put_meta("signing", head.size.to_bytes(8, "big"))
             return head, there, last
 
@@ -188,7 +270,7 @@ class Ledger(LedgerReader):
                     raise LedgerDamaged("ledger.checkpoints-differ", problem, "find out who signed the other one")
                 return last.text
             if last != before:  # a checkpoint came between, and may cover that this key was replaced
-                check_key_may_sign(key_state_at(rows, self.header, tree.size), key, head.time)
+                check_key_may_sign(governance_at(rows, self.header, tree.size), key, head.time)
             rows.put_checkpoint(signed)
             return signed.text
 
@@ -199,11 +281,11 @@ class Ledger(LedgerReader):
         key = self.signing_key()
         with self.store.read() as rows:
             head = head_of(rows)
-            keys, now = key_state_at(rows, self.header, head.size), next_leaf_time(head.time, self._clock())
+            keys, now = self.governance(rows).after(()), next_leaf_time(head.time, self._clock())
         for event in after:
             keys.check_event(event)
             keys.check_still_signed(event, now)
-            keys.apply(event)
+            keys.apply_event(event, head.size)
         check_key_may_sign(keys, key, now)
 
     def cosigned(self, text: str) -> str:

@@ -13,12 +13,11 @@ from lamina import cbor
 from lamina.account.accountants import pooled_epsilon
 from lamina.account.schedule import EventCounts, EventKey
 from lamina.errors import EncodingError, LedgerDamaged
-from lamina.ledger.governance_records import Header
-from lamina.ledger.key_state import last_policy_record
 from lamina.ledger.records import Segment, SegmentOutcome
 from lamina.ledger.schema import NANO, UNBOUNDED
 from lamina.ledger.spending import CLASS_TOLERANCE, signed_spend
 from lamina.ledger.store.rows import RESERVATION_SEGMENT, RunHold, RunRow, StoreReader, StoreWriter
+from lamina.ledger.writer import Ledger
 from lamina.plan.step_plan import StepPlan
 from lamina.spend.accounts import AccountBudget, Charge, RecordedSpend, RunSpend, account_bound
 
@@ -270,16 +269,16 @@ class BoundExceeded(Exception):
 class SpendLimits:
     """Admits charges within the bounds of a ledger."""
 
-    def __init__(self, header: Header) -> None:
-        self._header = header
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
 
     def wanted(self, rows: StoreReader, name: str, *asked: AccountBudget) -> list[AccountBudget]:
         """The budgets to keep: those asked for and that of the ledger, without those that a stricter one implies."""
         cls, _, noise = account_bound(name)
-        header, promised = self._header, noise
+        header, promised = self._ledger.header, noise
         if not noise:
-            presets = (each.noise_multiplier for each in last_policy_record(rows, header).presets if each.cls == cls)
-            promised = next(presets, 0)
+            presets = self._ledger.governance(rows).policy.presets
+            promised = next((each.noise_multiplier for each in presets if each.cls == cls), 0)
         found = list(asked)
         if promised and (most := signed_spend(promised, header.delta)) < UNBOUNDED:
             most_epsilon = most / NANO

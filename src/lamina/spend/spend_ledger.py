@@ -194,7 +194,7 @@ class SpendLedger:
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
         self._recorded = RecordedSpend(ledger.header)
-        self._limits = SpendLimits(ledger.header)
+        self._limits = SpendLimits(ledger)
         self._plan: tuple[StepPlan, bytes] | None = None  # the last plan, and its bytes
         self._turn = RLock()  # threads take turns in reading on
 

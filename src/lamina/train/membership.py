@@ -18,7 +18,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from lamina import cbor
+from lamina.admit.admission import Admission
 from lamina.admit.verdicts import PackedTexts, Reason
 from lamina.corpus.admitted import AdmittedCorpus
 from lamina.corpus.corpus import Corpus
@@ -116,12 +120,21 @@ class LedgerMembership:
         self.withdraw(self._signed.withdrawal_requests)
 
     def freeze(self) -> int:
-        """Exclude whoever withdrew so far; returns the number of leaves that were read."""
+        """Exclude whoever withdrew so far, or signed with a key that the ledger revoked; how many leaves were read."""
         size, found = self._ledger.retry_while_lost(self._new_withdrawals)
         if found:
             self._corpus.exclude(self._corpus.ids_of(*(stable_id for stable_id, _ in found)))
+        if self._signed is not None and len(rows := self._revoked_rows(self._signed.admission)):
+            self._corpus.exclude([self._signed.ids[row] for row in rows.tolist()])
         self._read = size
         return size
+
+    def _revoked_rows(self, admission: Admission) -> NDArray[np.int64]:
+        """The rows whose key the ledger revoked, whatever an older key ring says of it."""
+        keys, now = self._ledger.retry_while_lost(self._ledger.governance), self._ledger.now()
+        known = [keys.history(kid) for kid in admission.kids]
+        gone = [each is not None and each.revoked is not None and each.revoked <= now for each in known]
+        return np.flatnonzero(np.array(gone, dtype=np.bool_)[admission.columns["key"]] & admission.standing)
 
     def standing(self, accounts: set[str]) -> set[str]:
         """Which of these signed bounds somebody has who was admitted, and neither withdrew nor expired."""

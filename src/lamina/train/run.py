@@ -110,7 +110,13 @@ def default_ledger_path(origin: str, folder: Path) -> Path:
 
 
 def open_run_ledger(
-    given: LedgerArgument, corpus: Corpus, plan: StepPlan, *, folder: Path, key: PrivateKey | None
+    given: LedgerArgument,
+    corpus: Corpus,
+    plan: StepPlan,
+    *,
+    folder: Path,
+    key: PrivateKey | None,
+    governing: PrivateKey | None = None,
 ) -> tuple[Ledger, bool]:
     """Open or make the ledger of a run, and adopt its policy; returns it and whether its policy changed.
 
@@ -141,7 +147,7 @@ def open_run_ledger(
         origin = corpus.origin_or_digest(origin_secret(beside))
     terms = _ledger_terms(corpus, plan, origin)
     where = given if given is not None else default_ledger_path(origin, folder.parent)
-    ledger = open_or_create(where, terms, key)
+    ledger = open_or_create(where, terms, key, governing=governing)
     try:
         return ledger, adopt_policy(ledger, terms)
     except BaseException:

@@ -72,6 +72,7 @@ class Trainer:
     ledger           an open `Ledger`, the path of one, or "postgresql://…#schema"; made if there is none. Default: the
                      corpus's own beside the folder, ORIGIN.ledger.db, which all runs on it share
     key              signs the ledger's checkpoints; default: ORIGIN.ledger.pem, made with the ledger
+    governing        authorises other policies and contributors; default: ORIGIN.ledger.governing.pem, in the same way
     bounds           ε that each class may spend over all runs of the ledger; default: the corpus's policy, whose
                      promise holds in any case
     accounts         further bounds, each held to over all runs by itself, beside what the corpus was admitted with
@@ -92,6 +93,7 @@ class Trainer:
     def __init__(
         self, model: nn.Module, optimizer: Optimizer, loss_fn: Callable[[Any, Any], Tensor], corpus: Corpus,
         plan: StepPlan, *, folder: str | Path, ledger: LedgerArgument = None, key: PrivateKey | None = None,
+        governing: PrivateKey | None = None,
         bounds: Mapping[str, float] | None = None, accounts: Sequence[SignedAccount] | None = None,
         engine: Engine | None = None, scheduler: Any = None, microbatches: int = 1, ema: float | None = None,
         evaluate: Evaluation | None = None, segment: int | None = None,
@@ -107,7 +109,7 @@ class Trainer:
         self.model, self.optimizer, self.loss_fn = model, optimizer, loss_fn
         self.corpus, self.plan, self.scheduler = corpus, plan, scheduler
         self.folder = Path(folder)
-        self._ledger_argument, self._key = ledger, key
+        self._ledger_argument, self._key, self._governing = ledger, key, governing
         self._ledger: Ledger | None = None
         self._policy_changed = False  # the ledger's policy, by opening it
         self._spend: SpendLedger | None = None
@@ -164,7 +166,12 @@ class Trainer:
         """The ledger; opened, or made, when it is first asked for."""
         if self._ledger is None:
             self._ledger, self._policy_changed = open_run_ledger(
-                self._ledger_argument, self.corpus, self.plan, folder=self.folder, key=self._key
+                self._ledger_argument,
+                self.corpus,
+                self.plan,
+                folder=self.folder,
+                key=self._key,
+                governing=self._governing,
             )
         return self._ledger
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import typer
 
+from lamina.cli.ledger.governing_commands import init, sign, submit, terms
 from lamina.cli.ledger.policy_key_commands import key, policy
 from lamina.cli.ledger.proof_commands import checkpoint, copy, prove, receipt, verify
 from lamina.cli.ledger.record_commands import prune, show, trace, withdraw
@@ -18,7 +19,7 @@ never records who was sampled when.
 
 To check one:
 
-  lamina ledger verify ledger.db --trust ledger.pub   is it what it claims
+  lamina ledger verify ledger.db --trust owner.pub    is it what it claims
   lamina ledger show ledger.db --kind epoch           what does it say
   lamina ledger trace ledger.db DIGEST                one contribution
 
@@ -34,6 +35,13 @@ To maintain one:
   lamina ledger prune ledger.db --key ledger.key      replace old records by totals
   lamina ledger policy ledger.db                      floors and classes
   lamina ledger key ledger.db                         its keys
+  lamina ledger terms ledger.db                       witnesses and retention
+
+To own one, with governing keys that stay offline:
+
+  lamina ledger init ledger.db policy.toml --governing-key owner.key
+  lamina ledger sign change.msg --key owner.key       authorise what --propose wrote
+  lamina ledger submit ledger.db change.msg --signature change.msg.sig
 
 DIGEST is that of a descriptor or of a content anchor: 64 hex digits, or the first 8 or more. A folder of lamina attest,
 or the number of a leaf, works too. For the ε that every class has spent: lamina spend.
@@ -41,7 +49,7 @@ or the number of a leaf, works too. For the ε that every class has spent: lamin
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=help_text(_HELP))
 _COMMANDS: tuple[Callable[..., None], ...] = (
-    show, verify, prove, receipt, trace, withdraw, prune, checkpoint, copy, policy, key,
+    show, verify, prove, receipt, trace, withdraw, prune, checkpoint, copy, policy, key, init, terms, sign, submit,
 )  # fmt: skip
 for _command in _COMMANDS:
     app.command(_command.__name__, help=help_text(_command.__doc__))(_command)

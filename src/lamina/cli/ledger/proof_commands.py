@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -33,13 +34,14 @@ from lamina.errors import LaminaError, LedgerError, NotVerified
 from lamina.ledger import receipt as receipts
 from lamina.ledger import records as leaves
 from lamina.ledger import signed_checkpoint as notes
+from lamina.ledger.governance_records import Role
 from lamina.ledger.merkle import leaf_hash
 from lamina.ledger.reader import LedgerReader, find_leaf
 from lamina.ledger.receipt import Receipt, TlogProof
 from lamina.ledger.records import KIND_NAMES
 from lamina.ledger.schema import pluralize
 from lamina.ledger.show import describe_leaf
-from lamina.ledger.signed_checkpoint import NoteKey, encode64
+from lamina.ledger.signed_checkpoint import NoteKey, WitnessKey, WitnessQuorum, encode64
 from lamina.ledger.store.rows import StoredLeaf
 from lamina.ledger.store.sqlite import SqliteStore, is_postgres_url, make_store, printable_location
 from lamina.ledger.verify.tree_checks import KnownCheckpoint, Trust
@@ -53,7 +55,7 @@ def verify(
     ledger: LedgerArgument,
     trust: Annotated[
         Path | None,
-        option("keys from elsewhere: a key ring, a public key, or verifier keys, one a line", metavar="KEYS"),
+        option("keys from elsewhere: a key ring, an owner's public key, or verifier keys, one a line", metavar="KEYS"),
     ] = None,
     seen: Annotated[list[Path] | None, option("a checkpoint that you kept; repeatable", metavar="CHECKPOINT")] = None,
     no_signatures: Annotated[bool, option("do not check attestations: much faster", "--no-signatures")] = False,
@@ -65,16 +67,19 @@ def verify(
     and classes; keys, policies, withdrawals, aggregates and releases; and computes every ε again from the recorded
     plans, by the accountant of the header. Needs neither data nor models.
 
-    A ledger lists its own keys, so whoever can write all of it can sign all of it again. With --trust, its signatures
-    must be by keys that you have from elsewhere: keep these apart from the ledger. With --seen, it must continue a
-    checkpoint that you kept: a ledger that was rolled back or forked does not.
+    A ledger lists its own keys, so whoever can write all of it can sign all of it again: without --trust it is at best
+    self-consistent. With --trust, a governing key that you have from elsewhere must have signed its header, and every
+    authority must follow from that: keep such keys apart from the ledger. Contributors, witnesses (with a quorum) and
+    ledger keys of a key ring, where it has any, are the only ones that count. With --seen, the ledger must continue a
+    checkpoint that you kept: one that was rolled back or forked does not.
 
     Exit code 0 if it is verified, 1 if it is not, 2 if there is no ledger or the database cannot be reached.
 
     Examples:
 
       lamina ledger verify runs/first/ledger.db
-      lamina ledger verify ledger.db --trust keys.json --seen last.checkpoint
+      lamina ledger verify ledger.db --trust owner.pub
+      lamina ledger verify ledger.db --trust trusted.json --seen last.checkpoint
       lamina ledger verify ledger.db --no-signatures --json
     """
     place = existing_ledger(ledger)
@@ -105,7 +110,7 @@ def _check_reachable(place: str, as_json: bool) -> None:
 
 def verification_page(name: str, found: Verification) -> str:
     """For people."""
-    state = {"trusted": "verified and trusted", "self-consistent": "verified, self-consistent"}
+    state = {"trusted": "verified and trusted", "self-consistent": "self-consistent, not trusted"}
     lines = [f"{name}: {state.get(found.verdict, found.verdict)}"]
     if found.origin is not None:
         kinds = ", ".join(pluralize(count, word, _PLURALS.get(word)) for word, count in found.counts.items() if count)
@@ -117,7 +122,29 @@ def verification_page(name: str, found: Verification) -> str:
         newest = f"; the newest covers {covered}" if found.checkpoints else ""
         checked = f"{pluralize(found.attestations, 'attestation')}, {pluralize(found.spends, 'figure')} of ε"
         lines += [f"  checkpoints  {found.checkpoints:,}{newest}", f"  checked      {checked}"]
+    lines += [f"  keys         {line}" for line in key_lines(found)]
     return "\n".join([*lines, *(f"  note         {note}" for note in found.notes)])
+
+
+def key_lines(found: Verification) -> list[str]:
+    """Every key that was added, rotated or revoked, and by whom; contributors by number."""
+    lines, by_leaf = [], dict[tuple[int, str], Counter[str]]()
+    for each in found.keys:
+        signers = " and ".join(one[:16] for one in each["by"]) or "nobody"
+        if each["role"] == "contributor":
+            by_leaf.setdefault((each["index"], signers), Counter())[each["change"]] += 1
+        else:
+            name = f"{each['change']} {each['role']} {each['name']} ({each['key'][:16]})"
+            lines.append(f"leaf {each['index']}: {name}, by {signers}")
+    for (index, signers), counts in by_leaf.items():
+        parts = [f"{pluralize(counts['add'], 'contributor key')} added"] * bool(counts["add"])
+        parts += [
+            f"{counts[change]} {word}"
+            for change, word in (("rotate", "rotated"), ("revoke", "revoked"))
+            if counts[change]
+        ]
+        lines.append(f"leaf {index}: {', '.join(parts)}, by {signers}")
+    return lines
 
 
 _MAX_FILE_BYTES = 1 << 20
@@ -130,6 +157,9 @@ def checkpoint(
         Path | None, option("add the signatures of this copy, back from a witness", metavar="FILE")
     ] = None,
     size: Annotated[int | None, option("the checkpoint of so many leaves; default: newest", min=0)] = None,
+    witnessed: Annotated[
+        bool, option("the newest that as many witnesses cosigned as the ledger asks for", "--witnessed")
+    ] = False,
     output: OutputOption = None,
     passphrase_file: PassphraseOption = None,
     as_json: JsonOption = False,
@@ -137,7 +167,7 @@ def checkpoint(
     """Print a checkpoint: size and root of the ledger, signed. With --key, sign a new one first.
 
     Keep one outside the ledger: later, lamina ledger verify --seen shows that nothing before it was changed or removed.
-    The format is a C2SP signed note, which other programs read.
+    The format is a C2SP signed note, which other programs read. Hand out --witnessed ones, where there are witnesses.
 
     Examples:
 
@@ -153,7 +183,7 @@ def checkpoint(
                 given = keys.read_small(cosigned, "the checkpoint", most=_MAX_FILE_BYTES)
                 book.cosigned(given.decode("utf-8", "replace"))
     with open_view(ledger) as view:
-        text, leaves = _checkpoint_text(view, size), view.size
+        text, leaves = _witnessed_checkpoint(view) if witnessed else _checkpoint_text(view, size), view.size
     head, note = notes.parse_checkpoint(text)
     signers = [each.name for each in note.signatures]
     facts = {"ledger": printable_location(ledger), "origin": head.origin, "size": head.size}
@@ -183,6 +213,19 @@ def _checkpoint_text(book: LedgerReader, size: int | None) -> str:
     of = "" if size is None else f" of {pluralize(size, 'leaf', 'leaves')}"
     problem = f"the ledger {book.name} has no checkpoint{of}"
     raise LedgerError("cli.checkpoint-missing", problem, "sign one: lamina ledger checkpoint --key")
+
+
+def _witnessed_checkpoint(book: LedgerReader) -> str:
+    """The newest checkpoint with enough cosignatures."""
+    state = book.parties()
+    keys = tuple(
+        WitnessKey(each.key.name, each.public) for each in state.histories(Role.WITNESS) if each.revoked is None
+    )
+    for text in reversed(list(book.checkpoints())):
+        if len(WitnessQuorum(0, keys).cosigned(notes.parse_checkpoint(text)[1])) >= state.witnesses:
+            return text
+    problem = f"no checkpoint of {book.name} has {pluralize(state.witnesses, 'cosignature')} of its witnesses"
+    raise LedgerError("cli.checkpoint-not-witnessed", problem, "send it to the witnesses, and add theirs: --cosigned")
 
 
 def prove(

@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lamina.admit.attestation import CLOCK_SKEW, Attestation, SignedTerms, window_rules
-from lamina.admit.key_ring import KeyStatus
-from lamina.admit.keys import LAST_SECOND, PublicKey, format_utc
+from lamina.admit.key_ring import KeyRing
+from lamina.admit.keys import LAST_SECOND, format_utc
 from lamina.errors import AdmissionError, EncodingError
 from lamina.ledger.governance_records import Role, Withdrawal
 from lamina.ledger.key_state import KeyState, PolicyInForce, Violation
@@ -37,7 +37,7 @@ from lamina.ledger.records import (
     decode_leaf,
 )
 from lamina.ledger.store.rows import StoredLeaf, StoreReader
-from lamina.ledger.verify.tree_checks import AggregateTallies, Finding, Trust, fail, fail_unreadable
+from lamina.ledger.verify.tree_checks import AggregateTallies, Finding, contributor_key, fail, fail_unreadable
 
 if TYPE_CHECKING:
     from lamina.ledger.spending import Bound
@@ -292,8 +292,8 @@ def _equal_values(rows: StoreReader, group: list[int], name: str) -> Iterator[tu
 class AttestationChecks:
     """Checks the signature of each contribution with the key that counted when it was admitted."""
 
-    def __init__(self, origin: str, keys: KeyState, trust: Trust | None = None) -> None:
-        self._origin, self._keys, self._ring = origin, keys, None if trust is None else trust.ring
+    def __init__(self, origin: str, keys: KeyState, ring: KeyRing | None) -> None:
+        self._origin, self._keys, self._ring = origin, keys, ring
         self.checked = 0
 
     def check(self, leaf: Leaf, data: bytes | None) -> bytes:
@@ -316,7 +316,7 @@ class AttestationChecks:
         if signed.kid != record.key:
             reason = f"key {signed.kid.hex()[:16]} made its attestation, the leaf names {name}"
             wrong("verify.attestation-of-other-key", reason)
-        key = self._contributor(record.key, leaf.time, signed.iat)
+        key = contributor_key(self._keys, self._ring, record.key, leaf.time, signed.iat)
         if isinstance(key, Violation):
             wrong(*key)
         if signed.iat > leaf.time + CLOCK_SKEW:
@@ -334,21 +334,6 @@ class AttestationChecks:
             wrong(*differs)
         self.checked += 1
         return signed.kid + signed.cti
-
-    def _contributor(self, kid: bytes, at: int, issued: int) -> PublicKey | Violation:
-        """The key of an attestation that was used at `at` and claims to be signed at `issued`; or why it is invalid."""
-        name = f"key {kid.hex()[:16]}"
-        if (known := self._keys.history(kid)) is not None:
-            return known.contributor_problem(at, issued) or known.public
-        entry = None if self._ring is None else self._ring.get(kid)
-        if entry is None:
-            where = "the ledger" if self._ring is None else "the ledger or among the trusted keys"
-            return Violation("verify.key-unknown", f"{name} is not in {where}")
-        if entry.role != "contributor":
-            return Violation("verify.key-wrong-role", f"{name} has role {entry.role} among the trusted keys")
-        if (status := entry.standing(at, issued)) is not KeyStatus.USABLE:
-            return Violation("verify.trusted-key-unusable", f"{name} is {status.value} among the trusted keys")
-        return entry.key
 
 
 _TERM_DIFFERS = {  # field of `SignedTerms` → what a leaf that says otherwise is called
@@ -390,8 +375,10 @@ class ContributionChecks:
     """Checks of contributions, block by block. Only 8 bytes of each digest are kept."""
 
     def __init__(
-        self, policy: PolicyInForce, keys: KeyState, attestations: AttestationChecks | None, tallies: AggregateTallies
-    ) -> None:
+        self, policy: PolicyInForce, keys: KeyState, attestations: AttestationChecks | None,
+        tallies: AggregateTallies, ring: KeyRing | None,
+    ) -> None:  # fmt: skip
+        self._ring = ring
         self._policy, self._keys, self._attestations, self._tallies = policy, keys, attestations, tallies
         self.repeats = RepeatChecks()
         self.longest_eligible: dict[Bound, LongestEligible] = {}
@@ -482,8 +469,8 @@ class ContributionChecks:
 
     def _key_violation(self, kid: bytes, at: int) -> Violation | None:
         """Why a contributor's key does not count at `at`, as far as that shows without the attestation."""
-        known = self._keys.history(kid)
-        return None if known is None else known.contributor_problem(at)
+        found = contributor_key(self._keys, self._ring, kid, at, None)
+        return found if isinstance(found, Violation) else None
 
     def _terms_violation(self, terms: ContributionTerms) -> Violation | None:
         if self._judged[0] != self._policy.version:

@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 
-from lamina.admit.key_ring import KeyRing, KeyStatus
+from lamina.admit.key_ring import KeyEntry, KeyRing, KeyStatus
 from lamina.admit.keys import PublicKey, format_utc, read_small
 from lamina.errors import EncodingError, LaminaError, LedgerError
 from lamina.ledger import signed_checkpoint as notes
 from lamina.ledger.governance_records import Aggregate, Header, LeafSpan, Role
-from lamina.ledger.key_state import KeyState, Violation, retention_in_force
+from lamina.ledger.key_state import GovernanceState, KeyState, Violation
 from lamina.ledger.merkle import HASH_SIZE, TILE_HEIGHT, TILE_WIDTH, Frontier, tile_path
 from lamina.ledger.records import KIND_NAMES, Leaf, Record
 from lamina.ledger.schema import CLOCK_SKEW
@@ -87,15 +87,15 @@ def fail_unreadable(index: int, error: EncodingError) -> NoReturn:
 
 
 _MOST_CHECKPOINT_BYTES = 1 << 20
-_LEDGER_ROLE = "ledger"
 
 
 @dataclass(frozen=True, slots=True)
 class Trust:
     """Keys that an auditor trusts: a key ring, verifier keys of signed notes, or one public key.
 
-    They come from whoever answers for the ledger, by another way than the ledger itself. A ring also holds keys of
-    contributors, for ledgers that do not name them.
+    They come from whoever answers for the ledger, by another way than the ledger itself. A ledger is trusted if one of
+    them governs it, which a ring says, or the header of a single public key. Ledger keys, contributors and witnesses of
+    a ring, where it has any, are the only ones that count; what it does not say is the word of who governs.
     """
 
     ring: KeyRing | None = None
@@ -122,14 +122,60 @@ class Trust:
         return cls(notes=keys)
 
     def keys(self, origin: str, now: int | None = None) -> list[PublicKey]:
-        """The trusted keys for the ledger with that origin."""
-        at = int(system.time()) if now is None else now
+        """The trusted ledger keys for the ledger with that origin."""
         mine = [*self.plain, *(each.key for each in self.notes if each.name == origin)]
-        if self.ring is not None:
-            mine += [
-                e.key for e in self.ring if e.role == _LEDGER_ROLE and e.standing(at, e.valid_from) is KeyStatus.USABLE
-            ]
-        return mine
+        return [*mine, *(each.key for each in self._of_role(Role.LEDGER, now))]
+
+    def governing(self, header: Header, now: int | None = None) -> set[bytes]:
+        """The governing keys of the header that are trusted; stops with a finding if others were expected."""
+        known = {each.id for each in header.keys if each.role is Role.GOVERNING}
+        named = self._of_role(Role.GOVERNING, now)
+        found = known & {*(key.id for key in self.plain), *(each.id for each in named)}
+        if named and not found:
+            reason = f"no trusted governing key signed the header: {SIGNED_ANEW}"
+            fail(0, TRUSTED_KEYS, "verify.header-not-by-trusted-key", reason)
+        return found
+
+    def witnesses(self, now: int | None = None) -> WitnessQuorum | None:
+        """The witnesses of the ring, by their labels, and how many of them must have cosigned: all, if it says nothing."""
+        found = tuple(WitnessKey(each.label, each.key) for each in self._of_role(Role.WITNESS, now))
+        quorum = self.ring.quorum if self.ring is not None else None
+        return WitnessQuorum(len(found) if quorum is None else quorum, found) if found or quorum else None
+
+    def contributors(self) -> KeyRing | None:
+        """The ring, if it has keys of contributors: then no others count."""
+        known = self.ring is not None and any(each.role == _CONTRIBUTOR_ROLE for each in self.ring)
+        return self.ring if known else None
+
+    def _of_role(self, role: Role, now: int | None) -> list[KeyEntry]:
+        at = int(system.time()) if now is None else now
+        mine = () if self.ring is None else (each for each in self.ring if each.role == role.name.lower())
+        return [each for each in mine if each.standing(at, each.valid_from) is KeyStatus.USABLE]
+
+
+_CONTRIBUTOR_ROLE = Role.CONTRIBUTOR.name.lower()
+
+
+def contributor_key(
+    keys: KeyState, ring: KeyRing | None, kid: bytes, at: int, issued: int | None
+) -> PublicKey | Violation:
+    """The key of a contribution of that time, signed at `issued` if that is known; or why it does not count.
+
+    Both the ledger and the ring of an auditor, if there is one, must accept it; who is in the ring alone counts too.
+    """
+    name, known = f"key {kid.hex()[:16]}", keys.history(kid)
+    entry = None if ring is None else ring.get(kid)
+    if ring is not None and entry is None:
+        return Violation("verify.key-not-trusted", f"{name} is not among the trusted keys")
+    if entry is not None and entry.role != _CONTRIBUTOR_ROLE:
+        return Violation("verify.key-wrong-role", f"{name} has role {entry.role} among the trusted keys")
+    if entry is not None:
+        status = entry.standing(at, entry.valid_from if issued is None else issued)
+        if status is not KeyStatus.USABLE:
+            return Violation("verify.trusted-key-unusable", f"{name} is {status.value} among the trusted keys")
+    if known is not None:
+        return known.contributor_problem(at, issued) or known.public
+    return Violation("verify.key-unknown", f"{name} is not in the ledger") if entry is None else entry.key
 
 
 def _no_keys(path: Path, why: str = "") -> LedgerError:
@@ -218,7 +264,7 @@ class AggregateTallies:
 class AggregateChecks:
     """Checks of aggregates, which stand for pruned bodies."""
 
-    def __init__(self, header: Header, keys: KeyState, tallies: AggregateTallies) -> None:
+    def __init__(self, header: Header, keys: GovernanceState, tallies: AggregateTallies) -> None:
         self._header, self._keys, self._tallies = header, keys, tallies
         self._spans: list[LeafSpan] = []
         self.not_countersigned = 0
@@ -231,10 +277,10 @@ class AggregateChecks:
         def wrong(code: str, reason: str) -> NoReturn:
             fail(seq, Aggregate, code, reason)
 
-        if record.horizon + (kept := retention_in_force(self._header)) > leaf.time:
+        if record.horizon + self._keys.retention > leaf.time:
             reason = (
                 f"at {format_utc(leaf.time)} it prunes contributions until {format_utc(record.horizon)}, the ledger keeps "
-                f"them for {kept} s"
+                f"them for {self._keys.retention} s"
             )
             wrong("verify.pruned-before-retention", reason)
         if record.spans[-1].stop > seq:
@@ -342,15 +388,20 @@ class ReplayedTree:
 class CheckpointChecks:
     """Checks of the stored checkpoints, made as the tree reaches the size of each.
 
-    Each must be of the tree over the leaves, signed by a key of the ledger that may sign then (`KeyState`).
+    Each must be of the tree over the leaves, signed by a key of the ledger that may sign then (`GovernanceState`).
     """
 
-    def __init__(self, header: Header, stored: Sequence[StoredCheckpoint], trusted: Sequence[PublicKey] | None) -> None:
-        self._header, self._origin = header, header.origin
+    def __init__(
+        self, header: Header, stored: Sequence[StoredCheckpoint], trusted: Sequence[PublicKey] | None,
+        witnesses: WitnessQuorum | None = None,
+    ) -> None:  # fmt: skip
+        """`trusted` are the only ledger keys that count, with those that take over from them; `witnesses` the same."""
+        self._header, self._origin, self._trusted_witnesses = header, header.origin, witnesses
         self._stored = sorted(stored, key=lambda each: each.size)
         self._next = 0
         self.signed_size = 0  # leaves that checkpoints cover
         self.digests: dict[bytes, int] = {}  # checkpoint reached → size
+        self.roots: dict[int, bytes] = {}  # of checkpoints reached, by size
         self._trusted: dict[bytes, PublicKey] | None = None if trusted is None else {key.id: key for key in trusted}
         self.trusted = 0  # leaves that checkpoints by trusted keys cover
         self.count = 0
@@ -359,7 +410,7 @@ class CheckpointChecks:
         """Tree sizes to stop at."""
         return [each.size for each in self._stored]
 
-    def reached(self, tree_size: int, root: bytes, time: int, keys: KeyState) -> None:
+    def reached(self, tree_size: int, root: bytes, time: int, keys: GovernanceState) -> None:
         """Check the checkpoints of this tree size. `time` is that of the last leaf."""
         while self._next < len(self._stored) and self._stored[self._next].size == tree_size:
             self._check(self._stored[self._next], root, time, keys)
@@ -368,7 +419,7 @@ class CheckpointChecks:
     def _fail(self, code: str, reason: str) -> NoReturn:
         fail(self.signed_size, CHECKPOINT, code, reason)
 
-    def _check(self, stored: StoredCheckpoint, root: bytes, time: int, keys: KeyState) -> None:
+    def _check(self, stored: StoredCheckpoint, root: bytes, time: int, keys: GovernanceState) -> None:
         name = f"the checkpoint of {stored.size} leaves"
         try:
             head, note = notes.parse_checkpoint(stored.text)
@@ -385,12 +436,15 @@ class CheckpointChecks:
             )
         self._seal(head, stored.seal, self._signature(head, note, time, keys))
         self._witnesses(head, note, time, keys)
-        keys.covered()
+        keys.covered(head.size)
+        self.roots[head.size] = head.root
         self._trust(head, note, keys)
         self.signed_size, self.count = head.size, self.count + 1
         self.digests[hashlib.sha256(note.text.encode()).digest()] = head.size
 
-    def _signature(self, head: LedgerCheckpoint, note: Note, time: int, keys: KeyState) -> dict[bytes, PublicKey]:
+    def _signature(
+        self, head: LedgerCheckpoint, note: Note, time: int, keys: GovernanceState
+    ) -> dict[bytes, PublicKey]:
         """The keys of the ledger that signed it and may; at least one must."""
         name = f"the checkpoint of {head.size} leaves"
         violation = Violation("verify.checkpoint-unsigned", "no key of the ledger signed it")
@@ -416,7 +470,7 @@ class CheckpointChecks:
             reason = f"the receipt signature of the checkpoint of {head.size} leaves is not by a key that signed it"
             self._fail("verify.receipt-signature-invalid", reason)
 
-    def _witnesses(self, head: LedgerCheckpoint, note: Note, time: int, keys: KeyState) -> None:
+    def _witnesses(self, head: LedgerCheckpoint, note: Note, time: int, keys: GovernanceState) -> None:
         """Check that cosignatures are valid and not older than the last leaf."""
         name = f"the checkpoint of {head.size} leaves"
         known = [
@@ -428,11 +482,16 @@ class CheckpointChecks:
             self._fail("verify.cosignature-invalid", f"{name}: {error.problem}")
         if early := [witness for witness, at in times.items() if at + CLOCK_SKEW < time]:
             self._fail("verify.cosigned-before-last-leaf", f"witness {early[0]!r} cosigned {name} before its last leaf")
-        if head.size == self._stored[-1].size and len(times) < self._header.witnesses:
-            reason = f"{len(times)} witnesses cosigned {name}, the header asks for {self._header.witnesses}"
+        if head.size == self._stored[-1].size and len(times) < keys.witnesses:
+            reason = f"{len(times)} witnesses cosigned {name}, the ledger asks for {keys.witnesses}"
             self._fail("verify.too-few-cosignatures", reason)
+        if head.size == self._stored[-1].size and self._trusted_witnesses is not None:
+            try:
+                self._trusted_witnesses.check(note)
+            except LedgerError as error:
+                fail(self.signed_size, TRUSTED_KEYS, "verify.too-few-trusted-cosignatures", f"{name}: {error.problem}")
 
-    def _trust(self, head: LedgerCheckpoint, note: Note, keys: KeyState) -> None:
+    def _trust(self, head: LedgerCheckpoint, note: Note, keys: GovernanceState) -> None:
         if self._trusted is None:
             return
         if any(note_signed_by(note, NoteKey(self._origin, key)) for key in self._trusted.values()):
@@ -448,14 +507,14 @@ class CheckpointChecks:
             reason = f"{self._stored[self._next].size} leaves were signed, {size} are there: the ledger was truncated"
             fail(size, CHECKPOINT, "verify.ledger-truncated", reason)
 
-    def accepted(self, keys: KeyState) -> Mapping[bytes, PublicKey]:
+    def accepted(self, keys: GovernanceState) -> Mapping[bytes, PublicKey]:
         """The keys whose signatures of known checkpoints count: all keys that counted.
 
         With trusted keys only these, unless one of them signed the tree: then it vouches for the keys named in it.
         """
         if self._trusted is not None and not self.trusted:
             return self._trusted
-        found = [each.public for each in keys.histories(Role.LEDGER) if keys.vouched_for(each.public.id)]
+        found = [each.public for each in keys.histories(Role.LEDGER)]
         return {**{public.id: public for public in found}, **(self._trusted or {})}
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from lamina.admit.keys import format_utc
 from lamina.errors import EncodingError, LedgerDamaged, LedgerError, StoreError
-from lamina.ledger.governance_records import Aggregate, Header, KeyEvent, PolicyChange, Release, Withdrawal
-from lamina.ledger.key_state import KeyState, PolicyInForce
+from lamina.ledger.governance_records import Aggregate, GoverningRecord, Header, Key, PolicyChange, Release, Withdrawal
+from lamina.ledger.key_state import GovernanceState, PolicyInForce, leaf_bytes
 from lamina.ledger.merkle import Frontier, leaf_hashes
 from lamina.ledger.records import (
     KIND_NAMES,
@@ -96,13 +96,14 @@ class Verification:
     """Report of a verification.
 
     verified     every check passed
-    trusted      and keys from outside the ledger signed all of it, and auditors what was pruned
+    trusted      and a governing key from outside the ledger vouches for all of it, and auditors for what was pruned
     size, root   of the tree over the leaves; if not all could be read, the size that the head claims
     signed       number of leaves that checkpoints cover
     problem      the first finding
     counts       leaves by kind; `pruned` counts the contributions whose bodies are gone
     notes        what was not, or could not be, checked
     held         by run, what is charged or reserved and not yet recorded
+    keys         every key that was added, rotated or revoked, and the keys that authorised it
     """
 
     verified: bool
@@ -118,6 +119,7 @@ class Verification:
     counts: dict[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     held: tuple[UnrecordedSpend, ...] = ()
+    keys: tuple[dict[str, Any], ...] = ()
 
     @property
     def verdict(self) -> str:
@@ -126,7 +128,8 @@ class Verification:
 
     def to_dict(self) -> dict[str, Any]:
         root, held = None if self.root is None else self.root.hex(), [each.to_dict() for each in self.held]
-        return asdict(self) | {"verdict": self.verdict, "root": root, "notes": list(self.notes), "held": held}
+        made = {"verdict": self.verdict, "root": root, "notes": list(self.notes), "held": held, "keys": list(self.keys)}
+        return asdict(self) | made
 
 
 def read_head(rows: StoreReader) -> LedgerHead:
@@ -166,6 +169,13 @@ def read_aggregates(rows: StoreReader, head: LedgerHead) -> dict[int, Aggregate]
         if isinstance(record, Aggregate):
             found[seq] = record
     return found
+
+
+def _governance(rows: StoreReader, header: Header) -> GovernanceState:
+    try:
+        return GovernanceState(header, leaf_bytes(rows, 0))
+    except LedgerError as error:
+        fail(0, Header, error.code, error.problem)
 
 
 _LAST_SEQ = 2**63 - 1
@@ -277,19 +287,24 @@ class LedgerReplay:
         self.head = read_head(rows)
         self.header = read_header(rows)
         self._trust, self._seen = trust, KnownCheckpointChecks(seen, self.header.origin)
-        self.keys = KeyState(self.header)
+        self.keys = _governance(rows, self.header)
         self.policy = PolicyInForce(self.header)
-        self.attestations = AttestationChecks(self.header.origin, self.keys, trust) if signatures else None
+        ring = None if trust is None else trust.contributors()
+        self.attestations = AttestationChecks(self.header.origin, self.keys, ring) if signatures else None
         self._tallies = AggregateTallies(read_aggregates(rows, self.head))
         self.tree = ReplayedTree(rows, self._tallies)
-        self.contributions = ContributionChecks(self.policy, self.keys, self.attestations, self._tallies)
+        self.contributions = ContributionChecks(self.policy, self.keys, self.attestations, self._tallies, ring)
         self.withdrawals = WithdrawalChecks(rows)
         longest = self.contributions.longest_eligible
         self.epochs = EpochChecks(self.header, rows, self.policy, self.withdrawals, longest)
         self.aggregates = AggregateChecks(self.header, self.keys, self._tallies)
-        trusted = None if trust is None else trust.keys(self.header.origin, now)
-        self._known = bool(trusted)
-        self.checkpoints = CheckpointChecks(self.header, list(rows.checkpoints()), trusted)
+        self.pinned: set[bytes] = set() if trust is None else trust.governing(self.header, now)
+        trusted = None  # the ledger's own keys count
+        if trust is not None:
+            mine = [each for each in trust.keys(self.header.origin, now) if each.id not in self.pinned]
+            trusted = mine if mine or not self.pinned else None
+        self._known, witnesses = trusted, None if trust is None else trust.witnesses(now)
+        self.checkpoints = CheckpointChecks(self.header, list(rows.checkpoints()), trusted, witnesses)
         self.others: dict[int, type[Record]] = {}
         self.held: tuple[UnrecordedSpend, ...] = ()
         self._time = self._epoch = 0
@@ -359,20 +374,22 @@ class LedgerReplay:
         check_position(leaf, index, self._time, self._epoch)
         if index and leaf.kind is Header:
             fail(index, Header, "verify.second-header", "a header may only be leaf 0")
-        self._see(leaf)
+        self._see(leaf, data.leaf)
         self.others[index] = leaf.kind
         self._time, self._epoch = leaf.time, self._epoch + (leaf.kind is Epoch)
 
-    def _see(self, leaf: Leaf) -> None:
+    def _see(self, leaf: Leaf, data: bytes) -> None:
         match leaf.record:
             case Header(profile_schema=version) if version != PROFILE_SCHEMA:
                 reason = f"depth profiles have schema {version}, this program knows {PROFILE_SCHEMA}"
                 fail(0, Header, "verify.profile-schema-unknown", reason)
-            case KeyEvent() | PolicyChange() as change:
+            case change if isinstance(change, GoverningRecord):
                 try:
-                    self._change(leaf, change)
+                    self.keys.see(change, leaf.seq, leaf.time, data, self.checkpoints.roots.get)
                 except LedgerError as error:
                     fail(leaf.seq, leaf.kind, error.code, error.problem)
+                if isinstance(change, PolicyChange):
+                    self.policy.change(leaf.seq, change)
             case Epoch():
                 ended = leaf.time + self.header.epoch_clock  # at the latest: its time is rounded down
 
@@ -387,13 +404,6 @@ class LedgerReplay:
                 self.aggregates.see(leaf, self.withdrawals.targets, self.epochs.spent)
             case Release():
                 check_release(leaf, self.epochs.runs, self._rows)
-
-    def _change(self, leaf: Leaf, change: KeyEvent | PolicyChange) -> None:
-        if isinstance(change, PolicyChange):
-            self.policy.change(leaf.seq, change, self.keys, leaf.time)
-        else:
-            self.keys.check_event(change)
-            self.keys.apply(change)
 
     def _reach(self) -> None:
         """Check the checkpoints of this tree size, if there are any."""
@@ -431,7 +441,7 @@ class LedgerReplay:
         if good < size:
             reason = f"no checkpoint covers leaves [{good}, {size}): nobody has signed them yet"
             fail(good, TRUSTED_KEYS, "verify.leaves-unsigned", reason)
-        if self._trust is not None and self.checkpoints.trusted < size:
+        if self._known is not None and self.checkpoints.trusted < size:
             if not self._known:
                 reason = f"none of the trusted keys is for ledger {self.header.origin!r}"
                 fail(self.checkpoints.trusted, TRUSTED_KEYS, "verify.no-trusted-key-for-ledger", reason)
@@ -533,7 +543,10 @@ def _report(replay: LedgerReplay, problem: Finding | None, trust: Trust | None) 
     checkpoints = replay.checkpoints
     return Verification(
         verified=problem is None,
-        trusted=problem is None and trust is not None and not replay.aggregates.not_countersigned,
+        trusted=problem is None
+        and bool(replay.pinned)
+        and replay.attestations is not None
+        and not replay.aggregates.not_countersigned,
         origin=replay.header.origin,
         size=replay.head.size,
         root=replay.tree.root() if whole else None,
@@ -545,13 +558,37 @@ def _report(replay: LedgerReplay, problem: Finding | None, trust: Trust | None) 
         counts=replay.counts,
         notes=tuple(_report_notes(replay, trust)) if problem is None else (),
         held=replay.held,
+        keys=tuple(_key_changes(replay.header, replay.keys)),
     )
+
+
+def _key_changes(header: Header, keys: GovernanceState) -> Iterator[dict[str, Any]]:
+    """Every key that the ledger names, by whose authority, in the order of the leaves."""
+    owners = [each.key.hex() for each in header.signatures]
+    for key in header.keys:
+        yield {"index": 0, "change": "add", **_key_dict(key), "target": None, "by": owners}
+    for seq, event, by in keys.additions:
+        found = _key_dict(event.key or keys.get(event.target or b""))
+        target = None if event.target is None else event.target.hex()
+        yield {
+            "index": seq,
+            "change": event.change.name.lower(),
+            **found,
+            "target": target,
+            "by": [one.hex() for one in by],
+        }
+
+
+def _key_dict(key: Key | None) -> dict[str, str | None]:
+    return {} if key is None else {"key": key.id.hex(), "name": key.name, "role": key.role.name.lower()}
 
 
 def _report_notes(replay: LedgerReplay, trust: Trust | None) -> Iterable[str]:
     size, good = replay.head.size, replay.checkpoints.signed_size
     if trust is None:
         yield "only keys that the ledger names itself were checked: give --trust with keys from elsewhere"
+    elif not replay.pinned:
+        yield "no trusted key governs the ledger: who may sign, and what it promises, is only its own word"
     if good < size:
         yield f"leaves [{good}, {size}) are not signed yet"
     if replay.attestations is None:
@@ -568,12 +605,6 @@ def _report_notes(replay: LedgerReplay, trust: Trust | None) -> Iterable[str]:
         yield (
             f"{pluralize(count, 'epoch has', 'epochs have')} no account for a bound that an eligible contribution signed: "
             "only the ledger says that it was left out there"
-        )
-    if replay.policy.loosened_by_unnamed:
-        where = ", ".join(map(str, replay.policy.loosened_by_unnamed[:5]))
-        yield (
-            f"a key that the header does not name signed a policy that protects less (leaf {where}): only the ledger says "
-            "that another party than its keeper holds that key"
         )
     if replay.held:
         yield _unrecorded_note(replay.held)

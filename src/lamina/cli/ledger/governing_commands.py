@@ -1,0 +1,375 @@
+"""`lamina ledger init, terms, sign, submit`: a ledger with an owner, and changes that its governing keys authorise.
+
+Every change goes one way: it is proposed (a file with the bytes that are signed), signed by governing keys, wherever
+they are, and submitted. With the keys at hand a command does all three.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from lamina.admit import keys as files
+from lamina.admit.keys import PrivateKey, PublicKey, format_utc
+from lamina.cli.open_ledger import open_ledger
+from lamina.cli.terminal import (
+    JsonOption,
+    KeyOption,
+    LedgerArgument,
+    OutputOption,
+    PassphraseOption,
+    argument,
+    existing_ledger,
+    open_private_key,
+    option,
+    print_answer,
+)
+from lamina.errors import EncodingError, LedgerError
+from lamina.ledger.corpus_terms import CorpusTerms, governing_key_path, ledger_key_path, load_or_make_key
+from lamina.ledger.governance_records import (
+    GoverningRecord,
+    Header,
+    Key,
+    KeyEvents,
+    PartySignature,
+    Role,
+    TermsChange,
+    governing_message,
+    parse_proposal,
+    sign_header,
+)
+from lamina.ledger.key_state import G, GovernanceState, checkpoint_roots, signed_record
+from lamina.ledger.schema import pluralize
+from lamina.ledger.show import describe_event, describe_terms
+from lamina.ledger.store.sqlite import is_postgres_url, ledger_exists, printable_location
+from lamina.ledger.writer import DAY_SECONDS, Ledger
+from lamina.plan.policy import Policy
+
+KeysOption = Annotated[
+    list[Path] | None,
+    option("private key: governing keys authorise, the ledger's own signs the checkpoint; repeatable", "--key",
+           metavar="FILE"),
+]  # fmt: skip
+ProposeOption = Annotated[
+    Path | None, option("write the change, for governing keys to sign elsewhere; change nothing", metavar="FILE")
+]
+DaysOption = Annotated[int, option("days for which the proposal may be signed and submitted", "--days", min=1)]
+_MAX_FILE_BYTES = 1 << 20
+_SIGNATURE_BYTES = 64
+
+
+# ------------------------------------------------------------------------------ one way for every change
+
+
+def keys_at_hand(ledger: str, given: Sequence[Path], passphrase_file: Path | None) -> list[PrivateKey]:
+    """The keys that were given, and those that lie beside a ledger that is its user's own."""
+    found = [open_private_key(path, passphrase_file) for path in given]
+    if not is_postgres_url(ledger):
+        beside = (governing_key_path(ledger), ledger_key_path(ledger))
+        found += [PrivateKey.load(path, None) for path in beside if path.exists() and not PrivateKey.sealed(path)]
+    return found
+
+
+def make_change(
+    ledger: str, decide: Callable[[Ledger], G | None], keys: Sequence[PrivateKey], propose: Path | None, days: int
+) -> tuple[G | None, dict[str, Any]]:
+    """Propose what `decide` makes of the ledger, or authorise it with these keys; it, and what became of it."""
+    result: dict[str, Any] = {"ledger": printable_location(ledger), "changed": False, "checkpoint": None}
+    with open_ledger(ledger) as book:
+        if (change := decide(book)) is None:
+            return None, result
+        record, state = book.propose(change, days=days), book.governance()
+    if propose is not None:
+        files.replace_file(propose, governing_message(record), "the proposal", mode=0o644)
+        return record, result | {"proposal": str(propose), "expires": format_utc(_expiry(record))}
+    record = signed_record(record, _authorising_keys(state, record, keys))
+    return record, result | _append(ledger, state, record, keys)
+
+
+def _append(ledger: str, state: GovernanceState, record: GoverningRecord, keys: Sequence[PrivateKey]) -> dict[str, Any]:
+    signer = next((key for key in keys if (known := state.get(key.public.id)) and known.role is Role.LEDGER), None)
+    with open_ledger(ledger, signer=signer) as book:
+        seq = book.govern(record)
+        signers = [] if record.authorization is None else [each.key.hex() for each in record.authorization.signatures]
+        signed = book.latest() if signer is not None else None
+    return {"changed": True, "index": seq, "signatures": signers, "checkpoint": signed}
+
+
+def _authorising_keys(state: GovernanceState, record: GoverningRecord, keys: Sequence[PrivateKey]) -> list[PrivateKey]:
+    """The governing keys among these; or the ledger's own, for its rotation."""
+    found = [key for key in keys if (known := state.get(key.public.id)) and known.role is Role.GOVERNING]
+    if not found and isinstance(record, KeyEvents) and len(record.events) == 1:
+        found = [key for key in keys if key.public.id == record.events[0].target]
+    if not found:
+        problem = "none of the keys governs the ledger"
+        remedy = "give a governing key (lamina ledger key LEDGER lists them), or --propose the change to its holder"
+        raise LedgerError("cli.governing-key-missing", problem, remedy)
+    return found
+
+
+def _expiry(record: GoverningRecord) -> int:
+    return 0 if record.authorization is None else record.authorization.expires
+
+
+def outcome(result: dict[str, Any]) -> str:
+    """What became of a change, in words."""
+    if path := result.get("proposal"):
+        return (
+            f"{path}: proposed, until {result['expires']}\n  every signer:  lamina ledger sign {path} --key GOVERNING.key "
+            f"--ledger COPY\n  then:          lamina ledger submit LEDGER {path} --signature FILE"
+        )
+    if not result["changed"]:
+        return "nothing was changed"
+    covered = "and covered by a checkpoint" if result["checkpoint"] else "no checkpoint covers it yet"
+    return f"leaf {result['index']}: authorised by {pluralize(len(result['signatures']), 'key')}, {covered}"
+
+
+# ------------------------------------------------------------------------------ init
+
+
+def init(
+    ledger: Annotated[str, argument("LEDGER", "ledger.db, or postgresql://…/database#schema; must not exist yet")],
+    file: Annotated[Path, argument("POLICY", "policy.toml of the corpus")],
+    governing_key: Annotated[
+        list[Path],
+        option("key of an owner: private to sign now, or public; repeatable", "--governing-key", metavar="FILE"),
+    ],
+    witness: Annotated[
+        list[Path] | None, option("public key of a witness, NAME.pub; repeatable", metavar="FILE")
+    ] = None,
+    quorum: Annotated[int | None, option("cosignatures that a checkpoint needs; default: all witnesses", min=0)] = None,
+    retention: Annotated[int, option("days for which contributions are kept", min=1)] = 365,
+    key: KeyOption = None,
+    propose: Annotated[Path | None, option("write the header, for owners to sign elsewhere", metavar="FILE")] = None,
+    passphrase_file: PassphraseOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Make a ledger that has an owner: whoever holds its governing keys decides about keys, policy and terms.
+
+    The trainer's machine has the ledger's key, which signs checkpoints (--key; without it one is made beside the
+    ledger), and no governing key. Keep these offline, and hand their public keys to auditors: verify --trust.
+
+    With two or more governing keys, whatever protects less takes two of them. If owners are elsewhere, give their public
+    keys and --propose: each signs with lamina ledger sign, and lamina ledger submit makes the ledger.
+
+    Examples:
+
+      lamina ledger init ledger.db policy.toml --governing-key owner.key
+      lamina ledger init ledger.db policy.toml --governing-key a.pub --governing-key b.pub --propose header.msg
+      lamina ledger init ledger.db policy.toml --governing-key owner.key --witness w1.pub --witness w2.pub --quorum 1
+    """
+    if ledger_exists(ledger):
+        raise typer.BadParameter(f"'{printable_location(ledger)}' exists already", param_hint="LEDGER")
+    terms, owners = CorpusTerms.of_policy(Policy.load(file)), [_owner(path, passphrase_file) for path in governing_key]
+    named = [Key(name=name, x=public.x, role=Role.GOVERNING) for name, public, _ in owners]
+    seen = [Key(name=path.stem, x=PublicKey.load(path).x, role=Role.WITNESS) for path in witness or ()]
+    signer = _signing_key(ledger, key, passphrase_file)
+    header = terms.header(
+        signer.public,
+        [*named, *seen],
+        retention=retention * DAY_SECONDS,
+        witnesses=len(seen) if quorum is None else quorum,
+    )
+    header = sign_header(header, [private for _, _, private in owners if private is not None])
+    result: dict[str, Any] = {"ledger": printable_location(ledger), "origin": header.origin}
+    if propose is not None:
+        files.replace_file(propose, header.message(), "the proposal", mode=0o644)
+        text = f"{propose}: have every owner sign it: lamina ledger sign {propose} --key GOVERNING.key"
+        print_answer(result | {"proposal": str(propose)}, text, as_json)
+        return
+    _create(ledger, header, signer, result, as_json)
+
+
+def _owner(path: Path, passphrase_file: Path | None) -> tuple[str, PublicKey, PrivateKey | None]:
+    private = None
+    if b"PRIVATE KEY-----" in files.read_small(path, "the governing key", most=_MAX_FILE_BYTES):
+        private = open_private_key(path, passphrase_file)
+    return path.stem, PublicKey.load(path) if private is None else private.public, private
+
+
+def _signing_key(ledger: str, key: Path | None, passphrase_file: Path | None) -> PrivateKey:
+    if key is not None:
+        return open_private_key(key, passphrase_file)
+    if is_postgres_url(ledger):
+        raise typer.BadParameter("give the key that signs checkpoints of the database", param_hint="--key")
+    return load_or_make_key(ledger_key_path(ledger))
+
+
+def _create(ledger: str, header: Header, signer: PrivateKey, result: dict[str, Any], as_json: bool) -> None:
+    with Ledger.create(ledger, header, signer) as book:
+        owners = [each.key.hex() for each in header.signatures]
+        text = f"{result['ledger']}: {header.origin}, governed by {', '.join(each[:16] for each in owners)}"
+        print_answer(result | {"governing": owners, "checkpoint": book.latest()}, text, as_json)
+
+
+# ------------------------------------------------------------------------------ terms
+
+
+def terms(
+    ledger: LedgerArgument,
+    quorum: Annotated[int | None, option("cosignatures that a checkpoint needs from now on", min=0)] = None,
+    retention: Annotated[int | None, option("days for which contributions are kept from now on", min=1)] = None,
+    key: KeysOption = None,
+    propose: ProposeOption = None,
+    days: DaysOption = 7,
+    passphrase_file: PassphraseOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show or change how many witnesses must cosign a checkpoint, and how long contributions are kept.
+
+    A governing key authorises it; fewer cosignatures or a shorter time take two.
+
+    Examples:
+
+      lamina ledger terms ledger.db
+      lamina ledger terms ledger.db --quorum 2 --key owner.key --key ledger.key
+      lamina ledger terms ledger.db --retention 30 --propose shorter.msg
+    """
+    if quorum is None and retention is None:
+        with open_ledger(ledger) as book:
+            now = book.parties()
+        found = {"quorum": now.witnesses, "retention": now.retention}
+        text = f"{pluralize(now.witnesses, 'cosignature')} of witnesses, kept {now.retention / DAY_SECONDS:g} days"
+        print_answer({"ledger": printable_location(ledger), **found}, text, as_json)
+        return
+    change = TermsChange(witnesses=quorum, retention=None if retention is None else retention * DAY_SECONDS)
+    _, result = make_change(
+        ledger, lambda book: change, keys_at_hand(ledger, key or (), passphrase_file), propose, days
+    )
+    print_answer(result, outcome(result), as_json)
+
+
+# ------------------------------------------------------------------------------ sign, submit
+
+
+def sign(
+    proposal: Annotated[Path, argument("PROPOSAL", "a file that --propose wrote")],
+    key: Annotated[Path, option("your governing key; asks for its passphrase", "--key", metavar="FILE")],
+    ledger: Annotated[
+        str | None,
+        option("the ledger or a copy: check that the change follows it, and show what it changes", metavar="LEDGER"),
+    ] = None,
+    output: OutputOption = None,
+    passphrase_file: PassphraseOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """As an owner: read a proposal, and sign it with a governing key.
+
+    The signature is 64 bytes, Ed25519, over the bytes of the file; openssl pkeyutl -sign -rawin makes the same. It counts
+    for this change of this ledger alone, once, and until the proposal expires. Give --ledger, a copy, to see what the
+    proposal changes there.
+
+    Examples:
+
+      lamina ledger sign change.msg --key owner.key --ledger copy.db
+      lamina ledger sign header.msg --key owner.key -o owner.sig
+    """
+    data = files.read_small(proposal, "the proposal", most=_MAX_FILE_BYTES)
+    record, lines = _read_proposal(proposal, data), []
+    private = open_private_key(key, passphrase_file)
+    if isinstance(record, Header):
+        known = [each for each in record.keys if each.role is Role.GOVERNING and each.id == private.public.id]
+        if not known:
+            problem = f"the header does not name key {private.public.name[:16]} as one that governs"
+            raise LedgerError("cli.key-cannot-authorise", problem, "sign with a key that it names")
+    elif ledger is not None:
+        lines = _check_proposal(ledger, record, private)
+    output = output or proposal.with_name(f"{proposal.name}.sig")
+    files.write_new(output, private.sign(data), "the signature", mode=0o644)
+    made = {
+        "proposal": str(proposal),
+        "signature": str(output),
+        "key": private.public.name,
+        "change": describe_change(record),
+    }
+    text = "\n".join(
+        [*(f"  {line}" for line in [*made["change"], *lines]), f"{output}: signed by {private.public.name[:16]}"]
+    )
+    print_answer(made | {"needs": lines}, text, as_json)
+
+
+def submit(
+    ledger: Annotated[str, argument("LEDGER", "ledger.db, or postgresql://…/database#schema; of a header: to be made")],
+    proposal: Annotated[Path, argument("PROPOSAL", "a file that --propose wrote")],
+    signature: Annotated[
+        list[Path] | None, option("a signature of lamina ledger sign; repeatable", metavar="FILE")
+    ] = None,
+    key: KeysOption = None,
+    passphrase_file: PassphraseOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Append a proposal that governing keys signed; of a header: make the ledger.
+
+    Examples:
+
+      lamina ledger submit ledger.db change.msg --signature owner.sig --key ledger.key
+      lamina ledger submit ledger.db header.msg --signature a.sig --signature b.sig
+    """
+    data = files.read_small(proposal, "the proposal", most=_MAX_FILE_BYTES)
+    record = _read_proposal(proposal, data)
+    given = [(path, files.read_small(path, "the signature", most=_MAX_FILE_BYTES)) for path in signature or ()]
+    if isinstance(record, Header):
+        made = tuple(_signature(path, data, each, record.keys) for path, each in given)
+        at_hand = [open_private_key(path, passphrase_file) for path in key or ()] or [_signing_key(ledger, None, None)]
+        result = {"ledger": printable_location(ledger), "origin": record.origin}
+        _create(ledger, replace(record, signatures=made), at_hand[0], result, as_json)
+        return
+    existing_ledger(ledger)
+    with open_ledger(ledger) as book:
+        state = book.governance()
+    assert record.authorization is not None
+    made = tuple(_signature(path, data, each, state.all()) for path, each in given)
+    record = replace(record, authorization=replace(record.authorization, signatures=made))
+    at_hand = keys_at_hand(ledger, key or (), passphrase_file)
+    result = {"ledger": printable_location(ledger), **_append(ledger, state, record, at_hand)}
+    text = "\n".join([*(f"  {line}" for line in describe_change(record)), outcome(result)])
+    print_answer(result | {"change": describe_change(record)}, text, as_json)
+
+
+def _read_proposal(path: Path, data: bytes) -> Header | GoverningRecord:
+    try:
+        return parse_proposal(data)
+    except EncodingError as error:
+        problem = f"'{path}': {error.problem}"
+        raise LedgerError("cli.proposal-malformed", problem, "write one with --propose") from None
+
+
+def _signature(path: Path, message: bytes, data: bytes, keys: Sequence[Key]) -> PartySignature:
+    """Whose signature of the message it is."""
+    for each in keys:
+        if len(data) == _SIGNATURE_BYTES and each.public.verify(message, data):
+            return PartySignature(key=each.id, signature=data)
+    problem = f"'{path}' is not a signature of this proposal by a key of the ledger"
+    raise LedgerError("cli.signature-not-valid", problem, "have this very proposal signed: lamina ledger sign")
+
+
+def _check_proposal(ledger: str, record: GoverningRecord, key: PrivateKey) -> list[str]:
+    """Refuse a proposal that this key could not authorise there; what it protects less."""
+    with open_ledger(ledger) as book, book.store.read() as rows:
+        state, now = book.governance(rows), book.now()
+        if key.public.id not in {each.id for each in state.standing(Role.GOVERNING, now)}:
+            problem = f"key {key.public.name[:16]} does not govern {printable_location(ledger)} now"
+            raise LedgerError("cli.key-cannot-authorise", problem, "lamina ledger key LEDGER lists those that do")
+        state.check_follows(record, book.size, now, checkpoint_roots(rows))
+    why = state.needs_two(record, now)
+    return [*(f"protects less: {each}" for each in why), "needs a second governing key"] if why else []
+
+
+def describe_change(record: Header | GoverningRecord) -> list[str]:
+    """What a proposal says, a line each."""
+    if isinstance(record, KeyEvents):
+        return [describe_event(event) for event in record.events]
+    if isinstance(record, TermsChange):
+        return [describe_terms(record)]
+    lines = [f"policy {record.policy.hex()[:16]}"]
+    for each in record.presets:
+        bound = f"clip norm ≤ {each.clip_norm / 1e6:g}, noise multiplier ≥ {each.noise_multiplier / 1e6:g}"
+        lines.append(f"class {each.cls}: {'public' if each.public else bound}, {each.profile}")
+    if isinstance(record, Header):
+        lines = [f"header of {record.origin}: {record.accountant} at δ = {record.delta:g}", *lines]
+        lines += [f"{each.role.name.lower()} key {each.name} ({each.id.hex()[:16]})" for each in record.keys]
+    return lines

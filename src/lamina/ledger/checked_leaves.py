@@ -1,0 +1,191 @@
+"""The leaves that a writer wrote or read itself and found right: what it may sign over, and who governs after them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from threading import RLock
+
+from lamina.errors import EncodingError, LedgerDamaged, LedgerError
+from lamina.ledger.governance_records import GOVERNING_KINDS, GoverningRecord, Header, Role
+from lamina.ledger.key_state import GovernanceState, PolicyInForce, Violation, checkpoint_roots, leaf_bytes
+from lamina.ledger.merkle import (
+    Frontier,
+    TileNodes,
+    frontier_at,
+    inclusion_proof,
+    leaf_hash,
+    leaf_hashes,
+    verify_inclusion,
+)
+from lamina.ledger.records import (
+    KIND_NAMES,
+    KIND_NUMBERS,
+    ContributionRecord,
+    ContributionTerms,
+    Epoch,
+    KeptContribution,
+    Leaf,
+    SegmentOutcome,
+    decode_kept,
+    decode_leaf,
+)
+from lamina.ledger.signed_checkpoint import NoteKey, parse_checkpoint
+from lamina.ledger.store.rows import LedgerHead, StoredCheckpoint, StoredLeaf, StoreReader, tile_reader
+
+_LEAVES_AT_ONCE = 4096
+
+
+def check_epoch_follows(record: Epoch, header: Header, size: int) -> None:
+    """LedgerError if an epoch closes more segments than allowed, or read members from leaves that are not there."""
+    closed = sum(each.outcome is SegmentOutcome.CLOSED for each in record.segments)
+    if closed > header.granularity:
+        problem = f"the epoch closes {closed} segments, the header allows {header.granularity}"
+        raise LedgerError("ledger.epoch-too-many-segments", problem, "split it")
+    for each in record.segments:
+        if each.eligibility > size:
+            problem = f"segment {each.index} was opened after {each.eligibility} leaves, the ledger has {size}"
+            raise LedgerError("ledger.segment-from-future", problem, "give the size when its membership was frozen")
+
+
+class CheckedLeaves:
+    """Follows a ledger leaf by leaf. Everything else in the store (head, tiles, lists by kind) is compared with that.
+
+    What the newest checkpoint covers when it begins was checked by whoever signed that: of those leaves the governing
+    records are replayed, found among all leaves and proven under that checkpoint. Every later leaf is read, unless this
+    process wrote it itself.
+    """
+
+    def __init__(self, header: Header) -> None:
+        self._header = header
+        self._frontier, self._time, self._epoch = Frontier(), 0, 0
+        self._state: GovernanceState | None = None
+        self._turn = RLock()  # taken inside a transaction, never around one
+
+    def follow(self, rows: StoreReader, head: LedgerHead) -> GovernanceState:
+        """Who governs after all leaves; LedgerError if one of them may not stand where it does."""
+        with self._turn:
+            return self._follow(rows, head)
+
+    def _follow(self, rows: StoreReader, head: LedgerHead) -> GovernanceState:
+        last, known = rows.checkpoint(), self._state
+        self._state = None  # what stops here begins anew the next time
+        if known is None or head.size < self._frontier.size:
+            known = self._begin(rows, last)
+        source = rows.leaves(self._frontier.size, head.size)
+        while block := list(islice(source, _LEAVES_AT_ONCE)):
+            self._read(known, block, rows)
+        if self._frontier.encode() != head.frontier:
+            problem = f"the tree of the ledger {self._header.origin!r} is not that of its leaves"
+            raise LedgerDamaged("ledger.tree-differs", problem, _SOMEBODY_WROTE)
+        known.size, self._state = head.size, known
+        known.covered(0 if last is None else last.size)
+        return known
+
+    def wrote(self, head: LedgerHead, after: LedgerHead, governing: Sequence[tuple[int, StoredLeaf]]) -> None:
+        """This process appended from `head` to `after`, by the rules, with these governing leaves among it."""
+        with self._turn:
+            if self._state is None or self._frontier.encode() != head.frontier:
+                return
+            for seq, data in governing:
+                record = decode_leaf(data).record
+                assert isinstance(record, GoverningRecord)
+                self._state.apply(record, seq, data.leaf)
+            self._frontier, self._time, self._epoch = Frontier.decode(after.frontier), after.time, after.epoch
+            self._state.size = after.size
+
+    # ----------------------------------------------------------------------------------- inside
+
+    def _begin(self, rows: StoreReader, last: StoredCheckpoint | None) -> GovernanceState:
+        """Begin anew at the newest checkpoint, or before the first leaf."""
+        state = GovernanceState(self._header, leaf_bytes(rows, 0))
+        self._frontier, self._time, self._epoch = Frontier(), 0, 0
+        if last is not None:
+            tree, note = parse_checkpoint(last.text)
+            nodes = TileNodes(tile_reader(rows))
+            self._frontier = frontier_at(nodes, last.size)
+            for seq, data in _leaves_that_govern(rows, last.size):
+                leaf = decode_leaf(data)
+                proof = inclusion_proof(nodes, seq, last.size)
+                if leaf.seq != seq or not verify_inclusion(leaf_hash(data.leaf), seq, last.size, proof, tree.root):
+                    raise _not_allowed(seq, KIND_NAMES[leaf.kind], "it is not the leaf that was signed")
+                if seq:
+                    self._govern(state, leaf, data.leaf, rows)
+            newest = decode_kept(leaf_bytes(rows, last.size - 1))
+            self._time, self._epoch = newest.time, newest.epoch + (newest.kind is Epoch)
+            state.covered(max((each.size for each in rows.checkpoints() if each.size < last.size), default=0))
+            signed = any(
+                (line.name, line.key_id) == (key.name, key.id) and key.holds(note.text, line.value)
+                for known in state.histories(Role.LEDGER)
+                if state.why_not_signing(known.public.id, newest.time) is None
+                for key in (NoteKey(self._header.origin, known.public),)
+                for line in note.signatures
+            )
+            if not signed or self._frontier.root() != tree.root:
+                problem = f"the newest checkpoint of the ledger {self._header.origin!r} is not of its tree and keys"
+                raise LedgerDamaged("ledger.checkpoint-not-of-ledger", problem, _SOMEBODY_WROTE)
+        return state
+
+    def _read(self, state: GovernanceState, block: Sequence[tuple[int, StoredLeaf]], rows: StoreReader) -> None:
+        """Check leaves that somebody else wrote, or that were written before this process began."""
+        frontier = self._frontier
+        policy = PolicyInForce(self._header, state.policy)
+        judged: dict[ContributionTerms, Violation | None] = {}
+        for at, (seq, data) in enumerate(block, start=frontier.size):
+            try:
+                leaf = decode_leaf(data)
+            except EncodingError as error:
+                raise _not_allowed(at, "leaf", error.problem) from None
+            if (seq, leaf.seq, leaf.epoch) != (at, at, self._epoch) or leaf.time < self._time:
+                raise _not_allowed(at, KIND_NAMES[leaf.kind], "its place, time or epoch is not that of the next leaf")
+            record = leaf.record
+            if isinstance(record, ContributionRecord):
+                if record.terms not in judged:
+                    judged[record.terms] = policy.violation(record.terms)
+                known = state.history(record.key)
+                unknown = Violation("", f"key {record.key.hex()[:16]} is not in the ledger")
+                wrong = judged[record.terms] or (unknown if known is None else known.contributor_problem(leaf.time))
+                if wrong is not None:
+                    raise _not_allowed(at, KIND_NAMES[leaf.kind], wrong.reason)
+            elif isinstance(record, GoverningRecord):
+                self._govern(state, leaf, data.leaf, rows)
+                policy, judged = PolicyInForce(self._header, state.policy), {}
+            elif isinstance(record, Epoch):
+                check_epoch_follows(record, self._header, at)
+            elif isinstance(record, Header) and at:
+                raise _not_allowed(at, KIND_NAMES[leaf.kind], "a header may only be leaf 0")
+            elif isinstance(record, KeptContribution):
+                raise _not_allowed(at, KIND_NAMES[leaf.kind], "its body is missing, and no checkpoint covers it yet")
+            self._time, self._epoch = leaf.time, self._epoch + (leaf.kind is Epoch)
+        frontier.extend(leaf_hashes([data.leaf for _, data in block]))
+
+    def _govern(self, state: GovernanceState, leaf: Leaf, data: bytes, rows: StoreReader) -> None:
+        assert isinstance(leaf.record, GoverningRecord)
+        try:
+            state.see(leaf.record, leaf.seq, leaf.time, data, checkpoint_roots(rows))
+        except LedgerError as error:
+            raise _not_allowed(leaf.seq, KIND_NAMES[leaf.kind], f"{error.problem} [{error.code}]") from error
+
+
+_SOMEBODY_WROTE = "find out who wrote into the store past its rules, and restore the ledger from a copy"
+_CONTRIBUTION_STARTS = {bytes((0xA0 | items, 1, KIND_NUMBERS[ContributionRecord])) for items in (10, 11)}
+_GOVERNING_NUMBERS = {*GOVERNING_KINDS, KIND_NUMBERS[Header]}
+
+
+def _leaves_that_govern(rows: StoreReader, size: int) -> Iterator[tuple[int, StoredLeaf]]:
+    """Header and governing records by what the leaves say; the lists of the store may hide one."""
+    there = 0
+    for seq, data in rows.leaves(0, size):
+        there += 1
+        if (
+            data.leaf[:3] not in _CONTRIBUTION_STARTS
+            and KIND_NUMBERS[decode_kept(data.leaf).kind] in _GOVERNING_NUMBERS
+        ):
+            yield seq, data
+    if there != size:
+        raise LedgerDamaged("ledger.leaf-missing", f"{there} of {size} signed leaves are there", _SOMEBODY_WROTE)
+
+
+def _not_allowed(seq: int, kind: str, why: str) -> LedgerError:
+    problem = f"leaf {seq} ({kind}) may not stand in the ledger: {why}"
+    return LedgerError("ledger.leaf-not-allowed", problem, _SOMEBODY_WROTE)
