@@ -92,6 +92,7 @@ class Engine:
         self._bounds = ClipBounds(plan)
         self._ownership = OwnershipCheck()
         self._gradients, self._buffers = GradWriter(self._tensors), BufferGuard(model)
+        self.claim = ""  # what ε compares, where it is not what the plan says
         self.detached = False
         self.probed = self._unprobed_said = False
         self._probe: Probe | None = None
@@ -376,7 +377,7 @@ class Engine:
 
     def __repr__(self) -> str:
         taken, steps = self.budget.taken, self.plan.steps
-        probed = "probed" if self.probed else "not probed"
+        probed = f"{self.claim or f'ε is {self.plan.adjacency}'}; {'probed' if self.probed else 'not probed'}"
         return f"Engine({self.coverage}; {taken} of {steps} steps taken; {probed}; {self.noise!r})"
 
     def __enter__(self) -> Self:

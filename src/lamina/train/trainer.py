@@ -136,6 +136,7 @@ class Trainer:
             model=model, optimizer=optimizer, scheduler=scheduler, ema=average, filters=dict(filters or {})
         )
         self._engine = engine if engine is not None else Engine(model, plan)
+        self._notes += [self._engine.claim] if self._engine.claim else []
         self.state.adaptation = self._engine.adaptation
         self._renewal = AdmissionRenewal(corpus, plan, self.folder / "admitted")
         self.state.names = self._renewal.names
