@@ -16,7 +16,7 @@ from lamina import validate
 from lamina.account.filters import PrivacyFilter
 from lamina.engine import grads
 from lamina.engine.adaptive import Adaptation, OpenChoice, refuse_factor
-from lamina.engine.attach import Attachment
+from lamina.engine.attach import Attachment, refuse_scripted
 from lamina.engine.batch import Batch
 from lamina.engine.budget import Budget
 from lamina.engine.clipping import BoxCollector, ClipBounds, Collector, NormCollector
@@ -75,6 +75,7 @@ class Engine:
         per_contribution = list(per_contribution)
         self.options: dict[str, Any] = {"rows": dict(rows or {}), "per_contribution": per_contribution}
         self.options["constant_time"] = constant_time
+        refuse_scripted(model)
         self.coverage = check_coverage(model, plan)
         self.model, self.plan, self.constant_time = model, plan, constant_time
         self.noise = SecureNoise() if noise is None else noise
