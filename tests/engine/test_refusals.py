@@ -447,3 +447,32 @@ def test_a_bias_of_enormous_gradient_stays_inside_its_bound() -> None:
             sums = engine.clipped_sums((model(x) * scale).sum(1), Batch(x))
         norm = sum(float(t.double().square().sum()) for t in sums.values()) ** 0.5
         assert norm <= 1e-3
+
+
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_gradient_hook_on_a_covered_tensor_is_refused(kind: str) -> None:
+    model = mlp()
+    handle = getattr(model[0].weight, kind)(lambda _: None)
+    with raises_code("engine.parameter-hook"):
+        Engine(model, plan_of(model))
+    handle.remove()
+    Engine(model, plan_of(model)).detach()
+
+
+def test_embedding_bag_with_offsets_is_refused() -> None:
+    def forward(m: nn.Module, x: Tensor) -> Tensor:
+        return m.out(m.bag(x.flatten(), torch.arange(len(x)) * x.shape[1]))
+
+    model = Net(forward, bag=nn.EmbeddingBag(9, 5), out=nn.Linear(5, 2))
+    with Engine(model, plan_of(model)), raises_code("engine.embedding-bag-offsets"):
+        model(torch.randint(0, 9, (4, 3)))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit", "ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("whole", [True, False])
+def test_scripted_modules_are_refused(whole: bool) -> None:
+    model = mlp()
+    plan = plan_of(model)
+    scripted = torch.jit.script(model) if whole else nn.Sequential(torch.jit.script(model[0]), *model[1:])
+    with raises_code("engine.scripted-module"):
+        Engine(scripted, plan)

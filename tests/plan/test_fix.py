@@ -164,3 +164,37 @@ def test_sound_models_are_left_as_they_are() -> None:
 def test_lazy_modules_are_refused() -> None:
     with raises_code("plan.tensor-lazy"):
         fix(nn.Sequential(nn.LazyBatchNorm1d()))
+
+
+class BatchNormAct2d(nn.BatchNorm2d):
+    """As timm has it: followed by dropout and an activation."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels)
+        self.drop, self.act = nn.Identity(), nn.ReLU(inplace=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.act(self.drop(super().forward(x)))
+
+
+class OtherBatchNorm(nn.BatchNorm2d):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+def test_batch_norm_with_an_activation_keeps_it() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 16, 1), BatchNormAct2d(16))
+    (hazard,) = find_hazards(model)
+    assert "lamina.fix" in hazard.remedy
+    fixed, report = fix(model)
+    assert not list(find_hazards(fixed)) and not report.left
+    norm, _, act = fixed[1]
+    assert isinstance(norm, nn.GroupNorm) and isinstance(act, nn.ReLU)
+    assert (fixed(torch.randn(2, 3, 4, 4)) >= 0).all()
+
+
+def test_a_batch_norm_that_fix_leaves_is_not_sent_back_to_fix() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 16, 1), OtherBatchNorm(16))
+    (hazard,) = find_hazards(model)
+    assert "by hand" in hazard.remedy and "use `model, report" not in hazard.remedy
+    assert fix(model).report.left

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from refusals import raises_code
 from torch import nn
 from torch.utils.data import Dataset
 
@@ -110,3 +112,27 @@ def test_signing_is_a_small_part_of_starting_up(monkeypatch: pytest.MonkeyPatch)
     x = torch.randn(5_000, 100)
     lamina.make_private(nn.Linear(100, 2), (x, torch.zeros(5_000).long()), epsilon=2.5, batch=100, epochs=5)
     assert spent[0] < 0.2
+
+
+def test_the_plan_follows_a_declared_population_and_not_who_is_there() -> None:
+    plans = [made((X[:n], Y[:n]), population=100)[2] for n in (59, 60)]
+    assert plans[0] == plans[1] and plans[0].classes[0].population == 100
+    with raises_code("train.population-below-corpus"):
+        made(population=59)
+    engine, _, plan = made(population=100)
+    assert "add/remove" in repr(engine) and plan.epsilon(0) <= 3.0
+
+
+def test_without_a_population_the_claim_is_zero_out_at_a_public_number(tmp_path: Path) -> None:
+    plans = [made((X[:n], Y[:n]))[2] for n in (59, 60)]
+    assert plans[0].noise != plans[1].noise  # noise and rate show the number: it cannot be secret
+    engine, corpus, plan = made()
+    for words in ("zero-out", "60", f"replace-one: {plan.epsilon(0, 'replace_one'):.4g}"):
+        assert words in engine.claim and words in repr(engine)
+    assert "add/remove" not in repr(engine)
+    optimizer = torch.optim.SGD(engine.model.parameters(), lr=0.1)
+    loss = nn.CrossEntropyLoss(reduction="none")
+    trainer = lamina.Trainer(
+        engine.model, optimizer, loss, corpus, plan, engine=engine, folder=tmp_path / "run", progress=False
+    )
+    assert engine.claim in trainer.fit().notes

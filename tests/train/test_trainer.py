@@ -736,13 +736,11 @@ def test_make_private_gives_a_loop(tmp_path: Path) -> None:
     model = problem.net()
     engine, corpus, plan = lamina.make_private(model, (x, y), epsilon=2.0, batch=8, epochs=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    count = 0
     for batch in corpus.batches(plan):
         engine.backward(problem.loss(model(batch.x), batch.y) if len(batch) else None, batch)
         optimizer.step()
         optimizer.zero_grad()
-        count += 1
-    assert count == plan.steps == 10
+    assert engine.probed and engine.budget.taken == plan.steps == 10
     assert 0 < engine.epsilon(0) <= 2.0
     engine2, corpus, plan = lamina.make_private(problem.net(), (x, y), batch=8, epochs=2)
     trainer = Trainer(

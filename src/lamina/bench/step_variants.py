@@ -162,6 +162,7 @@ def _private_step(
     policy = Policy.from_dict({"corpus": {"origin": "benchmark", "delta": 1e-5}, "class": table})
     plan = make_plan(LayerStack.from_model(model), policy, batch=workload.batch, steps=10_000, clipping=clipping)
     engine = Engine(model, plan)
+    engine.decline_probe()
     optimizer = _adamw(model)
     x, target = workload.example()
     batch = Batch(x, target, cls=cls)

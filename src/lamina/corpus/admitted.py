@@ -221,11 +221,14 @@ class AdmittedCorpus(Corpus):
             self.exclude([self._signed.ids[row] for row in lapse.rows.tolist()])
         return dict(Counter(lapse.reasons))
 
-    def batches(self, plan: StepPlan, *, max_occurrences: Mapping[str, int] | None = None) -> Iterator[Batch]:
+    def batches(
+        self, plan: StepPlan, *, max_occurrences: Mapping[str, int] | None = None, probe: bool = True
+    ) -> Iterator[Batch]:
         """As `Corpus.batches`; at each pass over the declared population windows and keys are looked at again."""
         rates = [entry.sampling_rate for entry in plan.classes if entry.sampling_rate > 0]
         length = max(1, round(1 / max(rates, default=1.0)))
         counts = None
+        yield from self.probe_batches(plan, wanted=probe)
         for first in range(0, plan.steps, length):
             self.revalidate()
             sampler = Sampler(self, plan, seed=os.urandom(SEED_BYTES), max_occurrences=max_occurrences, counts=counts)

@@ -28,7 +28,7 @@ from lamina.engine.layers.linear import EmbeddingForward
 from lamina.engine.layers.stacked_experts import ExpertsForward, modules_in_expert_blocks
 from lamina.engine.per_contribution import BroadcastForward, FlattenedTokensForward, PerContributionForward
 from lamina.engine.safety_checks import BufferGuard
-from lamina.errors import CouplingError, EngineError, LaminaError, UnclippedGradient, UnsupportedLayer
+from lamina.errors import CouplingError, EngineError, LaminaError, OwnershipError, UnclippedGradient, UnsupportedLayer
 from lamina.plan.coverage import find_hazards, running_buffers
 
 # Attention modules that look a bias up by relative position, without the batch axis.
@@ -65,6 +65,7 @@ class Attachment:
         for module in filter(running_buffers, model.modules()):
             self._handles.append(module.register_forward_pre_hook(refuse, prepend=True, with_kwargs=True))
         self._watched = [(name, p) for name, p in model.named_parameters() if name in targets]
+        refuse_parameter_hooks(self._watched)
         self._handles += [p.register_hook(gradient_refusing_hook(name)) for name, p in self._watched]
         self._patched: list[tuple[nn.Module, str, Any]] = []
         try:
@@ -83,7 +84,8 @@ class Attachment:
                 problem = f"module '{name}' is already attached to an engine"
                 remedy = "pass that engine on (Trainer(…, engine=engine)), or call its detach() first"
                 raise EngineError("engine.already-attached", problem, remedy)
-            own = any(p.requires_grad for p in module.parameters(recurse=False))
+            below = isinstance(module, nn.MultiheadAttention)  # uses its output projection without calling it
+            own = any(p.requires_grad for p in module.parameters(recurse=below))
             biased = type(module).__name__ in _RELATIVE_BIAS_MODULES
             biased = biased and bool(getattr(module, "has_relative_attention_bias", False))
             forced = name in per_contribution or uses_parameter_containers(module) or biased
@@ -192,6 +194,10 @@ class PatchedForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or not self._untouched():
             return self.original(*args, **kwargs)
+        if isinstance(self.module, nn.EmbeddingBag) and (args[1:2] or (kwargs.get("offsets"),))[0] is not None:
+            problem = f"'{self.name}' is an EmbeddingBag that was called with offsets: its rows are not examples"
+            remedy = "give it ids of shape (examples, ids), padded, with padding_idx or per_sample_weights"
+            raise OwnershipError("engine.embedding-bag-offsets", problem, remedy)
         if isinstance(self.layer_forward, EmbeddingForward):
             args, kwargs = (self._batched_ids(args[0] if args else kwargs["input"]),), {}
         return self.layer_forward.forward(self.apply, *args, **kwargs)
@@ -323,6 +329,24 @@ def gradient_refusing_hook(name: str) -> Callable[[Tensor | None], None]:
             raise UnclippedGradient("engine.gradient-not-clipped", problem, remedy)
 
     return hook
+
+
+def refuse_parameter_hooks(parameters: Sequence[tuple[str, Tensor]]) -> None:
+    """A hook on a covered tensor would wait for a gradient that autograd never brings."""
+    for name, p in parameters:
+        hooks = [*(p._backward_hooks or {}).values(), *(getattr(p, "_post_accumulate_grad_hooks", None) or {}).values()]
+        if any(not getattr(hook, "__qualname__", "").startswith(gradient_refusing_hook.__name__) for hook in hooks):
+            problem = f"'{name}' has a gradient hook of its own, and autograd brings it no gradient"
+            remedy = "remove the hook; change gradients between engine.backward and optimizer.step instead"
+            raise EngineError("engine.parameter-hook", problem, remedy)
+
+
+def refuse_scripted(model: nn.Module) -> None:
+    """A scripted or traced module cannot be run with another forward."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            problem = f"module '{name}' is scripted or traced by torch.jit, which hides its layers"
+            raise UnsupportedLayer("engine.scripted-module", problem, "use the module that it was made from")
 
 
 _SHARED_PROMPT_TYPES = ("PROMPT_TUNING", "P_TUNING")  # looked up once, and repeated for the batch

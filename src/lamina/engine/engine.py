@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -14,14 +16,14 @@ from lamina import validate
 from lamina.account.filters import PrivacyFilter
 from lamina.engine import grads
 from lamina.engine.adaptive import Adaptation, OpenChoice, refuse_factor
-from lamina.engine.attach import Attachment
+from lamina.engine.attach import Attachment, refuse_scripted
 from lamina.engine.batch import Batch
 from lamina.engine.budget import Budget
 from lamina.engine.clipping import BoxCollector, ClipBounds, Collector, NormCollector
 from lamina.engine.layers.layer_rule import Target
 from lamina.engine.noise import NoiseSource, SecureNoise
 from lamina.engine.paper_step import PaperStep, UnclippedSums, warn_if_reproduction
-from lamina.engine.probe import Measured, Probe
+from lamina.engine.probe import Measured, NotProbed, Probe, ProbeBatch, preserve_schedules
 from lamina.engine.safety_checks import (
     BufferGuard,
     CheckedBatch,
@@ -35,6 +37,14 @@ from lamina.engine.step import ClippedSums, OpenStep, check_is_batch, parts_out_
 from lamina.errors import CouplingError, EngineError
 from lamina.plan.coverage import check_coverage, find_hazards
 from lamina.plan.step_plan import Clipping, StepPlan
+
+_engines: WeakSet[Engine] = WeakSet()
+
+
+def unprobed_engines(plan: StepPlan) -> list[Engine]:
+    """The attached engines of a plan that nobody probed yet."""
+    found = [e for e in _engines if not (e.detached or e.probed)]
+    return [e for e in found if e.plan is plan or e.plan.digest() == plan.digest()]
 
 
 class Engine:
@@ -65,6 +75,7 @@ class Engine:
         per_contribution = list(per_contribution)
         self.options: dict[str, Any] = {"rows": dict(rows or {}), "per_contribution": per_contribution}
         self.options["constant_time"] = constant_time
+        refuse_scripted(model)
         self.coverage = check_coverage(model, plan)
         self.model, self.plan, self.constant_time = model, plan, constant_time
         self.noise = SecureNoise() if noise is None else noise
@@ -82,8 +93,10 @@ class Engine:
         self._bounds = ClipBounds(plan)
         self._ownership = OwnershipCheck()
         self._gradients, self._buffers = GradWriter(self._tensors), BufferGuard(model)
+        self.claim = ""  # what ε compares, where it is not what the plan says
         self.detached = False
-        self.probed = False
+        self.probed = self._unprobed_said = False
+        self._probe: Probe | None = None
         self._open: OpenStep | None = None
         self._choice: OpenChoice | None = None
         targets = {name: Target(name, i) if name in self._tensors else None for name, i in self._layer_of.items()}
@@ -96,14 +109,21 @@ class Engine:
             register_optimizer_step_pre_hook(restore.before),
             register_optimizer_step_post_hook(restore.after),
         ]
+        _engines.add(self)
 
     def backward(self, losses: Tensor | None, batch: Batch) -> None:
         """One charged event: `.grad` of every trained tensor becomes (clipped sum + noise) / B.
 
         `losses` holds one loss per example, or is None for an empty batch, which still gets its
         noise. With `batch.split`, call it once per part: noise and `.grad` come with the last.
+
+        Batches of a probe, which `corpus.batches` hands out first, are compared instead: nothing is charged, and
+        `.grad` stays None.
         """
-        if check_is_batch(batch).first:
+        if self._is_of_probe(losses, check_is_batch(batch)):
+            return
+        self._say_if_unprobed()
+        if batch.first:
             self._open = None  # an earlier step that was not finished is given up; its charge stays
         try:
             self._take(losses, batch)
@@ -143,6 +163,8 @@ class Engine:
     def choice_due(self) -> bool:
         """Whether the next step must be preceded by `choose`."""
         taken = self.budget.taken
+        if self._probe is not None and self._probe.waiting is not None:
+            return False
         return self.adaptation is not None and taken < self.plan.steps and self.adaptation.due(taken)
 
     def choose(self, losses: Tensor | None, batch: Batch) -> None:
@@ -300,6 +322,39 @@ class Engine:
         Probe(self, x, y).run(losses_of)
         self.probed = True
 
+    def probe_batches(self, x: Any, y: Any = None) -> Iterator[Batch]:
+        """As `probe`, for a loop of one's own: batches to compute losses of and to hand to `backward`.
+
+        Buffers, generators and learning rate schedules are left as they were.
+        """
+        self._probe = Probe(self, x, y)
+        try:
+            with preserve_schedules(self._tensors):
+                yield from self._probe.batches()
+            self.probed = self.probed or self._probe.complete
+        finally:
+            self._probe = None
+
+    def decline_probe(self) -> None:
+        """Say that this engine is meant to take steps without a probe: it does not warn of it."""
+        self._unprobed_said = True
+
+    def _is_of_probe(self, losses: Tensor | None, batch: Batch) -> bool:
+        if self._probe is None or self._probe.waiting is None:
+            return isinstance(batch, ProbeBatch)  # of another engine with the same plan
+        self._probe.receive(losses, batch)
+        return True
+
+    def _say_if_unprobed(self) -> None:
+        if not (self.probed or self._unprobed_said) and self.noise.private:
+            self._unprobed_said = True
+            warnings.warn(
+                "this engine was not probed: its ε holds only if examples do not influence each other in what the losses "
+                "are computed from. Use corpus.batches(plan), or engine.probe(losses_of, x, y) with public data",
+                NotProbed,
+                stacklevel=3,
+            )
+
     def accept_buffers(self) -> None:
         """The model's buffers were set from public data alone: from here on they must stay as they are."""
         self._buffers.accept()
@@ -323,7 +378,7 @@ class Engine:
 
     def __repr__(self) -> str:
         taken, steps = self.budget.taken, self.plan.steps
-        probed = "probed" if self.probed else "not probed"
+        probed = f"{self.claim or f'ε is {self.plan.adjacency}'}; {'probed' if self.probed else 'not probed'}"
         return f"Engine({self.coverage}; {taken} of {steps} steps taken; {probed}; {self.noise!r})"
 
     def __enter__(self) -> Self:

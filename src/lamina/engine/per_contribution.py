@@ -123,7 +123,12 @@ class PerContributionForward(LayerForward):
             except (RuntimeError, ValueError, TypeError, NotImplementedError) as problem:
                 self.vmap = False
                 what, why = f"'{self.name}' ({type(self.module).__name__})", str(problem).splitlines()[0]
-                warnings.warn(f"{what} cannot run under vmap and runs one example at a time: {why}", stacklevel=2)
+                bare = [name for name in self.parameters if "." not in name]
+                inside = bool(bare) and len(bare) < len(self.parameters)
+                remedy = f". Move {', '.join(map(repr, bare))} into a module of their own" if inside else ""
+                warnings.warn(
+                    f"{what} cannot run under vmap and runs one example at a time: {why}{remedy}", stacklevel=2
+                )
         return self._loop(copies, leaves, batched, spec, n)
 
     def _call(self, tensors: Mapping[str, Tensor], leaves: Sequence[Any], spec: Any) -> Any:

@@ -12,6 +12,8 @@ constant (`ConstantDraws`); where other generators are drawn from, rows are only
 
 from __future__ import annotations
 
+import copy
+import gc
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -21,10 +23,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lamina.engine.batch import Batch, take_rows
+from lamina.engine.safety_checks import tensors_of_optimizer
 from lamina.errors import CouplingError, EngineError
 
 if TYPE_CHECKING:
@@ -85,6 +89,10 @@ def preserve_global_generators() -> Iterator[None]:
 
 def _generators_of(model: nn.Module) -> list[torch.Generator]:
     return [g for m in model.modules() for g in vars(m).values() if isinstance(g, torch.Generator)]
+
+
+class NotProbed(UserWarning):
+    """Private steps are taken with an engine that nobody probed."""
 
 
 class ProbeBatch(Batch):
@@ -248,6 +256,22 @@ class Probe:
             "not from another"
         )
         return CouplingError("engine.probe-not-repeatable", problem, remedy)
+
+
+@contextmanager
+def preserve_schedules(tensors: Mapping[str, Tensor]) -> Iterator[None]:
+    """Leave the learning rate schedules of optimisers that hold these tensors as they were."""
+    kinds = (o for o in gc.get_objects() if issubclass(type(o), LRScheduler))
+    mine = [s for s in kinds if tensors_of_optimizer(s.optimizer, tensors)]
+    before = [{k: copy.copy(v) if isinstance(v, list | dict) else v for k, v in vars(s).items()} for s in mine]
+    groups = [(g, {k: v for k, v in g.items() if k != "params"}) for s in mine for g in s.optimizer.param_groups]
+    try:
+        yield
+    finally:
+        for scheduler, state in zip(mine, before, strict=True):
+            vars(scheduler).update(state)
+        for group, options in groups:
+            group.update(options)
 
 
 def _attributes(module: nn.Module, kind: type) -> dict[str, Any]:

@@ -179,7 +179,9 @@ def _module_hazard(module: nn.Module) -> tuple[HazardKind, str, str] | None:
     if isinstance(module, _BatchNorm):
         state = "in training mode" if module.training else "without running statistics"
         if module.training or module.running_mean is None:
-            return HazardKind.BATCH_STATISTICS, state, "{fix} or GroupNorm"
+            known = type(module) in _EXACT_BATCH_NORMS or _norm_with_activation(module)
+            by_hand = "replace it by hand, by GroupNorm and whatever else it does (lamina.fix cannot know that)"
+            return HazardKind.BATCH_STATISTICS, state, "{fix} or GroupNorm" if known else by_hand
     elif isinstance(module, _InstanceNorm):
         if module.training and running_buffers(module):
             state = "that tracks running statistics in training mode"
@@ -291,10 +293,18 @@ def _repair(module: nn.Module) -> _Repair:
     return module, done, left
 
 
+_EXACT_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+def _norm_with_activation(module: nn.Module) -> bool:
+    """Whether it is timm's BatchNorm2d followed by dropout and an activation."""
+    parts = (getattr(module, name, None) for name in ("drop", "act"))
+    return type(module).__name__ == "BatchNormAct2d" and all(isinstance(part, nn.Module) for part in parts)
+
+
 def _fix_batch_norm(module: _BatchNorm) -> _Repair:
-    exact = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
     kind, channels = type(module).__name__, module.num_features
-    if type(module) not in exact:
+    if type(module) not in _EXACT_BATCH_NORMS and not _norm_with_activation(module):
         return module, [], [f"{kind} is a BatchNorm that does more: replace it by hand"]
     if channels == 1 and isinstance(module, nn.BatchNorm1d):
         return module, [], [f"{kind}(1) of a single number has nothing to normalise by: remove it by hand"]
@@ -304,6 +314,9 @@ def _fix_batch_norm(module: _BatchNorm) -> _Repair:
     new.weight, new.bias = module.weight, module.bias  # the same tensors: optimisers and ties still hold
     new.train(module.training)
     what = f"{kind}({channels}) → GroupNorm({groups}, {channels}); its running statistics are gone"
+    if _norm_with_activation(module):
+        drop, act = module.get_submodule("drop"), module.get_submodule("act")
+        return nn.Sequential(new, drop, act).train(module.training), [f"{what}; drop and act follow"], []
     return new, [what], []
 
 

@@ -25,7 +25,7 @@ from lamina.plan.layer_stack import LayerStack
 from lamina.plan.policy import Policy
 from lamina.plan.step_plan import StepPlan
 from lamina.train.trainer_checks import refuse_loader
-from lamina.validate import number
+from lamina.validate import number, whole
 
 LOCAL_CONTRIBUTION = "data"
 
@@ -57,7 +57,8 @@ def sign_corpus(corpus: Corpus, policy: Policy, cls: str, key: PrivateKey | None
 
 def make_private(
     model: nn.Module, data: Any, *, epsilon: float = 1.0, delta: float = 1e-5, batch: int, epochs: float | None = None,
-    steps: int | None = None, unit: Any = None, allocate: str = DEFAULT_ALLOCATION, key: PrivateKey | None = None,
+    steps: int | None = None, unit: Any = None, population: int | None = None, allocate: str = DEFAULT_ALLOCATION,
+    key: PrivateKey | None = None,
 ) -> tuple[Engine, Corpus, StepPlan]:  # fmt: skip
     """Make engine, corpus and plan for one private class that reaches every layer, with ε and δ as given.
 
@@ -66,16 +67,20 @@ def make_private(
             engine.backward(loss_fn(model(batch.x), batch.y) if len(batch) else None, batch)
             optimizer.step(); optimizer.zero_grad()
 
-    data      a Corpus, x, a pair (x, y), or a torch Dataset
-    unit      the contribution (patient, customer) of each example; default: each example is its own
-    batch     expected contributions per step
-    key       signs for the data; default: one that is made for this call and forgotten
+    data        a Corpus, x, a pair (x, y), or a torch Dataset
+    unit        the contribution (patient, customer) of each example; default: each example is its own
+    batch       expected contributions per step
+    population  a public number that the contributions do not exceed, whoever is there; default: their number
+    key         signs for the data; default: one that is made for this call and forgotten
 
     One attestation covers all of the data (`corpus.admission`): what it was, how many contributions, under which ε. A
     Dataset without a version is signed on first use, because all of its examples have to be made.
 
-    The number of contributions is taken to be public: it sets the sampling rate. Where it is secret, declare a
-    population in a policy instead. ε counts the steps of this engine; `lamina.Trainer` also adds up over runs.
+    Formal guarantee. The sampling rate is batch / population, and the noise follows from it. With `population`, ε is
+    that of add/remove: whether somebody is there is protected. Without it rate and noise follow from the number of
+    contributions, which is then public: ε is that of zero-out (what somebody contributed, or nothing in its place) at
+    this number, and replacing one contribution by another costs `plan.epsilon(0, "replace_one")`. `engine.claim` says
+    which. ε counts the steps of this engine; `lamina.Trainer` also adds up over runs.
     """
     refuse_loader(data)
     if isinstance(data, Corpus):
@@ -91,16 +96,24 @@ def make_private(
         raise PlanError("train.several-classes", problem, "write a policy with each class, and use lamina.make_plan")
     epsilon = number(PlanError, "train.epsilon-out-of-range", above=0, remedy="choose 1 to 8", epsilon=epsilon)
     delta = number(PlanError, "train.delta-out-of-range", above=0, below=1, remedy="stay below 1/people", delta=delta)
-    terms = {"population": len(corpus), "epsilon": epsilon, "unit": corpus.unit_name}
+    present = len(corpus)
+    declared = present if population is None else whole(PlanError, "train.not-a-count", population=population)
+    if present > declared:
+        problem = f"the corpus has more contributions than population={declared}"
+        raise PlanError("train.population-below-corpus", problem, "declare a number that it cannot exceed")
+    terms = {"population": declared, "epsilon": epsilon, "unit": corpus.unit_name}
     policy = Policy.from_dict(
         {"corpus": {"origin": corpus.origin or "local", "delta": delta}, "class": {names[0]: terms}}
     )
-    if isinstance(batch, int) and batch > len(corpus):
-        problem = f"batch is {batch}, the corpus has {len(corpus)} contributions"
-        remedy = f"batch is the expected contributions per step: choose fewer, such as {max(1, len(corpus) // 20)}"
+    if isinstance(batch, int) and batch > declared:
+        problem = f"batch is {batch}, the corpus has {declared} contributions"
+        remedy = f"batch is the expected contributions per step: choose fewer, such as {max(1, declared // 20)}"
         raise PlanError("train.batch-above-corpus", problem, remedy)
     plan = make_plan(LayerStack.from_model(model), policy, batch=batch, epochs=epochs, steps=steps, allocate=allocate)
     engine = Engine(model, plan)
+    if population is None:
+        other = plan.epsilon(0, "replace_one")
+        engine.claim = f"ε is zero-out at a public number of contributions, {present}; replace-one: {other:.4g}"
     if corpus.digest_reads_all:
         corpus.set_admission(partial(sign_corpus, corpus, policy, names[0], key))
     elif corpus.admission is None:

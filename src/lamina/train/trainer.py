@@ -38,6 +38,7 @@ from lamina.train.run_output import Progress, WithheldError, hide_warning_texts,
 from lamina.train.segments import Segments, settings_digest
 from lamina.train.target_check import TARGETS_NOT_COMPARED, TargetCheck
 from lamina.train.trainer_checks import (
+    NOT_PROBED_NOTE,
     check_caps,
     check_class_names,
     check_depth_profiles,
@@ -137,6 +138,7 @@ class Trainer:
             model=model, optimizer=optimizer, scheduler=scheduler, ema=average, filters=dict(filters or {})
         )
         self._engine = engine if engine is not None else Engine(model, plan)
+        self._notes += [self._engine.claim] if self._engine.claim else []
         self.state.adaptation = self._engine.adaptation
         self._renewal = AdmissionRenewal(corpus, plan, self.folder / "admitted")
         self.state.names = self._renewal.names
@@ -210,7 +212,7 @@ class Trainer:
         self.optimizer.zero_grad()
         self.corpus.refresh()
         self._rehearse()
-        self.state.notes[:] = self._notes
+        self.state.notes[:] = self._notes if self._engine.probed else [*self._notes, NOT_PROBED_NOTE]
         publisher = Publisher(
             self.plan, self.evaluate, caps=self.max_occurrences, progress=self.progress, notes=self.state.notes
         )

@@ -21,6 +21,7 @@ from lamina.corpus.example_sources import DATALOADER_REFUSAL
 from lamina.corpus.sampler import Sampler
 from lamina.engine.batch import Batch
 from lamina.engine.engine import Engine
+from lamina.engine.probe import LEAST_EXAMPLES
 from lamina.errors import LaminaError, PlanError, RunError
 from lamina.plan.layer_stack import LayerStack
 from lamina.plan.policy import Policy
@@ -192,6 +193,7 @@ def _check_class_depth(plan: StepPlan, k: int, reach: Reach, layer_of: dict[str,
 
 
 _REHEARSAL_EXAMPLES = 6
+NOT_PROBED_NOTE = "not probed: ε holds only if examples do not influence each other in augmentation, model and loss"
 
 
 def rehearse(
@@ -203,9 +205,9 @@ def rehearse(
     The input has the shapes and types of the first examples; floating-point values are simulated. Labels and
     tokens are taken as they are, because a model accepts no others; `mask` takes out those that it does not accept.
     """
-    rows = corpus.layout.rows_of(corpus.eligible[:_REHEARSAL_EXAMPLES])[:_REHEARSAL_EXAMPLES]
-    x, y = corpus.source.fetch(rows)
-    batch = mask(Batch(pytree.tree_map(_simulate_floats, x), y, cls=torch.zeros(len(rows), dtype=torch.long)))
+    x, y = corpus.proxy_examples(_REHEARSAL_EXAMPLES)
+    count = Batch(x, y).examples
+    batch = mask(Batch(x, y, cls=torch.zeros(count, dtype=torch.long)))
     x, y = batch.x, batch.y
     if y is None:
         kind = "the inputs themselves"
@@ -218,19 +220,14 @@ def rehearse(
         raise
     except Exception as error:  # the model and the loss are the user's: say what they were given
         shapes = ", ".join(f"{t.dtype} {tuple(t.shape)}" for t in pytree.tree_leaves(x) if isinstance(t, Tensor))
-        problem = f"model or loss failed on {len(rows)} examples: {type(error).__name__}: {error}"
+        problem = f"model or loss failed on {count} examples: {type(error).__name__}: {error}"
         remedy = f"{_remedy_for(error, x, y)}. (x is {shapes}; targets are {kind})"
         raise RunError("train.model-or-loss-failed", problem, remedy) from error
     engine.clipped_sums(losses, batch)
-    if probe and len(rows) >= 4:
+    if probe and count >= LEAST_EXAMPLES:
         engine.probe(losses_of, x, y)
-
-
-def _simulate_floats(value: Any) -> Any:
-    if isinstance(value, Tensor) and value.is_floating_point():
-        generator = torch.Generator().manual_seed(0)
-        return torch.randn(value.shape, generator=generator, dtype=torch.float32).to(value.dtype)
-    return value
+    else:
+        engine.decline_probe()
 
 
 def _remedy_for(error: Exception, x: Any, y: Any) -> str:

@@ -150,3 +150,14 @@ def test_decoder_layer() -> None:
         Net(forward, body=nn.TransformerDecoderLayer(D, 2, 12, dropout=0.0, batch_first=True), memory=nn.Linear(D, D)),
         torch.randn(N, T, D),
     )
+
+
+@pytest.mark.parametrize("apart", [{}, {"kdim": 8, "vdim": 8}], ids=["packed", "apart"])
+def test_input_projections_frozen(apart: dict[str, int]) -> None:
+    def forward(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return m.a(x, x, x)[0].mean(1)
+
+    model = Net(forward, a=nn.MultiheadAttention(8, 2, batch_first=True, **apart))
+    for name, p in model.named_parameters():
+        p.requires_grad_("out_proj" in name)
+    agree(model, torch.randn(5, 4, 8))

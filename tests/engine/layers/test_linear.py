@@ -92,3 +92,15 @@ def test_keyword_argument() -> None:
         sums = engine.clipped_sums(losses_of(model, {"input": x}, None), Batch(x))
         again = engine.clipped_sums(losses_of(model, x, None), Batch(x))
     assert all(torch.equal(sums[name], again[name]) for name in sums)
+
+
+@pytest.mark.parametrize("middle", [(), (4,), (2, 3)], ids=str)
+@pytest.mark.parametrize("bias", [True, False])
+def test_its_output_may_be_written_in_place(middle: tuple[int, ...], bias: bool) -> None:
+    def forward(m: nn.Module, x: Tensor) -> Tensor:
+        h = m.a(x)
+        h += x
+        return m.b(m.relu(h))
+
+    parts = {"a": nn.Linear(5, 5, bias=bias), "relu": nn.ReLU(inplace=True), "b": nn.Linear(5, 2)}
+    agree(Net(forward, **parts), torch.randn(5, *middle, 5))

@@ -100,3 +100,17 @@ def test_cells_run_per_contribution(cell: Any) -> None:
         return h[0] if isinstance(h, tuple) else h
 
     agree(Net(forward, cell=cell(3, 4)), torch.randn(N, T, 3))
+
+
+def test_a_bare_parameter_beside_a_recurrent_layer_is_named_as_what_makes_it_slow() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn, self.scale = nn.LSTM(4, 3, batch_first=True), nn.Parameter(torch.ones(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.rnn(x * self.scale)[0]
+
+    model = Scaled()
+    with Engine(model, plan_of(model)), pytest.warns(UserWarning, match="Move 'scale' into a module"):
+        model(torch.randn(3, 5, 4))

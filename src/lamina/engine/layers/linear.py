@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import cast
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -34,7 +35,10 @@ class LinearRule(LayerRule):
     def run(self, x: Tensor, params: Params) -> tuple[Tensor, SavedTensors]:
         check_rank(x, 2, "a linear layer")
         x, weight, bias = cast_for_autocast(x, params)
-        return F.linear(x, weight.t() if self.transposed else weight, bias), (x,)
+        y = F.linear(x, weight.t() if self.transposed else weight, bias)
+        if y._is_view():  # of a matrix that is nobody else's: it may be written in place, as without the engine
+            y = torch.ops.aten._unsafe_view(y, y.shape)
+        return y, (x,)
 
     def input_grad(self, saved: SavedTensors, params: Params, g: Tensor) -> Tensor:
         weight = cast(Tensor, params[0]).to(g.dtype)
