@@ -24,6 +24,10 @@ def mixup(x: Tensor) -> Tensor:
     return weight * x + (1 - weight) * x[torch.randperm(len(x))]
 
 
+def per_example(output: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(output, y, reduction="none")
+
+
 AUGMENTS: dict[str, Callable[[Tensor], Tensor]] = {
     "mixup": mixup,
     "standardised by the batch": lambda x: (x - x.mean(0)) / x.std(0),
@@ -44,6 +48,32 @@ def test_an_augmentation_of_each_example_by_itself_is_accepted(augment: Any, tmp
     problem.trainer(tmp_path / "a", augment=augment).rehearse()
 
 
+def info_nce_of(output: Tensor, y: Tensor) -> Tensor:
+    unit = F.normalize(output, dim=1)
+    return F.cross_entropy(unit @ unit.detach().T, torch.arange(len(output)), reduction="none")
+
+
+def with_baseline(output: Tensor, y: Tensor) -> Tensor:
+    each = per_example(output, y)
+    return each * (each - each.mean()).detach()
+
+
+TRAINER_LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "statistics of the batch": lambda output, y: per_example(output - output.mean(0), y),
+    "statistics detached": lambda output, y: per_example(output - output.mean(0).detach(), y),
+    "batch baseline": with_baseline,
+    "InfoNCE": info_nce_of,
+    "divided by the batch": lambda output, y: per_example(output, y) / len(y),
+}
+
+
+@pytest.mark.parametrize("kind", TRAINER_LOSSES)
+def test_a_loss_over_the_batch_is_refused_by_the_trainer_beside_dropout(kind: str, tmp_path: Path) -> None:
+    trainer = problem.trainer(tmp_path / "a", loss_fn=TRAINER_LOSSES[kind])
+    with raises_code("engine.probe-found-coupling", "engine.contributions-coupled"):
+        trainer.rehearse()
+
+
 @pytest.mark.parametrize("probe", [True, False])
 def test_a_run_that_was_not_probed_says_so_beside_its_epsilon(probe: bool, tmp_path: Path) -> None:
     outcome = problem.trainer(tmp_path / "a", steps=2, probe=probe).fit()
@@ -53,21 +83,12 @@ def test_a_run_that_was_not_probed_says_so_beside_its_epsilon(probe: bool, tmp_p
 # ---------------------------------------------------------------------------------------- a loop of one's own
 
 
-def per_example(output: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(output, y, reduction="none")
-
-
-def info_nce(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    out = F.normalize(m(x), dim=1)
-    return F.cross_entropy(out @ out.detach().T, torch.arange(len(x)), reduction="none")
-
-
 LOSSES: dict[str, Callable[[nn.Module, Tensor, Tensor], Tensor]] = {
     "input standardised by the batch": lambda m, x, y: per_example(m((x - x.mean(0)) / x.std(0)), y),
     "statistics detached": lambda m, x, y: per_example(m(x) - m(x).mean(0).detach(), y),
-    "batch baseline": lambda m, x, y: (lambda each: each * (each - each.mean()).detach())(per_example(m(x), y)),
+    "batch baseline": lambda m, x, y: with_baseline(m(x), y),
     "mixup": lambda m, x, y: per_example(m(mixup(x)), y),
-    "InfoNCE": info_nce,
+    "InfoNCE": lambda m, x, y: info_nce_of(m(x), y),
     "divided by the batch": lambda m, x, y: per_example(m(x), y) / len(x),
 }
 Loop = tuple[lamina.Engine, Corpus, lamina.StepPlan, torch.optim.Optimizer]
