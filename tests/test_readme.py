@@ -106,7 +106,7 @@ def test_a_stranger_signs_admits_and_trains_a_folder_of_their_own(
     assert "admitted by signature: 30; refused: 0" in told["train"]
     assert "not admitted by signature" not in told["train"]
     assert "sensitive@c=1" in told["train"]
-    assert ".ledger.db: verified" in told["ledger"]
+    assert ".ledger.db: self-consistent, not trusted" in told["ledger"]
     assert "30 attestations" in told["ledger"]
     assert (tmp_path / "runs" / "RUN" / "model.safetensors").exists()
     assert b"ENCRYPTED PRIVATE KEY" in (tmp_path / "hospital.key").read_bytes()

@@ -338,7 +338,7 @@ def test_a_key_that_the_ledger_revoked_is_out_whatever_the_ring_says(ward: hospi
     where = ward.root / "l.db"
     corpus = ward.admit(ledger=where)
     contract = CorpusTerms.of_policy(ward.policy)
-    with open_or_create(where, contract, clock=ward.clock) as ledger:
+    with open_or_create(where, contract) as ledger:
         members = LedgerMembership(ledger, corpus)
         members.freeze()
         assert len(corpus) == 57

@@ -337,10 +337,12 @@ class GovernanceState(KeyState):
             problem = "a change of keys, policy or terms is not signed by a governing key"
             raise LedgerError("ledger.not-authorised", problem, _ASK_OWNER)
         if len(signers) < 2 and (why := self.needs_two(record, time)):
-            code = "ledger.policy-loosened" if isinstance(record, PolicyChange) else "ledger.second-signature-missing"
-            problem = f"the change takes two governing keys, one signed: {'; '.join(why)}"
             remedy = "keep what was promised, or have a second governing key sign: lamina ledger sign"
-            raise LedgerError(code, problem, remedy)
+            if isinstance(record, PolicyChange):
+                problem = f"the policy protects less than {self.origin!r} has promised: {'; '.join(why)}"
+                raise LedgerError("ledger.policy-loosened", problem, remedy)
+            problem = f"the change takes two governing keys, one signed: {'; '.join(why)}"
+            raise LedgerError("ledger.second-signature-missing", problem, remedy)
         return signers
 
     def needs_two(self, record: GoverningRecord, time: int) -> list[str]:
