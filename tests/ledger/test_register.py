@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from clinic import ALICE, BOB, HOUR, Clinic, admitted, check, digest_of, policy, reasons, write
+from forge import sql
 from forks import in_processes
 from making import GOVERNING, LEDGER, START, digest, key
 from refusals import raises_code
@@ -18,7 +19,7 @@ from lamina.admit.contribution_sources import Contribution
 from lamina.admit.gate import AdmissionGate
 from lamina.admit.key_ring import KeyRing
 from lamina.admit.verdicts import Reason as Why
-from lamina.ledger import admission_batch, signed_checkpoint
+from lamina.ledger import admission_batch, append, signed_checkpoint
 from lamina.ledger.admission_batch import AdmissionBatch, LedgerRegister, append_key_ring, open_register
 from lamina.ledger.corpus_terms import CorpusTerms, open_or_create
 from lamina.ledger.governance_records import KeyChange, KeyEvents, WithdrawalReason
@@ -509,3 +510,14 @@ def test_a_register_of_a_place_a_ledger_or_itself(small: Clinic) -> None:
         open_register(small.where, policy(origin="other.example/ecg"), clock=small.clock),
     ):
         pass
+
+
+def test_an_index_that_hides_somebody_admits_nobody_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(append, "INDEX_STEP", 5)
+    clinic = Clinic(str(tmp_path / "ledger.db"))
+    given = clinic.offers(0, 12)
+    clinic.admit(given)
+    sql(clinic.where, "DELETE FROM known WHERE seq = (SELECT max(seq) FROM known)")
+    sql(clinic.where, "DELETE FROM token")
+    with raises_code("ledger.key-index-differs"):
+        clinic.admit(given)

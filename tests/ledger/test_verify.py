@@ -202,7 +202,7 @@ def test_it_needs_no_torch(tmp_path: Path) -> None:
         "sys.meta_path.insert(0, NoTorch())\n"
         "from lamina.ledger.verify import verify\n"
         "from lamina.ledger import contribution_trace, reader, retention, show, withdrawal\n"
-        f"found = verify({str(tmp_path / 'a.db')!r})\n"
+        f"found = verify({str(tmp_path / 'a.db')!r}, now=4_000_000_000)\n"
         "assert found.verified, found.problem\n"
         "print(found.spends)\n"
     )
@@ -236,13 +236,14 @@ def test_trusted_keys_as_files(tmp_path: Path) -> None:
     for name in ("other.txt", "elsewhere.txt"):
         found = finding(path, trust=Trust.load(tmp_path / name))
         assert (found.index, found.kind) == (0, "trust")
-    ring.revoke(LEDGER.public.id, at=START)
+    late = START + 10 * YEAR
+    ring.revoke(LEDGER.public.id, at=late)
     ring.save(tmp_path / "revoked.json")
-    assert verify(path, trust=Trust.load(tmp_path / "revoked.json"), now=START - 1).verified
-    assert not verify(path, trust=Trust.load(tmp_path / "revoked.json"), now=START).verified
-    both.revoke(SECOND.public.id, at=START)
-    assert verify(path, trust=Trust(ring=both), now=START - 1).trusted
-    assert not verify(path, trust=Trust(ring=both), now=START).trusted
+    assert verify(path, trust=Trust.load(tmp_path / "revoked.json"), now=late - 1).verified
+    assert not verify(path, trust=Trust.load(tmp_path / "revoked.json"), now=late).verified
+    both.revoke(SECOND.public.id, at=late)
+    assert verify(path, trust=Trust(ring=both), now=late - 1).trusted
+    assert not verify(path, trust=Trust(ring=both), now=late).trusted
     for pinned in (OTHER, LEDGER):
         stranger = KeyRing()
         stranger.add(pinned.public, label="the owner", role="governing")
@@ -367,7 +368,7 @@ def checker(signatures: bool = False) -> ContributionChecks:
     opened = full()
     keys, policy = KeyState(opened), PolicyInForce(opened)
     attestations = AttestationChecks(ORIGIN, keys, None) if signatures else None
-    return ContributionChecks(policy, keys, attestations, AggregateTallies({}), None)
+    return ContributionChecks(policy, keys, attestations, AggregateTallies({}), None, 2**40)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)

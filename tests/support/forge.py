@@ -10,9 +10,10 @@ import apsw
 from making import AUDITOR, GOVERNING, LEDGER, OTHER, SECOND, START
 
 from lamina.admit.keys import PrivateKey
-from lamina.ledger import merkle
+from lamina.ledger import append, merkle
 from lamina.ledger import records as leaves
 from lamina.ledger.governance_records import (
+    Aggregate,
     Authorization,
     GoverningRecord,
     Header,
@@ -26,7 +27,15 @@ from lamina.ledger.key_state import signed_record
 from lamina.ledger.merkle import Frontier, leaf_hash, leaf_hashes
 from lamina.ledger.records import KIND_NUMBERS, Epoch, Leaf, Record
 from lamina.ledger.signed_checkpoint import LedgerCheckpoint, TreeSignature
-from lamina.ledger.store.rows import AttemptRow, LedgerHead, StoredCheckpoint, StoredLeaf, StoreWriter, tile_reader
+from lamina.ledger.store.rows import (
+    AttemptRow,
+    LedgerHead,
+    PruningRow,
+    StoredCheckpoint,
+    StoredLeaf,
+    StoreWriter,
+    tile_reader,
+)
 from lamina.ledger.store.sqlite import SqliteStore
 from lamina.ledger.writer import checkpoint_digest
 
@@ -70,7 +79,17 @@ def rewritten(path: str, change: Change, key: PrivateKey | None = LEDGER, *, cha
     """
     kept = [StoredCheckpoint(*row) for row in sql(path, "SELECT size, text, seal FROM checkpoint ORDER BY size")]
     data = change(all_leaves(path))
-    for table in ("leaf", "tile", "head", "attempt", "withdrawn", *(["checkpoint"] if key else [])):
+    for table in (
+        "leaf",
+        "tile",
+        "head",
+        "attempt",
+        "withdrawn",
+        "known",
+        "pruning",
+        "token",
+        *(["checkpoint"] if key else []),
+    ):
         sql(path, f"DELETE FROM {table}")
     origin = next(one.record.origin for one in map(read, data) if one and isinstance(one.record, Header))
     store = SqliteStore(path)
@@ -147,6 +166,11 @@ def _fill(rows: StoreWriter, data: list[StoredLeaf], frontier: Frontier) -> None
             withdrawn.setdefault(one.record.target, seq)
     rows.add_attempts([AttemptRow(*attempt, seq) for attempt, seq in attempts.items()])
     rows.add_withdrawals(list(withdrawn.items()))
+    tokens = {token for _, evidence in rows.evidences(0, len(data)) for token in append.tokens_of(evidence)}
+    rows.add_tokens(sorted(tokens))
+    for seq, one in enumerate(found):
+        if one is not None and one.kind is Aggregate:
+            rows.put_pruning(PruningRow(seq, False))
     last = next(one for one in reversed(found) if one is not None)
     epochs = sum(one is not None and one.kind is Epoch for one in found)
     rows.put_head(LedgerHead(len(data), last.time, epochs, 0, frontier.encode()))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import time
 from collections import Counter
@@ -30,15 +29,15 @@ from lamina.admit.verdicts import (
     RegisterStatus,
     class_full,
 )
-from lamina.errors import LedgerError
+from lamina.errors import LedgerDamaged, LedgerError
 from lamina.ledger import records
-from lamina.ledger.append import descriptor_key, subject_key
+from lamina.ledger.append import admission_token, descriptor_key, subject_key
 from lamina.ledger.corpus_terms import CorpusTerms, adopt_policy, check_corpus_terms, open_or_create
 from lamina.ledger.governance_records import MAX_KEY_EVENTS, Key, KeyChange, KeyEvent, KeyEvents, Role
 from lamina.ledger.key_state import GovernanceState, KeyState, PolicyInForce
 from lamina.ledger.records import KIND_NUMBERS, ContributionRecord, ContributionTerms, Record
 from lamina.ledger.store.rows import StoredLeaf, StoreReader, StoreWriter, head_of
-from lamina.ledger.verify.contribution_checks import ContributionColumns, read_columns
+from lamina.ledger.verify.contribution_checks import ContributionColumns, KeyIndexChecks, read_columns
 from lamina.ledger.writer import ConcurrentAppend, Ledger, append_if_size
 from lamina.plan.policy import Policy
 
@@ -172,13 +171,7 @@ def _leaf_blocks(rows: Iterator[tuple[int, StoredLeaf]]) -> Iterator[list[Stored
         yield block
 
 
-_TOKEN_BYTES = 16  # bytes
 _MAX_READ_RATIO = 4  # leaves that are read for one that is wanted, before each is asked for by itself
-
-
-def admission_token(entry: RegisterEntry) -> bytes:
-    """What stands for (kid, cti) in the store: an attestation that was admitted, also after its leaf is pruned."""
-    return hashlib.sha256(entry.kid + entry.cti).digest()[:_TOKEN_BYTES]
 
 
 class MembershipIndex:
@@ -188,6 +181,25 @@ class MembershipIndex:
         self._ledger = ledger
         self._members = ClassMembership()
         self._withdrawn: tuple[int, Ints] = 0, np.empty(0, dtype=np.int64)
+        self._checked = False  # whether the store's index was compared with the leaves
+
+    def check_store(self, rows: StoreReader) -> None:
+        """LedgerDamaged if the store's index hides a contribution, which could be admitted again. Asked once."""
+        if self._checked or not (indexed := head_of(rows).indexed):
+            return
+        index = KeyIndexChecks()
+        for block in _leaf_blocks(rows.of_kind(KIND_NUMBERS[ContributionRecord], 0, indexed)):
+            for group in read_columns(block):
+                if isinstance(group, ContributionColumns):
+                    index.many(group.seq, group.keys, pruned=True)
+                    continue
+                for found in (records.decode_kept(block[at].leaf) for at in group.tolist()):
+                    assert found.contribution is not None
+                    index.one(found.seq, found.contribution, pruned=True)
+        if (wrong := index.first_difference(rows, indexed)) is not None:
+            problem = f"the index of the ledger {self._ledger.name} does not say of leaf {wrong} what the leaf says"
+            raise LedgerDamaged("ledger.key-index-differs", problem, "restore the ledger from a copy")
+        self._checked = True
 
     def look(self, rows: StoreReader, entries: Sequence[RegisterEntry]) -> list[RegisterStatus]:
         """What is known of each."""
@@ -195,12 +207,17 @@ class MembershipIndex:
         names = [descriptor_key(entry.descriptor) for entry in entries]
         subjects = [None if entry.tag is None else subject_key(entry.tag) for entry in entries]
         there = dict(self._ledger.find_keys([*names, *(one for one in subjects if one is not None)]))
-        tokens = rows.tokens([admission_token(entry) for entry in entries])
+        tokens = rows.tokens([admission_token(entry.kid, entry.cti) for entry in entries])
         leaves = _read_leaves(rows, sorted({there[name] for name in names if name in there}))
         withdrawn = set(self._withdrawn_leaves(rows).tolist()) if leaves else set()
         return [
             _classify_entry(
-                entry, there.get(name), leaves, withdrawn, admission_token(entry) in tokens, subject in there
+                entry,
+                there.get(name),
+                leaves,
+                withdrawn,
+                admission_token(entry.kid, entry.cti) in tokens,
+                subject in there,
             )
             for entry, name, subject in zip(entries, names, subjects, strict=True)
         ]
@@ -353,20 +370,17 @@ class AdmissionBatch:
         return found
 
     def write(self) -> None:
-        """Append them, with keys that the ledger does not hold yet, and their tokens; ConcurrentAppend if others appended."""
+        """Append them, with keys that the ledger does not hold yet; ConcurrentAppend if others appended."""
         if not self._new:
             return
         signed = [self._signed(entry) for entry in self._new]
         records: list[Record] = [*self._keys, *(each.record for each in signed)]
-        tokens = [admission_token(entry) for entry in self._new]
-        blobs = [each.attestation for each in signed]
 
-        def note(rows: StoreWriter) -> None:
+        def check_windows(rows: StoreWriter) -> None:
             if any(window_rules(head_of(rows).time, 0, entry.expires)[1] for entry in self._new):
                 raise ConcurrentAppend  # it expired since: decide again
-            rows.add_tokens(sorted(set(tokens) - rows.tokens(tokens)))
 
-        append_if_size(self._ledger, self._size, records, blobs, note)
+        append_if_size(self._ledger, self._size, records, [each.attestation for each in signed], check_windows)
 
 
 def _read_evidence(entry: RegisterEntry, beside: EntryContext) -> _AdmissionEvidence:
@@ -419,6 +433,7 @@ class LedgerRegister:
 
     def enter(self, entries: Iterable[RegisterEntry], beside: EntryContext) -> RefusedRows:
         append_key_ring(self.ledger, beside.keys)
+        self._read(self._index.check_store)
         refused: RefusedRows = {}
         rest = iter(entries)
         while part := list(islice(rest, ADMISSION_BATCH_SIZE)):

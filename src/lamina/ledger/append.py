@@ -9,7 +9,8 @@ from itertools import chain
 from operator import itemgetter
 from typing import Any
 
-from lamina.errors import LedgerDamaged, LedgerError
+from lamina.admit.attestation import Attestation
+from lamina.errors import AdmissionError, EncodingError, LedgerDamaged, LedgerError
 from lamina.ledger import merkle
 from lamina.ledger.checked_leaves import check_epoch_follows
 from lamina.ledger.governance_records import GOVERNING_KINDS, GoverningRecord, Header, Release, Withdrawal
@@ -57,6 +58,11 @@ def anchor_key(digest: bytes) -> bytes:
 def subject_key(tag: bytes) -> bytes:
     """A contribution, by the keyed tag of who it is about: once, for good."""
     return b"s" + tag[: INDEX_KEY_BYTES - 1]
+
+
+def admission_token(kid: bytes, cti: bytes) -> bytes:
+    """What stands for (kid, cti) in the store: an attestation that was admitted, also after it is pruned."""
+    return hashlib.sha256(kid + cti).digest()[:INDEX_KEY_BYTES]
 
 
 def index_keys(record: ContributionRecord | KeptContribution) -> list[bytes]:
@@ -329,11 +335,13 @@ class AppendBatch:
         attempts: list[AttemptRow] = []
         withdrawn: list[tuple[int, int]] = []
         evidence: list[tuple[int, bytes]] = []
+        tokens: set[bytes] = set()
         for seq, at in enumerate(new, start=first):
             record = self.records[at]
             if type(record) is ContributionRecord:
                 if self._blobs and (data := self._blobs.get(record.attestation)) is not None:
                     evidence.append((seq, data))
+                    tokens.update(tokens_of(data))
             elif isinstance(record, Epoch):
                 attempts += [AttemptRow(*attempt, seq) for attempt in record.attempts]
                 self._put(rows, record.plan)
@@ -346,6 +354,7 @@ class AppendBatch:
         rows.add_attempts(attempts)
         rows.add_withdrawals(withdrawn)
         rows.add_evidence(evidence)
+        rows.add_tokens(sorted(tokens - rows.tokens(list(tokens))))
 
     def _put(self, rows: StoreWriter, digest: bytes) -> None:
         if digest in self._blobs:
@@ -358,6 +367,15 @@ class AppendBatch:
             raise LedgerError(
                 "ledger.blob-unreferenced", f"no record of the batch refers to the blob {digest.hex()}", "leave it out"
             )
+
+
+def tokens_of(attestation: bytes) -> list[bytes]:
+    """The token of an attestation; none if it cannot be read."""
+    try:
+        signed = Attestation.decode(attestation)
+    except (EncodingError, AdmissionError):
+        return []  # an admission has read it before; verification names it
+    return [admission_token(signed.kid, signed.cti)]
 
 
 def _claim_once(names: dict[Any, int], asked: Iterable[Any], at: int) -> None:

@@ -29,7 +29,16 @@ from lamina.ledger.reader import LedgerReader
 from lamina.ledger.records import Record
 from lamina.ledger.schema import next_leaf_time
 from lamina.ledger.signed_checkpoint import TreeSignature
-from lamina.ledger.store.rows import LedgerHead, Store, StoredCheckpoint, StoreReader, StoreWriter, WriterBatch, head_of
+from lamina.ledger.store.rows import (
+    MAX_BATCH_BYTES,
+    LedgerHead,
+    Store,
+    StoredCheckpoint,
+    StoreReader,
+    StoreWriter,
+    WriterBatch,
+    head_of,
+)
 from lamina.ledger.store.sqlite import make_store
 
 T = TypeVar("T")
@@ -209,7 +218,7 @@ class Ledger(LedgerReader):
         def work(rows: StoreWriter) -> list[int]:
             last = rows.batch(self._id) if self.store.remote else None
             if last is not None and last.token == token:
-                return list(cbor.decode(last.seqs, max_size=1 << 30))  # committed, and the answer was lost
+                return list(cbor.decode(last.seqs, max_size=MAX_BATCH_BYTES))  # committed, and the answer was lost
             head = head_of(rows)
             now = next_leaf_time(head.time, self._clock())
             check_may_follow(rows, batch.others, self.header, head, now, lambda: self._checked.follow(rows, head))
@@ -222,7 +231,9 @@ class Ledger(LedgerReader):
             if self.store.remote:
                 if last is None:
                     rows.forget_writers(now // DAY_SECONDS - 1)
-                rows.put_batch(self._id, WriterBatch(token, cbor.encode(seqs, max_size=1 << 30)), now // DAY_SECONDS)
+                rows.put_batch(
+                    self._id, WriterBatch(token, cbor.encode(seqs, max_size=MAX_BATCH_BYTES)), now // DAY_SECONDS
+                )
             return seqs
 
         if not batch.records:

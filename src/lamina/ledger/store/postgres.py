@@ -13,7 +13,7 @@ from psycopg import errors, sql
 from psycopg.conninfo import conninfo_to_dict
 
 from lamina.errors import LedgerDamaged, LedgerError, StoreBusy, StoreError, StoreLost
-from lamina.ledger.store.rows import TABLES_VERSION, Store, StoreReader, StoreWriter
+from lamina.ledger.store.rows import TABLES, TABLES_VERSION, Store, StoreReader, StoreWriter
 from lamina.ledger.store.sqlite import PostgresAddress
 
 _PASSWORD_REMEDY = "give the right one in ~/.pgpass or PGPASSWORD, or in the address, where / is %2F and @ is %40"
@@ -184,6 +184,30 @@ _SELECT_LEDGER_SCHEMAS = (
     "WHERE c.relkind = 'r' AND c.relname IN ('leaf', 'head', 'tile', 'checkpoint') "
     "GROUP BY n.nspname HAVING count(*) = 4 ORDER BY n.nspname"
 )
+# Columns, indexes, triggers of the schema; of a table also whether it hides rows from some, and of a column its formula.
+_SELECT_CATALOGUE = """
+SELECT c.relkind::text, c.relname::text, a.attname::text, format_type(a.atttypid, NULL) || a.attgenerated::text
+    FROM pg_class c JOIN pg_attribute a ON a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped
+    WHERE c.relnamespace = to_regnamespace(?) AND c.relkind NOT IN ('i', 't')
+UNION ALL SELECT 'i', c.relname::text, '', '' FROM pg_class c WHERE c.relnamespace = to_regnamespace(?) AND c.relkind = 'i'
+UNION ALL SELECT 'trigger', t.tgname::text, c.relname::text, '' FROM pg_trigger t JOIN pg_class c ON c.oid = t.tgrelid
+    WHERE c.relnamespace = to_regnamespace(?) AND NOT t.tgisinternal
+UNION ALL SELECT 'hidden', c.relname::text, '', '' FROM pg_class c
+    WHERE c.relnamespace = to_regnamespace(?) AND (c.relrowsecurity OR c.relhasrules)
+"""
+
+
+def _expected_catalogue() -> set[tuple[str, str, str, str]]:
+    found = {("i", "leaf_kind", "", "")}
+    for statement in TABLES:
+        table, columns = re.findall(r"CREATE \w+ (\w+) (.*)", statement.format(**_POSTGRES_TYPES))[0]
+        if statement.startswith("CREATE TABLE"):
+            found.add(("i", f"{table}_pkey", "", ""))
+            types = re.findall(r"[(,] ?(\w+) (BIGINT|INTEGER|BYTEA|TEXT)\b", columns)
+            found |= {("r", table, column, kind.lower()) for column, kind in types}
+    return found
+
+
 _IDLE_SECONDS = 300  # seconds after which a writer that stopped in the middle loses its turn
 
 
@@ -292,6 +316,7 @@ class PostgresStore(Store):
                 # Hashes do not compress: do not try.
                 plain.rows("ALTER TABLE tile ALTER COLUMN data SET STORAGE EXTERNAL")
                 StoreWriter(plain).put_meta("tables", str(TABLES_VERSION).encode())
+            self._refuse_other_tables(plain.rows(_SELECT_CATALOGUE, *[self._schema] * 4), _expected_catalogue())
             db.commit()
         except BaseException:
             self._undo(purpose, db)

@@ -219,6 +219,29 @@ class StoreReader:
         found = self._db.rows("SELECT seq, done FROM pruning ORDER BY seq")
         return [PruningRow(seq, bool(done)) for seq, done in found]
 
+    def known_keys(self) -> Iterator[tuple[bytes, int]]:
+        """(key, seq) of everything in the index, in order."""
+        query = "SELECT key, seq FROM known WHERE key > ? OR (key = ? AND seq > ?) ORDER BY key, seq LIMIT ?"
+        key, seq = b"", -1
+        while found := self._db.rows(query, key, key, seq, _ROWS_AT_ONCE):
+            yield from ((bytes(one), at) for one, at in found)
+            key, seq = bytes(found[-1][0]), found[-1][1]
+
+    def attempts(self) -> Iterator[AttemptRow]:
+        """Every attempt that an epoch closed."""
+        query = "SELECT run, segment, generation, seq FROM attempt"
+        return (AttemptRow(bytes(run), *rest) for run, *rest in self._db.rows(query))
+
+    def too_long(self) -> str | None:
+        """A column that holds more bytes than it may, and in which row; they are counted, and not read."""
+        for table, column, most in COLUMN_LIMITS:
+            key = _ROW_NUMBERS.get(table, "0")
+            condition = f"octet_length({column}) > {most}"
+            if found := self._db.rows(f"SELECT {key}, octet_length({column}) FROM {table} WHERE {condition} LIMIT 1"):
+                row = f" of row {found[0][0]}" if table in _ROW_NUMBERS else ""
+                return f"{column}{row} of table {table} has {found[0][1]} bytes, at most {most} are read"
+        return None
+
     def batch(self, writer: bytes) -> WriterBatch | None:
         """The last batch of a writer."""
         found = self._db.rows("SELECT token, seqs FROM writer WHERE id = ?", writer)
@@ -270,6 +293,10 @@ class StoreReader:
         """Those of these keys that are there."""
         parts = (keys[at : at + _ROWS_AT_ONCE] for at in range(0, len(keys), _ROWS_AT_ONCE))
         return {bytes(key) for part in parts for (key,) in self._db.find("token", "key", part)}
+
+    def all_tokens(self) -> set[bytes]:
+        """Every one that is there."""
+        return {bytes(key) for (key,) in self._db.rows("SELECT key FROM token")}
 
     def _bytes(self, query: str, value: Any) -> bytes | None:
         found = self._db.rows(query, value)
@@ -443,6 +470,18 @@ TABLES = (
 )
 TABLES_VERSION = 3
 
+MAX_BLOB_BYTES = 1 << 26  # bytes of a plan or manifest
+MAX_BATCH_BYTES = 1 << 24  # bytes of the numbers of the leaves of one batch
+COLUMN_LIMITS = (  # bytes that a column may hold: more is refused before it is read
+    ("meta", "name", 64), ("meta", "value", 1 << 10), ("head", "frontier", 1 << 12), ("leaf", "data", 1 << 9),
+    ("leaf", "body", 1 << 20), ("tile", "data", 1 << 13), ("checkpoint", "text", 1 << 18), ("checkpoint", "seal", 96),
+    ("evidence", "data", 1 << 20), ("blob", "digest", 32), ("blob", "data", MAX_BLOB_BYTES), ("known", "key", 16),
+    ("attempt", "run", 16), ("run", "id", 16), ("run", "label", 1 << 12), ("held", "run", 16), ("held", "nonce", 16),
+    ("held", "body", 1 << 24), ("terms", "account", 1 << 10), ("terms", "body", 1 << 20), ("token", "key", 16),
+    ("writer", "id", 16), ("writer", "token", 16), ("writer", "seqs", MAX_BATCH_BYTES),
+)  # fmt: skip
+_ROW_NUMBERS = {"leaf": "seq", "tile": "id", "checkpoint": "size", "evidence": "seq"}
+
 
 class Store(ABC):
     """A ledger's rows that last: a connection for reading and one for writing, of one process."""
@@ -498,3 +537,13 @@ class Store(ABC):
         for statement in TABLES:
             db.rows(statement.format(**types).strip())
         return True
+
+    def _refuse_other_tables(self, found: Iterable[tuple[Any, ...]], expected: Iterable[tuple[Any, ...]]) -> None:
+        """LedgerDamaged if the store has other tables, columns or indexes than ours, or a view or a trigger.
+
+        Asked of the catalogue before any row is read: what a row means then is what it means to us.
+        """
+        if other := sorted(set(found) ^ set(expected), key=repr):
+            problem = f"'{self.name}' has other tables than a ledger: {' '.join(map(str, other[0][:3]))}"
+            remedy = "restore it from a copy; tables, views and triggers of your own belong into another database"
+            raise LedgerDamaged("store.tables-differ", problem, remedy)

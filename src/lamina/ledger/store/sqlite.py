@@ -16,6 +16,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
 from urllib.parse import quote
@@ -23,7 +24,7 @@ from urllib.parse import quote
 import apsw
 
 from lamina.errors import LedgerDamaged, LedgerError, StoreBusy, StoreError
-from lamina.ledger.store.rows import TABLES_VERSION, Store, StoreReader, StoreWriter
+from lamina.ledger.store.rows import MAX_BLOB_BYTES, TABLES, TABLES_VERSION, Store, StoreReader, StoreWriter
 
 MIN_SQLITE_VERSION = (3, 51, 3)  # the first version without the WAL-reset bug
 APPLICATION_ID = 0x4C6D4C67  # "LmLg", in the header of the file
@@ -173,6 +174,7 @@ class SqliteStore(Store):
                 raise LedgerError("store.not-a-ledger", f"'{self.path}' is not a ledger", "give the path of one")
             if self._make_tables(_SqliteConnection(db), version, _SQLITE_TYPES):
                 db.pragma("user_version", TABLES_VERSION)
+            self._refuse_other_tables(_catalogue(db), _expected_catalogue())
             db.execute("COMMIT")
         except BaseException:
             self._undo(purpose, db)
@@ -185,6 +187,7 @@ class SqliteStore(Store):
         db = apsw.Connection(self._address(), flags=flags | _OPEN_FLAGS, vfs=self._vfs)
         try:
             db.set_busy_timeout(int(self._patience * 1000))
+            db.limit(apsw.SQLITE_LIMIT_LENGTH, 2 * MAX_BLOB_BYTES)
             if not self._readonly and db.pragma("journal_mode", "wal") != "wal":
                 problem = f"the file system of '{self.path}' has no shared memory for SQLite's WAL"
                 raise StoreError("store.no-shared-memory", problem, "use a local disk, or PostgreSQL")
@@ -234,6 +237,19 @@ class _SqliteConnection:
         return self._db.execute(query, (apsw.carray(tuple(sorted(keys))),)).fetchall()
 
 
+def _catalogue(db: apsw.Connection) -> list[tuple[Any, ...]]:
+    """Tables, indexes, views and triggers, each with the statement that made it."""
+    return db.execute("SELECT type, name, tbl_name, sql FROM sqlite_schema").fetchall()
+
+
+@lru_cache(maxsize=1)
+def _expected_catalogue() -> list[tuple[Any, ...]]:
+    db = apsw.Connection(":memory:")
+    for statement in TABLES:
+        db.execute(statement.format(**_SQLITE_TYPES).strip())
+    return _catalogue(db)
+
+
 def _sqlite_version() -> tuple[int, ...]:
     return tuple(int(part) for part in apsw.sqlite_lib_version().split("."))
 
@@ -250,6 +266,9 @@ def _sqlite_errors(name: str) -> Iterator[None]:
         raise LedgerDamaged(
             "store.damaged", f"the ledger '{name}' is damaged: {error}", "restore it from a copy"
         ) from error
+    except apsw.TooBigError as error:
+        problem = f"the ledger '{name}' holds more bytes in one place than a ledger can"
+        raise LedgerDamaged("store.row-too-long", problem, "restore it from a copy") from error
     except apsw.FullError as error:
         problem = f"no space left for the ledger '{name}'; what was acknowledged is there"
         raise StoreError("store.disk-full", problem, "free space, then try again") from error

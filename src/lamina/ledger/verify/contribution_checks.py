@@ -20,6 +20,7 @@ from lamina.admit.attestation import CLOCK_SKEW, Attestation, SignedTerms, windo
 from lamina.admit.key_ring import KeyRing
 from lamina.admit.keys import LAST_SECOND, format_utc
 from lamina.errors import AdmissionError, EncodingError
+from lamina.ledger.append import INDEX_KEY_BYTES, index_keys
 from lamina.ledger.governance_records import Role, Withdrawal
 from lamina.ledger.key_state import KeyState, PolicyInForce, Violation
 from lamina.ledger.records import (
@@ -69,6 +70,9 @@ class ContributionColumns:
     bound: Bound
     descriptor: Prefixes
     subject: Prefixes | None
+    keys: tuple[
+        NDArray[np.uint8], ...
+    ]  # their index keys: of descriptors, and of subjects and anchors if they have them
     terms: ContributionTerms | None
     not_before: Ints | None = None
     attestation: Prefixes | None = None
@@ -115,14 +119,17 @@ def _same_layout_group(block: Sequence[StoredLeaf], rows: Ints) -> tuple[Contrib
     if spans is None or not isinstance(first, ContributionRecord | KeptContribution):
         return None
     numbers = [group for group in (_SEQ, _TIME, _EPOCH, _END, _BEGIN) if group in spans]
-    ends = [len(model.leaf)] * (first.subject is not None)
     length = len(model.leaf) + len(model.body or b"")
-    ends += [length] * (isinstance(first, ContributionRecord) and first.anchor is not None)
+    key_places = [(b"d", spans[_DESCRIPTOR][0])]
+    if first.subject is not None:
+        key_places.append((b"s", len(model.leaf) - 32))
+    if isinstance(first, ContributionRecord) and first.anchor is not None:
+        key_places.append((b"a", length - 32))
     free = np.zeros(length, dtype=np.bool_)
     for group, (start, stop) in spans.items():
         free[start + (group in numbers and stop - start > 1) : stop] = True  # the width of a number stays
-    for end in ends:
-        free[end - 32 : end] = True
+    for _, at in key_places:
+        free[at : at + 32] = True
     stored = [block[row] for row in rows.tolist()]
     whole = isinstance(first, ContributionRecord)
     parts = [part for one in stored for part in one] if whole else [one.leaf for one in stored]
@@ -153,6 +160,7 @@ def _same_layout_group(block: Sequence[StoredLeaf], rows: Ints) -> tuple[Contrib
         bound=first.bound,
         descriptor=prefixes(spans[_DESCRIPTOR][0]),
         subject=None if first.subject is None else prefixes(len(model.leaf) - 32),
+        keys=tuple(_index_keys(table[same], prefix, at) for prefix, at in key_places),
         terms=None,
     )
     if isinstance(first, ContributionRecord):
@@ -165,6 +173,13 @@ def _same_layout_group(block: Sequence[StoredLeaf], rows: Ints) -> tuple[Contrib
             kids=frozenset([(block[row].body or b"")[start:stop] for row in made.rows.tolist()]),
         )
     return made, rows[~same]
+
+
+def _index_keys(table: NDArray[np.uint8], prefix: bytes, at: int) -> NDArray[np.uint8]:
+    """The index keys of the digests that begin in that column: a letter and 15 bytes."""
+    found = np.empty((len(table), INDEX_KEY_BYTES), dtype=np.uint8)
+    found[:, 0], found[:, 1:] = prefix[0], table[:, at : at + INDEX_KEY_BYTES - 1]
+    return found
 
 
 def _layout(model: StoredLeaf) -> dict[int, tuple[int, int]] | None:
@@ -237,7 +252,7 @@ class RepeatChecks:
 
     def __init__(self) -> None:
         self._columns = {name: _PrefixColumn() for name in _REPEATED}
-        self._tokens: dict[bytes, int] = {}
+        self.tokens: dict[bytes, int] = {}  # (key, cti) of an attestation → leaf
         self._token_twice: tuple[int, int] | None = None
 
     def columns(self, group: ContributionColumns) -> None:
@@ -256,7 +271,7 @@ class RepeatChecks:
 
     def token(self, seq: int, token: bytes) -> None:
         """Add (key, cti) of an attestation."""
-        before = self._tokens.setdefault(token, seq)
+        before = self.tokens.setdefault(token, seq)
         if before != seq and self._token_twice is None:
             self._token_twice = (seq, before)
 
@@ -287,6 +302,51 @@ def _equal_values(rows: StoreReader, group: list[int], name: str) -> Iterator[tu
         before = seen.setdefault(value, seq)
         if before != seq:
             yield seq, before
+
+
+class KeyIndexChecks:
+    """Compares the store's index of contributions with the leaves: whom it hides could be admitted again."""
+
+    def __init__(self) -> None:
+        self._keys: list[NDArray[np.uint8]] = []
+        self._seqs: list[Ints] = []
+        self._pruned: list[Ints] = []
+
+    def many(self, seqs: Ints, keys: Sequence[NDArray[np.uint8]], pruned: bool) -> None:
+        self._keys += keys
+        self._seqs += [seqs] * len(keys)
+        if pruned:
+            self._pruned.append(seqs)
+
+    def one(self, seq: int, record: Contribution, pruned: bool) -> None:
+        keys = [np.frombuffer(key, np.uint8).reshape(1, -1) for key in index_keys(record)]
+        self.many(np.array([seq], dtype=np.int64), keys, pruned)
+
+    def first_difference(self, rows: StoreReader, indexed: int) -> int | None:
+        """The first leaf of which the index says something else. It holds the keys of the first `indexed` leaves.
+
+        Anchors of those whose bodies are pruned may be left in it.
+        """
+        pairs = list(rows.known_keys())
+        keys = b"".join([key.ljust(INDEX_KEY_BYTES, b"?")[:INDEX_KEY_BYTES] for key, _ in pairs])
+        found = np.frombuffer(keys, np.uint8).reshape(-1, INDEX_KEY_BYTES)
+        seqs: Ints = np.array([seq for _, seq in pairs], dtype=np.int64)
+        stays = ~((found[:, 0] == ord("a")) & np.isin(seqs, _joined(self._pruned)))
+        found, seqs = found[stays], seqs[stays]
+        places = _joined(self._seqs)
+        real = np.concatenate([*self._keys, np.empty((0, INDEX_KEY_BYTES), dtype=np.uint8)])[places < indexed]
+        places = places[places < indexed]
+        halves = np.ascontiguousarray(real).view(">u8")
+        order = np.lexsort((places, halves[:, 1], halves[:, 0]))
+        if len(found) == len(real) and (found == real[order]).all() and (seqs == places[order]).all():
+            return None
+        stored = {(key.tobytes(), seq) for key, seq in zip(found, seqs.tolist(), strict=True)}
+        stated = {(key.tobytes(), seq) for key, seq in zip(real, places.tolist(), strict=True)}
+        return int(min(seq for _, seq in stored ^ stated))
+
+
+def _joined(parts: Sequence[Ints]) -> Ints:
+    return np.concatenate([*parts, np.empty(0, dtype=np.int64)])
 
 
 class AttestationChecks:
@@ -376,13 +436,15 @@ class ContributionChecks:
 
     def __init__(
         self, policy: PolicyInForce, keys: KeyState, attestations: AttestationChecks | None,
-        tallies: AggregateTallies, ring: KeyRing | None,
+        tallies: AggregateTallies, ring: KeyRing | None, latest: int,
     ) -> None:  # fmt: skip
         self._ring = ring
         self._policy, self._keys, self._attestations, self._tallies = policy, keys, attestations, tallies
         self.repeats = RepeatChecks()
         self.longest_eligible: dict[Bound, LongestEligible] = {}
         self.count = self.pruned = 0
+        self.index = KeyIndexChecks()
+        self._latest = latest
         self._judged: tuple[int, dict[ContributionTerms, Violation | None]] = (-1, {})
 
     def block(
@@ -436,7 +498,7 @@ class ContributionChecks:
         """Check one contribution: everything that `_suspects` checks of many, with its reason."""
         record = leaf.record
         assert isinstance(record, Contribution)
-        check_position(leaf, index, time, epoch)
+        check_position(leaf, index, time, epoch, self._latest)
         admitted = f"it was admitted at {format_utc(leaf.time)}"
         begin = record.not_before if isinstance(record, ContributionRecord) else 0  # gone with the body
         early, expired = window_rules(leaf.time, begin, record.expires)
@@ -465,7 +527,7 @@ class ContributionChecks:
         begin = 0 if group.not_before is None else group.not_before
         early, expired = window_rules(group.time, begin, group.expires)
         found: Flags = (group.seq != group.rows + first) | (group.epoch != epoch) | early | expired
-        return found
+        return found | (group.time > self._latest)
 
     def _key_violation(self, kid: bytes, at: int) -> Violation | None:
         """Why a contributor's key does not count at `at`, as far as that shows without the attestation."""
@@ -484,6 +546,7 @@ class ContributionChecks:
         if not len(group.rows):
             return
         self.repeats.columns(group)
+        self.index.many(group.seq, group.keys, group.terms is None)
         self._tally(group.bound, group.seq, group.time, group.expires, group.terms is None)
         if group.bound[2]:
             row = int(np.argmax(group.expires))
@@ -495,6 +558,7 @@ class ContributionChecks:
         record = leaf.record
         assert isinstance(record, Contribution)
         self.repeats.one(leaf.seq, record)
+        self.index.one(leaf.seq, record, isinstance(record, KeptContribution))
         seq, time, expires = (np.array([each], dtype=np.int64) for each in (leaf.seq, leaf.time, record.expires))
         self._tally(record.bound, seq, time, expires, isinstance(record, KeptContribution))
         if record.bound[2]:
@@ -544,14 +608,20 @@ class ContributionChecks:
                 del self.longest_eligible[bound]
 
 
-def check_position(leaf: Leaf, index: int, time: int, epoch: int) -> None:
-    """Check that a leaf states its own index, a time that does not fall, and the number of epochs before it."""
+def check_position(leaf: Leaf, index: int, time: int, epoch: int, latest: int) -> None:
+    """Check that a leaf states its own index, the number of epochs before it, and a time.
+
+    That must not fall, and not be after `latest`, which is the verifier's.
+    """
     if leaf.seq != index:
         reason = f"it says that it is leaf {leaf.seq}: it was moved, or other leaves were removed"
         fail(index, leaf.kind, "verify.leaf-moved", reason)
     if leaf.time < time:
         reason = f"its time {format_utc(leaf.time)} is before that of the previous leaf, {format_utc(time)}"
         fail(index, leaf.kind, "verify.time-falls", f"{reason}: it was back-dated")
+    if leaf.time > latest:
+        reason = f"its time {format_utc(leaf.time)} is in the future: a clock is wrong, here or where it was written"
+        fail(index, leaf.kind, "verify.time-in-future", reason)
     if leaf.epoch != epoch:
         fail(
             index, leaf.kind, "verify.epoch-count-wrong", f"it counts {leaf.epoch} epochs before it, there are {epoch}"

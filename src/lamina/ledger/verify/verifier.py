@@ -8,10 +8,12 @@ from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import chain, islice
+from time import time as system_time
 from typing import Any
 
 from lamina.admit.keys import format_utc
 from lamina.errors import EncodingError, LedgerDamaged, LedgerError, StoreError
+from lamina.ledger.append import admission_token
 from lamina.ledger.governance_records import Aggregate, GoverningRecord, Header, Key, PolicyChange, Release, Withdrawal
 from lamina.ledger.key_state import GovernanceState, PolicyInForce, leaf_bytes
 from lamina.ledger.merkle import Frontier, leaf_hashes
@@ -25,7 +27,7 @@ from lamina.ledger.records import (
     decode_kept,
     decode_leaf,
 )
-from lamina.ledger.schema import pluralize
+from lamina.ledger.schema import CLOCK_SKEW, pluralize
 from lamina.ledger.spending import Bound
 from lamina.ledger.store.rows import (
     RESERVATION_SEGMENT,
@@ -216,12 +218,30 @@ def check_withdrawn(rows: StoreReader, withdrawals: Mapping[int, int]) -> None:
             fail(target if seq is None else seq, STORE, "verify.withdrawal-index-differs", reason)
 
 
-def check_attempts(rows: StoreReader, attempts: Iterable[tuple[tuple[bytes, int, int], int]]) -> None:
-    """Check that the store lists the epoch of every attempt."""
-    for (run, segment, generation), seq in attempts:
-        if (found := rows.attempt(run, segment, generation)) != seq:
+def check_attempts(rows: StoreReader, attempts: Mapping[tuple[bytes, int, int], int]) -> None:
+    """Check that the store lists the epoch of every attempt, and no other."""
+    listed = {each[:3]: each.seq for each in rows.attempts()}
+    for attempt in sorted(listed.keys() | attempts.keys()):
+        if (found := listed.get(attempt)) != (seq := attempts.get(attempt)):
+            run, segment, generation = attempt
             name = f"segment {segment}, generation {generation} of run {run.hex()[:8]}"
-            fail(seq, STORE, "verify.attempt-index-differs", f"the store says that {name} is in leaf {found}")
+            reason = f"the store says that {name} is in leaf {found}, the leaves say {seq}"
+            fail(seq, STORE, "verify.attempt-index-differs", reason)
+
+
+def check_admission_index(rows: StoreReader, indexed: int, found: ContributionChecks, *, tokens: bool) -> None:
+    """Check that the store finds every contribution, and with `tokens` every attestation, that was admitted before."""
+    if (seq := found.index.first_difference(rows, indexed)) is not None:
+        reason = "the store's index of contributions does not say of this leaf what the leaf says"
+        fail(seq, STORE, "verify.key-index-differs", reason)
+    if tokens:
+        real = {admission_token(pair[:32], pair[32:]): seq for pair, seq in found.repeats.tokens.items()}
+        listed = rows.all_tokens()
+        if missing := real.keys() - listed:
+            reason = "the store does not list the token of its attestation, which could be admitted again"
+            fail(min(real[each] for each in missing), STORE, "verify.token-index-differs", reason)
+        if len(listed) - len(real) > found.pruned:
+            fail(None, STORE, "verify.token-index-differs", "the store lists tokens of attestations that are not there")
 
 
 def check_release(leaf: Leaf, runs: Container[bytes], rows: StoreReader) -> None:
@@ -283,7 +303,9 @@ class LedgerReplay:
         signatures: bool,
         now: int | None,
     ) -> None:
-        self._rows = rows
+        if (wrong := rows.too_long()) is not None:
+            fail(None, STORE, "verify.row-too-long", wrong)
+        self._rows, self._latest = rows, (int(system_time()) if now is None else now) + CLOCK_SKEW
         self.head = read_head(rows)
         self.header = read_header(rows)
         self._trust, self._seen = trust, KnownCheckpointChecks(seen, self.header.origin)
@@ -293,7 +315,9 @@ class LedgerReplay:
         self.attestations = AttestationChecks(self.header.origin, self.keys, ring) if signatures else None
         self._tallies = AggregateTallies(read_aggregates(rows, self.head))
         self.tree = ReplayedTree(rows, self._tallies)
-        self.contributions = ContributionChecks(self.policy, self.keys, self.attestations, self._tallies, ring)
+        self.contributions = ContributionChecks(
+            self.policy, self.keys, self.attestations, self._tallies, ring, self._latest
+        )
         self.withdrawals = WithdrawalChecks(rows)
         longest = self.contributions.longest_eligible
         self.epochs = EpochChecks(self.header, rows, self.policy, self.withdrawals, longest)
@@ -371,7 +395,7 @@ class LedgerReplay:
 
     def _record(self, index: int, data: StoredLeaf) -> None:
         leaf = _decode(index, data)
-        check_position(leaf, index, self._time, self._epoch)
+        check_position(leaf, index, self._time, self._epoch, self._latest)
         if index and leaf.kind is Header:
             fail(index, Header, "verify.second-header", "a header may only be leaf 0")
         self._see(leaf, data.leaf)
@@ -419,20 +443,25 @@ class LedgerReplay:
         self.checkpoints.finish(size)
         check_kinds(self._rows, size, self.others)
         check_withdrawn(self._rows, self.withdrawals.targets)
-        check_attempts(self._rows, self.epochs.attempts.items())
+        check_attempts(self._rows, self.epochs.attempts)
+        check_admission_index(self._rows, self.head.indexed, self.contributions, tokens=self.attestations is not None)
         self.held = unrecorded_spend(self._rows)
         self._check_pruned()
         self._seen.finish(size, self.checkpoints.accepted(self.keys).values())
         self._check_trust()
 
     def _check_pruned(self) -> None:
-        """Check that a checkpoint covers every aggregate of which bodies are gone."""
-        for seq, kind in self.others.items():
-            if kind is Aggregate and seq >= self.checkpoints.signed_size:
-                tally = self._tallies.of(seq)
-                if tally is not None and tally.pruned:
-                    reason = "bodies of its leaves are pruned, and no checkpoint covers it"
-                    fail(seq, Aggregate, "verify.pruned-without-checkpoint", reason)
+        """Check that a checkpoint covers every aggregate of which bodies are gone, and what the store says of them."""
+        listed = {each.seq: each.done for each in self._rows.prunings()}
+        for seq in sorted(listed.keys() | {seq for seq, kind in self.others.items() if kind is Aggregate}):
+            tally = self._tallies.of(seq)
+            if tally is None or seq not in listed or (listed[seq] and tally.pruned < tally.aggregate.count):
+                fail(
+                    seq, STORE, "verify.pruning-index-differs", "the store does not say what this aggregate has pruned"
+                )
+            if tally.pruned and seq >= self.checkpoints.signed_size:
+                reason = "bodies of its leaves are pruned, and no checkpoint covers it"
+                fail(seq, Aggregate, "verify.pruned-without-checkpoint", reason)
 
     def _check_trust(self) -> None:
         good, size = self.checkpoints.signed_size, self.head.size
@@ -488,7 +517,8 @@ def verify(
 
     Without `trust` and `seen` this shows that a ledger is consistent in itself and signed by keys that it names itself:
     whoever can write all of it can make such a ledger. With `trust` keys from elsewhere must have signed it; with
-    `seen` it must continue every checkpoint that was kept before.
+    `seen` it must continue every checkpoint that was kept before. `now` is the time of the verifier, by default that of
+    the clock: leaves must not be of later.
     """
     known = known_checkpoints(seen)
     opened: Store | None = None
@@ -614,9 +644,10 @@ def _unrecorded_note(held: tuple[UnrecordedSpend, ...]) -> str:
     attempts, reserved = sum(each.attempts for each in held), sum(each.reserved for each in held)
     runs = ", ".join(map(str, held[:_RUNS_SHOWN]))
     more = f" and {len(held) - _RUNS_SHOWN} more" if len(held) > _RUNS_SHOWN else ""
+    count = f"{pluralize(attempts, 'attempt is', 'attempts are')} open and {pluralize(reserved, 'plan')} reserved"
     return (
-        f"{pluralize(attempts, 'attempt is', 'attempts are')} open and {pluralize(reserved, 'plan')} reserved; no leaf "
-        f"records them yet, and they count against the bounds: {'run' if len(held) == 1 else 'runs'} {runs}{more}"
+        f"{count}, as the store states: no leaf records them yet, and they count against the bounds: "
+        f"{'run' if len(held) == 1 else 'runs'} {runs}{more}"
     )
 
 
