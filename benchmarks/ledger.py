@@ -28,7 +28,7 @@ from typing import Any
 import apsw
 
 from lamina.admit.keys import PrivateKey
-from lamina.ledger.governance_records import Header, Key, LedgerFloors, Preset, Role
+from lamina.ledger.governance_records import Header, Key, LedgerFloors, Preset, Role, sign_header
 from lamina.ledger.merkle import Frontier, leaf_hashes
 from lamina.ledger.records import ContributionRecord, ContributionTerms, Record, decode_leaf, encode_leaf
 from lamina.ledger.retention import Retention
@@ -89,7 +89,8 @@ def made(count: int) -> list[Record]:
 
 
 def header(key: PrivateKey) -> Header:
-    return Header(
+    owner = PrivateKey.generate()
+    made = Header(
         origin=ORIGIN,
         accountant="pld",
         version="benchmark",
@@ -98,8 +99,12 @@ def header(key: PrivateKey) -> Header:
         presets=(Preset(cls="clinical", clip_norm=1_000_000, noise_multiplier=1_000_000, profile="top 0.25"),),
         policy=bytes(32),
         retention=100,
-        keys=(Key(name=ORIGIN, x=key.public.x, role=Role.LEDGER),),
+        keys=(
+            Key(name=ORIGIN, x=key.public.x, role=Role.LEDGER),
+            Key(name="owner.example", x=owner.public.x, role=Role.GOVERNING),
+        ),
     )
+    return sign_header(made, [owner])
 
 
 def disk_floor(path: Path) -> Callable[[list[Record]], object]:

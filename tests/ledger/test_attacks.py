@@ -728,8 +728,8 @@ def test_key_replaced(path: str, whole: Template) -> None:
     """What it signed before stays good; what it claims to have signed later does not."""
     now = leaves.decode_leaf(leaf(path, whole.size - 1)).time
     old = contribution(77, BOB, at=START, expires=now + YEAR)
-    rewritten(path, appended(old.record))
     sql(path, "INSERT INTO evidence VALUES (?, ?)", whole.size, old.attestation)
+    rewritten(path, appended(old.record))
     assert verify(path).verified
     new = contribution(78, BOB, at=now)
     rewritten(path, appended(new.record))

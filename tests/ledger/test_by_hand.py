@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from build import HOUR, YEAR, build
 from hand_ledger import AGGREGATE, CONTRIBUTION, EPOCH, HandLedger
-from making import LEDGER, ORIGIN, START, admitted, create, digest, reopen
+from making import GOVERNING, LEDGER, ORIGIN, START, admitted, create, digest, reopen
 from refusals import raises_code
 
 from lamina.errors import LedgerError
@@ -24,7 +24,7 @@ from lamina.ledger.verify.tree_checks import Finding, Trust
 from lamina.ledger.verify.verifier import verify
 from lamina.ledger.writer import Ledger
 
-MINE = Trust(notes=(NoteKey(ORIGIN, LEDGER.public),))
+MINE = Trust(notes=(NoteKey(ORIGIN, LEDGER.public),), plain=(GOVERNING.public,))
 SEED = digest("key", "ledger")
 RELEASE = 8
 OLD = range(4, 41)  # contributions that expired long before the last leaf

@@ -9,6 +9,7 @@ import random
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
@@ -75,7 +76,7 @@ from lamina.ledger.retention import Retention
 from lamina.ledger.schema import nano_epsilon
 from lamina.ledger.signed_checkpoint import NoteKey
 from lamina.ledger.spending import Spending, planned_charges, signed_spend, whole_plan_charges
-from lamina.ledger.store.rows import StoredLeaf
+from lamina.ledger.store.rows import LeafBlock, StoredLeaf
 from lamina.ledger.verify.contribution_checks import (
     AttestationChecks,
     ContributionChecks,
@@ -276,6 +277,10 @@ def test_a_ring_knows_contributors_that_the_ledger_does_not_name(tmp_path: Path)
 # ------------------------------------------------------------------------------ many contributions at once
 
 
+def side_by_side(block: Sequence[StoredLeaf]) -> LeafBlock:
+    return LeafBlock([one.leaf for one in block], [one.body for one in block])
+
+
 def some_leaves(seed: int, count: int) -> list[StoredLeaf]:
     """Contributions as varied as they come: widths of numbers, terms, anchors, subjects, keys."""
     draw = random.Random(seed)
@@ -304,7 +309,7 @@ def test_columns_say_what_the_strict_reader_says(seed: int, few: int) -> None:
     block = some_leaves(seed, few)
     block *= 3  # so that there are groups
     seen: set[int] = set()
-    for group in read_columns(block):
+    for group in read_columns(side_by_side(block)):
         rows = group.rows if isinstance(group, ContributionColumns) else group
         assert seen.isdisjoint(rows.tolist())
         seen.update(rows.tolist())
@@ -354,9 +359,9 @@ def test_columns_read_nothing_that_the_strict_reader_refuses(seed: int, at: int,
         real: ContributionRecord | None = leaves.decode_leaf(block[at]).record  # type: ignore[assignment]
     except LaminaError:
         real = None
-    if other_kinds(block):
+    if other_kinds(side_by_side(block)):
         return  # it is none of ours any more
-    for group in read_columns(block):
+    for group in read_columns(side_by_side(block)):
         if isinstance(group, ContributionColumns) and at in group.rows.tolist():
             place = group.rows.tolist().index(at)
             assert real is not None
@@ -390,7 +395,7 @@ def test_a_block_finds_what_one_by_one_finds(seed: int, first: int, time: int) -
 
     def at_once() -> str | None:
         try:
-            checker().block(first, block, time, 0, {})
+            checker().block(first, side_by_side(block), time, 0, {})
         except VerificationStopped as error:
             return str(error)
         return None

@@ -36,7 +36,7 @@ from lamina.ledger.corpus_terms import CorpusTerms, adopt_policy, check_corpus_t
 from lamina.ledger.governance_records import MAX_KEY_EVENTS, Key, KeyChange, KeyEvent, KeyEvents, Role
 from lamina.ledger.key_state import GovernanceState, KeyState, PolicyInForce
 from lamina.ledger.records import KIND_NUMBERS, ContributionRecord, ContributionTerms, Record
-from lamina.ledger.store.rows import StoredLeaf, StoreReader, StoreWriter, head_of
+from lamina.ledger.store.rows import LeafBlock, StoredLeaf, StoreReader, StoreWriter, head_of
 from lamina.ledger.verify.contribution_checks import ContributionColumns, KeyIndexChecks, read_columns
 from lamina.ledger.writer import ConcurrentAppend, Ledger, append_if_size
 from lamina.plan.policy import Policy
@@ -165,10 +165,10 @@ class ClassMembership:
         self.ever_admitted[cls] += len(part[0])
 
 
-def _leaf_blocks(rows: Iterator[tuple[int, StoredLeaf]]) -> Iterator[list[StoredLeaf]]:
+def _leaf_blocks(rows: Iterator[tuple[int, StoredLeaf]]) -> Iterator[LeafBlock]:
     """Without their bodies: what is counted stands in the leaves."""
-    while block := [StoredLeaf(data.leaf, None) for _, data in islice(rows, _LEAVES_AT_ONCE)]:
-        yield block
+    while leaves := [data.leaf for _, data in islice(rows, _LEAVES_AT_ONCE)]:
+        yield LeafBlock(leaves, [None] * len(leaves))
 
 
 _MAX_READ_RATIO = 4  # leaves that are read for one that is wanted, before each is asked for by itself

@@ -183,7 +183,8 @@ def find_repeated_withdrawal(rows: StoreReader, record: Withdrawal, encoded: Enc
 
 def _same_record(there: StoredLeaf | None, encoded: EncodedRecord) -> bool:
     """Whether a leaf, pruned or not, is of this record: it holds the hash of its body."""
-    return there is not None and leaf_tail(there.leaf) == encoded.tail and there.leaf[:3] == encoded.head[:3]
+    head, tail, _ = encoded
+    return there is not None and leaf_tail(there.leaf) == tail and there.leaf[:3] == head[:3]
 
 
 def check_may_follow(
@@ -271,7 +272,7 @@ class AppendBatch:
         tail = stand.tail
         tail.follow(rows, stand.head)
         found = find_repeated_contributions(rows, lambda keys: tail.find(rows, keys), self._once, self.encoded)
-        for at, record in enumerate(self.records):
+        for at, record in enumerate(self.records if self.others else ()):
             if type(record) is Epoch:
                 seq = find_repeated_epoch(rows, record)
             elif type(record) is Withdrawal:
@@ -332,6 +333,8 @@ class AppendBatch:
 
     def _write_side_rows(self, rows: StoreWriter, new: Sequence[int], first: int) -> None:
         """What single records have beside their leaf."""
+        if not self.others and not self._blobs:
+            return
         attempts: list[AttemptRow] = []
         withdrawn: list[tuple[int, int]] = []
         evidence: list[tuple[int, bytes]] = []

@@ -85,7 +85,7 @@ class KeyHistory:
 
     def contributor_problem(self, at: int, issued: int | None = None) -> Violation | None:
         """The same of a contributor's key, which is named. Without `issued`, as far as that shows without it."""
-        name, role = f"key {self.key.id.hex()[:16]}", self.key.role
+        name, role = f"key {self.public.id.hex()[:16]}", self.key.role
         if role is not Role.CONTRIBUTOR:
             return Violation("verify.key-wrong-role", f"{name} has role {role.name.lower()}, not contributor")
         # Only the attestation says when it was signed: at the earliest when the key became valid.

@@ -128,7 +128,7 @@ class Frontier:
             raise
 
     def _check(self, batch: list[bytes]) -> None:
-        if not all(map(is_hash, batch)):
+        if set(map(type, batch)) != {bytes} or set(map(len, batch)) != {HASH_SIZE}:
             problem = f"a leaf hash must have {HASH_SIZE} bytes"
             raise LedgerError("ledger.leaf-hash-invalid", problem, "append leaf_hash(leaf), not the leaf")
         if self.size + len(batch) > MAX_TREE_SIZE:

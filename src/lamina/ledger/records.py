@@ -351,12 +351,8 @@ class KeptLeaf(NamedTuple):
     contribution: KeptContribution | None
 
 
-class EncodedRecord(NamedTuple):
-    """A record in CBOR: the beginning of its leaf up to the seq, the end from the hash of the body on, and the body."""
-
-    head: bytes
-    tail: bytes
-    body: bytes
+# A record in CBOR: the beginning of its leaf up to the seq, the end from the hash of the body on, and the body
+EncodedRecord = tuple[bytes, bytes, bytes]
 
 
 def encode_record(record: Record) -> EncodedRecord:
@@ -364,7 +360,7 @@ def encode_record(record: Record) -> EncodedRecord:
     if type(record) is ContributionRecord:
         return _encode_contribution(record)
     body = encode_body(record)
-    return EncodedRecord(_LEAF_HEADS[type(record)], _BODY_HASH + hashlib.sha256(body).digest(), body)
+    return _LEAF_HEADS[type(record)], _BODY_HASH + hashlib.sha256(body).digest(), body
 
 
 def encode_body(record: Record) -> bytes:
@@ -382,10 +378,10 @@ def encode_body(record: Record) -> bytes:
 
 def encode_leaf(record: Record, seq: int, time: int, epoch: int) -> StoredLeaf:
     """The leaf of a record, and its body."""
-    made = encode_record(record)
+    head, tail, body = encode_record(record)
     if (problem := _position_problem(seq, time, epoch)) is not None:
         raise LedgerError("ledger.leaf-malformed", problem)
-    return StoredLeaf(made.head + cbor_uint(seq) + encode_time_epoch(time, epoch) + made.tail, made.body)
+    return StoredLeaf(head + cbor_uint(seq) + encode_time_epoch(time, epoch) + tail, body)
 
 
 def encode_time_epoch(time: int, epoch: int) -> bytes:
@@ -461,7 +457,7 @@ def _position_problem(seq: object, time: object, epoch: object) -> str | None:
 
 
 def leaf_tail(data: bytes) -> bytes | None:
-    """The end of a leaf from the hash of its body on (`EncodedRecord.tail`); None if it does not begin like a leaf."""
+    """The end of a leaf from the hash of its body on (`EncodedRecord`); None if it does not begin like a leaf."""
     found = _MATCH_LEAF_START(data)
     return None if found is None else data[found.end() - 1 :]
 
@@ -502,8 +498,8 @@ def _encode_contribution(record: ContributionRecord) -> EncodedRecord:
     state.update(body)
     tail = _BODY_HASH + state.digest() + _DESCRIPTOR + record.descriptor + until + terms.in_leaf
     if subject is not None:
-        return EncodedRecord(_CONTRIBUTION_HEADS[11], tail + _SUBJECT + subject, body)
-    return EncodedRecord(_CONTRIBUTION_HEADS[10], tail, body)
+        return _CONTRIBUTION_HEADS[11], tail + _SUBJECT + subject, body
+    return _CONTRIBUTION_HEADS[10], tail, body
 
 
 def _read_contribution(data: StoredLeaf) -> Leaf | None:

@@ -8,9 +8,10 @@ for each. Leaves that differ elsewhere are grouped again, or left to the strict 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from hashlib import sha256
+from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import numpy as np
@@ -37,7 +38,7 @@ from lamina.ledger.records import (
     SegmentOutcome,
     decode_leaf,
 )
-from lamina.ledger.store.rows import StoredLeaf, StoreReader
+from lamina.ledger.store.rows import LeafBlock, StoredLeaf, StoreReader
 from lamina.ledger.verify.tree_checks import AggregateTallies, Finding, contributor_key, fail, fail_unreadable
 
 if TYPE_CHECKING:
@@ -79,18 +80,19 @@ class ContributionColumns:
     kids: frozenset[bytes] = frozenset()
 
 
-def other_kinds(data: Sequence[StoredLeaf]) -> list[int]:
+def other_kinds(data: LeafBlock) -> list[int]:
     """Positions of the leaves that do not begin like a contribution."""
     starts = {bytes((0xA0 | items, 1, _KIND)) for items in (10, 11)}
-    return [at for at, one in enumerate(data) if one[0][:3] not in starts]
+    return [at for at, one in enumerate(data.leaves) if one[:3] not in starts]
 
 
-def read_columns(block: Sequence[StoredLeaf]) -> Iterator[ContributionColumns | Ints]:
+def read_columns(block: LeafBlock) -> Iterator[ContributionColumns | Ints]:
     """The block in groups of one layout; last, the positions of the leaves to be read one by one."""
     left: list[Ints] = []
     alike: dict[tuple[int, int], list[int]] = {}
-    for row, (leaf, body) in enumerate(block):
-        alike.setdefault((len(leaf), -1 if body is None else len(body)), []).append(row)
+    widths = zip(map(len, block.leaves), [-1 if body is None else len(body) for body in block.bodies], strict=True)
+    for row, width in enumerate(widths):
+        alike.setdefault(width, []).append(row)
     for same in alike.values():
         rows: Ints = np.array(same, dtype=np.int64)
         for _ in range(_MOST_LAYOUTS):
@@ -108,7 +110,7 @@ def read_columns(block: Sequence[StoredLeaf]) -> Iterator[ContributionColumns | 
         yield alone
 
 
-def _same_layout_group(block: Sequence[StoredLeaf], rows: Ints) -> tuple[ContributionColumns, Ints] | None:
+def _same_layout_group(block: LeafBlock, rows: Ints) -> tuple[ContributionColumns, Ints] | None:
     """The leaves of the same layout as the first, and the other rows; None if the first is no valid contribution."""
     model = block[int(rows[0])]
     try:
@@ -130,9 +132,10 @@ def _same_layout_group(block: Sequence[StoredLeaf], rows: Ints) -> tuple[Contrib
         free[start + (group in numbers and stop - start > 1) : stop] = True  # the width of a number stays
     for _, at in key_places:
         free[at : at + 32] = True
-    stored = [block[row] for row in rows.tolist()]
-    whole = isinstance(first, ContributionRecord)
-    parts = [part for one in stored for part in one] if whole else [one.leaf for one in stored]
+    places, whole = rows.tolist(), isinstance(first, ContributionRecord)
+    bodies = [block.bodies[row] or b"" for row in places]
+    leaves = [block.leaves[row] for row in places]
+    parts = chain.from_iterable(zip(leaves, bodies, strict=True)) if whole else leaves
     table = np.frombuffer(b"".join(parts), np.uint8).reshape(-1, length)
     same = (table[:, ~free] == table[0, ~free]).all(axis=1)
     columns = {group: _number_column(table, *spans[group]) for group in numbers}
@@ -145,7 +148,7 @@ def _same_layout_group(block: Sequence[StoredLeaf], rows: Ints) -> tuple[Contrib
     if whole:
         same &= columns[_BEGIN] < columns[_END]
         start, stop = spans[_BODY_HASH]
-        hashes = b"".join([hashlib.sha256(one.body).digest() for one in stored])
+        hashes = b"".join([sha256(body).digest() for body in bodies])
         same &= (table[:, start:stop] == np.frombuffer(hashes, np.uint8).reshape(-1, 32)).all(axis=1)
 
     def prefixes(at: int) -> Prefixes:
@@ -170,7 +173,7 @@ def _same_layout_group(block: Sequence[StoredLeaf], rows: Ints) -> tuple[Contrib
             terms=first.terms,
             not_before=columns[_BEGIN][same],
             attestation=prefixes(spans[_ATTESTATION][0]),
-            kids=frozenset([(block[row].body or b"")[start:stop] for row in made.rows.tolist()]),
+            kids=frozenset([(block.bodies[row] or b"")[start:stop] for row in made.rows.tolist()]),
         )
     return made, rows[~same]
 
@@ -366,7 +369,7 @@ class AttestationChecks:
 
         if data is None:
             wrong("verify.attestation-missing", "its attestation is missing, though it is not pruned")
-        if hashlib.sha256(data).digest() != record.attestation:
+        if sha256(data).digest() != record.attestation:
             wrong("verify.attestation-swapped", "its stored attestation does not have the digest in the leaf")
         try:
             signed = Attestation.decode(data)
@@ -447,9 +450,7 @@ class ContributionChecks:
         self._latest = latest
         self._judged: tuple[int, dict[ContributionTerms, Violation | None]] = (-1, {})
 
-    def block(
-        self, first: int, data: Sequence[StoredLeaf], time: int, epoch: int, evidence: Mapping[int, bytes]
-    ) -> int:
+    def block(self, first: int, data: LeafBlock, time: int, epoch: int, evidence: Mapping[int, bytes]) -> int:
         """Check consecutive leaves from `first` on; the time of the last one."""
         times = np.empty(len(data), dtype=np.int64)
         suspect = np.zeros(len(data), dtype=np.bool_)
@@ -472,10 +473,10 @@ class ContributionChecks:
             times[row], suspect[row] = read[row].time, True
         self._upto(len(data), first, data, times, suspect, read, time, epoch)
         if self._attestations is not None:
-            for row, one in enumerate(data):
-                if one.body is None:
+            for row, body in enumerate(data.bodies):
+                if body is None:
                     continue
-                leaf = read.get(row) or decode_leaf(one)
+                leaf = read.get(row) or decode_leaf(data[row])
                 self.repeats.token(first + row, self._attestations.check(leaf, evidence.get(first + row)))
         for group in groups:
             self._remember_group(group, data)
@@ -485,7 +486,7 @@ class ContributionChecks:
         return int(times[-1])
 
     def _upto(
-        self, stop: int, first: int, data: Sequence[StoredLeaf], times: Ints, suspect: Flags, read: Mapping[int, Leaf],
+        self, stop: int, first: int, data: LeafBlock, times: Ints, suspect: Flags, read: Mapping[int, Leaf],
         time: int, epoch: int,
     ) -> None:  # fmt: skip
         """Check the suspects before `stop` one by one; time must not fall anywhere."""
@@ -542,7 +543,7 @@ class ContributionChecks:
             known[terms] = self._policy.violation(terms)
         return known[terms]
 
-    def _remember_group(self, group: ContributionColumns, data: Sequence[StoredLeaf]) -> None:
+    def _remember_group(self, group: ContributionColumns, data: LeafBlock) -> None:
         if not len(group.rows):
             return
         self.repeats.columns(group)
@@ -649,7 +650,7 @@ class WithdrawalChecks:
             reason = f"leaf {record.target} is withdrawn already, in leaf {before}"
             fail(seq, Withdrawal, "verify.withdrawn-twice", reason)
         data = None if record.request is None else self._rows.evidence(seq)
-        if data is not None and hashlib.sha256(data).digest() != record.request:
+        if data is not None and sha256(data).digest() != record.request:
             reason = "its stored request does not have the digest in the leaf"
             fail(seq, Withdrawal, "verify.withdrawal-request-swapped", reason)
         if record.run is not None and record.segment is not None:

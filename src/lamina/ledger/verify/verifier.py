@@ -7,7 +7,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import chain, islice
+from itertools import chain
 from time import time as system_time
 from typing import Any
 
@@ -32,6 +32,7 @@ from lamina.ledger.spending import Bound
 from lamina.ledger.store.rows import (
     RESERVATION_SEGMENT,
     WHOLE_BUDGET_SEGMENT,
+    LeafBlock,
     LedgerHead,
     RunHold,
     Store,
@@ -281,7 +282,6 @@ def unrecorded_spend(rows: StoreReader) -> tuple[UnrecordedSpend, ...]:
     )
 
 
-LEAVES_AT_ONCE = 4096  # in memory
 Progress = Callable[[int, int], None]
 
 
@@ -346,11 +346,8 @@ class LedgerReplay:
     def run(self, progress: Progress | None = None) -> None:
         """Replay all leaves; raises VerificationStopped at the first finding."""
         self._reach()
-        rows = self._rows.leaves(0, self.head.size)
-        while part := list(islice(rows, LEAVES_AT_ONCE)):
-            for first, data in _consecutive_rows(part):
-                if first < self.tree.size:
-                    fail(first, LEAF, "verify.leaf-twice", "the store holds this leaf twice")
+        for seqs, block in self._rows.blocks(0, self.head.size):
+            for first, data in _consecutive_leaves(seqs, block):
                 self._refuse_gap(first)
                 self._take(data)
             if progress is not None:
@@ -362,32 +359,32 @@ class LedgerReplay:
         if (first := self.tree.size) < stop:
             fail(first, LEAF, "verify.leaf-missing", "it is missing: it was deleted")
 
-    def _take(self, data: Sequence[StoredLeaf]) -> None:
+    def _take(self, data: LeafBlock) -> None:
         """Read consecutive leaves, in stretches up to the next checkpoint."""
         at = 0
         while at < len(data):
             stop = min(len(data), at + self._cut - self.tree.size)
-            self._stretch(data[at:stop])
+            self._stretch(data.part(at, stop))
             at = stop
             self._reach()
 
-    def _stretch(self, data: Sequence[StoredLeaf]) -> None:
-        first, hashes = self.tree.size, leaf_hashes([one.leaf for one in data])
+    def _stretch(self, data: LeafBlock) -> None:
+        first, hashes = self.tree.size, leaf_hashes(data.leaves)
         wrong = self.tree.differs(hashes)
-        self._records(first, data if wrong is None else data[:wrong])
+        self._records(first, data if wrong is None else data.part(0, wrong))
         if wrong is not None:
             kind, reason = _leaf_kind(data[wrong]), "its hash is not the one in the tree: it was edited"
             fail(first + wrong, kind, "verify.leaf-edited", reason)
         self.tree.extend(hashes)
 
-    def _records(self, first: int, data: Sequence[StoredLeaf]) -> None:
+    def _records(self, first: int, data: LeafBlock) -> None:
         evidence = {}
-        if self.attestations is not None and data:
+        if self.attestations is not None and len(data):
             evidence = dict(self._rows.evidences(first, first + len(data)))
         at = 0
         for stop in chain(other_kinds(data), [len(data)]):
             if at < stop:
-                block = data[at:stop]
+                block = data.part(at, stop)
                 self._time = self.contributions.block(first + at, block, self._time, self._epoch, evidence)
             if stop < len(data):
                 self._record(first + stop, data[stop])
@@ -478,15 +475,15 @@ class LedgerReplay:
             fail(self.checkpoints.trusted, TRUSTED_KEYS, "verify.trusted-signature-missing", reason)
 
 
-def _consecutive_rows(rows: Sequence[tuple[int, StoredLeaf]]) -> Iterator[tuple[int, list[StoredLeaf]]]:
-    """The rows in groups of consecutive leaves."""
-    if rows and rows[-1][0] - rows[0][0] == len(rows) - 1:  # the keys of a table are distinct and sorted
-        yield rows[0][0], [data for _, data in rows]
-        return
+def _consecutive_leaves(seqs: Sequence[int], block: LeafBlock) -> Iterator[tuple[int, LeafBlock]]:
+    """The block in parts without gaps."""
     start = 0
-    for at in chain((k for k in range(1, len(rows)) if rows[k][0] != rows[k - 1][0] + 1), [len(rows)]):
-        yield rows[start][0], [data for _, data in rows[start:at]]
-        start = at
+    if seqs[-1] - seqs[0] != len(seqs) - 1:  # the keys of a table are distinct and sorted
+        for at in range(1, len(seqs)):
+            if seqs[at] != seqs[at - 1] + 1:
+                yield seqs[start], block.part(start, at)
+                start = at
+    yield seqs[start], block.part(start, len(seqs))
 
 
 def _leaf_kind(data: StoredLeaf) -> str:
