@@ -20,6 +20,7 @@ from build import (
     begin,
     build,
     contribution,
+    policy_digest,
     segment,
     spent,
 )
@@ -37,8 +38,7 @@ from lamina.ledger.contribution_trace import (
     leaf_differences,
     trace_contribution,
 )
-from lamina.ledger.corpus_terms import policy_in_force
-from lamina.ledger.governance_records import PolicyChange, Release, Withdrawal, WithdrawalReason, policy_record_digest
+from lamina.ledger.governance_records import PolicyChange, Release, Withdrawal, WithdrawalReason
 from lamina.ledger.reader import find_contributions
 from lamina.ledger.records import ContributionRecord, EpochAccount, KeptContribution, SegmentOutcome
 from lamina.ledger.writer import Ledger
@@ -168,12 +168,8 @@ def test_the_depth_of_its_class_when_it_was_admitted_and_later(tmp_path: Path, s
     story = begin(str(tmp_path / "a.db"))
     (seq,) = story.admit([contribution(1, terms=replace(USUAL, profile=signed))])
     for profile in ("top=0.25", "top=0.25", "top=0.1"):
-        before = policy_in_force(story.ledger)
         presets = (replace(PRESETS[0], profile=profile), PRESETS[1])
-        change = PolicyChange(
-            floors=FLOORS, presets=presets, policy=before.policy, previous=policy_record_digest(before)
-        )
-        story.ledger.append([change])
+        story.govern(PolicyChange(floors=FLOORS, presets=presets, policy=policy_digest()))
     (late,) = story.admit([contribution(2)])
     found = of(story, seq)
     assert found.depths == ((seq, "top=0.5"), (seq + 1, "top=0.25"), (seq + 3, "top=0.1"))
