@@ -30,6 +30,7 @@ from build import (
     build,
     contribution,
     plan,
+    policy_digest,
     segment,
     signed_by,
 )
@@ -124,8 +125,9 @@ def part(items: tuple[Any, ...], which: int, **changes: Any) -> tuple[Any, ...]:
     return tuple(dataclasses.replace(each, **changes) if at == which else each for at, each in enumerate(items))
 
 
+_LOW = LedgerFloors(clip_norm=1, noise_multiplier=1)
 LOWER_FLOORS = PolicyChange(
-    floors=LedgerFloors(clip_norm=1, noise_multiplier=1), presets=PRESETS, policy=digest("low")
+    floors=_LOW, presets=PRESETS, policy=policy_digest(_LOW)
 )  # protects less than what was promised
 
 
@@ -598,7 +600,7 @@ def test_wrong_accountant_in_the_records(tmp_path: Path) -> None:
     story = begin(str(tmp_path / "a.db"), accountant="pld")
     story.admit([contribution(1), contribution(2, terms=STRICT)])
     story.spending.accountant = "rdp"
-    seq = story.epoch(RUNS[0], [segment(0, read=5)])
+    seq = story.epoch(RUNS[0], [segment(0, read=6)])
     signed_and_named(story, seq, "epoch", "verify.spend-over-reported")
 
 
@@ -1107,7 +1109,7 @@ def test_an_auditor_who_has_only_the_new_key_knows_the_old_checkpoints(story: St
     story.ledger.checkpoint()
     store = story.ledger.store
     with Ledger.open(story.ledger.name, new, clock=story.clock) as ledger:
-        change = PolicyChange(floors=ledger.header.floors, presets=PRESETS, policy=digest("p"))
+        change = PolicyChange(floors=ledger.header.floors, presets=PRESETS, policy=ledger.header.policy)
         ledger.append([authorised(ledger, change)])
         ledger.checkpoint()
     found = verify(store, trust=Trust(plain=(new.public,)), seen=[old])
@@ -1135,7 +1137,7 @@ def test_what_a_run_has_charged_it_does_not_forget(story: Story) -> None:
     story.later(HOUR)
     story.epoch(RUNS[0], [segment(0, read=story.ledger.size)])
     story.later(HOUR)
-    story.epoch(RUNS[0], [segment(0, 1, read=1, outcome=SegmentOutcome.ABANDONED)], scales={USUAL: 1.0})
+    story.epoch(RUNS[0], [segment(0, 1, read=1, outcome=SegmentOutcome.ABANDONED)], scales={WHOLE_CLASS: 1.0})
     story.later(HOUR)
     seq = story.epoch(RUNS[0], [segment(1, read=story.ledger.size)], scales={USUAL: 1.0})
     found = verify(story.ledger.store).problem
@@ -1147,9 +1149,10 @@ def test_the_strictest_promise_of_all_segments_holds(story: Story, hidden: bool)
     story.later(HOUR)
     strict = (dataclasses.replace(PRESETS[0], noise_multiplier=400_000_000), *PRESETS[1:])
     header = story.ledger.header
-    story.govern(PolicyChange(floors=header.floors, presets=strict, policy=digest("p")))
+    story.govern(PolicyChange(floors=header.floors, presets=strict, policy=header.policy))
     story.later(HOUR)
-    segments = [segment(0, 1, read=story.ledger.size), segment(1, read=story.ledger.size, after=1)]
+    again = int(hidden)
+    segments = [segment(0, again, read=story.ledger.size), segment(1, read=story.ledger.size, after=again or None)]
     first = [segment(0, read=1, outcome=SegmentOutcome.ABANDONED)] if hidden else []
     seq = story.epoch(RUNS[0], [*first, *segments], scales={ContributionTerms("clinical", "ecg", 0, 0): 1.0})
     signed_and_named(story, seq, "epoch", "verify.bound-exceeded")

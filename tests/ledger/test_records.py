@@ -57,6 +57,7 @@ from lamina.ledger.records import (
     EpochAccount,
     EpochCharge,
     KeptContribution,
+    NoiseChange,
     Record,
     Segment,
     SegmentOutcome,
@@ -75,9 +76,11 @@ SIGNED = (PartySignature(key=AUDITOR.public.id, signature=bytes(64)),)
 CHANGE = PolicyChange(
     floors=LedgerFloors(clip_norm=1), presets=header().presets, policy=digest("new"), authorization=LEAVE
 )
+OLD: dict[str, Any] = {"policy": digest("policy"), "version": "lamina 0.1.0; dp-accounting 0.6.0"}
+PARENT = ParentLedger(origin="old.example/ledger", size=7, root=digest("root"))
 SAMPLES: list[Record] = [
-    header(),
-    header(parent=ParentLedger(origin="old.example/ledger", size=7, root=digest("root")), witnesses=1, cose_alg=-19),
+    header(**OLD),
+    header(parent=PARENT, witnesses=1, cose_alg=-19, **OLD),
     admitted(1),
     admitted(2, anchor=digest("anchor")),
     admitted(3, subject=digest("subject")),
@@ -490,11 +493,13 @@ def test_signed_messages_are_of_one_ledger_and_one_content() -> None:
 def test_an_epoch_has_no_field_for_what_is_secret() -> None:
     """Who was sampled, batch sizes, seeds, drawn noise, norms, losses, durations: there is no place for them."""
     names = {
-        kind: {each.name for each in schema_of(kind).fields} for kind in (Epoch, Segment, EpochAccount, EpochCharge)
+        kind: {each.name for each in schema_of(kind).fields}
+        for kind in (Epoch, Segment, NoiseChange, EpochAccount, EpochCharge)
     }
     assert names == {
-        Epoch: {"run", "segments", "plan", "variance", "accounts", "state", "previous"},
-        Segment: {"index", "generation", "nonce", "first", "last", "eligibility", "outcome", "after"},
+        Epoch: {"run", "segments", "plan", "variance", "accounts", "state", "previous", "changes"},
+        Segment: {"index", "generation", "nonce", "first", "last", "eligibility", "outcome", "after", "unrecorded"},
+        NoiseChange: {"step", "variance"},
         EpochAccount: {"cls", "clip_norm", "noise_multiplier", "scale", "charges", "spend"},
         EpochCharge: {"sigma", "rate", "steps", "order"},
     }
@@ -503,7 +508,7 @@ def test_an_epoch_has_no_field_for_what_is_secret() -> None:
 CDDL = {
     "header": Header, "parent": ParentLedger, "floors": LedgerFloors, "preset": Preset, "key": Key,
     "contribution": ContributionBody, "contribution-leaf": KeptContribution,
-    "epoch": Epoch, "segment": Segment, "account": EpochAccount, "charge": EpochCharge,
+    "epoch": Epoch, "segment": Segment, "noise-change": NoiseChange, "account": EpochAccount, "charge": EpochCharge,
     "withdrawal": Withdrawal, "key-events": KeyEvents, "key-event": KeyEvent, "authorization": Authorization,
     "aggregate": Aggregate, "span": LeafSpan, "class-total": ClassTotal,
     "policy-change": PolicyChange, "signed": PartySignature, "release": Release, "terms-change": TermsChange,

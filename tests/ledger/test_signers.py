@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from build import begin, contribution, segment
+from build import STRICT, begin, contribution, segment
 from making import AUDITOR, GOVERNING, LEDGER, ORIGIN, OTHER, START, Clock, admitted, authorised, create, digest, key
 from refusals import raises_code
 
@@ -184,7 +184,7 @@ def test_events_that_verify_would_refuse_are_not_written(path: str, events: list
 def test_a_rotated_ledger_verifies_from_end_to_end(path: str) -> None:
     story = begin(path)
     story.sign()
-    story.admit(contribution(n) for n in range(4))
+    story.admit([*(contribution(n) for n in range(3)), contribution(3, terms=STRICT)])
     story.later(7200)
     now = int(story.clock.now)
     story.govern(rotate(LEDGER, OTHER, now), LEDGER)

@@ -7,12 +7,29 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from build import CAROL, HOUR, OPEN, RUNS, STRICT, USUAL, Story, begin, build, contribution, segment, spent
+from build import (
+    CAROL,
+    FLOORS,
+    HOUR,
+    OPEN,
+    PRESETS,
+    RUNS,
+    STRICT,
+    USUAL,
+    Story,
+    begin,
+    build,
+    contribution,
+    policy_digest,
+    segment,
+    spent,
+)
 from forge import sql
 from making import LEDGER, Clock, digest
 from refusals import raises_code
 
 from lamina.admit.contribution_sources import Contribution
+from lamina.cli.ledger.record_commands import trace_page
 from lamina.errors import LedgerError
 from lamina.ledger.contribution_trace import (
     ContributionTrace,
@@ -21,7 +38,7 @@ from lamina.ledger.contribution_trace import (
     leaf_differences,
     trace_contribution,
 )
-from lamina.ledger.governance_records import Release, Withdrawal, WithdrawalReason
+from lamina.ledger.governance_records import PolicyChange, Release, Withdrawal, WithdrawalReason
 from lamina.ledger.reader import find_contributions
 from lamina.ledger.records import ContributionRecord, EpochAccount, KeptContribution, SegmentOutcome
 from lamina.ledger.writer import Ledger
@@ -144,6 +161,23 @@ def test_a_plan_that_is_gone(story: Story, tmp_path: Path) -> None:
         found = trace_contribution(ledger, ledger.leaf(story.at["first"] + 1))
     assert found.spend == spent((4.0, 40), (5.0, 10))
     assert found.epochs[0].variance == {"layer 0": 0.0, "layer 1": 0.0, "layer 2": 16.0, "layer 3": 16.0}
+
+
+@pytest.mark.parametrize("signed", [None, "top=0.5", "top=0.75"])
+def test_the_depth_of_its_class_when_it_was_admitted_and_later(tmp_path: Path, signed: str | None) -> None:
+    story = begin(str(tmp_path / "a.db"))
+    (seq,) = story.admit([contribution(1, terms=replace(USUAL, profile=signed))])
+    for profile in ("top=0.25", "top=0.25", "top=0.1"):
+        presets = (replace(PRESETS[0], profile=profile), PRESETS[1])
+        story.govern(PolicyChange(floors=FLOORS, presets=presets, policy=policy_digest()))
+    (late,) = story.admit([contribution(2)])
+    found = of(story, seq)
+    assert found.depths == ((seq, "top=0.5"), (seq + 1, "top=0.25"), (seq + 3, "top=0.1"))
+    assert found.to_dict()["depth"][1] == {"index": seq + 1, "profile": "top=0.25"}
+    lines = [line.strip() for line in trace_page(found).splitlines()]
+    at = lines.index("depth      top=0.5" + (", signed top=0.75" if signed == "top=0.75" else ""))
+    assert lines[at + 1 : at + 3] == [f"top=0.25 from leaf {seq + 1} on", f"top=0.1 from leaf {seq + 3} on"]
+    assert of(story, late).depths == ((late, "top=0.1"),)
 
 
 def test_the_account_of_a_bound() -> None:

@@ -32,26 +32,14 @@ from build import (
     build,
     contribution,
     plan,
+    policy_digest,
     segment,
 )
 from build import header as full
 from forge import appended, leaf, replacing, rewritten, sql
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from making import (
-    AUDITOR,
-    GOVERNING,
-    LEDGER,
-    ORIGIN,
-    OTHER,
-    SECOND,
-    START,
-    WITNESS,
-    Clock,
-    admitted,
-    attestation,
-    digest,
-)
+from making import AUDITOR, GOVERNING, LEDGER, ORIGIN, OTHER, SECOND, START, WITNESS, Clock, admitted, attestation
 from making import create as create_plain
 from refusals import raises_code
 
@@ -78,6 +66,7 @@ from lamina.ledger.signed_checkpoint import NoteKey
 from lamina.ledger.spending import Spending, planned_charges, signed_spend, whole_plan_charges
 from lamina.ledger.store.rows import LeafBlock, StoredLeaf
 from lamina.ledger.verify.contribution_checks import (
+    AdmittedMembers,
     AttestationChecks,
     ContributionChecks,
     ContributionColumns,
@@ -373,7 +362,8 @@ def checker(signatures: bool = False) -> ContributionChecks:
     opened = full()
     keys, policy = KeyState(opened), PolicyInForce(opened)
     attestations = AttestationChecks(ORIGIN, keys, None) if signatures else None
-    return ContributionChecks(policy, keys, attestations, AggregateTallies({}), None, 2**40)
+    members = AdmittedMembers(policy, keys, {})
+    return ContributionChecks(policy, keys, attestations, AggregateTallies({}), None, members, 2**40)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -645,7 +635,7 @@ def test_a_stricter_policy_binds_whoever_comes_later(tmp_path: Path) -> None:
     story = begin(path)
     story.admit([contribution(1), contribution(2, terms=STRICT)])
     doubled = tuple(dataclasses.replace(each, noise_multiplier=2 * each.noise_multiplier) for each in PRESETS)
-    story.govern(PolicyChange(floors=FLOORS, presets=doubled, policy=digest("p")))
+    story.govern(PolicyChange(floors=FLOORS, presets=doubled, policy=policy_digest()))
     story.admit([contribution(3, terms=STRICT)])
     story.sign()
     assert verify(path).verified

@@ -13,6 +13,7 @@ from making import AUDITOR, LEDGER, ORIGIN, START, TWO_OWNERS, WITNESS, Clock, a
 from lamina.account.accountants import find_accountant
 from lamina.account.schedule import Event
 from lamina.admit.attestation import Descriptor, attest, subject_tag
+from lamina.admit.checks import hash_of_floors
 from lamina.admit.keys import PrivateKey
 from lamina.ledger import signed_checkpoint
 from lamina.ledger.governance_records import (
@@ -40,7 +41,7 @@ from lamina.ledger.records import (
     SegmentOutcome,
 )
 from lamina.ledger.retention import Retention
-from lamina.ledger.schema import nano_epsilon
+from lamina.ledger.schema import nano_epsilon, program_version
 from lamina.ledger.spending import Spending, planned_charges
 from lamina.ledger.writer import Ledger
 from lamina.plan.step_plan import PlannedClass, PlannedLayer, StepPlan
@@ -57,6 +58,11 @@ PRESETS = (
 USUAL = ContributionTerms("clinical", "ecg", 1_000_000, 1_000_000, "top=0.5")
 STRICT = ContributionTerms("clinical", "ecg", 500_000, 4_000_000, "top=0.5")
 OPEN = ContributionTerms("open", "ecg", 0, 0)
+
+
+def policy_digest(floors: LedgerFloors = FLOORS, origin: str = ORIGIN) -> bytes:
+    """What contributors sign where these floors are in force."""
+    return hash_of_floors(origin, floors.clip_norm, floors.noise_multiplier)
 
 
 def plan(steps: int = 100, **changes: Any) -> StepPlan:
@@ -87,11 +93,11 @@ def header(**changes: Any) -> Header:
     given: dict[str, Any] = {
         "origin": ORIGIN,
         "accountant": "rdp",
-        "version": "lamina 0.1.0; dp-accounting 0.6.0",
+        "version": program_version(),
         "delta": 1e-5,
         "floors": FLOORS,
         "presets": PRESETS,
-        "policy": digest("policy"),
+        "policy": policy_digest(changes.get("floors", FLOORS), changes.get("origin", ORIGIN)),
         "granularity": 4,
         "retention": YEAR,
         "epoch_clock": HOUR,
@@ -134,7 +140,7 @@ def contribution(
         commitment=digest("payload", number),
         items=1,
         nonce=digest("nonce", number)[:16],
-        policy=digest("policy"),
+        policy=policy_digest(origin=origin),
         audience=origin,
         anchor=anchor,
     )
@@ -295,13 +301,8 @@ def build(where: str, *, prune: bool = True, **changes: Any) -> Story:
         ],
     )
     story.sign()
-    at["policy"] = story.govern(
-        PolicyChange(
-            floors=LedgerFloors(clip_norm=200_000, noise_multiplier=500_000),
-            presets=PRESETS,
-            policy=digest("policy", 2),
-        )
-    )
+    higher = LedgerFloors(clip_norm=200_000, noise_multiplier=500_000)
+    at["policy"] = story.govern(PolicyChange(floors=higher, presets=PRESETS, policy=policy_digest(higher)))
     now = int(story.clock.now)
     bobby = Key(name="contributor-bobby", x=BOBBY.public.x, role=Role.CONTRIBUTOR)
     at["rotation"] = story.govern(KeyEvent(change=KeyChange.ROTATE, key=bobby, target=BOB.public.id, effective=now))

@@ -147,7 +147,7 @@ def plan(steps: int = 40, sigma: float = 6.0, **changes: Any) -> StepPlan:
         ),
         "clip": ((0.8, 0.6), (0.0, 0.5)),
         "noise": (sigma, sigma),
-        "batch": 20.0,
+        "batch": 40.0,
         "steps": steps,
         "accountant": "rdp",
     }

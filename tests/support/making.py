@@ -8,6 +8,7 @@ from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from lamina.admit.checks import hash_of_floors
 from lamina.admit.keys import PrivateKey
 from lamina.ledger.governance_records import (
     GoverningRecord,
@@ -30,6 +31,7 @@ from lamina.ledger.records import (
     Segment,
     SegmentOutcome,
 )
+from lamina.ledger.schema import program_version
 from lamina.ledger.writer import Ledger
 
 ORIGIN = "clinic.example/ledger"
@@ -86,7 +88,7 @@ def header(**changes: Any) -> Header:
     given: dict[str, Any] = {
         "origin": ORIGIN,
         "accountant": "pld",
-        "version": "lamina 0.1.0; dp-accounting 0.6.0",
+        "version": program_version(),
         "delta": 1e-5,
         "floors": LedgerFloors(clip_norm=100_000, noise_multiplier=500_000),
         "presets": (
@@ -95,7 +97,7 @@ def header(**changes: Any) -> Header:
             ),
             Preset(cls="open", clip_norm=0, noise_multiplier=0, public=True, profile="all layers"),
         ),
-        "policy": digest("policy"),
+        "policy": hash_of_floors(ORIGIN, 100_000, 500_000),
         "retention": 1000,
         "keys": (
             *PARTIES,

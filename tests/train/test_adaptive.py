@@ -25,8 +25,12 @@ from lamina.allocate.ladp import LADP
 from lamina.corpus.sampler import Sampler
 from lamina.engine.engine import Engine
 from lamina.errors import BudgetExceeded
+from lamina.ledger.reader import LedgerReader
+from lamina.ledger.records import MAX_NOISE_VALUES, Epoch
+from lamina.ledger.verify.verifier import verify
 from lamina.plan.rules import Choose, FollowBudget, FollowEnergy, FollowQuantile
 from lamina.spend.accounts import charges_in_declared_steps, follows_budget, plan_charges
+from lamina.train import segments
 
 LAMINAS: dict[str, Any] = {
     "shares": LADP(),
@@ -75,6 +79,49 @@ def test_it_costs_what_the_plan_says_and_really_adapts(name: str, tmp_path: Path
         assert outcome.epsilon[k] <= outcome.total[k] <= bound
     figures = read_figures(tmp_path / "run")
     assert figures["classes"]["clinical"]["epsilon"] == outcome.epsilon["clinical"]
+
+
+def epochs_of(folder: Path) -> list[Epoch]:
+    with LedgerReader.read_only(str(folder / "tests.ledger.db")) as ledger:
+        return [leaf.record for leaf in ledger.of_kind(Epoch) if isinstance(leaf.record, Epoch)]
+
+
+@pytest.mark.parametrize("name", list(LAMINAS))
+@pytest.mark.parametrize("room", [MAX_NOISE_VALUES, 12])
+def test_every_noise_that_was_applied_is_in_an_epoch(
+    name: str, room: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What each step was noised with, as the engine begins it, against what the ledger says of that step."""
+    applied: dict[int, tuple[float, ...]] = {}
+    begin = Engine._begin
+
+    def watched(engine: Engine) -> Any:
+        found = begin(engine)
+        applied[found.step] = tuple(s * s for s in engine.applied.noise)
+        return found
+
+    monkeypatch.setattr(Engine, "_begin", watched)
+    monkeypatch.setattr(segments, "MAX_NOISE_VALUES", room)
+    plan = plan_of(name)
+    trainer(tmp_path / "run", plan=plan).fit()
+    told: list[tuple[float, ...]] = []
+    for epoch in epochs_of(tmp_path):
+        assert len(epoch.changes or ()) <= max(1, room // len(plan.layers)) + 1
+        told += [variance for steps, variance in epoch.applied for _ in range(steps)]
+    assert told == [applied[step] for step in range(plan.steps)]
+    assert len(set(told)) > 1 or name == "budget"
+    assert verify(str(tmp_path / "tests.ledger.db")).problem is None
+
+
+@pytest.mark.parametrize("name", ["choices", "quantile"])
+def test_a_ledger_that_was_lost_is_told_the_noise_again(name: str, tmp_path: Path) -> None:
+    made = trainer(tmp_path / "run", plan=plan_of(name))
+    made.fit()
+    before = [(each.variance, each.changes) for each in epochs_of(tmp_path)]
+    lose_ledger(tmp_path)
+    trainer(tmp_path / "run", plan=plan_of(name), ledger=tmp_path / "tests.ledger.db").fit()
+    assert [(each.variance, each.changes) for each in epochs_of(tmp_path)] == before
+    assert any(changes for _, changes in before)
 
 
 def test_a_choice_shows_in_epsilon() -> None:

@@ -70,5 +70,6 @@ def test_what_cannot_be_compared_is_said() -> None:
     model, under = stacked(), policy({"top": 0.5})
     plan = planned(model, under)
     layers = zip(plan.layers, reversed(plan.layers), strict=True)  # in an order that an example may have given
-    turned = replace(plan, layers=tuple(replace(one, depth=other.depth, spans=other.spans) for one, other in layers))
+    placed = (replace(one, depth=other.depth, spans=other.spans) for one, other in layers)
+    turned = replace(plan, layers=tuple(placed)[::-1])
     assert check_depth_profiles(model, under, turned) == DEPTH_NOT_COMPARED

@@ -32,6 +32,7 @@ from lamina.ledger.records import ContributionRecord
 from lamina.ledger.verify.verifier import verify
 from lamina.ledger.withdrawal import withdraw
 from lamina.ledger.writer import Ledger
+from lamina.spend.accounts import SignedAccount
 
 
 @pytest.fixture
@@ -437,6 +438,12 @@ def test_a_bound_that_no_scale_keeps_is_never_sampled(hospital: Hospital) -> Non
     assert not any("z=400" in name for name in names)
     outcome = hospital.trainer(corpus=corpus, model=model, plan=plan).fit()
     assert any(note.startswith("2 admitted contributions are not sampled") for note in outcome.notes)
+
+
+def test_a_bound_that_nobody_signed_has_no_account(hospital: Hospital) -> None:
+    made = SignedAccount(name="clinical@c=1,z=9", cls="clinical", scale=0.1, epsilon=1.0)
+    with raises_code("train.account-not-signed"):
+        hospital.trainer("a", accounts=[made])
 
 
 def test_one_account_per_distinct_bound_and_a_second_run_is_refused_by_name(strict: Hospital) -> None:

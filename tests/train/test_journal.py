@@ -33,6 +33,7 @@ from lamina.train.journal import (
     Journal,
     JournalMoved,
     JournalRecord,
+    NoiseApplied,
     RunEnded,
     RunStarted,
     from_body,
@@ -612,6 +613,14 @@ any_record = st.one_of(
     st.builds(RunStarted, run=names, salt=digests, place=numbers),
     st.builds(AttemptClosed, segment=numbers, generation=numbers, nonce=nonces, checkpoint=digests),
     st.builds(AttemptAbandoned, segment=numbers, generation=numbers, nonce=nonces, charged=st.booleans()),
+    st.builds(
+        NoiseApplied,
+        segment=numbers,
+        generation=numbers,
+        nonce=nonces,
+        steps=st.lists(numbers, max_size=3).map(tuple),
+        variance=st.lists(st.lists(finite, max_size=3).map(tuple), max_size=3).map(tuple),
+    ),
     st.builds(JournalMoved, place=numbers),
     st.builds(RunEnded, steps=numbers, reason=st.text()),
 )

@@ -45,7 +45,15 @@ def floors_hash(policy: Policy) -> bytes:
 
 
 def _floors_hash(origin: str, floors: PolicyFloors) -> bytes:
-    content = {"origin": origin, "floors": floors.model_dump(exclude_none=True)}
+    return hash_of_floors(
+        origin, _scaled(floors.clip_norm or 0.0, ROUND_FLOOR), _scaled(floors.noise_multiplier or 0.0, ROUND_CEILING)
+    )
+
+
+def hash_of_floors(origin: str, clip_norm: int, noise_multiplier: int) -> bytes:
+    """The same from floors in 1e-6, in which contributions are held to them and a ledger states them; 0 is no floor."""
+    floors = {"clip_norm": clip_norm / MICRO, "noise_multiplier": noise_multiplier / MICRO}
+    content = {"origin": origin, "floors": {name: value for name, value in floors.items() if value}}
     return hashlib.sha256(cbor.encode(content, floats=True)).digest()
 
 

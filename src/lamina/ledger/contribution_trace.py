@@ -17,7 +17,7 @@ from lamina.admit.attestation import Attestation, Descriptor, commit
 from lamina.admit.contribution_sources import Contribution
 from lamina.admit.keys import format_utc
 from lamina.errors import LaminaError
-from lamina.ledger.governance_records import KeyChange, KeyEvents, Release
+from lamina.ledger.governance_records import Header, KeyChange, KeyEvents, PolicyChange, Release
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.records import (
     ContributionRecord,
@@ -40,7 +40,7 @@ from lamina.plan.step_plan import StepPlan
 class EpochExposure:
     """One epoch in which it was eligible.
 
-    variance    S² of the layers that its class reaches, as applied; by name, where the plan is known
+    variance    S² of the layers that its class reaches, the least that was applied; by name, where the plan is known
     multiplier  sigma of one step, for this contribution
     spend       ε that it has lost after this epoch, in 1e-9, over all runs: by its own charges alone
     account     what the ledger states for its bound; not less, since others were eligible before it
@@ -71,6 +71,7 @@ class ContributionTrace:
     releases: tuple[Leaf, ...]
     signed: int | None  # the most that it may lose, in 1e-9; None if it is public
     unused: int  # epochs in which it was eligible and nobody with its bound was charged
+    depths: tuple[tuple[int, str], ...] = ()  # the depth profile of its class: from which leaf on, which
 
     @property
     def record(self) -> ContributionRecord | KeptContribution:
@@ -104,6 +105,7 @@ class ContributionTrace:
             **{name: told[name] for name in ("descriptor", "anchor", "attestation", "key", "not_before", "expires")},
             **told["terms"],
             "pruned": told["pruned"],
+            "depth": [{"index": seq, "profile": profile} for seq, profile in self.depths],
             "epsilon": epsilon_or_none(self.spend),
             "epsilon_signed": None if self.signed is None else epsilon_or_none(self.signed),
             "epsilon_remaining": None if self.remaining is None else epsilon_or_none(self.remaining),
@@ -162,7 +164,22 @@ def trace_contribution(ledger: LedgerReader, leaf: Leaf) -> ContributionTrace:
         releases=story.releases(),
         signed=story.signed(),
         unused=story.unused,
+        depths=tuple(_class_depths(ledger, leaf, story.record.bound[0])),
     )
+
+
+def _class_depths(ledger: LedgerReader, leaf: Leaf, cls: str) -> list[tuple[int, str]]:
+    """The depth profile of a class when a leaf was written, and every other one that was in force later."""
+    found: list[tuple[int, str]] = []
+    records = [(0, ledger.header), *((each.seq, each.record) for each in ledger.of_kind(PolicyChange))]
+    for seq, record in records:
+        assert isinstance(record, Header | PolicyChange)
+        for preset in (each for each in record.presets if each.cls == cls):
+            if seq < leaf.seq:
+                found = [(leaf.seq, preset.profile)]
+            elif not found or preset.profile != found[-1][1]:
+                found.append((seq, preset.profile))
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,12 +299,11 @@ def _own_charges(plan: StepPlan | None, account: EpochAccount, segments: Sequenc
 
 
 def _reached_variance(plan: StepPlan | None, epoch: Epoch, cls: str) -> dict[str, float]:
+    least = [min(values) for values in zip(*(variance for _, variance in epoch.applied), strict=True)]
     if plan is None:
-        return {f"layer {at}": value for at, value in enumerate(epoch.variance)}
+        return {f"layer {at}": value for at, value in enumerate(least)}
     reached = plan.clip[plan.index(cls)] if any(each.name == cls for each in plan.classes) else ()
-    return {
-        layer.name: value for layer, value, clip in zip(plan.layers, epoch.variance, reached, strict=False) if clip > 0
-    }
+    return {layer.name: value for layer, value, clip in zip(plan.layers, least, reached, strict=False) if clip > 0}
 
 
 def _exposure_to_dict(each: EpochExposure) -> dict[str, Any]:

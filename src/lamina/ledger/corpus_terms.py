@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +20,22 @@ from lamina.admit.checks import floors_hash, preset, profile_text, to_micro
 from lamina.admit.keys import PrivateKey, PublicKey, folder_lock
 from lamina.admit.signing import SECONDS_PER_YEAR
 from lamina.errors import LedgerError
-from lamina.ledger.governance_records import Header, Key, LedgerFloors, PolicyChange, Preset, Role, sign_header
+from lamina.ledger.governance_records import (
+    NO_POLICY,
+    Header,
+    Key,
+    LedgerFloors,
+    PolicyChange,
+    Preset,
+    Role,
+    sign_header,
+)
 from lamina.ledger.key_state import GovernanceState
-from lamina.ledger.schema import ORIGIN, PROFILE
+from lamina.ledger.schema import ORIGIN, PROFILE, program_version
 from lamina.ledger.store.sqlite import is_postgres_url, ledger_exists
 from lamina.ledger.writer import Ledger
 from lamina.plan.policy import Policy
 from lamina.plan.step_plan import PlannedClass, StepPlan
-
-NO_POLICY = hashlib.sha256(b"lamina/no policy\n").digest()
 
 _DELTA_WITHOUT_NOISE = 1e-6  # of a plan that owes nobody noise: nothing is ever stated at it
 _MAX_SLUG = 100  # characters of a slug
@@ -95,7 +101,7 @@ class CorpusTerms:
         return Header(
             origin=self.origin,
             accountant=self.accountant,
-            version=f"lamina {version('lamina')}; dp-accounting {version('dp-accounting')}",
+            version=program_version(),
             delta=self.delta,
             floors=self.floors,
             presets=self.presets,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import hashlib
 import json
 from collections.abc import Iterable
 from dataclasses import replace
@@ -11,7 +12,8 @@ from itertools import pairwise
 
 from lamina import cbor
 from lamina.account.accountants import find_accountant
-from lamina.admit.keys import PrivateKey, PublicKey
+from lamina.admit.checks import hash_of_floors
+from lamina.admit.keys import ALGORITHMS, PrivateKey, PublicKey
 from lamina.admit.signing import SECONDS_PER_YEAR
 from lamina.errors import AccountingError, BadKey, EncodingError, LaminaError, LedgerError
 from lamina.ledger.schema import (
@@ -37,6 +39,7 @@ from lamina.ledger.schema import (
     integer,
     ledger_record,
     nested,
+    one_of,
     schema_of,
     stored,
     tuple_of,
@@ -210,6 +213,17 @@ class Preset:
     population: int | None = stored(6, COUNT, default=None)
 
 
+NO_POLICY = hashlib.sha256(b"lamina/no policy\n").digest()
+
+
+def check_policy_digest(origin: str, floors: LedgerFloors, policy: bytes) -> None:
+    """LedgerError unless `policy`, which contributors sign, is the digest of these floors, or of having no policy."""
+    stated = hash_of_floors(origin, floors.clip_norm, floors.noise_multiplier)
+    if policy != stated and (policy != NO_POLICY or floors != LedgerFloors()):
+        problem = f"contributors sign the policy {policy.hex()[:16]}, the floors of this record are {stated.hex()[:16]}"
+        raise LedgerError("ledger.policy-digest-differs", problem, "state the floors that contributors sign")
+
+
 @ledger_record()
 class PolicyChange:
     """The floors and presets that hold from here on, whole. `policy` is the digest that contributors sign from now on."""
@@ -329,7 +343,7 @@ class Header:
     policy: bytes = stored(8, DIGEST)
     profile_schema: int = stored(9, COUNT, default=1)
     granularity: int = stored(10, integer(1, 1 << 20), default=1)
-    cose_alg: int = stored(11, integer(-19, -8), default=-8)
+    cose_alg: int = stored(11, one_of(*ALGORITHMS), default=-8)
     retention: int = stored(12, COUNT, default=SECONDS_PER_YEAR)
     epoch_clock: int = stored(13, integer(1, 86_400), default=3600)
     keys: tuple[Key, ...] = stored(14, tuple_of(nested(Key), 1, MAX_KEYS))

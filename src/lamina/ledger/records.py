@@ -190,6 +190,7 @@ def _raise_invalid(record: ContributionRecord) -> None:
 MAX_SEGMENTS = 1024
 MAX_LAYERS = 16_384
 MAX_ACCOUNTS = 1024
+MAX_NOISE_VALUES = 8192  # of the changes of an epoch: a run ends a segment before there are more
 _MAX_FLOAT = 1.7e308
 
 
@@ -207,7 +208,8 @@ class Segment:
     (run, index, generation) names it; `nonce` tells it from an attempt that a copy of the run made under the same name.
     `after` is the generation of the segment before it that its weights come from; None for the first, 0.
     `eligibility` is the number of leaves that were read when its membership was frozen: contributions admitted, and not
-    withdrawn, in the leaves before that. Who of them was sampled is nowhere.
+    withdrawn, in the leaves before that. Who of them was sampled is nowhere. `unrecorded` counts earlier generations of
+    which the ledger knew nothing: a copy of the run left them to the run, or the ledger was put back from a copy.
     """
 
     index: int = stored(1, COUNT)
@@ -218,6 +220,7 @@ class Segment:
     eligibility: int = stored(6, SEQ)
     outcome: SegmentOutcome = stored(7, enum_member(SegmentOutcome))
     after: int | None = stored(8, integer(1, 2**53), default=None)
+    unrecorded: int | None = stored(9, integer(1, 2**53), default=None)
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -266,6 +269,17 @@ class EpochAccount:
         return f"{self.cls}/{self.clip_norm}/{self.noise_multiplier}"
 
 
+_VARIANCE = tuple_of(exact_float_in(0.0, _MAX_FLOAT), 1, MAX_LAYERS)
+
+
+@ledger_record()
+class NoiseChange:
+    """From `step` on, S² per layer is `variance`: a rule of the plan moved it."""
+
+    step: int = stored(1, COUNT)
+    variance: tuple[float, ...] = stored(2, _VARIANCE)
+
+
 @ledger_record()
 class Epoch:
     """Segments of one run under one plan, closed together.
@@ -273,6 +287,7 @@ class Epoch:
     run       16 bytes that name it
     plan      digest of the StepPlan, whose bytes are a blob of the store
     variance  S² per layer as the plan applied it, in its order of layers; never measured from what was drawn
+    changes   every S² after that, where a rule of the plan moved it; then the epoch has one segment
     state     digest of the public state of the accountant after it
     previous  digest of the checkpoint before it, which the ledger fills in; absent before the first
     """
@@ -280,13 +295,22 @@ class Epoch:
     run: bytes = stored(1, RUN)
     segments: tuple[Segment, ...] = stored(2, tuple_of(nested(Segment), 1, MAX_SEGMENTS))
     plan: bytes = stored(3, DIGEST)
-    variance: tuple[float, ...] = stored(4, tuple_of(exact_float_in(0.0, _MAX_FLOAT), 1, MAX_LAYERS))
+    variance: tuple[float, ...] = stored(4, _VARIANCE)
     accounts: tuple[EpochAccount, ...] = stored(5, tuple_of(nested(EpochAccount), 0, MAX_ACCOUNTS))
     state: bytes = stored(6, DIGEST)
     previous: bytes | None = stored(7, DIGEST, default=None)
+    changes: tuple[NoiseChange, ...] | None = stored(
+        8, tuple_of(nested(NoiseChange), 1, MAX_NOISE_VALUES), default=None
+    )
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.changes:
+            steps = [each.step for each in self.changes]
+            edges = [self.segments[0].first, *steps, self.segments[0].last]
+            if len(self.segments) > 1 or edges != sorted(set(edges)):
+                problem = "the noise of the epoch changes outside its one segment, or out of order"
+                raise LedgerError("ledger.epoch-changes-misplaced", problem, "give each change its own step, in order")
         attempts = [(each.index, each.generation) for each in self.segments]
         if attempts != sorted(set(attempts)):
             problem = "the epoch names a segment twice or out of order"
@@ -300,6 +324,15 @@ class Epoch:
     def attempts(self) -> tuple[tuple[bytes, int, int], ...]:
         """(run, segment, generation) of each: what may be in a ledger once."""
         return tuple((self.run, each.index, each.generation) for each in self.segments)
+
+    @property
+    def applied(self) -> list[tuple[int, tuple[float, ...]]]:
+        """How many steps had which S² per layer."""
+        if not self.changes:
+            return [(sum(each.last - each.first for each in self.segments), self.variance)]
+        starts = [self.segments[0].first, *(each.step for each in self.changes)]
+        noise = [self.variance, *(each.variance for each in self.changes)]
+        return [(b - a, v) for a, b, v in zip(starts, [*starts[1:], self.segments[0].last], noise, strict=True)]
 
 
 Record = Header | ContributionRecord | Epoch | Withdrawal | KeyEvents | Aggregate | PolicyChange | Release | TermsChange

@@ -8,11 +8,18 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from fractions import Fraction
+from importlib.metadata import version
 from typing import Any, NamedTuple, TypeVar, dataclass_transform
 
 from lamina import validate
 from lamina.admit.keys import LAST_SECOND, format_utc
 from lamina.errors import EncodingError, LedgerError
+
+
+def program_version() -> str:
+    """This program and the accountants that it prices by, as a header names them."""
+    return f"lamina {version('lamina')}; dp-accounting {version('dp-accounting')}"
+
 
 NANO = 1_000_000_000
 UNBOUNDED = 2**64 - 1  # a spend for which no finite figure is known
@@ -104,6 +111,10 @@ class FieldType:
 
 def integer(low: int, high: int) -> FieldType:
     return FieldType(f"an integer in [{low}, {high}]", lambda value: type(value) is int and low <= value <= high)
+
+
+def one_of(*values: int) -> FieldType:
+    return FieldType(f"one of {', '.join(map(str, values))}", lambda value: type(value) is int and value in values)
 
 
 def fixed_bytes(size: int) -> FieldType:

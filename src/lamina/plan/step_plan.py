@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any, TypeVar
 
 from lamina import validate
@@ -420,6 +421,10 @@ def _check_spans(plan: StepPlan) -> None:
         if edges and layer.depth != block_depth(edges[0], plan.blocks):
             problem = f"layer {layer.name!r} has depth {layer.depth!r}, but begins in block {edges[0]} of {plan.blocks}"
             raise PlanError("plan.depth-differs", problem, f"its depth is {block_depth(edges[0], plan.blocks)!r}")
+    for before, layer in pairwise(plan.layers if plan.blocks else ()):
+        if layer.spans[0][0] < before.spans[0][0]:
+            problem = f"layer {layer.name!r} begins in an earlier block than {before.name!r}, which is listed before it"
+            raise PlanError("plan.layers-out-of-order", problem, "list layers from input to output, as LayerStack does")
 
 
 def _check_clip(entry: PlannedClass, layer: PlannedLayer, c: float, s: float) -> None:

@@ -22,17 +22,22 @@ from lamina.plan.step_plan import StepPlan
 from lamina.spend.accounts import AccountBudget, Charge, RecordedSpend, RunSpend, account_bound
 
 _MOST_BYTES = 1 << 24
+NoiseByStep = tuple[tuple[int, tuple[float, ...]], ...]  # from which step on, S² per layer
 
 
 @dataclass(frozen=True, slots=True)
 class OpenAttempt:
-    """What the leaf of an attempt will say beside its charges, so that it can be recorded even if the run is lost."""
+    """What the leaf of an attempt will say beside its charges, so that it can be recorded even if the run is lost.
+
+    `changes` are known when it has ended: the steps at which the noise was moved, and S² per layer from there on.
+    """
 
     first: int
     last: int
     eligibility: int
     after: int = 0
     variance: tuple[float, ...] = ()
+    changes: NoiseByStep = ()
 
     def segment(self, index: int, generation: int, nonce: bytes, outcome: SegmentOutcome) -> Segment:
         """The attempt as an epoch records it."""

@@ -13,7 +13,7 @@ from lamina.account.accountants import pooled_epsilon
 from lamina.account.schedule import EventCounts, bisect_int
 from lamina.errors import LedgerDamaged, RunError
 from lamina.ledger import records as leaves
-from lamina.ledger.records import Epoch, EpochAccount, EpochCharge, Segment, SegmentOutcome
+from lamina.ledger.records import Epoch, EpochAccount, EpochCharge, NoiseChange, Segment, SegmentOutcome
 from lamina.ledger.store.rows import WHOLE_BUDGET_SEGMENT, RunHold, StoreReader, StoreWriter, head_of
 from lamina.ledger.writer import Ledger
 from lamina.plan.step_plan import StepPlan
@@ -35,6 +35,7 @@ from lamina.spend.accounts import (
 )
 from lamina.spend.reservation import (
     BoundExceeded,
+    NoiseByStep,
     OpenAttempt,
     OpenCharges,
     SpendLimits,
@@ -60,6 +61,7 @@ class EpochBuilder:
     plan: StepPlan
     digest: bytes
     variance: Sequence[float]
+    changes: NoiseByStep = ()
 
     def there(self, rows: StoreReader) -> int | None:
         """The leaf that records the attempt already."""
@@ -121,13 +123,16 @@ class EpochBuilder:
                 spend=after.spend(bound),
             )  # fmt: skip
             accounts.append(made)
+        earlier = [(*key[:2], generation) for generation in range(self.segment.generation)]
+        unrecorded = sum(rows.attempt(*each) is None and rows.hold(*each) is None for each in earlier)
         epoch = Epoch(
             run=self.run,
-            segments=(self.segment,),
+            segments=(replace(self.segment, unrecorded=unrecorded or None),),
             plan=self.digest,
             variance=tuple(float(each) for each in self.variance),
             accounts=tuple(accounts),
             state=after.state(),
+            changes=tuple(NoiseChange(step=step, variance=noise) for step, noise in self.changes) or None,
         )
         return epoch, tuple(held)
 
@@ -415,7 +420,9 @@ class SpendLedger:
         before, size = self._ask(lambda _, rows: (rows.attempt(id, key[0] - 1, begun.after), head_of(rows).size))
         read = min(max(begun.eligibility, 1 if before is None else before + 1), size)
         segment, variance = replace(begun, eligibility=read).segment(*key, outcome), begun.applied(plan)
-        ended = EpochBuilder(run=id, segment=segment, plan=plan, digest=self.digest(plan), variance=variance)
+        ended = EpochBuilder(
+            run=id, segment=segment, plan=plan, digest=self.digest(plan), variance=variance, changes=begun.changes
+        )
 
         def once() -> int:
             with self._turn, self.ledger.store.read() as rows:

@@ -15,6 +15,7 @@ from typing import Any
 from lamina import cbor
 from lamina.errors import EncodingError, LaminaError, RunError, StorageError
 from lamina.spend.accounts import Charge
+from lamina.spend.reservation import NoiseByStep
 from lamina.train.run_files import remove_temporary_files, replacing, storage_error, write_all
 
 # A record is public knowledge of the run's *shape* (which steps, which plan, which charge). The seed of an
@@ -135,6 +136,14 @@ class AttemptOpened(_Attempt):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class NoiseApplied(_Attempt):
+    """All steps of the open attempt are done: from each of these on, S² per layer was the variance beside it."""
+
+    steps: tuple[int, ...]
+    variance: tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class AttemptClosed(_Attempt):
     """The segment is done: its checkpoint, with this digest, is durable. Its seed is erased after this."""
 
@@ -170,11 +179,12 @@ class RunEnded(_Record):
     reason: str
 
 
-JournalRecord = RunStarted | AttemptOpened | AttemptClosed | JournalMoved | RunEnded | AttemptAbandoned
+JournalRecord = RunStarted | AttemptOpened | AttemptClosed | JournalMoved | RunEnded | AttemptAbandoned | NoiseApplied
 
 JOURNAL_KINDS: dict[int, type[JournalRecord]] = dict(
-    enumerate((RunStarted, AttemptOpened, AttemptClosed, JournalMoved, RunEnded, AttemptAbandoned), 1)
+    enumerate((RunStarted, AttemptOpened, AttemptClosed, JournalMoved, RunEnded, AttemptAbandoned, NoiseApplied), 1)
 )
+_ENDS = (NoiseApplied, AttemptClosed, AttemptAbandoned)  # what is written of an open attempt
 _KIND_NUMBERS = {kind: number for number, kind in JOURNAL_KINDS.items()}
 
 
@@ -184,6 +194,8 @@ def to_body(record: JournalRecord) -> tuple[int, bytes]:
     if isinstance(record, AttemptOpened):
         fields["charges"] = [dataclasses.asdict(charge) for charge in record.charges]
         fields["variance"] = list(record.variance)
+    if isinstance(record, NoiseApplied):
+        fields |= {"steps": list(record.steps), "variance": list(map(list, record.variance))}
     try:
         return _KIND_NUMBERS[type(record)], cbor.encode(fields, floats=True, max_size=BODY_LIMIT)
     except EncodingError as error:
@@ -198,6 +210,8 @@ def from_body(number: int, body: bytes) -> JournalRecord:
         if kind is AttemptOpened:
             charges = tuple(Charge(**row) for row in fields["charges"])
             fields |= {"charges": charges, "variance": tuple(fields["variance"]), "seed": b""}
+        if kind is NoiseApplied:
+            fields |= {"steps": tuple(fields["steps"]), "variance": tuple(map(tuple, fields["variance"]))}
         record = kind(**fields)
         if to_body(record) != (number, body):
             raise ValueError("another encoding")
@@ -212,9 +226,9 @@ class RunHistory:
     """The records of a run, in the order in which they may come.
 
     One RunStarted, first; an AttemptOpened only with a higher generation than all earlier ones of that segment (a lost
-    checkpoint makes a run go back to earlier segments); an AttemptClosed or AttemptAbandoned only for the last
-    AttemptOpened, once, with its nonce. So at most one attempt is pending, and every other seed is of no use to
-    anybody but an attacker.
+    checkpoint makes a run go back to earlier segments); a NoiseApplied, AttemptClosed or AttemptAbandoned only for the
+    last AttemptOpened while it is open, with its nonce. So at most one attempt is pending, and every other seed is of no
+    use to anybody but an attacker.
     """
 
     def __init__(self) -> None:
@@ -245,6 +259,12 @@ class RunHistory:
     def uncharged(self, record: AttemptOpened) -> bool:
         """Whether the attempt was abandoned before it was charged: nothing was drawn."""
         return self._abandoned.get(record.key) is False
+
+    def noise_applied(self, record: AttemptOpened) -> NoiseByStep:
+        """From which step on this very attempt had which S² per layer; empty where no rule of its plan moved it."""
+        mine = (each for each in reversed(self._records) if isinstance(each, NoiseApplied) and each.key == record.key)
+        found = next(mine, None)
+        return () if found is None else tuple(zip(found.steps, found.variance, strict=True))
 
     @property
     def pending(self) -> AttemptOpened | None:
@@ -296,7 +316,7 @@ class RunHistory:
         elif isinstance(record, AttemptOpened) and record.generation <= self._generations.get(record.segment, -1):
             before = self._generations[record.segment]
             problem = f"segment {record.segment} is opened as generation {record.generation} after generation {before}"
-        elif isinstance(record, AttemptClosed | AttemptAbandoned) and record.key != getattr(self.pending, "key", None):
+        elif isinstance(record, _ENDS) and record.key != getattr(self.pending, "key", None):
             attempt = f"segment {record.segment}, generation {record.generation}"
             problem = f"{type(record).__name__} names {attempt}, which is not the open attempt"
         if problem:

@@ -32,7 +32,7 @@ from lamina.ledger.admission_batch import LedgerRegister
 from lamina.ledger.corpus_terms import policy_in_force
 from lamina.ledger.governance_records import Withdrawal, WithdrawalEffect, WithdrawalReason
 from lamina.ledger.records import ContributionRecord, KeptContribution
-from lamina.ledger.verify.epoch_checks import difference_from_policy
+from lamina.ledger.verify.epoch_checks import difference_from_policy, sampling_violation
 from lamina.ledger.writer import Ledger
 from lamina.plan.step_plan import StepPlan
 from lamina.spend.accounts import account_bound
@@ -153,11 +153,12 @@ class LedgerMembership:
     def check(self, plan: StepPlan) -> None:
         """Refuse, before the first segment of a run, a plan that the policy in force does not allow."""
         policy = self._ledger.retry_while_lost(lambda: policy_in_force(self._ledger))
-        presets = {each.cls: each for each in policy.presets}
+        presets, delta = {each.cls: each for each in policy.presets}, self._ledger.header.delta
+        contradiction = sampling_violation(plan)
         for entry in plan.classes:
             preset = presets.get(entry.name)
-            found = None if preset is None else difference_from_policy(plan, entry, preset)
-            wrong = f"class {entry.name!r} is not in the policy" if preset is None else found and found.reason
+            found = contradiction or (preset and difference_from_policy(plan, entry, preset, delta))
+            wrong = found.reason if found else None if preset else f"class {entry.name!r} is not in the policy"
             if wrong is not None:
                 problem = f"the policy in force in the ledger {self._ledger.name} does not allow the plan: {wrong}"
                 remedy = "make the plan again under that policy: lamina ledger policy shows it"

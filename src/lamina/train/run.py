@@ -51,7 +51,7 @@ from lamina.ledger.writer import Ledger
 from lamina.plan.signed_bounds import signed_epsilon
 from lamina.plan.step_plan import StepPlan
 from lamina.spend.accounts import Charge, SignedAccount, account_bound, bound_charges, follows_budget, plan_charges
-from lamina.spend.reservation import OpenAttempt
+from lamina.spend.reservation import NoiseByStep, OpenAttempt
 from lamina.spend.spend_ledger import SpendLedger
 from lamina.train.journal import (
     AttemptAbandoned,
@@ -59,6 +59,7 @@ from lamina.train.journal import (
     AttemptOpened,
     Journal,
     JournalMoved,
+    NoiseApplied,
     RunEnded,
     SegmentInputs,
 )
@@ -285,7 +286,9 @@ class Run:
     def record(self, opened: AttemptOpened, outcome: SegmentOutcome) -> None:
         """Write the leaf of an ended attempt: what it took, from whom, and what everybody has spent after it."""
         plan, scales = self.plan_of(opened.plan), {each.name: each.scale for each in self.accounts}
-        self.spend.record(self.id, opened.key, _opened_attempt(opened), outcome, plan=plan, scales=scales)
+        # how far an abandoned attempt came is nobody's to know: of it, only the noise that it began with is told
+        noise = self.journal.noise_applied(opened) if outcome is SegmentOutcome.CLOSED else ()
+        self.spend.record(self.id, opened.key, _opened_attempt(opened, noise), outcome, plan=plan, scales=scales)
 
     def plan_of(self, digest: bytes) -> StepPlan:
         """A plan of this run, by its digest: the one given now, or the one that the folder or the ledger has."""
@@ -323,6 +326,13 @@ class Run:
         self.journal.append(AttemptAbandoned(segment=segment, generation=generation, nonce=nonce, charged=charged))
         if charged:
             self.record(opened, SegmentOutcome.ABANDONED)
+
+    def write_noise(self, opened: AttemptOpened, noise: NoiseByStep) -> None:
+        """Write down, before the checkpoint, from which step on which S² per layer was applied."""
+        if noise:
+            (segment, generation, nonce), (steps, variance) = opened.key, zip(*noise, strict=True)
+            made = NoiseApplied(segment=segment, generation=generation, nonce=nonce, steps=steps, variance=variance)
+            self.journal.append(made)
 
     def close(self, opened: AttemptOpened, checkpoint: bytes) -> None:
         """The checkpoint is durable: record the segment, close it, and erase its seed."""
@@ -363,8 +373,9 @@ class Run:
         write_atomically(self.folder / name, data, mode=0o644)
 
 
-def _opened_attempt(opened: AttemptOpened) -> OpenAttempt:
-    return OpenAttempt(opened.first, opened.last, opened.eligibility, opened.after, opened.variance)
+def _opened_attempt(opened: AttemptOpened, noise: NoiseByStep = ()) -> OpenAttempt:
+    variance = noise[0][1] if noise else opened.variance
+    return OpenAttempt(opened.first, opened.last, opened.eligibility, opened.after, variance, noise[1:])
 
 
 def adaptive_budget_nonce(plan: StepPlan, copy_id: str) -> bytes:

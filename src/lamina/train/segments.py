@@ -39,8 +39,11 @@ from torch.optim import Optimizer
 
 from lamina.corpus.corpus import Corpus
 from lamina.errors import RunError
+from lamina.ledger.records import MAX_NOISE_VALUES
+from lamina.plan.rules import FollowBudget, FollowQuantile
 from lamina.plan.step_plan import StepPlan
 from lamina.spend.accounts import Charge, charges_in_declared_steps, follows_budget
+from lamina.spend.reservation import NoiseByStep
 from lamina.train.journal import AttemptClosed, AttemptOpened, SegmentInputs
 from lamina.train.membership import LedgerMembership
 from lamina.train.run import Run, adaptive_budget_fits, charges_due, repair_ledger, reserve_plan, reserve_rest
@@ -91,6 +94,17 @@ def decide_resume(
     return (ResumeAction.REDO, reasons) if reasons else (ResumeAction.REPLAY, ())
 
 
+def most_steps(plan: StepPlan) -> int:
+    """The longest segment whose epoch can list every S² per layer that the plan's rules may apply in it."""
+    moves = [
+        1 if isinstance(rule, FollowQuantile) else rule.every
+        for rule in plan.rules
+        if not isinstance(rule, FollowBudget)
+    ]
+    changes = max(1, MAX_NOISE_VALUES // len(plan.layers))
+    return max(1, int(changes / sum(1 / every for every in moves))) if moves else plan.steps
+
+
 class Segments:
     """The segments of one run, under its lease. `end` is the step at which the run will stop."""
 
@@ -112,6 +126,7 @@ class Segments:
     def start(self) -> None:
         """Begin a new run, or resume one."""
         if self.run.fresh or not (self.run.checkpoints.indices() or self.run.journal.opens):
+            self.members.check(self.plan)
             self.run.checkpoints.room(self.state.capture(self._header(None)))  # before anything is reserved
             reserve_plan(self.run, self.plan)
             self._save(None)  # also after a kill before the first checkpoint: nothing was drawn then
@@ -186,7 +201,7 @@ class Segments:
         if self._replay is not None:
             opened, self._replay = self._replay, None
             return opened
-        first, last = self.state.step, min(self.end, self.state.step + self.length)
+        first, last = self.state.step, min(self.end, self.state.step + min(self.length, most_steps(self.plan)))
         last, due = self._due(first, last)
         if first >= last:
             return None
@@ -245,8 +260,12 @@ class Segments:
             last -= 1
         return first, ()
 
-    def close(self, opened: AttemptOpened) -> None:
-        """Everything of the segment is in `state`: make it durable, then record and close the segment."""
+    def close(self, opened: AttemptOpened, noise: NoiseByStep) -> None:
+        """Everything of the segment is in `state`: make it durable, then record and close the segment.
+
+        `noise` is from which step on which S² per layer was applied, where the plan's rules move it.
+        """
+        self.run.write_noise(opened, noise)
         self.state.segments, self.state.step = opened.segment + 1, opened.last
         self._save(opened)
         self.run.close(opened, self._checkpoint)

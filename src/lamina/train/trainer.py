@@ -39,6 +39,7 @@ from lamina.train.segments import Segments, settings_digest
 from lamina.train.target_check import TARGETS_NOT_COMPARED, TargetCheck
 from lamina.train.trainer_checks import (
     NOT_PROBED_NOTE,
+    check_accounts_signed,
     check_caps,
     check_class_names,
     check_depth_profiles,
@@ -114,6 +115,7 @@ class Trainer:
         self._ledger: Ledger | None = None
         self._policy_changed = False  # the ledger's policy, by opening it
         self._spend: SpendLedger | None = None
+        self._noise_applied: list[tuple[int, tuple[float, ...]]] = []  # of a segment: from which step on, S² per layer
         self.bounds = epsilon_bounds_of_policy(corpus, plan) if bounds is None else dict(bounds)
         check_class_names(plan, bounds=self.bounds, filters=filters or {})
         check_filters(plan, filters or {})
@@ -130,6 +132,7 @@ class Trainer:
             self._notes.append(TARGETS_NOT_COMPARED)
         signed = corpus.accounts(plan, self.max_occurrences)
         self.accounts = check_accounts(plan, (*signed, *(accounts or ())))
+        check_accounts_signed(signed, accounts or ())
         check_caps(corpus, plan, self.max_occurrences)
         self.on_withdrawal, self.hardened = on_withdrawal, hardened
         self.progress = make_progress(wanted=progress, inside=inside) if isinstance(progress, bool) else progress
@@ -237,7 +240,7 @@ class Trainer:
         reason = publisher.publish(run, self.state)
         while reason is None and (opened := self._next(segments, publisher)) is not None:
             if self._run_segment(opened, segments):
-                segments.close(opened)
+                segments.close(opened, tuple(self._noise_applied))
                 reason = publisher.publish(run, self.state)
                 self.progress.segment(self.state.step, spent_so_far(run, self.plan))
             else:
@@ -319,6 +322,7 @@ class Trainer:
         noise = SecureNoise.of_journal(opened.seed, hardened=self.hardened)
         self._engine.continue_at(opened.first, noise, factor=self.state.factor)
         self.model.train()
+        self._noise_applied = []
         with hide_warning_texts(self.progress.note, inside=self.inside):
             for step in range(opened.first, opened.last):
                 self.progress.step(step + 1, self._run_step(sampler, opened.seed, step))
@@ -334,6 +338,7 @@ class Trainer:
         try:
             if self._engine.choice_due:
                 self._choose(sampler, seed, step)
+            self._note_noise(step)
             seed_step(seed, step=step, purpose=StreamPurpose.AUGMENT)
             batch = sampler.draw(step)
             if len(batch):
@@ -346,6 +351,13 @@ class Trainer:
         except Exception as error:
             withheld = withhold_text(error, self.model, inside=self.inside)
         raise withheld  # outside of the handler, which would attach the error and its text
+
+    def _note_noise(self, step: int) -> None:
+        """Note S² per layer of this step, if a rule of the plan moved it since the last one."""
+        if self._engine.adaptation is not None:
+            variance = tuple(s * s for s in self._engine.applied.noise)
+            if not self._noise_applied or variance != self._noise_applied[-1][1]:
+                self._noise_applied.append((step, variance))
 
     def _choose(self, sampler: Sampler, seed: bytes, step: int) -> None:
         """The exponential mechanism of the plan, on a draw of its own."""

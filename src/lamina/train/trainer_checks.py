@@ -6,7 +6,7 @@ Arguments, depth profiles, and a rehearsal on simulated input.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from lamina.plan.profile_reach import Reach
 from lamina.plan.rules import Choose, FollowBudget
 from lamina.plan.selection import complement_ranges
 from lamina.plan.step_plan import StepPlan
+from lamina.spend.accounts import SignedAccount
 from lamina.train.publisher import Evaluation
 
 
@@ -132,6 +133,16 @@ def check_filters(plan: StepPlan, filters: Mapping[str, Any]) -> None:
         problem = "filters are given, and the plan adapts its noise under a filter of its own"
         remedy = "leave filters out, or plan with a fixed sigma: LADP(mode='shares')"
         raise RunError("train.filters-with-adaptive-noise", problem, remedy)
+
+
+def check_accounts_signed(signed: Sequence[SignedAccount], further: Sequence[SignedAccount]) -> None:
+    """Refuse a further account of a class whose members signed theirs: an auditor would find nobody who signed it."""
+    classes = {each.cls for each in signed}
+    if unsigned := [each for each in further if each.cls in classes]:
+        problem = (
+            f"nobody signed the bound of account {unsigned[0].name!r}, and its class has members who signed theirs"
+        )
+        raise RunError("train.account-not-signed", problem, "leave it out, or admit contributions that sign it")
 
 
 def check_caps(corpus: Corpus, plan: StepPlan, caps: Mapping[str, int]) -> None:

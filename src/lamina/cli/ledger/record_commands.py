@@ -190,11 +190,10 @@ def trace_page(found: ContributionTrace) -> str:
         f"  admitted   leaf {found.leaf.seq}, {format_utc(found.leaf.time)}; expires {format_utc(record.expires)}",
         f"  class      {cls}",
         f"  bound      {bound}",
+        *_depth_lines(found),
     ]
     if isinstance(record, KeptContribution):
         lines.append("  pruned     the rest of its record, and its attestation")
-    else:
-        lines.append(f"  depth      {record.terms.profile or 'as its class'}")
     if isinstance(record, ContributionRecord) and record.anchor is not None:
         lines.append(f"  anchor     {record.anchor.hex()}")
     lines.append(f"  eligible   in {pluralize(len(found.epochs), 'epoch')}{':' if found.epochs else ''}")
@@ -208,6 +207,14 @@ def trace_page(found: ContributionTrace) -> str:
             f"  released   leaf {release.seq}, {format_utc(release.time)}, manifest {release.record.manifest.hex()[:16]}…"
         )
     return "\n".join([*lines, *([] if found.releases else ["  released   in no model"])])
+
+
+def _depth_lines(found: ContributionTrace) -> list[str]:
+    """How deep its class may reach: when it was admitted, and wherever that changed later."""
+    (_, first), *later = found.depths or ((found.leaf.seq, "its class is in no policy"),)
+    profile = found.record.terms.profile if isinstance(found.record, ContributionRecord) else None
+    signed = f", signed {profile}" if profile not in (None, first) else ""
+    return [f"  depth      {first}{signed}", *(f"             {profile} from leaf {seq} on" for seq, profile in later)]
 
 
 def _epoch_lines(epochs: tuple[EpochExposure, ...]) -> list[str]:

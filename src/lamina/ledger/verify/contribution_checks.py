@@ -8,11 +8,13 @@ for each. Leaves that differ elsewhere are grouped again, or left to the strict 
 
 from __future__ import annotations
 
+from array import array
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from itertools import chain
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -77,6 +79,7 @@ class ContributionColumns:
     terms: ContributionTerms | None
     not_before: Ints | None = None
     attestation: Prefixes | None = None
+    key: Prefixes | None = None
     kids: frozenset[bytes] = frozenset()
 
 
@@ -173,6 +176,7 @@ def _same_layout_group(block: LeafBlock, rows: Ints) -> tuple[ContributionColumn
             terms=first.terms,
             not_before=columns[_BEGIN][same],
             attestation=prefixes(spans[_ATTESTATION][0]),
+            key=prefixes(spans[_KEY][0]),
             kids=frozenset([(block.bodies[row] or b"")[start:stop] for row in made.rows.tolist()]),
         )
     return made, rows[~same]
@@ -382,6 +386,10 @@ class AttestationChecks:
         key = contributor_key(self._keys, self._ring, record.key, leaf.time, signed.iat)
         if isinstance(key, Violation):
             wrong(*key)
+        registered = None if self._ring is None else self._ring.get(record.key)
+        if registered is not None and signed.alg not in registered.algorithms:
+            reason = f"it is signed with algorithm {signed.alg}, {name} is for {registered.algorithms}"
+            wrong("verify.attestation-algorithm", reason)
         if signed.iat > leaf.time + CLOCK_SKEW:
             times = f"signed at {format_utc(signed.iat)}, admitted at {format_utc(leaf.time)}"
             wrong("verify.admitted-before-signed", f"{times}: the leaf was back-dated")
@@ -426,12 +434,59 @@ def _terms_difference(record: ContributionRecord, signed: Attestation) -> Violat
     return None if record.anchor == signed.anchor else _ANCHOR_DIFFERS
 
 
-class LongestEligible(NamedTuple):
-    """The contribution that stays eligible longest under a bound: until then, somebody has this bound."""
+class AdmittedMembers:
+    """The leaf, expiry and key of every contribution, by the bound that it signed: who was eligible when."""
 
-    seq: int
-    expires: int
-    key: bytes | None  # not known where the body is pruned
+    def __init__(self, policy: PolicyInForce, keys: KeyState, withdrawn: Mapping[int, int]) -> None:
+        """`withdrawn` maps a withdrawn leaf to the leaf that withdraws it."""
+        self._policy, self._keys, self._withdrawn = policy, keys, withdrawn
+        self._columns: dict[Bound, tuple[array[int], array[int], array[int]]] = {}
+        self._first: dict[Bound | str, int] = {}  # the first leaf of a bound, and of a class
+        self._ever: Counter[str] = Counter()  # by class, whatever became of them
+
+    def add(self, bound: Bound, seqs: Ints, expires: Ints, keys: Prefixes) -> None:
+        """A key is 0 where the body that names it is pruned."""
+        columns, first = self._columns.setdefault(bound, (array("q"), array("q"), array("Q"))), int(seqs.min())
+        for column, values in zip(columns, (seqs, expires, keys), strict=True):
+            column.frombytes(values.tobytes())
+        for name in (bound, bound[0]):
+            self._first[name] = min(first, self._first.get(name, first))
+        self._ever[bound[0]] += len(seqs)
+
+    def signed(self, name: Bound | str, before: int) -> bool:
+        """Whether somebody in the first `before` leaves signed this bound, or any of this class; also if they left."""
+        return self._first.get(name, before) < before
+
+    def bounds(self, cls: str, before: int) -> list[Bound]:
+        """The bounds of a class that somebody in the first `before` leaves signed."""
+        return [bound for bound in self._columns if bound[0] == cls and self.signed(bound, before)]
+
+    def count(self, bound: Bound, before: int, time: int) -> int:
+        """How many with a bound are in the first `before` leaves, and not withdrawn in them, nor expired or revoked at `time`."""
+        columns = self._columns.get(bound, (array("q"), array("q"), array("Q")))
+        seqs, expires, keys = (np.frombuffer(column, dtype=column.typecode) for column in columns)
+        gone = [target for target, seq in self._withdrawn.items() if seq < before]
+        revoked = [
+            int.from_bytes(each.key.id[:8], "little")
+            for each in self._keys.histories(Role.CONTRIBUTOR)
+            if each.revoked is not None and time >= each.revoked
+        ]
+        unsure = [*revoked, 0] if revoked else []  # whose key is not known may be one of them
+        stand = (seqs < before) & (expires > time) & ~np.isin(seqs, gone)
+        return int(np.count_nonzero(stand & ~np.isin(keys, np.array(unsure, dtype=np.uint64))))
+
+    def eligible(self, bound: Bound, before: int, time: int) -> bool:
+        """Whether the policy admits the bound, and somebody has it; of a class as a whole, any bound of it."""
+        cls, clip, noise = bound
+        if cls not in self._policy.presets or (noise and self._policy.bound_violation(cls, clip, noise) is not None):
+            return False
+        return any(self.count(each, before, time) for each in ([bound] if noise else self.bounds(cls, before)))
+
+    def exceed(self, cls: str, most: float, before: int, time: int) -> bool:
+        """Whether a class had more than `most` members. They are counted only if so many were ever admitted."""
+        if self._ever[cls] <= most:
+            return False
+        return sum(self.count(bound, before, time) for bound in self.bounds(cls, before)) > most
 
 
 class ContributionChecks:
@@ -439,12 +494,12 @@ class ContributionChecks:
 
     def __init__(
         self, policy: PolicyInForce, keys: KeyState, attestations: AttestationChecks | None,
-        tallies: AggregateTallies, ring: KeyRing | None, latest: int,
+        tallies: AggregateTallies, ring: KeyRing | None, members: AdmittedMembers, latest: int,
     ) -> None:  # fmt: skip
         self._ring = ring
         self._policy, self._keys, self._attestations, self._tallies = policy, keys, attestations, tallies
+        self._members = members
         self.repeats = RepeatChecks()
-        self.longest_eligible: dict[Bound, LongestEligible] = {}
         self.count = self.pruned = 0
         self.index = KeyIndexChecks()
         self._latest = latest
@@ -479,7 +534,7 @@ class ContributionChecks:
                 leaf = read.get(row) or decode_leaf(data[row])
                 self.repeats.token(first + row, self._attestations.check(leaf, evidence.get(first + row)))
         for group in groups:
-            self._remember_group(group, data)
+            self._remember_group(group)
         for found in read.values():
             self._remember_one(found)
         self.count += len(data)
@@ -543,17 +598,12 @@ class ContributionChecks:
             known[terms] = self._policy.violation(terms)
         return known[terms]
 
-    def _remember_group(self, group: ContributionColumns, data: LeafBlock) -> None:
+    def _remember_group(self, group: ContributionColumns) -> None:
         if not len(group.rows):
             return
         self.repeats.columns(group)
         self.index.many(group.seq, group.keys, group.terms is None)
-        self._tally(group.bound, group.seq, group.time, group.expires, group.terms is None)
-        if group.bound[2]:
-            row = int(np.argmax(group.expires))
-            known = self.longest_eligible.get(group.bound)
-            if known is None or int(group.expires[row]) > known.expires:
-                self._remember_longest(decode_leaf(data[int(group.rows[row])]))
+        self._remember(group.bound, group.seq, group.time, group.expires, group.key)
 
     def _remember_one(self, leaf: Leaf) -> None:
         record = leaf.record
@@ -561,52 +611,18 @@ class ContributionChecks:
         self.repeats.one(leaf.seq, record)
         self.index.one(leaf.seq, record, isinstance(record, KeptContribution))
         seq, time, expires = (np.array([each], dtype=np.int64) for each in (leaf.seq, leaf.time, record.expires))
-        self._tally(record.bound, seq, time, expires, isinstance(record, KeptContribution))
-        if record.bound[2]:
-            self._remember_longest(leaf)
+        kid = record.key[:8] if isinstance(record, ContributionRecord) else None
+        key = None if kid is None else np.array([int.from_bytes(kid, "little")], dtype=np.uint64)
+        self._remember(record.bound, seq, time, expires, key)
 
-    def _tally(self, bound: Bound, seq: Ints, time: Ints, expires: Ints, pruned: bool) -> None:
-        """Count contributions for their aggregates. Those without a body must have one."""
+    def _remember(self, bound: Bound, seq: Ints, time: Ints, expires: Ints, keys: Prefixes | None) -> None:
+        """Count contributions as members, and for their aggregates. Those without a body, and so a key, must have one."""
+        pruned = keys is None
+        self._members.add(bound, seq, expires, np.zeros(len(seq), dtype=np.uint64) if keys is None else keys)
         self.pruned += pruned * len(seq)
         if (alone := self._tallies.add(bound[0], seq, time, expires, pruned)) is not None:
             reason = "its body is missing, and no aggregate stands for it: it was deleted"
             fail(alone, ContributionRecord, "verify.body-missing", reason)
-
-    def _remember_longest(self, leaf: Leaf) -> None:
-        record = leaf.record
-        assert isinstance(record, Contribution)
-        known = self.longest_eligible.get(record.bound)
-        if known is None or record.expires > known.expires:
-            key = record.key if isinstance(record, ContributionRecord) else None
-            self.longest_eligible[record.bound] = LongestEligible(leaf.seq, record.expires, key)
-
-    def eligible(self, bound: Bound, before: int, time: int) -> bool:
-        """Whether somebody of that class, with that bound if it is one, is surely eligible.
-
-        That is: admitted before that leaf, and at that time neither expired nor signed by a revoked key nor below the
-        policy.
-        """
-        cls, clip, noise = bound
-        if cls not in self._policy.presets or (noise and self._policy.bound_violation(cls, clip, noise) is not None):
-            return False
-        return any(
-            (key == bound if noise else key[0] == cls)
-            and own.seq < before
-            and own.expires > time
-            and not self._revoked(own.key, time)
-            for key, own in self.longest_eligible.items()
-        )
-
-    def _revoked(self, kid: bytes | None, at: int) -> bool:
-        """Whether a contributor's key is revoked; where it is not known which it was, whether any is."""
-        known = self._keys.histories(Role.CONTRIBUTOR) if kid is None else [self._keys.history(kid)]
-        return any(each is not None and each.revoked is not None and at >= each.revoked for each in known)
-
-    def gone(self, seq: int) -> None:
-        """Forget a withdrawn contribution. Whether another one has its bound is not known."""
-        for bound, known in list(self.longest_eligible.items()):
-            if known.seq == seq:
-                del self.longest_eligible[bound]
 
 
 def check_position(leaf: Leaf, index: int, time: int, epoch: int, latest: int) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NoReturn
@@ -29,11 +30,11 @@ from lamina.ledger.spending import (
     whole_plan_charges,
 )
 from lamina.ledger.store.rows import StoreReader
-from lamina.ledger.verify.contribution_checks import WithdrawalChecks
+from lamina.ledger.verify.contribution_checks import AdmittedMembers, WithdrawalChecks
 from lamina.ledger.verify.tree_checks import Finding, fail
 from lamina.plan.depth_profile import DepthProfile, ProfileKind
 from lamina.plan.profile_reach import spans_in_band
-from lamina.plan.rules import FollowBudget, FollowEnergy, FollowQuantile, effective_sigma
+from lamina.plan.rules import Choose, FollowBudget, FollowQuantile, effective_sigma
 from lamina.plan.selection import matches_pattern
 from lamina.plan.step_plan import Clipping, PlannedClass, PlannedLayer, StepPlan
 
@@ -94,14 +95,16 @@ def _layers_in_band(profile: DepthProfile, plan: StepPlan) -> list[bool]:
 _VARIANCE_TOLERANCE = 1e-9  # relative: a variance computed on two machines
 _MULTIPLIER_TOLERANCE = 1e-12  # a noise multiplier computed on two machines
 _ADAPTED_TOLERANCE = 1e-6  # noise that moved during a run, in single precision
+_BATCH_TOLERANCE = 1e-9  # relative: a batch size as the sum of rates times populations
 _EPSILON_TOLERANCE = 1e-7  # an ε computed on two machines: accountants sum many small numbers
 
 
 class PlanChecks:
     """Checks of plans. Each plan is read once."""
 
-    def __init__(self, rows: StoreReader, policy: PolicyInForce) -> None:
-        self._rows, self._policy = rows, policy
+    def __init__(self, rows: StoreReader, policy: PolicyInForce, delta: float) -> None:
+        """`delta` is the header's δ."""
+        self._rows, self._policy, self._delta = rows, policy, delta
         self._read = lru_cache(maxsize=64)(self._load)
         self._differs = lru_cache(maxsize=1024)(self._compared)
         self._began: dict[bytes, int] = {}  # run → leaves that its first segment had read
@@ -119,8 +122,9 @@ class PlanChecks:
         for entry in plan.classes:
             if (wrong := self._class(epoch.plan, entry, began)) is not None:
                 fail(seq, Epoch, *wrong)
-        if (wrong := _variance_difference(plan, epoch.variance)) is not None:
-            fail(seq, Epoch, *wrong)
+        for _, variance in epoch.applied:
+            if (wrong := _variance_difference(plan, variance)) is not None:
+                fail(seq, Epoch, *wrong)
         return plan
 
     def _load(self, digest: bytes) -> StepPlan | Violation:
@@ -130,9 +134,10 @@ class PlanChecks:
         if hashlib.sha256(data).digest() != digest:
             return Violation("verify.plan-swapped", f"the stored {name} has another digest")
         try:
-            return StepPlan.from_cbor(data)
+            plan = StepPlan.from_cbor(data)
         except LaminaError as error:
             return Violation("verify.plan-unreadable", f"{name} cannot be read: {error.problem}")
+        return sampling_violation(plan) or plan
 
     def _class(self, digest: bytes, entry: PlannedClass, began: int) -> Violation | None:
         """A class of the plan must agree with the policy when its run began, or with a later one."""
@@ -145,12 +150,36 @@ class PlanChecks:
     def _compared(self, digest: bytes, entry: PlannedClass, preset: Preset) -> Violation | None:
         plan = self._read(digest)
         assert isinstance(plan, StepPlan)
-        return difference_from_policy(plan, entry, preset)
+        return difference_from_policy(plan, entry, preset, self._delta)
 
 
-def difference_from_policy(plan: StepPlan, entry: PlannedClass, preset: Preset) -> Violation | None:
-    """In what a class of a plan differs from the policy."""
+def sampling_violation(plan: StepPlan) -> Violation | None:
+    """Where a plan contradicts itself: q_k = b_k/N_k, N_k the declared population, and B = Σ b_k (docs/theory.md).
+
+    A public class may have no population. The mean of a batch, which a paper clips, is divided by nothing.
+    """
+    for entry in plan.classes:
+        if entry.population is None and not entry.public:
+            reason = f"class {entry.name!r} of its plan is private and declares no population"
+            return Violation("verify.population-missing", reason)
+    least = math.fsum(entry.sampling_rate * (entry.population or 0) for entry in plan.classes)
+    exact = all(entry.population is not None for entry in plan.classes)
+    slack = _BATCH_TOLERANCE * least
+    if plan.clipping is Clipping.ELEMENTWISE or -slack <= plan.batch - least <= (slack if exact else math.inf):
+        return None
+    reason = f"its plan divides by {plan.batch:.9g}, and draws {least:.9g} contributions in a step on average"
+    return Violation("verify.batch-size-differs", reason)
+
+
+def difference_from_policy(plan: StepPlan, entry: PlannedClass, preset: Preset, delta: float) -> Violation | None:
+    """In what a class of a plan differs from the policy, which states every ε at `delta`.
+
+    A class without a clip norm comes from a plan, and promised nothing at any δ.
+    """
     name = f"class {entry.name!r}"
+    if preset.clip_norm and entry.delta > delta:
+        reason = f"{name} has δ = {entry.delta:g} in its plan, above the {delta:g} of the header"
+        return Violation("verify.plan-delta-above-header", reason)
     if entry.public and not preset.public:
         return Violation("verify.plan-class-public", f"{name} is public in its plan and private in the policy")
     if None not in (entry.population, preset.population) and entry.population != preset.population:
@@ -188,7 +217,7 @@ def _variance_difference(plan: StepPlan, variance: tuple[float, ...]) -> Violati
         if (s == 0) != (v == 0) or (not plan.rules and not math.isclose(v, s * s, rel_tol=_VARIANCE_TOLERANCE)):
             reason = f"layer {layer.name!r} has noise variance {v:.9g}, its plan has {s * s:.9g}"
             return Violation("verify.noise-variance-differs", reason)
-    if plan.rules and plan.clipping is Clipping.BOX and plan.rule(FollowQuantile) is None:
+    if plan.rules and _clip_norms_stay(plan):
         budget, applied = plan.rule(FollowBudget), [math.sqrt(v) for v in variance]
         for k, entry in enumerate(plan.classes):
             least = plan.sigma(k) * (1.0 if budget is None else budget.least)
@@ -199,6 +228,11 @@ def _variance_difference(plan: StepPlan, variance: tuple[float, ...]) -> Violati
             reason = f"every class has more than {budget.most:g} times the noise of its plan"
             return Violation("verify.noise-above-plan", reason)
     return None
+
+
+def _clip_norms_stay(plan: StepPlan) -> bool:
+    """Whether rules move S alone: what was applied then tells sigma. Under a box, C goes with a chosen S."""
+    return plan.rule(FollowQuantile) is None and (plan.rule(Choose) is None or plan.clipping is Clipping.JOINT)
 
 
 def _least_noise_ratio(plan: StepPlan, applied: Sequence[float]) -> float:
@@ -301,8 +335,7 @@ def _noise_factor(plan: StepPlan, cls: str, variance: Sequence[float]) -> float:
     """The ratio of applied to declared sigma. Where clip norms move too, the most that the rule allows."""
     budget = plan.rule(FollowBudget)
     assert budget is not None
-    known = all(isinstance(rule, FollowBudget | FollowEnergy) for rule in plan.rules)
-    if not known or plan.clipping is not Clipping.BOX:
+    if not _clip_norms_stay(plan):
         return budget.most
     k = plan.index(cls)
     return effective_sigma(plan.clip[k], [math.sqrt(v) for v in variance]) / plan.sigma(k)
@@ -356,9 +389,9 @@ class ChargeChecks:
             least = dict.fromkeys(least, self._capped[epoch.run][epoch.plan].most)
         wrong = _charge_difference(total, least, exact=False)
         if wrong is None and cap is None and least:
-            steps = sum(each.last - each.first for each in epoch.segments)
-            more = declared_steps_used(plan, account.cls, account.scale, epoch.variance, steps)
-            run.used[account.bound] = run.used.get(account.bound, 0.0) + more
+            for steps, variance in epoch.applied:
+                more = declared_steps_used(plan, account.cls, account.scale, variance, steps)
+                run.used[account.bound] = run.used.get(account.bound, 0.0) + more
             wrong = _budget_overdrawn(run.used[account.bound], total, least)
         return account.charges if wrong is None else wrong
 
@@ -398,9 +431,6 @@ def _event_text(kind: EventKey) -> str:
     return f"at noise multiplier {sigma:.9g} and rate {rate:.9g}" + (f", order {order:g}" if order else "")
 
 
-Eligible = Callable[[Bound, int], bool]  # whether somebody with this bound, or of this class, is in so many leaves
-
-
 @dataclass(frozen=True, slots=True)
 class SpendClaim:
     """The spend that an epoch states for an account, and all that was charged until then."""
@@ -431,14 +461,15 @@ class EpochChecks:
 
     def __init__(
         self, header: Header, rows: StoreReader, policy: PolicyInForce, withdrawals: WithdrawalChecks,
-        signed: Mapping[Bound, object],
+        members: AdmittedMembers,
     ) -> None:  # fmt: skip
-        """`signed` holds the bounds of contributions so far."""
-        self._header, self._plans, self._policy, self._signed = header, PlanChecks(rows, policy), policy, signed
-        self._withdrawals = withdrawals
+        """`members` are the contributions so far."""
+        self._header, self._plans, self._policy = header, PlanChecks(rows, policy, header.delta), policy
+        self._withdrawals, self._members = withdrawals, members
         self.spending = Spending(header)
         self.claims: list[SpendClaim] = []
         self.attempts: dict[tuple[bytes, int, int], int] = {}
+        self._unrecorded: dict[tuple[bytes, int, int], int] = {}  # attempt → earlier generations that have no leaf
         self.runs: set[bytes] = set()
         self._charged: dict[tuple[bytes, bytes], set[Bound]] = {}  # run and plan → accounts charged so far
         self._scales: dict[tuple[bytes, bytes, Bound], float] = {}
@@ -449,7 +480,7 @@ class EpochChecks:
         self._previous = -1
         self.epochs_without_account = 0  # epochs without an account for a bound that somebody eligible signed
 
-    def see(self, leaf: Leaf, time: int, digests: Mapping[bytes, int], eligible: Eligible) -> None:
+    def see(self, leaf: Leaf, time: int, digests: Mapping[bytes, int]) -> None:
         """`time` is that of the leaf before, `digests` are of the checkpoints before."""
         record = leaf.record
         assert isinstance(record, Epoch)
@@ -459,12 +490,34 @@ class EpochChecks:
         self._charges.begin(record, plan)
         for account in record.accounts:
             self._check_account(leaf.seq, record, plan, account)
-        self._check_missing(leaf.seq, record, plan, eligible)
+        ended = leaf.time + self._header.epoch_clock  # at the latest: its time is rounded down
+        self._check_missing(leaf.seq, record, plan, ended)
+        self._check_population(leaf.seq, record, plan, ended)
         if self.spending.state() != record.state:
             reason = "its digest of the accountant's state does not match the charges up to here"
             fail(leaf.seq, Epoch, "verify.accountant-state-differs", reason)
         self.runs.add(record.run)
         self._charged.setdefault((record.run, record.plan), set()).update(each.bound for each in record.accounts)
+
+    def check_generations(self, held: Iterable[tuple[bytes, int, int]]) -> int:
+        """Check that the generations of every segment are there: in a leaf, open, or said to be unrecorded.
+
+        Returns how many of them are not there.
+        """
+        there: Counter[tuple[bytes, int]] = Counter()
+        missing: dict[tuple[bytes, int], int] = {}
+        wrong: list[tuple[int, str]] = []
+        for run, index, generation in sorted({*self.attempts, *held}):
+            segment, attempt = (run, index), (run, index, generation)
+            missing[segment] = generation - there[segment]
+            there[segment] += 1
+            if missing[segment] > self._unrecorded.get(attempt, missing[segment]):
+                name = f"generation {generation} of segment {index} of run {run.hex()[:8]}"
+                wrong.append((self.attempts[attempt], f"{name} is there, and {missing[segment]} before it are missing"))
+        if wrong:
+            seq, reason = min(wrong)
+            fail(seq, Epoch, "verify.generation-missing", reason)
+        return sum(missing.values())
 
     def _check_form(self, leaf: Leaf, record: Epoch, time: int) -> None:
         seq, clock = leaf.seq, self._header.epoch_clock
@@ -484,6 +537,7 @@ class EpochChecks:
             if not 1 <= segment.eligibility <= seq:
                 reason = f"{name} read its members after {segment.eligibility} leaves, must be in [1, {seq}]"
                 fail(seq, Epoch, "verify.eligibility-out-of-range", reason)
+            self._unrecorded[attempt] = segment.unrecorded or 0
             self._withdrawals.check_segment(seq, record.run, segment)
             self._check_continues(seq, record.run, segment)
             if segment.outcome is SegmentOutcome.CLOSED:
@@ -518,6 +572,10 @@ class EpochChecks:
         entry = next((each for each in plan.classes if each.name == account.cls), None)
         if entry is None:
             wrong("verify.account-class-unknown", "is of a class that its plan does not have")
+        read, members = max(segment.eligibility for segment in record.segments), self._members
+        unsigned = members.signed(account.cls, read) and not members.signed(account.bound, read)
+        if account.noise_multiplier and unsigned:
+            wrong("verify.account-bound-unsigned", "names a bound that nobody signed who was admitted")
         if account.bound == (account.cls, 0, 0) and account.scale != 1.0:
             wrong(
                 "verify.class-account-scaled", f"is a whole class, and its clip norms are scaled by {account.scale:g}"
@@ -551,28 +609,37 @@ class EpochChecks:
         most = signed_spend(promised, self._header.delta)
         return most if most == UNBOUNDED else math.ceil(most * (1 + CLASS_TOLERANCE))
 
-    def _check_missing(self, seq: int, record: Epoch, plan: StepPlan, eligible: Eligible) -> None:
+    def _check_population(self, seq: int, record: Epoch, plan: StepPlan, ended: int) -> None:
+        """Check that a class never had more members than it declared: q is b/N, and N holds all of them."""
+        for entry in plan.classes:
+            declared = (each.population for each in self._policy.presets_since(entry.name, 0))
+            most = max((each for each in (entry.population, *declared) if each is not None), default=math.inf)
+            if any(self._members.exceed(entry.name, most, each.eligibility, ended) for each in record.segments):
+                reason = f"class {entry.name!r} had more members than the {most} that it declares"
+                fail(seq, Epoch, "verify.population-exceeded", reason)
+
+    def _check_missing(self, seq: int, record: Epoch, plan: StepPlan, ended: int) -> None:
         """Check that no account is missing of which it is known that it took part.
 
         A bound with eligible members that a run never charged may have stayed out of it: no scale kept it, or they are
         not in its corpus. But a run that has charged a bound goes on charging it under the same plan, and a class that
-        is trained on charges somebody.
+        is trained on is charged as a whole, or at every bound of its members.
         """
-        trained, here = _trained_classes(plan, record), {account.bound for account in record.accounts}
+        trained, here, members = _trained_classes(plan, record), {each.bound for each in record.accounts}, self._members
         reads = {segment.eligibility for segment in record.segments}
         for bound in sorted(self._charged.get((record.run, record.plan), set()) - here):
-            if bound[0] in trained and any(eligible(bound, read) for read in reads):
+            if bound[0] in trained and any(members.eligible(bound, read, ended) for read in reads):
                 reason = f"it charges nothing to bound {'/'.join(map(str, bound))}, as its run did before"
                 fail(seq, Epoch, "verify.account-missing", f"{reason}, though somebody with that bound is eligible")
-        self.epochs_without_account += any(
-            bound[0] in trained and bound not in here and eligible(bound, read)
-            for bound in self._signed
-            for read in reads
-        )
+        signed = {(bound, read) for cls in trained for read in reads for bound in members.bounds(cls, read)}
+        left_out = {bound for bound, read in signed if bound not in here and members.eligible(bound, read, ended)}
+        self.epochs_without_account += bool(left_out)
         uneven = plan.injection.occurrences is not None or adaptive_order(plan) is not None
-        for cls in sorted(trained - {bound[0] for bound in here if not uneven or bound == (bound[0], 0, 0)}):
-            how = "does not charge the class as a whole" if uneven else "charges nobody of it"
-            fail(seq, Epoch, "verify.trained-class-not-charged", f"it trains on class {cls!r} and {how}")
+        for cls in sorted(cls for cls in trained if (cls, 0, 0) not in here):
+            charged = any(bound[0] == cls and bound in here for bound, _ in signed)
+            if uneven or not charged or any(bound[0] == cls for bound in left_out):
+                reason = f"it trains on class {cls!r}, and charges neither the class as a whole nor every bound in it"
+                fail(seq, Epoch, "verify.trained-class-not-charged", reason)
 
 
 def _trained_classes(plan: StepPlan, record: Epoch) -> set[str]:

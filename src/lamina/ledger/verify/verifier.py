@@ -14,7 +14,16 @@ from typing import Any
 from lamina.admit.keys import format_utc
 from lamina.errors import EncodingError, LedgerDamaged, LedgerError, StoreError
 from lamina.ledger.append import admission_token
-from lamina.ledger.governance_records import Aggregate, GoverningRecord, Header, Key, PolicyChange, Release, Withdrawal
+from lamina.ledger.governance_records import (
+    Aggregate,
+    GoverningRecord,
+    Header,
+    Key,
+    PolicyChange,
+    Release,
+    Withdrawal,
+    check_policy_digest,
+)
 from lamina.ledger.key_state import GovernanceState, PolicyInForce, leaf_bytes
 from lamina.ledger.merkle import Frontier, leaf_hashes
 from lamina.ledger.records import (
@@ -27,8 +36,7 @@ from lamina.ledger.records import (
     decode_kept,
     decode_leaf,
 )
-from lamina.ledger.schema import CLOCK_SKEW, pluralize
-from lamina.ledger.spending import Bound
+from lamina.ledger.schema import CLOCK_SKEW, pluralize, program_version
 from lamina.ledger.store.rows import (
     RESERVATION_SEGMENT,
     WHOLE_BUDGET_SEGMENT,
@@ -41,6 +49,7 @@ from lamina.ledger.store.rows import (
 )
 from lamina.ledger.store.sqlite import make_store
 from lamina.ledger.verify.contribution_checks import (
+    AdmittedMembers,
     AttestationChecks,
     ContributionChecks,
     WithdrawalChecks,
@@ -315,12 +324,12 @@ class LedgerReplay:
         self.attestations = AttestationChecks(self.header.origin, self.keys, ring) if signatures else None
         self._tallies = AggregateTallies(read_aggregates(rows, self.head))
         self.tree = ReplayedTree(rows, self._tallies)
-        self.contributions = ContributionChecks(
-            self.policy, self.keys, self.attestations, self._tallies, ring, self._latest
-        )
         self.withdrawals = WithdrawalChecks(rows)
-        longest = self.contributions.longest_eligible
-        self.epochs = EpochChecks(self.header, rows, self.policy, self.withdrawals, longest)
+        self._members = AdmittedMembers(self.policy, self.keys, self.withdrawals.targets)
+        self.contributions = ContributionChecks(
+            self.policy, self.keys, self.attestations, self._tallies, ring, self._members, self._latest
+        )
+        self.epochs = EpochChecks(self.header, rows, self.policy, self.withdrawals, self._members)
         self.aggregates = AggregateChecks(self.header, self.keys, self._tallies)
         self.pinned: set[bytes] = set() if trust is None else trust.governing(self.header, now)
         trusted = None  # the ledger's own keys count
@@ -331,6 +340,7 @@ class LedgerReplay:
         self.checkpoints = CheckpointChecks(self.header, list(rows.checkpoints()), trusted, witnesses)
         self.others: dict[int, type[Record]] = {}
         self.held: tuple[UnrecordedSpend, ...] = ()
+        self.unrecorded = 0
         self._time = self._epoch = 0
         signed, size = self.checkpoints.sizes(), self.head.size
         self._cuts = iter(sorted({*signed, *self._seen.sizes(size), size}))
@@ -400,6 +410,11 @@ class LedgerReplay:
         self._time, self._epoch = leaf.time, self._epoch + (leaf.kind is Epoch)
 
     def _see(self, leaf: Leaf, data: bytes) -> None:
+        if isinstance(record := leaf.record, Header | PolicyChange):
+            try:
+                check_policy_digest(self.header.origin, record.floors, record.policy)
+            except LedgerError as error:
+                fail(leaf.seq, leaf.kind, error.code, error.problem)
         match leaf.record:
             case Header(profile_schema=version) if version != PROFILE_SCHEMA:
                 reason = f"depth profiles have schema {version}, this program knows {PROFILE_SCHEMA}"
@@ -412,15 +427,9 @@ class LedgerReplay:
                 if isinstance(change, PolicyChange):
                     self.policy.change(leaf.seq, change)
             case Epoch():
-                ended = leaf.time + self.header.epoch_clock  # at the latest: its time is rounded down
-
-                def eligible(bound: Bound, before: int) -> bool:
-                    return self.contributions.eligible(bound, before, ended)
-
-                self.epochs.see(leaf, self._time, self.checkpoints.digests, eligible)
+                self.epochs.see(leaf, self._time, self.checkpoints.digests)
             case Withdrawal(target=target):
                 self.withdrawals.see(leaf, 0 < target < leaf.seq and target not in self.others)
-                self.contributions.gone(target)
             case Aggregate():
                 self.aggregates.see(leaf, self.withdrawals.targets, self.epochs.spent)
             case Release():
@@ -443,6 +452,8 @@ class LedgerReplay:
         check_attempts(self._rows, self.epochs.attempts)
         check_admission_index(self._rows, self.head.indexed, self.contributions, tokens=self.attestations is not None)
         self.held = unrecorded_spend(self._rows)
+        held = [(each.run, each.segment, each.generation) for each in self._rows.holds() if each.attempt]
+        self.unrecorded = self.epochs.check_generations(held)
         self._check_pruned()
         self._seen.finish(size, self.checkpoints.accepted(self.keys).values())
         self._check_trust()
@@ -633,6 +644,13 @@ def _report_notes(replay: LedgerReplay, trust: Trust | None) -> Iterable[str]:
             f"{pluralize(count, 'epoch has', 'epochs have')} no account for a bound that an eligible contribution signed: "
             "only the ledger says that it was left out there"
         )
+    if count := replay.unrecorded:
+        yield (
+            f"{pluralize(count, 'attempt was', 'attempts were')} left out by later generations: only the ledger says that a "
+            "run was copied, or the ledger put back"
+        )
+    if (begun_by := replay.header.version) != program_version():
+        yield f"the header names {begun_by}, and every ε was computed again by {program_version()}"
     if replay.held:
         yield _unrecorded_note(replay.held)
 

@@ -1,0 +1,397 @@
+"""Epochs, plans and policies that contradict themselves or each other, written by whoever has the ledger's key."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from build import (
+    ALICE,
+    FLOORS,
+    HOUR,
+    PRESETS,
+    RUNS,
+    STRICT,
+    USUAL,
+    Story,
+    begin,
+    contribution,
+    plan,
+    policy_digest,
+    segment,
+)
+from forge import leaf, replacing, rewritten, sql
+from making import LEDGER, digest
+from refusals import raises_code
+
+from lamina import cbor
+from lamina.admit.key_ring import KeyRing
+from lamina.ledger.governance_records import NO_POLICY, LedgerFloors, PolicyChange, Withdrawal, WithdrawalReason
+from lamina.ledger.records import ContributionTerms, Epoch, NoiseChange, Segment, SegmentOutcome
+from lamina.ledger.schema import program_version
+from lamina.ledger.store.rows import RunHold
+from lamina.ledger.verify.tree_checks import Trust
+from lamina.ledger.verify.verifier import Verification, verify
+from lamina.plan.rules import Choose, FollowEnergy
+from lamina.plan.step_plan import Clipping, PlannedClass, StepPlan
+
+WHOLE_CLASS = ContributionTerms("clinical", "ecg", 0, 0)
+INVENTED = ContributionTerms("clinical", "ecg", 1_000_000, 9_000_000)
+
+
+@pytest.fixture
+def story(tmp_path: Path) -> Iterator[Story]:
+    made = begin(str(tmp_path / "a.db"))
+    yield made
+    made.ledger.close()
+
+
+def code_of(story: Story, **options: Any) -> str | None:
+    """What an auditor finds wrong."""
+    story.sign()
+    found: Verification = verify(story.ledger.store, **options)
+    return found.problem and found.problem.code
+
+
+def closed(story: Story, of: StepPlan | None = None, scales: dict[ContributionTerms, float] | None = None) -> int:
+    """An epoch of one segment, of the members until now."""
+    story.later(HOUR)
+    return story.epoch(RUNS[0], [segment(0, read=story.ledger.size)], of=of, scales=scales)
+
+
+# ------------------------------------------------------------------------------ whom an epoch charges
+
+
+@pytest.mark.parametrize(
+    ("signed", "scales", "code"),
+    [
+        ([USUAL, STRICT], {USUAL: 1.0, STRICT: 0.5}, None),
+        ([USUAL, STRICT], {WHOLE_CLASS: 1.0}, None),  # members with another bound may have stayed out
+        ([USUAL, STRICT], {WHOLE_CLASS: 1.0, STRICT: 0.5}, None),
+        ([USUAL, STRICT], {STRICT: 0.5}, "verify.trained-class-not-charged"),
+        ([USUAL, STRICT], {INVENTED: 0.001}, "verify.account-bound-unsigned"),
+        ([USUAL, STRICT], {WHOLE_CLASS: 1.0, INVENTED: 0.001}, "verify.account-bound-unsigned"),
+        ([], {WHOLE_CLASS: 1.0}, None),
+        (
+            [],
+            {WHOLE_CLASS: 1.0, INVENTED: 0.001},
+            None,
+        ),  # a corpus without signatures: its bounds are the trainer's word
+        ([], {INVENTED: 0.001}, "verify.trained-class-not-charged"),
+    ],
+)
+def test_the_accounts_of_an_epoch(
+    story: Story, signed: list[ContributionTerms], scales: dict[ContributionTerms, float], code: str | None
+) -> None:
+    """A class as a whole, or every bound that its members signed; and no bound that nobody signed."""
+    story.admit(contribution(n, terms=terms) for n, terms in enumerate(signed))
+    closed(story, scales=scales)
+    assert code_of(story) == code
+
+
+def test_a_bound_that_was_signed_after_the_members_were_read(story: Story) -> None:
+    story.admit([contribution(1)])
+    read = story.ledger.size
+    story.admit([contribution(2, terms=STRICT)])
+    story.later(HOUR)
+    story.epoch(RUNS[0], [segment(0, read=read)])
+    assert code_of(story) == "verify.account-bound-unsigned"
+
+
+@pytest.mark.parametrize(
+    ("leaves", "scales", "code"),
+    [
+        ("withdrawn", {USUAL: 1.0}, None),
+        ("withdrawn", {USUAL: 1.0, STRICT: 0.5}, None),  # a run goes on charging whom it began with
+        ("withdrawn later", {USUAL: 1.0}, "verify.trained-class-not-charged"),
+        ("expired", {USUAL: 1.0}, None),
+        ("stays", {USUAL: 1.0}, "verify.trained-class-not-charged"),
+    ],
+)
+def test_a_bound_whose_members_left(
+    story: Story, leaves: str, scales: dict[ContributionTerms, float], code: str | None
+) -> None:
+    now = int(story.clock.now)
+    ends = now + HOUR // 2 if leaves == "expired" else None
+    _, seq, _ = story.admit(
+        [contribution(1), contribution(2, terms=STRICT, expires=ends), contribution(3, terms=STRICT, expires=now + 1)]
+    )
+    read, gone = story.ledger.size, Withdrawal(target=seq, reason=WithdrawalReason.REQUEST)
+    if leaves.startswith("withdrawn"):
+        story.ledger.append([gone])
+    story.later(2 * HOUR)
+    read = read if leaves == "withdrawn later" else story.ledger.size
+    story.epoch(RUNS[0], [segment(0, read=read)], scales=scales)
+    assert code_of(story) == code
+
+
+# ------------------------------------------------------------------------------ attempts
+
+
+def attempt(index: int, generation: int = 0, *, given_up: bool = False, **changes: Any) -> Segment:
+    outcome = SegmentOutcome.ABANDONED if given_up else SegmentOutcome.CLOSED
+    return dataclasses.replace(segment(index, generation, read=5, outcome=outcome), **changes)
+
+
+@pytest.mark.parametrize(
+    ("attempts", "code"),
+    [
+        ([attempt(0, given_up=True), attempt(0, 1)], None),
+        ([attempt(0, 1), attempt(0, given_up=True)], None),  # a copy of the run was quicker
+        ([attempt(0, 1)], "verify.generation-missing"),
+        ([attempt(0, given_up=True), attempt(0, 2)], "verify.generation-missing"),
+        ([attempt(0, 2**50)], "verify.generation-missing"),
+        ([attempt(0, 2, unrecorded=1)], "verify.generation-missing"),
+        ([attempt(0, 2, unrecorded=2)], None),
+        ([attempt(0, 1, unrecorded=1), attempt(0, 2, given_up=True)], "verify.generation-missing"),
+        ([attempt(0, 1, unrecorded=1), attempt(0, 2, given_up=True, unrecorded=1)], None),
+    ],
+)
+def test_generations_that_are_missing(story: Story, attempts: list[Segment], code: str | None) -> None:
+    """An attempt drew noise and was charged, also if it was given up: its leaf does not go missing."""
+    story.admit([contribution(1)])
+    for each in attempts:
+        story.epoch(RUNS[0], [each], scales={USUAL: 1.0})
+    assert code_of(story) == code
+    left_out = any("left out by later generations" in note for note in verify(story.ledger.store).notes)
+    assert left_out is (code is None and any(each.unrecorded for each in attempts))
+
+
+def test_a_generation_that_is_still_open(story: Story) -> None:
+    story.admit([contribution(1)])
+    story.epoch(RUNS[0], [attempt(0, 1)], scales={USUAL: 1.0})
+    assert code_of(story) == "verify.generation-missing"
+    with story.ledger.store.write() as rows:
+        rows.put_hold(RunHold(RUNS[0], 0, 0, bytes(16), None, b""))
+    assert code_of(story) is None
+
+
+# ------------------------------------------------------------------------------ noise that a rule moves
+
+
+def choosing(**changes: Any) -> StepPlan:
+    candidates = ((0.0, 0.0, 1.0, 1.0), (0.0, 0.0, 1.0, 4.0))
+    rule = Choose(epsilon=0.1, every=5, names=("even", "steep"), noise=candidates)
+    return plan(**{"rules": (rule,), "clipping": Clipping.JOINT, **changes})
+
+
+@pytest.mark.parametrize(
+    ("of", "noise", "code"),
+    [
+        (plan(rules=(FollowEnergy(),)), (0.0, 0.0, 5.0, 5.0), None),
+        (plan(rules=(FollowEnergy(),)), (0.0, 0.0, 3.3, 12.0), None),
+        (plan(rules=(FollowEnergy(),)), (0.0, 0.0, 3.0, 3.9), "verify.noise-below-plan"),
+        (plan(rules=(FollowEnergy(),)), (0.0, 0.0, 0.0, 9.0), "verify.noise-variance-differs"),
+        (plan(rules=(FollowEnergy(),)), (0.0, 0.0, 9.0), "verify.noise-variance-differs"),
+        (plan(), (0.0, 0.0, 5.0, 5.0), "verify.noise-variance-differs"),
+        (choosing(), (0.0, 0.0, 3.3, 13.2), None),
+        (choosing(), (0.0, 0.0, 3.0, 3.9), "verify.noise-below-plan"),
+        (choosing(clipping=Clipping.BOX), (0.0, 0.0, 3.0, 3.9), None),  # under a box, the clip norms go with the choice
+    ],
+)
+def test_noise_that_changes_within_a_segment(
+    story: Story, of: StepPlan, noise: tuple[float, ...], code: str | None
+) -> None:
+    """At the first step it is the plan's; what a rule made of it later is held to the plan as well."""
+    story.admit([contribution(1)])
+    change = NoiseChange(step=5, variance=tuple(s * s for s in noise))
+    story.epoch(
+        RUNS[0],
+        [attempt(0)],
+        of=of,
+        scales={USUAL: 1.0},
+        change=lambda made: dataclasses.replace(made, changes=(change,)),
+    )
+    assert code_of(story) == code
+
+
+@pytest.mark.parametrize("steps", [(0,), (10,), (5, 5), (7, 3)])
+def test_changes_outside_their_segment_are_no_record(story: Story, steps: tuple[int, ...]) -> None:
+    made = tuple(NoiseChange(step=step, variance=(0.0, 0.0, 16.0, 16.0)) for step in steps)
+    with raises_code("ledger.epoch-changes-misplaced"):
+        story.epoch(RUNS[0], [attempt(0)], change=lambda epoch: dataclasses.replace(epoch, changes=made))
+    several = [attempt(0, given_up=True), attempt(0, 1)]
+    with raises_code("ledger.epoch-changes-misplaced"):
+        change = NoiseChange(step=5, variance=(0.0, 0.0, 16.0, 16.0))
+        story.epoch(RUNS[0], several, change=lambda epoch: dataclasses.replace(epoch, changes=(change,)))
+
+
+# ------------------------------------------------------------------------------ how a plan samples
+
+
+def sampled(population: int | None = 1000, rate: float = 0.02, batch: float = 20.0, **changes: Any) -> StepPlan:
+    """A plan in which both classes declare a population; the open one brings 10 to a batch."""
+    patients = dataclasses.replace(plan().classes[0], population=population, sampling_rate=rate, **changes)
+    others = PlannedClass(name="open", population=100, sampling_rate=0.1, public=True)
+    return plan(classes=(patients, others), batch=batch)
+
+
+@pytest.mark.parametrize(
+    ("of", "code"),
+    [
+        (sampled(batch=30.0), None),
+        (sampled(batch=30.0 * (1 + 1e-12)), None),
+        (sampled(batch=20.0), "verify.batch-size-differs"),
+        (sampled(batch=31.0), "verify.batch-size-differs"),
+        (plan(batch=500.0), None),  # one class declares no population: what it brings is not known
+        (plan(batch=19.0), "verify.batch-size-differs"),
+        (sampled(population=None, batch=30.0), "verify.population-missing"),
+        (sampled(batch=30.0, delta=1e-6), None),
+        (sampled(batch=30.0, delta=1.1e-5), "verify.plan-delta-above-header"),
+    ],
+)
+def test_rates_populations_batch_size_and_delta_of_a_plan(story: Story, of: StepPlan, code: str | None) -> None:
+    story.admit([contribution(1)])
+    closed(story, of, {USUAL: 1.0})
+    assert code_of(story) == code
+
+
+@pytest.mark.parametrize(
+    ("count", "event", "code"),
+    [
+        (3, None, None),
+        (4, None, "verify.population-exceeded"),
+        (40, None, "verify.population-exceeded"),
+        (4, "withdrawn", None),
+        (4, "expired", None),
+        (4, "withdrawn later", "verify.population-exceeded"),
+        (4, "policy", None),  # it was larger, and what was admitted then stays
+    ],
+)
+def test_more_members_than_a_class_declares(tmp_path: Path, count: int, event: str | None, code: str | None) -> None:
+    few = (dataclasses.replace(PRESETS[0], population=3), PRESETS[1])
+    story = begin(str(tmp_path / "a.db"), presets=PRESETS if event == "policy" else few)
+    ends = {0: int(story.clock.now) + 60} if event == "expired" else {}
+    first, *_ = story.admit(contribution(n, expires=ends.get(n)) for n in range(count))
+    read, gone = story.ledger.size, Withdrawal(target=first, reason=WithdrawalReason.REQUEST)
+    if event == "policy":
+        story.govern(PolicyChange(floors=FLOORS, presets=few, policy=policy_digest()))
+    elif event in ("withdrawn", "withdrawn later"):
+        story.ledger.append([gone])
+    story.later(2 * HOUR)
+    read = read if event == "withdrawn later" else story.ledger.size
+    of = sampled(population=3, rate=0.5, batch=11.5)
+    of = dataclasses.replace(of, noise=(0.0, 0.0, 40.0, 40.0))
+    story.epoch(RUNS[0], [segment(0, read=read)], of=of, scales={USUAL: 1.0})
+    assert code_of(story) == code
+    story.ledger.close()
+
+
+# ------------------------------------------------------------------------------ what a plan says of its layers
+
+
+def third(row: dict[str, Any]) -> dict[str, Any]:
+    return row["layers"][2]
+
+
+def swap_layers(row: dict[str, Any]) -> None:
+    row["layers"][2], row["layers"][3] = row["layers"][3], row["layers"][2]
+
+
+@pytest.mark.parametrize(
+    "forge",
+    [
+        lambda row: third(row).update(spans=[[3, 4], [2, 3]]),
+        lambda row: third(row).update(spans=[[2, 2]]),
+        lambda row: third(row).update(spans=[[2, 5]]),
+        lambda row: third(row).update(spans=[[-1, 3]]),
+        lambda row: third(row).update(spans=[]),
+        lambda row: third(row).update(spans=[[1, 2], [2, 3]]),
+        lambda row: third(row).update(depth=1.0),
+        lambda row: row.update(blocks=3),
+        lambda row: row.update(blocks=0),
+        lambda row: row["layers"].pop(),
+        lambda row: row["noise"].pop(),
+        swap_layers,
+    ],
+)  # fmt: skip
+def test_a_plan_whose_layers_do_not_fit_its_blocks(story: Story, forge: Callable[[dict[str, Any]], None]) -> None:
+    """Bytes that no `StepPlan` writes, under their own digest."""
+    story.admit([contribution(1)])
+    row = cbor.decode(plan().to_cbor(), floats=True, null=True)
+    forge(row)
+    data = cbor.encode(row, floats=True, null=True)
+    story.later(HOUR)
+    made: list[Epoch] = []
+
+    def kept(epoch: Epoch) -> Epoch:
+        made.append(dataclasses.replace(epoch, plan=hashlib.sha256(data).digest()))
+        return epoch
+
+    seq = story.epoch(RUNS[0], [segment(0, read=story.ledger.size)], scales={USUAL: 1.0}, change=kept)
+    assert code_of(story) is None
+    path = story.ledger.name
+    with story.ledger.store.write() as rows:
+        rows.put_blob(made[0].plan, data)
+    story.ledger.close()
+    rewritten(path, replacing(seq, plan=made[0].plan))
+    found = verify(path).problem
+    assert found is not None and (found.index, found.code) == (seq, "verify.plan-unreadable")
+
+
+# ------------------------------------------------------------------------------ policy, algorithm, version
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        ({"floors": LedgerFloors()}, "ledger.policy-digest-differs"),
+        ({"floors": LedgerFloors(clip_norm=100_000)}, "ledger.policy-digest-differs"),
+        ({"policy": digest("another")}, "ledger.policy-digest-differs"),
+        ({"policy": policy_digest(origin="other.example")}, "ledger.policy-digest-differs"),
+        ({"policy": NO_POLICY}, "ledger.policy-digest-differs"),  # and floors that nobody signed
+        ({"policy": NO_POLICY, "floors": LedgerFloors()}, None),
+        ({"policy": policy_digest(LedgerFloors()), "floors": LedgerFloors()}, None),
+    ],
+)
+@pytest.mark.parametrize("kind", ["header", "policy"])
+def test_floors_that_are_not_those_that_contributors_sign(
+    tmp_path: Path, kind: str, changes: dict[str, Any], code: str | None
+) -> None:
+    low = LedgerFloors() if kind == "policy" else FLOORS
+    given: dict[str, Any] = {"policy": policy_digest(), **changes} if kind == "header" else {"floors": low}
+    story = begin(str(tmp_path / "a.db"), **given)
+    if kind == "policy":
+        given = {"floors": FLOORS, "policy": policy_digest(), **changes}
+        story.govern(PolicyChange(presets=PRESETS, **given))
+    assert code_of(story) == code
+    story.ledger.close()
+
+
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(-7, "verify.leaf-unreadable"), (-9, "verify.leaf-unreadable"), (-18, "verify.leaf-unreadable"),
+     (-20, "verify.leaf-unreadable"), (-19, "ledger.header-not-signed")],
+)  # fmt: skip
+def test_an_algorithm_that_is_none_of_ours(story: Story, number: int, code: str) -> None:
+    """-8 and -19 are Ed25519; a number between them is nothing."""
+    story.sign()
+    kept, body = leaf(story.ledger.name, 0)
+    plain, other = (b"\x0b" + cbor.encode(each) for each in (-8, number))
+    assert body is not None and body.count(plain) == 1
+    forged = body.replace(plain, other)
+    kept = kept.replace(*(hashlib.sha256(each).digest() for each in (body, forged)))
+    sql(story.ledger.name, "UPDATE leaf SET (data, body) = (?, ?) WHERE seq = 0", kept, forged)
+    found = verify(story.ledger.name).problem
+    assert found is not None and (found.index, found.code) == (0, code)
+
+
+def test_an_attestation_by_an_algorithm_that_its_key_is_not_for(story: Story) -> None:
+    story.admit([contribution(1)])
+    for algorithms, code in (((-8,), None), ((-8, -19), None), ((-19,), "verify.attestation-algorithm")):
+        ring = KeyRing()
+        ring.add(ALICE.public, role="contributor", label="alice", algorithms=algorithms)
+        assert code_of(story, trust=Trust(plain=(LEDGER.public,), ring=ring)) == code
+
+
+def test_another_program_is_noted(tmp_path: Path) -> None:
+    for version, noted in ((program_version(), False), ("lamina 9.9; dp-accounting 7", True)):
+        story = begin(str(tmp_path / f"{noted}.db"), version=version)
+        story.sign()
+        found = verify(story.ledger.store)
+        assert found.verified and any(version in note for note in found.notes) is noted
+        story.ledger.close()
