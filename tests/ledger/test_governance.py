@@ -266,6 +266,18 @@ def test_nothing_is_signed_over_contributions_past_the_gate(forged: Forger, chan
         ledger.checkpoint()
 
 
+def test_nothing_is_signed_over_what_is_pruned_too_early_or_lies_in_the_future(forged: Forger, made: Path) -> None:
+    spans, totals = [{1: 4, 2: 5}], [{1: "clinical", 2: 1, 3: 0, 4: 0}]
+    forged.append(6, {1: spans, 2: START, 3: totals, 4: digest("pruned"), 5: []})
+    with Ledger.open(forged.path, LEDGER, clock=Clock()) as ledger, raises_code("ledger.leaf-not-allowed"):
+        ledger.checkpoint()
+    shutil.copy(made, forged.path)
+    with Ledger.open(forged.path, LEDGER, clock=Clock(START + HOURS)) as ledger:
+        ledger.append([contribution(9).record], [contribution(9).attestation])
+    with Ledger.open(forged.path, LEDGER, clock=Clock()) as ledger, raises_code("ledger.clock-behind"):
+        ledger.checkpoint()
+
+
 def test_a_tree_that_was_exchanged_is_not_signed(forged: Forger) -> None:
     """Between two checkpoints of one process somebody puts another leaf where one was, tree and head included."""
     with Ledger.open(forged.path, LEDGER, clock=Clock()) as ledger:

@@ -7,7 +7,7 @@ from itertools import islice
 from threading import RLock
 
 from lamina.errors import EncodingError, LedgerDamaged, LedgerError
-from lamina.ledger.governance_records import GOVERNING_KINDS, GoverningRecord, Header, Role
+from lamina.ledger.governance_records import GOVERNING_KINDS, Aggregate, GoverningRecord, Header, Role
 from lamina.ledger.key_state import GovernanceState, PolicyInForce, Violation, checkpoint_roots, leaf_bytes
 from lamina.ledger.merkle import (
     Frontier,
@@ -154,6 +154,8 @@ class CheckedLeaves:
                 check_epoch_follows(record, self._header, at)
             elif isinstance(record, Header) and at:
                 raise _not_allowed(at, KIND_NAMES[leaf.kind], "a header may only be leaf 0")
+            elif isinstance(record, Aggregate) and record.horizon + state.retention > leaf.time:
+                raise _not_allowed(at, KIND_NAMES[leaf.kind], f"contributions are kept for {state.retention} s")
             elif isinstance(record, KeptContribution):
                 raise _not_allowed(at, KIND_NAMES[leaf.kind], "its body is missing, and no checkpoint covers it yet")
             self._time, self._epoch = leaf.time, self._epoch + (leaf.kind is Epoch)

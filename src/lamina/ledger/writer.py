@@ -261,6 +261,7 @@ class Ledger(LedgerReader):
             keys = self._checked.follow(rows, head)
             if (there := rows.checkpoint(head.size)) is None:
                 check_key_may_sign(keys, key, head.time)
+                next_leaf_time(head.time, self._clock())  # nothing is signed that lies in the future
                 rows.put_meta("signing", head.size.to_bytes(8, "big"))
             return head, there, last
 
