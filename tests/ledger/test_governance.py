@@ -16,6 +16,7 @@ from forger import KEYS, POLICY, TERMS, Forger, add, rotate
 from making import GOVERNING, LEDGER, ORIGIN, OTHER, SECOND, START, WITNESS, Clock, authorised, digest
 from refusals import raises_code
 
+from lamina.admit.checks import hash_of_floors
 from lamina.admit.key_ring import KeyRing
 from lamina.ledger import signed_checkpoint
 from lamina.ledger.governance_records import (
@@ -66,7 +67,8 @@ def presets() -> list[dict[int, Any]]:
 
 
 def policy(**floors: int) -> dict[int, Any]:
-    return {1: {1: floors.get("clip", 200_000), 2: 500_000}, 2: presets(), 3: digest("p")}
+    clip = floors.get("clip", 200_000)
+    return {1: {1: clip, 2: 500_000}, 2: presets(), 3: hash_of_floors(ORIGIN, clip, 500_000)}
 
 
 Attack = Callable[[Forger], tuple[int, dict[int, Any]]]

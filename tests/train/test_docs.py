@@ -64,5 +64,5 @@ def test_the_quickstart_runs(
     assert (tmp_path / "runs" / "second" / "model.safetensors").exists()
     assert (tmp_path / "runs" / "third" / "model.safetensors").exists()
     assert "60 admitted, 0 refused" in printed
-    assert "third.ledger.db: verified" in printed
+    assert "third.ledger.db: self-consistent, not trusted" in printed
     assert {path.name for path in (tmp_path / "runs").glob("*.ledger.db")} > {"elsewhere.example-cardiology.ledger.db"}
