@@ -24,7 +24,7 @@ from build import (
     policy_digest,
     segment,
 )
-from forge import leaf, replacing, rewritten, sql
+from forge import appended, asked, leaf, replacing, rewritten, sql
 from making import LEDGER, digest
 from refusals import raises_code
 
@@ -356,8 +356,17 @@ def test_floors_that_are_not_those_that_contributors_sign(
     given: dict[str, Any] = {"policy": policy_digest(), **changes} if kind == "header" else {"floors": low}
     story = begin(str(tmp_path / "a.db"), **given)
     if kind == "policy":
-        given = {"floors": FLOORS, "policy": policy_digest(), **changes}
-        story.govern(PolicyChange(presets=PRESETS, **given))
+        change = PolicyChange(presets=PRESETS, **{"floors": FLOORS, "policy": policy_digest(), **changes})
+        if code is None:
+            story.govern(change)
+        else:
+            with raises_code(code):
+                story.govern(change)
+            rewritten(story.ledger.name, appended(asked(change)))
+            problem = verify(story.ledger.name).problem
+            assert problem is not None and problem.code == code
+            story.ledger.close()
+            return
     assert code_of(story) == code
     story.ledger.close()
 

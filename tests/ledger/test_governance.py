@@ -42,7 +42,6 @@ HOURS = 7200
 PINNED = Trust(plain=(GOVERNING.public,))
 STEAL = {1: [add(THIEF, 1, ORIGIN, START)]}  # the thief's key signs checkpoints
 PERSON = {1: [add(THIEF, 2, "contributor-x", START)]}
-STRICTER = {1: {1: 200_000, 2: 500_000}, 2: [], 3: digest("p")}
 
 
 @pytest.fixture(scope="module")
@@ -141,6 +140,10 @@ ATTACKS: dict[str, tuple[str, Attack]] = {
     ),
     "one owner lowers a floor": (
         "ledger.policy-loosened", lambda f: (POLICY, f.governing(POLICY, policy(clip=1), OWNER)),
+    ),
+    "a policy that contributors do not sign": (
+        "ledger.policy-digest-differs",
+        lambda f: (POLICY, f.governing(POLICY, policy() | {3: digest("p")}, OWNER, SECOND_OWNER)),
     ),
     "one owner shortens the retention": (
         "ledger.second-signature-missing", lambda f: (TERMS, f.governing(TERMS, {2: 60}, OWNER)),

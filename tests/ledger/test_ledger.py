@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from build import policy_digest
 from making import (
     AUDITOR,
     GOVERNING,
@@ -433,9 +434,9 @@ def test_keys_are_added_rotated_and_revoked(ledger: Ledger, where: str, clock: C
 
 
 def test_a_looser_policy_needs_two_owners(where: str) -> None:
-    stricter = PolicyChange(floors=LedgerFloors(clip_norm=200_000, noise_multiplier=500_000), presets=header().presets,
-                            policy=digest("stricter"))  # fmt: skip
-    looser = dataclasses.replace(stricter, floors=header().floors, policy=digest("looser"))
+    higher, lower = LedgerFloors(clip_norm=200_000, noise_multiplier=500_000), header().floors
+    stricter = PolicyChange(floors=higher, presets=header().presets, policy=policy_digest(higher))
+    looser = dataclasses.replace(stricter, floors=lower, policy=policy_digest(lower))
     with create(where, keys=TWO_OWNERS) as ledger:
         ledger.append([authorised(ledger, stricter)])
         for keys, code in (

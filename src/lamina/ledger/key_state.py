@@ -28,6 +28,7 @@ from lamina.ledger.governance_records import (
     Preset,
     Role,
     TermsChange,
+    check_policy_digest,
     governing_message,
     loosened,
     profile_exceeds,
@@ -375,6 +376,9 @@ class GovernanceState(KeyState):
     def _check_change(self, record: GoverningRecord, time: int) -> None:
         """LedgerError unless the change itself may follow, whoever signed it."""
         after = self
+        if isinstance(record, PolicyChange):
+            check_policy_digest(self.origin, record.floors, record.policy)
+            return
         if isinstance(record, KeyEvents):
             after = self.after(())
             for event in record.events:

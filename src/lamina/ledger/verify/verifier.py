@@ -410,7 +410,7 @@ class LedgerReplay:
         self._time, self._epoch = leaf.time, self._epoch + (leaf.kind is Epoch)
 
     def _see(self, leaf: Leaf, data: bytes) -> None:
-        if isinstance(record := leaf.record, Header | PolicyChange):
+        if isinstance(record := leaf.record, Header):
             try:
                 check_policy_digest(self.header.origin, record.floors, record.policy)
             except LedgerError as error:
