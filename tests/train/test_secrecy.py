@@ -139,7 +139,8 @@ def test_no_seed_loss_or_name_is_found_anywhere(
             packed = value.numpy().tobytes()
             assert packed not in everything
             assert f"{float(value):.4f}".encode() not in out.encode() + err.encode()
-            assert f"{float(value):.6g}".encode() not in everything
+            text = f"{float(value):.6g}".encode()  # a round number is found in random bytes, too
+            assert (text if len(text) > 5 else f"{float(value):.6f}".encode()) not in everything
     for name in names:
         assert name.encode() not in everything
 
