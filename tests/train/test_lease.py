@@ -121,7 +121,7 @@ def test_what_the_disk_refuses(tmp_path: Path) -> None:
         with failing(call, error), pytest.raises(StorageError) as caught:
             Lease.take(tmp_path)
         refusal(caught.value, tmp_path / "lease")
-        assert set(os.listdir("/proc/self/fd")) == before
+        assert set(os.listdir("/proc/self/fd")) <= before  # others may be collected meanwhile
     no_locks = OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
     with mock.patch("fcntl.flock", side_effect=no_locks), raises_code("train.no-file-locks"):
         Lease.take(tmp_path)
