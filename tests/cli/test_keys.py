@@ -73,6 +73,15 @@ def test_misuse_is_two(words: tuple[str, ...], call: Call) -> None:
 # ------------------------------------------------------------------------------ new
 
 
+def test_a_passphrase_may_come_through_a_pipe(call: Call) -> None:
+    read, write = os.pipe()
+    os.write(write, b"correct horse\n")
+    os.close(write)
+    answer(call("new", "alice.key", "--passphrase-file", f"/dev/fd/{read}", "--json"))
+    os.close(read)
+    assert PrivateKey.load("alice.key", b"correct horse").public == PublicKey.load("alice.pub")
+
+
 def test_a_new_key_is_two_files(call: Call) -> None:
     Path("secret.txt").write_text("correct horse\nsecond line\n", encoding="utf-8")
     found = answer(call("new", "alice.key", "--passphrase-file", "secret.txt", "--json"))

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from refusals import raises_code
 from trees import ORIGIN, private
 
+from lamina.admit.keys import CLOCK_SKEW
 from lamina.ledger.merkle import leaf_hash
-from lamina.ledger.schema import CLOCK_SKEW
 from lamina.ledger.signed_checkpoint import (
     LedgerCheckpoint,
     Note,

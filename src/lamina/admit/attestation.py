@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lamina import cbor
-from lamina.admit.keys import ALGORITHMS, EDDSA, LAST_SECOND, PrivateKey, PublicKey
+from lamina.admit.keys import ALGORITHMS, CLOCK_SKEW, EDDSA, LAST_SECOND, PrivateKey, PublicKey
 from lamina.errors import AdmissionError, EncodingError, UnknownSchema, WrongAlgorithm
 from lamina.validate import open_regular, short_repr
 
@@ -311,9 +311,6 @@ def _text_problem(name: str, text: object, most: int) -> str | None:
     if type(text) is not str or not text.isprintable() or not 0 < len(text.encode("utf-8")) <= most:
         return f"{name} is {short_repr(text)}, must be 1 to {most} bytes of printable text"
     return None
-
-
-CLOCK_SKEW = 120  # seconds by which a contributor's clock may be ahead
 
 
 def window_rules(at: Any, not_before: Any, expires: Any) -> tuple[Any, Any]:

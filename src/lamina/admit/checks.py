@@ -16,7 +16,6 @@ from lamina import cbor
 from lamina.account.gaussian_rdp import epsilon_of_noise_multiplier
 from lamina.account.schedule import bisect_int
 from lamina.admit.attestation import (
-    CLOCK_SKEW,
     MAX_ATTESTATION,
     MAX_DESCRIPTOR,
     MAX_MICRO,
@@ -28,7 +27,7 @@ from lamina.admit.attestation import (
 )
 from lamina.admit.contribution_sources import Contribution, open_with_size
 from lamina.admit.key_ring import KeyEntry, KeyRing, KeyStatus
-from lamina.admit.keys import format_utc
+from lamina.admit.keys import CLOCK_SKEW, format_utc
 from lamina.admit.verdicts import ContributionRefused, Reason, pack_row
 from lamina.errors import AdmissionError, EncodingError, LaminaError, UnknownSchema, WrongAlgorithm
 from lamina.plan.depth_profile import DepthProfile

@@ -73,13 +73,14 @@ def parse_time(text: str) -> int:
     return seconds
 
 
+CLOCK_SKEW = 120  # seconds by which clocks of several machines may differ
 MAX_SMALL_FILE = 64 * 1024 * 1024  # a key ring of 100,000 entries has some 30 MB
 
 
-def read_small(path: Path, what: str, *, most: int = MAX_SMALL_FILE) -> bytes:
-    """Read all bytes of a file that has no reason to be large."""
+def read_small(path: Path, what: str, *, most: int = MAX_SMALL_FILE, pipe: bool = False) -> bytes:
+    """Read all bytes of a file that has no reason to be large; of a pipe only where one is expected."""
     try:
-        with os.fdopen(open_regular(path), "rb") as file:
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC) if pipe else open_regular(path), "rb") as file:
             data = file.read(most + 1)
     except OSError as error:
         problem = f"cannot read {what} '{path}': {error.strerror}"

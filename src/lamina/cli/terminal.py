@@ -136,7 +136,7 @@ def read_passphrase(file: Path | None, *, what: str, new: bool = False) -> bytes
     if file is not None:
         from lamina.admit.keys import read_small
 
-        found = read_small(file, "the passphrase file", most=4096).partition(b"\n")[0].removesuffix(b"\r")
+        found = read_small(file, "the passphrase file", most=4096, pipe=True).partition(b"\n")[0].removesuffix(b"\r")
     elif given := os.environ.get(PASSPHRASE_VARIABLE):
         found = given.encode("utf-8", "surrogateescape")
     elif _can_prompt():

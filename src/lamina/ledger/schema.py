@@ -12,7 +12,7 @@ from importlib.metadata import version
 from typing import Any, NamedTuple, TypeVar, dataclass_transform
 
 from lamina import validate
-from lamina.admit.keys import LAST_SECOND, format_utc
+from lamina.admit.keys import CLOCK_SKEW, LAST_SECOND, format_utc
 from lamina.errors import EncodingError, LedgerError
 
 
@@ -58,9 +58,6 @@ def exact_float(text: object) -> float | None:
     except ValueError:
         return None
     return value if math.isfinite(value) and repr(value) == text else None
-
-
-CLOCK_SKEW = 120  # seconds by which clocks of several machines may differ
 
 
 def next_leaf_time(last: int, now: float) -> int:

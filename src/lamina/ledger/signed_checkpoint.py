@@ -10,10 +10,9 @@ from typing import ClassVar, Self
 
 from lamina import cbor, validate
 from lamina.admit.attestation import sig_structure
-from lamina.admit.keys import EDDSA, PrivateKey, PublicKey
+from lamina.admit.keys import CLOCK_SKEW, EDDSA, PrivateKey, PublicKey
 from lamina.errors import BadKey, EncodingError, LedgerError, NotVerified
 from lamina.ledger.merkle import EMPTY_ROOT, MAX_TREE_SIZE, is_hash, is_tree_size
-from lamina.ledger.schema import CLOCK_SKEW
 
 MAX_NOTE_BYTES = 256 * 1024  # bytes; room for a note with 16 signatures of 5 kB and more, as C2SP asks
 MAX_KEY_NAME = 256

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from lamina.admit.attestation import CLOCK_SKEW, Attestation, SignedTerms, window_rules
+from lamina.admit.attestation import Attestation, SignedTerms, window_rules
 from lamina.admit.key_ring import KeyRing
-from lamina.admit.keys import LAST_SECOND, format_utc
+from lamina.admit.keys import CLOCK_SKEW, LAST_SECOND, format_utc
 from lamina.errors import AdmissionError, EncodingError
 from lamina.ledger.append import INDEX_KEY_BYTES, index_keys
 from lamina.ledger.governance_records import Role, Withdrawal

@@ -20,14 +20,13 @@ from typing import TYPE_CHECKING, NoReturn
 import numpy as np
 
 from lamina.admit.key_ring import KeyEntry, KeyRing, KeyStatus
-from lamina.admit.keys import PublicKey, format_utc, read_small
+from lamina.admit.keys import CLOCK_SKEW, PublicKey, format_utc, read_small
 from lamina.errors import EncodingError, LaminaError, LedgerError
 from lamina.ledger import signed_checkpoint as notes
 from lamina.ledger.governance_records import Aggregate, Header, LeafSpan, Role
 from lamina.ledger.key_state import GovernanceState, KeyState, Violation
 from lamina.ledger.merkle import HASH_SIZE, TILE_HEIGHT, TILE_WIDTH, Frontier, tile_path
 from lamina.ledger.records import KIND_NAMES, Leaf, Record
-from lamina.ledger.schema import CLOCK_SKEW
 from lamina.ledger.signed_checkpoint import (
     LedgerCheckpoint,
     NamedKey,

@@ -11,7 +11,7 @@ from itertools import chain
 from time import time as system_time
 from typing import Any
 
-from lamina.admit.keys import format_utc
+from lamina.admit.keys import CLOCK_SKEW, format_utc
 from lamina.errors import EncodingError, LedgerDamaged, LedgerError, StoreError
 from lamina.ledger.append import admission_token
 from lamina.ledger.governance_records import (
@@ -36,7 +36,7 @@ from lamina.ledger.records import (
     decode_kept,
     decode_leaf,
 )
-from lamina.ledger.schema import CLOCK_SKEW, pluralize, program_version
+from lamina.ledger.schema import pluralize, program_version
 from lamina.ledger.store.rows import (
     RESERVATION_SEGMENT,
     WHOLE_BUDGET_SEGMENT,
