@@ -314,3 +314,29 @@ def test_no_clipped_gradient_of_a_joint_plan_is_longer_than_the_clip_norm_of_its
         assert plan.epsilon(name) <= policy.bound(name)
     if allocate == "pareto":  # as long as it may be: one class has its clip norm
         assert max(plan.norm("deep") / 0.7, plan.norm("top")) == pytest.approx(1.0)
+
+
+def test_a_noise_multiplier_is_priced_and_held_to_the_policy() -> None:
+    one = policy(a={"population": 1000, "epsilon": 2.0})
+    plan = make_plan(STACK, one, batch=10, steps=100, noise_multiplier=1.2)
+    assert plan.sigma("a") == pytest.approx(1.2, rel=1e-9)
+    assert 0 < plan.epsilon("a") < 2.0
+    with raises_code("allocate.above-policy-bound"):
+        make_plan(STACK, one, batch=10, steps=100, noise_multiplier={"a": 0.2})
+    with raises_code("allocate.epsilon-and-rho"):
+        make_plan(STACK, one, batch=10, steps=10, noise_multiplier=1.0, epsilon=1.0)
+    with raises_code("allocate.noise-multiplier-not-positive"):
+        make_plan(STACK, one, batch=10, steps=10, noise_multiplier=-1.0)
+    with raises_code("allocate.rho-follows-budget"):
+        make_plan(STACK, one, batch=10, steps=10, noise_multiplier=1.0, allocate="ladp-budget")
+
+
+def test_a_clip_norm_may_be_lowered_but_not_raised() -> None:
+    plan = make_plan(STACK, policy(), batch=80, steps=100, clip_norm={"clinical": 0.1, "survey": 2.0})
+    whole = make_plan(STACK, policy(), batch=80, steps=100)
+    assert whole.norm("clinical") > 0.5 and plan.norm("clinical") == pytest.approx(0.1, rel=1e-9)
+    assert plan.sigma("clinical") >= whole.sigma("clinical") * (1 - 1e-9)
+    with raises_code("allocate.clip-norm-above-policy"):
+        make_plan(STACK, policy(), batch=80, steps=100, clip_norm=1.5)
+    with raises_code("allocate.clip-norm-not-positive"):
+        make_plan(STACK, policy(), batch=80, steps=100, clip_norm={"clinical": 0.1})

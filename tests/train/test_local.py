@@ -14,7 +14,9 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import lamina
+from lamina.account.accountants import find_accountant
 from lamina.account.gaussian_rdp import epsilon_of_noise_multiplier
+from lamina.account.schedule import Event
 from lamina.train import private
 
 X = torch.randn(60, 4, generator=torch.Generator().manual_seed(0))
@@ -136,3 +138,28 @@ def test_without_a_population_the_claim_is_zero_out_at_a_public_number(tmp_path:
         engine.model, optimizer, loss, corpus, plan, engine=engine, folder=tmp_path / "run", progress=False
     )
     assert engine.claim in trainer.fit().notes
+
+
+def test_exactly_one_of_epsilon_and_noise_multiplier_is_given() -> None:
+    with raises_code("train.epsilon-or-noise-multiplier"):
+        made(epsilon=None)
+    with raises_code("train.epsilon-or-noise-multiplier"):
+        made(noise_multiplier=1.1)
+
+
+def test_a_noise_multiplier_is_the_sigma_of_every_step_and_its_cost_is_signed() -> None:
+    _, corpus, plan = made(epsilon=None, noise_multiplier=1.1)
+    assert plan.sigma(0) == pytest.approx(1.1, rel=1e-9)
+    cost = find_accountant("pld").epsilon([Event(sigma=1.1, q=10 / 60, steps=5)], 1e-5)
+    assert plan.epsilon(0) == pytest.approx(cost, rel=1e-6)
+    assert corpus.admission is not None
+    assert epsilon_of_noise_multiplier(corpus.admission[0].bound.z, 1e-5) == pytest.approx(cost, rel=1e-4)
+
+
+def test_the_clip_norm_is_planned_and_signed() -> None:
+    _, corpus, plan = made(clip_norm=0.02)
+    assert plan.norm(0) == pytest.approx(0.02, rel=1e-9)
+    assert plan.noise[0] == pytest.approx(0.02 * plan.sigma(0), rel=1e-9)
+    assert corpus.admission is not None and corpus.admission[0].bound.c == 0.02
+    with raises_code("train.clip-norm-out-of-range"):
+        made(clip_norm=0.0)

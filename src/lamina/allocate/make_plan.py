@@ -74,14 +74,16 @@ def calibrate_classes(
     *,
     epsilon: float | Mapping[str, float] | None,
     rho: float | Mapping[str, float] | None,
+    noise_multiplier: float | Mapping[str, float] | None = None,
     chooser: Allocate,
 ) -> CalibratedNoise:
     """sigma_k by class. `rates` names the classes that take part, with their q.
 
     Raw noise credits nothing to sampling: it is calibrated for as many unsampled steps as a contribution takes part in.
     """
-    if epsilon is not None and rho is not None:
-        raise PlanError("allocate.epsilon-and-rho", f"epsilon is {epsilon!r} and rho is {rho!r}", "give one of them")
+    given = {"epsilon": epsilon, "rho": rho, "noise_multiplier": noise_multiplier}
+    if len(said := [f"{name} is {value!r}" for name, value in given.items() if value is not None]) > 1:
+        raise PlanError("allocate.epsilon-and-rho", " and ".join(said), "give one of them")
     side = getattr(chooser, "side_releases", lambda _: ())(steps)
     if policy.noise.as_injection.raw:
         if side or getattr(chooser, "follows_budget", False):
@@ -89,11 +91,13 @@ def calibrate_classes(
             raise PlanError("allocate.raw-noise", problem, "use injection per_step or another allocation")
         rates, steps = dict.fromkeys(rates, 1.0), policy.noise.as_injection.events(0, steps)
     besides = {name: tuple(Event(sigma=sigma, q=q, steps=calls) for sigma, calls in side) for name, q in rates.items()}
-    if rho is not None and getattr(chooser, "follows_budget", False):
-        problem = f"rho is {rho!r}, but this allocation sets its noise while training"
+    if epsilon is None and said and getattr(chooser, "follows_budget", False):
+        problem = f"{said[0]}, but this allocation sets its noise while training"
         raise PlanError("allocate.rho-follows-budget", problem, "give epsilon, or LADP(mode='shares')")
     if rho is not None:
         return _calibrate_to_rho(policy, rates, steps, rho, besides)
+    if noise_multiplier is not None:
+        return _price_noise_multiplier(policy, rates, steps, noise_multiplier, besides)
     targets, corpus = _target_epsilons(policy, list(rates), epsilon), policy.corpus
     name, order = corpus.accountant, None
     if getattr(chooser, "follows_budget", False):
@@ -179,14 +183,9 @@ def _calibrate_to_rho(
 
     What else is released takes its ρ from the same budget.
     """
-    private = [name for name in rates if not policy.classes[name].public]
-    wanted = rho if isinstance(rho, Mapping) else dict.fromkeys(private, rho)
-    refuse_unknown_classes(policy, wanted, "rho")
+    wanted = _by_class(policy, rates, rho, "rho", "allocate.rho-not-positive")
     sigma, targets, priced = {}, {}, find_accountant("zcdp")
-    for name in private:
-        cap = validate.positive(
-            PlanError, "allocate.rho-not-positive", **named(f"rho of class {name!r}", wanted.get(name))
-        )
+    for name, cap in wanted.items():
         left = cap - math.fsum(0.5 * event.steps * event.mu**2 for event in besides[name])
         if left <= 0:
             problem = f"rho of class {name!r} is {cap:g}; other releases take {cap - left:.4g}"
@@ -195,17 +194,67 @@ def _calibrate_to_rho(
         while steps * 0.5 * (1.0 / sigma[name]) ** 2 > left:
             sigma[name] = math.nextafter(sigma[name], math.inf)
         schedule = (Event(sigma=sigma[name], q=1.0, steps=steps), *besides[name])
-        targets[name] = priced.epsilon(schedule, policy.corpus.delta)
-        bound = policy.bound(name)
-        if bound is not None and targets[name] > bound:
-            problem = f"rho of class {name!r} is {cap:g}: epsilon {targets[name]:.4g}, above the policy's bound of {bound:.6g}"
-            raise PlanError("allocate.above-policy-bound", problem, _LESS)
+        targets[name] = _within_bound(policy, name, priced.epsilon(schedule, policy.corpus.delta), f"rho is {cap:g}")
     return CalibratedNoise(
         sigma=tuple(sigma.get(name, math.inf) for name in rates),
         targets=tuple(targets.get(name, math.inf) for name in rates),
         accountant="zcdp",
         rho=tuple(wanted.get(name, math.inf) for name in rates),
     )
+
+
+def _price_noise_multiplier(
+    policy: Policy,
+    rates: Mapping[str, float],
+    steps: int,
+    noise_multiplier: float | Mapping[str, float],
+    besides: Mapping[str, tuple[Event, ...]],
+) -> CalibratedNoise:
+    """sigma as given, for every step; ε is what the steps cost at it, together with whatever else is released."""
+    sigma = _by_class(policy, rates, noise_multiplier, "noise_multiplier", "allocate.noise-multiplier-not-positive")
+    priced, targets = find_accountant(policy.corpus.accountant), {}
+    for name, z in sigma.items():
+        cost = priced.epsilon((Event(sigma=z, q=rates[name], steps=steps), *besides[name]), policy.corpus.delta)
+        targets[name] = _within_bound(policy, name, cost, f"noise_multiplier is {z:g}")
+    return CalibratedNoise(
+        sigma=tuple(sigma.get(name, math.inf) for name in rates),
+        targets=tuple(targets.get(name, math.inf) for name in rates),
+        accountant=priced.name,
+    )
+
+
+def _by_class(
+    policy: Policy, names: Iterable[str], given: float | Mapping[str, float], what: str, code: str
+) -> dict[str, float]:
+    """A figure > 0 for every private class that takes part: one for all, or by name."""
+    private = [name for name in names if not policy.classes[name].public]
+    wanted = given if isinstance(given, Mapping) else dict.fromkeys(private, given)
+    refuse_unknown_classes(policy, wanted, what)
+    return {n: validate.positive(PlanError, code, **named(f"{what} of class {n!r}", wanted.get(n))) for n in private}
+
+
+def _within_bound(policy: Policy, name: str, epsilon: float, why: str) -> float:
+    """The ε of a class, refused above the policy's bound."""
+    bound = policy.bound(name)
+    if bound is not None and epsilon > bound:
+        problem = f"class {name!r}: {why}: epsilon {epsilon:.4g}, above the policy's bound of {bound:.6g}"
+        raise PlanError("allocate.above-policy-bound", problem, _LESS)
+    return epsilon
+
+
+def _clip_norms(
+    policy: Policy, names: Iterable[str], clip_norm: float | Mapping[str, float] | None
+) -> tuple[float, ...]:
+    """c by class: the policy's, or less. What a contribution signed is a bound, so more is refused."""
+    most = {name: policy.classes[name].clip_norm for name in names}
+    wanted = (
+        {} if clip_norm is None else _by_class(policy, most, clip_norm, "clip_norm", "allocate.clip-norm-not-positive")
+    )
+    for name, c in wanted.items():
+        if c > most[name]:
+            problem = f"clip_norm of class {name!r} is {c:g}, above the policy's {most[name]:g}"
+            raise PlanError("allocate.clip-norm-above-policy", problem, f"lower it, or raise it in [class.{name}]")
+    return tuple((most | wanted).values())
 
 
 def _target_epsilons(policy: Policy, names: list[str], epsilon: float | Mapping[str, float] | None) -> dict[str, float]:
@@ -256,6 +305,8 @@ def make_plan(
     allocate: str | Allocate = DEFAULT_ALLOCATION,
     epsilon: float | Mapping[str, float] | None = None,
     rho: float | Mapping[str, float] | None = None,
+    noise_multiplier: float | Mapping[str, float] | None = None,
+    clip_norm: float | Mapping[str, float] | None = None,
     clipping: Clipping | str | None = None,
     measure: Measure | None = None,
 ) -> StepPlan:
@@ -268,6 +319,9 @@ def make_plan(
               (`lamina.allocate.LADP(…)`), or a function of an AllocationProblem
     epsilon   ε to spend, for all private classes or by name; at most the policy's bound, which is the default
     rho       or ρ, a zCDP budget: every step then takes ρ/T exactly, nothing is credited to sampling
+    noise_multiplier  or sigma itself, the same at every step; ε is what that costs
+    clip_norm  the bound on a contribution's whole gradient, for all private classes or by name; at most the policy's,
+              which is the default
     clipping  "box" or "joint", instead of the form that the allocation prefers
     measure   what is known of the layers from proxy data (`lamina.measure`), for allocations that need it
 
@@ -276,7 +330,7 @@ def make_plan(
     """
     return explained_plan(
         stack, policy, batch=batch, steps=steps, epochs=epochs, allocate=allocate, epsilon=epsilon, rho=rho,
-        clipping=clipping, measure=measure,
+        noise_multiplier=noise_multiplier, clip_norm=clip_norm, clipping=clipping, measure=measure,
     )[0]  # fmt: skip
 
 
@@ -290,6 +344,8 @@ def explained_plan(
     allocate: str | Allocate = DEFAULT_ALLOCATION,
     epsilon: float | Mapping[str, float] | None = None,
     rho: float | Mapping[str, float] | None = None,
+    noise_multiplier: float | Mapping[str, float] | None = None,
+    clip_norm: float | Mapping[str, float] | None = None,
     clipping: Clipping | str | None = None,
     measure: Measure | None = None,
 ) -> tuple[StepPlan, Allocation]:
@@ -311,7 +367,9 @@ def explained_plan(
         measure.check(stack)
     chooser = find_allocation(allocate)
     rates = {name: float(size / _population(policy, name)) for name, size in sizes.items()}
-    declared = calibrate_classes(policy, rates, count, epsilon=epsilon, rho=rho, chooser=chooser)
+    declared = calibrate_classes(
+        policy, rates, count, epsilon=epsilon, rho=rho, noise_multiplier=noise_multiplier, chooser=chooser
+    )
     reaches = {name: _class_reach(policy, name, stack) for name in sizes}
     slices = tuple(part for name, reach in reaches.items() for part in reach.slices(name))
     numbers = noised_sizes(stack, {name: r.layers for name, r in reaches.items()}, slices, stack.shapes)
@@ -319,7 +377,7 @@ def explained_plan(
         sizes=numbers,
         weights=tuple(map(float, numbers)),
         reach=tuple(reach.layers for reach in reaches.values()),
-        clip_norm=tuple(policy.classes[name].clip_norm for name in sizes),
+        clip_norm=_clip_norms(policy, sizes, clip_norm),
         sigma=declared.sigma,
         layers=tuple(layer.name for layer in stack),
         classes=tuple(sizes),

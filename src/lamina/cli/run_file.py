@@ -45,9 +45,12 @@ def check_required_keys(data: Mapping[str, Any], source: str) -> None:
     if ("steps" in data) == ("epochs" in data):
         problem = f"{source}: steps is {data.get('steps', 'missing')} and epochs is {data.get('epochs', 'missing')}"
         raise PlanError("cli.steps-or-epochs", problem, "give exactly one of them: steps = 1000, or epochs = 20")
-    if "epsilon" in data and "rho" in data:
-        problem = f"{source}: epsilon is {data['epsilon']} and rho is {data['rho']}"
-        remedy = "give one of them: epsilon for the policy's accountant, rho for zCDP"
+    said = [f"{key} is {data[key]}" for key in ("epsilon", "rho", "noise_multiplier") if key in data]
+    if len(said) > 1:
+        problem = f"{source}: {' and '.join(said)}"
+        remedy = (
+            "give one of them: epsilon for the policy's accountant, rho for zCDP, noise_multiplier for a fixed sigma"
+        )
         raise PlanError("cli.epsilon-or-rho", problem, remedy)
 
 
@@ -257,6 +260,8 @@ class RunFile(BaseModel):
     clipping: Literal["box", "joint"] | None = None
     epsilon: Annotated[float | dict[str, float], _per_class(float, "> 0")] | None = None
     rho: Annotated[float | dict[str, float], _per_class(float, "> 0")] | None = None
+    noise_multiplier: Annotated[float | dict[str, float], _per_class(float, "> 0")] | None = None
+    clip_norm: Annotated[float | dict[str, float], _per_class(float, "> 0")] | None = None
     segment: Count | None = None
     microbatches: Count = 1
     ema: Annotated[float, Field(gt=0, lt=1)] | None = None

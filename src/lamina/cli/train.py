@@ -75,7 +75,8 @@ class PlannedRun:
         model = by_name.make_model(file.model.factory, file.model.args, beside=beside)
         plan = make_plan(
             LayerStack.from_model(model), policy, batch=file.batch, steps=file.steps, epochs=file.epochs,
-            allocate=file.allocate.policy, epsilon=file.epsilon, rho=file.rho, clipping=file.clipping,
+            allocate=file.allocate.policy, epsilon=file.epsilon, rho=file.rho,
+            noise_multiplier=file.noise_multiplier, clip_norm=file.clip_norm, clipping=file.clipping,
             measure=None if file.measure is None else _load_measure(beside, file.measure),
         )  # fmt: skip
         return cls(file=file, beside=beside, policy=policy, model=model, plan=plan)
@@ -434,7 +435,7 @@ def train(
     output = planned.output(run.stem)
     ledger = planned.ledger(output)
     wanted = requested_epsilon(file.epsilon, file.rho, planned.policy.corpus.delta)
-    notes = plan_notes(planned.plan, planned.policy, wanted)
+    notes = () if file.noise_multiplier else plan_notes(planned.plan, planned.policy, wanted)
     say = print_note if as_json else print_line
     rules = [f"rule: {rule}" for rule in rules_in_words(planned.plan)]
     say("\n".join([str(planned.plan), *rules, *(f"note: {note}" for note in notes), ""]))

@@ -56,9 +56,9 @@ def sign_corpus(corpus: Corpus, policy: Policy, cls: str, key: PrivateKey | None
 
 
 def make_private(
-    model: nn.Module, data: Any, *, epsilon: float = 1.0, delta: float = 1e-5, batch: int, epochs: float | None = None,
-    steps: int | None = None, unit: Any = None, population: int | None = None, allocate: str = DEFAULT_ALLOCATION,
-    key: PrivateKey | None = None,
+    model: nn.Module, data: Any, *, epsilon: float | None = None, noise_multiplier: float | None = None,
+    delta: float = 1e-5, clip_norm: float = 1.0, batch: int, epochs: float | None = None, steps: int | None = None,
+    unit: Any = None, population: int | None = None, allocate: str = DEFAULT_ALLOCATION, key: PrivateKey | None = None,
 ) -> tuple[Engine, Corpus, StepPlan]:  # fmt: skip
     """Make engine, corpus and plan for one private class that reaches every layer, with ε and δ as given.
 
@@ -69,6 +69,8 @@ def make_private(
 
     data        a Corpus, x, a pair (x, y), or a torch Dataset
     unit        the contribution (patient, customer) of each example; default: each example is its own
+    epsilon     ε to spend at δ; or noise_multiplier, the sigma of every step, and ε is what the steps cost at it
+    clip_norm   the largest norm that the gradient of one contribution may have
     batch       expected contributions per step
     population  a public number that the contributions do not exceed, whoever is there; default: their number
     key         signs for the data; default: one that is made for this call and forgotten
@@ -94,22 +96,33 @@ def make_private(
     if len(names) > 1:
         problem = f"the corpus has {len(names)} classes ({', '.join(names)}), make_private takes one"
         raise PlanError("train.several-classes", problem, "write a policy with each class, and use lamina.make_plan")
-    epsilon = number(PlanError, "train.epsilon-out-of-range", above=0, remedy="choose 1 to 8", epsilon=epsilon)
+    if (epsilon is None) == (noise_multiplier is None):
+        problem = f"epsilon is {epsilon!r} and noise_multiplier is {noise_multiplier!r}"
+        raise PlanError("train.epsilon-or-noise-multiplier", problem, "give exactly one of them: epsilon=3.0")
+    if epsilon is not None:
+        epsilon = number(PlanError, "train.epsilon-out-of-range", above=0, remedy="choose 1 to 8", epsilon=epsilon)
+    clip_norm = number(
+        PlanError, "train.clip-norm-out-of-range", least=1e-4, remedy="scale the loss up instead", clip_norm=clip_norm
+    )
     delta = number(PlanError, "train.delta-out-of-range", above=0, below=1, remedy="stay below 1/people", delta=delta)
     present = len(corpus)
     declared = present if population is None else whole(PlanError, "train.not-a-count", population=population)
     if present > declared:
         problem = f"the corpus has more contributions than population={declared}"
         raise PlanError("train.population-below-corpus", problem, "declare a number that it cannot exceed")
-    terms = {"population": declared, "epsilon": epsilon, "unit": corpus.unit_name}
-    policy = Policy.from_dict(
-        {"corpus": {"origin": corpus.origin or "local", "delta": delta}, "class": {names[0]: terms}}
-    )
+    about = {"origin": corpus.origin or "local", "delta": delta}
+    terms = {"population": declared, "clip_norm": clip_norm, "unit": corpus.unit_name}
+    policy = Policy.from_dict({"corpus": about, "class": {names[0]: terms}})
     if isinstance(batch, int) and batch > declared:
         problem = f"batch is {batch}, the corpus has {declared} contributions"
         remedy = f"batch is the expected contributions per step: choose fewer, such as {max(1, declared // 20)}"
         raise PlanError("train.batch-above-corpus", problem, remedy)
-    plan = make_plan(LayerStack.from_model(model), policy, batch=batch, epochs=epochs, steps=steps, allocate=allocate)
+    plan = make_plan(
+        LayerStack.from_model(model), policy, batch=batch, epochs=epochs, steps=steps, allocate=allocate,
+        epsilon=epsilon, noise_multiplier=noise_multiplier,
+    )  # fmt: skip
+    terms["epsilon"] = plan.epsilon(0) if epsilon is None else epsilon
+    policy = Policy.from_dict({"corpus": about, "class": {names[0]: terms}})
     engine = Engine(model, plan)
     if population is None:
         other = plan.epsilon(0, "replace_one")
