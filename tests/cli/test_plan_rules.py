@@ -85,3 +85,15 @@ def test_rho_is_a_budget_too(project: Project) -> None:
     assert found["classes"]["clinical"]["rho"] <= 0.05
     assert found["notes"] == [NOT_SIGNED]  # what was asked for is planned
     refused(project.train("--plan-only", run="rho = 0.05\n" + project.run), "cli.epsilon-or-rho")
+
+
+def test_a_run_chooses_its_clip_norm_and_its_noise_multiplier(project: Project) -> None:
+    run = "noise_multiplier = 4.0\nclip_norm = 0.02\n" + project.run.replace("epsilon = 2.0\n", "")
+    found = project.train_json("--plan-only", run=run)
+    assert found["classes"]["clinical"]["sigma"] == pytest.approx(4.0, rel=1e-9)
+    assert sum(layer["clip"]["clinical"] ** 2 for layer in found["layers"]) ** 0.5 == pytest.approx(0.02, rel=1e-9)
+    assert found["notes"] == [NOT_SIGNED]
+    both = "noise_multiplier = 4.0\n" + project.run
+    refused(project.train("--plan-only", run=both), "cli.epsilon-or-rho")
+    wide = "clip_norm = 7.0\n" + project.run
+    refused(project.train("--plan-only", run=wide), "allocate.clip-norm-above-policy")
