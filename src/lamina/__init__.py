@@ -23,7 +23,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from lamina.errors import LaminaError
+from lamina.errors import LaminaError, needs_torch
 
 if TYPE_CHECKING:
     from lamina.admit import KeyRing, PrivateKey, PublicKey
@@ -49,7 +49,7 @@ __all__ = [
     "LaminaError",
 ]  # fmt: skip
 
-# Where each name lives. They are imported when first asked for: `import lamina.ledger` must not wait for torch.
+# Where each name lives. They are imported when first asked for: `import lamina.ledger` must not need torch.
 _HOME = {
     "lamina.plan": ("LayerStack", "DepthProfile", "Policy", "StepPlan", "Clipping"),
     "lamina.plan.coverage": ("fix",),
@@ -68,7 +68,8 @@ _HOME = {
 def __getattr__(name: str) -> Any:
     for home, names in _HOME.items():
         if name in names:
-            return globals().setdefault(name, getattr(import_module(home), name))
+            with needs_torch(f"lamina.{name}"):
+                return globals().setdefault(name, getattr(import_module(home), name))
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 _CODE = re.compile(r"[a-z]+\.[a-z0-9]+(-[a-z0-9]+)*")
 
@@ -124,3 +126,19 @@ class StoreBusy(LedgerError):
 
 class LedgerDamaged(LedgerError):
     """A store that holds something else than what was written into it."""
+
+
+class MissingPackage(LaminaError, ImportError):
+    """A package of an extra, such as torch, that is not installed."""
+
+
+@contextmanager
+def needs_torch(what: str) -> Iterator[None]:
+    """The base install signs, admits and verifies without torch. Where `what` imports it and it is missing: the remedy."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in ("torch", "safetensors"):
+            raise
+        problem = f"{what} needs {error.name}, which is not installed"
+        raise MissingPackage("cli.torch-missing", problem, "pip install 'lamina[train]'") from None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from importlib import import_module
 from typing import Annotated, Any
@@ -15,12 +15,12 @@ from typer.core import TyperCommand, TyperGroup
 
 from lamina import __version__
 from lamina.cli.terminal import help_text, option, out, print_json, print_refusal, refusal_json, stderr_is_terminal
-from lamina.errors import LaminaError
+from lamina.errors import LaminaError, needs_torch
 
 # In the order of use: where the command is, and the first sentence of its help.
 COMMANDS = {
     "demo": (
-        "lamina.cli.demo:demo",
+        "lamina.cli.torch_commands:demo",
         "Sign, admit and train on simulated ECG under differential privacy; show its cost and its use.",
     ),
     "keys": ("lamina.cli.keys:app", "Make signing keys, and maintain the ring of trusted keys. Spends nothing."),
@@ -33,11 +33,11 @@ COMMANDS = {
         "Check every contribution of a folder as a run would; show which are admitted, which are not, and why.",
     ),
     "plan": (
-        "lamina.cli.plan:plan",
+        "lamina.cli.torch_commands:plan",
         "Show clipping, noise, sigma and ε of every class and layer, before the first step.",
     ),
     "train": (
-        "lamina.cli.train:train",
+        "lamina.cli.torch_commands:train",
         "Train a model privately, as a RUN.toml says. Run the same command again to go on after a stop or a crash.",
     ),
     "spend": (
@@ -49,14 +49,14 @@ COMMANDS = {
         "The record of what was admitted, spent, withdrawn and released: append-only, signed, and checkable.",
     ),
     "bench": (
-        "lamina.cli.bench:bench",
+        "lamina.cli.torch_commands:bench",
         "Measure time and peak memory of a private step on this machine, against an ordinary step and Opacus.",
     ),
 }
 
 
 class _LazyCommands(TyperGroup):
-    """Imports a command when it is used, so that making a key or checking a ledger need not wait for torch."""
+    """Imports a command when it is used, so that making a key or checking a ledger does not wait for the rest."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -153,13 +153,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     words = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in words or os.environ.get("LAMINA_DEBUG", "0") not in ("", "0")
     try:
-        app(args=[word for word in words if word != "--debug"], prog_name="lamina")
+        with needs_torch(f"lamina {words[0]}" if words else "lamina"):
+            app(args=[word for word in words if word != "--debug"], prog_name="lamina")
     except LaminaError as error:
         _exit_with(error, error, as_json="--json" in words, debug=debug)
     except Exception as error:
-        from lamina.train.run_output import user_line
+        own = None
+        with suppress(ModuleNotFoundError):  # without torch there is no model of the user's
+            from lamina.train.run_output import user_line
 
-        where = f" (at {own})" if (own := user_line(error)) else ""
+            own = user_line(error)
+        where = f" (at {own})" if own else ""
         remedy = "if no line of yours is named, it is a bug in Lamina: --debug shows the traceback to report"
         told = LaminaError("cli.unexpected-error", f"{type(error).__name__}: {error}{where}", remedy)
         _exit_with(told, error, as_json="--json" in words, debug=debug)

@@ -4,54 +4,24 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from lamina.bench.benchmark import BenchSettings, draw_benchmark, lamina_failures, run_benchmark
 from lamina.bench.step_variants import PEERS, opacus_missing
 from lamina.bench.workloads import WORKLOADS, find_workload
-from lamina.cli.terminal import (
-    JsonOption,
-    columns,
-    err,
-    option,
-    print_json,
-    print_line,
-    print_note,
-    print_refusal,
-    refusal_json,
-)
+from lamina.cli.terminal import columns, err, print_json, print_line, print_note, print_refusal, refusal_json
 from lamina.errors import LaminaError
 
 
-def bench(
-    quick: Annotated[bool, option("about five minutes; fewer rounds, wider limits", "--quick")] = False,
-    only: Annotated[
-        list[str] | None, option(f"one of {', '.join(WORKLOADS)}; may be repeated", choices=WORKLOADS)
-    ] = None,
-    rounds: Annotated[int | None, option("rounds per workload, all of them measured")] = None,
-    threads: Annotated[int, option("torch threads")] = 2,
-    to: Annotated[Path | None, option("folder for step.json and step.png", "--out")] = None,
-    as_json: JsonOption = False,
+def show_benchmark(
+    *, quick: bool, only: list[str] | None, rounds: int | None, threads: int, to: Path | None, as_json: bool
 ) -> None:
-    """Measure time and peak memory of a private step on this machine, against an ordinary step and Opacus.
-
-    Spends nothing: the data is made up. Writes only with --out.
-
-    Ratios are paired within interleaved rounds. time_ratio is the upper 95 % bootstrap limit. A peer that cannot run is
-    null, with the reason beside it.
-
-    Examples:
-
-      lamina bench --quick
-      lamina bench --only residual --out results
-    """
+    """`lamina bench` (options and help: torch_commands.py)."""
     names = tuple(find_workload(name).name for name in only or WORKLOADS)
     settings = BenchSettings.quick(names, threads) if quick else BenchSettings(workloads=names, threads=threads)
     if rounds is not None:
-        if rounds < 1:
-            raise typer.BadParameter("must be 1 or more", param_hint="--rounds")
         settings = BenchSettings(workloads=names, threads=threads, rounds=rounds, minimum=rounds)
     if reason := opacus_missing():
         print_note(f"peers are left out: {reason}")

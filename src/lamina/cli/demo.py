@@ -9,17 +9,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import torch
-import typer
 from torch import nn
 
 from lamina.admit.admission import Admission
 from lamina.admit.resolver import Resolution
 from lamina.allocate.make_plan import make_plan
-from lamina.cli.terminal import JsonOption, columns, option, print_answer, print_line, print_note, progress_bar
+from lamina.cli.terminal import columns, print_answer, print_line, print_note, progress_bar
 from lamina.corpus.admitted import Gate
 from lamina.data.heart_model import import_neurokit
 from lamina.demo import hospitals as folders
@@ -255,29 +254,8 @@ def _html_table(rows: Sequence[Sequence[str]]) -> str:
     return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
 
 
-def demo(
-    folder: Annotated[Path, option("where the report goes; a number is added if it exists")] = Path("runs/demo"),
-    quick: Annotated[bool, typer.Option("--quick", hidden=True)] = False,
-    as_json: JsonOption = False,
-) -> None:
-    """Sign, admit and train on simulated ECG under differential privacy; show its cost and its use.
-
-    Two hospitals sign for their patients. Sixty volunteers gave their recordings to the public: they train every layer
-    of a residual autoencoder with a classifier. Five hundred sensitive patients reach only the top quarter of its
-    layers, at ε = 3 each; fifty of them signed a stricter bound. Six contributions are refused: expired, changed,
-    copied, unsigned, too permissive, or signed by a stranger. A signed ledger records who was admitted and what was
-    spent; it is verified at the end. A table compares the private model with one without these patients, and with one
-    without privacy.
-
-    Spends: nothing real, the patients are simulated. Every call makes a new folder with a ledger.
-
-    Shows: ε so far, never the private loss: a loss without noise would reveal private data that no budget paid for.
-
-    Examples:
-
-      lamina demo                     two minutes; the report is in runs/demo
-      lamina demo --folder try --json one object for machines
-    """
+def show_demo(folder: Path, *, quick: bool, as_json: bool) -> None:
+    """`lamina demo` (options and help: torch_commands.py)."""
     started = time.perf_counter()
     import_neurokit()  # refuse now, not after the first minute
     place = folders.make_new_folder(folder)

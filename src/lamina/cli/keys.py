@@ -237,7 +237,7 @@ def add_key(
 
       lamina keys add alice.pub --label alice
       lamina keys add ledger.pub --role ledger --valid-from 2026-01-01
-      lamina keys add owner.pub --role governing --ring trusted.json
+      lamina keys add owner.pub --role governing --keys trusted.json
     """
     if quorum is not None and role != "witness":
         raise typer.BadParameter("is for witnesses", param_hint="--quorum")

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import typer
 from torch import Tensor, nn
 
-from lamina.allocate.make_plan import ALLOCATIONS, DEFAULT_ALLOCATION, explained_plan
+from lamina.allocate.make_plan import ALLOCATIONS, explained_plan
 from lamina.cli import by_name
 from lamina.cli.explain import PlanExplanation, compare_allocations, plan_notes, requested_epsilon
 from lamina.cli.layer_figures import check_picture, draw_plan
-from lamina.cli.terminal import JsonOption, argument, option, print_json, print_line, print_note, results_only
+from lamina.cli.terminal import print_json, print_line, print_note, results_only
 from lamina.errors import EngineError, PlanError
 from lamina.plan.layer_stack import LayerStack
 from lamina.plan.policy import Policy
@@ -178,90 +177,13 @@ def _as_pair(found: Any, name: str) -> tuple[Any, Any]:
         ) from error
 
 
-_EXPLAIN, _MEASURE = "Explaining", "Measuring the layers (never on private data)"
-_MODEL_HELP = f"package.module:factory, or built in: {', '.join(by_name.BUILT_IN_MODELS)}"
-_ALLOCATE_HELP = f"how C and S are chosen: {', '.join(ALLOCATIONS)}; with options: ladp:mode=budget,least=0.2"
-
-
-def plan(
-    policy: Annotated[Path | None, argument("policy.toml", "classes, populations, budgets, depth profiles")] = None,
-    model: Annotated[str, option(_MODEL_HELP, choices=by_name.BUILT_IN_MODELS)] = "residual",
-    batch: Annotated[int, option("expected contributions per step, all classes together")] = 256,
-    steps: Annotated[int | None, option("number of steps; or give --epochs")] = None,
-    epochs: Annotated[float | None, option("passes over the declared populations")] = None,
-    allocate: Annotated[str, option(_ALLOCATE_HELP, choices=ALLOCATIONS)] = DEFAULT_ALLOCATION,
-    clipping: Annotated[
-        str | None, option("box or joint; default: what the allocation prefers", choices=("box", "joint"))
-    ] = None,
-    rho: Annotated[float | None, option("zCDP budget of every class, ρ/T per step, instead of the policy's ε")] = None,
-    explain: Annotated[
-        bool, option("figures and bars of every layer, and why this plan", "--explain", panel=_EXPLAIN)
-    ] = False,
-    compare_all: Annotated[
-        bool, option("every allocation side by side at the same ε", "--compare", panel=_EXPLAIN)
-    ] = False,
-    among: Annotated[
-        str | None, option("compare only these: flat,pareto,ladp:mode=budget", panel=_EXPLAIN, metavar="NAMES")
-    ] = None,
-    picture: Annotated[
-        Path | None, option("draw the layers: FILE.html, or .png, .svg with matplotlib", panel=_EXPLAIN)
-    ] = None,
-    measure: Annotated[Path | None, option("a saved measure", panel=_MEASURE, metavar="FILE")] = None,
-    proxy: Annotated[
-        str | None,
-        option("measure now on: gaussian, public:nets:data, simulated:nets:data", panel=_MEASURE, metavar="PROXY"),
-    ] = None,
-    shape: Annotated[
-        str | None, option("shape of one example, for gaussian: 12,256", "--input", panel=_MEASURE, metavar="SHAPE")
-    ] = None,
-    loss: Annotated[
-        str | None, option("as in RUN.toml; default: squared error to the input (autoencoders)", panel=_MEASURE)
-    ] = None,
-    passes: Annotated[int, option("how many examples to measure", panel=_MEASURE, min=1)] = 1000,
-    radius: Annotated[
-        float | None, option("public L2 bound on an example, for Δ; default: that of the proxy", panel=_MEASURE)
-    ] = None,
-    seed: Annotated[int, option("seed of weights and proxy inputs", panel=_MEASURE, min=0)] = 0,
-    save_measure: Annotated[Path | None, option("save the measure", panel=_MEASURE, metavar="FILE")] = None,
-    template: Annotated[bool, option("print an annotated policy.toml to start from, and exit", "--template")] = False,
-    as_json: JsonOption = False,
-) -> None:
-    """Show clipping, noise, sigma and ε of every class and layer, before the first step.
-
-    Spends nothing and reads no private data: the cost follows from the policy, the shape of the model, the batch and the
-    number of steps. Try values until ε, noise and length suit you, then train. Writes only what --picture and
-    --save-measure name.
-
-    Examples:
-
-      lamina plan --template > policy.toml     a policy to edit
-      lamina plan policy.toml --epochs 20
-      lamina plan policy.toml --model nets:build --batch 512 --steps 2000
-
-    Which allocation? Look at the layers, then compare all at the same ε:
-
-      lamina plan policy.toml --epochs 20 --explain
-      lamina plan policy.toml --epochs 20 --compare
-      lamina plan policy.toml --epochs 20 --among flat,pareto,ladp:mode=budget
-
-    Some allocations need measured layers. Measure once, on made-up inputs:
-
-      lamina plan policy.toml --epochs 20 --proxy gaussian --save-measure m.json
-      lamina plan policy.toml --epochs 20 --measure m.json --compare
-      lamina plan policy.toml --epochs 20 --measure m.json --allocate lsab
-
-    S/N, the signal to noise of a layer, is b·n̂/(S·√d): b contributions expected in a step, n̂ the norm of a typical
-    one after clipping (the threshold C where nothing was measured), S·√d the norm of the noise. It is an upper bound:
-    as if all gradients pointed the same way.
-    """
-    if template:
-        text = Policy.template_text()
-        print_json({"template": text}) if as_json else sys.stdout.write(text)
-        return
-    if policy is None:
-        raise typer.BadParameter("give the policy, or --template to get one", param_hint="policy.toml")
-    if (steps is None) == (epochs is None):
-        raise typer.BadParameter("give one of --steps and --epochs", param_hint="--steps")
+def show_plan(
+    policy: Path, *, model: str, batch: int, steps: int | None, epochs: float | None, allocate: str,
+    clipping: str | None, rho: float | None, explain: bool, compare_all: bool, among: str | None, picture: Path | None,
+    measure: Path | None, proxy: str | None, shape: str | None, loss: str | None, passes: int, radius: float | None,
+    seed: int, save_measure: Path | None, as_json: bool,
+) -> None:  # fmt: skip
+    """`lamina plan policy.toml` (options and help: torch_commands.py)."""
     wanted = MeasureOptions(
         file=measure, proxy=proxy, shape=shape, loss=loss, passes=passes, radius=radius, seed=seed, save=save_measure
     )  # fmt: skip

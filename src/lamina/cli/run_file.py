@@ -7,7 +7,6 @@ import json
 import tomllib
 from collections.abc import Mapping
 from contextlib import suppress
-from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -302,11 +301,6 @@ class RunFile(BaseModel):
         """The file's contents, to keep beside the run; without passwords in addresses."""
         found = self.model_dump(mode="json", by_alias=True, exclude_unset=True)
         return found | ({} if self.ledger is None else {"ledger": printable_location(self.ledger)})
-
-    @staticmethod
-    def template_text() -> str:
-        """An annotated run file to copy and change."""
-        return resources.files("lamina.cli").joinpath("run_template.toml").read_text(encoding="utf-8")
 
 
 # The folders of a run file are runs/NAME, runs/NAME-2, runs/NAME-3, …: one per fresh run. A folder counts once its run

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import typer
@@ -24,18 +23,13 @@ from lamina.cli.explain import NOT_SIGNED, plan_notes, requested_epsilon, rules_
 from lamina.cli.open_ledger import check_policy_not_looser, read_only_register, read_spend
 from lamina.cli.run_file import AdmitTable, DataTable, EvaluateTable, RunFile
 from lamina.cli.terminal import (
-    JsonOption,
-    argument,
     columns,
     open_private_key,
-    option,
     print_answer,
-    print_json,
     print_line,
     print_note,
     progress_bar,
     results_only,
-    stderr_is_terminal,
 )
 from lamina.corpus.admitted import AdmittedCorpus, Gate
 from lamina.corpus.corpus import Corpus
@@ -383,50 +377,8 @@ def _over_budget(planned: PlannedRun, trainer: Trainer, spends: SpendLedger) -> 
     return found
 
 
-def train(
-    run: Annotated[Path | None, argument("RUN.toml", "the run: policy, model, data, loss, optimiser, length")] = None,
-    plan_only: Annotated[
-        bool, option("check all, show plan and ledger; spends and writes nothing", "--plan-only")
-    ] = False,
-    fresh: Annotated[bool, option("a new run in a new folder NAME-2, NAME-3, …; charged anew", "--fresh")] = False,
-    inside: Annotated[bool, option("show the raw private loss in this terminal; never written", "--inside")] = False,
-    threads: Annotated[int | None, option("torch threads; to go on with a run, give the same", min=1)] = None,
-    template: Annotated[bool, option("print an annotated RUN.toml to start from, and exit", "--template")] = False,
-    as_json: JsonOption = False,
-) -> None:
-    """Train a model privately, as a RUN.toml says. Run the same command again to go on after a stop or a crash.
-
-    Spends: the ε of the plan, charged in the corpus's ledger before each segment. A run that exceeds what the policy
-    allows over all runs is refused before it begins.
-
-    Writes: runs/NAME with the weights (model.safetensors), public figures (metrics.json), plan, journal and
-    checkpoints; and beside it the signed ledger of what was admitted and spent (lamina ledger verify).
-
-    Admits: with an [admit] table, only signed contributions (lamina keys, lamina attest), each under the bound that it
-    signed. Validity, keys and withdrawals are checked again at every segment.
-
-    Shows: ε so far, never the loss: a loss without noise would reveal private data that no budget paid for. Evaluate on
-    public or simulated data instead.
-
-    Examples:
-
-      lamina train --template > RUN.toml     a run file to edit
-      lamina train RUN.toml --plan-only      every check, nothing spent
-      lamina train RUN.toml                  train; again to go on
-      lamina train RUN.toml --fresh          another run, charged anew
-    """
-    if template:
-        text = RunFile.template_text()
-        print_json({"template": text}) if as_json else sys.stdout.write(text)
-        return
-    if run is None:
-        raise typer.BadParameter("give the run file, or --template to get one", param_hint="RUN.toml")
-    if inside and not stderr_is_terminal():
-        raise RunError(
-            "cli.inside-needs-terminal",
-            "--inside shows the raw private loss, but standard error is not a terminal: the loss would be written down",
-            "run it in a terminal; or leave --inside out and evaluate on public data",
-        )
+def run_training(run: Path, *, plan_only: bool, fresh: bool, inside: bool, threads: int | None, as_json: bool) -> None:
+    """`lamina train RUN.toml` (options and help: torch_commands.py)."""
     file = RunFile.load(run)
     if threads or file.threads:
         torch.set_num_threads(threads or file.threads or 1)

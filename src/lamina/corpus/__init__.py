@@ -8,6 +8,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from lamina.errors import needs_torch
+
 if TYPE_CHECKING:
     from lamina.corpus.admitted import Gate
     from lamina.corpus.corpus import Corpus
@@ -20,5 +22,6 @@ _HOME = {"Gate": "admitted", "Corpus": "corpus", "Sampler": "sampler"}
 
 def __getattr__(name: str) -> Any:
     if name in _HOME:
-        return getattr(import_module(f"lamina.corpus.{_HOME[name]}"), name)
+        with needs_torch(f"lamina.corpus.{name}"):
+            return getattr(import_module(f"lamina.corpus.{_HOME[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,6 +8,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from lamina.errors import needs_torch
+
 if TYPE_CHECKING:
     from lamina.plan.coverage import Coverage, check_coverage
     from lamina.plan.depth_profile import PROFILE_SCHEMA, DepthProfile, ProfileKind
@@ -40,5 +42,6 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     for home, names in _HOME.items():
         if name in names:
-            return getattr(import_module(f"lamina.plan.{home}"), name)
+            with needs_torch(f"lamina.plan.{name}"):
+                return getattr(import_module(f"lamina.plan.{home}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

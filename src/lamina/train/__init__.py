@@ -8,6 +8,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from lamina.errors import needs_torch
+
 if TYPE_CHECKING:
     from lamina.train.private import make_private
     from lamina.train.publisher import Evaluation, Outcome
@@ -20,5 +22,6 @@ _HOME = {"Trainer": "trainer", "Evaluation": "publisher", "Outcome": "publisher"
 
 def __getattr__(name: str) -> Any:
     if name in _HOME:
-        return getattr(import_module(f"lamina.train.{_HOME[name]}"), name)
+        with needs_torch(f"lamina.train.{name}"):
+            return getattr(import_module(f"lamina.train.{_HOME[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
