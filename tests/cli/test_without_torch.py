@@ -161,7 +161,7 @@ def test_help_needs_no_torch(tmp_path: Path) -> None:
 
 
 def test_names_in_the_help_are_those_of_the_code() -> None:
-    assert torch_commands.BUILT_IN_MODEL_NAMES == tuple(BUILT_IN_MODELS)
-    assert torch_commands.ALLOCATION_NAMES == tuple(ALLOCATIONS)
-    assert torch_commands.WORKLOAD_NAMES == tuple(WORKLOADS)
+    assert tuple(BUILT_IN_MODELS) == torch_commands.BUILT_IN_MODEL_NAMES
+    assert tuple(ALLOCATIONS) == torch_commands.ALLOCATION_NAMES
+    assert tuple(WORKLOADS) == torch_commands.WORKLOAD_NAMES
     assert DEFAULT_ALLOCATION == "pareto"  # the default of `lamina plan --allocate`
