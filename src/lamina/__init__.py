@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from lamina.plan import Clipping, DepthProfile, LayerStack, Policy, StepPlan
     from lamina.plan.coverage import fix
     from lamina.sensitivity.measure import Measure, measure
-    from lamina.train import Evaluation, Outcome, Trainer, make_private
+    from lamina.train import Callback, Evaluation, Outcome, RunFigures, Trainer, make_private
 
 __version__ = "0.1.0"
 
@@ -44,7 +44,7 @@ __all__ = [
     "measure", "Measure", "make_plan", "StepPlan", "Clipping",
     "Engine", "Batch", "route", "rows", "examples",
     "PrivateKey", "PublicKey", "KeyRing", "Gate",
-    "make_private", "Corpus", "Trainer", "Evaluation", "Outcome", "Ledger",
+    "make_private", "Corpus", "Trainer", "Evaluation", "Callback", "RunFigures", "Outcome", "Ledger",
     "NoiseSource", "SecureNoise", "SeededNoise",
     "LaminaError",
 ]  # fmt: skip
@@ -61,7 +61,7 @@ _HOME = {
     ),
     "lamina.ledger.writer": ("Ledger",),
     "lamina.corpus": ("Gate", "Corpus"),
-    "lamina.train": ("make_private", "Trainer", "Evaluation", "Outcome"),
+    "lamina.train": ("make_private", "Trainer", "Evaluation", "Callback", "RunFigures", "Outcome"),
 }  # fmt: skip
 
 

@@ -157,7 +157,7 @@ def test_the_plan_routes_the_sensitive_to_the_top_only(ran: Ran) -> None:
 
 def test_the_screen_shows_phases_and_epsilon_and_no_loss(ran: Ran) -> None:
     for words in (
-        "simulating patients", "hospitals sign", "checking signatures", "start: volunteers alone", "ε so far",
+        "simulating patients", "hospitals sign", "checking signatures", "start: volunteers alone", ", ε ",
         "without privacy",
     ):  # fmt: skip
         assert words in ran.screen

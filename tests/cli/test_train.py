@@ -584,6 +584,14 @@ def test_every_key_reaches_the_trainer(project: Project, seen: dict[str, Any]) -
     assert torch.get_num_threads() == 1
 
 
+def test_a_schedule_by_epoch_and_the_log_reach_the_trainer(project: Project, seen: dict[str, Any]) -> None:
+    """60 people in batches of 12: five steps are an epoch."""
+    run = 'log = "csv"\nscheduler = { name = "cosine", interval = "epoch" }\n' + project.run
+    project.train(run=run.replace("steps = 6", "epochs = 3"))
+    assert (seen["log"], seen["interval"], seen["scheduler"].T_max) == ("csv", "epoch", 3)
+    refused(project.train(run=run.replace('"epoch"', '"day"')), "train.interval-unknown")
+
+
 def test_a_version_stands_for_the_data(project: Project, seen: dict[str, Any]) -> None:
     project.train(run=everything(project.module))
     before = seen["corpus"].digest(b"key")

@@ -12,7 +12,7 @@ import problem
 import pytest
 import torch
 
-from lamina.train.run_output import Progress
+from lamina.train.run_output import Progress, RunFigures
 from lamina.train.trainer import Trainer
 
 LOOSE = {"clinical": 9.0, "sensitive": 9.0}
@@ -39,8 +39,8 @@ class During(Progress):
     def step(self, done: int, loss: float | None) -> None:
         self._steps.pop(done, _nothing)()
 
-    def segment(self, done: int, spent: Mapping[str, float]) -> None:
-        self._segments.pop(done, _nothing)()
+    def on_segment(self, now: RunFigures) -> None:
+        self._segments.pop(now.step, _nothing)()
 
 
 def _nothing() -> None: ...

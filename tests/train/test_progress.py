@@ -7,7 +7,7 @@ import io
 from refusals import raises_code
 from rich.console import Console
 
-from lamina.train.run_output import LogProgress, Progress, TerminalProgress, make_progress
+from lamina.train.run_output import LogProgress, Progress, RunFigures, TerminalProgress, make_progress
 
 
 def terminal() -> tuple[Console, io.StringIO]:
@@ -21,10 +21,13 @@ def test_a_terminal_gets_a_bar_with_epsilon_and_no_loss() -> None:
     bar.begin(0, 10)
     for step in range(1, 6):
         bar.step(step, None)
-    bar.segment(5, {"clinical": 1.23411})
+    now = RunFigures(step=5, steps=10, epsilon={"clinical": 1.23411}, evaluation={"acc": 0.517})
+    bar.on_evaluation(now)
+    bar.on_segment(now)
     bar.note("something [odd] happened")
     bar.end()
-    assert "ε so far: clinical 1.235" in text.getvalue()  # up, never down
+    assert "ε 1.235" in text.getvalue()  # up, never down
+    assert "acc 0.517" in text.getvalue()
     assert "5/10" in text.getvalue()
     assert "something [odd] happened" in text.getvalue()
     assert "loss" not in text.getvalue()
@@ -45,11 +48,27 @@ def test_a_log_gets_some_twenty_lines_without_times() -> None:
     lines.begin(0, 1000)
     for done in range(1, 1001):
         lines.step(done, 0.123)
-        lines.segment(done, {"a": done / 1000})
+        lines.on_segment(RunFigures(step=done, steps=1000, epsilon={"a": done / 1000}))
     found = text.getvalue().splitlines()
     assert 18 <= len(found) <= 22
-    assert found[-1] == "step 1000 of 1000, ε so far: a 1.000"
-    assert "0.123" not in text.getvalue() and ":" not in text.getvalue().replace("far:", "")
+    assert found[-1] == "step 1000 of 1000, ε 1.000"
+    assert "0.123" not in text.getvalue() and ":" not in text.getvalue()
+
+
+def test_a_log_line_has_the_evaluation_and_epsilon_by_class() -> None:
+    text = io.StringIO()
+    lines = LogProgress(Console(file=text, width=140, highlight=False))
+    lines.begin(0, 180)
+    for step, evaluation in ((18, {}), (36, {"acc": 0.517}), (54, {})):
+        now = RunFigures(step=step, steps=180, epsilon={"a": 1.31, "b": 0.2}, evaluation=evaluation)
+        if evaluation:
+            lines.on_evaluation(now)
+        lines.on_segment(now)
+    assert text.getvalue().splitlines() == [
+        "step 18 of 180, ε a 1.310, b 0.200",
+        "step 36 of 180, ε a 1.310, b 0.200, acc 0.517",
+        "step 54 of 180, ε a 1.310, b 0.200",
+    ]
 
 
 def test_the_right_one_is_chosen() -> None:

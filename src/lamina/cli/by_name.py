@@ -377,7 +377,7 @@ def make_optimizer(name: str, arguments: Mapping[str, Any], model: nn.Module) ->
 
 
 def make_scheduler(name: str, arguments: Mapping[str, Any], over: optim.Optimizer, steps: int) -> Any:
-    """A torch schedule, stepped once per private step. Its length is the run's by default."""
+    """A torch schedule that is stepped so often. Its length is the run's by default."""
     kind = _look_up(name, "scheduler", SCHEDULERS)
     lengths: dict[str, dict[str, Any]] = {
         "cosine": {"T_max": steps},

@@ -268,6 +268,7 @@ class RunFile(BaseModel):
     max_occurrences: Annotated[int | dict[str, int], _per_class(int, "> 0")] | None = None
     hardened: bool = False
     evaluate: EvaluateTable | None = None
+    log: Literal["csv", "jsonl"] | None = None
     output: Text | None = None
     ledger: Text | None = None
     ledger_key: Text | None = None

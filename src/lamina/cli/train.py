@@ -47,6 +47,7 @@ from lamina.train.publisher import Evaluation, Outcome
 from lamina.train.run import default_ledger_path
 from lamina.train.run_output import failing_layer_and_input, user_code, user_line
 from lamina.train.trainer import Trainer
+from lamina.train.trainer_checks import steps_per_interval
 
 if TYPE_CHECKING:
     from lamina.sensitivity.measure import Measure
@@ -121,13 +122,16 @@ class PlannedRun:
         loss_fn = make_loss(file.loss.name, file.loss.arguments, beside=self.beside)
         optimizer = make_optimizer(file.optimizer.name, file.optimizer.arguments, self.model)
         table = file.scheduler
-        schedule = table and make_scheduler(table.name, table.arguments, optimizer, self.plan.steps)
+        given = {} if table is None else table.arguments
+        interval = given.pop("interval", "step")
+        times = self.plan.steps // steps_per_interval(self.plan, interval)
+        schedule = table and make_scheduler(table.name, given, optimizer, max(1, times))
         corpus, opened = self.corpus(ledger, look=look)
         return Trainer(
             self.model, optimizer, loss_fn, corpus, self.plan,
             folder=folder, ledger=ledger if opened is None else opened,
             key=None if look or opened is not None else self.key(),
-            scheduler=schedule, microbatches=file.microbatches, ema=file.ema,
+            scheduler=schedule, interval=interval, microbatches=file.microbatches, ema=file.ema, log=file.log,
             evaluate=None if file.evaluate is None else make_evaluation(file.evaluate, self.beside),
             segment=file.segment, max_occurrences=self._caps(), hardened=file.hardened, inside=inside,
         )  # fmt: skip

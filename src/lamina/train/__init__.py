@@ -13,11 +13,15 @@ from lamina.errors import needs_torch
 if TYPE_CHECKING:
     from lamina.train.private import make_private
     from lamina.train.publisher import Evaluation, Outcome
+    from lamina.train.run_output import Callback, RunFigures
     from lamina.train.trainer import Trainer
 
-__all__ = ["Trainer", "Evaluation", "Outcome", "make_private"]
+__all__ = ["Trainer", "Evaluation", "Outcome", "Callback", "RunFigures", "make_private"]
 
-_HOME = {"Trainer": "trainer", "Evaluation": "publisher", "Outcome": "publisher", "make_private": "private"}
+_HOME = {
+    "Trainer": "trainer", "Evaluation": "publisher", "Outcome": "publisher", "make_private": "private",
+    "Callback": "run_output", "RunFigures": "run_output",
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

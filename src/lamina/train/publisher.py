@@ -25,7 +25,7 @@ from lamina.plan.step_plan import StepPlan
 from lamina.plan.table import epsilon_text, finite_or_none
 from lamina.spend.accounts import follows_budget, is_bound
 from lamina.train.run import Run, attempts_outside, uses_adaptive_budget
-from lamina.train.run_output import Progress
+from lamina.train.run_output import Callback, Progress, RunFigures, evaluation_text, user_code
 from lamina.train.segments import code_version
 from lamina.train.training_checkpoint import MovingAverage, TrainingState
 from lamina.validate import one_of, whole
@@ -145,7 +145,7 @@ class Outcome:
                 f"  class {name}: ε {epsilon_text(epsilon)} {whose}; {epsilon_text(self.total[name])} over all runs in the ledger"
             )
         if self.metrics:
-            lines.append("  " + ", ".join(f"{name} {value:.4g}" for name, value in self.metrics.items()))
+            lines.append(f"  {evaluation_text(self.metrics)}")
         if not self.private:
             lines.append("  NOT PRIVATE: the noise came from a seed that somebody chose")
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
@@ -301,9 +301,11 @@ class Publisher:
     """Evaluates on public data, writes the public files, keeps the notes."""
 
     def __init__(
-        self, plan: StepPlan, rule: Evaluation | None, *, caps: Mapping[str, int], progress: Progress, notes: list[str]
-    ) -> None:
+        self, plan: StepPlan, rule: Evaluation | None, *, caps: Mapping[str, int], progress: Progress, notes: list[str],
+        callbacks: Sequence[Callback] = (),
+    ) -> None:  # fmt: skip
         self.plan, self.rule, self.caps, self.progress, self.notes = plan, rule, caps, progress, notes
+        self.callbacks = (progress, *callbacks)
 
     def note(self, text: str) -> None:
         """Something out of the ordinary: on the screen now, in metrics.json and the outcome later."""
@@ -312,9 +314,24 @@ class Publisher:
         self.progress.note(text)
 
     def publish(self, run: Run, state: TrainingState) -> str | None:
-        """Evaluate and write the public figures after a closed segment. Returns why to stop, if there is a reason."""
+        """Evaluate, write and tell the public figures after a closed segment. Returns why to stop, if there is a reason."""
         reason = self._evaluate(run, state)
-        self._write_figures(run, state)
+        classes = self._write_figures(run, state)["classes"]
+        last: dict[str, Any] = state.evaluations[-1] if state.evaluations else {"step": None}
+        now = RunFigures(
+            step=state.step,
+            steps=self.plan.steps,
+            epsilon={name: row["epsilon"] for name, row in classes.items() if not row.get("public")},
+            evaluation=dict(last["figures"]) if last["step"] == state.step else {},
+        )
+        for callback in self.callbacks:
+            with user_code(
+                f"callback {type(callback).__name__} failed", "correct it; the same folder goes on from here"
+            ):
+                if now.evaluation:
+                    callback.on_evaluation(now)
+                if state.segments:
+                    callback.on_segment(now)
         return reason
 
     def finish(self, run: Run, state: TrainingState, *, reason: str, private: bool) -> Outcome:
@@ -356,7 +373,7 @@ class Publisher:
             run.write("best.safetensors", weights_file(state.model, state.ema))
         return "patience" if rule.stops(scores) else None
 
-    def _write_figures(self, run: Run, state: TrainingState, *, final: bool = False) -> None:
+    def _write_figures(self, run: Run, state: TrainingState, *, final: bool = False) -> dict[str, Any]:
         facts = public_figures(run, self.plan, state, self.notes)
         if final:
             facts["bounds"] = signed_bound_figures(run, self.plan)
@@ -364,3 +381,4 @@ class Publisher:
                 facts["classes"].get(name, {}).update(figures)
         text = json.dumps(facts, indent=2, ensure_ascii=False, allow_nan=False)
         run.write("metrics.json", f"{text}\n".encode())
+        return facts

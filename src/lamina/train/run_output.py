@@ -1,4 +1,4 @@
-"""What a run says on the screen: progress, warnings, and errors in the user's own code by file and line.
+"""What a run says: progress, callbacks and the log; warnings, and errors in the user's own code by file and line.
 
 Never a loss, a norm or a batch size; the text of an error or warning on private data is withheld. Progress is a bar on a
 terminal; elsewhere it is one line per segment without times, because what goes to a file stays there and how long a step
@@ -7,6 +7,9 @@ takes depends on who was sampled.
 
 from __future__ import annotations
 
+import csv
+import io
+import json
 import math
 import sysconfig
 import time
@@ -14,6 +17,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +30,79 @@ from torch import nn
 
 from lamina.errors import LaminaError, RunError
 from lamina.plan.table import epsilon_text
+from lamina.train.run_files import write_atomically
+from lamina.validate import one_of
 
 
-class Progress:
-    """Where a run reports to: this one shows nothing; subclasses override what they show."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunFigures:
+    """Where a run stands between two segments: what is public, or paid for.
+
+    step, steps  steps done, and steps that the plan has
+    epsilon      by private class: what the run was charged so far, redone segments included
+    evaluation   the figures on public or simulated data at this step; empty if there was no evaluation
+    """
+
+    step: int
+    steps: int
+    epsilon: Mapping[str, float]
+    evaluation: Mapping[str, float] = field(default_factory=dict)
+
+
+class Callback:
+    """Told between the segments of a run, where it stands; override what you need.
+
+    Never given, because no budget pays for it: the training loss, gradient norms, clipped fractions, batch sizes, who
+    was sampled, how long a step took. A run that is resumed tells where it stands once more.
+    """
+
+    def on_segment(self, now: RunFigures) -> None:
+        """A segment was closed: charged, checkpointed and recorded."""
+
+    def on_evaluation(self, now: RunFigures) -> None:
+        """The model was evaluated, also before the first step; comes before `on_segment` of the same step."""
+
+
+class LogFile(Callback):
+    """A row for each closed segment and evaluation: log.csv, or log.jsonl with one JSON object per line.
+
+    Columns: step, steps, epsilon_CLASS, eval_FIGURE. Steps that are done again replace their rows.
+    """
+
+    def __init__(self, folder: Path, form: str) -> None:
+        self.form = one_of(RunError, "train.log-form", ("csv", "jsonl"), log=form)
+        self.path = folder / f"log.{form}"
+        try:
+            lines = self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else []
+            self._rows = list(csv.DictReader(lines)) if form == "csv" else [json.loads(line) for line in lines]
+            _ = [int(row["step"]) for row in self._rows]
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            problem = f"'{self.path}' is not the log of a run: {type(error).__name__}"
+            raise RunError("train.log-unreadable", problem, "move it away") from error
+
+    def on_segment(self, now: RunFigures) -> None:
+        row: dict[str, Any] = {"step": now.step, "steps": now.steps}
+        row |= {f"epsilon_{name}": value for name, value in now.epsilon.items()}
+        row |= {f"eval_{name}": value for name, value in now.evaluation.items()}
+        self._rows = [old for old in self._rows if int(old["step"]) < now.step] + [row]
+        text = io.StringIO()
+        if self.form == "csv":
+            table = csv.DictWriter(text, list(dict.fromkeys(name for each in self._rows for name in each)))
+            table.writeheader()
+            table.writerows(self._rows)
+        else:
+            text.writelines(json.dumps(each, ensure_ascii=False) + "\n" for each in self._rows)
+        write_atomically(self.path, text.getvalue().encode(), mode=0o644)
+
+    on_evaluation = on_segment
+
+
+class Progress(Callback):
+    """What a screen shows: this one shows nothing; subclasses override what they show."""
 
     def begin(self, done: int, total: int) -> None: ...
 
     def step(self, done: int, loss: float | None) -> None: ...
-
-    def segment(self, done: int, spent: Mapping[str, float]) -> None: ...
 
     def note(self, text: str) -> None: ...
 
@@ -49,21 +116,27 @@ class LogProgress(Progress):
         self._console = console
         self._total = 0
         self._shown = 0
+        self._evaluation = ""
 
     def begin(self, done: int, total: int) -> None:
         self._total, self._shown = total, done
 
-    def segment(self, done: int, spent: Mapping[str, float]) -> None:
-        if done == self._total or (done - self._shown) * 20 >= self._total:
-            self._shown = done
-            self._console.print(f"step {done} of {self._total}, {_spent_text(spent)}", markup=False, soft_wrap=True)
+    def on_segment(self, now: RunFigures) -> None:
+        if self._shown < now.step and (now.step == self._total or (now.step - self._shown) * 20 >= self._total):
+            self._shown = now.step
+            told = f"step {now.step} of {self._total}, {_epsilon_text(now.epsilon)}{self._evaluation}"
+            self._console.print(told, markup=False, soft_wrap=True)
+            self._evaluation = ""
+
+    def on_evaluation(self, now: RunFigures) -> None:
+        self._evaluation = f", {evaluation_text(now.evaluation)}"
 
     def note(self, text: str) -> None:
         self._console.print(f"note: {text}", markup=False, soft_wrap=True)
 
 
 class TerminalProgress(Progress):
-    """For a terminal: a bar with ε and the time that is left."""
+    """For a terminal: a bar with ε, the last evaluation and the time that is left."""
 
     def __init__(self, console: Console) -> None:
         columns = (
@@ -72,10 +145,11 @@ class TerminalProgress(Progress):
             MofNCompleteColumn(),
             TimeRemainingColumn(),
             TextColumn("{task.fields[spent]}"),
+            TextColumn("{task.fields[evaluation]}"),
             TextColumn("{task.fields[loss]}"),
         )
         self._bar = Bar(*columns, console=console)
-        self._task = self._bar.add_task("private training", total=1, spent="", loss="")
+        self._task = self._bar.add_task("private training", total=1, spent="", evaluation="", loss="")
         self._shown = 0.0
         self._mean: float | None = None
 
@@ -92,8 +166,11 @@ class TerminalProgress(Progress):
             text = "" if self._mean is None else f"raw loss {self._mean:.4g} (inside only)"
             self._bar.update(self._task, completed=done, loss=text)
 
-    def segment(self, done: int, spent: Mapping[str, float]) -> None:
-        self._bar.update(self._task, completed=done, spent=escape(_spent_text(spent)))
+    def on_segment(self, now: RunFigures) -> None:
+        self._bar.update(self._task, completed=now.step, spent=escape(_epsilon_text(now.epsilon)))
+
+    def on_evaluation(self, now: RunFigures) -> None:
+        self._bar.update(self._task, evaluation=escape(evaluation_text(now.evaluation)))
 
     def note(self, text: str) -> None:
         self._bar.console.print(f"note: {text}", markup=False, soft_wrap=True)
@@ -114,9 +191,16 @@ def make_progress(*, wanted: bool, inside: bool) -> Progress:
     return TerminalProgress(console) if console.is_terminal else LogProgress(console)
 
 
-def _spent_text(spent: Mapping[str, float]) -> str:
-    figures = ", ".join(f"{name} {epsilon_text(value, 3)}" for name, value in spent.items())
-    return f"ε so far: {figures or 'nothing private'}"
+def _epsilon_text(spent: Mapping[str, float]) -> str:
+    """'ε 1.310' of one class, 'ε clinical 1.310, registry 0.200' of several."""
+    if len(spent) == 1:
+        return f"ε {epsilon_text(next(iter(spent.values())), 3)}"
+    return f"ε {', '.join(f'{name} {epsilon_text(value, 3)}' for name, value in spent.items()) or 'nothing private'}"
+
+
+def evaluation_text(figures: Mapping[str, float]) -> str:
+    """Figures on public or simulated data for people: 'acc 0.517, loss 1.204'."""
+    return ", ".join(f"{name} {value:.4g}" for name, value in figures.items())
 
 
 _SITE_PACKAGES = sysconfig.get_path("purelib")

@@ -31,10 +31,18 @@ from lamina.spend.accounts import SignedAccount, check_accounts
 from lamina.spend.spend_ledger import SpendLedger
 from lamina.train.journal import AttemptOpened
 from lamina.train.membership import AdmissionRenewal, LedgerMembership, remember_withdrawals
-from lamina.train.publisher import Evaluation, Outcome, Publisher, spent_so_far
+from lamina.train.publisher import Evaluation, Outcome, Publisher
 from lamina.train.run import LedgerArgument, Run, keep_charging_bounds, link_ledger, open_run_ledger
 from lamina.train.run_files import Lease, make_folder
-from lamina.train.run_output import Progress, WithheldError, hide_warning_texts, make_progress, withhold_text
+from lamina.train.run_output import (
+    Callback,
+    LogFile,
+    Progress,
+    WithheldError,
+    hide_warning_texts,
+    make_progress,
+    withhold_text,
+)
 from lamina.train.segments import Segments, settings_digest
 from lamina.train.target_check import TARGETS_NOT_COMPARED, TargetCheck
 from lamina.train.trainer_checks import (
@@ -44,6 +52,7 @@ from lamina.train.trainer_checks import (
     check_class_names,
     check_depth_profiles,
     check_filters,
+    check_scheduler,
     check_trainer_arguments,
     check_trainer_options,
     epsilon_bounds_of_policy,
@@ -78,10 +87,13 @@ class Trainer:
     bounds           ε that each class may spend over all runs of the ledger; default: the corpus's policy, whose
                      promise holds in any case
     accounts         further bounds, each held to over all runs by itself, beside what the corpus was admitted with
-    scheduler        stepped once per private step
+    scheduler        fixed in advance; stepped once per private step
+    interval         "epoch": the scheduler is stepped once per pass over the declared populations instead
     microbatches     forward and backward in so many parts: less memory, the same result
     ema              decay of a moving average of the weights, kept beside them
     evaluate         an `Evaluation` on public or simulated data
+    callbacks        `Callback`s, told ε and evaluations between segments
+    log              "csv" or "jsonl": the same figures in the folder's log.csv or log.jsonl
     segment          steps between two checkpoints
     max_occurrences  by class: how often one contribution may be used in all
     filters          by class: asked for a whole segment before it begins
@@ -97,14 +109,16 @@ class Trainer:
         plan: StepPlan, *, folder: str | Path, ledger: LedgerArgument = None, key: PrivateKey | None = None,
         governing: PrivateKey | None = None,
         bounds: Mapping[str, float] | None = None, accounts: Sequence[SignedAccount] | None = None,
-        engine: Engine | None = None, scheduler: Any = None, microbatches: int = 1, ema: float | None = None,
-        evaluate: Evaluation | None = None, segment: int | None = None,
+        engine: Engine | None = None, scheduler: Any = None, interval: str = "step", microbatches: int = 1,
+        ema: float | None = None, evaluate: Evaluation | None = None, callbacks: Sequence[Callback] = (),
+        log: str | None = None, segment: int | None = None,
         max_occurrences: Mapping[str, int] | None = None, filters: Mapping[str, PrivacyFilter] | None = None,
         augment: Callable[[Any], Any] | None = None, on_withdrawal: str = "finish", hardened: bool = False,
         probe: bool = True, inside: bool = False, progress: bool | Progress = True,
     ) -> None:  # fmt: skip
-        check_trainer_arguments(model, optimizer, loss_fn, corpus, plan, scheduler)
-        check_trainer_options(folder, evaluate, max_occurrences)
+        check_trainer_arguments(model, optimizer, loss_fn, corpus, plan)
+        self.interval = check_scheduler(scheduler, plan, interval)
+        check_trainer_options(folder, evaluate, max_occurrences, callbacks)
         corpus.check(plan)
         self._notes = [note for note in (check_depth_profiles(model, corpus.policy, plan),) if note is not None]
         one_of(RunError, "train.on-withdrawal-unknown", ("finish", "abandon"), on_withdrawal=on_withdrawal)
@@ -123,6 +137,7 @@ class Trainer:
         segment = min(1000, math.ceil(plan.steps / 10)) if segment is None else segment
         self.segment = whole(RunError, "train.not-a-count", segment=segment)
         self.evaluate, self.augment, self.probe, self.inside = evaluate, augment, probe, inside
+        self.callbacks = (*callbacks, *([] if log is None else [LogFile(self.folder, log)]))
         self.max_occurrences = dict(occurrence_caps(plan, max_occurrences) or {})
         self._targets = TargetCheck(model, loss_fn, self._output, corpus.source)
         if len(unfit := self._targets.unfit_contributions(corpus)):
@@ -154,6 +169,7 @@ class Trainer:
         functions = {"loss": self.loss_fn, "augment": self.augment}
         options = {
             "microbatches": self.microbatches,
+            "interval": self.interval,
             "ema": None if self.state.ema is None else self.state.ema.decay,
             "hardened": self.hardened,
             "max_occurrences": self.max_occurrences,
@@ -217,8 +233,9 @@ class Trainer:
         self._rehearse()
         self.state.notes[:] = self._notes if self._engine.probed else [*self._notes, NOT_PROBED_NOTE]
         publisher = Publisher(
-            self.plan, self.evaluate, caps=self.max_occurrences, progress=self.progress, notes=self.state.notes
-        )
+            self.plan, self.evaluate, caps=self.max_occurrences, progress=self.progress, notes=self.state.notes,
+            callbacks=self.callbacks,
+        )  # fmt: skip
         self._renewal.start(publisher.note)
         members = LedgerMembership(self.ledger, self.corpus)
         if self._policy_changed:
@@ -242,7 +259,6 @@ class Trainer:
             if self._run_segment(opened, segments):
                 segments.close(opened, tuple(self._noise_applied))
                 reason = publisher.publish(run, self.state)
-                self.progress.segment(self.state.step, spent_so_far(run, self.plan))
             else:
                 segments.abandon(opened)
         reason = reason or ("complete" if self.state.step == self.plan.steps else "budget")
@@ -345,7 +361,7 @@ class Trainer:
                 batch = replace(batch, x=self._augmented(batch.x))
             batch = self._targets.mask(batch)
             seed_step(seed, step=step, purpose=StreamPurpose.DROPOUT)
-            return self._step(batch)
+            return self._step(batch, step)
         except PayloadChanged:  # its text names nobody and holds no size
             raise
         except Exception as error:
@@ -365,7 +381,7 @@ class Trainer:
         batch = self._targets.mask(sampler.draw_for_choice(step))
         self._engine.choose(self._losses(batch.x, batch.y) if len(batch) else None, batch)
 
-    def _step(self, batch: Batch) -> float | None:
+    def _step(self, batch: Batch, step: int) -> float | None:
         """One private step. Returns the raw loss for a screen inside, and only if it was asked for."""
         loss = None
         for part in batch.split(self.microbatches) if self.microbatches > 1 else (batch,):
@@ -375,7 +391,7 @@ class Trainer:
             self._engine.backward(losses, part)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        if self.scheduler is not None:
+        if self.scheduler is not None and (step + 1) % self.interval == 0:
             self.scheduler.step()
         if self.state.ema is not None:
             self.state.ema.update()

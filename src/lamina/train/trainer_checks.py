@@ -5,6 +5,7 @@ Arguments, depth profiles, and a rehearsal on simulated input.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, OneCycleLR, ReduceLROnPlateau, StepLR
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
@@ -31,9 +32,11 @@ from lamina.plan.selection import complement_ranges
 from lamina.plan.step_plan import StepPlan
 from lamina.spend.accounts import SignedAccount
 from lamina.train.publisher import Evaluation
+from lamina.train.run_output import Callback
+from lamina.validate import one_of
 
 
-def check_trainer_arguments(model: Any, optimizer: Any, loss_fn: Any, corpus: Any, plan: Any, scheduler: Any) -> None:
+def check_trainer_arguments(model: Any, optimizer: Any, loss_fn: Any, corpus: Any, plan: Any) -> None:
     """Refuse arguments of the wrong kind."""
     if not isinstance(model, nn.Module):
         kind = f"class {model.__name__}, not an instance of it" if isinstance(model, type) else type(model).__name__
@@ -48,6 +51,13 @@ def check_trainer_arguments(model: Any, optimizer: Any, loss_fn: Any, corpus: An
     if not isinstance(corpus, Corpus):
         remedy = "make a corpus and say what a contribution is: lamina.Corpus(x, y, unit=…) or Corpus(dataset, unit=…)"
         raise RunError("train.data-not-a-corpus", f"the data is a {type(corpus).__name__}", remedy)
+
+
+_VANISHING_RATE = 1e-6  # of the first learning rate
+
+
+def check_scheduler(scheduler: Any, plan: StepPlan, interval: str) -> int:
+    """After how many private steps the scheduler is stepped; one that does not fit the run's length is refused."""
     if isinstance(scheduler, ReduceLROnPlateau):
         problem = "ReduceLROnPlateau follows the private loss, which is a release without a budget"
         remedy = (
@@ -57,10 +67,41 @@ def check_trainer_arguments(model: Any, optimizer: Any, loss_fn: Any, corpus: An
     if scheduler is not None and not hasattr(scheduler, "step"):
         problem = f"the scheduler is a {type(scheduler).__name__}"
         raise RunError("train.scheduler-not-a-scheduler", problem, "give a torch.optim.lr_scheduler")
+    every = steps_per_interval(plan, interval)
+    times, problem, remedy = plan.steps // every, "", "a larger step_size, or gamma nearer to 1"
+    if isinstance(scheduler, OneCycleLR) and scheduler.total_steps < times:
+        problem, remedy = f"ends after total_steps={scheduler.total_steps}", f"total_steps={times}"
+    elif isinstance(scheduler, CosineAnnealingLR) and scheduler.T_max < times:
+        problem, remedy = f"has T_max={scheduler.T_max}, after which the rate rises again", f"T_max={times}"
+    elif isinstance(scheduler, StepLR) and scheduler.gamma ** (times // scheduler.step_size) < _VANISHING_RATE:
+        problem = f"has step_size={scheduler.step_size} and gamma={scheduler.gamma}: the rate vanishes"
+    elif isinstance(scheduler, ExponentialLR) and scheduler.gamma**times < _VANISHING_RATE:
+        problem = f"has gamma={scheduler.gamma}: the rate vanishes"
+    if problem:
+        problem = f"{type(scheduler).__name__} {problem}; the run steps it {times:,} times, once per {interval}"
+        epochs = 'interval="epoch", if it counts epochs; otherwise ' if interval == "step" else ""
+        raise RunError("train.scheduler-does-not-fit", problem, f"give {epochs}{remedy}")
+    return every
 
 
-def check_trainer_options(folder: Any, evaluate: Any, max_occurrences: Any) -> None:
+def steps_per_interval(plan: StepPlan, interval: str) -> int:
+    """1 for "step"; for "epoch" those of a pass over the declared populations: ⌈ΣN_k / Σb_k⌉, as `make_plan` counts."""
+    if one_of(RunError, "train.interval-unknown", ("step", "epoch"), interval=interval) == "step":
+        return 1
+    if any(entry.population is None for entry in plan.classes):
+        problem = 'interval="epoch" is given, and the plan declares no population for some class'
+        raise RunError("train.epoch-unknown", problem, 'use interval="step"')
+    populations = [entry.population or 0 for entry in plan.classes]
+    batch = math.fsum(n * entry.sampling_rate for n, entry in zip(populations, plan.classes, strict=True))
+    return max(1, math.ceil(sum(populations) / batch - 1e-9))
+
+
+def check_trainer_options(folder: Any, evaluate: Any, max_occurrences: Any, callbacks: Sequence[Any]) -> None:
     """Refuse options of the wrong kind."""
+    for callback in callbacks:
+        if not isinstance(callback, Callback):
+            remedy = "give objects of a subclass of lamina.Callback, with on_segment or on_evaluation"
+            raise RunError("train.callback-not-a-callback", f"a callback is a {type(callback).__name__}", remedy)
     if not isinstance(folder, str | os.PathLike) or not str(folder) or "\0" in str(folder):
         raise RunError("train.folder-not-a-path", f"folder is {folder!r}", 'give a path: folder="runs/first"')
     if evaluate is not None and not isinstance(evaluate, Evaluation):
