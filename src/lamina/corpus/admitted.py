@@ -25,7 +25,7 @@ from lamina.admit.key_ring import KeyRing
 from lamina.admit.keys import read_small
 from lamina.admit.resolver import Resolution
 from lamina.admit.verdicts import Bound, ContributionRefused, PackedTexts, Reason, Register
-from lamina.corpus.corpus import Corpus, LimitsOfRows
+from lamina.corpus.corpus import Corpus, LimitsOfRows, ProbeArgument
 from lamina.corpus.example_sources import PayloadSource, dtype_name
 from lamina.corpus.files import Hasher, hash_parts
 from lamina.corpus.payload_admission import REFUSED_REMEDY, admit_payloads, read_whole, refusal_counts_text
@@ -222,13 +222,13 @@ class AdmittedCorpus(Corpus):
         return dict(Counter(lapse.reasons))
 
     def batches(
-        self, plan: StepPlan, *, max_occurrences: Mapping[str, int] | None = None, probe: bool = True
+        self, plan: StepPlan, *, max_occurrences: Mapping[str, int] | None = None, probe: ProbeArgument = True
     ) -> Iterator[Batch]:
         """As `Corpus.batches`; at each pass over the declared population windows and keys are looked at again."""
         rates = [entry.sampling_rate for entry in plan.classes if entry.sampling_rate > 0]
         length = max(1, round(1 / max(rates, default=1.0)))
         counts = None
-        yield from self.probe_batches(plan, wanted=probe)
+        yield from self.probe_batches(plan, probe)
         for first in range(0, plan.steps, length):
             self.revalidate()
             sampler = Sampler(self, plan, seed=os.urandom(SEED_BYTES), max_occurrences=max_occurrences, counts=counts)

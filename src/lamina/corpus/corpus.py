@@ -12,8 +12,6 @@ from typing import Any, Self
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from lamina.admit.admission import Admission
 from lamina.corpus.contribution_index import (
@@ -34,9 +32,8 @@ from lamina.corpus.example_sources import (
 from lamina.corpus.files import LISTING, ContributionListing, hash_parts, read_npz, read_table
 from lamina.corpus.payloads import FolderPayloads
 from lamina.corpus.sampler import Sampler
-from lamina.engine.batch import Batch, take_rows
+from lamina.engine.batch import Batch
 from lamina.engine.engine import unprobed_engines
-from lamina.engine.probe import LEAST_EXAMPLES
 from lamina.engine.random_stream import SEED_BYTES
 from lamina.errors import CorpusError
 from lamina.plan.policy import Policy
@@ -61,7 +58,7 @@ def _check_listing_matches_folders(root: Path, listed: list[str], there: list[st
 
 LimitsOfRows = Callable[[NDArray[np.int64]], tuple[torch.Tensor | None, torch.Tensor | None]]
 EACH_EXAMPLE = "each"  # every example is a contribution of its own, and that is meant
-_PROBE_EXAMPLES = (6, 7, 9, 11)  # the first that is no length of another axis: which axis is the batch's is then clear
+ProbeArgument = bool | tuple[Any, Any]  # by simulated input, not at all, or by public (x, y)
 UNITS_OF_ONE_EXAMPLE = ("contribution", "example", "record", "row", "sample")
 
 
@@ -363,46 +360,34 @@ class Corpus:
                 raise CorpusError("corpus.population-too-small", problem, remedy)
 
     def batches(
-        self, plan: StepPlan, *, max_occurrences: Mapping[str, int] | None = None, probe: bool = True
+        self, plan: StepPlan, *, max_occurrences: Mapping[str, int] | None = None, probe: ProbeArgument = True
     ) -> Iterator[Batch]:
         """The batches of all steps of a plan, with fresh secret coins: exactly `plan.steps`, some maybe empty.
 
         If an engine of the plan was not probed, a few small batches of simulated input come before them: treat them
         like the others. `engine.backward` compares what was computed, charges nothing and leaves `.grad` None;
-        schedules of the learning rate do not count them. `probe=False` leaves them out.
+        schedules of the learning rate do not count them. `probe=(x, y)` makes them from public examples instead, for
+        a model that takes no others; `probe=False` leaves them out.
         """
         sampler = Sampler(self, plan, seed=os.urandom(SEED_BYTES), max_occurrences=max_occurrences)
-        return chain(self.probe_batches(plan, wanted=probe), (sampler.draw(step) for step in range(plan.steps)))
+        return chain(self.probe_batches(plan, probe), (sampler.draw(step) for step in range(plan.steps)))
 
-    def probe_batches(self, plan: StepPlan, *, wanted: bool = True) -> Iterator[Batch]:
+    def probe_batches(self, plan: StepPlan, probe: ProbeArgument = True) -> Iterator[Batch]:
         """The batches by which engines of a plan are probed, if they were not yet."""
         for engine in unprobed_engines(plan):
-            x, y = self.proxy_examples(_PROBE_EXAMPLES[-1])
-            lengths = {size for t in pytree.tree_leaves((x, y)) if isinstance(t, Tensor) for size in t.shape[1:]}
-            count = next((n for n in _PROBE_EXAMPLES if n not in lengths), _PROBE_EXAMPLES[0])
-            x, y = take_rows((x, y), torch.arange(min(count, Batch(x, y).examples)))
-            if wanted and Batch(x, y).examples >= LEAST_EXAMPLES:
-                yield from engine.probe_batches(x, y)
-            elif not wanted:
+            if isinstance(probe, tuple):
+                yield from engine.probe_batches(*probe)
+            elif probe:
+                yield from engine.probe_batches(*self.no_examples(), simulated=True)
+            else:
                 engine.decline_probe()
 
-    def proxy_examples(self, most: int) -> tuple[Any, Any]:
-        """At most so many x and y in the shapes and types of the first examples, for trials inside that release nothing.
-
-        Floating-point x is simulated. Labels and tokens are taken as they are, because a model accepts no others.
-        """
-        x, y = self.source.fetch(self.layout.rows_of(self.eligible[:most])[:most])
-        return pytree.tree_map(_simulate_floats, x), y
+    def no_examples(self) -> tuple[Any, Any]:
+        """(x, y) with the shapes and types of the data, and a first axis of 0."""
+        return self.source.fetch(np.empty(0, dtype=np.int64))
 
     def __repr__(self) -> str:
         return f"Corpus({self.source!r}, classes {', '.join(self.names)})"
-
-
-def _simulate_floats(value: Any) -> Any:
-    if isinstance(value, Tensor) and value.is_floating_point():
-        generator = torch.Generator().manual_seed(0)
-        return torch.randn(value.shape, generator=generator, dtype=torch.float32).to(value.dtype)
-    return value
 
 
 def _named_columns(options: dict[str, Any], **columns: Any) -> tuple[dict[str, str], dict[str, Any]]:

@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lamina.engine.batch import Batch, take_rows
 from lamina.engine.safety_checks import tensors_of_optimizer
+from lamina.engine.simulated_input import WatchLookups, simulate, simulated_count
 from lamina.errors import CouplingError, EngineError
 
 if TYPE_CHECKING:
@@ -87,10 +88,6 @@ def preserve_global_generators() -> Iterator[None]:
         random.setstate(states[2])
 
 
-def _generators_of(model: nn.Module) -> list[torch.Generator]:
-    return [g for m in model.modules() for g in vars(m).values() if isinstance(g, torch.Generator)]
-
-
 class NotProbed(UserWarning):
     """Private steps are taken with an engine that nobody probed."""
 
@@ -102,15 +99,15 @@ class ProbeBatch(Batch):
         yield self
 
 
-_REFERENCE, _BETWEEN, _AGAIN = "reference", "between", "again"
+_LOOKUPS, _REFERENCE, _BETWEEN, _AGAIN = "lookups", "reference", "between", "again"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeCase:
     """One batch of a probe.
 
-    `what`    a reference to compare with; the same again, after a batch that came between; else what was done to the
-              others
+    `what`    only to see what is looked up in tables of which size; a reference to compare with; the same again, after
+              a batch that came between; else what was done to the others
     `places`  of the watched contributions: where they are in the reference, and where here
     """
 
@@ -125,11 +122,16 @@ Measured = dict[str, Tensor]  # the loss of one contribution, and its gradient b
 
 
 class Probe:
-    """One probe of one engine: `batches` hands out its batches, `receive` takes the losses of each."""
+    """One probe of one engine: `batches` hands out its batches, `receive` takes the losses of each.
 
-    def __init__(self, engine: Engine, x: Any, y: Any = None) -> None:
-        self.engine, self.x, self.y = engine, x, y
-        self.n = Batch(x, y).examples
+    `simulated`: only shapes and types of x and y are used, and the first batch shows how large the tables are that
+    labels and ids are looked up in.
+    """
+
+    def __init__(self, engine: Engine, x: Any, y: Any = None, *, simulated: bool = False) -> None:
+        self.engine, self.simulated = engine, simulated
+        self.x, self.y = simulate(x, y, simulated_count(x, y)) if simulated else (x, y)
+        self.n = Batch(self.x, self.y).examples
         if self.n < LEAST_EXAMPLES:
             problem = f"the probe got {self.n} examples"
             raise EngineError("engine.probe-too-few-examples", problem, "give at least 4, public or simulated")
@@ -157,8 +159,13 @@ class Probe:
                 for case in self._cases():
                     self._seed(case.seed)
                     self.waiting = case
-                    with ConstantDraws() if case.constant else nullcontext():
-                        yield case.batch
+                    if case.what == _LOOKUPS:
+                        with WatchLookups((case.batch.x, case.batch.y)) as watch:
+                            yield case.batch
+                        self.x, self.y = simulate(self.x, self.y, self.n, watch.sizes)
+                    else:
+                        with ConstantDraws() if case.constant else nullcontext():
+                            yield case.batch
                     if self.waiting is not None:
                         return
             self.complete = True
@@ -168,6 +175,8 @@ class Probe:
                 generator.set_state(state)
 
     def _cases(self) -> Iterator[ProbeCase]:
+        if self.simulated:
+            yield ProbeCase(what=_LOOKUPS, batch=self._batch(self.x, self.y), places={})
         reference = self._case(_REFERENCE, torch.arange(self.n))
         yield reference
         drawn = self._drawn
@@ -226,6 +235,8 @@ class Probe:
             problem = f"the probe gave {len(case.batch)} contributions, and {len(batch)} came back"
             remedy = "keep the contributions of a batch, or leave the probe out: corpus.batches(plan, probe=False)"
             raise EngineError("engine.probe-batch-changed", problem, remedy)
+        if case.what == _LOOKUPS:
+            return
         measured = self.engine.measure(losses, batch, list(case.places.values()))
         found = dict(zip(case.places, measured, strict=True))
         if case.what == _REFERENCE:
@@ -299,13 +310,13 @@ def _movement(reference: Measured, other: Measured) -> str | None:
 def _refuse_not_finite(found: dict[int, Measured]) -> None:
     if not all(bool(torch.isfinite(t).all()) for measured in found.values() for t in measured.values()):
         problem = "a loss or gradient of the probe's input is not finite, so nothing can be compared"
-        remedy = "probe with public data that the model is made for: engine.probe(losses_of, x, y)"
+        remedy = "probe with public data that the model is made for: engine.probe(losses_of, x, y), or probe=(x, y)"
         raise EngineError("engine.probe-not-finite", problem, remedy)
 
 
 def _replace_others(t: Tensor, place: int) -> Tensor:
     """One example as it is, the others replaced by values of the same kind."""
-    other = t.flip(0).roll(1, 0)
+    other = t.roll(1, 0)  # of whole numbers, one of the others is then gone, and that of the place is there twice
     if t.is_floating_point():
         inside = bool(((t >= 0) & (t <= 1)).all())
         other = other.square() * 0.9 + 0.05 if inside else other * 1.7 + 0.3

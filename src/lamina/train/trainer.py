@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from lamina.account.filters import PrivacyFilter
 from lamina.admit.keys import PrivateKey
-from lamina.corpus.corpus import Corpus
+from lamina.corpus.corpus import Corpus, ProbeArgument
 from lamina.corpus.example_sources import seed_step
 from lamina.corpus.payloads import PayloadChanged
 from lamina.corpus.sampler import Sampler, occurrence_caps
@@ -100,7 +100,7 @@ class Trainer:
     augment          x -> x, one example by itself, drawing from the global generators
     on_withdrawal    "finish" the segment in which somebody withdrew, or "abandon" it; both are charged
     hardened         float64 noise on a public grid: docs/decisions/noise.md
-    probe            check on simulated input that examples do not influence each other
+    probe            check on simulated input, or on public examples (x, y), that examples do not influence each other
     inside           show the raw loss on the terminal; it is never written
     """
 
@@ -114,7 +114,7 @@ class Trainer:
         log: str | None = None, segment: int | None = None,
         max_occurrences: Mapping[str, int] | None = None, filters: Mapping[str, PrivacyFilter] | None = None,
         augment: Callable[[Any], Any] | None = None, on_withdrawal: str = "finish", hardened: bool = False,
-        probe: bool = True, inside: bool = False, progress: bool | Progress = True,
+        probe: ProbeArgument = True, inside: bool = False, progress: bool | Progress = True,
     ) -> None:  # fmt: skip
         check_trainer_arguments(model, optimizer, loss_fn, corpus, plan)
         self.interval = check_scheduler(scheduler, plan, interval)
@@ -285,7 +285,7 @@ class Trainer:
     def _rehearse(self) -> None:
         if self.evaluate is not None:
             self.evaluate.run(self.model)
-        rehearse(self._engine, self._losses_augmented, self.corpus, self._targets.mask, probe=self.probe)
+        rehearse(self._engine, self._losses_augmented, self.corpus, probe=self.probe)
 
     def _run_segment(self, opened: AttemptOpened, segments: Segments) -> bool:
         """As `_run_steps`. A changed payload, or an error, shows who was sampled, so its segment is abandoned."""

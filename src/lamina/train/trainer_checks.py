@@ -17,12 +17,12 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, OneCycleL
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
-from lamina.corpus.corpus import Corpus
+from lamina.corpus.corpus import Corpus, ProbeArgument
 from lamina.corpus.example_sources import DATALOADER_REFUSAL
 from lamina.corpus.sampler import Sampler
 from lamina.engine.batch import Batch
 from lamina.engine.engine import Engine
-from lamina.engine.probe import LEAST_EXAMPLES
+from lamina.engine.simulated_input import simulate_for
 from lamina.errors import LaminaError, PlanError, RunError
 from lamina.plan.layer_stack import LayerStack
 from lamina.plan.policy import Policy
@@ -244,42 +244,37 @@ def _check_class_depth(plan: StepPlan, k: int, reach: Reach, layer_of: dict[str,
                 raise RunError("train.class-outside-profile", problem, "make the plan under the policy of the data")
 
 
-_REHEARSAL_EXAMPLES = 6
 NOT_PROBED_NOTE = "not probed: ε holds only if examples do not influence each other in augmentation, model and loss"
 
 
-def rehearse(
-    engine: Engine, losses_of: Callable[[Any, Any], Tensor], corpus: Corpus, mask: Callable[[Batch], Batch], *,
-    probe: bool,
-) -> None:  # fmt: skip
+def rehearse(engine: Engine, losses_of: Callable[[Any, Any], Tensor], corpus: Corpus, *, probe: ProbeArgument) -> None:
     """Try one step without noise, optimiser or charge; then the engine's independence probe.
 
-    The input has the shapes and types of the first examples; floating-point values are simulated. Labels and
-    tokens are taken as they are, because a model accepts no others; `mask` takes out those that it does not accept.
+    On public examples, where `probe` has them; otherwise on simulated ones: of the data only shapes and types are used.
     """
-    x, y = corpus.proxy_examples(_REHEARSAL_EXAMPLES)
-    count = Batch(x, y).examples
-    batch = mask(Batch(x, y, cls=torch.zeros(count, dtype=torch.long)))
-    x, y = batch.x, batch.y
-    if y is None:
-        kind = "the inputs themselves"
-    else:
-        kind = ", ".join(f"{t.dtype} {tuple(t.shape)}" for t in pytree.tree_leaves(y) if isinstance(t, Tensor))
+    x, y = probe if isinstance(probe, tuple) else corpus.no_examples()
     engine.model.train()
     try:
+        if not isinstance(probe, tuple):
+            x, y = simulate_for(losses_of, x, y)
         losses = losses_of(x, y)
     except LaminaError:
         raise
     except Exception as error:  # the model and the loss are the user's: say what they were given
-        shapes = ", ".join(f"{t.dtype} {tuple(t.shape)}" for t in pytree.tree_leaves(x) if isinstance(t, Tensor))
-        problem = f"model or loss failed on {count} examples: {type(error).__name__}: {error}"
+        shapes, kind = _types_of(x), "the inputs themselves" if y is None else _types_of(y)
+        which = "public" if isinstance(probe, tuple) else "simulated"
+        problem = f"model or loss failed on {which} examples: {type(error).__name__}: {error}"
         remedy = f"{_remedy_for(error, x, y)}. (x is {shapes}; targets are {kind})"
         raise RunError("train.model-or-loss-failed", problem, remedy) from error
-    engine.clipped_sums(losses, batch)
-    if probe and count >= LEAST_EXAMPLES:
-        engine.probe(losses_of, x, y)
-    else:
+    engine.clipped_sums(losses, Batch(x, y, cls=torch.zeros(Batch(x, y).examples, dtype=torch.long)))
+    if probe is False:
         engine.decline_probe()
+    else:
+        engine.probe(losses_of, x, y)
+
+
+def _types_of(tree: Any) -> str:
+    return ", ".join(f"{t.dtype} {tuple(t.shape)}" for t in pytree.tree_leaves(tree) if isinstance(t, Tensor))
 
 
 def _remedy_for(error: Exception, x: Any, y: Any) -> str:
@@ -304,4 +299,4 @@ def _remedy_for(error: Exception, x: Any, y: Any) -> str:
         return f"x is passed as keywords {', '.join(map(str, x))}: these must be the names in forward()"
     if "shape" in text or "size" in text:
         return "the first axis counts examples; the others must be what the first layer expects"
-    return "correct the model or the loss"
+    return "correct the model or the loss; if it takes only data of its own kind, give public examples: probe=(x, y)"
