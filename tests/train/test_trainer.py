@@ -724,9 +724,9 @@ def test_more_contributions_than_declared_are_refused(tmp_path: Path) -> None:
 def test_make_private_teaches(name: str, value: float) -> None:
     x, y = torch.randn(40, 6), torch.zeros(40, dtype=torch.long)
     with raises_code(f"train.{name}-out-of-range"):
-        lamina.make_private(problem.net(), (x, y), batch=8, epochs=1, **{name: value})
+        lamina.make_private(problem.net(), (x, y), batch=8, epochs=1, **{"epsilon": 1.0, name: value})
     with raises_code("train.batch-above-corpus"):
-        lamina.make_private(problem.net(), (x, y), batch=50, epochs=1)
+        lamina.make_private(problem.net(), (x, y), epsilon=1.0, batch=50, epochs=1)
     with raises_code("corpus.dataloader-not-poisson"):
         lamina.make_private(problem.net(), torch.utils.data.DataLoader([1]), batch=50, epochs=1)
 
@@ -742,7 +742,7 @@ def test_make_private_gives_a_loop(tmp_path: Path) -> None:
         optimizer.zero_grad()
     assert engine.probed and engine.budget.taken == plan.steps == 10
     assert 0 < engine.epsilon(0) <= 2.0
-    engine2, corpus, plan = lamina.make_private(problem.net(), (x, y), batch=8, epochs=2)
+    engine2, corpus, plan = lamina.make_private(problem.net(), (x, y), epsilon=1.0, batch=8, epochs=2)
     trainer = Trainer(
         engine2.model, torch.optim.SGD(engine2.model.parameters(), lr=0.1), problem.loss, corpus, plan,
         engine=engine2, folder=tmp_path / "a", progress=False,
