@@ -117,7 +117,7 @@ def test_the_router_belongs_to_no_expert() -> None:
     others = DepthProfile.all().only(experts=[2], others=True).reach(stack)
     assert all(others.layers)  # the router is one of the others
     assert len(others.openings) == 4
-    both = DepthProfile.blocks(1, 1).only(heads=[0, 1], experts=[0, 1]).reach(stack)
+    both = DepthProfile.blocks(0, 0).only(heads=[0, 1], experts=[0, 1]).reach(stack)
     names = [layer.name for layer, reached in zip(stack, both.layers, strict=True) if reached]
     assert names == [
         f"model.layers.0.{name}"

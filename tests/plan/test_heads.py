@@ -288,12 +288,12 @@ def openings(profile: DepthProfile, stack: LayerStack) -> dict[str, tuple[int, t
 
 def test_a_key_is_reached_only_with_all_of_its_queries() -> None:
     stack = LayerStack.from_model(llama(attention_bias=False))
-    one = openings(DepthProfile.blocks(1, 1).only(heads=[0]), stack)
+    one = openings(DepthProfile.blocks(0, 0).only(heads=[0]), stack)
     assert one == {
         "model.layers.0.self_attn.q_proj.weight": (0, ((0, 4),)),
         "model.layers.0.self_attn.o_proj.weight": (1, ((0, 4),)),
     }
-    both = openings(DepthProfile.blocks(1, 1).only(heads=[1, 2, 3]), stack)
+    both = openings(DepthProfile.blocks(0, 0).only(heads=[1, 2, 3]), stack)
     assert both["model.layers.0.self_attn.k_proj.weight"] == (0, ((4, 8),))
     assert both["model.layers.0.self_attn.q_proj.weight"] == (0, ((4, 16),))
     alone = LayerStack.from_model(llama(num_key_value_heads=1))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,8 +13,12 @@ from refusals import raises_code
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
+from lamina.allocate.make_plan import make_plan
+from lamina.plan.depth_profile import DepthProfile
 from lamina.plan.layer_stack import LayerStack
+from lamina.plan.policy import Policy
 from lamina.plan.selection import ROOT
+from lamina.plan.step_plan import StepPlan
 
 
 class Residual(nn.Module):
@@ -40,11 +47,11 @@ def test_weight_and_bias_of_a_module_are_one_layer() -> None:
 def test_composite_children_of_a_stack_are_blocks() -> None:
     model = nn.Sequential(nn.Linear(4, 4), *(Residual(4) for _ in range(3)), nn.Linear(4, 2))
     stack = LayerStack.from_model(model)
-    assert stack.blocks == ("0", "1", "2", "3", "4")
+    assert stack.blocks == ("1", "2", "3")
     assert names(stack)[:4] == ["0", "1.norm", "1.body.0", "1.body.2"]
-    assert [layer.block for layer in stack] == [0, 1, 1, 1, 2, 2, 2, 3, 3, 3, 4]
+    assert [layer.block for layer in stack] == [0, 0, 0, 0, 1, 1, 1, 2, 2, 2, 3]
     assert LayerStack.from_model(model, "block").blocks == stack.blocks
-    assert names(LayerStack.from_model(model, "block")) == list(stack.blocks)
+    assert names(LayerStack.from_model(model, "block")) == ["0", "1", "2", "3", "4"]
 
 
 def test_small_nested_sequential_is_a_block_and_a_large_one_is_looked_through() -> None:
@@ -57,7 +64,10 @@ def test_module_list_and_dict_are_containers() -> None:
     model = nn.Module()
     model.stack = nn.ModuleList(Residual(2) for _ in range(2))
     model.heads = nn.ModuleDict({"a": nn.Linear(2, 1), "b": Residual(2)})
-    assert LayerStack.from_model(model).blocks == ("stack.0", "stack.1", "heads.a", "heads.b")
+    stack = LayerStack.from_model(model, "block")
+    assert names(stack) == ["stack.0", "stack.1", "heads.a", "heads.b"]
+    assert stack.blocks == ("stack.0", "stack.1")  # repeated; the heads come after them
+    assert [layer.spans for layer in stack] == [((0, 1),), ((1, 2),), ((2, 2),), ((2, 2),)]
 
 
 def test_bare_parameters_are_layers_of_their_module() -> None:
@@ -265,7 +275,8 @@ def test_every_trainable_tensor_is_in_exactly_one_layer(model: nn.Module, group:
     for layer in stack:
         assert layer.size == sum(named[name].numel() for name in layer.parameters)
         assert layer.spans[0][0] == layer.block
-        assert all(0 <= first < stop <= len(stack.blocks) for first, stop in layer.spans)
+        ends = ((0, 0), (len(stack.blocks), len(stack.blocks)))
+        assert all(0 <= span[0] < span[1] <= len(stack.blocks) or span in ends for span in layer.spans)
     assert [layer.block for layer in stack] == sorted(layer.block for layer in stack)
     assert len(set(names(stack))) == len(stack)
 
@@ -279,17 +290,11 @@ def test_transformers_are_cut_into_their_blocks() -> None:
         GPT2Config(vocab_size=50, n_positions=8, n_embd=8, n_layer=3, n_head=2, bos_token_id=0, eos_token_id=0)
     )
     stack = LayerStack.from_model(gpt2, "block", example=ids)
-    assert stack.blocks == (
-        "transformer.wte",
-        "transformer.wpe",
-        "transformer.h.0",
-        "transformer.h.1",
-        "transformer.h.2",
-        "transformer.ln_f",
-        "lm_head",
-    )
+    assert stack.blocks == ("transformer.h.0", "transformer.h.1", "transformer.h.2")
+    assert [layer.spans for layer in stack] == [
+        ((0, 0), (3, 3)), ((0, 0),), ((0, 1),), ((1, 2),), ((2, 3),), ((3, 3),),
+    ]  # fmt: skip
     assert stack.layers[0].aliases == ("lm_head.weight",)
-    assert stack.layers[0].spans == ((0, 1), (6, 7))
 
     bert = BertForMaskedLM(
         BertConfig(
@@ -306,3 +311,113 @@ def test_transformers_are_cut_into_their_blocks() -> None:
     tied = next(layer for layer in stack if "cls.predictions.decoder.weight" in layer.aliases)
     assert tied.depth == 0.0
     assert tied.spans[-1][1] == len(stack.blocks)
+
+
+# --------------------------------------------------------------------------- depth counts repeated blocks
+
+
+class Tower(nn.Module):
+    """An embedding, residual blocks, a norm; perhaps a layer between the blocks."""
+
+    def __init__(self, blocks: int, *, between: int | None = None) -> None:
+        super().__init__()
+        self.embed = nn.Linear(2, 2)
+        self.layers = nn.ModuleList(Residual(2) for _ in range(blocks))
+        if between is not None:
+            self.layers.insert(between, nn.Linear(2, 2))
+        self.norm = nn.LayerNorm(2)
+
+
+def reached(model: nn.Module, profile: DepthProfile, **options: Any) -> list[str]:
+    stack = LayerStack.from_model(model, "block", **options)
+    return [layer.name for layer, inside in zip(stack, profile.resolve(stack), strict=True) if inside]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_quarter_of_twelve_transformer_blocks_is_three_with_norm_and_head(tied: bool) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=20, hidden_size=8, intermediate_size=8, num_hidden_layers=12, num_attention_heads=2,
+        tie_word_embeddings=tied,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    blocks = [f"model.layers.{i}" for i in range(12)]
+    head = [] if tied else ["lm_head"]  # a tied head is used at depth 0 too
+    assert reached(model, DepthProfile.top(0.25)) == [*blocks[9:], "model.norm", *head]
+    assert reached(model, DepthProfile.top(0.05)) == ["model.norm", *head]
+    assert reached(model, DepthProfile.blocks(10, -1)) == [*blocks[10:], "model.norm", *head]
+    low = [] if tied else ["model.embed_tokens"]
+    assert reached(model, DepthProfile.band(0, 0.25)) == [*low, *blocks[:3]]
+    assert len(reached(model, DepthProfile.band(0, 1))) == 14 + (not tied)
+
+
+def test_what_lies_between_repeated_blocks_belongs_to_the_one_before() -> None:
+    model = Tower(4, between=2)
+    assert reached(model, DepthProfile.top(0.5)) == ["layers.3", "layers.4", "norm"]
+    assert reached(model, DepthProfile.band(0, 0.5)) == ["embed", "layers.0", "layers.1", "layers.2"]
+
+
+def test_stages_of_one_module_are_counted_through() -> None:
+    model = nn.Module()
+    model.stem = nn.Linear(2, 2)
+    for stage in ("a", "b"):
+        setattr(model, stage, nn.Sequential(Residual(2), Residual(2)))
+    model.head = nn.Linear(2, 2)
+    assert LayerStack.from_model(model).blocks == ("a.0", "a.1", "b.0", "b.1")
+    assert reached(model, DepthProfile.top(0.5)) == ["b.0", "b.1", "head"]
+
+
+def test_an_encoder_and_its_decoder_are_one_depth() -> None:
+    model = nn.Module()
+    model.encoder, model.decoder = Tower(2), Tower(2)
+    assert reached(model, DepthProfile.top(0.5)) == ["decoder.layers.0", "decoder.layers.1", "decoder.norm"]
+
+
+def towers(vision: int, language: int) -> nn.Module:
+    model = nn.Module()
+    model.vision = Tower(vision)
+    model.between = nn.Linear(2, 2)
+    model.language = Tower(language)
+    model.head = nn.Linear(2, 2)
+    return model
+
+
+def test_towers_have_depths_of_their_own() -> None:
+    """What lies between two towers is at no depth in particular: only the whole model holds it."""
+    model = towers(4, 2)
+    assert reached(model, DepthProfile.top(0.5)) == [
+        "vision.layers.2", "language.layers.1", "vision.layers.3", "vision.norm", "language.norm", "head",
+    ]  # fmt: skip
+    assert set(reached(model, DepthProfile.band(0, 0.25))) == {"vision.embed", "language.embed", "vision.layers.0"}
+    assert "between" in reached(model, DepthProfile.band(0, 1))
+    assert "vision.layers.1" in reached(towers(3, 3), DepthProfile.blocks(1, 1))
+    with raises_code("plan.profile-blocks-of-towers"):
+        reached(model, DepthProfile.blocks(1, 1))
+
+
+def test_without_repeated_blocks_depth_counts_all_as_before() -> None:
+    alternating = nn.Sequential(nn.Linear(2, 2), Residual(2), nn.Linear(2, 2), Residual(2), nn.Linear(2, 2))
+    assert LayerStack.from_model(alternating).blocks == ("0", "1", "2", "3", "4")
+
+
+def test_a_plan_names_the_first_block_that_a_class_reaches() -> None:
+    policy = Policy.parse(
+        '[corpus]\norigin = "t"\ndelta = 1e-5\n[class.a]\npopulation = 100\nepsilon = 1.0\nprofile = { top = 0.25 }\n'
+        "[class.b]\npopulation = 100\nepsilon = 1.0\n"
+    )
+    plan = make_plan(LayerStack.from_model(Tower(8)), policy, batch=10, steps=2)
+    assert "top 25 %, from layers.6" in str(plan)
+    assert StepPlan.from_cbor(plan.to_cbor()) == plan
+    alone = make_plan(LayerStack.from_model(Tower(3)), policy, batch=10, steps=2)
+    assert "top 25 %, from norm" in str(alone)
+
+
+@pytest.mark.parametrize("spans", [((2, 2),), ((0, 0), (0, 1)), ((8, 8), (0, 0)), ((9, 9),), ((7, 8), (8, 8))])
+def test_a_plan_refuses_spans_that_no_stack_has(spans: Any) -> None:
+    policy = Policy.parse('[corpus]\norigin = "t"\ndelta = 1e-5\n[class.b]\npopulation = 100\nepsilon = 1.0\n')
+    plan = make_plan(LayerStack.from_model(Tower(8)), policy, batch=10, steps=2)
+    layers = (dataclasses.replace(plan.layers[0], spans=spans), *plan.layers[1:])
+    with raises_code("plan.spans-out-of-range", "plan.depth-differs"):
+        dataclasses.replace(plan, layers=layers)

@@ -29,7 +29,7 @@ from lamina.errors import AccountingError, PlanError
 from lamina.plan.policy import Policy
 from lamina.plan.rules import RULE_KINDS, Choose, FollowBudget, FollowEnergy, FollowQuantile, Rule
 from lamina.plan.step_plan import Clipping, StepPlan
-from lamina.plan.table import epsilon_text, finite_or_none
+from lamina.plan.table import epsilon_text, finite_or_none, reach_text
 
 if TYPE_CHECKING:
     from lamina.sensitivity.measure import Measure
@@ -52,6 +52,10 @@ def plan_reasons(
 ) -> tuple[str, ...]:
     """Why this plan: the allocation's reasons, the cost by class, what clipping keeps, rules, warning."""
     reasons = [*allocation.why, *(_cost_sentence(plan, k) for k, entry in enumerate(plan.classes) if not entry.public)]
+    for k, entry in enumerate(plan.classes):
+        count = sum(c > 0 for c in plan.clip[k])
+        if 0 < count < len(plan.layers):
+            reasons.append(f"Class {entry.name} reaches {count} of {len(plan.layers)} layers: {reach_text(plan, k)}.")
     if measure is not None and any(math.isfinite(plan.sigma(k)) for k in range(len(plan.classes))):
         reasons.append(_kept_norm_sentence(plan, measure, sizes))
     reasons += rules_in_words(plan) or ("C and S are the same in every step.",)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,12 +20,14 @@ from lamina.plan.heads_experts import Heads, find_experts, find_heads
 from lamina.plan.selection import (
     ROOT,
     PartKind,
+    Range,
     TensorPart,
     UnreadModule,
     block_depth,
+    common_path,
     did_you_mean,
+    join_spans,
     matches_pattern,
-    merge_ranges,
     name_prefixes,
     resolve_tied_parts,
 )
@@ -35,9 +38,10 @@ class Layer:
     """One layer: tensors that are clipped and noised together.
 
     With n blocks in the model, block b takes up [b/n, (b+1)/n] of its depth.
-      block       the first block in which the layer is used
+      block       the first block in which the layer is used; n: it comes after the last
       depth       block/(n-1): 0 is the input, 1 the output (and the only block of a model that has one)
-      spans       the runs of blocks [first, stop) in which it is used: several if a tensor is tied
+      spans       the runs of blocks [first, stop) in which it is used: several if a tensor is tied; (0, 0) comes before
+                  the first block, (n, n) after the last
       parameters  names of its tensors, as in `model.named_parameters()`
       aliases     other names under which the model knows some of them
       size        how many numbers they hold, d_l
@@ -59,7 +63,7 @@ class LayerStack:
     """The trainable layers of a model from input to output; a plain value that holds no tensor.
 
     Every trainable tensor is in exactly one layer; `frozen` names the others; `blocks` are the units
-    in which depth is counted, frozen ones included.
+    in which depth is counted, frozen ones included; of towers, those that lie side by side have one entry.
 
       parts     how tensors are shared out among attention heads and experts
       adapters  which tensors belong to which adapter, and which adapter it is
@@ -106,7 +110,7 @@ class LayerStack:
         mixtures, unread_mixtures = find_experts(model, experts or {})
         return cls(
             layers=_join_layers(tensors, blocks, keys, shapes),
-            blocks=tuple(name or ROOT for name in blocks.names),
+            blocks=blocks.counted,
             frozen=tensors.frozen,
             parts=resolve_tied_parts([*attention, *mixtures], uses, shapes),
             adapters=find_adapters(model, uses),
@@ -172,7 +176,7 @@ def _join_layers(
     def rank(name: str) -> int:
         return min(blocks.rank[owning_module(use)] for use in tensors.uses[name])
 
-    made: list[tuple[tuple[int, int], Layer]] = []
+    made: list[tuple[tuple[int, int, int], Layer]] = []
     for names in members.values():
         uses = [use for name in names for use in tensors.uses[name]]
         used_blocks = sorted({b for use in uses for b in blocks.uses[owning_module(use)]})
@@ -181,17 +185,18 @@ def _join_layers(
             (blocks.rank[owning_module(use)], i, key)
             for i, (use, key) in enumerate(_uses_with_keys(names, tensors, keys))
         )
+        spans = join_spans((blocks.spans[b] for b in used_blocks), len(blocks.counted))
         layer = Layer(
             name=first[2] or ROOT,
-            depth=block_depth(used_blocks[0], len(blocks.names)),
-            block=used_blocks[0],
+            depth=block_depth(spans[0][0], len(blocks.counted)),
+            block=spans[0][0],
             parameters=tuple(names),
             size=sum(tensors.sizes[name] for name in names),
-            spans=merge_ranges((b, b + 1) for b in used_blocks),
+            spans=spans,
             aliases=tuple(use for name in names for use in tensors.uses[name][1:]),
             shapes=tuple(shapes[name] for name in names),
         )
-        made.append(((used_blocks[0], min(rank(name) for name in names)), layer))
+        made.append(((spans[0][0], used_blocks[0], min(rank(name) for name in names)), layer))
     made.sort(key=lambda item: item[0])
     names_seen: set[str] = set()
     for _, layer in made:
@@ -275,8 +280,14 @@ def _no_match_message(group: str, pattern: str, tensors: ModelTensors) -> str:
 #     3. A nested Sequential with at most one matrix-like weight (convolution, norm, activation) is one block.
 #     4. Every other module that owns tensors is a block of its own.
 # Blocks without tensors (activations, dropout) do not count. Frozen blocks do: freezing moves no one's depth.
+#
+# Where blocks are repeated (neighbours of one class in a Sequential or ModuleList, each with modules inside), depth counts
+# those alone. What comes before the first is at depth 0, what comes after the last at depth 1, and what lies between
+# belongs to the block before it. Repeated blocks of modules side by side (a vision and a language tower) have depths of
+# their own, in units that all of them share; an encoder and its decoder are one depth.
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+_LISTS = (nn.Sequential, nn.ModuleList)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -285,12 +296,15 @@ class ModelBlocks:
 
     `names[b]` is block b's module path. `uses[path]` holds the blocks at which the module at `path` is
     used: its own, and with a trace also those after which it was called again. `rank[path]` orders
-    modules within and across blocks.
+    modules within and across blocks. `counted` are the blocks in which depth is counted, and `spans[b]`
+    is where block b lies among them.
     """
 
     names: tuple[str, ...]
     uses: dict[str, tuple[int, ...]]
     rank: dict[str, int]
+    counted: tuple[str, ...]
+    spans: tuple[Range, ...]
 
     @classmethod
     def of(cls, model: nn.Module, trace: ExecutionTrace | None = None) -> ModelBlocks:
@@ -311,7 +325,66 @@ class ModelBlocks:
                 own = index[block_of[path]]
                 later = (bisect_right(starts, tick) - 1 for tick in trace.calls(path)[1:])
                 uses[path] = tuple(sorted({own, *(max(own, b) for b in later)}))
-        return cls(names=tuple(names), uses=uses, rank={path: i for i, path in enumerate(paths)})
+        counted, spans = _count_depth(model, names)
+        rank = {path: i for i, path in enumerate(paths)}
+        return cls(names=tuple(names), uses=uses, rank=rank, counted=counted, spans=spans)
+
+
+def _count_depth(model: nn.Module, names: Sequence[str]) -> tuple[tuple[str, ...], tuple[Range, ...]]:
+    """The blocks in which depth is counted, and where each block lies among them."""
+    towers: list[tuple[list[list[str]], list[int]]] = []  # paths of the modules that hold the blocks; their places
+    for b, name in enumerate(names):
+        if (home := _home_of_repeated(model, name)) is not None:
+            joined = [tower for tower in towers if any(_same_tower(home, other) for other in tower[0])]
+            towers = [tower for tower in towers if tower not in joined]
+            homes, places = [home, *(h for t in joined for h in t[0])], [b, *(p for t in joined for p in t[1])]
+            towers.append((homes, sorted(places)))
+    if not towers:
+        return tuple(name or ROOT for name in names), tuple((b, b + 1) for b in range(len(names)))
+    units = math.lcm(*(len(places) for _, places in towers))
+    spans = []
+    for b, name in enumerate(names):
+        shared = [max(len(common_path(home, name.split("."))) for home in homes) for homes, _ in towers]
+        near = [places for (_, places), n in zip(towers, shared, strict=True) if n == max(shared)]
+        found = {_span_among(b, places, units) for places in near}
+        spans.append(found.pop() if len(found) == 1 else (0, units))  # between towers: at no depth in particular
+    side_by_side = [
+        [names[places[u * len(places) // units]] for places in sorted(t[1] for t in towers)] for u in range(units)
+    ]
+    return tuple(", ".join(found) for found in side_by_side), tuple(spans)
+
+
+def _home_of_repeated(model: nn.Module, path: str) -> list[str] | None:
+    """The path of the module that holds the list in which this block is repeated; None if it is not."""
+    above, _, own = path.rpartition(".")
+    holder, module = model.get_submodule(above), model.get_submodule(path)
+    if not path or not isinstance(holder, _LISTS) or isinstance(module, _CONTAINERS) or not any(module.children()):
+        return None
+    row, i = list(holder._modules.values()), list(holder._modules).index(own)
+    if type(module) not in (type(near) for near in (*row[max(0, i - 1) : i], *row[i + 1 : i + 2])):
+        return None
+    while above and isinstance(model.get_submodule(above), _CONTAINERS):
+        above = above.rpartition(".")[0]
+    return above.split(".") if above else []
+
+
+def _same_tower(one: list[str], other: list[str]) -> bool:
+    """Whether repeated blocks of two modules follow each other: one holds the other, or they are encoder and decoder."""
+    common = len(common_path(one, other))
+    if common in (len(one), len(other)):
+        return True
+    a, b = one[common], other[common]
+    return ("encoder" in a and "decoder" in b) or ("decoder" in a and "encoder" in b)
+
+
+def _span_among(b: int, places: Sequence[int], units: int) -> Range:
+    """Where block b lies among the repeated blocks of its tower, in shared units."""
+    at, width = bisect_right(places, b), units // len(places)
+    if at == 0:
+        return 0, 0
+    if at == len(places) and b != places[-1]:
+        return units, units
+    return (at - 1) * width, at * width
 
 
 def owning_module(parameter: str) -> str:

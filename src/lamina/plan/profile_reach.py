@@ -86,6 +86,10 @@ def _layers_in_place(profile: DepthProfile, stack: LayerStack, adapter: Adapter 
         return (True,) * len(stack)
     if profile.kind is ProfileKind.LAYERS:
         return match_layers(profile.names, stack)
+    counted = [name for names in stack.blocks for name in names.split(", ")]
+    if profile.kind is ProfileKind.BLOCKS and len(set(counted)) < len(counted):
+        problem = f"profile {str(profile)!r} counts blocks, and the towers of the model have different numbers of them"
+        raise PlanError("plan.profile-blocks-of-towers", problem, "use fractions: {top = 0.25} or {band = [0.5, 1.0]}")
     return spans_in_band(profile, [layer.spans for layer in stack], len(stack.blocks))
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import lru_cache
+from itertools import takewhile
 from math import prod
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -25,7 +26,7 @@ ROOT = "(root)"
 
 def block_depth(block: int, blocks: int) -> float:
     """Where a block lies in a model: 0 is the input, 1 the output, and the only block of a model that has one."""
-    return block / (blocks - 1) if blocks > 1 else 1.0
+    return min(1.0, block / (blocks - 1)) if blocks > 1 else 1.0
 
 
 def name_prefixes(name: str) -> Iterator[str]:
@@ -33,6 +34,11 @@ def name_prefixes(name: str) -> Iterator[str]:
     while name:
         yield name
         name = name.rpartition(".")[0]
+
+
+def common_path(*paths: Sequence[str]) -> list[str]:
+    """The parts with which all of the paths begin."""
+    return [parts[0] for parts in takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False))]
 
 
 def matches_pattern(pattern: str, name: str) -> bool:
@@ -227,6 +233,18 @@ def merge_ranges(ranges: Iterable[Range]) -> tuple[Range, ...]:
         elif first < stop:
             made.append((first, stop))
     return tuple(made)
+
+
+def join_spans(spans: Iterable[Range], blocks: int) -> tuple[Range, ...]:
+    """Runs of blocks in order, apart from each other; (0, 0) lies before the first block, (blocks, blocks) after the last.
+
+    >>> join_spans([(12, 12), (0, 0), (2, 3), (1, 2)], 12)
+    ((0, 0), (1, 3), (12, 12))
+    """
+    given = list(spans)
+    made = merge_ranges(given)
+    ends = {(end, end) for end in (0, blocks) if (end, end) in given and not any(a <= end <= b for a, b in made)}
+    return tuple(sorted({*made, *ends}))
 
 
 def complement_ranges(ranges: Iterable[Range], length: int) -> tuple[Range, ...]:

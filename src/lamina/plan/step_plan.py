@@ -31,7 +31,7 @@ from lamina.plan.rules import (
     effective_sigma,
     rescale_noise,
 )
-from lamina.plan.selection import Range, Slice, block_depth, merge_ranges, slices_by_class_and_tensor
+from lamina.plan.selection import Range, Slice, block_depth, join_spans, merge_ranges, slices_by_class_and_tensor
 from lamina.plan.table import plan_summary, plan_table
 
 R = TypeVar("R", bound=Rule)
@@ -414,7 +414,7 @@ def _check_spans(plan: StepPlan) -> None:
     validate.whole(PlanError, "plan.blocks-negative", least=0, blocks=plan.blocks)
     for layer in plan.layers:
         edges = [edge for span in layer.spans for edge in span]
-        ordered = edges == sorted(set(edges)) and all(0 <= edge <= plan.blocks for edge in edges)
+        ordered = layer.spans == join_spans(layer.spans, plan.blocks) and all(0 <= e <= plan.blocks for e in edges)
         if not ordered or bool(edges) != bool(plan.blocks):
             problem = f"layer {layer.name!r} has spans {layer.spans!r} in a model of {plan.blocks} blocks"
             raise PlanError("plan.spans-out-of-range", problem, "give runs [first, stop) of blocks, as LayerStack has")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from lamina.plan.codec import rule_to_dict, slice_to_dict
 from lamina.plan.rules import PER_STEP_INJECTION
-from lamina.plan.selection import Range, Slice
+from lamina.plan.selection import Range, Slice, common_path
 
 if TYPE_CHECKING:
     from lamina.plan.step_plan import StepPlan
@@ -87,7 +87,7 @@ def plan_table(plan: StepPlan) -> str:
         )
     for k, entry in enumerate(plan.classes):
         population = "-" if entry.population is None else f"{entry.population:,}"
-        row = [entry.name, entry.profile, population, f"{entry.sampling_rate:.4g}"]
+        row = [entry.name, reach_text(plan, k), population, f"{entry.sampling_rate:.4g}"]
         if entry.public:
             classes.append([*row, "public", "0", "0", entry.unit])
             continue
@@ -110,6 +110,17 @@ def plan_table(plan: StepPlan) -> str:
             notes.append(f"note: δ of class {entry.name} is not below 1/population")
     parts = ["", *slice_lines(plan)] if plan.slices else []
     return "\n".join([head, "", *align_columns(layers, left=1), "", *align_columns(classes, left=2), *notes, *parts])
+
+
+def reach_text(plan: StepPlan, k: int) -> str:
+    """The profile of a class, and the first block that it reaches where that is not the model's first."""
+    reached = [layer for layer, c in zip(plan.layers, plan.clip[k], strict=True) if c > 0]
+    profile = plan.classes[k].profile
+    if not reached or len(reached) == len(plan.layers):
+        return profile
+    block = [layer.name.split(".") for layer in plan.layers if layer.spans[:1] == reached[0].spans[:1]]
+    common = common_path(*block) if plan.blocks and len(block) > 1 else ()
+    return f"{profile}, from {'.'.join(common) or reached[0].name}"
 
 
 def slice_lines(plan: StepPlan) -> list[str]:
