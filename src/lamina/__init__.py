@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from lamina.ledger.writer import Ledger
     from lamina.plan import Clipping, DepthProfile, LayerStack, Policy, StepPlan
     from lamina.plan.coverage import fix
+    from lamina.release import Certificate, Query, ReleaseGate, Rights, certify, make_release, verify_release
     from lamina.sensitivity.measure import Measure, measure
     from lamina.train import Callback, Evaluation, Outcome, RunFigures, Trainer, make_private
 
@@ -45,6 +46,7 @@ __all__ = [
     "Engine", "Batch", "route", "rows", "examples",
     "PrivateKey", "PublicKey", "KeyRing", "Gate",
     "make_private", "Corpus", "Trainer", "Evaluation", "Callback", "RunFigures", "Outcome", "Ledger",
+    "certify", "Certificate", "make_release", "verify_release", "ReleaseGate", "Query", "Rights",
     "NoiseSource", "SecureNoise", "SeededNoise",
     "LaminaError",
 ]  # fmt: skip
@@ -60,6 +62,9 @@ _HOME = {
         "Engine", "Batch", "route", "rows", "examples", "NoiseSource", "SecureNoise", "SeededNoise",
     ),
     "lamina.ledger.writer": ("Ledger",),
+    "lamina.release": (
+        "certify", "Certificate", "make_release", "verify_release", "ReleaseGate", "Query", "Rights",
+    ),
     "lamina.corpus": ("Gate", "Corpus"),
     "lamina.train": ("make_private", "Trainer", "Evaluation", "Callback", "RunFigures", "Outcome"),
 }  # fmt: skip

@@ -39,7 +39,7 @@ def test_a_run_spends_its_plan_exactly_and_leaves_its_files(tmp_path: Path) -> N
     outcome = trainer.fit()
     plan = trainer.plan
     assert outcome.steps == outcome.planned == plan.steps == 24
-    assert outcome.private and outcome.notes == () and outcome.certificate is None
+    assert outcome.private and outcome.notes == () and outcome.certificate.private
     for name in ("clinical", "sensitive"):
         assert outcome.epsilon[name] == pytest.approx(plan.epsilon(name), rel=1e-12)
         assert outcome.total[name] == outcome.epsilon[name]

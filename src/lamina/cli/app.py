@@ -48,6 +48,14 @@ COMMANDS = {
         "lamina.cli.ledger:app",
         "The record of what was admitted, spent, withdrawn and released: append-only, signed, and checkable.",
     ),
+    "certify": (
+        "lamina.cli.certify:certify",
+        "State what a run has cost every class, under which assumptions, and what is not covered; and sign it.",
+    ),
+    "release": (
+        "lamina.cli.release:app",
+        "A model that leaves the house: weights, certificates and manifest in one signed folder, and its gate.",
+    ),
     "bench": (
         "lamina.cli.torch_commands:bench",
         "Measure time and peak memory of a private step on this machine, against an ordinary step and Opacus.",
@@ -119,6 +127,8 @@ With your own data:
   lamina train RUN.toml                   the private run; again to go on
   lamina spend                            ε spent, over all runs
   lamina ledger verify runs/….ledger.db   check the record of it
+  lamina certify runs/NAME                what the model guarantees, signed
+  lamina release make runs/NAME -o DIR    the model with its evidence
 """
 
 app = typer.Typer(

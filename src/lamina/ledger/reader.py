@@ -198,6 +198,10 @@ class LedgerReader:
         """The root that the tree had at a size."""
         return merkle.root_at(self._nodes, self._within(size))
 
+    def frontier(self, size: int) -> Frontier:
+        """The right edge of the tree of so many leaves, from its tiles."""
+        return merkle.frontier_at(self._nodes, self._within(size))
+
     def receipt(self, seq: int) -> bytes:
         """The COSE receipt (RFC 9942) of a leaf under the newest checkpoint."""
         signed, data = self._covered(seq)

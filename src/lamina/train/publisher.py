@@ -5,10 +5,12 @@ And the `Outcome`.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +22,12 @@ from lamina.account.accountants import cost, find_accountant
 from lamina.account.schedule import Schedule
 from lamina.engine.probe import preserve_global_generators, seed_global_generators
 from lamina.errors import RunError
+from lamina.ledger.reader import LedgerReader
 from lamina.plan.rules import FollowBudget
 from lamina.plan.step_plan import StepPlan
 from lamina.plan.table import epsilon_text, finite_or_none
+from lamina.release.certificate import Certificate, certify
+from lamina.release.run_evidence import WEIGHTS
 from lamina.spend.accounts import follows_budget, is_bound
 from lamina.train.run import Run, attempts_outside, uses_adaptive_budget
 from lamina.train.run_output import Callback, Progress, RunFigures, evaluation_text, user_code
@@ -118,6 +123,7 @@ class Outcome:
     private   False if anything about the run voids its guarantee
     metrics   the last evaluation on public or simulated data
     notes     everything out of the ordinary that happened, in words
+    ledger    where the run was charged
     """
 
     run: str
@@ -131,7 +137,13 @@ class Outcome:
     private: bool
     metrics: dict[str, float]
     notes: tuple[str, ...]
-    certificate: None = None
+    ledger: str = ""
+
+    @cached_property
+    def certificate(self) -> Certificate:
+        """The certificate of the run, not signed: `lamina certify` signs it. Verifies the ledger first."""
+        with LedgerReader.read_only(self.ledger) as ledger:
+            return certify(self.folder, ledger)
 
     def __str__(self) -> str:
         """For people: ε is rounded up."""
@@ -334,16 +346,19 @@ class Publisher:
                     callback.on_segment(now)
         return reason
 
-    def finish(self, run: Run, state: TrainingState, *, reason: str, private: bool) -> Outcome:
-        """The weights as files, the last figures, and the end of the run."""
+    def finish(self, run: Run, state: TrainingState, *, reason: str, conditions: Mapping[str, Any]) -> Outcome:
+        """The weights as files, the last figures, and the end of the run. `conditions`: what its guarantee rests on."""
         if reason == "budget":
             self.note(f"the run ended at step {state.step} of {self.plan.steps}: its budget allows no more")
         if reason == "patience":
             self.note(f"the run ended at step {state.step}: the evaluation has not improved within patience")
-        run.write("model.safetensors", weights_file(state.model, None))
+        weights = {WEIGHTS: weights_file(state.model, None)}
         if state.ema is not None:
-            run.write("ema.safetensors", weights_file(state.model, state.ema))
-        self._write_figures(run, state, final=True)
+            weights["ema.safetensors"] = weights_file(state.model, state.ema)
+        for name, data in weights.items():
+            run.write(name, data)
+        files = {name: hashlib.sha256(data).hexdigest() for name, data in weights.items()}
+        self._write_figures(run, state, final={"conditions": dict(conditions), "files": files})
         run.finish(state.step, reason)
         epsilon, total = epsilon_of_run(run, self.plan)
         deltas, units = _charged_deltas(run), {entry.name: entry.unit for entry in self.plan.classes}
@@ -351,7 +366,8 @@ class Publisher:
             run=run.id, folder=run.folder, steps=state.step, planned=self.plan.steps, epsilon=epsilon, total=total,
             unit={name: units.get(name, "contribution") for name in epsilon},
             delta={name: deltas.get(name, 0.0) for name in epsilon},
-            private=private, metrics=dict(state.evaluations[-1]["figures"]) if state.evaluations else {},
+            private=conditions["noise"] == "secure", ledger=str(run.spend.ledger.name),
+            metrics=dict(state.evaluations[-1]["figures"]) if state.evaluations else {},
             notes=tuple(self.notes),
         )  # fmt: skip
 
@@ -373,9 +389,12 @@ class Publisher:
             run.write("best.safetensors", weights_file(state.model, state.ema))
         return "patience" if rule.stops(scores) else None
 
-    def _write_figures(self, run: Run, state: TrainingState, *, final: bool = False) -> dict[str, Any]:
+    def _write_figures(
+        self, run: Run, state: TrainingState, *, final: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
         facts = public_figures(run, self.plan, state, self.notes)
-        if final:
+        if final is not None:
+            facts |= final
             facts["bounds"] = signed_bound_figures(run, self.plan)
             for name, figures in final_figures(run, self.plan, self.caps, state.step).items():
                 facts["classes"].get(name, {}).update(figures)

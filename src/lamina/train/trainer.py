@@ -38,6 +38,7 @@ from lamina.train.run_output import (
     Callback,
     LogFile,
     Progress,
+    TerminalProgress,
     WithheldError,
     hide_warning_texts,
     make_progress,
@@ -262,7 +263,19 @@ class Trainer:
             else:
                 segments.abandon(opened)
         reason = reason or ("complete" if self.state.step == self.plan.steps else "budget")
-        return publisher.finish(run, self.state, reason=reason, private=self._engine.private)
+        return publisher.finish(run, self.state, reason=reason, conditions=self._conditions())
+
+    def _conditions(self) -> dict[str, Any]:
+        """What a certificate asks of a run and no ledger shows. Tensors that no plan covers were refused before."""
+        shown = self.inside and not isinstance(self.progress, TerminalProgress)
+        return {
+            "noise": "secure" if self._engine.private else "seeded",
+            "sampling": "poisson",
+            "probed": NOT_PROBED_NOTE not in self.state.notes,
+            "covered": True,
+            "raw_figures": "given to a progress of the user's own" if shown else "none",
+            "hardened": self.hardened,
+        }
 
     def _next(self, segments: Segments, publisher: Publisher) -> AttemptOpened | None:
         """The next segment, among those who may still be learned from when it begins."""

@@ -1,0 +1,173 @@
+"""`lamina release make, verify, ask`: a model with its evidence in one signed folder, and what its gate says."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from lamina.admit.keys import PrivateKey, parse_time, read_small
+from lamina.cli.certify import LedgerOption, ReleaseKeyOption, TrustOption, pdf_or_note, release_key, run_ledger
+from lamina.cli.open_ledger import open_ledger
+from lamina.cli.terminal import JsonOption, PassphraseOption, argument, existing_ledger, help_text, option, print_answer
+from lamina.errors import PlanError
+from lamina.ledger.corpus_terms import ledger_key_path
+from lamina.ledger.reader import LedgerReader
+from lamina.ledger.store.sqlite import is_postgres_url
+from lamina.ledger.verify.tree_checks import KnownCheckpoint, Trust
+from lamina.release.gate import Query, ReleaseGate
+from lamina.release.manifest import GatePolicy, make_release, verify_release
+from lamina.release.signed import parse_json
+
+_HELP = """A model that leaves the house: weights, certificates and manifest in one signed folder, and its gate.
+
+  lamina release make runs/first -o release-1                  make it
+  lamina release verify release-1 --trust release.pub          check it
+  lamina release ask release-1 query.json --trust release.pub  may this query draw on it
+"""
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help=help_text(_HELP))
+ReleaseArgument = Annotated[Path, argument("DIR", "folder of a release")]
+
+
+def make(
+    runs: Annotated[list[Path], argument("RUN...", "folders of the runs in the model, in their order: runs/NAME")],
+    out: Annotated[Path, option("the new folder", "--output", "-o", metavar="DIR")],
+    key: ReleaseKeyOption = None,
+    passphrase_file: PassphraseOption = None,
+    ledger: LedgerOption = None,
+    ledger_key: Annotated[Path | None, option("key of the ledger, if it is not beside it", metavar="FILE")] = None,
+    trust: TrustOption = None,
+    name: Annotated[str, option("what the model is called")] = "model",
+    not_after: Annotated[str | None, option("until when it may be served; default: a year", metavar="TIME")] = None,
+    max_age: Annotated[
+        int, option("days after which a gate without the ledger denies, since withdrawals are unknown", metavar="DAYS")
+    ] = 7,
+    any_purpose: Annotated[
+        bool, option("serve classes whose policy names no purpose for any purpose", "--any-purpose")
+    ] = False,
+    generation_class: Annotated[
+        list[str] | None, option("name what queries draw on: head=layers:head.*,norm; repeatable", metavar="NAME=…")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Put the weights of a run into a folder with certificates, model card, inventory and a signed manifest.
+
+    The runs are certified first: one that is not private cannot be released. The manifest (in-toto, in a DSSE envelope)
+    names every file by hash, the head of the ledger, and for each layer the classes that reached it, with ε and noise. It is
+    recorded in the ledger, so that a contribution can be traced to the models it is in.
+
+    Examples:
+
+      lamina release make runs/first -o release-1
+      lamina release make runs/first -o release-1 --key release.key --not-after 2027-06-30 --name ecg-triage
+      lamina release make runs/first -o release-1 --generation-class 'head=layers:head.*'
+    """
+    place = run_ledger(runs[-1], ledger)
+    signer = release_key(place, key, passphrase_file)
+    gate = GatePolicy(
+        unstated_purposes=any_purpose,
+        max_age=max_age * 86_400,
+        generation_classes=dict(map(_generation_class, generation_class or ())),
+    )
+    beside = None if is_postgres_url(place) else ledger_key_path(place)
+    own = PrivateKey.load(beside, None) if ledger_key is None and beside is not None and beside.exists() else None
+    with open_ledger(place, ledger_key, passphrase_file, signer=own) as opened:
+        manifest = make_release(
+            out, runs, opened, signer, name=name, gate=gate, trust=None if trust is None else Trust.load(trust),
+            not_after=None if not_after is None else parse_time(not_after),
+            pdf=lambda certificate: pdf_or_note(certificate, signer.public.name),
+        )  # fmt: skip
+    found = verify_release(out, trust=Trust(plain=(signer.public,)))
+    told = {"folder": str(out), "manifest": str(manifest), **found.to_dict(), "signer": signer.public.name}
+    lines = [
+        f"release in {out}: {len(found.to_dict()['files'])} files, signed with release key {signer.public.name[:16]}",
+        f"  check it: lamina release verify {out} --trust KEY.pub",
+    ]
+    print_answer(told, "\n".join(lines), as_json)
+
+
+def _generation_class(text: str) -> tuple[str, dict[str, Any]]:
+    """NAME=layers:a,b or NAME=depth:0.75,1 or NAME=adapter:x."""
+    name, _, rest = text.partition("=")
+    kind, _, values = rest.partition(":")
+    parts = values.split(",")
+    try:
+        if kind == "layers":
+            return name, {"layers": parts}
+        if kind == "depth":
+            low, high = map(float, parts)
+            return name, {"depth": [low, high]}
+        if kind == "adapter" and name:
+            return name, {"adapter": values}
+    except ValueError:
+        pass
+    problem = f"{text!r} is no generation class"
+    raise PlanError(
+        "cli.generation-class", problem, "write NAME=layers:PATTERN,… or NAME=depth:LOW,HIGH or NAME=adapter:X"
+    )
+
+
+def verify(
+    folder: ReleaseArgument,
+    trust: TrustOption = None,
+    seen: Annotated[list[Path] | None, option("a checkpoint of its ledger that you kept", metavar="CHECKPOINT")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Check a release: every file by hash, no file more or less, signatures, certificates, dates.
+
+    Needs the folder and nothing else. Without --trust a good release is consistent in itself, which anybody can make; with
+    --trust the release key must be one that you have from elsewhere (a key ring, or a public key).
+
+    Examples:
+
+      lamina release verify release-1 --trust release.pub
+      lamina release verify release-1 --trust trusted.json --seen last.checkpoint --json
+    """
+    known = [KnownCheckpoint.load(path) for path in seen or ()]
+    found = verify_release(folder, trust=None if trust is None else Trust.load(trust), seen=known)
+    lines = [f"{folder}: {found.verdict}", *(f"  {each} [{each.code}]" for each in found.problems)]
+    print_answer({"folder": str(folder), **found.to_dict()}, "\n".join(lines), as_json)
+    if not found.verified:
+        raise typer.Exit(1)
+
+
+def ask(
+    folder: ReleaseArgument,
+    query: Annotated[Path, argument("QUERY", "JSON: what is drawn on, and under which rights")],
+    trust: Annotated[Path, option("release key from elsewhere, or a key ring", metavar="KEYS")],
+    ledger: Annotated[str | None, option("ledger of the release: withdrawals up to now", metavar="LEDGER")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Ask the gate of a release whether a query is allowed, and why not.
+
+    A query in JSON, where all of `rights` but accept_withdrawn must be stated (max_epsilon may be null, for any):
+
+      {"draws_on": {"layers": ["head.*"]},
+       "rights": {"classes": ["clinical"], "max_epsilon": 3.0, "min_noise_multiplier": 0.5, "purpose": "research"}}
+
+    Exit code 0 if it is allowed, 1 if it is denied.
+
+    Examples:
+
+      lamina release ask release-1 query.json --trust release.pub
+      lamina release ask release-1 query.json --trust trusted.json --ledger runs/first/ledger.db --json
+    """
+    asked = Query.from_dict(parse_json(read_small(query, "the query", most=1 << 20), f"'{query}'"))
+    reader = None if ledger is None else LedgerReader.read_only(existing_ledger(ledger))
+    try:
+        gate = ReleaseGate(folder, Trust.load(trust), ledger=reader, clock=time.time)
+        decision = gate.decide(asked)
+    finally:
+        if reader is not None:
+            reader.close()
+    lines = ["allowed" if decision.allowed else "denied", *(f"  {r.text} [{r.code}]" for r in decision.reasons)]
+    print_answer(decision.to_dict(), "\n".join(lines), as_json)
+    if not decision.allowed:
+        raise typer.Exit(1)
+
+
+for _command in (make, verify, ask):
+    app.command(_command.__name__, help=help_text(_command.__doc__))(_command)

@@ -1,0 +1,364 @@
+"""The certificate of a run: what each class has lost, by which mechanism, under which assumptions, and what is not covered.
+
+Every figure follows from the charges that the ledger records (docs/theory.md, "What a certificate reports"):
+
+    epsilon              of this run, by the ledger's accountant, with amplification by sampling where it credits that
+    epsilon_total        the same of all runs in the ledger, up to the checkpoint
+    epsilon_replace_one  of this run, if the content of a contribution is exchanged: what stays secret where members are known
+    rho                  zCDP of this run without amplification: N/(2 sigma²) over the steps, or over capped occurrences
+    epsilon_unamplified  the exact ε of that: holds even if everybody learns who was sampled when
+
+They are rounded up. Times are the ledger's, so the same ledger and run give the same bytes.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lamina.account.accountants import cost, find_accountant, pooled_epsilon
+from lamina.account.schedule import Event, EventKey
+from lamina.admit.keys import PrivateKey, PublicKey, format_utc
+from lamina.errors import NotVerified
+from lamina.ledger.governance_records import Header
+from lamina.ledger.reader import LedgerReader
+from lamina.ledger.schema import nano_epsilon
+from lamina.ledger.show import epsilon_or_none
+from lamina.ledger.spending import signed_spend
+from lamina.ledger.verify.tree_checks import Trust
+from lamina.ledger.verify.verifier import Verification, verify
+from lamina.plan.step_plan import Clipping, PlannedClass, StepPlan
+from lamina.release.run_evidence import WEIGHTS, RunEvidence, RunFacts, file_digest
+from lamina.release.signed import canonical_json, parse_json, read_cose, sign_cose
+
+CERTIFICATE_TYPE = "application/lamina-certificate+json"
+CERTIFICATE_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Condition:
+    """Something that the guarantee of a run needs; `reason` says why it does not hold, in words for people."""
+
+    name: str
+    holds: bool
+    reason: str
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"name": self.name, "holds": self.holds, "reason": None if self.holds else self.reason}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Certificate:
+    """What is certified of a run, as one JSON object. Signed only if every condition holds."""
+
+    content: Mapping[str, Any]
+
+    @property
+    def private(self) -> bool:
+        """Whether every condition holds."""
+        return bool(self.content["private"])
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Why it is not private; empty if it is."""
+        return tuple(each["reason"] for each in self.content["conditions"] if not each["holds"])
+
+    @property
+    def classes(self) -> Mapping[str, Mapping[str, Any]]:
+        """The figures by class."""
+        found: Mapping[str, Mapping[str, Any]] = self.content["classes"]
+        return found
+
+    def epsilon(self, cls: str) -> float | None:
+        """ε that this run cost a contribution of a class; None if nothing finite is proven."""
+        return self.classes[cls]["epsilon"]  # type: ignore[no-any-return]
+
+    def json(self) -> bytes:
+        """The same bytes for the same run and ledger."""
+        return canonical_json(self.content)
+
+    def signed(self, key: PrivateKey) -> bytes:
+        """COSE_Sign1 over `json()`. NotVerified if the run was not private: there is nothing to vouch for."""
+        if not self.private:
+            problem = f"the run {self.content['run']['id'][:8]} is not private: {'; '.join(self.reasons)}"
+            raise NotVerified("release.not-private", problem, "train again without what is named, or use it as it is")
+        return sign_cose(self.json(), key, CERTIFICATE_TYPE)
+
+    @classmethod
+    def read(cls, data: bytes, keys: tuple[PublicKey, ...]) -> Certificate:
+        """A signed certificate, if one of these keys signed it."""
+        found = read_cose(data, CERTIFICATE_TYPE)
+        if found.by(keys) is None:
+            problem = f"none of the given keys signed the certificate; it names key {found.kid.hex()[:16]}"
+            raise NotVerified("release.certificate-not-by-key", problem, "give the release key of who issued it")
+        content = parse_json(found.payload, "the certificate")
+        if type(content) is not dict or content.get("version") != CERTIFICATE_VERSION:
+            problem = f"the certificate has version {content.get('version') if type(content) is dict else None!r}"
+            raise NotVerified("release.certificate-version", problem, "read it with a newer version of lamina")
+        return cls(content=content)
+
+    def __str__(self) -> str:
+        return "\n".join(_lines(self.content))
+
+
+def certify(
+    folder: str | os.PathLike[str],
+    ledger: LedgerReader,
+    *,
+    trust: Trust | None = None,
+    verification: Verification | None = None,
+) -> Certificate:
+    """The certificate of the run in a folder, from the ledger in which it was charged.
+
+    The ledger is verified first, unless a `verification` of it is given. What voids the guarantee does not stop it: the
+    certificate then says `private: false`, with the reasons, and cannot be signed.
+    """
+    folder = Path(folder)
+    facts = RunFacts.load(folder)
+    evidence = RunEvidence.read(ledger, facts.run)
+    verification = verify(ledger.store, trust=trust) if verification is None else verification
+    weights = folder / WEIGHTS
+    digest = file_digest(weights) if weights.is_file() else None
+    conditions = _conditions(facts, evidence, verification, digest)
+    plan, header = evidence.plan, ledger.header
+    classes = {entry.name: _class_figures(evidence, facts, header, entry) for entry in plan.classes}
+    content = {
+        "version": CERTIFICATE_VERSION,
+        "private": all(each.holds for each in conditions),
+        "issued": format_utc(evidence.time),
+        "run": {"id": facts.run.hex(), "steps": facts.steps, "planned_steps": facts.planned_steps},
+        "model": {"file": WEIGHTS, "sha256": digest, "parameters": sum(layer.size for layer in plan.layers)},
+        "ledger": ledger_reference(evidence, ledger.origin) | {"verdict": verification.verdict},
+        "accountant": {"name": header.accountant, "version": header.version},
+        "plan": {
+            "sha256": plan.digest().hex(), "allocation": plan.allocation, "clipping": plan.clipping.value,
+            "expected_batch": plan.batch, "steps": plan.steps, "noise": f"gaussian, {plan.injection.form.value}",
+        },
+        "classes": classes,
+        "layers": _layers(evidence),
+        "conditions": [each.to_dict() for each in conditions],
+        "assumptions": _assumptions(plan, header),
+        "not_covered": _not_covered(facts, plan),
+    }  # fmt: skip
+    content["statement"] = _statement(content)
+    return Certificate(content=content)
+
+
+def ledger_reference(evidence: RunEvidence, origin: str) -> dict[str, Any]:
+    """Where a ledger stood: enough to check later that it was only continued."""
+    at = evidence.checkpoint
+    return {
+        "origin": origin,
+        "size": at.size,
+        "root": at.root.hex(),
+        "header": evidence.header_hash.hex(),
+        "checkpoint": evidence.checkpoint_text,
+    }
+
+
+# ------------------------------------------------------------------------------------------ figures
+
+
+def _class_figures(evidence: RunEvidence, facts: RunFacts, header: Header, entry: PlannedClass) -> dict[str, Any]:
+    plan, bound = evidence.plan, (entry.name, 0, 0)
+    common = {"unit": entry.unit, "public": entry.public, "population": entry.population, "adjacency": plan.adjacency}
+    if entry.public:
+        nothing = dict.fromkeys(("epsilon", "epsilon_total", "epsilon_replace_one", "rho", "epsilon_unamplified"), 0.0)
+        return common | {"delta": 0.0} | nothing | {"noise_multiplier": None, "sampling_rate": None, "bounds": []}
+    events = evidence.events(bound)
+    return (
+        common
+        | {"delta": header.delta}
+        | _figures(events, header, _most_occurrences(evidence, facts, entry.name), raw=plan.injection.raw)
+        | {
+            "epsilon_total": epsilon_or_none(nano_epsilon(evidence.spending.epsilon(bound))),
+            "noise_multiplier": min((sigma for sigma, _, _ in events), default=None),
+            "sampling_rate": entry.sampling_rate,
+            "max_occurrences": facts.max_occurrences.get(entry.name),
+            "bounds": [
+                _bound_figures(evidence, header, each)
+                for each in evidence.bounds()
+                if each[0] == entry.name and each[2]
+            ],
+        }
+    )
+
+
+def _figures(events: Mapping[EventKey, int], header: Header, most: int | None, *, raw: bool) -> dict[str, Any]:
+    """ε by the ledger's accountant, and what holds beside it. None: nothing is proven."""
+    epsilon = pooled_epsilon(dict(events), delta=header.delta, name=header.accountant)
+    found = {"epsilon": epsilon_or_none(nano_epsilon(epsilon))}
+    if any(order for _, _, order in events):  # noise that followed its budget is proven at one order alone
+        return found | {"epsilon_replace_one": None, "rho": None, "epsilon_unamplified": None}
+    schedule = [Event(sigma=sigma, q=q, steps=steps) for (sigma, q, _), steps in sorted(events.items())]
+    told = cost(schedule, delta=header.delta, accountant=header.accountant, occurrences=most)
+    replaced = told.epsilon_unamplified_replace_one if raw else told.epsilon_replace_one
+    return found | {
+        "epsilon_replace_one": epsilon_or_none(nano_epsilon(replaced)),
+        "rho": epsilon_or_none(nano_epsilon(told.rho)),
+        "epsilon_unamplified": epsilon_or_none(nano_epsilon(told.epsilon_unamplified)),
+    }
+
+
+def _most_occurrences(evidence: RunEvidence, facts: RunFacts, cls: str) -> int | None:
+    """How often a contribution took part at most, if that was capped: each abandoned attempt may add to it."""
+    cap = facts.max_occurrences.get(cls)
+    return None if cap is None else cap + sum(min(cap, steps) for steps in evidence.abandoned_steps())
+
+
+def _bound_figures(evidence: RunEvidence, header: Header, bound: tuple[str, int, int]) -> dict[str, Any]:
+    """The figures of contributions that signed this bound."""
+    events = evidence.events(bound)
+    spent = evidence.spending.spend(bound)
+    return {
+        "clip_norm": bound[1] / 1e6,
+        "noise_multiplier": bound[2] / 1e6,
+        "scale": evidence.scale(bound),
+        "epsilon": epsilon_or_none(nano_epsilon(pooled_epsilon(events, delta=header.delta, name=header.accountant))),
+        "epsilon_total": epsilon_or_none(spent),
+        "epsilon_signed": epsilon_or_none(signed_spend(bound[2], header.delta)),
+    }
+
+
+def _layers(evidence: RunEvidence) -> list[dict[str, Any]]:
+    """Noise and classes by layer, as the steps in the model had them."""
+    noise, reached = evidence.least_noise(), evidence.reached()
+    return [
+        {
+            "name": layer.name,
+            "depth": layer.depth,
+            "parameters": layer.size,
+            "noise_std": noise.get(layer.name, 0.0),
+            "classes": list(reached.get(layer.name, ())),
+        }
+        for layer in evidence.plan.layers
+    ]
+
+
+# ------------------------------------------------------------------------------------------ conditions
+
+# metrics.json → conditions: (what must be there, why it matters)
+_RUN_CONDITIONS = {
+    "noise": ("secure", "the noise came from a seed that somebody chose, so whoever knows the seed can take it away"),
+    "sampling": ("poisson", "contributions were not Poisson-sampled, so amplification by sampling cannot be claimed"),
+    "probed": (True, "nobody tested that contributions do not influence each other in augmentation, model and loss"),
+    "covered": (True, "the model has tensors that trained without being clipped and noised"),
+    "raw_figures": ("none", "raw figures of private data (losses, norms) were written down"),
+}
+
+
+def _conditions(
+    facts: RunFacts, evidence: RunEvidence, verification: Verification, digest: str | None
+) -> list[Condition]:
+    found = [
+        Condition(
+            name=name,
+            holds=facts.conditions.get(name) == wanted and name in facts.conditions,
+            reason=why if name in facts.conditions else f"the run does not say whether {name} was {wanted}",
+        )
+        for name, (wanted, why) in _RUN_CONDITIONS.items()
+    ]
+    problem = verification.problem
+    held = [each for each in verification.held if each.run == facts.run]
+    printed = any(p.claimed or p.clipping is Clipping.ELEMENTWISE for p in evidence.plans.values())
+    written = facts.files.get(WEIGHTS)
+    checks = {
+        "ledger": (verification.verified, f"the ledger does not verify: {problem}"),
+        "recorded": (not held and not evidence.later, "steps of the run are charged but not in a signed record yet"),
+        "finished": (bool(written), "the run has not ended: it has no final weights"),
+        "weights": (
+            digest is not None and digest == written,
+            f"{WEIGHTS} is missing" if digest is None else f"{WEIGHTS} is not the file that the run wrote",
+        ),
+        "sound_plan": (not printed, "the plan reproduces a printed mechanism, whose noise is too small"),
+        "finite": (_all_finite(evidence), "for a private class no finite ε is proven"),
+    }
+    return [*found, *(Condition(name=name, holds=holds, reason=why) for name, (holds, why) in checks.items())]
+
+
+def _all_finite(evidence: RunEvidence) -> bool:
+    return all(math.isfinite(evidence.spending.epsilon(bound)) for bound in evidence.bounds())
+
+
+def _assumptions(plan: StepPlan, header: Header) -> list[str]:
+    amplified = find_accountant(header.accountant).amplified and not plan.injection.raw
+    return [
+        "Each contribution's gradient is clipped as the plan says, and the noise of the plan is added at every step.",
+        *(
+            [
+                "Contributions are sampled independently at the stated rate (Poisson sampling), and nobody learns who was "
+                "sampled when. If that becomes known, epsilon_unamplified holds."
+            ]
+            if amplified
+            else []
+        ),
+        "Noise and sampling coins come from a cryptographically secure generator and are not kept.",
+    ]
+
+
+def _not_covered(facts: RunFacts, plan: StepPlan) -> list[str]:
+    found = [
+        "Who took part: the ledger records members. What is protected is the content of a contribution.",
+        "Choices made by looking at private data outside this run, such as tuning: ε excludes tuning.",
+        "A person who is behind several contributions: ε is per unit as stated.",
+    ]
+    if any(entry.public for entry in plan.classes):
+        public = ", ".join(entry.name for entry in plan.classes if entry.public)
+        found.append(f"Data of public classes ({public}): it has no protection.")
+    if not facts.conditions.get("hardened"):
+        found.append("Attacks on floating-point rounding of the noise: the run did not use hardened noise.")
+    return found
+
+
+def _statement(content: Mapping[str, Any]) -> str:
+    """What it means, for people who have never heard of ε."""
+    if not content["private"]:
+        return "This run does not have a privacy guarantee. The reasons are listed under conditions."
+    parts = []
+    for name, figures in content["classes"].items():
+        if figures["public"]:
+            continue
+        epsilon, delta, unit = figures["epsilon"], figures["delta"], figures["unit"]
+        odds = math.exp(epsilon)
+        caught = min(1.0, odds * 0.01 + delta)
+        parts.append(
+            f"Class {name}: with ε = {_up(epsilon)} and δ = {delta:g} per {unit}, nobody who sees the model can raise "
+            f"the odds of any statement about one {unit} by more than a factor of {_up(odds)}, except with probability "
+            f"{delta:g}. A test that accuses one {unit} in a hundred wrongly finds at most {_up(100 * caught)} % of "
+            f"those who took part."
+        )
+    return "\n".join(parts) or "All data of this run was declared public: nothing in it is protected."
+
+
+def _up(value: float) -> str:
+    """Rounded up to three digits."""
+    if not value:
+        return "0"
+    unit = 10.0 ** (math.floor(math.log10(value)) - 2)
+    return f"{math.ceil(value / unit - 1e-12) * unit:.3g}" if value < 1000 else f"{math.ceil(value):,}"
+
+
+def _lines(content: Mapping[str, Any]) -> list[str]:
+    head = "private" if content["private"] else "NOT PRIVATE"
+    run = content["run"]
+    lines = [f"certificate of run {run['id'][:8]}: {head}; {run['steps']} of {run['planned_steps']} steps"]
+    for name, each in content["classes"].items():
+        if each["public"]:
+            lines.append(f"  class {name}: public, no protection")
+            continue
+        figures = (("ε", "epsilon"), ("all runs", "epsilon_total"), ("replace-one", "epsilon_replace_one"))
+        shown = ", ".join(f"{label} {_shown(each[key])}" for label, key in figures)
+        lines.append(
+            f"  class {name}, per {each['unit']} at δ = {each['delta']:g}: {shown}; without amplification "
+            f"ρ {_shown(each['rho'])}, ε {_shown(each['epsilon_unamplified'])}"
+        )
+    lines += [f"  not private: {each['reason']}" for each in content["conditions"] if not each["holds"]]
+    return lines
+
+
+def _shown(value: float | None) -> str:
+    return "not proven" if value is None else _up(value)

@@ -1,0 +1,506 @@
+"""The inference gate: may this query draw on these layers of a released model? Whatever is not shown to be allowed is denied.
+
+A query says what it draws on (layers, a band of depth, an adapter, or a generation class that the manifest names) and under
+which rights. It is allowed if for every layer drawn on and every class that reached the layer
+
+    the class is allowed  ∧  ε ≤ max_epsilon  ∧  sigma ≥ min_noise_multiplier  ∧  purpose ∈ purposes of the class
+    ∧  (nobody of the class withdrew  ∨  accept_withdrawn)
+
+and the release is not expired, its adapter may be deployed in the scope of the query, and withdrawals are known up to now.
+A public class is held to its name, purpose and withdrawals: it has neither ε nor noise.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+import time as system
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from lamina.admit.keys import PublicKey, format_utc
+from lamina.errors import EncodingError, LaminaError, NotVerified
+from lamina.ledger.governance_records import Role
+from lamina.ledger.merkle import Frontier, leaf_hash
+from lamina.ledger.reader import LedgerReader
+from lamina.ledger.records import decode_leaf
+from lamina.ledger.signed_checkpoint import LedgerCheckpoint, NoteKey, parse_checkpoint, verify_checkpoint
+from lamina.ledger.verify.tree_checks import KnownCheckpoint, Trust
+from lamina.release.manifest import Manifest, open_inside, verify_release
+from lamina.release.posture import NOT_REACHED, AdapterPosture, WithdrawalCounter
+from lamina.release.run_evidence import WEIGHTS
+from lamina.validate import number
+
+MAX_PATTERNS = 64
+_MAX_REMEMBERED = 4096  # of what queries draw on, if all of them differ
+REFRESH_SECONDS = 0.25  # between two looks at the ledger: a fresh withdrawal counts within a second
+
+_DRAWS_ON = ("layers", "depth", "adapter", "generation_class")
+_RIGHTS = ("classes", "max_epsilon", "min_noise_multiplier", "purpose", "accept_withdrawn")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rights:
+    """The rights envelope of a query: under which privacy posture whoever asks may use the model.
+
+    classes               the classes whose data may be drawn on
+    max_epsilon           the largest ε that a class may have; inf for any
+    min_noise_multiplier  the least sigma that a class must have had in every step; 0 for any
+    purpose               what the answer is for
+    accept_withdrawn      whether contributions that were withdrawn since may be in it
+    """
+
+    classes: frozenset[str]
+    max_epsilon: float
+    min_noise_multiplier: float
+    purpose: str
+    accept_withdrawn: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "classes", frozenset(self.classes))
+        if not all(isinstance(name, str) for name in (*self.classes, self.purpose)) or len(self.classes) > 1024:
+            raise _invalid("classes must be names and purpose a text")
+        if type(self.accept_withdrawn) is not bool:
+            raise _invalid(f"accept_withdrawn is {self.accept_withdrawn!r}, must be true or false")
+        for name in ("max_epsilon", "min_noise_multiplier"):
+            value = getattr(self, name)
+            if isinstance(value, bool):
+                raise _invalid(f"{name} is {value!r}, must be a number")
+            checked = number(EncodingError, "release.query-invalid", least=0, infinite=True, **{name: value})
+            object.__setattr__(self, name, checked)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Query:
+    """What a query draws on, and under which rights.
+
+    layers            names or patterns of layers; all of the model if neither this nor `depth` is given
+    depth             a band (low, high) of the depth, ends included: 0 is the input, 1 the output
+    adapter           the adapter that is switched on; None for the base alone
+    generation_class  a name that the manifest gives to one of these; instead of them
+    scope             where the answer is used: an adapter may be bound to one
+    """
+
+    rights: Rights
+    layers: tuple[str, ...] = ()
+    depth: tuple[float, float] | None = None
+    adapter: str | None = None
+    generation_class: str | None = None
+    scope: str | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "layers", tuple(self.layers))
+        texts = (*self.layers, *(t for t in (self.adapter, self.generation_class, self.scope) if t is not None))
+        if len(self.layers) > MAX_PATTERNS or not all(isinstance(t, str) and 0 < len(t) <= 512 for t in texts):
+            raise _invalid(f"it names more than {MAX_PATTERNS} layers, or something that is no name")
+        if self.depth is not None:
+            low, high = (number(EncodingError, "release.query-invalid", depth=each) for each in self.depth)
+            object.__setattr__(self, "depth", (low, high))
+        if self.generation_class is not None and (self.layers or self.depth or self.adapter):
+            raise _invalid("it names a generation class and layers, depth or adapter beside it")
+
+    @classmethod
+    def from_dict(cls, plain: object) -> Query:
+        """A query as JSON states it: {"draws_on": {…}, "scope": …, "rights": {…}}; EncodingError for anything else."""
+        if type(plain) is not dict or not {"rights"} <= plain.keys() <= {"rights", "draws_on", "scope"}:
+            raise _invalid("it must have rights, and may have draws_on and scope")
+        draws, rights = plain.get("draws_on", {}), plain["rights"]
+        if type(draws) is not dict or draws.keys() - set(_DRAWS_ON):
+            raise _invalid(f"draws_on may have {', '.join(_DRAWS_ON)}")
+        if type(rights) is not dict or not set(_RIGHTS[:4]) <= rights.keys() <= set(_RIGHTS):
+            raise _invalid(f"rights must have {', '.join(_RIGHTS[:4])}, and may have accept_withdrawn")
+        if not (type(rights["classes"]) is list and type(draws.get("layers", [])) is list):
+            raise _invalid("classes and layers must be lists")
+        most = rights["max_epsilon"]
+        try:
+            return cls(
+                rights=Rights(**rights | {"max_epsilon": float("inf") if most is None else most}),
+                scope=plain.get("scope"),
+                **{name: _tuple(value) for name, value in draws.items()},
+            )
+        except (TypeError, ValueError):
+            raise _invalid("a field has a wrong type") from None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The inverse of `from_dict`."""
+        rights = {name: getattr(self.rights, name) for name in _RIGHTS}
+        rights["classes"] = sorted(self.rights.classes)
+        rights["max_epsilon"] = None if self.rights.max_epsilon == float("inf") else self.rights.max_epsilon
+        draws = {name: getattr(self, name) for name in _DRAWS_ON}
+        told = {name: list(value) if isinstance(value, tuple) else value for name, value in draws.items() if value}
+        return {"draws_on": told, "scope": self.scope, "rights": rights}
+
+
+def _tuple(value: Any) -> Any:
+    return tuple(value) if type(value) is list else value
+
+
+def _invalid(problem: str) -> EncodingError:
+    return EncodingError("release.query-invalid", f"the query cannot be decided: {problem}", "see docs/release.md")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reason:
+    """Why a query is denied. `layers` are the layers drawn on that the class reached; empty if it is about the whole."""
+
+    code: str
+    text: str
+    cls: str | None = None
+    layers: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"code": self.code, "class": self.cls, "text": self.text, "layers": list(self.layers)}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decision:
+    """What the gate decided, why not, and up to when withdrawals were known to it."""
+
+    allowed: bool
+    reasons: tuple[Reason, ...]
+    drawn: int
+    as_of: int
+    manifest: str
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "allowed": self.allowed,
+            "reasons": [each.to_dict() for each in self.reasons],
+            "layers_drawn_on": self.drawn,
+            "withdrawals_as_of": format_utc(self.as_of),
+            "manifest": self.manifest,
+            "note": NOT_REACHED,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class _ClassState:
+    """A class of the posture, as decisions need it. `reach` has bit l set if it reached layer l."""
+
+    name: str
+    public: bool
+    epsilon: float
+    sigma: float
+    purposes: frozenset[str]
+    reach: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Drawn:
+    """The layers that a query draws on, as bits, and what forbids drawing on them at all."""
+
+    mask: int
+    count: int
+    reasons: tuple[Reason, ...] = field(default=())
+
+
+class GateRule:
+    """The rule of a gate for one manifest, without files and clocks."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self.manifest = manifest
+        self._names = [layer.name for layer in manifest.posture.layers]
+        self._depths = [layer.depth for layer in manifest.posture.layers]
+        self._classes = self._read_classes()
+        self._adapters: dict[str, list[AdapterPosture]] = {}  # one name may have had several scopes: all of them bind
+        for each in manifest.posture.adapters:
+            self._adapters.setdefault(each.name, []).append(each)
+        self._drawn: dict[tuple[Any, ...], _Drawn] = {}
+        self._layers: dict[int, tuple[str, ...]] = {}
+
+    def _read_classes(self) -> tuple[_ClassState, ...]:
+        posture, reach = self.manifest.posture, dict.fromkeys(self.manifest.posture.classes, 0)
+        for at, layer in enumerate(posture.layers):
+            for name in layer.classes:
+                reach[name] |= 1 << at
+        return tuple(
+            _ClassState(
+                each.name,
+                each.public,
+                float("inf") if each.epsilon is None else each.epsilon,
+                0.0 if each.noise_multiplier is None else each.noise_multiplier,
+                frozenset(each.purposes),
+                reach[each.name],
+            )
+            for each in posture.classes.values()
+        )
+
+    def decide(self, query: Query, *, withdrawn: Mapping[str, int], as_of: int, besides: Sequence[Reason]) -> Decision:
+        """Whether the query is allowed, where so many of each class withdrew; `besides` are reasons of the release."""
+        drawn, rights, unstated = self._draws_on(query), query.rights, self.manifest.gate.unstated_purposes
+        reasons = [*drawn.reasons, *besides]
+        for each in self._classes:
+            if not each.reach & drawn.mask:
+                continue
+            gone = withdrawn.get(each.name, 0)
+            if (
+                each.name in rights.classes
+                and (each.public or (each.epsilon <= rights.max_epsilon and each.sigma >= rights.min_noise_multiplier))
+                and (rights.purpose in each.purposes or (unstated and not each.purposes))
+                and (not gone or rights.accept_withdrawn)
+            ):
+                continue
+            reasons += self._class_reasons(each, rights, gone, drawn.mask)
+        return Decision(
+            allowed=not reasons, reasons=tuple(reasons), drawn=drawn.count, as_of=as_of, manifest=self.manifest.digest
+        )
+
+    def _class_reasons(self, each: _ClassState, rights: Rights, gone: int, mask: int) -> list[Reason]:
+        found: list[tuple[str, str]] = []
+        if each.name not in rights.classes:
+            found.append(("class-not-allowed", f"class {each.name} is not among the classes that the query may use"))
+        if not each.public and each.epsilon > rights.max_epsilon:
+            spent = "no finite ε is proven" if each.epsilon == float("inf") else f"ε is {each.epsilon:.6g}"
+            found.append(("epsilon-too-large", f"of class {each.name} {spent}, allowed is {rights.max_epsilon:g}"))
+        if not each.public and each.sigma < rights.min_noise_multiplier:
+            reason = (
+                f"class {each.name} had noise multiplier {each.sigma:.6g}, asked is {rights.min_noise_multiplier:g}"
+            )
+            found.append(("noise-too-small", reason))
+        if rights.purpose not in each.purposes and not (self.manifest.gate.unstated_purposes and not each.purposes):
+            allowed = ", ".join(sorted(each.purposes)) or "none stated"
+            reason = f"class {each.name} may not be used for {rights.purpose!r}, its purposes are: {allowed}"
+            found.append(("purpose-not-allowed", reason))
+        if gone and not rights.accept_withdrawn:
+            found.append(("withdrawn", f"{gone} of class {each.name} withdrew, and the query does not accept that"))
+        layers = self._reached_layers(each.reach & mask)
+        return [Reason(code=code, text=text, cls=each.name, layers=layers) for code, text in found]
+
+    def _reached_layers(self, reached: int) -> tuple[str, ...]:
+        found = self._layers.get(reached)
+        if found is None:
+            if len(self._layers) >= _MAX_REMEMBERED:
+                self._layers.clear()
+            found = self._layers[reached] = tuple(name for at, name in enumerate(self._names) if reached >> at & 1)
+        return found
+
+    def _draws_on(self, query: Query) -> _Drawn:
+        key = (query.layers, query.depth, query.adapter, query.generation_class, query.scope)
+        found = self._drawn.get(key)
+        if found is None:
+            if len(self._drawn) >= _MAX_REMEMBERED:
+                self._drawn.clear()
+            found = self._drawn[key] = self._resolve(query)
+        return found
+
+    def _resolve(self, query: Query) -> _Drawn:
+        named = query.generation_class
+        if named is not None:
+            draws = self.manifest.gate.generation_classes.get(named)
+            if draws is None:
+                return _unknown(f"the manifest has no generation class {named!r}")
+            try:
+                inner = Query.from_dict(
+                    {"draws_on": dict(draws), "rights": query.to_dict()["rights"], "scope": query.scope}
+                )
+            except EncodingError as error:
+                return _unknown(f"generation class {named!r} of the manifest is not usable: {error.problem}")
+            return (
+                self._resolve(inner) if inner.generation_class is None else _unknown("a generation class names another")
+            )
+        mine = self._adapters.get(query.adapter or "", [])
+        if query.adapter is not None and not mine:
+            return _unknown(f"the release has no adapter {query.adapter!r}")
+        reasons = [
+            Reason(
+                code="outside-scope",
+                text=f"adapter {each.name!r} may be deployed in {each.scope!r}, the query is for {query.scope!r}",
+                layers=each.layers,
+            )
+            for each in mine
+            if not _scope_allows(each.scope, query.scope)
+        ]
+        if self._adapters and not mine and (text := self._base_trained()):
+            reasons.append(Reason(code="base-not-frozen", text=text))
+        own = {name for each in mine for name in each.layers}
+        others = {name for each in self._all_adapters() for name in each.layers} - own
+        chosen = self._chosen_layers(query) & ~self._bits(name in others for name in self._names)
+        chosen |= self._bits(name in own for name in self._names)
+        if not chosen:
+            return _unknown("it draws on no layer of the model")
+        return _Drawn(chosen, chosen.bit_count(), tuple(reasons))
+
+    def _all_adapters(self) -> list[AdapterPosture]:
+        return [each for group in self._adapters.values() for each in group]
+
+    def _chosen_layers(self, query: Query) -> int:
+        """The layers that the patterns mean and the band holds; all if the query names neither."""
+        chosen = (1 << len(self._names)) - 1
+        if query.layers:
+            chosen &= self._bits(any(fnmatchcase(name, p) for p in query.layers) for name in self._names)
+        if query.depth is not None:
+            low, high = query.depth
+            chosen &= self._bits(low <= depth <= high for depth in self._depths)
+        return chosen
+
+    def _base_trained(self) -> str:
+        """Why the base cannot be offered without its adapters: it was trained with them."""
+        own = {name for each in self._all_adapters() for name in each.layers}
+        trained = [layer.name for layer in self.manifest.posture.layers if layer.classes and layer.name not in own]
+        return f"the base was not frozen while the adapter trained: {', '.join(trained[:3])}" if trained else ""
+
+    @staticmethod
+    def _bits(flags: Any) -> int:
+        return sum(1 << at for at, flag in enumerate(flags) if flag)
+
+
+class ReleaseGate:
+    """Decides about queries to one release. Several threads may ask it.
+
+    folder         the release
+    trusted        release keys from elsewhere: a key, several, or what `Trust.load` reads
+    ledger         the ledger of the release: withdrawals count from the moment they are in it. Without it only those that
+                   the manifest knows, and after `max_age` (of the manifest's policy) every query is denied
+    seen           checkpoints of that ledger that were seen before
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        trusted: Trust | PublicKey | Sequence[PublicKey],
+        *,
+        ledger: LedgerReader | None = None,
+        seen: Sequence[KnownCheckpoint] = (),
+        clock: Callable[[], float] = system.time,
+    ) -> None:
+        keys = (trusted,) if isinstance(trusted, PublicKey) else trusted
+        trust = keys if isinstance(keys, Trust) else Trust(plain=tuple(keys))
+        self.folder, self._clock = Path(folder), clock
+        found = verify_release(folder, trust=trust, seen=seen, now=int(clock()))
+        if not found.trusted or found.manifest is None:
+            problem = f"the release in '{folder}' is {found.verdict}: {'; '.join(map(str, found.problems[:3]))}"
+            raise NotVerified("release.not-verified", problem, "serve a release that verifies, with its own key")
+        self.manifest: Manifest = found.manifest
+        self._rule = GateRule(self.manifest)
+        self._withdrawn: Mapping[str, int] = self.manifest.posture.withdrawn
+        self._as_of, self._failed = self.manifest.created, ""
+        self._lock, self._next_look = threading.Lock(), 0.0
+        self._follower = None if ledger is None else _LedgerFollower(ledger, self.manifest, trust)
+
+    def decide(self, query: Query) -> Decision:
+        """Whether the query is allowed, with every reason why not."""
+        now = self._clock()
+        self._look(now)
+        besides = self._release_reasons(now)
+        return self._rule.decide(query, withdrawn=self._withdrawn, as_of=self._as_of, besides=besides)
+
+    def _release_reasons(self, now: float) -> list[Reason]:
+        found = []
+        if now >= self.manifest.not_after:
+            text = f"the release might be served until {format_utc(self.manifest.not_after)}"
+            found.append(Reason(code="expired", text=text))
+        if self._failed:
+            found.append(Reason(code="ledger-not-verified", text=f"withdrawals are not known: {self._failed}"))
+        elif self._follower is None and now - self._as_of > self.manifest.gate.max_age:
+            text = f"withdrawals are known up to {format_utc(self._as_of)} only: give the gate the ledger, or a newer release"
+            found.append(Reason(code="stale", text=text))
+        return found
+
+    def _look(self, now: float) -> None:
+        """Follow the ledger, at most every quarter of a second. What cannot be verified denies every query."""
+        if self._follower is None or now < self._next_look:
+            return
+        with self._lock:
+            if now < self._next_look:
+                return
+            try:
+                self._withdrawn = self._follower.withdrawn()
+                self._as_of, self._failed = int(now), ""
+            except LaminaError as error:
+                self._failed = error.problem
+            self._next_look = now + REFRESH_SECONDS
+
+    def weights(self) -> bytes:
+        """The weights: the very bytes whose hash is in the manifest, whatever happened to the file since."""
+        with os.fdopen(open_inside(self.folder, WEIGHTS), "rb") as file:
+            data = file.read()
+        if hashlib.sha256(data).hexdigest() != self.manifest.subjects[WEIGHTS]:
+            raise NotVerified("release.file-changed", f"'{WEIGHTS}' was changed after the check", "fetch it again")
+        return data
+
+
+def _unknown(text: str) -> _Drawn:
+    return _Drawn(0, 0, (Reason(code="draws-on-unknown", text=text),))
+
+
+def _scope_allows(bound: str | None, asked: str | None) -> bool:
+    """Whether a scope lies in the one that an adapter is bound to: equal, or below it ("ward-7" holds "ward-7/ecg")."""
+    return bound is None or (asked is not None and (asked == bound or asked.startswith(f"{bound}/")))
+
+
+class _LedgerFollower:
+    """Withdrawals in the ledger of a release, up to its newest leaf.
+
+    The ledger must continue the one in the manifest: the hashes of its leaves are added to the tree that the manifest
+    states, and at the newest signed checkpoint the root must be the signed one. Leaves after it count too: a withdrawal
+    can only take away.
+    """
+
+    def __init__(self, ledger: LedgerReader, manifest: Manifest, trust: Trust) -> None:
+        at = manifest.ledger
+        if ledger.origin != at["origin"] or leaf_hash(ledger.raw(0).leaf).hex() != at["header"]:
+            problem = f"{ledger.name} is not the ledger of this release, which is of {at['origin']!r}"
+            raise NotVerified("release.other-ledger", problem, "give the ledger that the manifest names")
+        self._ledger, self._trust, self._manifest = ledger, trust, manifest
+        self._seen: tuple[int, str | None] = (0, None)  # size and checkpoint at the last look
+        self._frontier: Frontier | None = None  # at the last signed checkpoint that was checked
+        self._counter = WithdrawalCounter(ledger, manifest.posture.eligible, manifest.posture.withdrawn)
+        self._counts: Mapping[str, int] = self._counter.counts
+
+    def withdrawn(self) -> Mapping[str, int]:
+        """By class, how many contributions that may be in the model were withdrawn; NotVerified if it is not the ledger."""
+        now = (self._ledger.size, self._ledger.latest())
+        if now != self._seen:
+            self._advance(now[1])
+            self._seen = now
+        return self._counts
+
+    def _advance(self, text: str | None) -> None:
+        signed = self._signed_head(text)
+        frontier = self._manifest_frontier() if self._frontier is None else self._frontier
+        frontier, counter = Frontier(frontier.size, list(frontier.hashes)), self._counter.copy()
+        if frontier.size == signed.size and frontier.root() != signed.root:
+            raise _forked(signed.size)
+        for seq, data in self._ledger.raw_leaves(frontier.size):
+            if seq == signed.size:  # from here on nothing is signed
+                counter = counter.copy()
+            counter.see(decode_leaf(data))
+            if seq >= signed.size:
+                continue
+            frontier.extend([leaf_hash(data.leaf)])
+            if frontier.size == signed.size:
+                if frontier.root() != signed.root:
+                    raise _forked(signed.size)
+                self._frontier, self._counter = frontier, counter
+        self._counts = counter.counts
+
+    def _signed_head(self, text: str | None) -> LedgerCheckpoint:
+        least = int(self._manifest.ledger["size"]) if self._frontier is None else self._frontier.size
+        signed = None if text is None else parse_checkpoint(text)[0]
+        if signed is None or text is None or signed.size < least:
+            problem = (
+                f"the ledger is signed up to {0 if signed is None else signed.size} leaves, {least} were seen before"
+            )
+            raise NotVerified("release.ledger-older", problem, "give the present ledger, and sign it")
+        keys = [] if self._trust.ring is None else self._trust.keys(signed.origin)
+        known = self._ledger.parties().histories(Role.LEDGER)
+        keys = keys or [each.public for each in known if each.revoked is None]
+        verify_checkpoint(text, [NoteKey(signed.origin, key) for key in keys])
+        return signed
+
+    def _manifest_frontier(self) -> Frontier:
+        """The tree that the manifest states, from the tiles of the ledger."""
+        at = self._manifest.ledger
+        frontier = self._ledger.frontier(int(at["size"]))
+        if frontier.root().hex() != at["root"]:
+            raise _forked(int(at["size"]))
+        return frontier
+
+
+def _forked(size: int) -> NotVerified:
+    problem = f"the first {size} leaves of the ledger are not those that were signed"
+    return NotVerified("release.ledger-forked", problem, "give the ledger that the manifest names")

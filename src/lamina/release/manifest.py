@@ -1,0 +1,463 @@
+"""The release manifest: a folder with a model, its certificates and papers, under one signed in-toto statement.
+
+    model.safetensors    the weights
+    certificate.*        JSON, the same signed (COSE), and a PDF where typst is installed; -2, -3, … for further runs
+    checkpoint.txt       the signed head of the ledger
+    README.md            model card
+    bom.cdx.json         inventory (CycloneDX)
+    manifest.json        every file by SHA-256, and the privacy posture: in-toto Statement in a DSSE envelope
+    model.sig            optional: an OpenSSF model-signing bundle, which its own tool checks
+
+Who verifies needs the folder and the keys that they trust, and nothing else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import stat
+import time as system
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from lamina.admit.key_ring import KeyStatus
+from lamina.admit.keys import CLOCK_SKEW, PrivateKey, PublicKey, format_utc, parse_utc, write_new
+from lamina.errors import BadKey, EncodingError, LaminaError, NotVerified
+from lamina.ledger.governance_records import Release, Role
+from lamina.ledger.signed_checkpoint import NoteKey, parse_checkpoint, verify_checkpoint
+from lamina.ledger.verify.tree_checks import KnownCheckpoint, Trust
+from lamina.ledger.writer import Ledger
+from lamina.release.certificate import Certificate, certify, ledger_reference
+from lamina.release.model_card import ml_bom, model_card
+from lamina.release.posture import Posture, read_posture
+from lamina.release.run_evidence import WEIGHTS, RunEvidence, RunFacts, file_digest
+from lamina.release.signed import make_statement, read_statement, sign_statement
+
+MANIFEST = "manifest.json"
+MODEL_SIGNATURE = "model.sig"
+CHECKPOINT = "checkpoint.txt"
+PREDICATE_TYPE = "urn:lamina:release:v1"
+_MAX_FILES = 4096
+_MAX_PAPER_BYTES = 64 << 20
+_PREDICATE_FIELDS = {
+    "version", "name", "created", "not_after", "signer", "runs", "certificates", "ledger", "posture", "gate",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatePolicy:
+    """What the gate of a release is told beside the posture. Whatever it does not allow is denied.
+
+    unstated_purposes   whether a class whose policy names no purpose may be used for any
+    max_age             seconds after which a gate without a ledger denies: withdrawals since then are unknown to it
+    generation_classes  names for what queries draw on: {"head": {"layers": ["head.*"]}}
+    """
+
+    unstated_purposes: bool = False
+    max_age: int = 7 * 86_400
+    generation_classes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "default": "deny",
+            "unstated_purposes": "allow" if self.unstated_purposes else "deny",
+            "max_age": self.max_age,
+            "generation_classes": {name: dict(each) for name, each in self.generation_classes.items()},
+        }
+
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Any]) -> GatePolicy:
+        """The inverse of `to_dict`; ValueError for anything else."""
+        if plain.keys() != {"default", "unstated_purposes", "max_age", "generation_classes"}:
+            raise ValueError("the policy of the gate has other fields than it must have")
+        if plain["default"] != "deny" or plain["unstated_purposes"] not in ("allow", "deny"):
+            raise ValueError("the default of a gate is to deny")
+        return cls(
+            unstated_purposes=plain["unstated_purposes"] == "allow",
+            max_age=int(plain["max_age"]),
+            generation_classes=dict(plain["generation_classes"]),
+        )
+
+
+# ------------------------------------------------------------------------------------------ making
+
+PdfMaker = Callable[[Certificate], bytes | None]
+
+
+def make_release(
+    out: str | os.PathLike[str],
+    runs: Sequence[str | os.PathLike[str]],
+    ledger: Ledger,
+    key: PrivateKey,
+    *,
+    name: str = "model",
+    not_after: int | None = None,
+    gate: GatePolicy | None = None,
+    trust: Trust | None = None,
+    pdf: PdfMaker | None = None,
+) -> Path:
+    """Make the folder `out` of a release, sign it, and record it in the ledger. Returns the path of its manifest.
+
+    runs       folders of the runs whose training is in the model, in their order; the weights are the last one's
+    ledger     the one in which they were charged, opened with its key
+    key        the release key
+    not_after  until when it may be served; a year after the newest checkpoint if not given
+    pdf        makes the PDF of a certificate
+    """
+    out = Path(out)
+    if out.exists():
+        problem = f"'{out}' exists, and a release is never written over another"
+        raise NotVerified("release.folder-exists", problem, "name a new folder")
+    certificates = [certify(each, ledger, trust=trust) for each in runs]
+    evidence = [RunEvidence.read(ledger, RunFacts.load(each).run) for each in runs]
+    signed = [each.signed(key) for each in certificates]
+    posture = read_posture(ledger, evidence)
+    last = evidence[-1]
+    not_after = last.time + 365 * 86_400 if not_after is None else not_after
+    made = out.with_name(f".{out.name}.{os.getpid()}.lamina-tmp")
+    shutil.rmtree(made, ignore_errors=True)
+    made.mkdir(parents=True)
+    try:
+        _copy_weights(Path(runs[-1]) / WEIGHTS, made / WEIGHTS, certificates[-1])
+        papers = {CHECKPOINT: last.checkpoint_text.encode()}
+        entries = []
+        for number, (certificate, cose) in enumerate(zip(certificates, signed, strict=True), 1):
+            stem = "certificate" if number == 1 else f"certificate-{number}"
+            papers |= {f"{stem}.json": certificate.json(), f"{stem}.cose": cose}
+            if pdf is not None and (page := pdf(certificate)) is not None:
+                papers[f"{stem}.pdf"] = page
+            entries.append({"run": certificate.content["run"]["id"], "file": f"{stem}.json", "signed": f"{stem}.cose"})
+        papers["README.md"] = model_card(name, certificates, posture, not_after=format_utc(not_after))
+        digests = {each: hashlib.sha256(data).hexdigest() for each, data in papers.items()}
+        digests[WEIGHTS] = certificates[-1].content["model"]["sha256"]
+        papers["bom.cdx.json"] = ml_bom(name, digests, certificates, posture)
+        digests["bom.cdx.json"] = hashlib.sha256(papers["bom.cdx.json"]).hexdigest()
+        predicate = {
+            "version": 1,
+            "name": name,
+            "created": format_utc(last.time),
+            "not_after": format_utc(not_after),
+            "signer": key.public.x.hex(),
+            "runs": [each.run.hex() for each in evidence],
+            "certificates": entries,
+            "ledger": ledger_reference(last, ledger.origin),
+            "posture": posture.to_dict(),
+            "gate": (gate or GatePolicy()).to_dict(),
+        }
+        envelope = sign_statement(make_statement(digests, PREDICATE_TYPE, predicate), key)
+        for each, data in {**papers, MANIFEST: envelope}.items():
+            write_new(made / each, data, "a file of the release", mode=0o644)
+        record = Release(
+            manifest=hashlib.sha256(envelope).digest(), runs=tuple(each.run for each in evidence), not_after=not_after
+        )
+        ledger.append([record], [envelope])
+        if ledger.signs:
+            ledger.checkpoint()
+        os.rename(made, out)
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+    return out / MANIFEST
+
+
+def _copy_weights(source: Path, target: Path, certificate: Certificate) -> None:
+    shutil.copyfile(source, target)
+    if file_digest(target) != certificate.content["model"]["sha256"]:
+        problem = f"'{source}' changed while the release was made"
+        raise NotVerified("release.weights-changed", problem, "make it again when nobody writes there")
+
+
+# ------------------------------------------------------------------------------------------ verifying
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReleaseProblem:
+    """Something in a release that is not as it must be."""
+
+    code: str
+    file: str | None
+    reason: str
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"code": self.code, "file": self.file, "reason": self.reason}
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.reason}" if self.file else self.reason
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """A manifest that was read: what it says, and its digest, under which the ledger records it."""
+
+    digest: str
+    subjects: Mapping[str, str]
+    predicate: Mapping[str, Any]
+    posture: Posture
+    gate: GatePolicy
+    not_after: int
+    created: int
+    signer: PublicKey
+
+    @property
+    def ledger(self) -> Mapping[str, Any]:
+        """Origin, size, root, header and checkpoint of the ledger."""
+        found: Mapping[str, Any] = self.predicate["ledger"]
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReleaseVerification:
+    """verified: nothing is wrong. trusted: and a key from outside the folder signed it."""
+
+    verified: bool
+    trusted: bool
+    problems: tuple[ReleaseProblem, ...]
+    manifest: Manifest | None
+
+    @property
+    def verdict(self) -> str:
+        """In words."""
+        return "not verified" if not self.verified else "trusted" if self.trusted else "self-consistent, not trusted"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The keys of `lamina release verify --json`."""
+        return {
+            "verified": self.verified,
+            "trusted": self.trusted,
+            "verdict": self.verdict,
+            "problems": [each.to_dict() for each in self.problems],
+            "files": {} if self.manifest is None else dict(self.manifest.subjects),
+        }
+
+
+def release_keys(trust: Trust | None, now: int) -> tuple[PublicKey, ...] | None:
+    """The release keys that somebody trusts: of a ring, those with that role; None if nothing was given."""
+    if trust is None:
+        return None
+    ring = () if trust.ring is None else trust.ring
+    mine = (each for each in ring if each.role == Role.RELEASE.name.lower())
+    return (*trust.plain, *(each.key for each in mine if each.standing(now, each.valid_from) is KeyStatus.USABLE))
+
+
+def verify_release(
+    folder: str | os.PathLike[str],
+    *,
+    trust: Trust | None = None,
+    seen: Iterable[KnownCheckpoint] = (),
+    now: int | None = None,
+) -> ReleaseVerification:
+    """Check a release by its folder alone: names, files, hashes, signatures, certificates, times. Lists all problems.
+
+    trust  release keys (and ledger keys) from elsewhere; without them a good release is consistent in itself, which
+           anybody can make
+    seen   checkpoints of its ledger that were seen before: a release that stands on an older one is refused
+    """
+    now = int(system.time()) if now is None else now
+    folder = Path(folder)
+    problems: list[ReleaseProblem] = []
+
+    def note(code: str, file: str | None, reason: str) -> None:
+        problems.append(ReleaseProblem(code=code, file=file, reason=reason))
+
+    try:
+        manifest = read_manifest(folder, release_keys(trust, now))
+    except LaminaError as error:
+        note(error.code, MANIFEST, error.problem)
+        return ReleaseVerification(verified=False, trusted=False, problems=tuple(problems), manifest=None)
+    _check_files(folder, manifest, note)
+    _check_certificates(folder, manifest, note)
+    _check_ledger_head(manifest, trust, seen, now, note)
+    if manifest.not_after <= now:
+        note("release.expired", MANIFEST, f"it might be served until {format_utc(manifest.not_after)}, which is past")
+    if manifest.created > now + CLOCK_SKEW:
+        note("release.from-the-future", MANIFEST, f"it is of {format_utc(manifest.created)}, which is to come")
+    return ReleaseVerification(
+        verified=not problems, trusted=not problems and trust is not None, problems=tuple(problems), manifest=manifest
+    )
+
+
+Note = Callable[[str, str | None, str], None]
+
+
+def read_manifest(folder: Path, keys: tuple[PublicKey, ...] | None) -> Manifest:
+    """The manifest, if its signature holds: by one of `keys`, or without keys by the one that it names itself."""
+    data = read_file(folder, MANIFEST)
+    statement, key = read_statement(data, keys or (), PREDICATE_TYPE)
+    predicate, subjects = statement["predicate"], _subjects(statement["subject"])
+    try:
+        if predicate.keys() != _PREDICATE_FIELDS or predicate["version"] != 1:
+            raise ValueError("it has other fields than version 1 has")
+        signer = PublicKey(bytes.fromhex(predicate["signer"]))
+        found = Manifest(
+            digest=hashlib.sha256(data).hexdigest(),
+            subjects=subjects,
+            predicate=predicate,
+            posture=Posture.from_dict(predicate["posture"]),
+            gate=GatePolicy.from_dict(predicate["gate"]),
+            not_after=parse_utc(predicate["not_after"]),
+            created=parse_utc(predicate["created"]),
+            signer=signer,
+        )
+        if {type(found.ledger[each]) for each in ("origin", "root", "header", "checkpoint")} != {str}:
+            raise ValueError("its ledger has no origin, root, header and checkpoint")
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, BadKey) as error:
+        problem = f"the manifest cannot be read: {error}"
+        raise EncodingError("release.manifest-malformed", problem, "fetch the release again") from None
+    if keys is None:
+        _, key = read_statement(data, [signer], PREDICATE_TYPE)
+    if key is None or key.id != signer.id:
+        named = f"none of the trusted release keys signed it; it names key {signer.name[:16]}"
+        problem = named if keys is not None else "the key that it names did not sign it"
+        raise NotVerified("release.foreign-key", problem, "ask whoever released it for their release key")
+    return found
+
+
+def _subjects(listed: object) -> dict[str, str]:
+    """Names and digests; NotVerified for a name that leads out of the folder or is there twice."""
+    found: dict[str, str] = {}
+    if type(listed) is not list or not 0 < len(listed) <= _MAX_FILES:
+        raise EncodingError("release.manifest-malformed", "the manifest lists no files, or too many", "fetch it again")
+    for each in listed:
+        try:
+            name, digest = each["name"], each["digest"]["sha256"]
+            plain = PurePosixPath(name)
+            inside = not plain.is_absolute() and ".." not in plain.parts and str(plain) == name and "\\" not in name
+        except (TypeError, KeyError):
+            raise EncodingError(
+                "release.manifest-malformed", "a file has no name or no SHA-256", "fetch it again"
+            ) from None
+        if not inside or not name.isprintable() or name in found or name == MANIFEST:
+            problem = f"the manifest names the file {name[:80]!r}, which is twice, outside the folder, or no plain name"
+            raise NotVerified("release.name-unsafe", problem, "do not use this release")
+        found[name] = digest
+    return found
+
+
+def read_file(folder: Path, name: str, most: int = _MAX_PAPER_BYTES) -> bytes:
+    """The bytes of a regular file in the folder; a link anywhere on the way is refused."""
+    with os.fdopen(open_inside(folder, name), "rb") as file:
+        data = file.read(most + 1)
+    if len(data) > most:
+        problem = f"'{name}' has more than {most:,} bytes"
+        raise NotVerified("release.file-too-large", problem, "check that this is a release")
+    return data
+
+
+def open_inside(folder: Path, name: str) -> int:
+    """Open a regular file below the folder without following links; NotVerified if it is none."""
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    at: int | None = None
+    try:
+        at = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        *above, last = PurePosixPath(name).parts
+        for part in above:
+            inner = os.open(part, flags | os.O_DIRECTORY, dir_fd=at)
+            os.close(at)
+            at = inner
+        found = os.open(last, flags, dir_fd=at)
+    except OSError as error:
+        problem = f"'{name}' cannot be read: {error.strerror}"
+        raise NotVerified("release.file-missing", problem, "fetch the release again") from None
+    finally:
+        if at is not None:
+            os.close(at)
+    if not stat.S_ISREG(os.fstat(found).st_mode):
+        os.close(found)
+        raise NotVerified("release.not-a-file", f"'{name}' is no regular file", "fetch the release again")
+    return found
+
+
+def _check_files(folder: Path, manifest: Manifest, note: Note) -> None:
+    expected = {*manifest.subjects, MANIFEST}
+    there = set()
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if path.is_symlink():
+            note("release.link", name, "it is a link, and a release has none")
+        elif path.is_dir():
+            continue
+        elif name not in expected and name != MODEL_SIGNATURE:
+            note("release.extra-file", name, "it is not in the manifest")
+        there.add(name)
+    for name, digest in manifest.subjects.items():
+        if name not in there:
+            note("release.file-missing", name, "the manifest names it, and it is not there")
+            continue
+        try:
+            found = _digest(folder, name)
+        except LaminaError as error:
+            note(error.code, name, error.problem)
+            continue
+        if found != digest:
+            note("release.file-changed", name, f"its SHA-256 is {found[:16]}…, the manifest says {str(digest)[:16]}…")
+
+
+def _digest(folder: Path, name: str) -> str:
+    state = hashlib.sha256()
+    with os.fdopen(open_inside(folder, name), "rb") as file:
+        while data := file.read(1 << 20):
+            state.update(data)
+    return state.hexdigest()
+
+
+def _check_certificates(folder: Path, manifest: Manifest, note: Note) -> None:
+    """Every run has a certificate by the same key, about these weights and this ledger."""
+    entries, certified = manifest.predicate["certificates"], []
+    for each in entries if type(entries) is list else []:
+        try:
+            plain, cose = (read_file(folder, each[kind]) for kind in ("file", "signed"))
+            found = Certificate.read(cose, (manifest.signer,))
+            if found.json() != plain or {each["file"], each["signed"]} - manifest.subjects.keys():
+                raise NotVerified("release.certificate-differs", "its JSON is not what was signed")
+            if not found.private or found.content["run"]["id"] != each["run"]:
+                raise NotVerified("release.certificate-wrong", "it is of another run, or of one that is not private")
+            if found.content["ledger"]["header"] != manifest.ledger["header"]:
+                raise NotVerified("release.certificate-wrong", "it is about another ledger")
+            certified.append(found)
+        except (LaminaError, KeyError, TypeError) as error:
+            reason = error.problem if isinstance(error, LaminaError) else f"it cannot be read: {error}"
+            note("release.certificate-wrong", str(each.get("file"))[:80] if type(each) is dict else None, reason)
+    runs = [each.content["run"]["id"] for each in certified]
+    if runs != manifest.predicate["runs"] or not runs:
+        note("release.certificate-missing", MANIFEST, "a run in the model has no certificate")
+    elif certified[-1].content["model"]["sha256"] != manifest.subjects.get(WEIGHTS):
+        note("release.weights-not-certified", WEIGHTS, "the certificate is about other weights")
+    else:
+        _check_posture(manifest, certified[-1], note)
+
+
+def _check_posture(manifest: Manifest, certificate: Certificate, note: Note) -> None:
+    """The posture says no less than the certificate of the last run."""
+    layers = {layer.name: layer for layer in manifest.posture.layers}
+    for each in certificate.content["layers"]:
+        mine = layers.get(each["name"])
+        if mine is None or not set(each["classes"]) <= set(mine.classes) or mine.noise_std > each["noise_std"]:
+            note("release.posture-differs", MANIFEST, f"layer {each['name'][:80]!r} has another posture than certified")
+    for name, figures in certificate.classes.items():
+        stated = manifest.posture.classes.get(name)
+        spent = figures["epsilon"]
+        lower = stated is not None and spent is not None and stated.epsilon is not None and stated.epsilon < spent
+        if stated is None or stated.public != figures["public"] or lower or (spent is None) > (stated.epsilon is None):
+            note("release.posture-differs", MANIFEST, f"class {name[:80]!r} has another posture than certified")
+
+
+def _check_ledger_head(
+    manifest: Manifest, trust: Trust | None, seen: Iterable[KnownCheckpoint], now: int, note: Note
+) -> None:
+    at = manifest.ledger
+    try:
+        checkpoint, _ = parse_checkpoint(at["checkpoint"])
+        if (checkpoint.origin, checkpoint.size, checkpoint.root.hex()) != (at["origin"], at["size"], at["root"]):
+            note("release.ledger-head-differs", CHECKPOINT, "the manifest and its checkpoint state another ledger head")
+        keys = [] if trust is None else trust.keys(checkpoint.origin, now)
+        if trust is not None and trust.ring is not None and keys:
+            verify_checkpoint(at["checkpoint"], [NoteKey(checkpoint.origin, key) for key in keys])
+    except LaminaError as error:
+        note("release.ledger-head-not-verified", CHECKPOINT, error.problem)
+        return
+    for known in seen:
+        if known.head.origin == checkpoint.origin and known.head.size > checkpoint.size:
+            reason = f"it stands on {checkpoint.size} leaves of the ledger, {known.head.size} were seen before"
+            note("release.ledger-head-older", CHECKPOINT, reason)

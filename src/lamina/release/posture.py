@@ -1,0 +1,226 @@
+"""The privacy posture of a model: which classes reached which layer, at what ε and noise, and who withdrew since.
+
+"Reached" means that a direct gradient of a class may have entered the layer (docs/theory.md, "Honest words"): later steps
+of others saw weights that it moved, and that is covered by the noise, not by structure. ε of a class is its joint figure,
+the same at every layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lamina.account.accountants import pooled_epsilon
+from lamina.account.schedule import EventKey
+from lamina.ledger.governance_records import Header, PolicyChange, Withdrawal, parse_profile
+from lamina.ledger.reader import LedgerReader
+from lamina.ledger.records import ContributionRecord, KeptContribution, Leaf
+from lamina.ledger.schema import nano_epsilon
+from lamina.ledger.show import epsilon_or_none
+from lamina.plan.depth_profile import ProfileKind
+from lamina.release.run_evidence import RunEvidence
+
+NOT_REACHED = (
+    "A class that did not reach a layer had no direct gradient there. Later steps of others saw weights that it moved "
+    "elsewhere: the noise covers that, not the structure."
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClassPosture:
+    """A class in a model. `epsilon` is None where nothing finite is proven; `purposes` are what its policy allows."""
+
+    name: str
+    public: bool
+    unit: str
+    epsilon: float | None
+    delta: float
+    noise_multiplier: float | None
+    purposes: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerPosture:
+    """A layer in a model: the classes that reached it, and the least noise that it had in a step."""
+
+    name: str
+    depth: float
+    parameters: int
+    noise_std: float
+    classes: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdapterPosture:
+    """An adapter, by name and digest of its configuration: its layers, and where it may be deployed."""
+
+    name: str
+    config: str | None
+    scope: str | None
+    layers: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Posture:
+    """The posture of a model that one or several runs trained.
+
+    eligible   [first, last): a contribution in a leaf before `last`, not withdrawn before leaf `first`, may be in it
+    withdrawn  by class, how many of these were withdrawn up to leaf `as_of_size`
+    """
+
+    classes: Mapping[str, ClassPosture]
+    layers: tuple[LayerPosture, ...]
+    adapters: tuple[AdapterPosture, ...]
+    eligible: tuple[int, int]
+    withdrawn: Mapping[str, int]
+    as_of_size: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """As a manifest holds it."""
+        return {
+            "classes": {name: _plain(each, "name") for name, each in self.classes.items()},
+            "layers": [_plain(each) for each in self.layers],
+            "adapters": [_plain(each) for each in self.adapters],
+            "eligible": list(self.eligible),
+            "withdrawn": dict(self.withdrawn),
+            "as_of_size": self.as_of_size,
+            "note": NOT_REACHED,
+        }
+
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Any]) -> Posture:
+        """The inverse of `to_dict`; KeyError, TypeError or ValueError for anything else."""
+        classes = {name: _read(ClassPosture, {"name": name, **each}) for name, each in plain["classes"].items()}
+        layers = tuple(_read(LayerPosture, each) for each in plain["layers"])
+        unknown = {name for layer in layers for name in layer.classes} - classes.keys()
+        names = [layer.name for layer in layers]
+        if unknown or not layers or len(set(names)) < len(names) or plain["withdrawn"].keys() - classes.keys():
+            raise ValueError("layers, classes and withdrawals do not fit together")
+        first, last = map(int, plain["eligible"])
+        return cls(
+            classes=classes,
+            layers=layers,
+            adapters=tuple(_read(AdapterPosture, each) for each in plain["adapters"]),
+            eligible=(first, last),
+            withdrawn={name: int(count) for name, count in plain["withdrawn"].items()},
+            as_of_size=int(plain["as_of_size"]),
+        )
+
+
+def _plain(each: Any, *without: str) -> dict[str, Any]:
+    values = {name: getattr(each, name) for name in each.__slots__ if name not in without}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+
+def _read(kind: Any, plain: Mapping[str, Any]) -> Any:
+    if plain.keys() != set(kind.__slots__):
+        raise ValueError(f"{kind.__name__} must have the fields {', '.join(kind.__slots__)}")
+    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in plain.items()})
+
+
+def read_posture(ledger: LedgerReader, runs: Sequence[RunEvidence]) -> Posture:
+    """The posture of a model in which the training of these runs is, by what the ledger says."""
+    layers = _layers(runs)
+    names = list(dict.fromkeys(entry.name for run in runs for plan in run.plans.values() for entry in plan.classes))
+    segments = [each for run in runs for _, epoch in run.closed() for each in epoch.segments]
+    eligible = (min(each.eligibility for each in segments), max(each.eligibility for each in segments))
+    counter, size = WithdrawalCounter(ledger, eligible), runs[-1].checkpoint.size
+    for leaf in ledger.of_kind(Withdrawal, 0, size):
+        counter.see(leaf)
+    return Posture(
+        classes={name: _class_posture(ledger.header, runs, name) for name in names},
+        layers=layers,
+        adapters=tuple(_adapters(ledger, layers)),
+        eligible=eligible,
+        withdrawn={name: counter.counts.get(name, 0) for name in names},
+        as_of_size=size,
+    )
+
+
+def _class_posture(header: Header, runs: Iterable[RunEvidence], name: str) -> ClassPosture:
+    events: dict[EventKey, int] = {}
+    entries = []
+    for run in runs:
+        entries += [entry for plan in run.plans.values() for entry in plan.classes if entry.name == name]
+        for kind, steps in run.events((name, 0, 0)).items():
+            events[kind] = events.get(kind, 0) + steps
+    public = all(entry.public for entry in entries)
+    purposes = set(entries[0].purposes).intersection(*(entry.purposes for entry in entries))
+    epsilon = pooled_epsilon(events, delta=header.delta, name=header.accountant)
+    return ClassPosture(
+        name=name,
+        public=public,
+        unit=entries[-1].unit,
+        epsilon=0.0 if public else epsilon_or_none(nano_epsilon(epsilon)),
+        delta=0.0 if public else header.delta,
+        noise_multiplier=min((sigma for sigma, _, _ in events), default=None),
+        purposes=tuple(sorted(purposes)),
+    )
+
+
+def _layers(runs: Sequence[RunEvidence]) -> tuple[LayerPosture, ...]:
+    """Of several runs: the classes of all, the least noise of any. The order is the last run's."""
+    noise: dict[str, float] = {}
+    reached: dict[str, dict[str, None]] = {}
+    known = {layer.name: layer for run in runs for plan in run.plans.values() for layer in plan.layers}
+    for run in runs:
+        for name, value in run.least_noise().items():
+            noise[name] = min(noise.get(name, float("inf")), value)
+        for name, classes in run.reached().items():
+            reached.setdefault(name, {}).update(dict.fromkeys(classes))
+    order = [layer.name for layer in runs[-1].plan.layers]
+    return tuple(
+        LayerPosture(
+            name=name,
+            depth=known[name].depth,
+            parameters=known[name].size,
+            noise_std=noise.get(name, 0.0),
+            classes=tuple(reached.get(name, ())),
+        )
+        for name in [*order, *(name for name in known if name not in order)]
+    )
+
+
+def _adapters(ledger: LedgerReader, layers: Sequence[LayerPosture]) -> Iterable[AdapterPosture]:
+    """The adapters that the policy names, with the layers that their classes reached."""
+    policies = [ledger.header, *(leaf.record for leaf in ledger.of_kind(PolicyChange))]
+    found: dict[tuple[str, str | None, str | None], dict[str, None]] = {}
+    for record in policies:
+        assert isinstance(record, Header | PolicyChange)
+        for preset in record.presets:
+            if not preset.profile.startswith(("adapter=", "{")):
+                continue
+            profile = parse_profile(preset.profile)
+            if profile.kind is ProfileKind.ADAPTER:
+                assert profile.name is not None
+                mine = (layer.name for layer in layers if preset.cls in layer.classes)
+                found.setdefault((profile.name, profile.config, profile.scope), {}).update(dict.fromkeys(mine))
+    for (name, config, scope), names in found.items():
+        if names:
+            yield AdapterPosture(name=name, config=config, scope=scope, layers=tuple(names))
+
+
+class WithdrawalCounter:
+    """Counts, by class, the contributions that may be in a model and were withdrawn."""
+
+    def __init__(
+        self, ledger: LedgerReader, eligible: tuple[int, int], counts: Mapping[str, int] | None = None
+    ) -> None:
+        self._ledger, self._eligible = ledger, eligible
+        self.counts = dict(counts or {})
+
+    def see(self, leaf: Leaf) -> None:
+        """Count the leaf if it is the withdrawal of such a contribution."""
+        if not isinstance(leaf.record, Withdrawal):
+            return
+        first, last = self._eligible
+        if leaf.seq < first or leaf.record.target >= last:
+            return
+        target = self._ledger.leaf(leaf.record.target).record
+        if isinstance(target, ContributionRecord | KeptContribution):
+            self.counts[target.bound[0]] = self.counts.get(target.bound[0], 0) + 1
+
+    def copy(self) -> WithdrawalCounter:
+        """To count on from here without changing this."""
+        return WithdrawalCounter(self._ledger, self._eligible, self.counts)

@@ -1,0 +1,149 @@
+"""The certificate of a run: figures by a second accountant, conditions, signature, the same bytes each time."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import cbor2
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+from refusals import raises_code
+from scipy.stats import norm
+from trained_run import Trained
+
+from lamina.admit.keys import PrivateKey
+from lamina.ledger.reader import LedgerReader
+from lamina.release.certificate import Certificate, certify
+from lamina.release.certificate_pdf import certificate_pdf
+
+
+def certificate(trained: Trained) -> Certificate:
+    with LedgerReader.read_only(trained.ledger) as ledger:
+        return certify(trained.folder, ledger)
+
+
+def edit_metrics(trained: Trained, **changes: Any) -> None:
+    path = trained.folder / "metrics.json"
+    facts = json.loads(path.read_text())
+    for name, value in changes.items():
+        facts[name] = facts[name] | value if isinstance(value, dict) else value
+    path.write_text(json.dumps(facts))
+
+
+def test_the_figures_agree_with_a_second_accountant(trained: Trained) -> None:
+    from prv_accountant import PoissonSubsampledGaussianMechanism, PRVAccountant
+
+    found = certificate(trained)
+    assert found.private and not found.reasons
+    for name, each in found.classes.items():
+        if each["public"]:
+            assert each["epsilon"] == each["rho"] == 0.0
+            continue
+        sigma, q, steps = each["noise_multiplier"], each["sampling_rate"], 20
+        mechanism = PoissonSubsampledGaussianMechanism(sampling_probability=q, noise_multiplier=sigma)
+        peer = PRVAccountant(
+            prvs=mechanism, eps_error=1e-3, delta_error=1e-10, max_self_compositions=steps
+        ).compute_epsilon(delta=1e-5, num_self_compositions=[steps])
+        assert peer[0] - 1e-9 <= each["epsilon"] <= peer[2] + 2e-2, name
+        assert each["epsilon"] < each["epsilon_replace_one"] < each["epsilon_unamplified"] * 2
+        assert each["rho"] == pytest.approx(steps / (2 * sigma**2), rel=1e-6)
+        mu, epsilon = math.sqrt(steps) / sigma, each["epsilon_unamplified"]
+        delta = norm.cdf(mu / 2 - epsilon / mu) - math.exp(epsilon) * norm.cdf(-mu / 2 - epsilon / mu)
+        assert delta == pytest.approx(1e-5, rel=1e-3)
+        assert each["epsilon_total"] == each["epsilon"] == pytest.approx(trained.outcome.epsilon[name], abs=2e-9)
+
+
+def test_it_names_what_each_class_reached(trained: Trained) -> None:
+    layers = {each["name"]: each for each in certificate(trained).content["layers"]}
+    assert layers["0"]["classes"] == ["clinical", "open"] and layers["4"]["classes"] == [
+        "clinical",
+        "sensitive",
+        "open",
+    ]
+    assert all(each["noise_std"] > 0 for each in layers.values())
+
+
+def test_the_same_run_and_ledger_give_the_same_bytes(trained: Trained, key: PrivateKey) -> None:
+    one, two = certificate(trained), certificate(trained)
+    assert one.json() == two.json() and one.signed(key) == two.signed(key)
+    assert certificate_pdf(one, signer=key.public.name) == certificate_pdf(two, signer=key.public.name)
+    assert certificate_pdf(one).startswith(b"%PDF-")
+
+
+def test_the_outcome_has_it(trained: Trained) -> None:
+    assert trained.outcome.certificate.private
+
+
+def test_a_stranger_verifies_the_signature(trained: Trained, key: PrivateKey) -> None:
+    """With cbor2 and cryptography, by RFC 9052 §4.4, and none of our code."""
+    found = certificate(trained)
+    tag = cbor2.loads(found.signed(key))
+    protected, unprotected, payload, signature = tag.value
+    assert (tag.tag, unprotected, payload) == (18, {}, found.json())
+    message = cbor2.dumps(["Signature1", protected, b"", payload])
+    Ed25519PublicKey.from_public_bytes(key.public.x).verify(signature, message)
+    header = cbor2.loads(protected)
+    assert header[1] == -8 and header[4] == key.public.id and header[16] == "application/lamina-certificate+json"
+
+
+def test_a_changed_certificate_is_not_read(trained: Trained, key: PrivateKey) -> None:
+    signed = certificate(trained).signed(key)
+    assert Certificate.read(signed, (key.public,)).private
+    with raises_code("release.certificate-not-by-key"):
+        Certificate.read(signed, (PrivateKey.generate().public,))
+    for at in range(0, len(signed), 97):
+        changed = bytearray(signed)
+        changed[at] ^= 1
+        with pytest.raises(Exception, match=r"\[(release|cbor)\."):
+            Certificate.read(bytes(changed), (key.public,))
+
+
+NOT_PRIVATE: list[dict[str, Any]] = [
+    {"conditions": {"noise": "seeded"}},
+    {"conditions": {"probed": False}},
+    {"conditions": {"covered": False}},
+    {"conditions": {"sampling": "shuffled"}},
+    {"conditions": {"raw_figures": "losses.csv"}},
+    {"conditions": {"noise": None}},
+    {"files": {"model.safetensors": "0" * 64}},
+]
+
+
+@pytest.mark.parametrize("change", NOT_PRIVATE, ids=str)
+def test_a_run_that_was_not_private_gets_no_signature(
+    trained: Trained, key: PrivateKey, change: dict[str, Any]
+) -> None:
+    edit_metrics(trained, **change)
+    found = certificate(trained)
+    assert not found.private and len(found.reasons) == 1
+    assert json.loads(found.json())["private"] is False
+    with raises_code("release.not-private"):
+        found.signed(key)
+
+
+def test_a_run_that_says_nothing_of_its_conditions_is_not_private(trained: Trained) -> None:
+    path = trained.folder / "metrics.json"
+    facts = json.loads(path.read_text())
+    del facts["conditions"]
+    path.write_text(json.dumps(facts))
+    assert len(certificate(trained).reasons) == 5
+
+
+def test_swapped_weights_and_a_damaged_ledger_are_not_private(trained: Trained) -> None:
+    weights = trained.folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\x01")
+    assert any("not the file" in reason for reason in certificate(trained).reasons)
+
+
+def test_what_is_no_run_is_refused(trained: Trained) -> None:
+    with LedgerReader.read_only(trained.ledger) as ledger:
+        with raises_code("release.not-a-run"):
+            certify(trained.folder / "nowhere", ledger)
+        edit_metrics(trained, run="00" * 16)
+        with raises_code("release.run-not-in-ledger"):
+            certify(trained.folder, ledger)
+        (trained.folder / "metrics.json").write_text('{"run": 1, "run": 2}')
+        with raises_code("release.not-json"):
+            certify(trained.folder, ledger)

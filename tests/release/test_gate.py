@@ -1,0 +1,258 @@
+"""The gate of a release: against a brute-force oracle, over ledgers that grow, fork and go away."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import pytest
+from refusals import raises_code
+from trained_run import Trained
+
+from lamina.admit.keys import PrivateKey
+from lamina.release.gate import Decision, GateRule, Query, ReleaseGate, Rights
+from lamina.release.manifest import GatePolicy, Manifest
+from lamina.release.posture import AdapterPosture, ClassPosture, LayerPosture, Posture
+
+PURPOSES = ("care", "research", "teaching")
+
+
+def random_manifest(rng: random.Random, layers: int, classes: int) -> Manifest:
+    names = [f"c{i}" for i in range(classes)]
+    made = {
+        name: ClassPosture(
+            name=name,
+            public=rng.random() < 0.2,
+            unit="patient",
+            epsilon=rng.choice([None, 0.5, 1.0, 2.0, 8.0]),
+            delta=1e-5,
+            noise_multiplier=rng.choice([None, 0.5, 1.0, 4.0]),
+            purposes=tuple(p for p in PURPOSES if rng.random() < 0.6),
+        )
+        for name in names
+    }
+    stack = tuple(
+        LayerPosture(
+            name=f"{rng.choice(['enc', 'dec'])}.{i}",
+            depth=i / max(1, layers - 1),
+            parameters=10,
+            noise_std=1.0,
+            classes=tuple(n for n in names if rng.random() < 0.3),
+        )
+        for i in range(layers)
+    )
+    adapters = tuple(
+        AdapterPosture(
+            name=rng.choice(["lora", "other"]),
+            config=None,
+            scope=rng.choice([None, "ward-7", "ward-8"]),
+            layers=tuple(layer.name for layer in rng.sample(stack, min(2, layers))),
+        )
+        for _ in range(rng.choice([0, 0, 1, 2]))
+    )
+    posture = Posture(
+        classes=made, layers=stack, adapters=adapters, eligible=(0, 1), withdrawn=dict.fromkeys(names, 0), as_of_size=1
+    )
+    gate = GatePolicy(unstated_purposes=rng.random() < 0.3, generation_classes={"dec": {"layers": ["dec.*"]}})
+    return Manifest(
+        digest="0" * 64, subjects={}, predicate={}, posture=posture, gate=gate, not_after=10, created=0,
+        signer=PrivateKey.generate().public,
+    )  # fmt: skip
+
+
+def random_query(rng: random.Random, classes: int) -> Query:
+    draws: dict[str, Any] = rng.choice(
+        [
+            {},
+            {"layers": ("dec.*",)},
+            {"layers": ("enc.1*", "dec.?")},
+            {"depth": (0.5, 1.0)},
+            {"layers": ("enc.*",), "depth": (0.0, 0.4)},
+            {"generation_class": "dec"},
+            {"generation_class": "nobody"},
+            {"adapter": "lora"},
+            {"adapter": "nobody"},
+            {"layers": ("none",)},
+        ]
+    )
+    rights = Rights(
+        classes=frozenset(f"c{i}" for i in range(classes) if rng.random() < 0.9),
+        max_epsilon=rng.choice([0.7, 1.0, 4.0, float("inf")]),
+        min_noise_multiplier=rng.choice([0.0, 0.0, 0.5, 2.0]),
+        purpose=rng.choice([*PURPOSES, "ads"]),
+        accept_withdrawn=rng.random() < 0.5,
+    )
+    return Query(rights=rights, scope=rng.choice([None, "ward-7", "ward-7/ecg", "ward-77"]), **draws)
+
+
+def oracle(manifest: Manifest, query: Query, withdrawn: Mapping[str, int]) -> bool:
+    """The rule as DESIGN states it, layer by layer and class by class, with nothing precomputed."""
+    posture, rights = manifest.posture, query.rights
+    patterns, depth, adapter = query.layers, query.depth, query.adapter
+    if query.generation_class is not None:
+        if query.generation_class != "dec":
+            return False
+        patterns = ("dec.*",)
+    mine = [a for a in posture.adapters if a.name == adapter]
+    if adapter is not None and not mine:
+        return False
+    for each in mine:
+        if (
+            each.scope is not None
+            and query.scope != each.scope
+            and not (query.scope or "").startswith(each.scope + "/")
+        ):
+            return False
+    every = {name for a in posture.adapters for name in a.layers}
+    own = {name for a in mine for name in a.layers}
+    if posture.adapters and adapter is None and any(x.classes for x in posture.layers if x.name not in every):
+        return False
+    drawn = []
+    for layer in posture.layers:
+        meant = not patterns or any(fnmatchcase(layer.name, p) for p in patterns)
+        inside = depth is None or depth[0] <= layer.depth <= depth[1]
+        if layer.name in own or (meant and inside and layer.name not in every):
+            drawn.append(layer)
+    if not drawn:
+        return False
+    for layer in drawn:
+        for name in layer.classes:
+            c = posture.classes[name]
+            if name not in rights.classes:
+                return False
+            if not c.public:
+                if c.epsilon is None and rights.max_epsilon != float("inf"):
+                    return False
+                if c.epsilon is not None and c.epsilon > rights.max_epsilon:
+                    return False
+                if (c.noise_multiplier or 0.0) < rights.min_noise_multiplier:
+                    return False
+            if rights.purpose not in c.purposes and (c.purposes or not manifest.gate.unstated_purposes):
+                return False
+            if withdrawn.get(name, 0) and not rights.accept_withdrawn:
+                return False
+    return True
+
+
+def check_decisions(count: int, seed: int) -> tuple[int, int]:
+    rng, allowed = random.Random(seed), 0
+    for done in range(count):
+        if done % 200 == 0:
+            classes = rng.randint(1, 6)
+            rule = GateRule(random_manifest(rng, rng.randint(1, 12), classes))
+        withdrawn = {f"c{i}": rng.choice([0, 0, 0, 1]) for i in range(classes)}
+        query = random_query(rng, classes)
+        found = rule.decide(query, withdrawn=withdrawn, as_of=0, besides=())
+        assert found.allowed == oracle(rule.manifest, query, withdrawn), (query, rule.manifest.posture)
+        assert found.allowed == (not found.reasons)
+        allowed += found.allowed
+    return allowed, count - allowed
+
+
+def test_decisions_agree_with_brute_force() -> None:
+    allowed, denied = check_decisions(10_000, 1)
+    assert min(allowed, denied) > 400
+
+
+@pytest.mark.slow
+def test_a_million_decisions_agree_with_brute_force() -> None:
+    check_decisions(1_000_000, 2)
+
+
+def query(**changes: Any) -> Query:
+    rights: dict[str, Any] = {"classes": frozenset(["clinical", "sensitive", "open"]), "max_epsilon": 3.0}
+    rights |= {"min_noise_multiplier": 0.1, "purpose": "care"}
+    draws = {name: changes.pop(name) for name in ("layers", "depth", "adapter", "generation_class") if name in changes}
+    return Query(rights=Rights(**rights | changes), **draws)
+
+
+def reasons(decision: Decision) -> set[str]:
+    assert decision.allowed == (not decision.reasons)
+    return {each.code for each in decision.reasons}
+
+
+def test_a_release_is_served_by_its_rights(release: Path, key: PrivateKey) -> None:
+    gate = ReleaseGate(release, key.public)
+    assert gate.decide(query()).allowed
+    assert gate.decide(query(layers=("0", "2"), purpose="research")).allowed
+    assert reasons(gate.decide(query(purpose="research"))) == {"purpose-not-allowed"}
+    assert reasons(gate.decide(query(generation_class="head", max_epsilon=1.5))) == {"epsilon-too-large"}
+    assert reasons(gate.decide(query(classes=frozenset(["clinical", "open"])))) == {"class-not-allowed"}
+    assert reasons(gate.decide(query(min_noise_multiplier=1e3))) == {"noise-too-small"}
+    found = gate.decide(query(classes=frozenset(), purpose="ads", max_epsilon=0.1, min_noise_multiplier=99))
+    assert len(found.reasons) == 4 * 2 + 2  # every reason of every class; a public one has neither ε nor noise
+    assert "no direct gradient" in found.to_dict()["note"]
+
+
+def test_without_a_ledger_it_goes_stale_and_expires(release: Path, key: PrivateKey) -> None:
+    now = [time.time()]
+    gate = ReleaseGate(release, key.public, clock=lambda: now[0])
+    now[0] += 8 * 86_400
+    assert reasons(gate.decide(query())) == {"stale"}
+    now[0] += 400 * 86_400
+    assert reasons(gate.decide(query())) == {"stale", "expired"}
+
+
+def test_the_weights_are_those_of_the_manifest(release: Path, trained: Trained, key: PrivateKey) -> None:
+    gate = ReleaseGate(release, key.public)
+    assert gate.weights() == (trained.folder / "model.safetensors").read_bytes()
+    (release / "model.safetensors").write_bytes(b"other")
+    with raises_code("release.file-changed"):
+        gate.weights()
+
+
+def test_a_release_that_does_not_verify_has_no_gate(release: Path, key: PrivateKey) -> None:
+    with raises_code("release.not-verified"):
+        ReleaseGate(release, PrivateKey.generate().public)
+    (release / "README.md").unlink()
+    with raises_code("release.not-verified"):
+        ReleaseGate(release, key.public)
+
+
+MALFORMED: list[Any] = [
+    None, [], {}, {"rights": {}}, {"rights": None},
+    {"rights": {"classes": [], "max_epsilon": 1, "min_noise_multiplier": 0, "purpose": 7}},
+    {"rights": {"classes": "clinical", "max_epsilon": 1, "min_noise_multiplier": 0, "purpose": "care"}},
+    {"rights": {"classes": [], "max_epsilon": -1, "min_noise_multiplier": 0, "purpose": "care"}},
+    {"rights": {"classes": [], "max_epsilon": "1", "min_noise_multiplier": 0, "purpose": "care"}},
+    {"rights": {"classes": [], "max_epsilon": True, "min_noise_multiplier": 0, "purpose": "care"}},
+    {"rights": {"classes": [], "max_epsilon": float("nan"), "min_noise_multiplier": 0, "purpose": "care"}},
+    {"rights": {"classes": [], "max_epsilon": 1, "min_noise_multiplier": 0, "purpose": "care", "admin": True}},
+    {"rights": {"classes": [[]], "max_epsilon": 1, "min_noise_multiplier": 0, "purpose": "care"}},
+]  # fmt: skip
+GOOD = {"classes": ["clinical"], "max_epsilon": 1, "min_noise_multiplier": 0, "purpose": "care"}
+MALFORMED += [
+    {"rights": GOOD, "draws_on": draws}
+    for draws in (
+        [], {"layers": "all"}, {"layers": [1]}, {"layers": ["x"] * 65}, {"depth": [1]}, {"depth": ["a", "b"]}, {"depth": 1},
+        {"adapter": ""}, {"adapter": 3}, {"generation_class": "a", "layers": ["b"]}, {"everything": True},
+    )
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("plain", MALFORMED, ids=str)
+def test_a_query_that_cannot_be_read_is_refused(plain: Any) -> None:
+    with raises_code("release.query-invalid"):
+        Query.from_dict(plain)
+
+
+def test_a_query_reads_back() -> None:
+    for seed in range(200):
+        made = random_query(random.Random(seed), 4)
+        assert Query.from_dict(made.to_dict()) == made
+
+
+def test_a_decision_takes_microseconds() -> None:
+    rng = random.Random(3)
+    rule = GateRule(random_manifest(rng, 1_000, 20))
+    asked = [random_query(rng, 20) for _ in range(50)]
+    times: list[float] = []
+    for each in asked * 4:
+        begin = time.perf_counter()
+        rule.decide(each, withdrawn={}, as_of=0, besides=())
+        times.append(time.perf_counter() - begin)
+    assert sorted(times)[len(times) // 2] < 5e-4  # 50 µs is the goal; a busy machine is slower

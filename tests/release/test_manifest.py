@@ -1,0 +1,197 @@
+"""A release folder: every change in it is found by name, and others' tools verify its envelope."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from base64 import b64decode, b64encode
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from refusals import raises_code
+from securesystemslib.dsse import Envelope
+from securesystemslib.signer import SSlibKey
+from trained_run import Trained
+
+from lamina.admit.keys import PrivateKey, parse_utc
+from lamina.ledger.governance_records import Release
+from lamina.ledger.verify.tree_checks import KnownCheckpoint, Trust
+from lamina.ledger.verify.verifier import verify
+from lamina.release.manifest import make_release, read_manifest, verify_release
+from lamina.release.signed import sign_statement
+
+
+def codes(folder: Path, key: PrivateKey | None = None, **options: Any) -> set[str]:
+    trust = None if key is None else Trust(plain=(key.public,))
+    found = verify_release(folder, trust=trust, **options)
+    assert found.verified == (not found.problems) and found.trusted == (found.verified and key is not None)
+    return {each.code for each in found.problems}
+
+
+def statement(folder: Path) -> dict[str, Any]:
+    envelope = json.loads((folder / "manifest.json").read_text())
+    found: dict[str, Any] = json.loads(b64decode(envelope["payload"]))
+    return found
+
+
+def resign(folder: Path, key: PrivateKey, change: Callable[[dict[str, Any]], object]) -> None:
+    """The same manifest with a change, signed again by the same key."""
+    made = statement(folder)
+    change(made["predicate"])
+    (folder / "manifest.json").write_bytes(sign_statement(made, key))
+
+
+def test_a_release_verifies_and_is_in_the_ledger(release: Path, trained: Trained, key: PrivateKey) -> None:
+    assert codes(release) == set() and codes(release, key) == set()
+    digest = read_manifest(release, None).digest
+    with trained.open() as ledger:
+        records = [leaf.record for leaf in ledger.of_kind(Release)]
+    assert [each.manifest.hex() for each in records if isinstance(each, Release)] == [digest]
+    assert verify(trained.ledger).verified
+
+
+def test_the_same_run_and_ledger_give_the_same_release(trained: Trained, key: PrivateKey, tmp_path: Path) -> None:
+    made = []
+    for number in (1, 2):
+        copy = Trained(tmp_path / f"runs{number}" / "first", trained.outcome)
+        shutil.copytree(trained.folder.parent, copy.folder.parent, symlinks=True)
+        with copy.open() as ledger:
+            make_release(tmp_path / f"out{number}", [copy.folder], ledger, key)
+        made.append({path.name: path.read_bytes() for path in (tmp_path / f"out{number}").iterdir()})
+    assert made[0] == made[1] and len(made[0]) == 7
+
+
+def test_securesystemslib_verifies_the_envelope(release: Path, key: PrivateKey) -> None:
+    envelope = Envelope.from_dict(json.loads((release / "manifest.json").read_text()))
+    peer = SSlibKey(key.public.name, "ed25519", "ed25519", {"public": key.public.x.hex()})
+    assert envelope.verify([peer], 1)
+
+
+def test_every_byte_counts(release: Path, key: PrivateKey) -> None:
+    for path in sorted(release.iterdir()):
+        data = path.read_bytes()
+        for at in {0, len(data) // 3, len(data) - 1}:
+            path.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+            assert codes(release, key), (path.name, at)
+            assert codes(release), (path.name, at)
+        path.write_bytes(data)
+    assert codes(release, key) == set()
+
+
+def test_files_that_do_not_belong_there(release: Path, key: PrivateKey, tmp_path: Path) -> None:
+    (release / "notes.txt").write_text("x")
+    assert codes(release, key) == {"release.extra-file"}
+    (release / "notes.txt").unlink()
+    (release / "README.md").rename(tmp_path / "README.md")
+    assert codes(release, key) == {"release.file-missing"}
+    (release / "README.md").symlink_to(tmp_path / "README.md")
+    assert codes(release, key) >= {"release.link"}
+    (release / "README.md").unlink()
+    os.mkfifo(release / "README.md")
+    assert codes(release, key) >= {"release.not-a-file"}
+
+
+def test_a_link_instead_of_a_folder_is_refused(release: Path, key: PrivateKey, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (release / "more").symlink_to(tmp_path / "elsewhere")
+    assert codes(release, key) == {"release.link"}
+
+
+@pytest.mark.parametrize(
+    "name", ["../outside", "/etc/passwd", "a/../../b", "a//b", "./README.md", "a\\b", "manifest.json"]
+)
+def test_names_that_lead_out_are_refused(release: Path, key: PrivateKey, name: str) -> None:
+    made = statement(release)
+    made["subject"][0]["name"] = name
+    (release / "manifest.json").write_bytes(sign_statement(made, key))
+    assert codes(release, key) == {"release.name-unsafe"}
+
+
+def test_foreign_keys(release: Path, key: PrivateKey) -> None:
+    assert codes(release, PrivateKey.generate()) == {"release.foreign-key"}
+    thief = PrivateKey.generate()
+    resign(release, thief, lambda p: p.update(signer=thief.public.x.hex()))
+    assert codes(release, key) == {"release.foreign-key"}
+    assert codes(release) >= {"release.certificate-wrong"}  # whose key is another one
+
+
+def test_a_signature_that_does_not_hold_is_named(release: Path, key: PrivateKey) -> None:
+    path = release / "manifest.json"
+    envelope = json.loads(path.read_text())
+    envelope["payload"] = b64encode(b64decode(envelope["payload"]).replace(b'"deny"', b'"Deny"')).decode()
+    path.write_text(json.dumps(envelope))
+    assert codes(release, key) == {"release.signature-wrong"}
+
+
+def test_swapped_weights_with_a_new_manifest(release: Path, key: PrivateKey) -> None:
+    """Who has the release key can sign other weights, but not certify them."""
+    import hashlib
+
+    weights = release / "model.safetensors"
+    weights.write_bytes(weights.read_bytes() + b"\0")
+    made = statement(release)
+    for subject in made["subject"]:
+        if subject["name"] == weights.name:
+            subject["digest"]["sha256"] = hashlib.sha256(weights.read_bytes()).hexdigest()
+    (release / "manifest.json").write_bytes(sign_statement(made, key))
+    assert codes(release, key) == {"release.weights-not-certified"}
+
+
+FORGED: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "smaller ε": (lambda p: p["posture"]["classes"]["clinical"].update(epsilon=0.1), "release.posture-differs"),
+    "private as public": (lambda p: p["posture"]["classes"]["clinical"].update(public=True), "release.posture-differs"),
+    "reach": (lambda p: p["posture"]["layers"][2]["classes"].remove("sensitive"), "release.posture-differs"),
+    "more noise": (lambda p: p["posture"]["layers"][0].update(noise_std=1e6), "release.posture-differs"),
+    "no certificate": (lambda p: p["certificates"].clear(), "release.certificate-missing"),
+    "other run": (lambda p: p["runs"].append("00" * 16), "release.certificate-missing"),
+    "ledger head": (lambda p: p["ledger"].update(size=3), "release.ledger-head-differs"),
+    "other ledger": (lambda p: p["ledger"].update(header="00" * 32), "release.certificate-wrong"),
+    "extra field": (lambda p: p.update(allow=True), "release.manifest-malformed"),
+    "allow by default": (lambda p: p["gate"].update(default="allow"), "release.manifest-malformed"),
+}
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_a_manifest_that_says_less_than_its_certificates(release: Path, key: PrivateKey, name: str) -> None:
+    change, code = FORGED[name]
+    resign(release, key, change)
+    assert code in codes(release, key)
+
+
+def test_times(release: Path, key: PrivateKey) -> None:
+    until = parse_utc(statement(release)["predicate"]["not_after"])
+    assert codes(release, key, now=until - 1) == set()
+    assert codes(release, key, now=until) == {"release.expired"}
+    assert codes(release, key, now=1_000) == {"release.from-the-future"}
+
+
+def test_an_older_ledger_head_than_one_saw(release: Path, trained: Trained, key: PrivateKey) -> None:
+    with trained.open() as ledger:
+        seen = KnownCheckpoint.parse(ledger.latest() or "")
+    assert codes(release, key, seen=[seen]) == {"release.ledger-head-older"}
+
+
+def test_a_run_that_is_not_private_is_not_released(trained: Trained, key: PrivateKey, tmp_path: Path) -> None:
+    path = trained.folder / "metrics.json"
+    path.write_text(path.read_text().replace('"noise": "secure"', '"noise": "seeded"'))
+    with trained.open() as ledger:
+        size = ledger.size
+        with raises_code("release.not-private"):
+            make_release(tmp_path / "out", [trained.folder], ledger, key)
+        assert ledger.size == size
+    assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".out*"))
+
+
+def test_a_release_is_never_written_over_another(release: Path, trained: Trained, key: PrivateKey) -> None:
+    with trained.open() as ledger, raises_code("release.folder-exists"):
+        make_release(release, [trained.folder], ledger, key)
+
+
+def test_the_papers(release: Path) -> None:
+    card, bom = (release / "README.md").read_text(), json.loads((release / "bom.cdx.json").read_text())
+    assert card.startswith("---\nlibrary_name: pytorch\n") and "## Privacy" in card and "| sensitive |" in card
+    assert (bom["bomFormat"], bom["specVersion"]) == ("CycloneDX", "1.7")
+    assert bom["metadata"]["component"]["type"] == "machine-learning-model"

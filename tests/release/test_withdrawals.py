@@ -1,0 +1,111 @@
+"""A gate that follows the ledger of its release: fresh withdrawals, and ledgers that are not what was signed."""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from hospital import usual
+from refusals import raises_code
+from trained_run import Trained
+
+from lamina.admit.keys import PrivateKey
+from lamina.ledger.governance_records import WithdrawalReason
+from lamina.ledger.reader import LedgerReader
+from lamina.ledger.records import ContributionRecord
+from lamina.ledger.withdrawal import withdraw
+from lamina.release.gate import Query, ReleaseGate, Rights
+from lamina.release.manifest import GatePolicy, make_release
+
+CLASSES = ("open", "clinical", "sensitive")
+
+
+def rights(**changes: bool) -> Query:
+    return Query(
+        rights=Rights(classes=frozenset(CLASSES), max_epsilon=9.0, min_noise_multiplier=0.0, purpose="care", **changes)
+    )
+
+
+@pytest.fixture
+def ward(tmp_path: Path) -> Trained:
+    hospital = usual(tmp_path, real=True)
+    trainer = hospital.trainer("first", corpus=hospital.admit(ledger=tmp_path / "runs" / "ward.ledger.db"),
+                               ledger=str(tmp_path / "runs" / "ward.ledger.db"))  # fmt: skip
+    return Trained(tmp_path / "runs" / "first", trainer.fit(), name="ward.ledger.db")
+
+
+@pytest.fixture
+def served(ward: Trained, key: PrivateKey, tmp_path: Path) -> Path:
+    with ward.open() as ledger:
+        make_release(tmp_path / "out", [ward.folder], ledger, key, gate=GatePolicy(unstated_purposes=True))
+    return tmp_path / "out"
+
+
+def someone(ward: Trained, cls: str) -> int:
+    with LedgerReader.read_only(ward.ledger) as ledger:
+        for leaf in ledger.of_kind(ContributionRecord):
+            if isinstance(leaf.record, ContributionRecord) and leaf.record.bound[0] == cls:
+                return leaf.seq
+    raise AssertionError(cls)
+
+
+def take_back(ward: Trained, cls: str) -> None:
+    with ward.open() as ledger:
+        withdraw(ledger, str(someone(ward, cls)), WithdrawalReason.REQUEST)
+
+
+def test_a_fresh_withdrawal_is_heeded_within_a_second(ward: Trained, served: Path, key: PrivateKey) -> None:
+    with LedgerReader.read_only(ward.ledger) as reader:
+        gate = ReleaseGate(served, key.public, ledger=reader)
+        assert gate.decide(rights()).allowed
+        take_back(ward, "sensitive")
+        until = time.monotonic() + 1.0
+        while (found := gate.decide(rights())).allowed and time.monotonic() < until:
+            time.sleep(0.02)
+        assert [(each.code, each.cls) for each in found.reasons] == [("withdrawn", "sensitive")]
+        assert gate.decide(rights(accept_withdrawn=True)).allowed
+        assert gate.decide(Query(rights=rights().rights, layers=("0",))).allowed  # which the class did not reach
+
+
+def test_without_the_ledger_only_the_manifest_counts(ward: Trained, served: Path, key: PrivateKey) -> None:
+    take_back(ward, "clinical")
+    assert ReleaseGate(served, key.public).decide(rights()).allowed
+
+
+def test_a_release_after_a_withdrawal_states_it(ward: Trained, key: PrivateKey, tmp_path: Path) -> None:
+    take_back(ward, "clinical")
+    with ward.open() as ledger:
+        make_release(tmp_path / "later", [ward.folder], ledger, key, gate=GatePolicy(unstated_purposes=True))
+    gate = ReleaseGate(tmp_path / "later", key.public)
+    assert gate.manifest.posture.withdrawn == {"open": 0, "clinical": 1, "sensitive": 0}
+    assert {each.code for each in gate.decide(rights()).reasons} == {"withdrawn"}
+
+
+def test_a_withdrawal_that_somebody_hides_in_the_store_denies(ward: Trained, served: Path, key: PrivateKey) -> None:
+    """The leaf is changed into another kind, or its hash: then nothing is allowed at all."""
+    take_back(ward, "clinical")
+    take_back(ward, "sensitive")
+    with closing(sqlite3.connect(ward.ledger)) as db:
+        seq, data = db.execute("SELECT seq, data FROM leaf ORDER BY seq DESC LIMIT 1 OFFSET 1").fetchone()
+        db.execute("UPDATE leaf SET data = ? WHERE seq = ?", (data[:-1] + bytes([data[-1] ^ 1]), seq))
+        db.commit()
+    with LedgerReader.read_only(ward.ledger) as reader:
+        codes = {each.code for each in ReleaseGate(served, key.public, ledger=reader).decide(rights()).reasons}
+    assert codes == {"ledger-not-verified"}
+
+
+def test_a_ledger_of_another_corpus_is_refused(served: Path, trained: Trained, key: PrivateKey) -> None:
+    with LedgerReader.read_only(trained.ledger) as other, raises_code("release.other-ledger"):
+        ReleaseGate(served, key.public, ledger=other)
+
+
+def test_a_ledger_from_before_the_release_is_refused(ward: Trained, served: Path, key: PrivateKey) -> None:
+    with closing(sqlite3.connect(ward.ledger)) as db:
+        db.execute("DELETE FROM checkpoint WHERE size > 60")
+        db.commit()
+    with LedgerReader.read_only(ward.ledger) as reader:
+        codes = {each.code for each in ReleaseGate(served, key.public, ledger=reader).decide(rights()).reasons}
+    assert codes == {"ledger-not-verified"}
