@@ -15,8 +15,8 @@ from by_hand import QUIET, T, V, ids, of_logits
 from net_builders import Net
 from oracle import clip_by_hand, difference, losses_of, losses_of_output, plan_of, thresholds
 from refusals import raises_code
+from replay import ReplayedDraws, replayed_gradients
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import lamina
 from lamina import Batch, Engine
@@ -114,30 +114,6 @@ MODELS: dict[str, Callable[[], Case]] = {
         Net(lambda m, x: m.out(m.inner(x) * (torch.rand(1, 9) > 0.3)), inner=nn.Linear(5, 9), out=nn.Linear(9, 2))
     ),
 }  # fmt: skip
-
-
-class ReplayedDraws(TorchDispatchMode):
-    """Random numbers from a seed, by index: torch fills in the order of memory, which is not the same when attached."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.Tag.nondeterministic_seeded in func.tags and func.overloadpacket.__name__.endswith("_"):
-            return args[0].copy_(func(torch.empty(args[0].shape), *args[1:], **(kwargs or {})))
-        return func(*args, **(kwargs or {}))
-
-
-def replayed_gradients(model: nn.Module, losses: Callable[[], Tensor], seed: int) -> dict[str, Tensor]:
-    """(n, *shape) of each example's loss, by plain autograd, in one forward pass of the batch from a seed."""
-    with ReplayedDraws(seed):
-        computed = losses()
-    params = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    each = [
-        torch.autograd.grad(loss, list(params.values()), retain_graph=True, materialize_grads=True) for loss in computed
-    ]
-    return {name: torch.stack([g[i].double() for g in each]) for i, name in enumerate(params)}
 
 
 @pytest.mark.parametrize("name", MODELS)

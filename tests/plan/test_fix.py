@@ -198,3 +198,27 @@ def test_a_batch_norm_that_fix_leaves_is_not_sent_back_to_fix() -> None:
     (hazard,) = find_hazards(model)
     assert "by hand" in hazard.remedy and "use `model, report" not in hazard.remedy
     assert fix(model).report.left
+
+
+class FrozenBatchNorm2d(nn.Module):
+    """As torchvision and DETR have it: constants in buffers that are called running."""
+
+    def __init__(self, *, writes: bool = False) -> None:
+        super().__init__()
+        self.writes = writes
+        for name, value in (("weight", 1.0), ("bias", 0.0), ("running_mean", 0.1), ("running_var", 1.2)):
+            self.register_buffer(name, torch.full((3, 1, 1), value))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.writes:
+            self.running_mean.add_(x.detach().mean())
+        return (x - self.running_mean) * self.weight * self.running_var.rsqrt() + self.bias
+
+
+def test_a_frozen_batch_norm_is_left_alone_unless_it_writes_its_buffers() -> None:
+    model = nn.Sequential(nn.Conv2d(2, 3, 1), FrozenBatchNorm2d(), nn.Flatten(), nn.Linear(48, 2)).train()
+    assert lamina.fix(model).report == lamina.FixReport() and not list(find_hazards(model))
+    model[1].writes = True
+    engine, _, _ = lamina.make_private(model, torch.randn(20, 2, 4, 4), epsilon=3.0, batch=5, steps=2)
+    with engine, raises_code("engine.written-during-forward"):
+        model(torch.randn(5, 2, 4, 4))

@@ -31,8 +31,14 @@ from lamina.engine.safety_checks import BufferGuard
 from lamina.errors import CouplingError, EngineError, LaminaError, OwnershipError, UnclippedGradient, UnsupportedLayer
 from lamina.plan.coverage import find_hazards, running_buffers
 
-# Attention modules that look a bias up by relative position, without the batch axis.
+# Modules of Hugging Face that look a bias up by relative position, without the batch axis: always, or where they say so.
 _RELATIVE_BIAS_MODULES = ("T5Attention", "MT5Attention", "UMT5Attention", "LongT5Attention", "Pop2PianoAttention")
+# Others that use a trained tensor without the batch axis, or with the batch axis second: run once per contribution.
+_WHOLE_MODULES = ("MPNetEncoder", "DebertaEncoder", "DebertaV2Encoder", "SwinLayer", "Swinv2Layer", "DonutSwinLayer",
+                  "MaskFormerSwinLayer", "WavLMEncoder", "WavLMEncoderStableLayerNorm", "LongformerSelfAttention",
+                  "XLNetModel", "DetrModel")  # fmt: skip
+# And those that fold another axis behind the batch's (tokens, windows, frames, channels): k rows of each example, in order.
+_FOLDING_MODULES = ("OPTDecoderLayer", "TimesformerLayer", "PatchTSTEncoderLayer", "MobileViTLayer", "MobileViTV2Layer")
 
 
 class Attachment:
@@ -51,6 +57,12 @@ class Attachment:
         self.rows = dict(rows or {})
         self.examples: int | None = None
         self._flat = modules_in_expert_blocks(model)
+        self._folded = {
+            f"{name}.{below}".lstrip(".")
+            for name, module in model.named_modules()
+            if type(module).__name__ in _FOLDING_MODULES
+            for below, _ in module.named_modules()
+        }
         self._adapters = mergeable_adapters(model)
         refuse_merged_adapters(self._adapters)
         self._state = [*model.named_parameters(), *model.named_buffers()]
@@ -88,7 +100,10 @@ class Attachment:
             own = any(p.requires_grad for p in module.parameters(recurse=below))
             biased = type(module).__name__ in _RELATIVE_BIAS_MODULES
             biased = biased and bool(getattr(module, "has_relative_attention_bias", False))
+            biased = biased or type(module).__name__ in _WHOLE_MODULES
             forced = name in per_contribution or uses_parameter_containers(module) or biased
+            if vars(module).get("_requires_grad") is True:  # wav2vec 2.0 and its like ask for the gradient of the input
+                self._replace_method(module, "_requires_grad", False)
             if PromptPerExample.applies_to(module):
                 self._replace_method(module, "get_prompt", PromptPerExample(module))
             if own or forced or hasattr(module, "parametrizations"):
@@ -114,7 +129,7 @@ class Attachment:
         if made.parameters:
             self._replace_method(module, "forward", PatchedForward(self, name, module, original, made))
 
-    def _replace_method(self, module: nn.Module, method: str, call: Callable[..., Any]) -> None:
+    def _replace_method(self, module: nn.Module, method: str, call: Any) -> None:
         self._patched.append((module, method, vars(module).get(method)))
         setattr(module, method, call)
 
@@ -164,7 +179,9 @@ class Attachment:
         for pattern, order in self.rows.items():
             if fnmatchcase(name, pattern):
                 return _row_map(name, x.shape[0], order, self.examples_now)
-        if name in self._flat and x.dim() == 2:
+        n = self.examples_now
+        folded = name in self._folded and n is not None and len(x) > n and len(x) % n == 0
+        if folded or (name in self._flat and x.dim() == 2):
             return _row_map(name, x.shape[0], "contiguous", self.examples_now)
         return None
 

@@ -161,6 +161,15 @@ class PerContributionForward(LayerForward):
             flat, out_spec = pytree.tree_flatten(self._call({k: v[i] for k, v in copies.items()}, mine, spec))
             results.append(flat)
         assert out_spec is not None
+        if len({len(flat) for flat in results}) > 1:
+            bare = ", ".join(repr(name) for name in self.parameters if "." not in name)
+            problem = (
+                f"'{self.name}' ({type(self.module).__name__}) runs one example at a time, and gives more results for "
+                "one than for another: it drops layers at random"
+            )
+            freeze = f"freeze {bare}, because of which it runs so, or " if bare else ""
+            remedy = f"{freeze}set model.config.layerdrop = 0"
+            raise UnsupportedLayer("engine.results-differ", problem, remedy)
         outputs = zip(*results, strict=True)
         joined = [torch.cat(group) if isinstance(group[0], Tensor) else group[0] for group in outputs]
         return pytree.tree_unflatten(joined, out_spec)
@@ -206,34 +215,55 @@ def _evaluating(module: nn.Module) -> Iterator[None]:
             m.training = mode
 
 
-class BroadcastForward(LayerForward):
-    """Bare parameters with a first axis of 1 (class tokens, position tables), lengthened to the batch.
+_LENGTHEN = -1  # a first axis of 1 becomes the batch's
+_MOST_AXES = 3
+Axes = dict[str, int]  # by parameter: `_LENGTHEN`, or how many axes of 1 follow the new one of the batch
 
-    Works where the module uses them by broadcasting; the first call checks that the output stays the same, and
-    otherwise hands over to a `PerContributionForward`. The module's children keep their rules.
+
+class BroadcastForward(LayerForward):
+    """Bare parameters that a module uses by broadcasting (scales, biases, class tokens, position tables), one per example.
+
+    Each is lengthened to the batch, or gets an axis of the batch in front, with axes of 1 behind it as they are needed.
+    The first call finds out which: another value in the copy of one example must move that example as it does when all
+    have it, and nobody else. Where nothing fits, a `PerContributionForward` takes over. The module's children keep
+    their rules.
     """
 
     def __init__(self, name: str, module: nn.Module, forward: Callable[..., Any], examples: ExampleCount) -> None:
         self.name, self.module, self.original, self.examples = name, module, forward, examples
         self.parameters = tuple(n for n, p in module.named_parameters(recurse=False) if p.requires_grad)
         self.fallback: PerContributionForward | None = None
-        self.checked = False
+        self.axes: dict[tuple[int, ...], Axes] = {}  # by number of axes of each argument
 
     @staticmethod
     def applies_to(module: nn.Module) -> bool:
-        return all(p.dim() > 1 and p.shape[0] == 1 for p in module.parameters(recurse=False) if p.requires_grad)
+        own = [p for p in module.parameters(recurse=False) if p.requires_grad]
+        return any(p.requires_grad for child in module.children() for p in child.parameters()) or all(
+            p.dim() > 1 and p.shape[0] == 1 for p in own
+        )
 
     def forward(self, apply: ApplyRule, *args: Any, **kwargs: Any) -> Any:
-        leaves = pytree.tree_leaves((args, kwargs))
-        n = self.examples() or next((t.shape[0] for t in leaves if isinstance(t, Tensor) and t.dim()), 1)
-        if not self.checked and n > 1:
-            self._check(n, args, kwargs)
         if self.fallback is not None:
             return self.fallback.forward(apply, *args, **kwargs)
-        longer = {name: apply(ExpandRule(n, along=True), NO_INPUT, name) for name in self.parameters}
-        return self._with(longer, args, kwargs)
+        leaves = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        n = self.examples() or next((t.shape[0] for t in leaves if t.dim()), 1)
+        pattern = tuple(t.dim() for t in leaves)
+        axes = self.axes.get(pattern) or self._find_axes(n, args, kwargs)
+        if axes is not None:
+            copies = {name: apply(ExpandRule(n, along=k == _LENGTHEN), NO_INPUT, name) for name, k in axes.items()}
+            try:
+                out = self._with({name: _spread(t, axes[name]) for name, t in copies.items()}, args, kwargs)
+            except (RuntimeError, ValueError, IndexError):  # in training mode it is used in another way
+                if pattern in self.axes:
+                    raise
+            else:
+                if n > 1:  # one example alone shows nothing
+                    self.axes[pattern] = axes
+                return out
+        self.fallback = PerContributionForward(self.name, self.module, self.original, self.examples)
+        return self.fallback.forward(apply, *args, **kwargs)
 
-    def _with(self, tensors: dict[str, Tensor], args: Any, kwargs: Any) -> Any:
+    def _with(self, tensors: Mapping[str, Tensor], args: Any, kwargs: Any) -> Any:
         own = {name: self.module._parameters[name] for name in tensors}
         try:
             self.module._parameters.update(tensors)  # type: ignore[arg-type]
@@ -241,20 +271,46 @@ class BroadcastForward(LayerForward):
         finally:
             self.module._parameters.update(own)
 
-    def _check(self, n: int, args: Any, kwargs: Any) -> None:
+    def _find_axes(self, n: int, args: Any, kwargs: Any) -> Axes | None:
+        found: Axes = {}
         with _evaluating(self.module):
-            whole = pytree.tree_leaves(self.original(*args, **kwargs))
-            own = {name: self.module.get_parameter(name) for name in self.parameters}
-            longer = {name: p.expand(n, *p.shape[1:]) for name, p in own.items()}
-            try:
-                single = pytree.tree_leaves(self._with(longer, args, kwargs))
-                pairs = [(a, b) for a, b in zip(whole, single, strict=True) if isinstance(a, Tensor)]
-                same = all(bool(_compare_examples(a, b)[0].all()) for a, b in pairs)
-            except (RuntimeError, ValueError):  # of shapes that do not broadcast, or another number of outputs
-                same = False
-        if not same:
-            self.fallback = PerContributionForward(self.name, self.module, self.original, self.examples)
-        self.checked = True
+            plain = pytree.tree_leaves(self.original(*args, **kwargs))
+            for name in self.parameters:
+                p = self.module.get_parameter(name)
+                moved = p * 1.25 + 0.1
+                whole = pytree.tree_leaves(self._with({name: moved}, args, kwargs))
+                table = p.dim() > 1 and p.shape[0] == 1
+                for k in (_LENGTHEN, *range(_MOST_AXES + 1)) if table else range(_MOST_AXES + 1):
+                    copies = (p if k == _LENGTHEN else p[None]).expand(n, *p.shape[k == _LENGTHEN :]).clone()
+                    copies[-1] = moved[0] if k == _LENGTHEN else moved
+                    try:
+                        given = pytree.tree_leaves(self._with({name: _spread(copies, k)}, args, kwargs))
+                    except (RuntimeError, ValueError, IndexError):  # of shapes that do not broadcast
+                        continue
+                    if len(plain) == len(given) and all(map(_only_last_moved, plain, whole, given, [n] * len(plain))):
+                        found[name] = k
+                        break
+                else:
+                    return None
+        return found
+
+
+def _spread(copies: Tensor, axes: int) -> Tensor:
+    """(N, …) with so many axes of 1 behind the first."""
+    return copies if axes == _LENGTHEN else copies.view(len(copies), *[1] * axes, *copies.shape[1:])
+
+
+def _only_last_moved(plain: Any, whole: Any, given: Any, n: int) -> bool:
+    """Whether a result is that of another value for the last of n examples, and as it was for the others."""
+    if not isinstance(plain, Tensor) or not isinstance(given, Tensor) or not plain.is_floating_point():
+        return type(plain) is type(given)
+    if plain.shape == (n, n) == given.shape:
+        return True  # of every example with every other: it belongs to nobody, and the ownership check sees it used
+    if not plain.dim() or plain.shape[1:] != given.shape[1:] or len(given) % n or len(plain) not in (1, len(given)):
+        return False
+    whole = whole.expand_as(given).reshape(n, -1)
+    want = torch.cat([plain.expand_as(given).reshape(n, -1)[:-1], whole[-1:]])
+    return bool(_compare_examples(want, given.reshape(n, -1))[0].all())
 
 
 def _refuse_caches(name: str, leaves: Sequence[Any]) -> None:

@@ -175,7 +175,7 @@ def check_losses(losses: Tensor | None, n: int) -> Tensor:
         raise EngineError("engine.losses-float16", problem, "use bfloat16 autocast, or float32")
     if type(losses.grad_fn).__name__ == "MulBackward0":
         factor = getattr(losses.grad_fn, "_saved_other", None)
-        if isinstance(factor, Tensor) and factor.dim() == 0 and _is_loss_scale(float(factor)):
+        if isinstance(factor, Tensor) and factor.dim() == 0 and _is_loss_scale(float(factor.detach())):
             problem = f"the losses are multiplied by {float(factor):g}, as a GradScaler does"
             raise EngineError("engine.losses-scaled", problem, "drop the GradScaler: bfloat16 autocast needs none")
     return losses

@@ -27,7 +27,7 @@ class WatchLookups(TorchFunctionMode):
         super().__init__()
         self.sizes: dict[int, int] = {}
         whole = ((i, t) for i, t in enumerate(pytree.tree_leaves(tree)) if isinstance(t, Tensor) and _is_whole(t))
-        self._known = {_storage(t): (i, t) for i, t in whole}
+        self._known: dict[int | None, tuple[int, Tensor]] = {_storage(t): (i, t) for i, t in whole}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -35,7 +35,7 @@ class WatchLookups(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in _COPIES and args and isinstance(out, Tensor) and _is_whole(out):
             source = next((known for a in args if (known := self._of(a)) is not None), None)
-            if source is not None and _storage(out) not in self._known:
+            if source is not None and _storage(out) not in (None, *self._known):
                 self._known[_storage(out)] = source, out  # kept, so that its storage is not used again
         looked_up, table = _lookup(name, args, kwargs)
         leaf = self._of(looked_up)
@@ -129,5 +129,5 @@ def _is_whole(t: Tensor) -> bool:
     return not (t.is_floating_point() or t.is_complex() or t.dtype == torch.bool)
 
 
-def _storage(t: Tensor) -> int:
-    return t.untyped_storage().data_ptr()
+def _storage(t: Tensor) -> int | None:
+    return None if torch._C._functorch.is_functorch_wrapped_tensor(t) else t.untyped_storage().data_ptr()

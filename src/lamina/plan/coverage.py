@@ -167,7 +167,9 @@ def find_hazards(model: nn.Module) -> Iterator[Hazard]:
 
 
 def running_buffers(module: nn.Module) -> list[str]:
-    """Names of the buffers that a module keeps as running statistics."""
+    """Names of the buffers that a module keeps as running statistics, and may write."""
+    if "FrozenBatchNorm" in type(module).__name__ and not isinstance(module, _BatchNorm):
+        return []  # of torchvision, timm and DETR: constants. The engine looks whether they stay so
     return [
         name
         for name, buffer in module.named_buffers(recurse=False)

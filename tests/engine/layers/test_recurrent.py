@@ -11,7 +11,7 @@ from oracle import agree, plan_of
 from refusals import raises_code
 from torch import Tensor, nn
 
-from lamina import Engine
+from lamina import Batch, Engine
 
 N, T = 5, 4
 
@@ -102,15 +102,52 @@ def test_cells_run_per_contribution(cell: Any) -> None:
     agree(Net(forward, cell=cell(3, 4)), torch.randn(N, T, 3))
 
 
+class BesideRecurrent(nn.Module):
+    """Bare parameters on the root, before a layer that vmap cannot run."""
+
+    def __init__(self, use: str) -> None:
+        super().__init__()
+        self.rnn, self.use = nn.LSTM(4, 3, batch_first=True), use
+        self.scale, self.shift = nn.Parameter(torch.rand(4) + 0.5), nn.Parameter(torch.randn(4))
+        self.gain, self.table = nn.Parameter(torch.tensor(1.3)), nn.Parameter(torch.randn(5, 4))
+        if use == "product":
+            self.scale = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.use == "product":
+            return self.rnn(torch.nn.functional.linear(x, self.scale))[0]
+        return self.gain * self.rnn(x * self.scale + self.shift + self.table)[0]
+
+
+@pytest.mark.parametrize("length", [5, 1])
+def test_bare_parameters_that_are_used_elementwise_are_expanded_and_nothing_runs_one_by_one(length: int) -> None:
+    """Warnings are errors: without the expansion it would say that it runs one example at a time."""
+    model = BesideRecurrent("elementwise")
+    model.table = nn.Parameter(torch.randn(length, 4))
+    agree(model, torch.randn(3, length, 4))
+    agree(model, torch.randn(6, length, 4), batch={"unit": torch.tensor([0, 1, 0, 2, 1, 1])})
+
+
+def test_as_many_examples_as_positions_or_features() -> None:
+    """Of a copy for each example it is clear whose it is, although every axis has the batch's length."""
+    model = BesideRecurrent("elementwise")
+    model.table = nn.Parameter(torch.randn(4, 4))
+    agree(model, torch.randn(4, 4, 4))
+
+
+def test_another_number_of_axes_finds_its_own_expansion() -> None:
+    model = Net(lambda m, x: m.out(x * m.scale + m.shift), out=nn.Linear(4, 3))
+    model.scale, model.shift = nn.Parameter(torch.rand(4)), nn.Parameter(torch.randn(4))
+    plan = plan_of(model, 0.1)
+    for shape in ((5, 4), (5, 3, 4), (5, 2, 3, 4)):
+        agree(model, torch.randn(*shape))
+    with Engine(model, plan) as engine:
+        for shape in ((5, 4), (5, 3, 4), (1, 3, 4), (5, 3, 4)):
+            x = torch.randn(*shape)
+            engine.clipped_sums(model(x).flatten(1).square().mean(1), Batch(x))
+
+
 def test_a_bare_parameter_beside_a_recurrent_layer_is_named_as_what_makes_it_slow() -> None:
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.rnn, self.scale = nn.LSTM(4, 3, batch_first=True), nn.Parameter(torch.ones(4))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.rnn(x * self.scale)[0]
-
-    model = Scaled()
-    with Engine(model, plan_of(model)), pytest.warns(UserWarning, match="Move 'scale' into a module"):
+    model = BesideRecurrent("product")
+    with Engine(model, plan_of(model)), pytest.warns(UserWarning, match="Move 'scale'.* into a module"):
         model(torch.randn(3, 5, 4))
