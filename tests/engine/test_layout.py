@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -149,3 +151,48 @@ def test_rows_that_belong_to_nobody_count_for_nobody() -> None:
         got = engine.clipped_sums(y[:N].square().mean(1), Batch(x))
         want = engine.clipped_sums(model(x).square().mean(1), Batch(x))
     tensors_close(want, got, 1.3e-6, 1e-5)
+
+
+# ---------------------------------------------------------------------------------------- blocks that are known by name
+
+
+class LinearNorm(nn.Module):
+    """As in timm's LeViT, mended: normalises every token, folded behind the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.bn = nn.Linear(6, 8), nn.GroupNorm(2, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        return self.bn(x.flatten(0, 1)).reshape_as(x)
+
+
+class SwinTransformerBlock(nn.Module):
+    """As in timm's Swin: windows folded behind the batch, and a bias of positions that has no batch axis."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.attn = nn.Linear(6, 6), WindowBias()
+
+    def forward(self, x: Tensor) -> Tensor:
+        windows = x.reshape(-1, 2, x.shape[-1])
+        return x + self.attn(self.inner(windows)).reshape_as(x)
+
+
+class WindowBias(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(3))
+
+    def forward(self, windows: Tensor) -> Tensor:
+        scores = windows @ windows.transpose(1, 2) + self.table[torch.tensor([[0, 1], [2, 0]])]
+        return scores.softmax(-1) @ windows
+
+
+@pytest.mark.parametrize("made", [LinearNorm, SwinTransformerBlock])
+def test_blocks_of_known_libraries_need_no_options(made: Any) -> None:
+    agree(made(), torch.randn(5, 4, 6))
+    agree(
+        nn.Sequential(nn.Linear(6, 6), made()), torch.randn(6, 4, 6), batch={"unit": torch.tensor([0, 1, 0, 2, 1, 1])}
+    )

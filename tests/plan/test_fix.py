@@ -10,7 +10,8 @@ from refusals import raises_code
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from lamina.plan.coverage import find_hazards, fix, group_count
+import lamina
+from lamina.plan.coverage import FixReport, find_hazards, fix, group_count
 
 
 class Net(nn.Module):
@@ -217,7 +218,7 @@ class FrozenBatchNorm2d(nn.Module):
 
 def test_a_frozen_batch_norm_is_left_alone_unless_it_writes_its_buffers() -> None:
     model = nn.Sequential(nn.Conv2d(2, 3, 1), FrozenBatchNorm2d(), nn.Flatten(), nn.Linear(48, 2)).train()
-    assert lamina.fix(model).report == lamina.FixReport() and not list(find_hazards(model))
+    assert lamina.fix(model).report == FixReport() and not list(find_hazards(model))
     model[1].writes = True
     engine, _, _ = lamina.make_private(model, torch.randn(20, 2, 4, 4), epsilon=3.0, batch=5, steps=2)
     with engine, raises_code("engine.written-during-forward"):

@@ -31,14 +31,15 @@ from lamina.engine.safety_checks import BufferGuard
 from lamina.errors import CouplingError, EngineError, LaminaError, OwnershipError, UnclippedGradient, UnsupportedLayer
 from lamina.plan.coverage import find_hazards, running_buffers
 
-# Modules of Hugging Face that look a bias up by relative position, without the batch axis: always, or where they say so.
+# Modules of Hugging Face that look a bias up by relative position, without the batch axis, where they say so.
 _RELATIVE_BIAS_MODULES = ("T5Attention", "MT5Attention", "UMT5Attention", "LongT5Attention", "Pop2PianoAttention")
-# Others that use a trained tensor without the batch axis, or with the batch axis second: run once per contribution.
+# Others, of timm too, that use a trained tensor without the batch axis, or with the batch axis second: run once per contribution.
 _WHOLE_MODULES = ("MPNetEncoder", "DebertaEncoder", "DebertaV2Encoder", "SwinLayer", "Swinv2Layer", "DonutSwinLayer",
-                  "MaskFormerSwinLayer", "WavLMEncoder", "WavLMEncoderStableLayerNorm", "LongformerSelfAttention",
-                  "XLNetModel", "DetrModel")  # fmt: skip
+                  "SwinTransformerBlock", "MaskFormerSwinLayer", "WavLMEncoder", "WavLMEncoderStableLayerNorm",
+                  "LongformerSelfAttention", "XLNetModel", "DetrModel")  # fmt: skip
 # And those that fold another axis behind the batch's (tokens, windows, frames, channels): k rows of each example, in order.
-_FOLDING_MODULES = ("OPTDecoderLayer", "TimesformerLayer", "PatchTSTEncoderLayer", "MobileViTLayer", "MobileViTV2Layer")
+_FOLDING_MODULES = ("OPTDecoderLayer", "TimesformerLayer", "PatchTSTEncoderLayer", "MobileViTLayer", "MobileViTV2Layer",
+                    "MobileVitBlock", "MobileVitV2Block", "LinearNorm")  # fmt: skip
 
 
 class Attachment:

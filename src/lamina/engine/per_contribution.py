@@ -113,7 +113,8 @@ class PerContributionForward(LayerForward):
     def _no_batch(self) -> OwnershipError:
         what = f"'{self.name}' ({type(self.module).__name__})"
         problem = f"{what} was called without a tensor whose first axis is the batch, or with another one than before"
-        remedy = "pass the batch to it, or name a module above it in Engine(..., per_contribution=[...])"
+        above = self.name.rpartition(".")[0]
+        remedy = f"pass the batch to it, or name a module above it that takes one, such as per_contribution=[{above!r}]"
         return OwnershipError("engine.no-batch-argument", problem, remedy)
 
     def _run(self, copies: dict[str, Tensor], leaves: Sequence[Any], batched: Sequence[bool], spec: Any, n: int) -> Any:

@@ -190,11 +190,12 @@ def _layout_of_call(use: RuleCall, rows: int, n: int, layout: RowLayout) -> RowL
     if owner is None:
         if rows == n:
             return layout
+        above = use.where.rpartition(".")[0]
         raise OwnershipError(
             "engine.row-owner-unknown",
             f"'{use.where}' got {rows} rows for a batch of {n} examples: their owners are unknown",
-            "keep the batch axis first, or say which example each row belongs to: `with lamina.rows(owner):` in the "
-            f"model, Engine(..., rows={{{use.where!r}: 'contiguous'}}), or Engine(..., per_contribution=['name'])",
+            f"keep the batch axis first, name a module that takes a batch, such as per_contribution=[{above!r}], or say "
+            f"which example each row belongs to: `with lamina.rows(owner):` in the model, rows={{{use.where!r}: 'contiguous'}}",
         )
     if len(owner) != rows or (rows and not (int(owner.min()) >= -1 and int(owner.max()) < n)):
         problem = f"the row map of '{use.where}' has {len(owner)} entries for {rows} rows, or one outside -1 … {n - 1}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -59,6 +60,7 @@ def make_private(
     model: nn.Module, data: Any, *, epsilon: float | None = None, noise_multiplier: float | None = None,
     delta: float = 1e-5, clip_norm: float = 1.0, batch: int, epochs: float | None = None, steps: int | None = None,
     unit: Any = None, population: int | None = None, allocate: str = DEFAULT_ALLOCATION, key: PrivateKey | None = None,
+    rows: Mapping[str, str] | None = None, per_contribution: Sequence[str] = (),
 ) -> tuple[Engine, Corpus, StepPlan]:  # fmt: skip
     """Make engine, corpus and plan for one private class that reaches every layer, with ε and δ as given.
 
@@ -74,6 +76,7 @@ def make_private(
     batch       expected contributions per step
     population  a public number that the contributions do not exceed, whoever is there; default: their number
     key         signs for the data; default: one that is made for this call and forgotten
+    rows, per_contribution  as `Engine` takes them: whose rows are whose, and what is run once per contribution
 
     One attestation covers all of the data (`corpus.admission`): what it was, how many contributions, under which ε. A
     Dataset without a version is signed on first use, because all of its examples have to be made.
@@ -123,7 +126,7 @@ def make_private(
     )  # fmt: skip
     terms["epsilon"] = plan.epsilon(0) if epsilon is None else epsilon
     policy = Policy.from_dict({"corpus": about, "class": {names[0]: terms}})
-    engine = Engine(model, plan)
+    engine = Engine(model, plan, rows=rows, per_contribution=per_contribution)
     if population is None:
         other = plan.epsilon(0, "replace_one")
         engine.claim = f"ε is zero-out at a public number of contributions, {present}; replace-one: {other:.4g}"
