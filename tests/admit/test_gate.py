@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from memory_register import MemoryRegister
 from refusals import raises_code
 
 from lamina.admit.contribution_sources import Contribution
@@ -88,6 +89,26 @@ def test_who_is_refused_takes_nobodys_place(desk: Any) -> None:
     # A replayed copy of somebody who is not let in for his subject does not speak for that subject.
     admission = desk.gate().review([replace(given, payload=b"damaged"), other, third])
     assert list(admission.ids) == ["other", "third"]
+
+
+def test_nobody_takes_the_place_of_another_by_a_name_that_sorts_first(desk: Any) -> None:
+    """Of two contributors neither is taken for the other; whom the ledger knows stays, and so does the first of one's own."""
+    clinic = PrivateKey.generate()
+    desk.keys.add(clinic.public, label="another clinic")
+    honest, other, third = desk.offer("a001"), desk.offer("A001", key=clinic), desk.offer("\u0430001", key=clinic)
+    bystander = desk.offer("b001")
+    for order in ([other, honest], [honest, other], [third, other, honest]):
+        admission = desk.gate().review([*order, bystander])
+        assert list(admission.ids) == ["b001"]
+        assert {r.reason for r in admission.refused} == {Reason.DUPLICATE_ID}
+        assert {r.id for r in admission.refused} == {each.id for each in order}
+    assert "'a001'" in desk.gate().review([other, honest]).refused[0].detail
+    gate = desk.gate(register=MemoryRegister())
+    assert list(gate.review([honest]).ids) == ["a001"]
+    assert list(gate.review([third, other, honest, bystander]).ids) == ["a001", "b001"]
+    assert list(desk.gate().review([third, other]).ids) == [third.id]
+    # An id that is not admitted stands in nobody's way.
+    assert list(desk.gate().review([replace(other, payload=b"damaged"), honest]).ids) == ["a001"]
 
 
 # ------------------------------------------------------------------------------------------- floors and profiles

@@ -119,6 +119,7 @@ class CrossChecks:
             self._ask(register)
         self._drop_by_status(RegisterStatus.WITHDRAWN)
         self._drop_by_status(RegisterStatus.REPLAYED)
+        self._drop_ids_of_several()
         self._drop_repeated(("name",), Reason.DUPLICATE_ID)
         self._drop_repeated(("content",), Reason.DUPLICATE_PAYLOAD)
         self._drop_repeated(("tag",), Reason.DUPLICATE_SUBJECT, (self._rows.table["flags"] & TAGGED) > 0)
@@ -139,6 +140,23 @@ class CrossChecks:
         for name in columns:
             keys[name] = table[name][rows]
         self._drop(rows[is_repeat(keys)], reason)
+
+    def _drop_ids_of_several(self) -> None:
+        """Of ids that look alike and are of several contributors nobody stays whom the register does not know.
+
+        Whoever chooses a name chooses where it stands in the order, which must not decide between two people.
+        """
+        rows, table = np.flatnonzero(self._stays), self._rows.table
+        names = table["name"][rows].view("S16")
+        alike: dict[bytes, list[int]] = {}
+        for row in rows[np.isin(names, names[is_repeat(names)])].tolist():
+            alike.setdefault(table["name"][row].tobytes(), []).append(row)
+        for group in alike.values():
+            known = any(self._known[row] == _STATUS_CODE[RegisterStatus.SAME] for row in group)
+            if not known and len({int(table["key"][row]) for row in group}) > 1:
+                for row, other in zip(group, group[1:] + group[:1], strict=True):
+                    detail = f"like {self._rows.ids[other]!r}, which another key signed"
+                    self._drop(np.array([row]), Reason.DUPLICATE_ID, detail)
 
     def _ask(self, register: Register) -> None:
         for rows, entries in self._rows.entries(np.flatnonzero(self._stays), self._kids, list(self._populations)):

@@ -65,7 +65,7 @@ REMEDIES: dict[Reason, str] = {
     Reason.PAYLOAD_MISMATCH: "put back the data that was signed, or let its owner sign the new data",
     Reason.CHECK_FAILED: "try again; if it fails again, report it",
     Reason.WITHDRAWN: "leave it out: a withdrawal is final; lamina ledger trace shows when and why",
-    Reason.DUPLICATE_ID: "give every contribution an id of its own that cannot be taken for another",
+    Reason.DUPLICATE_ID: "rename one: give every contribution an id of its own that cannot be taken for another",
     Reason.DUPLICATE_PAYLOAD: "leave the copy out; if two people really have the same data, ask their owners",
     Reason.REPLAYED: "leave the copy out: one contribution is admitted once",
     Reason.DUPLICATE_SUBJECT: "make one contribution of all that is about one person",
