@@ -88,10 +88,11 @@ def test_a_stranger_signs_admits_and_trains_a_folder_of_their_own(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", sys.path.copy())
     monkeypatch.setenv("LAMINA_PASSPHRASE", "correct horse")
-    commands = [shlex.split(line, comments=True) for line in block("sh").splitlines()]
+    commands = [shlex.split(line, comments=True) for place in (0, 1) for line in block("sh", place).splitlines()]
     assert [words[:2] for words in commands] == [
         ["lamina", "keys"], ["lamina", "attest"], ["lamina", "keys"], ["lamina", "admit"], ["lamina", "train"],
         ["lamina", "train"], ["lamina", "ledger"],
+        ["lamina", "keys"], ["lamina", "ledger"], ["lamina", "ledger"], ["lamina", "ledger"],
     ]  # fmt: skip
     told = {}
     try:
@@ -100,7 +101,7 @@ def test_a_stranger_signs_admits_and_trains_a_folder_of_their_own(
                 main(words[1:])
             printed = capsys.readouterr()
             assert caught.value.code in (0, None), printed.err
-            told[words[1]] = printed.out
+            told[words[1]] = told.get(words[1], "") + printed.out
     finally:
         sys.modules.pop("nets", None)
     assert "admitted by signature: 30; refused: 0" in told["train"]
@@ -108,6 +109,7 @@ def test_a_stranger_signs_admits_and_trains_a_folder_of_their_own(
     assert "sensitive@c=1" in told["train"]
     assert ".ledger.db: self-consistent, not trusted" in told["ledger"]
     assert "30 attestations" in told["ledger"]
+    assert "ledger.db: verified and trusted" in told["ledger"]
     assert (tmp_path / "runs" / "RUN" / "model.safetensors").exists()
     assert b"ENCRYPTED PRIVATE KEY" in (tmp_path / "hospital.key").read_bytes()
 

@@ -82,6 +82,11 @@ def test_version(lamina: Call) -> None:
     assert succeeded(lamina("--version")) == f"lamina {__version__}\n"
 
 
+def test_the_module_is_the_program() -> None:
+    done = subprocess.run([sys.executable, "-m", "lamina", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"lamina {__version__}\n"
+
+
 def test_nothing_to_do_shows_help(lamina: Call) -> None:
     code, out, err = lamina()
     assert code == 2

@@ -320,6 +320,8 @@ def test_receipt(call: Call, story: Story, tmp_path: Path) -> None:
     assert call("receipt", "ledger.db", name, "-o", "mine")[0] == 1
     (tmp_path / "others.txt").write_text(NoteKey(ORIGIN, OTHER.public).text)
     assert call("receipt", "--check", "mine", "--trust", "others.txt")[0] == 1
+    (tmp_path / "owner.pub").write_bytes(GOVERNING.public.pem())  # good for verify --trust, and no key of receipts
+    refused(call("receipt", "--check", "mine", "--trust", "owner.pub"), "cli.receipt-key-not-trusted")
     assert call("receipt", "ledger.db", "10", "-o", "other")[0] == 0
     for suffix in (".leaf", ".body", ".cose", ".tlog-proof"):
         shutil.copy(tmp_path / f"other{suffix}", tmp_path / f"mixed{suffix}")
@@ -333,6 +335,8 @@ def test_receipt(call: Call, story: Story, tmp_path: Path) -> None:
         assert call("receipt", "--check", "mixed", "--trust", "trusted.txt")[0] == code
     (tmp_path / "mine.body").unlink()  # the leaf is proven all the same, and says less
     assert "clinical" in succeeded(call("receipt", "--check", "mine", "--trust", "trusted.txt"))
+    shutil.copy(tmp_path / "other.cose", tmp_path / "mine.cose")
+    refused(call("receipt", "--check", "mine", "--trust", "trusted.txt"), "cli.receipt-not-trusted")
     (tmp_path / "mine.cose").write_bytes(b"nonsense")
     refused(call("receipt", "--check", "mine", "--trust", "trusted.txt"), "cli.receipt-malformed")
 

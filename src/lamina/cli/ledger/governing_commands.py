@@ -124,8 +124,11 @@ def outcome(result: dict[str, Any]) -> str:
         )
     if not result["changed"]:
         return "nothing was changed"
-    covered = "and covered by a checkpoint" if result["checkpoint"] else "no checkpoint covers it yet"
-    return f"leaf {result['index']}: authorised by {pluralize(len(result['signatures']), 'key')}, {covered}"
+    made = f"leaf {result['index']}: authorised by {pluralize(len(result['signatures']), 'key')}"
+    if result["checkpoint"]:
+        return f"{made}, and covered by a checkpoint"
+    how = f"lamina ledger checkpoint {result['ledger']} --key LEDGER.key"
+    return f"{made}, no checkpoint covers it yet: the next run signs one, or {how}"
 
 
 # ------------------------------------------------------------------------------ init

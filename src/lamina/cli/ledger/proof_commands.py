@@ -301,7 +301,7 @@ def receipt(
         "receipt"
     ),
     check: Annotated[Path | None, option("check a receipt instead; needs --trust, no ledger", metavar="PREFIX")] = None,
-    trust: Annotated[Path | None, option("for --check: the ledger's keys, from elsewhere", metavar="KEYS")] = None,
+    trust: Annotated[Path | None, option("for --check: the ledger's own keys, from elsewhere", metavar="KEYS")] = None,
     folder: Annotated[Path | None, option("for --check: compare the record with this contribution")] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -362,8 +362,16 @@ def _check_receipt(prefix: Path, trust: Trust, folder: Path | None, as_json: boo
             "cli.receipt-malformed", f"'{prefix}' is not a receipt: {error.problem}", _ASK_AGAIN
         ) from None
     trusted = trust.keys(found.origin)
+    if found.kid not in {key.id for key in trusted}:
+        problem = (
+            f"the receipt of {found.origin!r} is signed by key {found.kid.hex()[:16]}, which --trust does not hold"
+        )
+        remedy = (
+            "give the ledger's own public key, not its owner's; who keeps the ledger has it: lamina ledger key LEDGER"
+        )
+        raise NotVerified("cli.receipt-key-not-trusted", problem, remedy)
     if not any(receipts.verify_receipt(cose, leaf, key, found.origin) for key in trusted):
-        problem = f"the receipt of {found.origin!r} is not signed by a trusted key, or is of another leaf"
+        problem = f"the receipt of {found.origin!r} is not signed by its key, or is of another leaf"
         raise NotVerified("cli.receipt-not-trusted", problem, _ASK_AGAIN)
     named = [NoteKey(found.origin, key) for key in dict.fromkeys(trusted)]
     head = proof.verify(leaf, named, origin=found.origin)
