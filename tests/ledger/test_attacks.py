@@ -547,7 +547,7 @@ def test_a_leaf_too_many(path: str, whole: Template, made: Any, kind: str, code:
     ],
 )
 def test_an_attestation_that_does_not_count(story: Story, given: dict[str, Any], code: str) -> None:
-    _, seq = story.admit([contribution(2), contribution(**{"number": 1, **given})])
+    _, seq = story.slip([contribution(2), contribution(**{"number": 1, **given})])
     signed_and_named(story, seq, "contribution", code)
     if code == "verify.key-wrong-role":
         named(story.ledger.name, seq, "contribution", code, signatures=False)
@@ -573,7 +573,7 @@ def test_the_window_ends_for_the_verifier_when_it_ends_for_the_gate(tmp_path: Pa
     ):  # fmt: skip
         story = begin(str(tmp_path / f"{begins} {ends} {count}.db"))
         made = (contribution(n, at=START + HOUR + begins, expires=START + ends) for n in range(count))
-        first, *_ = story.admit(made)
+        first, *_ = story.slip(made)
         story.sign()
         found = verify(story.ledger.name, signatures=False).problem
         assert (found and (found.index, found.code)) == (code and (first, code))
@@ -691,8 +691,8 @@ def test_a_looser_policy_that_was_taken_back_is_not_adopted_again(path: str, who
 )
 def test_a_bound_that_the_policy_does_not_allow(story: Story, terms: ContributionTerms, code: str) -> None:
     many = [contribution(n, BOB) for n in range(40)]
-    *_, seq = story.admit([*many, contribution(99, terms=terms)])
-    story.admit(contribution(n, terms=terms) for n in range(100, 140))  # as a column, too
+    *_, seq = story.slip([*many, contribution(99, terms=terms)])
+    story.slip(contribution(n, terms=terms) for n in range(100, 140))  # as a column, too
     signed_and_named(story, seq, "contribution", code)
 
 

@@ -34,7 +34,7 @@ def test_killed_in_the_middle_of_append_checkpoint_and_prune(where: str, tmp_pat
         assert words == {"appended", "signed", "pruned"}
     with reopen(where, Clock(START + 10**6)) as ledger:  # and it goes on
         size = ledger.size
-        assert ledger.append([admitted(-1)]) == [size]
+        assert ledger.append([admitted(-1, expires=START + 2 * 10**6)]) == [size]
         ledger.checkpoint()
 
 

@@ -18,7 +18,7 @@ from refusals import raises_code
 
 from lamina.admit.checks import hash_of_floors
 from lamina.admit.key_ring import KeyRing
-from lamina.ledger import signed_checkpoint
+from lamina.ledger import append, signed_checkpoint
 from lamina.ledger.governance_records import (
     GOVERNING_KINDS,
     Key,
@@ -269,6 +269,42 @@ def test_nothing_is_signed_over_contributions_past_the_gate(forged: Forger, chan
     slip(forged, dataclasses.replace(made, terms=terms, key=changes.get("key", made.key)))
     with Ledger.open(forged.path, LEDGER, clock=Clock()) as ledger, raises_code("ledger.leaf-not-allowed"):
         ledger.checkpoint()
+
+
+@pytest.mark.parametrize("spoil", ["unknown", "revoked", "loose", "expired", "future"])
+def test_no_contribution_is_appended_that_could_not_be_signed_over(forged: Forger, spoil: str) -> None:
+    made = contribution(9).record
+    changes = {
+        "unknown": {"key": digest("stranger")},
+        "revoked": {},
+        "loose": {"terms": dataclasses.replace(made.terms, noise_multiplier=1)},
+        "expired": {"expires": START},
+        "future": {"not_before": START + HOURS},
+    }[spoil]
+    with Ledger.open(forged.path, LEDGER, clock=Clock()) as ledger:
+        if spoil == "revoked":
+            ledger.append([authorised(ledger, KeyEvent(change=KeyChange.REVOKE, target=made.key, effective=START))])
+        size = ledger.size
+        with raises_code("ledger.contribution-not-allowed"):
+            ledger.append([contribution(8).record, dataclasses.replace(made, **changes)])
+        assert ledger.size == size
+
+
+def test_an_index_of_the_store_that_hides_a_contribution_lets_nobody_in_twice(
+    forged: Forger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one that the store lists as another kind of leaf."""
+    monkeypatch.setattr(append, "INDEX_STEP", 3)
+    there = contribution(9).record
+    with Ledger.open(forged.path, LEDGER, clock=Clock()) as ledger:
+        (seq,) = ledger.append([there])
+    replayed = dataclasses.replace(there, attestation=digest("another"))
+    with Ledger.open(forged.path, LEDGER, clock=Clock()) as ledger, raises_code("ledger.already-admitted"):
+        ledger.append([replayed])
+    forged.sql("DELETE FROM known WHERE seq = ?", seq)
+    forged.sql("UPDATE leaf SET kind = 8 WHERE seq = ?", seq)
+    with Ledger.open(forged.path, LEDGER, clock=Clock()) as ledger, raises_code("ledger.key-index-differs"):
+        ledger.append([replayed])
 
 
 def test_nothing_is_signed_over_what_is_pruned_too_early_or_lies_in_the_future(forged: Forger, made: Path) -> None:

@@ -107,7 +107,9 @@ def test_records_get_their_index_time_and_epoch(ledger: Ledger, clock: Clock) ->
     clock.now = START + 10.9
     assert ledger.append([admitted(1), admitted(2)]) == [1, 2]
     clock.now = START + 7300
-    assert ledger.append([admitted(3), epoch(0), epoch(1), admitted(4)]) == [3, 4, 5, 6]
+    assert ledger.append(
+        [admitted(3, expires=START + 8000), epoch(0), epoch(1), admitted(4, expires=START + 8000)]
+    ) == [3, 4, 5, 6]
     clock.now = START + 7200 + 3599
     assert ledger.append([epoch(2)]) == [7]
     places = [(each.seq, each.time - START, each.epoch) for each in ledger.leaves()]
@@ -132,9 +134,9 @@ def test_the_root_is_the_root_of_the_leaves(ledger: Ledger) -> None:
 
 def test_a_clock_a_little_behind_is_the_last_time_and_further_behind_is_refused(ledger: Ledger, clock: Clock) -> None:
     clock.now = START + 1000
-    ledger.append([admitted(1)])
+    ledger.append([admitted(1, expires=START + 1001)])
     clock.now = START + 1000 - CLOCK_SKEW
-    ledger.append([admitted(2)])
+    ledger.append([admitted(2, expires=START + 1001)])
     assert [each.time - START for each in ledger.leaves(1)] == [1000, 1000]
     clock.now = START + 1000 - CLOCK_SKEW - 1
     with raises_code("ledger.clock-behind"):
@@ -261,7 +263,7 @@ def test_what_a_ledger_remembers_is_bounded(where: str, monkeypatch: pytest.Monk
         assert most < 140
         assert vars(ledger).keys() == {
             "store", "header", "_nodes", "_tail", "_turn", "_key", "_governing", "_clock", "_patience", "_id",
-            "_checked",
+            "_checked", "_index_checked",
         }  # fmt: skip
 
 

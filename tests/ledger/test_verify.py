@@ -49,6 +49,7 @@ from lamina.admit.key_ring import KeyRing
 from lamina.errors import LaminaError
 from lamina.ledger import records as leaves
 from lamina.ledger import signed_checkpoint
+from lamina.ledger.contribution_columns import ContributionColumns, other_kinds, read_columns
 from lamina.ledger.governance_records import PolicyChange, Preset, Withdrawal, WithdrawalReason
 from lamina.ledger.key_state import KeyState, PolicyInForce
 from lamina.ledger.records import (
@@ -65,14 +66,7 @@ from lamina.ledger.schema import nano_epsilon
 from lamina.ledger.signed_checkpoint import NoteKey
 from lamina.ledger.spending import Spending, planned_charges, signed_spend, whole_plan_charges
 from lamina.ledger.store.rows import LeafBlock, StoredLeaf
-from lamina.ledger.verify.contribution_checks import (
-    AdmittedMembers,
-    AttestationChecks,
-    ContributionChecks,
-    ContributionColumns,
-    other_kinds,
-    read_columns,
-)
+from lamina.ledger.verify.contribution_checks import AdmittedMembers, AttestationChecks, ContributionChecks
 from lamina.ledger.verify.tree_checks import AggregateTallies, Finding, KnownCheckpoint, Trust, VerificationStopped
 from lamina.ledger.verify.verifier import verify
 from lamina.plan.rules import FollowBudget, FollowEnergy, Injection, InjectionForm
@@ -248,7 +242,7 @@ def test_a_ring_knows_contributors_that_the_ledger_does_not_name(tmp_path: Path)
     path = tmp_path / "a.db"
     story = begin(str(path))
     stranger = OTHER
-    (seq,) = story.admit([contribution(1, stranger)])
+    (seq,) = story.slip([contribution(1, stranger)])
     story.sign()
     story.ledger.close()
     assert verify(path).problem is not None
@@ -639,7 +633,7 @@ def test_a_stricter_policy_binds_whoever_comes_later(tmp_path: Path) -> None:
     story.admit([contribution(3, terms=STRICT)])
     story.sign()
     assert verify(path).verified
-    (seq,) = story.admit([contribution(4, terms=USUAL)])
+    (seq,) = story.slip([contribution(4, terms=USUAL)])
     story.sign()
     found = finding(path)
     assert (found.index, found.kind) == (seq, "contribution")
@@ -653,7 +647,7 @@ def test_time_may_stand_still_and_windows_may_be_a_little_off(tmp_path: Path) ->
     story.admit([contribution(1, at=now + HOUR + 120, expires=now + YEAR), contribution(2, expires=now + 1)])
     story.sign()
     assert verify(path, signatures=False).verified
-    (seq,) = story.admit([contribution(3, at=now + HOUR + 121, expires=now + YEAR)])
+    (seq,) = story.slip([contribution(3, at=now + HOUR + 121, expires=now + YEAR)])
     story.sign()
     found = finding(path, signatures=False)
     assert found.index == seq

@@ -12,7 +12,6 @@ from itertools import islice
 from typing import NamedTuple, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from lamina.admit.attestation import Descriptor, window_rules
 from lamina.admit.key_ring import KeyEntry, KeyRing
@@ -29,15 +28,14 @@ from lamina.admit.verdicts import (
     RegisterStatus,
     class_full,
 )
-from lamina.errors import LedgerDamaged, LedgerError
-from lamina.ledger import records
+from lamina.errors import LedgerError
 from lamina.ledger.append import admission_token, descriptor_key, subject_key
+from lamina.ledger.contribution_columns import ContributionColumns, Ints, kept_contributions
 from lamina.ledger.corpus_terms import CorpusTerms, adopt_policy, check_corpus_terms, open_or_create
 from lamina.ledger.governance_records import MAX_KEY_EVENTS, Key, KeyChange, KeyEvent, KeyEvents, Role
 from lamina.ledger.key_state import GovernanceState, KeyState, PolicyInForce
-from lamina.ledger.records import KIND_NUMBERS, ContributionRecord, ContributionTerms, Record
-from lamina.ledger.store.rows import LeafBlock, StoredLeaf, StoreReader, StoreWriter, head_of
-from lamina.ledger.verify.contribution_checks import ContributionColumns, KeyIndexChecks, read_columns
+from lamina.ledger.records import ContributionRecord, ContributionTerms, Record
+from lamina.ledger.store.rows import StoredLeaf, StoreReader, head_of
 from lamina.ledger.writer import ConcurrentAppend, Ledger, append_if_size
 from lamina.plan.policy import Policy
 
@@ -120,9 +118,6 @@ def _record_key(entry: KeyEntry) -> Key:
     return Key(name=name, x=entry.key.x, role=Role.CONTRIBUTOR, valid_from=entry.valid_from)
 
 
-_LEAVES_AT_ONCE = 4096
-
-Ints = NDArray[np.int64]
 T = TypeVar("T")
 
 
@@ -139,15 +134,11 @@ class ClassMembership:
 
     def follow(self, rows: StoreReader, size: int) -> None:
         """Go on to the first `size` leaves of what `rows` sees."""
-        for block in _leaf_blocks(rows.of_kind(KIND_NUMBERS[ContributionRecord], self.size, size)):
-            for group in read_columns(block):
-                if isinstance(group, ContributionColumns):
-                    self._add(group.bound[0], group.seq, group.expires)
-                    continue
-                for at in group.tolist():
-                    found = records.decode_kept(block[at].leaf)
-                    assert found.contribution is not None
-                    self._add(found.contribution.cls, [found.seq], [found.contribution.expires])
+        for each in kept_contributions(rows, self.size, size):
+            if isinstance(each, ContributionColumns):
+                self._add(each.bound[0], each.seq, each.expires)
+            elif each.contribution is not None:
+                self._add(each.contribution.cls, [each.seq], [each.contribution.expires])
         self.size = size
 
     def count_members(self, cls: str, now: int, withdrawn: Ints) -> int:
@@ -165,12 +156,6 @@ class ClassMembership:
         self.ever_admitted[cls] += len(part[0])
 
 
-def _leaf_blocks(rows: Iterator[tuple[int, StoredLeaf]]) -> Iterator[LeafBlock]:
-    """Without their bodies: what is counted stands in the leaves."""
-    while leaves := [data.leaf for _, data in islice(rows, _LEAVES_AT_ONCE)]:
-        yield LeafBlock(leaves, [None] * len(leaves))
-
-
 _MAX_READ_RATIO = 4  # leaves that are read for one that is wanted, before each is asked for by itself
 
 
@@ -181,25 +166,6 @@ class MembershipIndex:
         self._ledger = ledger
         self._members = ClassMembership()
         self._withdrawn: tuple[int, Ints] = 0, np.empty(0, dtype=np.int64)
-        self._checked = False  # whether the store's index was compared with the leaves
-
-    def check_store(self, rows: StoreReader) -> None:
-        """LedgerDamaged if the store's index hides a contribution, which could be admitted again. Asked once."""
-        if self._checked or not (indexed := head_of(rows).indexed):
-            return
-        index = KeyIndexChecks()
-        for block in _leaf_blocks(rows.of_kind(KIND_NUMBERS[ContributionRecord], 0, indexed)):
-            for group in read_columns(block):
-                if isinstance(group, ContributionColumns):
-                    index.many(group.seq, group.keys, pruned=True)
-                    continue
-                for found in (records.decode_kept(block[at].leaf) for at in group.tolist()):
-                    assert found.contribution is not None
-                    index.one(found.seq, found.contribution, pruned=True)
-        if (wrong := index.first_difference(rows, indexed)) is not None:
-            problem = f"the index of the ledger {self._ledger.name} does not say of leaf {wrong} what the leaf says"
-            raise LedgerDamaged("ledger.key-index-differs", problem, "restore the ledger from a copy")
-        self._checked = True
 
     def look(self, rows: StoreReader, entries: Sequence[RegisterEntry]) -> list[RegisterStatus]:
         """What is known of each."""
@@ -376,11 +342,13 @@ class AdmissionBatch:
         signed = [self._signed(entry) for entry in self._new]
         records: list[Record] = [*self._keys, *(each.record for each in signed)]
 
-        def check_windows(rows: StoreWriter) -> None:
-            if any(window_rules(head_of(rows).time, 0, entry.expires)[1] for entry in self._new):
-                raise ConcurrentAppend  # it expired since: decide again
-
-        append_if_size(self._ledger, self._size, records, [each.attestation for each in signed], check_windows)
+        try:
+            append_if_size(self._ledger, self._size, records, [each.attestation for each in signed])
+        except LedgerError as error:
+            now, refused = self._ledger.now(), error.code == "ledger.contribution-not-allowed"
+            if refused and any(window_rules(now, 0, entry.expires)[1] for entry in self._new):
+                raise ConcurrentAppend from error  # it expired since: decide again
+            raise
 
 
 def _read_evidence(entry: RegisterEntry, beside: EntryContext) -> _AdmissionEvidence:
@@ -433,7 +401,7 @@ class LedgerRegister:
 
     def enter(self, entries: Iterable[RegisterEntry], beside: EntryContext) -> RefusedRows:
         append_key_ring(self.ledger, beside.keys)
-        self._read(self._index.check_store)
+        self._read(self.ledger.check_index)
         refused: RefusedRows = {}
         rest = iter(entries)
         while part := list(islice(rest, ADMISSION_BATCH_SIZE)):

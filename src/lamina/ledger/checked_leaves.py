@@ -6,8 +6,18 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from threading import RLock
 
+from lamina.admit.attestation import window_rules
+from lamina.admit.keys import format_utc
 from lamina.errors import EncodingError, LedgerDamaged, LedgerError
-from lamina.ledger.governance_records import GOVERNING_KINDS, Aggregate, GoverningRecord, Header, Role
+from lamina.ledger.governance_records import (
+    GOVERNING_KINDS,
+    Aggregate,
+    GoverningRecord,
+    Header,
+    KeyEvents,
+    PolicyChange,
+    Role,
+)
 from lamina.ledger.key_state import GovernanceState, PolicyInForce, Violation, checkpoint_roots, leaf_bytes
 from lamina.ledger.merkle import (
     Frontier,
@@ -19,6 +29,7 @@ from lamina.ledger.merkle import (
     verify_inclusion,
 )
 from lamina.ledger.records import (
+    CONTRIBUTION_STARTS,
     KIND_NAMES,
     KIND_NUMBERS,
     ContributionRecord,
@@ -26,6 +37,7 @@ from lamina.ledger.records import (
     Epoch,
     KeptContribution,
     Leaf,
+    Record,
     SegmentOutcome,
     decode_kept,
     decode_leaf,
@@ -46,6 +58,32 @@ def check_epoch_follows(record: Epoch, header: Header, size: int) -> None:
         if each.eligibility > size:
             problem = f"segment {each.index} was opened after {each.eligibility} leaves, the ledger has {size}"
             raise LedgerError("ledger.segment-from-future", problem, "give the size when its membership was frozen")
+
+
+class AdmissionRules:
+    """Whether a contribution may be the next leaf, by keys and policy after some leaves and by its own window."""
+
+    def __init__(self, header: Header, state: GovernanceState, policy: Header | PolicyChange | None = None) -> None:
+        self._keys, self._policy = state, PolicyInForce(header, policy or state.policy)
+        self._judged: dict[tuple[bytes, int, int], tuple[ContributionTerms, str | None]] = {}
+
+    def problem(self, record: ContributionRecord, time: int) -> str | None:
+        """Why it may not be a leaf of that time; None if it may."""
+        if any(window_rules(time, record.not_before, record.expires)):
+            return f"it is not valid at {format_utc(time)}"
+        name = (
+            record.key,
+            id(record.terms),
+            time,
+        )  # the same for many; terms are kept here, so that the number stays theirs
+        if name not in self._judged:
+            known, wrong = self._keys.history(record.key), self._policy.violation(record.terms)
+            if wrong is None and known is None:
+                wrong = Violation("", f"key {record.key.hex()[:16]} is not in the ledger")
+            elif wrong is None and known is not None:
+                wrong = known.contributor_problem(time)
+            self._judged[name] = record.terms, None if wrong is None else wrong.reason
+        return self._judged[name][1]
 
 
 class CheckedLeaves:
@@ -126,11 +164,23 @@ class CheckedLeaves:
                 raise LedgerDamaged("ledger.checkpoint-not-of-ledger", problem, _SOMEBODY_WROTE)
         return state
 
+    def check_next(self, batch: Sequence[Record], at: Sequence[int], state: GovernanceState, time: int) -> None:
+        """LedgerError if one of these contributions of a batch may not come next. Only its first record may govern."""
+        first = batch[0]
+        policy = first if isinstance(first, PolicyChange) else None
+        keys = state.after(first.events) if isinstance(first, KeyEvents) else state
+        rules = AdmissionRules(self._header, keys, policy)
+        for each in at:
+            record = batch[each]
+            if type(record) is ContributionRecord and (wrong := rules.problem(record, time)) is not None:
+                problem = f"record {each} of the batch, a contribution, may not be appended: {wrong}"
+                remedy = "leave it out; lamina admit names every contribution that may not be admitted, and why"
+                raise LedgerError("ledger.contribution-not-allowed", problem, remedy)
+
     def _read(self, state: GovernanceState, block: Sequence[tuple[int, StoredLeaf]], rows: StoreReader) -> None:
         """Check leaves that somebody else wrote, or that were written before this process began."""
         frontier = self._frontier
-        policy = PolicyInForce(self._header, state.policy)
-        judged: dict[ContributionTerms, Violation | None] = {}
+        rules = AdmissionRules(self._header, state)
         for at, (seq, data) in enumerate(block, start=frontier.size):
             try:
                 leaf = decode_leaf(data)
@@ -140,16 +190,11 @@ class CheckedLeaves:
                 raise _not_allowed(at, KIND_NAMES[leaf.kind], "its place, time or epoch is not that of the next leaf")
             record = leaf.record
             if isinstance(record, ContributionRecord):
-                if record.terms not in judged:
-                    judged[record.terms] = policy.violation(record.terms)
-                known = state.history(record.key)
-                unknown = Violation("", f"key {record.key.hex()[:16]} is not in the ledger")
-                wrong = judged[record.terms] or (unknown if known is None else known.contributor_problem(leaf.time))
-                if wrong is not None:
-                    raise _not_allowed(at, KIND_NAMES[leaf.kind], wrong.reason)
+                if (wrong := rules.problem(record, leaf.time)) is not None:
+                    raise _not_allowed(at, KIND_NAMES[leaf.kind], wrong)
             elif isinstance(record, GoverningRecord):
                 self._govern(state, leaf, data.leaf, rows)
-                policy, judged = PolicyInForce(self._header, state.policy), {}
+                rules = AdmissionRules(self._header, state)
             elif isinstance(record, Epoch):
                 check_epoch_follows(record, self._header, at)
             elif isinstance(record, Header) and at:
@@ -170,7 +215,6 @@ class CheckedLeaves:
 
 
 _SOMEBODY_WROTE = "find out who wrote into the store past its rules, and restore the ledger from a copy"
-_CONTRIBUTION_STARTS = {bytes((0xA0 | items, 1, KIND_NUMBERS[ContributionRecord])) for items in (10, 11)}
 _GOVERNING_NUMBERS = {*GOVERNING_KINDS, KIND_NUMBERS[Header]}
 
 
@@ -179,10 +223,7 @@ def _leaves_that_govern(rows: StoreReader, size: int) -> Iterator[tuple[int, Sto
     there = 0
     for seq, data in rows.leaves(0, size):
         there += 1
-        if (
-            data.leaf[:3] not in _CONTRIBUTION_STARTS
-            and KIND_NUMBERS[decode_kept(data.leaf).kind] in _GOVERNING_NUMBERS
-        ):
+        if data.leaf[:3] not in CONTRIBUTION_STARTS and KIND_NUMBERS[decode_kept(data.leaf).kind] in _GOVERNING_NUMBERS:
             yield seq, data
     if there != size:
         raise LedgerDamaged("ledger.leaf-missing", f"{there} of {size} signed leaves are there", _SOMEBODY_WROTE)

@@ -503,6 +503,7 @@ def leaf_tail(data: bytes) -> bytes | None:
 _CONTRIBUTION_KIND = KIND_NUMBERS[ContributionRecord]
 _LEAF_HEADS = {kind: bytes((0xA5, 1, number, 2)) for kind, number in KIND_NUMBERS.items()}
 _CONTRIBUTION_HEADS = {items: bytes((0xA0 | items, 1, _CONTRIBUTION_KIND, 2)) for items in (10, 11)}
+CONTRIBUTION_STARTS = {head[:3] for head in _CONTRIBUTION_HEADS.values()}  # of every leaf of one, and of no other leaf
 _BODY_HASH, _DESCRIPTOR, _SUBJECT = (bytes((key, 0x58, 32)) for key in (5, 6, 11))
 _BODY_STARTS = {items: bytes((0xA0 | items, 1, 0x58, 32)) for items in (4, 5, 6)}
 _KEY, _ANCHOR = (bytes((key, 0x58, 32)) for key in (2, 6))

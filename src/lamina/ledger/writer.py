@@ -14,6 +14,7 @@ from lamina.errors import LedgerDamaged, LedgerError, StoreLost
 from lamina.ledger import signed_checkpoint as notes
 from lamina.ledger.append import AppendBatch, AppendContext, UnindexedKeys, check_may_follow
 from lamina.ledger.checked_leaves import CheckedLeaves
+from lamina.ledger.contribution_columns import first_index_difference
 from lamina.ledger.governance_records import Aggregate, GoverningRecord, Header, KeyEvent, KeyEvents, Role
 from lamina.ledger.key_state import (
     G,
@@ -67,6 +68,7 @@ class Ledger(LedgerReader):
         self._key, self._governing, self._clock, self._patience = key, governing, clock, patience
         self._id = os.urandom(16)  # names this writer in the store
         self._checked = CheckedLeaves(self.header)
+        self._index_checked = False  # whether the store's index was compared with the leaves
 
     @classmethod
     def create(
@@ -208,6 +210,15 @@ class Ledger(LedgerReader):
         """For `Retention`: append an aggregate."""
         return self._append([record], (), also_write)
 
+    def check_index(self, rows: StoreReader) -> None:
+        """LedgerDamaged if the store's index hides a contribution, which could be admitted again. Asked once."""
+        if self._index_checked:
+            return
+        if (wrong := first_index_difference(rows, head_of(rows).indexed)) is not None:
+            problem = f"the index of the ledger {self.name} does not say of leaf {wrong} what the leaf says"
+            raise LedgerDamaged("ledger.key-index-differs", problem, "restore the ledger from a copy")
+        self._index_checked = True
+
     def _append(
         self, records: Sequence[Record], blobs: Iterable[bytes],
         also_write: Callable[[StoreWriter, list[int]], None] | None = None,
@@ -224,7 +235,14 @@ class Ledger(LedgerReader):
             check_may_follow(rows, batch.others, self.header, head, now, lambda: self._checked.follow(rows, head))
             signed = rows.checkpoint()
             previous = None if signed is None else checkpoint_digest(signed.text)
-            seqs = batch.write(rows, AppendContext(head, now, self.header.epoch_clock, previous, self._tail))
+
+            def check_contributions(at: Sequence[int]) -> None:
+                self._checked.check_next(batch.records, at, self._checked.follow(rows, head), now)
+
+            if len(batch.others) < len(batch.records):
+                self.check_index(rows)
+            context = AppendContext(head, now, self.header.epoch_clock, previous, self._tail, check_contributions)
+            seqs = batch.write(rows, context)
             before.append(head)
             if also_write is not None:
                 also_write(rows, seqs)
@@ -366,11 +384,8 @@ class ConcurrentAppend(Exception):
     """Somebody else appended something meanwhile. Nothing was written: decide again."""
 
 
-def append_if_size(
-    ledger: Ledger, size: int, records: Sequence[Record], blobs: Iterable[bytes] = (),
-    also_write: Callable[[StoreWriter], None] = lambda rows: None,
-) -> list[int]:  # fmt: skip
-    """Make the records the leaves from `size` on, and `also_write`; ConcurrentAppend if others stand there.
+def append_if_size(ledger: Ledger, size: int, records: Sequence[Record], blobs: Iterable[bytes] = ()) -> list[int]:
+    """Make the records the leaves from `size` on; ConcurrentAppend if others stand there.
 
     Records that others appended meanwhile with the same content count as ours: what holds of the ledger is the same.
     """
@@ -378,7 +393,6 @@ def append_if_size(
     def check_size(rows: StoreWriter, seqs: list[int]) -> None:
         if head_of(rows).size != size + len(records):
             raise ConcurrentAppend
-        also_write(rows)
 
     try:
         return ledger.append_with(records, blobs, check_size)

@@ -39,7 +39,7 @@ from lamina.ledger.signed_checkpoint import (
 from lamina.ledger.store.rows import StoredCheckpoint, StoreReader
 
 if TYPE_CHECKING:
-    from lamina.ledger.verify.contribution_checks import Ints
+    from lamina.ledger.contribution_columns import Ints
 
 # Kinds of findings that are not about a record of a known kind
 LEAF = "leaf"

@@ -14,6 +14,7 @@ from typing import Any
 from lamina.admit.keys import CLOCK_SKEW, format_utc
 from lamina.errors import EncodingError, LedgerDamaged, LedgerError, StoreError
 from lamina.ledger.append import admission_token
+from lamina.ledger.contribution_columns import other_kinds
 from lamina.ledger.governance_records import (
     Aggregate,
     GoverningRecord,
@@ -54,7 +55,6 @@ from lamina.ledger.verify.contribution_checks import (
     ContributionChecks,
     WithdrawalChecks,
     check_position,
-    other_kinds,
 )
 from lamina.ledger.verify.epoch_checks import EpochChecks
 from lamina.ledger.verify.tree_checks import (
