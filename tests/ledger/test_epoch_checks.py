@@ -25,7 +25,7 @@ from build import (
     segment,
 )
 from forge import appended, asked, leaf, replacing, rewritten, sql
-from making import LEDGER, digest
+from making import GOVERNING, LEDGER, digest
 from refusals import raises_code
 
 from lamina import cbor
@@ -91,6 +91,22 @@ def test_the_accounts_of_an_epoch(
     story.admit(contribution(n, terms=terms) for n, terms in enumerate(signed))
     closed(story, scales=scales)
     assert code_of(story) == code
+
+
+@pytest.mark.parametrize(("steps", "trusted"), [(1000, True), (25_000, False)])
+def test_what_members_lose_is_not_split_between_their_bound_and_their_class(
+    story: Story, steps: int, trusted: bool
+) -> None:
+    """Each account stays below what was signed; the members were in both runs, for all that anybody knows."""
+    story.admit(contribution(n) for n in range(3))
+    read = story.ledger.size
+    story.later(HOUR)
+    for run, charged in zip(RUNS[:2], (USUAL, WHOLE_CLASS), strict=True):
+        story.epoch(run, [segment(0, read=read, length=steps)], of=plan(steps), scales={charged: 1.0})
+    story.sign()
+    found = verify(story.ledger.store, trust=Trust(plain=(GOVERNING.public,)))
+    assert (found.verified, found.trusted) == (True, trusted), found
+    assert any(note.startswith("bound clinical/") for note in found.notes) is not trusted
 
 
 def test_a_bound_that_was_signed_after_the_members_were_read(story: Story) -> None:

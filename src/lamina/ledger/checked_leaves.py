@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from threading import RLock
+from typing import NamedTuple
 
 from lamina.admit.attestation import window_rules
-from lamina.admit.keys import format_utc
+from lamina.admit.keys import PrivateKey, format_utc
 from lamina.errors import EncodingError, LedgerDamaged, LedgerError
 from lamina.ledger.governance_records import (
     GOVERNING_KINDS,
@@ -18,7 +19,7 @@ from lamina.ledger.governance_records import (
     PolicyChange,
     Role,
 )
-from lamina.ledger.key_state import GovernanceState, PolicyInForce, Violation, checkpoint_roots, leaf_bytes
+from lamina.ledger.key_state import GovernanceState, KeyState, PolicyInForce, Violation, checkpoint_roots, leaf_bytes
 from lamina.ledger.merkle import (
     Frontier,
     TileNodes,
@@ -43,7 +44,7 @@ from lamina.ledger.records import (
     decode_leaf,
 )
 from lamina.ledger.signed_checkpoint import NoteKey, parse_checkpoint
-from lamina.ledger.store.rows import LedgerHead, StoredCheckpoint, StoredLeaf, StoreReader, tile_reader
+from lamina.ledger.store.rows import LedgerHead, StoredCheckpoint, StoredLeaf, StoreReader, StoreWriter, tile_reader
 
 _LEAVES_AT_ONCE = 4096
 
@@ -58,6 +59,50 @@ def check_epoch_follows(record: Epoch, header: Header, size: int) -> None:
         if each.eligibility > size:
             problem = f"segment {each.index} was opened after {each.eligibility} leaves, the ledger has {size}"
             raise LedgerError("ledger.segment-from-future", problem, "give the size when its membership was frozen")
+
+
+class WriterMark(NamedTuple):
+    """Who has a key of the ledger wrote, or verified, all of its first `size` leaves. Beside the leaves, and signed.
+
+    It is written with the leaves, before they are committed, and so is no checkpoint: nobody may rely on it but who
+    signs the next one, and must tell what a trainer left that was killed from what somebody slipped into the store.
+    """
+
+    size: int
+    kid: bytes
+    signature: bytes
+
+    @classmethod
+    def sign(cls, origin: str, frontier: Frontier, key: PrivateKey) -> WriterMark:
+        return cls(frontier.size, key.public.id, key.sign(_mark_text(origin, frontier.size, frontier.root())))
+
+    @classmethod
+    def read(cls, rows: StoreReader) -> WriterMark | None:
+        found = rows.meta(_MARK)
+        return (
+            None
+            if found is None or len(found) != 104
+            else cls(int.from_bytes(found[:8], "big"), found[8:40], found[40:])
+        )
+
+    def write(self, rows: StoreWriter) -> None:
+        rows.put_meta(_MARK, self.size.to_bytes(8, "big") + self.kid + self.signature)
+
+    def holds(self, keys: KeyState, root: bytes, time: int) -> bool:
+        """Whether a key that may sign at that time made it, for a tree with this root."""
+        known = keys.history(self.kid)
+        return (
+            known is not None
+            and keys.why_not_signing(self.kid, time) is None
+            and known.public.verify(_mark_text(keys.origin, self.size, root), self.signature)
+        )
+
+
+_MARK = "written"
+
+
+def _mark_text(origin: str, size: int, root: bytes) -> bytes:
+    return f"lamina/written/1\n{origin}\n{size}\n".encode() + root
 
 
 class AdmissionRules:
@@ -92,11 +137,14 @@ class CheckedLeaves:
     What the newest checkpoint covers when it begins was checked by whoever signed that: of those leaves the governing
     records are replayed, found among all leaves and proven under that checkpoint. Every later leaf is read, unless this
     process wrote it itself.
+
+    vouched  the first so many leaves were written by who has a key of the ledger, or verified: they may be signed over
     """
 
     def __init__(self, header: Header) -> None:
         self._header = header
         self._frontier, self._time, self._epoch = Frontier(), 0, 0
+        self.vouched = 0
         self._state: GovernanceState | None = None
         self._turn = RLock()  # taken inside a transaction, never around one
 
@@ -110,9 +158,12 @@ class CheckedLeaves:
         self._state = None  # what stops here begins anew the next time
         if known is None or head.size < self._frontier.size:
             known = self._begin(rows, last)
-        source = rows.leaves(self._frontier.size, head.size)
-        while block := list(islice(source, _LEAVES_AT_ONCE)):
-            self._read(known, block, rows)
+        mark = WriterMark.read(rows)
+        if mark is not None and max(self._frontier.size, self.vouched + 1) <= mark.size <= head.size:
+            self._read_on(known, rows, mark.size)
+            if mark.holds(known, self._frontier.root(), self._time):
+                self.vouched = mark.size
+        self._read_on(known, rows, head.size)
         if self._frontier.encode() != head.frontier:
             problem = f"the tree of the ledger {self._header.origin!r} is not that of its leaves"
             raise LedgerDamaged("ledger.tree-differs", problem, _SOMEBODY_WROTE)
@@ -130,6 +181,7 @@ class CheckedLeaves:
                 assert isinstance(record, GoverningRecord)
                 self._state.apply(record, seq, data.leaf)
             self._frontier, self._time, self._epoch = Frontier.decode(after.frontier), after.time, after.epoch
+            self.vouched = after.size if self.vouched == head.size else self.vouched
             self._state.size = after.size
 
     # ----------------------------------------------------------------------------------- inside
@@ -137,8 +189,9 @@ class CheckedLeaves:
     def _begin(self, rows: StoreReader, last: StoredCheckpoint | None) -> GovernanceState:
         """Begin anew at the newest checkpoint, or before the first leaf."""
         state = GovernanceState(self._header, leaf_bytes(rows, 0))
-        self._frontier, self._time, self._epoch = Frontier(), 0, 0
+        self._frontier, self._time, self._epoch, self.vouched = Frontier(), 0, 0, 1  # the header is its owners' word
         if last is not None:
+            self.vouched = last.size
             tree, note = parse_checkpoint(last.text)
             nodes = TileNodes(tile_reader(rows))
             self._frontier = frontier_at(nodes, last.size)
@@ -146,7 +199,7 @@ class CheckedLeaves:
                 leaf = decode_leaf(data)
                 proof = inclusion_proof(nodes, seq, last.size)
                 if leaf.seq != seq or not verify_inclusion(leaf_hash(data.leaf), seq, last.size, proof, tree.root):
-                    raise _not_allowed(seq, KIND_NAMES[leaf.kind], "it is not the leaf that was signed")
+                    raise leaf_not_allowed(seq, KIND_NAMES[leaf.kind], "it is not the leaf that was signed")
                 if seq:
                     self._govern(state, leaf, data.leaf, rows)
             newest = decode_kept(leaf_bytes(rows, last.size - 1))
@@ -177,6 +230,11 @@ class CheckedLeaves:
                 remedy = "leave it out; lamina admit names every contribution that may not be admitted, and why"
                 raise LedgerError("ledger.contribution-not-allowed", problem, remedy)
 
+    def _read_on(self, state: GovernanceState, rows: StoreReader, stop: int) -> None:
+        source = rows.leaves(self._frontier.size, stop)
+        while block := list(islice(source, _LEAVES_AT_ONCE)):
+            self._read(state, block, rows)
+
     def _read(self, state: GovernanceState, block: Sequence[tuple[int, StoredLeaf]], rows: StoreReader) -> None:
         """Check leaves that somebody else wrote, or that were written before this process began."""
         frontier = self._frontier
@@ -185,24 +243,28 @@ class CheckedLeaves:
             try:
                 leaf = decode_leaf(data)
             except EncodingError as error:
-                raise _not_allowed(at, "leaf", error.problem) from None
+                raise leaf_not_allowed(at, "leaf", error.problem) from None
             if (seq, leaf.seq, leaf.epoch) != (at, at, self._epoch) or leaf.time < self._time:
-                raise _not_allowed(at, KIND_NAMES[leaf.kind], "its place, time or epoch is not that of the next leaf")
+                raise leaf_not_allowed(
+                    at, KIND_NAMES[leaf.kind], "its place, time or epoch is not that of the next leaf"
+                )
             record = leaf.record
             if isinstance(record, ContributionRecord):
                 if (wrong := rules.problem(record, leaf.time)) is not None:
-                    raise _not_allowed(at, KIND_NAMES[leaf.kind], wrong)
+                    raise leaf_not_allowed(at, KIND_NAMES[leaf.kind], wrong)
             elif isinstance(record, GoverningRecord):
                 self._govern(state, leaf, data.leaf, rows)
                 rules = AdmissionRules(self._header, state)
             elif isinstance(record, Epoch):
                 check_epoch_follows(record, self._header, at)
             elif isinstance(record, Header) and at:
-                raise _not_allowed(at, KIND_NAMES[leaf.kind], "a header may only be leaf 0")
+                raise leaf_not_allowed(at, KIND_NAMES[leaf.kind], "a header may only be leaf 0")
             elif isinstance(record, Aggregate) and record.horizon + state.retention > leaf.time:
-                raise _not_allowed(at, KIND_NAMES[leaf.kind], f"contributions are kept for {state.retention} s")
+                raise leaf_not_allowed(at, KIND_NAMES[leaf.kind], f"contributions are kept for {state.retention} s")
             elif isinstance(record, KeptContribution):
-                raise _not_allowed(at, KIND_NAMES[leaf.kind], "its body is missing, and no checkpoint covers it yet")
+                raise leaf_not_allowed(
+                    at, KIND_NAMES[leaf.kind], "its body is missing, and no checkpoint covers it yet"
+                )
             self._time, self._epoch = leaf.time, self._epoch + (leaf.kind is Epoch)
         frontier.extend(leaf_hashes([data.leaf for _, data in block]))
 
@@ -211,7 +273,7 @@ class CheckedLeaves:
         try:
             state.see(leaf.record, leaf.seq, leaf.time, data, checkpoint_roots(rows))
         except LedgerError as error:
-            raise _not_allowed(leaf.seq, KIND_NAMES[leaf.kind], f"{error.problem} [{error.code}]") from error
+            raise leaf_not_allowed(leaf.seq, KIND_NAMES[leaf.kind], f"{error.problem} [{error.code}]") from error
 
 
 _SOMEBODY_WROTE = "find out who wrote into the store past its rules, and restore the ledger from a copy"
@@ -229,6 +291,6 @@ def _leaves_that_govern(rows: StoreReader, size: int) -> Iterator[tuple[int, Sto
         raise LedgerDamaged("ledger.leaf-missing", f"{there} of {size} signed leaves are there", _SOMEBODY_WROTE)
 
 
-def _not_allowed(seq: int, kind: str, why: str) -> LedgerError:
+def leaf_not_allowed(seq: int, kind: str, why: str) -> LedgerError:
     problem = f"leaf {seq} ({kind}) may not stand in the ledger: {why}"
     return LedgerError("ledger.leaf-not-allowed", problem, _SOMEBODY_WROTE)

@@ -244,6 +244,9 @@ class GovernanceState(KeyState):
     last         hash of the leaf of the last governing record; of leaf 0 before the first
     policy       header or policy change in force
     witnesses, retention   in force
+    independent            governing keys that no single other one let in, nor itself: those of the header, and who two of
+                           these added. A verifier adds those whom it trusts
+    loosened_alone         leaves that two keys had to authorise, of which fewer than two are independent
     """
 
     def __init__(self, header: Header, leaf: bytes) -> None:
@@ -255,6 +258,8 @@ class GovernanceState(KeyState):
         self.policy: Header | PolicyChange = header
         self.witnesses, self.retention = header.witnesses, header.retention
         self.additions: list[KeyAddition] = []
+        self.independent = {each.id for each in header.keys if each.role is Role.GOVERNING}
+        self.loosened_alone: list[int] = []
 
     # ----------------------------------------------------------------------------------- replaying
 
@@ -269,7 +274,14 @@ class GovernanceState(KeyState):
 
     def see(self, record: GoverningRecord, seq: int, time: int, data: bytes, root_of: RootAt) -> None:
         """Check and apply the governing record of that leaf; LedgerError if it is not authorised."""
-        self.check(record, seq, time, root_of)
+        signers = self.check(record, seq, time, root_of) & self.independent
+        if len(signers) < 2 and self.needs_two(record, time):
+            self.loosened_alone.append(seq)
+        for event in record.events if isinstance(record, KeyEvents) else ():
+            if (new := event.key) is not None and new.role is Role.GOVERNING:
+                replaces = event.change is KeyChange.ROTATE and event.target in self.independent
+                self.independent -= {event.target} if replaces else set()
+                self.independent |= {new.id} if replaces or len(signers) > 1 else set()
         self.apply(record, seq, data)
 
     def apply(self, record: GoverningRecord, seq: int, data: bytes) -> None:
@@ -328,7 +340,11 @@ class GovernanceState(KeyState):
         `root_of` gives the root of the checkpoint of a size, None if there is none.
         """
         given = self.check_follows(record, seq, time, root_of)
-        roles = (Role.LEDGER,) if self._replaces_itself(record, given) else (Role.GOVERNING,)
+        itself = isinstance(record, KeyEvents) and self._replaces_itself(record, given)
+        if itself and isinstance(record, KeyEvents) and record.events[0].effective > time:
+            problem = f"a ledger key lets another take over only from {format_utc(record.events[0].effective)} on"
+            raise LedgerError("ledger.self-rotation-later", problem, "let it take over at once, or ask a governing key")
+        roles = (Role.LEDGER,) if itself else (Role.GOVERNING,)
         signers, wrong = self.signers(governing_message(record), given.signatures, roles, time)
         if wrong is not None:
             problem = f"a signature of the change does not count: {wrong.reason}"
@@ -365,13 +381,11 @@ class GovernanceState(KeyState):
         keys = (event.key, None if event.target is None else self.get(event.target))
         return {key.role for key in keys if key is not None}
 
-    def _replaces_itself(self, record: GoverningRecord, given: Authorization) -> bool:
+    def _replaces_itself(self, record: KeyEvents, given: Authorization) -> bool:
         """Whether a ledger key lets another take over from itself."""
-        if not isinstance(record, KeyEvents) or len(record.events) != 1:
-            return False
         event = record.events[0]
         rotation = event.change is KeyChange.ROTATE and self._roles_of(event) == {Role.LEDGER}
-        return rotation and {each.key for each in given.signatures} == {event.target}
+        return rotation and len(record.events) == 1 and {each.key for each in given.signatures} == {event.target}
 
     def _check_change(self, record: GoverningRecord, time: int) -> None:
         """LedgerError unless the change itself may follow, whoever signed it."""

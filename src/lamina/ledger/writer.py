@@ -13,9 +13,9 @@ from lamina.admit.keys import PrivateKey
 from lamina.errors import LedgerDamaged, LedgerError, StoreLost
 from lamina.ledger import signed_checkpoint as notes
 from lamina.ledger.append import AppendBatch, AppendContext, UnindexedKeys, check_may_follow
-from lamina.ledger.checked_leaves import CheckedLeaves
+from lamina.ledger.checked_leaves import CheckedLeaves, WriterMark, leaf_not_allowed
 from lamina.ledger.contribution_columns import first_index_difference
-from lamina.ledger.governance_records import Aggregate, GoverningRecord, Header, KeyEvent, KeyEvents, Role
+from lamina.ledger.governance_records import Aggregate, GoverningRecord, Header, KeyEvent, KeyEvents, Release, Role
 from lamina.ledger.key_state import (
     G,
     GovernanceState,
@@ -27,7 +27,7 @@ from lamina.ledger.key_state import (
 )
 from lamina.ledger.merkle import Frontier
 from lamina.ledger.reader import LedgerReader
-from lamina.ledger.records import Record
+from lamina.ledger.records import KIND_NAMES, Record, decode_leaf
 from lamina.ledger.schema import next_leaf_time
 from lamina.ledger.signed_checkpoint import TreeSignature
 from lamina.ledger.store.rows import (
@@ -41,6 +41,7 @@ from lamina.ledger.store.rows import (
     head_of,
 )
 from lamina.ledger.store.sqlite import make_store
+from lamina.ledger.verify.verifier import verify_rows
 
 T = TypeVar("T")
 Clock = Callable[[], float]
@@ -244,6 +245,8 @@ class Ledger(LedgerReader):
             context = AppendContext(head, now, self.header.epoch_clock, previous, self._tail, check_contributions)
             seqs = batch.write(rows, context)
             before.append(head)
+            if self._key is not None and batch.after is not None:
+                self._mark(rows, head, batch.after, now)
             if also_write is not None:
                 also_write(rows, seqs)
             if self.store.remote:
@@ -264,6 +267,12 @@ class Ledger(LedgerReader):
                 self._tail.grow(batch.new_index_keys, batch.stop)
         return seqs
 
+    def _mark(self, rows: StoreWriter, head: LedgerHead, after: LedgerHead, now: int) -> None:
+        """Say in the store that all leaves so far may be signed over, if they may."""
+        keys, key = self._checked.follow(rows, head), self.signing_key()
+        if self._checked.vouched == head.size and keys.why_not_signing(key.public.id, now) is None:
+            WriterMark.sign(self.origin, Frontier.decode(after.frontier), key).write(rows)
+
     # ----------------------------------------------------------------------------------- checkpoints
 
     def checkpoint(self) -> str:
@@ -279,7 +288,10 @@ class Ledger(LedgerReader):
             keys = self._checked.follow(rows, head)
             if (there := rows.checkpoint(head.size)) is None:
                 check_key_may_sign(keys, key, head.time)
-                next_leaf_time(head.time, self._clock())  # nothing is signed that lies in the future
+                now = next_leaf_time(head.time, self._clock())  # nothing is signed that lies in the future
+                if self._checked.vouched < head.size:
+                    check_unvouched(rows, self._checked.vouched, head.size, now)
+                    self._checked.vouched = head.size
                 rows.put_meta("signing", head.size.to_bytes(8, "big"))
             return head, there, last
 
@@ -378,6 +390,25 @@ def _refuse_reserved(records: Sequence[Record]) -> None:
         if type(record) in _RESERVED_KINDS:
             problem = f"a {type(record).__name__} cannot be appended"
             raise LedgerError("ledger.record-reserved", problem, "create writes the header, and prune aggregates")
+
+
+def check_unvouched(rows: StoreReader, first: int, size: int, now: int) -> None:
+    """LedgerError unless leaves from `first` on, which nobody wrote who has the ledger's key, may be signed over.
+
+    All of the ledger must verify. Some records nobody but the keeper writes; and leave for a change that has ended by
+    the signer's clock has ended, whatever the time of the leaf says.
+    """
+    for seq, data in rows.leaves(first, size):
+        kind, *_, record = decode_leaf(data)
+        why = "only who has the key of the ledger writes it" if isinstance(record, Release | Aggregate) else ""
+        if isinstance(record, GoverningRecord) and record.authorization is not None:
+            why = "leave for the change has ended meanwhile" if now >= record.authorization.expires else ""
+        if why:
+            raise leaf_not_allowed(seq, KIND_NAMES[kind], why)
+    if (found := verify_rows(rows, now=now).problem) is not None:
+        raise leaf_not_allowed(
+            first if found.index is None else found.index, found.kind, f"{found.reason} [{found.code}]"
+        )
 
 
 class ConcurrentAppend(Exception):

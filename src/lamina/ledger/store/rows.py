@@ -153,7 +153,7 @@ class StoreReader:
         if not found:
             return None
         size, time, epoch, indexed, frontier = found[0]
-        return LedgerHead(size, time, epoch, indexed, bytes(frontier))
+        return LedgerHead(size, time, epoch, indexed, _as_bytes(frontier))
 
     def leaf(self, seq: int) -> StoredLeaf | None:
         """A leaf with its body; None if it is not there."""
@@ -179,7 +179,7 @@ class StoreReader:
     def _leaves(self, condition: str, first: int, stop: int) -> Iterator[tuple[int, StoredLeaf]]:
         query = f"SELECT seq, data, body FROM leaf WHERE {condition}seq >= ? AND seq < ? ORDER BY seq LIMIT ?"
         for seq, data, body in self._range(query, first, stop):
-            yield seq, StoredLeaf(bytes(data), None if body is None else bytes(body))
+            yield seq, StoredLeaf(_as_bytes(data), None if body is None else _as_bytes(body))
 
     def tile(self, level: int, index: int) -> bytes | None:
         """A tile as far as it is filled."""
@@ -208,7 +208,7 @@ class StoreReader:
     def evidences(self, first: int, stop: int) -> Iterator[tuple[int, bytes]]:
         """(seq, bytes) of those in [first, stop) that are there, in order, in bounded memory."""
         query = "SELECT seq, data FROM evidence WHERE seq >= ? AND seq < ? ORDER BY seq LIMIT ?"
-        return ((seq, bytes(data)) for seq, data in self._range(query, first, stop))
+        return ((seq, _as_bytes(data)) for seq, data in self._range(query, first, stop))
 
     def blob(self, digest: bytes) -> bytes | None:
         """Bytes by their SHA-256 (a plan, a manifest)."""
@@ -222,7 +222,7 @@ class StoreReader:
     def find_between(self, first: bytes, last: bytes, limit: int) -> list[tuple[bytes, int]]:
         """(key, seq) of indexed leaves whose key is in [first, last], in order; at most so many."""
         query = "SELECT key, seq FROM known WHERE key >= ? AND key <= ? ORDER BY key, seq LIMIT ?"
-        return [(bytes(key), seq) for key, seq in self._db.rows(query, first, last, limit)]
+        return [(_as_bytes(key), seq) for key, seq in self._db.rows(query, first, last, limit)]
 
     def attempt(self, run: bytes, segment: int, generation: int) -> int | None:
         """The leaf of the epoch that closed an attempt."""
@@ -250,13 +250,13 @@ class StoreReader:
         query = "SELECT key, seq FROM known WHERE key > ? OR (key = ? AND seq > ?) ORDER BY key, seq LIMIT ?"
         key, seq = b"", -1
         while found := self._db.rows(query, key, key, seq, _ROWS_AT_ONCE):
-            yield from ((bytes(one), at) for one, at in found)
-            key, seq = bytes(found[-1][0]), found[-1][1]
+            yield from ((_as_bytes(one), at) for one, at in found)
+            key, seq = _as_bytes(found[-1][0]), found[-1][1]
 
     def attempts(self) -> Iterator[AttemptRow]:
         """Every attempt that an epoch closed."""
         query = "SELECT run, segment, generation, seq FROM attempt"
-        return (AttemptRow(bytes(run), *rest) for run, *rest in self._db.rows(query))
+        return (AttemptRow(_as_bytes(run), *rest) for run, *rest in self._db.rows(query))
 
     def too_long(self) -> str | None:
         """A column that holds more bytes than it may, and in which row; they are counted, and not read."""
@@ -271,7 +271,7 @@ class StoreReader:
     def batch(self, writer: bytes) -> WriterBatch | None:
         """The last batch of a writer."""
         found = self._db.rows("SELECT token, seqs FROM writer WHERE id = ?", writer)
-        return WriterBatch(bytes(found[0][0]), bytes(found[0][1])) if found else None
+        return WriterBatch(_as_bytes(found[0][0]), _as_bytes(found[0][1])) if found else None
 
     def meta(self, name: str) -> bytes | None:
         """A small thing by its name."""
@@ -280,7 +280,7 @@ class StoreReader:
     def runs(self) -> list[RunRow]:
         """Every run, by id."""
         found = self._db.rows("SELECT id, label, day, finished FROM run ORDER BY id")
-        return [RunRow(bytes(id), label, day, bool(finished)) for id, label, day, finished in found]
+        return [RunRow(_as_bytes(id), label, day, bool(finished)) for id, label, day, finished in found]
 
     def hold(self, run: bytes, segment: int, generation: int) -> RunHold | None:
         """One of them."""
@@ -299,7 +299,7 @@ class StoreReader:
         columns = "run, segment, generation, nonce, leaf, body"
         query = f"SELECT {columns} FROM held WHERE {condition} ORDER BY run, segment, generation"
         return [
-            RunHold(bytes(run), segment, generation, bytes(nonce), leaf, bytes(body))
+            RunHold(_as_bytes(run), segment, generation, _as_bytes(nonce), leaf, _as_bytes(body))
             for run, segment, generation, nonce, leaf, body in self._db.rows(query, *values)
         ]
 
@@ -313,20 +313,20 @@ class StoreReader:
 
     def terms(self) -> dict[str, bytes]:
         """By account."""
-        return {account: bytes(body) for account, body in self._db.rows("SELECT account, body FROM terms")}
+        return {account: _as_bytes(body) for account, body in self._db.rows("SELECT account, body FROM terms")}
 
     def tokens(self, keys: Sequence[bytes]) -> set[bytes]:
         """Those of these keys that are there."""
         parts = (keys[at : at + _ROWS_AT_ONCE] for at in range(0, len(keys), _ROWS_AT_ONCE))
-        return {bytes(key) for part in parts for (key,) in self._db.find("token", "key", part)}
+        return {_as_bytes(key) for part in parts for (key,) in self._db.find("token", "key", part)}
 
     def all_tokens(self) -> set[bytes]:
         """Every one that is there."""
-        return {bytes(key) for (key,) in self._db.rows("SELECT key FROM token")}
+        return {_as_bytes(key) for (key,) in self._db.rows("SELECT key FROM token")}
 
     def _bytes(self, query: str, value: Any) -> bytes | None:
         found = self._db.rows(query, value)
-        return bytes(found[0][0]) if found else None
+        return _as_bytes(found[0][0]) if found else None
 
     def _number(self, query: str, *values: Any) -> int | None:
         found = self._db.rows(query, *values)
@@ -411,9 +411,16 @@ class StoreWriter(StoreReader):
         self._db.rows("DELETE FROM evidence WHERE seq >= ? AND seq < ?", first, stop)
 
 
+def _as_bytes(value: Any) -> bytes:
+    """What a column of bytes holds; SQLite lets it hold anything, of which `bytes` would make what is not there."""
+    if type(value) is not bytes:
+        raise TypeError(f"{type(value).__name__} where bytes belong")
+    return value
+
+
 def _checkpoint_of_row(row: tuple[Any, ...]) -> StoredCheckpoint:
     size, text, seal = row
-    return StoredCheckpoint(size, text, bytes(seal))
+    return StoredCheckpoint(size, text, _as_bytes(seal))
 
 
 def _upsert(table: str, key: Sequence[str], changes: Sequence[str], fixed: Sequence[str] = ()) -> str:
@@ -466,7 +473,7 @@ def tile_reader(rows: StoreReader) -> ReadTile:
 # held        what has no leaf: the reservation of a run's plan, and attempts that are open
 # terms       the bound at which an account was last found to have room
 # token       (key, token) of attestations that were admitted, hashed: none is admitted twice
-# meta        version of the tables
+# meta        version of the tables, and what leaves a keeper wrote: see checked_leaves.WriterMark
 
 # {number}, {bytes}, {sorted}: what the dialects call a 64-bit integer, bytes, and a table kept in order of its key
 TABLES = (

@@ -479,6 +479,7 @@ class EpochChecks:
         self._charges = ChargeChecks()
         self._previous = -1
         self.epochs_without_account = 0  # epochs without an account for a bound that somebody eligible signed
+        self._left_out: dict[Bound, list[EpochCharge]] = {}  # what their class was charged there
 
     def see(self, leaf: Leaf, time: int, digests: Mapping[bytes, int]) -> None:
         """`time` is that of the leaf before, `digests` are of the checkpoints before."""
@@ -498,6 +499,19 @@ class EpochChecks:
             fail(leaf.seq, Epoch, "verify.accountant-state-differs", reason)
         self.runs.add(record.run)
         self._charged.setdefault((record.run, record.plan), set()).update(each.bound for each in record.accounts)
+
+    def beyond_signed(self) -> list[str]:
+        """Bounds that some epochs charge and others leave out, and that lost more than was signed if none did, in words.
+
+        A keeper who charges the members of a class now by their bound and now only as a class splits what they lose.
+        """
+        found = []
+        for bound, charges in self._left_out.items():
+            most = signed_spend(bound[2], self._header.delta)
+            if self.spending.events(bound) and (spend := nano_epsilon(self.spending.epsilon(bound, charges))) > most:
+                lost = f"ε = {_epsilon_text(spend)}, and signed {_epsilon_text(most)}"
+                found.append(f"bound {'/'.join(map(str, bound))} lost up to {lost}")
+        return found
 
     def check_generations(self, held: Iterable[tuple[bytes, int, int]]) -> int:
         """Check that the generations of every segment are there: in a leaf, open, or said to be unrecorded.
@@ -634,6 +648,9 @@ class EpochChecks:
         signed = {(bound, read) for cls in trained for read in reads for bound in members.bounds(cls, read)}
         left_out = {bound for bound, read in signed if bound not in here and members.eligible(bound, read, ended)}
         self.epochs_without_account += bool(left_out)
+        whole = {each.cls: each.charges for each in record.accounts if each.bound == (each.cls, 0, 0)}
+        for bound in left_out:
+            self._left_out.setdefault(bound, []).extend(whole.get(bound[0], ()))
         uneven = plan.injection.occurrences is not None or adaptive_order(plan) is not None
         for cls in sorted(cls for cls in trained if (cls, 0, 0) not in here):
             charged = any(bound[0] == cls and bound in here for bound, _ in signed)

@@ -128,12 +128,15 @@ class Trust:
     def governing(self, header: Header, now: int | None = None) -> set[bytes]:
         """The governing keys of the header that are trusted; stops with a finding if others were expected."""
         known = {each.id for each in header.keys if each.role is Role.GOVERNING}
-        named = self._of_role(Role.GOVERNING, now)
-        found = known & {*(key.id for key in self.plain), *(each.id for each in named)}
-        if named and not found:
+        found = known & self.owners(now)
+        if self._of_role(Role.GOVERNING, now) and not found:
             reason = f"no trusted governing key signed the header: {SIGNED_ANEW}"
             fail(0, TRUSTED_KEYS, "verify.header-not-by-trusted-key", reason)
         return found
+
+    def owners(self, now: int | None = None) -> set[bytes]:
+        """The governing keys that are trusted, of any ledger."""
+        return {*(key.id for key in self.plain), *(each.id for each in self._of_role(Role.GOVERNING, now))}
 
     def witnesses(self, now: int | None = None) -> WitnessQuorum | None:
         """The witnesses of the ring, by their labels, and how many of them must have cosigned: all, if it says nothing."""

@@ -332,6 +332,8 @@ class LedgerReplay:
         self.epochs = EpochChecks(self.header, rows, self.policy, self.withdrawals, self._members)
         self.aggregates = AggregateChecks(self.header, self.keys, self._tallies)
         self.pinned: set[bytes] = set() if trust is None else trust.governing(self.header, now)
+        self.keys.independent |= self.pinned if trust is None else trust.owners(now)
+        self.beyond_signed: list[str] = []
         trusted = None  # the ledger's own keys count
         if trust is not None:
             mine = [each for each in trust.keys(self.header.origin, now) if each.id not in self.pinned]
@@ -454,6 +456,7 @@ class LedgerReplay:
         self.held = unrecorded_spend(self._rows)
         held = [(each.run, each.segment, each.generation) for each in self._rows.holds() if each.attempt]
         self.unrecorded = self.epochs.check_generations(held)
+        self.beyond_signed = self.epochs.beyond_signed()
         self._check_pruned()
         self._seen.finish(size, self.checkpoints.accepted(self.keys).values())
         self._check_trust()
@@ -533,7 +536,7 @@ def verify(
     try:
         store = opened = make_store(where, readonly=True) if isinstance(where, str | os.PathLike) else where
         with store.read() as rows:
-            return _verify_rows(rows, trust, known, signatures, now, progress)
+            return verify_rows(rows, trust, known, signatures, now, progress)
     except (LedgerDamaged, StoreError) as error:
         if opened is None and not isinstance(error, LedgerDamaged):
             raise
@@ -543,10 +546,11 @@ def verify(
             opened.close()
 
 
-def _verify_rows(
-    rows: StoreReader, trust: Trust | None, seen: list[KnownCheckpoint], signatures: bool, now: int | None,
-    progress: Progress | None,
+def verify_rows(
+    rows: StoreReader, trust: Trust | None = None, seen: Sequence[KnownCheckpoint] = (), signatures: bool = True,
+    now: int | None = None, progress: Progress | None = None,
 ) -> Verification:  # fmt: skip
+    """`verify`, in a view of a store or inside a transaction."""
     replay: LedgerReplay | None = None
     problem: Finding | None = None
     try:
@@ -554,13 +558,12 @@ def _verify_rows(
         replay.run(progress)
     except VerificationStopped as error:
         problem = error.problem
-    except (TypeError, ValueError) as error:  # text or nothing where a store has bytes
+    except (TypeError, ValueError, OverflowError) as error:  # text or nothing where a store has bytes
         at = None if replay is None else replay.tree.size
         problem = Finding(at, STORE, "verify.row-wrong-type", f"a row of the store holds a wrong type: {error}")
     if replay is None:
         assert problem is not None
-        head = rows.head()
-        return _unreadable_report(problem, 0 if head is None else head.size)
+        return _unreadable_report(problem, 0)
     found = (problem, replay.contributions.repeats.first(rows), _first_wrong_spend(replay, problem))
     real = [each for each in found if each is not None]
     return _report(replay, min(real, key=lambda f: 1 << 63 if f.index is None else f.index, default=None), trust)
@@ -584,7 +587,9 @@ def _report(replay: LedgerReplay, problem: Finding | None, trust: Trust | None) 
         trusted=problem is None
         and bool(replay.pinned)
         and replay.attestations is not None
-        and not replay.aggregates.not_countersigned,
+        and not replay.aggregates.not_countersigned
+        and not replay.keys.loosened_alone
+        and not replay.beyond_signed,
         origin=replay.header.origin,
         size=replay.head.size,
         root=replay.tree.root() if whole else None,
@@ -644,6 +649,10 @@ def _report_notes(replay: LedgerReplay, trust: Trust | None) -> Iterable[str]:
             f"{pluralize(count, 'epoch has', 'epochs have')} no account for a bound that an eligible contribution signed: "
             "only the ledger says that it was left out there"
         )
+    for wrong in replay.beyond_signed:
+        yield f"{wrong}, if nobody was left out where only its class is charged: what the ledger says of it is not trusted"
+    for seq in replay.keys.loosened_alone:
+        yield f"leaf {seq} protects less than before, by governing keys of which one let the other in: trust both by --trust"
     if count := replay.unrecorded:
         yield (
             f"{pluralize(count, 'attempt was', 'attempts were')} left out by later generations: only the ledger says that a "

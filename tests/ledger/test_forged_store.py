@@ -1,0 +1,171 @@
+"""Whoever can write the store and has no key: what an honest keeper signs over, and what a verifier makes of it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from build import begin, contribution
+from forge import sealed
+from forger import KEYS, TERMS, Forger, add, rotate
+from making import GOVERNING, LEDGER, ORIGIN, OTHER, START, Clock, create, digest
+from refusals import raises_code
+
+from lamina.admit.key_ring import KeyRing
+from lamina.ledger.governance_records import Release
+from lamina.ledger.verify.tree_checks import Trust
+from lamina.ledger.verify.verifier import verify
+from lamina.ledger.writer import Ledger
+
+OWNER, TRAINER, SECRET = (digest("key", name) for name in ("governing", "ledger", "other"))
+PERSON = {1: [add(SECRET, 2, "contributor-x", START)]}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("honest") / "ledger.db"
+    story = begin(str(path))
+    story.admit(contribution(n) for n in range(3))
+    story.sign()
+    story.ledger.close()
+    return path
+
+
+@pytest.fixture
+def forged(made: Path, tmp_path: Path) -> Forger:
+    return Forger(str(shutil.copy(made, tmp_path / "ledger.db")))
+
+
+def opened(forged: Forger, now: int = START) -> Ledger:
+    return Ledger.open(forged.path, LEDGER, clock=Clock(now))
+
+
+def slip_contribution(forged: Forger) -> None:
+    """In the name of somebody who is enrolled, whose key made none of it."""
+    one = contribution(9).record
+    kept = {
+        6: digest("nobody"),
+        7: one.expires,
+        8: one.terms.cls,
+        9: one.terms.clip_norm,
+        10: one.terms.noise_multiplier,
+    }
+    body = {1: one.attestation, 2: one.key, 3: one.not_before, 4: one.terms.data_class}
+    seq = forged.append(2, body, kept=kept)
+    forged.sql("INSERT INTO evidence (seq, data) VALUES (?, ?)", seq, contribution(9).attestation)
+
+
+def slip_epoch(forged: Forger) -> None:
+    segment = {1: 0, 2: 0, 3: b"n" * 16, 4: 0, 5: 10, 6: 1, 7: 1}
+    forged.append(3, {1: b"r" * 16, 2: [segment], 3: digest("plan"), 4: ["1.0"], 5: [], 6: digest("state")})
+    forged.sql("UPDATE head SET epoch = 1")
+
+
+def slip_aggregate(forged: Forger) -> None:
+    totals = [{1: "clinical", 2: 1, 3: 0, 4: 0}]
+    forged.append(6, {1: [{1: 1, 2: 2}], 2: 0, 3: totals, 4: digest("pruned"), 5: []})
+
+
+@pytest.mark.parametrize(
+    "slip",
+    [
+        slip_contribution,
+        slip_epoch,
+        slip_aggregate,
+        lambda forged: forged.append(8, {1: digest("a manifest"), 2: [b"r" * 16]}),
+    ],
+    ids=["contribution", "epoch", "aggregate", "release"],
+)
+def test_nothing_is_signed_over_that_would_not_verify_or_that_only_the_keeper_writes(
+    forged: Forger, slip: Callable[[Forger], Any]
+) -> None:
+    slip(forged)
+    with opened(forged) as ledger, raises_code("ledger.leaf-not-allowed"):
+        ledger.checkpoint()
+
+
+def test_leave_that_has_ended_is_not_used_by_back_dating(forged: Forger) -> None:
+    forged.append(KEYS, forged.governing(KEYS, PERSON, OWNER))
+    with opened(forged, START + 1000) as ledger, raises_code("ledger.leaf-not-allowed"):
+        ledger.checkpoint()
+    with opened(forged, START + 999) as ledger:
+        ledger.checkpoint()
+    with opened(forged, START + 1000) as ledger:
+        ledger.checkpoint()  # it was signed in time
+
+
+def killed_keeper(forged: Forger) -> None:
+    """A keeper appended a release, and was killed before it signed."""
+    with opened(forged) as ledger:
+        ledger.append([Release(manifest=digest("a manifest"), runs=(b"r" * 16,))])
+
+
+def test_what_a_keeper_wrote_who_was_killed_is_signed(forged: Forger) -> None:
+    killed_keeper(forged)
+    with opened(forged) as ledger:
+        ledger.checkpoint()
+
+
+@pytest.mark.parametrize("change", ["more", "another", "bent"])
+def test_the_mark_of_a_keeper_is_for_the_leaves_that_it_wrote(forged: Forger, made: Path, change: str) -> None:
+    killed_keeper(forged)
+    ((mark,),) = forged.sql("SELECT value FROM meta WHERE name = 'written'")
+    if change == "bent":
+        forged.sql("UPDATE meta SET value = ? WHERE name = 'written'", mark[:-1] + bytes([mark[-1] ^ 1]))
+    elif change == "another":
+        shutil.copy(made, forged.path)
+        forged.append(8, {1: digest("another manifest"), 2: [b"r" * 16]})
+        forged.sql("INSERT OR REPLACE INTO meta (name, value) VALUES ('written', ?)", mark)
+    else:
+        forged.append(8, {1: digest("another manifest"), 2: [b"r" * 16]})
+    with opened(forged) as ledger:
+        with raises_code("ledger.leaf-not-allowed"):
+            ledger.checkpoint()
+        ledger.append([contribution(5).record], [contribution(5).attestation])  # a keeper vouches for its own leaves
+    with opened(forged) as ledger, raises_code("ledger.leaf-not-allowed"):
+        ledger.checkpoint()
+
+
+def test_an_owner_who_lets_another_in_is_still_one(tmp_path: Path) -> None:
+    """A second key that the first one added alone: what takes two is not trusted, unless both are known elsewhere."""
+    forged = Forger(str(tmp_path / "ledger.db"))
+    create(forged.path).close()
+    forged.append(KEYS, forged.governing(KEYS, {1: [add(SECRET, 6, "second.example", START)]}, OWNER))
+    sealed(forged.path, LEDGER)
+    assert verify(forged.path, trust=Trust(plain=(GOVERNING.public,))).trusted
+    forged.append(TERMS, forged.governing(TERMS, {2: 60}, OWNER, SECRET))
+    sealed(forged.path, LEDGER)
+    found = verify(forged.path, trust=Trust(plain=(GOVERNING.public,)))
+    assert found.verified and not found.trusted and any("one let the other in" in note for note in found.notes)
+    both = KeyRing()
+    for one in (GOVERNING, OTHER):
+        both.add(one.public, label=one.public.name[:8], role="governing")
+    assert verify(forged.path, trust=Trust(ring=both)).trusted
+
+
+def test_a_key_of_the_ledger_replaces_itself_at_once_or_not_at_all(forged: Forger) -> None:
+    later = {1: [rotate(TRAINER, digest("key", "next"), 1, ORIGIN, START + 1)]}
+    forged.append(KEYS, forged.governing(KEYS, later, TRAINER))
+    sealed(forged.path, LEDGER)
+    found = verify(forged.path)
+    assert found.problem is not None and found.problem.code == "ledger.self-rotation-later"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "UPDATE head SET frontier = 9223372036854775807",
+        "UPDATE head SET frontier = 'text'",
+        "UPDATE checkpoint SET seal = 9223372036854775807",
+        "UPDATE leaf SET body = 1000000000000 WHERE seq = 2",
+        "UPDATE evidence SET data = 1000000000000",
+    ],
+)
+def test_numbers_and_texts_where_bytes_belong(forged: Forger, change: str) -> None:
+    """`bytes` of a number are so many zeros."""
+    forged.sql(change)
+    found = verify(forged.path)
+    assert found.problem is not None and found.problem.code.startswith("verify.")
