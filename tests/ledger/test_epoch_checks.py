@@ -184,6 +184,21 @@ def test_a_generation_that_is_still_open(story: Story) -> None:
     with story.ledger.store.write() as rows:
         rows.put_hold(RunHold(RUNS[0], 0, 0, bytes(16), None, b""))
     assert code_of(story) is None
+    assert (
+        code_of(story, trust=Trust(plain=(GOVERNING.public,))) == "verify.generation-missing"
+    )  # the store is no evidence
+
+
+def test_a_plan_at_another_delta_than_the_ledger_is_told(tmp_path: Path) -> None:
+    """Also of a class that comes from a plan and has no policy."""
+    bare = tuple(dataclasses.replace(each, clip_norm=0, noise_multiplier=0) for each in PRESETS)
+    story = begin(str(tmp_path / "b.db"), presets=bare)
+    classes = (dataclasses.replace(plan().classes[0], delta=1e-4), plan().classes[1])
+    closed(story, of=plan(classes=classes), scales={WHOLE_CLASS: 1.0})
+    story.sign()
+    found = verify(story.ledger.store)
+    assert found.verified and any("δ = 0.0001" in note for note in found.notes)
+    story.ledger.close()
 
 
 # ------------------------------------------------------------------------------ noise that a rule moves

@@ -15,7 +15,9 @@ from making import GOVERNING, LEDGER, ORIGIN, OTHER, START, Clock, create, diges
 from refusals import raises_code
 
 from lamina.admit.key_ring import KeyRing
+from lamina.ledger.checked_leaves import cut_unsigned
 from lamina.ledger.governance_records import Release
+from lamina.ledger.store.sqlite import SqliteStore
 from lamina.ledger.verify.tree_checks import Trust
 from lamina.ledger.verify.verifier import verify
 from lamina.ledger.writer import Ledger
@@ -169,3 +171,31 @@ def test_numbers_and_texts_where_bytes_belong(forged: Forger, change: str) -> No
     forged.sql(change)
     found = verify(forged.path)
     assert found.problem is not None and found.problem.code.startswith("verify.")
+
+
+@pytest.mark.parametrize("slip", [slip_contribution, slip_epoch, "garbage", "beyond the head"])
+def test_the_way_out_is_a_copy_without_what_nobody_signed(
+    forged: Forger, tmp_path: Path, slip: Callable[[Forger], Any] | str
+) -> None:
+    """What a keeper wrote who was killed stays, and so does everything that is signed."""
+    with opened(forged) as ledger:
+        (kept,) = ledger.append([contribution(6).record], [contribution(6).attestation])
+    if slip == "garbage":
+        seq = forged.append(9, {1: b"garbage"})
+        forged.sql("UPDATE leaf SET data = ? WHERE seq = ?", b"garbage", seq)
+    elif slip == "beyond the head":
+        forged.sql("INSERT INTO leaf (seq, kind, data, body) VALUES (?, 2, ?, ?)", kept + 1, b"garbage", b"")
+    elif callable(slip):
+        slip(forged)
+    mended = str(tmp_path / "mended.db")
+    store = SqliteStore(forged.path)
+    store.copy(mended)
+    store.close()
+    store = SqliteStore(mended)
+    assert [seq for seq, _ in cut_unsigned(store)] == [kept + 1]
+    store.close()
+    with Ledger.open(mended, LEDGER, clock=Clock()) as ledger:
+        assert ledger.size == kept + 1
+        ledger.append([contribution(9).record], [contribution(9).attestation])
+        ledger.checkpoint()
+    assert verify(mended, trust=Trust(plain=(GOVERNING.public,))).trusted

@@ -310,6 +310,8 @@ def test_a_revocation_in_the_ledger_holds_under_an_older_ring(clinic: Clinic) ->
     clinic.admit(given)
     clinic.keys = older
     again = [*given, clinic.offer("c", who=BOB)]
+    with Ledger.open(clinic.where, LEDGER, clock=clinic.clock) as ledger:  # before anything is written, too
+        assert reasons(clinic.gate(ledger).review(again, enter=False)) == {"b": "revoked-key", "c": "revoked-key"}
     assert reasons(clinic.admit(again)) == {"b": "revoked-key", "c": "revoked-key"}
     check(clinic.where)
 

@@ -26,11 +26,12 @@ from lamina.corpus.sampler import Sampler
 from lamina.engine.engine import Engine
 from lamina.errors import BudgetExceeded
 from lamina.ledger.reader import LedgerReader
-from lamina.ledger.records import MAX_NOISE_VALUES, Epoch
+from lamina.ledger.records import MAX_NOISE_VALUES, Epoch, SegmentOutcome
 from lamina.ledger.verify.verifier import verify
 from lamina.plan.rules import Choose, FollowBudget, FollowEnergy, FollowQuantile
 from lamina.spend.accounts import charges_in_declared_steps, follows_budget, plan_charges
 from lamina.train import segments
+from lamina.train.run import Run
 
 LAMINAS: dict[str, Any] = {
     "shares": LADP(),
@@ -122,6 +123,27 @@ def test_a_ledger_that_was_lost_is_told_the_noise_again(name: str, tmp_path: Pat
     trainer(tmp_path / "run", plan=plan_of(name), ledger=tmp_path / "tests.ledger.db").fit()
     assert [(each.variance, each.changes) for each in epochs_of(tmp_path)] == before
     assert any(changes for _, changes in before)
+
+
+def test_an_abandoned_segment_that_took_all_its_steps_tells_all_its_noise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed before its checkpoint was written, and not done again: the plan is another one."""
+
+    write_noise = Run.write_noise
+
+    def killed(*given: Any) -> None:
+        write_noise(*given)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "write_noise", killed)
+        with pytest.raises(KeyboardInterrupt):
+            trainer(tmp_path / "run", plan=plan_of("quantile")).fit()
+    trainer(tmp_path / "run", plan=plan_of("quantile", steps=30)).fit()
+    first = epochs_of(tmp_path)[0]
+    assert first.segments[0].outcome is SegmentOutcome.ABANDONED and first.changes
+    assert verify(str(tmp_path / "tests.ledger.db")).problem is None
 
 
 def test_a_choice_shows_in_epsilon() -> None:

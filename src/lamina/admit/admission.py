@@ -117,6 +117,7 @@ class CrossChecks:
         self._drop_repeated(("descriptor",), Reason.REPLAYED)
         if register is not None:
             self._ask(register)
+        self._drop_by_status(RegisterStatus.REVOKED)
         self._drop_by_status(RegisterStatus.WITHDRAWN)
         self._drop_by_status(RegisterStatus.REPLAYED)
         self._drop_ids_of_several()
@@ -163,7 +164,8 @@ class CrossChecks:
             self._known[rows] = [_STATUS_CODE[each] for each in register.look(entries)]
 
     def _drop_by_status(self, known: RegisterStatus) -> None:
-        self._drop(np.flatnonzero(self._stays & (self._known == _STATUS_CODE[known])), REASON_OF_STATUS[known])
+        detail = "in the ledger, whatever the ring says" if known is RegisterStatus.REVOKED else ""
+        self._drop(np.flatnonzero(self._stays & (self._known == _STATUS_CODE[known])), REASON_OF_STATUS[known], detail)
 
     def _drop_beyond_population(self, register: Register | None) -> None:
         """Keep the first so many of each class. Those admitted before keep their place; new ones take what is left."""

@@ -269,9 +269,11 @@ class RegisterStatus(enum.Enum):
     REPLAYED = "replayed"  # its descriptor or token was admitted before, by another attestation
     REPRESENTED = "represented"  # its subject is there, under another descriptor
     WITHDRAWN = "withdrawn"
+    REVOKED = "revoked"  # its key is revoked in the register, whatever a ring says
 
 
 REASON_OF_STATUS = {
+    RegisterStatus.REVOKED: Reason.REVOKED_KEY,
     RegisterStatus.REPLAYED: Reason.REPLAYED,
     RegisterStatus.REPRESENTED: Reason.DUPLICATE_SUBJECT,
     RegisterStatus.WITHDRAWN: Reason.WITHDRAWN,

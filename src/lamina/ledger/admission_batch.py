@@ -29,7 +29,8 @@ from lamina.admit.verdicts import (
     class_full,
 )
 from lamina.errors import LedgerError
-from lamina.ledger.append import admission_token, descriptor_key, subject_key
+from lamina.ledger.append import descriptor_key, subject_key
+from lamina.ledger.checked_leaves import admission_token
 from lamina.ledger.contribution_columns import ContributionColumns, Ints, kept_contributions
 from lamina.ledger.corpus_terms import CorpusTerms, adopt_policy, check_corpus_terms, open_or_create
 from lamina.ledger.governance_records import MAX_KEY_EVENTS, Key, KeyChange, KeyEvent, KeyEvents, Role
@@ -176,8 +177,11 @@ class MembershipIndex:
         tokens = rows.tokens([admission_token(entry.kid, entry.cti) for entry in entries])
         leaves = _read_leaves(rows, sorted({there[name] for name in names if name in there}))
         withdrawn = set(self._withdrawn_leaves(rows).tolist()) if leaves else set()
+        revoked = self._revoked_keys(rows)
         return [
-            _classify_entry(
+            RegisterStatus.REVOKED
+            if entry.kid in revoked
+            else _classify_entry(
                 entry,
                 there.get(name),
                 leaves,
@@ -187,6 +191,10 @@ class MembershipIndex:
             )
             for entry, name, subject in zip(entries, names, subjects, strict=True)
         ]
+
+    def _revoked_keys(self, rows: StoreReader) -> set[bytes]:
+        now, keys = self._ledger.reading_time(), self._ledger.governance(rows).histories(Role.CONTRIBUTOR)
+        return {each.public.id for each in keys if each.revoked is not None and now >= each.revoked}
 
     def count_members(self, rows: StoreReader, cls: str, now: int) -> int:
         """How many of a class are neither withdrawn nor expired."""
@@ -279,7 +287,8 @@ class AdmissionBatch:
         new = []
         for entry, known in zip(self._entries, self._index.look(rows, self._entries), strict=True):
             if known in REASON_OF_STATUS:
-                detail = "" if known is RegisterStatus.WITHDRAWN else ADMITTED_MEANWHILE
+                final = known in (RegisterStatus.WITHDRAWN, RegisterStatus.REVOKED)
+                detail = "" if final else ADMITTED_MEANWHILE
                 self.refused[entry.row] = REASON_OF_STATUS[known], detail
             elif known is RegisterStatus.NEW:
                 new.append(entry)

@@ -9,10 +9,9 @@ from itertools import chain
 from operator import itemgetter
 from typing import Any
 
-from lamina.admit.attestation import Attestation
-from lamina.errors import AdmissionError, EncodingError, LedgerDamaged, LedgerError
+from lamina.errors import LedgerDamaged, LedgerError
 from lamina.ledger import merkle
-from lamina.ledger.checked_leaves import check_epoch_follows
+from lamina.ledger.checked_leaves import check_epoch_follows, tokens_of
 from lamina.ledger.governance_records import GOVERNING_KINDS, GoverningRecord, Header, Release, Withdrawal
 from lamina.ledger.key_state import GovernanceState, checkpoint_roots, records_of
 from lamina.ledger.merkle import Frontier, leaf_hashes
@@ -57,11 +56,6 @@ def anchor_key(digest: bytes) -> bytes:
 def subject_key(tag: bytes) -> bytes:
     """A contribution, by the keyed tag of who it is about: once, for good."""
     return b"s" + tag[: INDEX_KEY_BYTES - 1]
-
-
-def admission_token(kid: bytes, cti: bytes) -> bytes:
-    """What stands for (kid, cti) in the store: an attestation that was admitted, also after it is pruned."""
-    return hashlib.sha256(kid + cti).digest()[:INDEX_KEY_BYTES]
 
 
 def index_keys(record: ContributionRecord | KeptContribution) -> list[bytes]:
@@ -375,15 +369,6 @@ class AppendBatch:
             raise LedgerError(
                 "ledger.blob-unreferenced", f"no record of the batch refers to the blob {digest.hex()}", "leave it out"
             )
-
-
-def tokens_of(attestation: bytes) -> list[bytes]:
-    """The token of an attestation; none if it cannot be read."""
-    try:
-        signed = Attestation.decode(attestation)
-    except (EncodingError, AdmissionError):
-        return []  # an admission has read it before; verification names it
-    return [admission_token(signed.kid, signed.cti)]
 
 
 def _claim_once(names: dict[Any, int], asked: Iterable[Any], at: int) -> None:

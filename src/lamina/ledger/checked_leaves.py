@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import islice
 from threading import RLock
 from typing import NamedTuple
 
-from lamina.admit.attestation import window_rules
+from lamina.admit.attestation import Attestation, window_rules
 from lamina.admit.keys import PrivateKey, format_utc
-from lamina.errors import EncodingError, LedgerDamaged, LedgerError
+from lamina.errors import AdmissionError, EncodingError, LedgerDamaged, LedgerError
 from lamina.ledger.governance_records import (
     GOVERNING_KINDS,
     Aggregate,
@@ -24,6 +26,7 @@ from lamina.ledger.merkle import (
     Frontier,
     TileNodes,
     frontier_at,
+    grow_tiles,
     inclusion_proof,
     leaf_hash,
     leaf_hashes,
@@ -44,7 +47,16 @@ from lamina.ledger.records import (
     decode_leaf,
 )
 from lamina.ledger.signed_checkpoint import NoteKey, parse_checkpoint
-from lamina.ledger.store.rows import LedgerHead, StoredCheckpoint, StoredLeaf, StoreReader, StoreWriter, tile_reader
+from lamina.ledger.store.rows import (
+    LedgerHead,
+    Store,
+    StoredCheckpoint,
+    StoredLeaf,
+    StoreReader,
+    StoreWriter,
+    head_of,
+    tile_reader,
+)
 
 _LEAVES_AT_ONCE = 4096
 
@@ -103,6 +115,23 @@ _MARK = "written"
 
 def _mark_text(origin: str, size: int, root: bytes) -> bytes:
     return f"lamina/written/1\n{origin}\n{size}\n".encode() + root
+
+
+_TOKEN_BYTES = 16
+
+
+def admission_token(kid: bytes, cti: bytes) -> bytes:
+    """What stands for (kid, cti) in the store: an attestation that was admitted, also after it is pruned."""
+    return hashlib.sha256(kid + cti).digest()[:_TOKEN_BYTES]
+
+
+def tokens_of(attestation: bytes) -> list[bytes]:
+    """The token of an attestation; none if it cannot be read."""
+    try:
+        signed = Attestation.decode(attestation)
+    except (EncodingError, AdmissionError):
+        return []  # an admission has read it before; verification names it
+    return [admission_token(signed.kid, signed.cti)]
 
 
 class AdmissionRules:
@@ -183,6 +212,16 @@ class CheckedLeaves:
             self._frontier, self._time, self._epoch = Frontier.decode(after.frontier), after.time, after.epoch
             self.vouched = after.size if self.vouched == head.size else self.vouched
             self._state.size = after.size
+
+    def keep(self, rows: StoreReader) -> int:
+        """How many leaves are signed, or written by who has a key of the ledger."""
+        state, mark = self._begin(rows, rows.checkpoint()), WriterMark.read(rows)
+        size = self.vouched
+        if mark is not None and mark.size > size:
+            with suppress(LedgerError, EncodingError):
+                self._read_on(state, rows, mark.size)
+                size = mark.size if mark.holds(state, self._frontier.root(), self._time) else size
+        return size
 
     # ----------------------------------------------------------------------------------- inside
 
@@ -276,7 +315,41 @@ class CheckedLeaves:
             raise leaf_not_allowed(leaf.seq, KIND_NAMES[leaf.kind], f"{error.problem} [{error.code}]") from error
 
 
-_SOMEBODY_WROTE = "find out who wrote into the store past its rules, and restore the ledger from a copy"
+def cut_unsigned(store: Store) -> list[tuple[int, str]]:
+    """Take away the leaves that no checkpoint covers and no keeper wrote, with their rows; number and kind of each.
+
+    The way out where somebody wrote into the store past the rules. Signed leaves stay, whatever they say.
+    """
+    with store.write() as rows:
+        header = decode_leaf(StoredLeaf(*(rows.leaf(0) or (b"", None)))).record
+        assert isinstance(header, Header)
+        checked = CheckedLeaves(header)
+        size = checked.keep(rows)
+        cut = list(rows.leaves(size, _LAST_SEQ))
+        tokens = [token for _, data in rows.evidences(size, _LAST_SEQ) for token in tokens_of(data)]
+        rows.cut(size, tokens)
+        last, frontier = decode_kept(leaf_bytes(rows, size - 1)), Frontier()
+        for _, block in rows.blocks(0, size):
+            rows.put_tiles(grow_tiles(frontier, leaf_hashes(block.leaves), tile_reader(rows)))
+        indexed, epoch = min(head_of(rows).indexed, size), last.epoch + (last.kind is Epoch)
+        rows.put_head(LedgerHead(size, last.time, epoch, indexed, frontier.encode()))
+    return [(seq, _kind_name(data.leaf)) for seq, data in cut]
+
+
+_LAST_SEQ = 2**63 - 1
+
+
+def _kind_name(leaf: bytes) -> str:
+    try:
+        return KIND_NAMES[decode_kept(leaf).kind]
+    except EncodingError:
+        return "unreadable"
+
+
+_SOMEBODY_WROTE = (
+    "find out who wrote into the store past its rules; go on with a copy without what nobody signed: "
+    "lamina ledger copy LEDGER NEW --signed"
+)
 _GOVERNING_NUMBERS = {*GOVERNING_KINDS, KIND_NUMBERS[Header]}
 
 

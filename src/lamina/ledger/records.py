@@ -209,7 +209,7 @@ class Segment:
     `after` is the generation of the segment before it that its weights come from; None for the first, 0.
     `eligibility` is the number of leaves that were read when its membership was frozen: contributions admitted, and not
     withdrawn, in the leaves before that. Who of them was sampled is nowhere. `unrecorded` counts earlier generations of
-    which the ledger knew nothing: a copy of the run left them to the run, or the ledger was put back from a copy.
+    which no leaf told then: a copy of the run was still at work on them, or the ledger was put back from a copy.
     """
 
     index: int = stored(1, COUNT)

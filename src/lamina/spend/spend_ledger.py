@@ -124,7 +124,7 @@ class EpochBuilder:
             )  # fmt: skip
             accounts.append(made)
         earlier = [(*key[:2], generation) for generation in range(self.segment.generation)]
-        unrecorded = sum(rows.attempt(*each) is None and rows.hold(*each) is None for each in earlier)
+        unrecorded = sum(rows.attempt(*each) is None for each in earlier)  # open ones too: only the store tells of them
         epoch = Epoch(
             run=self.run,
             segments=(replace(self.segment, unrecorded=unrecorded or None),),

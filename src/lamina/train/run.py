@@ -286,9 +286,10 @@ class Run:
     def record(self, opened: AttemptOpened, outcome: SegmentOutcome) -> None:
         """Write the leaf of an ended attempt: what it took, from whom, and what everybody has spent after it."""
         plan, scales = self.plan_of(opened.plan), {each.name: each.scale for each in self.accounts}
-        # how far an abandoned attempt came is nobody's to know: of it, only the noise that it began with is told
-        noise = self.journal.noise_applied(opened) if outcome is SegmentOutcome.CLOSED else ()
-        self.spend.record(self.id, opened.key, _opened_attempt(opened, noise), outcome, plan=plan, scales=scales)
+        # How far an abandoned attempt came is nobody's to know. The journal tells the noise of those that took all steps;
+        # of the others, only the noise that they began with is told.
+        begun = _opened_attempt(opened, self.journal.noise_applied(opened))
+        self.spend.record(self.id, opened.key, begun, outcome, plan=plan, scales=scales)
 
     def plan_of(self, digest: bytes) -> StepPlan:
         """A plan of this run, by its digest: the one given now, or the one that the folder or the ledger has."""

@@ -34,6 +34,7 @@ from lamina.errors import LaminaError, LedgerError, NotVerified
 from lamina.ledger import receipt as receipts
 from lamina.ledger import records as leaves
 from lamina.ledger import signed_checkpoint as notes
+from lamina.ledger.checked_leaves import cut_unsigned
 from lamina.ledger.governance_records import Role
 from lamina.ledger.merkle import leaf_hash
 from lamina.ledger.reader import LedgerReader, find_leaf
@@ -399,23 +400,41 @@ def _with_suffix(prefix: Path, suffix: str) -> Path:
 def copy(
     ledger: LedgerArgument,
     target: Annotated[Path, argument("FILE", "the copy; must not exist yet")],
+    signed: Annotated[bool, option("leave out the leaves that nobody signed or vouched for", "--signed")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Copy a ledger as it is at one moment, also while runs write to it.
 
     cp may miss the last records, which are in a second file (-wal) until SQLite moves them.
 
+    With --signed, the copy ends where the newest checkpoint ends, or the last leaf that a process with the ledger's key
+    wrote. It is the way out when somebody wrote a leaf into the store that may not stand there, and nothing can be signed
+    any more: look at what was left out, then go on with the copy. Epochs that are left out were charged: resume their runs,
+    which charges them again.
+
     Examples:
 
       lamina ledger copy runs/clinic.ledger.db for-the-auditor.db
+      lamina ledger copy ledger.db mended.db --signed
     """
-    with open_view(ledger) as book:
-        if not isinstance(book.store, SqliteStore):
-            raise LedgerError(
-                "cli.copy-of-database", f"{printable_location(ledger)} is a database", "copy it with pg_dump"
-            )
-        book.store.copy(target)
+    place = existing_ledger(ledger)
+    if is_postgres_url(place):
+        problem = f"{printable_location(ledger)} is a database"
+        raise LedgerError("cli.copy-of-database", problem, "copy it with pg_dump")
+    source = SqliteStore(place, readonly=True)
+    source.copy(target)
+    source.close()
+    cut: list[tuple[int, str]] = []
+    if signed:
+        store = SqliteStore(str(target))
+        cut = cut_unsigned(store)
+        store.close()
     with open_view(str(target)) as book:
         size = book.size
     made = {"ledger": printable_location(ledger), "copy": str(target), "size": size}
-    print_answer(made, f"{target}: {pluralize(size, 'leaf', 'leaves')}", as_json)
+    made |= {"left_out": [{"index": seq, "kind": kind} for seq, kind in cut]} if signed else {}
+    lines = [
+        f"{target}: {pluralize(size, 'leaf', 'leaves')}",
+        *(f"  left out: leaf {seq} ({kind})" for seq, kind in cut),
+    ]
+    print_answer(made, "\n".join(lines), as_json)

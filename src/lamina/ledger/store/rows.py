@@ -405,6 +405,14 @@ class StoreWriter(StoreReader):
         if keys:
             self._db.insert("token", ("key",), [(key,) for key in keys])
 
+    def cut(self, size: int, tokens: Sequence[bytes]) -> None:
+        """Delete all leaves from `size` on, what refers to them, these tokens, and the tiles."""
+        for table in ("leaf", "evidence", "attempt", "withdrawn", "pruning", "known"):
+            self._db.rows(f"DELETE FROM {table} WHERE seq >= ?", size)
+        self._db.rows("DELETE FROM held WHERE leaf >= ?", size)
+        self._db.rows("DELETE FROM tile")
+        self._db.many("DELETE FROM token WHERE key = ?", [(token,) for token in tokens])
+
     def drop_bodies(self, first: int, stop: int) -> None:
         """Delete the bodies of the contributions in [first, stop), and their attestations."""
         self._db.rows("UPDATE leaf SET body = NULL WHERE seq >= ? AND seq < ? AND kind = 2", first, stop)

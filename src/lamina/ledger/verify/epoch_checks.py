@@ -108,6 +108,7 @@ class PlanChecks:
         self._read = lru_cache(maxsize=64)(self._load)
         self._differs = lru_cache(maxsize=1024)(self._compared)
         self._began: dict[bytes, int] = {}  # run → leaves that its first segment had read
+        self.other_deltas: set[tuple[str, float]] = set()  # (class, δ) of private classes that are not at the header's
 
     def of(self, seq: int, epoch: Epoch) -> StepPlan:
         """The plan of an epoch, checked as far as possible without its accounts."""
@@ -118,6 +119,8 @@ class PlanChecks:
             if segment.last > plan.steps:
                 reason = f"segment {segment.index} ends at step {segment.last}, its plan has {plan.steps}"
                 fail(seq, Epoch, "verify.segment-beyond-plan", reason)
+        private = (entry for entry in plan.classes if not entry.public)
+        self.other_deltas |= {(entry.name, entry.delta) for entry in private if entry.delta != self._delta}
         began = self._began.setdefault(epoch.run, min(each.eligibility for each in epoch.segments))
         for entry in plan.classes:
             if (wrong := self._class(epoch.plan, entry, began)) is not None:
@@ -500,6 +503,10 @@ class EpochChecks:
         self.runs.add(record.run)
         self._charged.setdefault((record.run, record.plan), set()).update(each.bound for each in record.accounts)
 
+    def other_deltas(self) -> set[tuple[str, float]]:
+        """(class, δ) of plans whose δ is not the header's: what they say of ε is not what the ledger says."""
+        return self._plans.other_deltas
+
     def beyond_signed(self) -> list[str]:
         """Bounds that some epochs charge and others leave out, and that lost more than was signed if none did, in words.
 
@@ -514,9 +521,9 @@ class EpochChecks:
         return found
 
     def check_generations(self, held: Iterable[tuple[bytes, int, int]]) -> int:
-        """Check that the generations of every segment are there: in a leaf, open, or said to be unrecorded.
+        """Check that the generations of every segment are there: in a leaf, said to be unrecorded, or `held`.
 
-        Returns how many of them are not there.
+        Returns how many of them are not there. That an attempt is held, only the store says.
         """
         there: Counter[tuple[bytes, int]] = Counter()
         missing: dict[tuple[bytes, int], int] = {}

@@ -13,7 +13,7 @@ from typing import Any
 
 from lamina.admit.keys import CLOCK_SKEW, format_utc
 from lamina.errors import EncodingError, LedgerDamaged, LedgerError, StoreError
-from lamina.ledger.append import admission_token
+from lamina.ledger.checked_leaves import admission_token
 from lamina.ledger.contribution_columns import other_kinds
 from lamina.ledger.governance_records import (
     Aggregate,
@@ -455,7 +455,7 @@ class LedgerReplay:
         check_admission_index(self._rows, self.head.indexed, self.contributions, tokens=self.attestations is not None)
         self.held = unrecorded_spend(self._rows)
         held = [(each.run, each.segment, each.generation) for each in self._rows.holds() if each.attempt]
-        self.unrecorded = self.epochs.check_generations(held)
+        self.unrecorded = self.epochs.check_generations(held if self._trust is None else ())
         self.beyond_signed = self.epochs.beyond_signed()
         self._check_pruned()
         self._seen.finish(size, self.checkpoints.accepted(self.keys).values())
@@ -658,6 +658,8 @@ def _report_notes(replay: LedgerReplay, trust: Trust | None) -> Iterable[str]:
             f"{pluralize(count, 'attempt was', 'attempts were')} left out by later generations: only the ledger says that a "
             "run was copied, or the ledger put back"
         )
+    for cls, delta in sorted(replay.epochs.other_deltas()):
+        yield f"a plan has class {cls!r} at δ = {delta:g}; every ε here is at the header's δ = {replay.header.delta:g}"
     if (begun_by := replay.header.version) != program_version():
         yield f"the header names {begun_by}, and every ε was computed again by {program_version()}"
     if replay.held:
