@@ -348,7 +348,7 @@ def test_checkpoint(call: Call, story: Story, tmp_path: Path) -> None:
     assert answer(call("checkpoint", "ledger.db", "--size", "54", "--json"))["signers"] == [ORIGIN, "witness.example"]
     assert call("checkpoint", "ledger.db", "--size", "53")[0] == 1
     with Ledger.open(tmp_path / "ledger.db") as ledger:
-        ledger.append([contribution(99, at=NOW).record])
+        ledger.append([contribution(99, at=NOW).record], [contribution(99, at=NOW).attestation])
     assert answer(call("checkpoint", "ledger.db", "--json"))["unsigned"] == 1
     assert call("checkpoint", "ledger.db", "--key", "other.key")[0] == 1
     found = answer(call("checkpoint", "ledger.db", "--key", "ledger.key", "--output", "new.checkpoint", "--json"))
@@ -505,6 +505,24 @@ def test_an_auditor_countersigns(call: Call, story: Story, old: str, tmp_path: P
     assert not any("countersigned" in note for note in after.notes)
     with Ledger.open(old, LEDGER) as ledger:
         assert Retention(ledger).propose() is None
+
+
+def test_an_auditor_countersigns_only_what_verifies(call: Call, story: Story, old: str) -> None:
+    """Attestations that nobody can check any more afterwards."""
+    assert call("prune", "old.db", "--key", "ledger.key", "--save", "proposal.cbor")[0] == 0
+    sql(old, "UPDATE evidence SET data = x'00'")
+    refused(
+        call("prune", "old.db", "--key", "auditor.key", "--countersign", "proposal.cbor"),
+        "cli.countersign-not-verified",
+    )
+
+
+def test_a_copy_without_what_nobody_signed(call: Call, story: Story, tmp_path: Path) -> None:
+    with Ledger.open(tmp_path / "ledger.db") as ledger:
+        ledger.append([contribution(99, at=NOW).record])
+    found = answer(call("copy", "ledger.db", "mended.db", "--signed", "--json"))
+    assert (found["size"], found["left_out"]) == (55, [{"index": 55, "kind": "contribution"}])
+    assert verify(tmp_path / "mended.db").verified
 
 
 def test_a_proposal_that_is_not_what_the_ledger_comes_to(call: Call, story: Story, old: str, tmp_path: Path) -> None:

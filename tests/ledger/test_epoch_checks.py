@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from build import (
     ALICE,
+    BOB,
+    CAROL,
     FLOORS,
     HOUR,
     PRESETS,
@@ -23,15 +25,25 @@ from build import (
     plan,
     policy_digest,
     segment,
+    signed_by,
 )
 from forge import appended, asked, leaf, replacing, rewritten, sql
-from making import GOVERNING, LEDGER, digest
+from making import AUDITOR, GOVERNING, LEDGER, digest
 from refusals import raises_code
 
 from lamina import cbor
 from lamina.admit.key_ring import KeyRing
-from lamina.ledger.governance_records import NO_POLICY, LedgerFloors, PolicyChange, Withdrawal, WithdrawalReason
+from lamina.ledger.governance_records import (
+    NO_POLICY,
+    KeyChange,
+    KeyEvent,
+    LedgerFloors,
+    PolicyChange,
+    Withdrawal,
+    WithdrawalReason,
+)
 from lamina.ledger.records import ContributionTerms, Epoch, NoiseChange, Segment, SegmentOutcome
+from lamina.ledger.retention import Retention
 from lamina.ledger.schema import program_version
 from lamina.ledger.store.rows import RunHold
 from lamina.ledger.verify.tree_checks import Trust
@@ -107,6 +119,29 @@ def test_what_members_lose_is_not_split_between_their_bound_and_their_class(
     found = verify(story.ledger.store, trust=Trust(plain=(GOVERNING.public,)))
     assert (found.verified, found.trusted) == (True, trusted), found
     assert any(note.startswith("bound clinical/") for note in found.notes) is not trusted
+
+
+@pytest.mark.parametrize("revoked", [False, True])
+def test_a_bound_that_was_pruned_is_not_forgiven_because_a_key_was_revoked(tmp_path: Path, revoked: bool) -> None:
+    """Whose key is gone with the body may have been another's: the epoch is not refused, and the ledger not trusted."""
+    story = begin(str(tmp_path / "b.db"), retention=HOUR)
+    now = int(story.clock.now)
+    story.admit([contribution(n, expires=now + 3 * HOUR) for n in range(3)])
+    story.admit([contribution(9, BOB, STRICT)])
+    if revoked:
+        story.govern(KeyEvent(change=KeyChange.REVOKE, target=CAROL.public.id, effective=now))
+    closed(story, scales={STRICT: 0.5})
+    story.later(9 * HOUR)
+    story.sign()
+    keeper = Retention(story.ledger)
+    proposal = keeper.propose()
+    assert proposal is not None and proposal.count == 3
+    assert verify(story.ledger.store).problem is not None
+    keeper.prune(signed_by(proposal, AUDITOR))
+    found = verify(story.ledger.store, trust=Trust(plain=(GOVERNING.public,)))
+    assert not found.trusted and found.verified is revoked
+    assert any("unless keys of pruned" in note for note in found.notes) is revoked
+    story.ledger.close()
 
 
 def test_a_bound_that_was_signed_after_the_members_were_read(story: Story) -> None:

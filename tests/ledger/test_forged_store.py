@@ -131,6 +131,12 @@ def test_the_mark_of_a_keeper_is_for_the_leaves_that_it_wrote(forged: Forger, ma
         ledger.checkpoint()
 
 
+def test_a_contribution_that_the_store_lists_as_nothing_is_named(forged: Forger) -> None:
+    forged.sql("UPDATE leaf SET kind = -1 WHERE seq = 4")
+    found = verify(forged.path).problem
+    assert found is not None and (found.index, found.code) == (4, "verify.kind-index-differs")
+
+
 def test_an_owner_who_lets_another_in_is_still_one(tmp_path: Path) -> None:
     """A second key that the first one added alone: what takes two is not trusted, unless both are known elsewhere."""
     forged = Forger(str(tmp_path / "ledger.db"))
@@ -148,12 +154,15 @@ def test_an_owner_who_lets_another_in_is_still_one(tmp_path: Path) -> None:
     assert verify(forged.path, trust=Trust(ring=both)).trusted
 
 
-def test_a_key_of_the_ledger_replaces_itself_at_once_or_not_at_all(forged: Forger) -> None:
-    later = {1: [rotate(TRAINER, digest("key", "next"), 1, ORIGIN, START + 1)]}
-    forged.append(KEYS, forged.governing(KEYS, later, TRAINER))
-    sealed(forged.path, LEDGER)
-    found = verify(forged.path)
-    assert found.problem is not None and found.problem.code == "ledger.self-rotation-later"
+def test_a_key_of_the_ledger_replaces_itself_soon_and_once(forged: Forger, made: Path) -> None:
+    for effective in ([START + 86_401], [START + 60, START + 60]):
+        for n, since in enumerate(effective):
+            body = forged.governing(KEYS, {1: [rotate(TRAINER, digest("key", n), 1, ORIGIN, since)]}, TRAINER)
+            forged.append(KEYS, body)
+            sealed(forged.path, LEDGER)
+        found = verify(forged.path)
+        assert found.problem is not None and found.problem.code == "ledger.self-rotation-later"
+        shutil.copy(made, forged.path)
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,16 @@ from lamina.errors import LaminaError
 from lamina.ledger import records as leaves
 from lamina.ledger import signed_checkpoint
 from lamina.ledger.contribution_columns import ContributionColumns, other_kinds, read_columns
-from lamina.ledger.governance_records import PolicyChange, Preset, Withdrawal, WithdrawalReason
+from lamina.ledger.governance_records import (
+    Key,
+    KeyChange,
+    KeyEvent,
+    PolicyChange,
+    Preset,
+    Role,
+    Withdrawal,
+    WithdrawalReason,
+)
 from lamina.ledger.key_state import KeyState, PolicyInForce
 from lamina.ledger.records import (
     ContributionRecord,
@@ -666,6 +675,31 @@ def test_a_witness_is_heard_once_it_is_asked_for(tmp_path: Path) -> None:
     assert not verify(path).verified
     story.ledger.cosigned(signed_checkpoint.add_cosignature(story.sign(), WITNESS, START, "witness.example"))
     assert verify(path).verified
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "code"),
+    [
+        (START, START, None),
+        (None, START, None),
+        (START, None, "verify.too-few-cosignatures"),  # it was replaced
+        (None, START + YEAR, "verify.cosignature-invalid"),  # in the verifier's future
+        (START, START - 121, "verify.cosigned-before-last-leaf"),
+    ],
+)
+def test_a_witness_that_was_replaced_is_not_heard(
+    tmp_path: Path, old: int | None, new: int | None, code: str | None
+) -> None:
+    path = str(tmp_path / "a.db")
+    story = begin(path, witnesses=1)
+    named = Key(name="next.example", x=OTHER.public.x, role=Role.WITNESS)
+    story.govern(KeyEvent(change=KeyChange.ROTATE, key=named, target=WITNESS.public.id, effective=START))
+    text = story.sign()
+    for who, name, at in ((WITNESS, "witness.example", old), (OTHER, "next.example", new)):
+        text = text if at is None else signed_checkpoint.add_cosignature(text, who, at, name)
+    story.ledger.cosigned(text)
+    found = verify(path, now=START + HOUR).problem
+    assert (found and found.code) == code
 
 
 def test_the_first_of_several_problems_is_named(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, count
 from operator import itemgetter
 from typing import Any
 
@@ -23,6 +23,7 @@ from lamina.ledger.records import (
     KeptContribution,
     Record,
     cbor_uint,
+    cbor_uints,
     decode_leaf,
     encode_record,
     encode_time_epoch,
@@ -39,23 +40,24 @@ from lamina.ledger.store.rows import AttemptRow, LeafRow, LedgerHead, StoredLeaf
 # long the ledger.
 
 INDEX_KEY_BYTES = 16  # bytes: enough that nobody finds two with the same, and a small index
+_DIGEST_PART = INDEX_KEY_BYTES - 1
 INDEX_STEP = 65_536  # leaves after which the index grows
 _ANCHOR_PREFIX, _SUBJECT_PREFIX = b"as"
 
 
 def descriptor_key(digest: bytes) -> bytes:
     """A contribution, by the digest of its descriptor: once, for good."""
-    return b"d" + digest[: INDEX_KEY_BYTES - 1]
+    return b"d" + digest[:_DIGEST_PART]
 
 
 def anchor_key(digest: bytes) -> bytes:
     """A contribution, by its content anchor: any number of times, as long as its body is there."""
-    return b"a" + digest[: INDEX_KEY_BYTES - 1]
+    return b"a" + digest[:_DIGEST_PART]
 
 
 def subject_key(tag: bytes) -> bytes:
     """A contribution, by the keyed tag of who it is about: once, for good."""
-    return b"s" + tag[: INDEX_KEY_BYTES - 1]
+    return b"s" + tag[:_DIGEST_PART]
 
 
 def index_keys(record: ContributionRecord | KeptContribution) -> list[bytes]:
@@ -108,7 +110,8 @@ class UnindexedKeys:
     def find(self, rows: StoreReader, keys: Sequence[bytes]) -> list[tuple[bytes, int]]:
         """(key, seq) of every leaf that has one of these keys, indexed or not."""
         found = [(key, self._once[key]) for key in keys if key in self._once]
-        found += [(key, seq) for key in keys if key in self._anchors for seq in self._anchors[key]]
+        if self._anchors:
+            found += [(key, seq) for key in keys if key in self._anchors for seq in self._anchors[key]]
         return [*found, *rows.find(keys)] if self.start else found
 
     def between(self, rows: StoreReader, first: bytes, last: bytes, most: int) -> list[bytes]:
@@ -220,16 +223,11 @@ class AppendBatch:
 
     def __init__(self, records: Sequence[Record], blobs: Iterable[bytes]) -> None:
         self.records = list(records)
-        self.encoded = [encode_record(record) for record in self.records]  # refuses what is no record
-        self._once: dict[bytes, int] = {}  # keys that may be in a ledger once → position
-        self._anchors: list[tuple[bytes, int]] = []
+        self.encoded = list(map(encode_record, self.records))  # refuses what is no record
+        self.others = [record for record in self.records if type(record) is not ContributionRecord]
+        self._once, self._anchors = self._name()
         others: dict[Any, int] = {}  # attempts and targets
-        self.others: list[Record] = []  # that are no contributions
-        for at, record in enumerate(self.records):
-            if type(record) is ContributionRecord:
-                self._name(at, record)
-                continue
-            self.others.append(record)
+        for at, record in enumerate(self.records if self.others else ()):
             if isinstance(record, Epoch):
                 _claim_once(others, record.attempts, at)
             elif isinstance(record, Withdrawal):
@@ -241,14 +239,18 @@ class AppendBatch:
         self.governing: list[tuple[int, StoredLeaf]] = []  # leaves that were written
         self.after: LedgerHead | None = None
 
-    def _name(self, at: int, record: ContributionRecord) -> None:
-        key = descriptor_key(record.descriptor)
-        if (before := self._once.setdefault(key, at)) != at:
-            raise _repeated_in_batch(before, at)
-        if record.subject is not None:
-            _claim_once(self._once, (subject_key(record.subject),), at)
-        if record.anchor is not None:
-            self._anchors.append((anchor_key(record.anchor), at))
+    def _name(self) -> tuple[dict[bytes, int], list[tuple[bytes, int]]]:
+        """Keys that may be in a ledger once → position; keys of anchors, and positions."""
+        given = [(at, one) for at, one in enumerate(self.records) if type(one) is ContributionRecord]
+        subjects = [(subject_key(one.subject), at) for at, one in given if one.subject is not None]
+        pairs = [
+            (b"d" + one.descriptor[:_DIGEST_PART], at) for at, one in given
+        ] + subjects  # `descriptor_key`, quickly
+        if len(once := dict(pairs)) < len(pairs):
+            first: dict[Any, int] = {}
+            for key, at in pairs:
+                _claim_once(first, (key,), at)
+        return once, [(anchor_key(one.anchor), at) for at, one in given if one.anchor is not None]
 
     def write(self, rows: StoreWriter, stand: AppendContext) -> list[int]:
         """Append what is not there yet; the leaf of every record, in order."""
@@ -315,6 +317,15 @@ class AppendBatch:
         """The leaves, the time of the last one, and the epochs that are closed after it."""
         time, epoch = stand.head.time, stand.head.epoch
         placed: list[LeafRow] = []
+        if not self.others:
+            stamp = encode_time_epoch(stand.now, epoch)
+            numbers = cbor_uints(stand.head.size, len(new))
+            parts = self.encoded if len(new) == len(self.encoded) else [self.encoded[at] for at in new]
+            placed = [
+                (seq, start[2], b"".join((start, number, stamp, tail)), body)
+                for seq, number, (start, tail, body) in zip(count(stand.head.size), numbers, parts, strict=False)
+            ]
+            return placed, stand.now, epoch
         stamp = b""  # time and epoch in CBOR: the same for most leaves of a batch
         for seq, at in enumerate(new, start=stand.head.size):
             record, (start, tail, body) = self.records[at], self.encoded[at]

@@ -262,9 +262,14 @@ class CheckedLeaves:
         policy = first if isinstance(first, PolicyChange) else None
         keys = state.after(first.events) if isinstance(first, KeyEvents) else state
         rules = AdmissionRules(self._header, keys, policy)
-        for each in at:
-            record = batch[each]
-            if type(record) is ContributionRecord and (wrong := rules.problem(record, time)) is not None:
+        asked = [(each, one) for each in at if type(one := batch[each]) is ContributionRecord]
+        begins, ends = [one.not_before for _, one in asked], [one.expires for _, one in asked]
+        if asked and not any(
+            window_rules(time, max(begins), min(ends))
+        ):  # of all of them: then one of each kind will do
+            asked = list({(one.key, id(one.terms)): (each, one) for each, one in asked}.values())
+        for each, record in asked:
+            if (wrong := rules.problem(record, time)) is not None:
                 problem = f"record {each} of the batch, a contribution, may not be appended: {wrong}"
                 remedy = "leave it out; lamina admit names every contribution that may not be admitted, and why"
                 raise LedgerError("ledger.contribution-not-allowed", problem, remedy)

@@ -341,9 +341,12 @@ class GovernanceState(KeyState):
         """
         given = self.check_follows(record, seq, time, root_of)
         itself = isinstance(record, KeyEvents) and self._replaces_itself(record, given)
-        if itself and isinstance(record, KeyEvents) and record.events[0].effective > time:
-            problem = f"a ledger key lets another take over only from {format_utc(record.events[0].effective)} on"
-            raise LedgerError("ledger.self-rotation-later", problem, "let it take over at once, or ask a governing key")
+        if itself and isinstance(record, KeyEvents):
+            event, known = record.events[0], self._keys[given.signatures[0].key]
+            if event.effective > time + _MAX_SELF_ROTATION_DELAY or known.replaced is not None:
+                problem = f"a ledger key that lets another take over from {format_utc(event.effective)} on is not replaced now"
+                remedy = "let it take over within a day, and once; or ask a governing key"
+                raise LedgerError("ledger.self-rotation-later", problem, remedy)
         roles = (Role.LEDGER,) if itself else (Role.GOVERNING,)
         signers, wrong = self.signers(governing_message(record), given.signatures, roles, time)
         if wrong is not None:
@@ -413,6 +416,7 @@ class GovernanceState(KeyState):
             raise LedgerError("ledger.too-few-witnesses", problem, "name more witnesses first, or require fewer")
 
 
+_MAX_SELF_ROTATION_DELAY = 86_400  # seconds until the next key takes over
 _ASK_OWNER = (
     "have it signed by a governing key: lamina ledger key, policy and terms propose it, lamina ledger sign signs"
 )

@@ -435,6 +435,15 @@ def cbor_uint(value: int) -> bytes:
     return b"\x1b" + value.to_bytes(8, "big")
 
 
+def cbor_uints(first: int, count: int) -> list[bytes]:
+    """So many numbers from `first` on, as CBOR writes them."""
+    for start, least, most in ((b"\x19", 0x100, 0x10000), (b"\x1a", 0x10000, 0x100000000)):
+        if least <= first and first + count <= most:
+            width = 2 if most == 0x10000 else 4
+            return [start + value.to_bytes(width, "big") for value in range(first, first + count)]
+    return list(map(cbor_uint, range(first, first + count)))
+
+
 def decode_leaf(data: StoredLeaf) -> Leaf:
     """The leaf and its record; EncodingError for anything that `encode_leaf` would not have written.
 
@@ -513,24 +522,30 @@ CONTRIBUTION_LEAF = compile_pattern(
 )  # fmt: skip
 CONTRIBUTION_BODY = compile_pattern(rb"[\xa4-\xa6]\x01", BYTES_32, rb"\x02", BYTES_32, rb"\x03", NUMBER)
 _match_leaf, _match_body = CONTRIBUTION_LEAF.match, CONTRIBUTION_BODY.match
-_PACK_TIME = struct.Struct(">BBI").pack  # a key, and a number of 32 bits
+_PACK_BODY = struct.Struct(">4s32s3s32sBBI").pack
+_PACK = struct.Struct(">3s32s3s32sBBI").pack  # two byte strings and a number of 32 bits, each with its key
 _SHA256 = hashlib.sha256()
 _set, _new = object.__setattr__, object.__new__
 
 
 def _encode_contribution(record: ContributionRecord) -> EncodedRecord:
     terms, start, end, anchor, subject = record.terms, record.not_before, record.expires, record.anchor, record.subject
-    if start > 0xFFFF and end <= 0xFFFFFFFF:
-        since, until = _PACK_TIME(3, 0x1A, start), _PACK_TIME(7, 0x1A, end)
+    items = (4 if terms.profile is None else 5) + (anchor is not None)
+    usual = start > 0xFFFF and end <= 0xFFFFFFFF  # times of 32 bits
+    if usual:
+        body = _PACK_BODY(_BODY_STARTS[items], record.attestation, _KEY, record.key, 3, 0x1A, start) + terms.in_body
     else:
-        since, until = b"\x03" + cbor_uint(start), b"\x07" + cbor_uint(end)
-    items = 4 if terms.profile is None else 5
-    body = _BODY_STARTS[items] + record.attestation + _KEY + record.key + since + terms.in_body
+        since = b"\x03" + cbor_uint(start)
+        body = b"".join((_BODY_STARTS[items], record.attestation, _KEY, record.key, since, terms.in_body))
     if anchor is not None:
-        body = b"".join((_BODY_STARTS[items + 1], body[4:], _ANCHOR, anchor))
+        body += _ANCHOR + anchor
     state = _SHA256.copy()
     state.update(body)
-    tail = _BODY_HASH + state.digest() + _DESCRIPTOR + record.descriptor + until + terms.in_leaf
+    if usual:
+        tail = _PACK(_BODY_HASH, state.digest(), _DESCRIPTOR, record.descriptor, 7, 0x1A, end) + terms.in_leaf
+    else:
+        until = b"\x07" + cbor_uint(end)
+        tail = b"".join((_BODY_HASH, state.digest(), _DESCRIPTOR, record.descriptor, until, terms.in_leaf))
     if subject is not None:
         return _CONTRIBUTION_HEADS[11], tail + _SUBJECT + subject, body
     return _CONTRIBUTION_HEADS[10], tail, body

@@ -6,6 +6,7 @@ import hashlib
 import os
 import time as system
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from typing import TypeVar
 
 from lamina import cbor
@@ -233,12 +234,13 @@ class Ledger(LedgerReader):
                 return list(cbor.decode(last.seqs, max_size=MAX_BATCH_BYTES))  # committed, and the answer was lost
             head = head_of(rows)
             now = next_leaf_time(head.time, self._clock())
-            check_may_follow(rows, batch.others, self.header, head, now, lambda: self._checked.follow(rows, head))
+            governance = cache(lambda: self._checked.follow(rows, head))
+            check_may_follow(rows, batch.others, self.header, head, now, governance)
             signed = rows.checkpoint()
             previous = None if signed is None else checkpoint_digest(signed.text)
 
             def check_contributions(at: Sequence[int]) -> None:
-                self._checked.check_next(batch.records, at, self._checked.follow(rows, head), now)
+                self._checked.check_next(batch.records, at, governance(), now)
 
             if len(batch.others) < len(batch.records):
                 self.check_index(rows)
@@ -246,7 +248,7 @@ class Ledger(LedgerReader):
             seqs = batch.write(rows, context)
             before.append(head)
             if self._key is not None and batch.after is not None:
-                self._mark(rows, head, batch.after, now)
+                self._mark(rows, head, batch.after, governance(), now)
             if also_write is not None:
                 also_write(rows, seqs)
             if self.store.remote:
@@ -267,9 +269,9 @@ class Ledger(LedgerReader):
                 self._tail.grow(batch.new_index_keys, batch.stop)
         return seqs
 
-    def _mark(self, rows: StoreWriter, head: LedgerHead, after: LedgerHead, now: int) -> None:
+    def _mark(self, rows: StoreWriter, head: LedgerHead, after: LedgerHead, keys: GovernanceState, now: int) -> None:
         """Say in the store that all leaves so far may be signed over, if they may."""
-        keys, key = self._checked.follow(rows, head), self.signing_key()
+        key = self.signing_key()
         if self._checked.vouched == head.size and keys.why_not_signing(key.public.id, now) is None:
             WriterMark.sign(self.origin, Frontier.decode(after.frontier), key).write(rows)
 
@@ -405,7 +407,7 @@ def check_unvouched(rows: StoreReader, first: int, size: int, now: int) -> None:
             why = "leave for the change has ended meanwhile" if now >= record.authorization.expires else ""
         if why:
             raise leaf_not_allowed(seq, KIND_NAMES[kind], why)
-    if (found := verify_rows(rows, now=now).problem) is not None:
+    if (found := verify_rows(rows, now=now, cosigned=False).problem) is not None:
         raise leaf_not_allowed(
             first if found.index is None else found.index, found.kind, f"{found.reason} [{found.code}]"
         )

@@ -55,6 +55,7 @@ from lamina.ledger.show import (
     leaf_to_dict,
 )
 from lamina.ledger.store.sqlite import printable_location
+from lamina.ledger.verify.verifier import verify
 from lamina.ledger.withdrawal import (
     WITHDRAWAL_EFFECTS,
     WITHDRAWAL_REASONS,
@@ -422,8 +423,11 @@ def prune(
 
 
 def _countersign(keeper: Retention, book: Ledger, path: Path, key: PrivateKey) -> Aggregate:
-    """The proposal with one more signature, if it is what this ledger says."""
+    """The proposal with one more signature, if the ledger verifies and it is what the ledger says."""
     given = _load_aggregate(path)
+    if (wrong := verify(book.store).problem) is not None:
+        remedy = "do not sign: what is pruned can never be checked again; lamina ledger verify shows it"
+        raise LedgerError("cli.countersign-not-verified", f"the ledger is not verified: {wrong}", remedy)
     mine = keeper.propose(given.horizon)
     if mine != dataclasses.replace(given, signatures=()):
         problem = f"'{path}' differs from what this ledger adds up to"

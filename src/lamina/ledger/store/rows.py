@@ -176,6 +176,12 @@ class StoreReader:
         # The number is written out, so that the partial index over all kinds but contributions is used.
         return self._leaves(f"kind = {int(kind)}{' AND kind <> 2' * (kind != 2)} AND ", first, stop)
 
+    def leaf_of_other_kind(self, kinds: Iterable[int]) -> int | None:
+        """A leaf that the store lists under none of these kinds."""
+        known = ", ".join(map(str, kinds))
+        found = self._db.rows(f"SELECT seq FROM leaf WHERE kind <> 2 AND kind NOT IN ({known}) LIMIT 1")
+        return found[0][0] if found else None
+
     def _leaves(self, condition: str, first: int, stop: int) -> Iterator[tuple[int, StoredLeaf]]:
         query = f"SELECT seq, data, body FROM leaf WHERE {condition}seq >= ? AND seq < ? ORDER BY seq LIMIT ?"
         for seq, data, body in self._range(query, first, stop):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from hashlib import sha256
 from typing import TYPE_CHECKING, NoReturn
 
@@ -245,8 +245,11 @@ class AdmittedMembers:
         """The bounds of a class that somebody in the first `before` leaves signed."""
         return [bound for bound in self._columns if bound[0] == cls and self.signed(bound, before)]
 
-    def count(self, bound: Bound, before: int, time: int) -> int:
-        """How many with a bound are in the first `before` leaves, and not withdrawn in them, nor expired or revoked at `time`."""
+    def count(self, bound: Bound, before: int, time: int, *, sure: bool = True) -> int:
+        """How many with a bound are in the first `before` leaves, and not withdrawn in them, nor expired or revoked at `time`.
+
+        Of whom only the leaf is left, nobody knows the key. If another was revoked they do not count, unless not `sure`.
+        """
         columns = self._columns.get(bound, (array("q"), array("q"), array("Q")))
         seqs, expires, keys = (np.frombuffer(column, dtype=column.typecode) for column in columns)
         gone = [target for target, seq in self._withdrawn.items() if seq < before]
@@ -255,16 +258,22 @@ class AdmittedMembers:
             for each in self._keys.histories(Role.CONTRIBUTOR)
             if each.revoked is not None and time >= each.revoked
         ]
-        unsure = [*revoked, 0] if revoked else []  # whose key is not known may be one of them
+        unsure = [*revoked, 0] if revoked and sure else revoked  # whose key is not known may be one of them
         stand = (seqs < before) & (expires > time) & ~np.isin(seqs, gone)
         return int(np.count_nonzero(stand & ~np.isin(keys, np.array(unsure, dtype=np.uint64))))
 
-    def eligible(self, bound: Bound, before: int, time: int) -> bool:
+    def eligible(self, bound: Bound, before: int, time: int, *, sure: bool = True) -> bool:
         """Whether the policy admits the bound, and somebody has it; of a class as a whole, any bound of it."""
         cls, clip, noise = bound
         if cls not in self._policy.presets or (noise and self._policy.bound_violation(cls, clip, noise) is not None):
             return False
-        return any(self.count(each, before, time) for each in ([bound] if noise else self.bounds(cls, before)))
+        bounds = [bound] if noise else self.bounds(cls, before)
+        return any(self.count(each, before, time, sure=sure) for each in bounds)
+
+    def of_class(self, cls: str, leaves: Sequence[int]) -> int:
+        """How many of these leaves are contributions of a class."""
+        seqs = (columns[0] for bound, columns in self._columns.items() if bound[0] == cls)
+        return sum(int(np.isin(np.frombuffer(each, dtype=np.int64), leaves).sum()) for each in seqs)
 
     def exceed(self, cls: str, most: float, before: int, time: int) -> bool:
         """Whether a class had more than `most` members. They are counted only if so many were ever admitted."""

@@ -482,6 +482,7 @@ class EpochChecks:
         self._charges = ChargeChecks()
         self._previous = -1
         self.epochs_without_account = 0  # epochs without an account for a bound that somebody eligible signed
+        self.unsure_epochs = 0  # epochs that are right only if a pruned contribution had a key that was revoked
         self._left_out: dict[Bound, list[EpochCharge]] = {}  # what their class was charged there
 
     def see(self, leaf: Leaf, time: int, digests: Mapping[bytes, int]) -> None:
@@ -646,24 +647,34 @@ class EpochChecks:
         not in its corpus. But a run that has charged a bound goes on charging it under the same plan, and a class that
         is trained on is charged as a whole, or at every bound of its members.
         """
-        trained, here, members = _trained_classes(plan, record), {each.bound for each in record.accounts}, self._members
-        reads = {segment.eligibility for segment in record.segments}
-        for bound in sorted(self._charged.get((record.run, record.plan), set()) - here):
-            if bound[0] in trained and any(members.eligible(bound, read, ended) for read in reads):
-                reason = f"it charges nothing to bound {'/'.join(map(str, bound))}, as its run did before"
-                fail(seq, Epoch, "verify.account-missing", f"{reason}, though somebody with that bound is eligible")
-        signed = {(bound, read) for cls in trained for read in reads for bound in members.bounds(cls, read)}
-        left_out = {bound for bound, read in signed if bound not in here and members.eligible(bound, read, ended)}
+        if (wrong := self._missing(record, plan, ended, sure=True)[0]) is not None:
+            fail(seq, Epoch, *wrong)
+        wrong, left_out = self._missing(record, plan, ended, sure=False)
+        self.unsure_epochs += wrong is not None
         self.epochs_without_account += bool(left_out)
         whole = {each.cls: each.charges for each in record.accounts if each.bound == (each.cls, 0, 0)}
         for bound in left_out:
             self._left_out.setdefault(bound, []).extend(whole.get(bound[0], ()))
+
+    def _missing(self, record: Epoch, plan: StepPlan, ended: int, *, sure: bool) -> tuple[Violation | None, set[Bound]]:
+        """What `_check_missing` checks, and the bounds left out; if not `sure`, as if no pruned key had been revoked."""
+        trained, here, members = _trained_classes(plan, record), {each.bound for each in record.accounts}, self._members
+        reads = {segment.eligibility for segment in record.segments}
+        for bound in sorted(self._charged.get((record.run, record.plan), set()) - here):
+            if bound[0] in trained and any(members.eligible(bound, read, ended, sure=sure) for read in reads):
+                reason = f"it charges nothing to bound {'/'.join(map(str, bound))}, as its run did before"
+                reason = f"{reason}, though somebody with that bound is eligible"
+                return Violation("verify.account-missing", reason), set()
+        signed = {(bound, read) for cls in trained for read in reads for bound in members.bounds(cls, read)}
+        absent = [pair for pair in signed if pair[0] not in here]
+        left_out = {bound for bound, read in absent if members.eligible(bound, read, ended, sure=sure)}
         uneven = plan.injection.occurrences is not None or adaptive_order(plan) is not None
         for cls in sorted(cls for cls in trained if (cls, 0, 0) not in here):
             charged = any(bound[0] == cls and bound in here for bound, _ in signed)
             if uneven or not charged or any(bound[0] == cls for bound in left_out):
                 reason = f"it trains on class {cls!r}, and charges neither the class as a whole nor every bound in it"
-                fail(seq, Epoch, "verify.trained-class-not-charged", reason)
+                return Violation("verify.trained-class-not-charged", reason), left_out
+        return None, left_out
 
 
 def _trained_classes(plan: StepPlan, record: Epoch) -> set[str]:

@@ -11,7 +11,7 @@ import os
 import time as system
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, pairwise
 from pathlib import Path
@@ -271,8 +271,14 @@ class AggregateChecks:
         self._spans: list[LeafSpan] = []
         self.not_countersigned = 0
 
-    def see(self, leaf: Leaf, withdrawn: Mapping[int, int], spent: Mapping[str, int]) -> None:
-        """`withdrawn` are the targets of withdrawals before it, `spent` is the largest spend of each class."""
+    def see(
+        self, leaf: Leaf, withdrawn: Mapping[int, int], spent: Mapping[str, int],
+        of_class: Callable[[str, Sequence[int]], int],
+    ) -> None:  # fmt: skip
+        """`withdrawn` are the targets of withdrawals before it, `spent` is the largest spend of each class.
+
+        `of_class` counts those among leaves that are of a class.
+        """
         record, seq = leaf.record, leaf.seq
         assert isinstance(record, Aggregate)
 
@@ -314,10 +320,11 @@ class AggregateChecks:
                 reason = f"it counts {stated.get(cls, 0)} contributions of class {cls!r}, {tally.counts[cls]} are there"
                 wrong("verify.aggregate-count-differs", reason)
         starts = [span.first for span in record.spans]  # in order
-        gone = sum(seq < record.spans[at - 1].stop for seq in withdrawn if (at := bisect_right(starts, seq)))
-        if (count := sum(each.withdrawn for each in record.classes)) != gone:
-            wrong("verify.aggregate-withdrawn-differs", f"it counts {count} withdrawn contributions, there are {gone}")
+        gone = [seq for seq in withdrawn if (at := bisect_right(starts, seq)) and seq < record.spans[at - 1].stop]
         for each in record.classes:
+            if each.withdrawn != (there := of_class(each.cls, gone)):
+                reason = f"it counts {each.withdrawn} withdrawn contributions of class {each.cls!r}, there are {there}"
+                wrong("verify.aggregate-withdrawn-differs", reason)
             if each.spend != (found := spent.get(each.cls, 0)):
                 reason = f"class {each.cls!r} has spend {each.spend} (1e-9), {found} by the epochs"
                 wrong("verify.aggregate-spend-differs", reason)
@@ -395,10 +402,11 @@ class CheckpointChecks:
 
     def __init__(
         self, header: Header, stored: Sequence[StoredCheckpoint], trusted: Sequence[PublicKey] | None,
-        witnesses: WitnessQuorum | None = None,
+        witnesses: WitnessQuorum | None = None, now: int | None = None, *, cosigned: bool = True,
     ) -> None:  # fmt: skip
         """`trusted` are the only ledger keys that count, with those that take over from them; `witnesses` the same."""
-        self._header, self._origin, self._trusted_witnesses = header, header.origin, witnesses
+        self._header, self._origin, self._trusted_witnesses, self._now = header, header.origin, witnesses, now
+        self._last = max((each.size for each in stored), default=0) if cosigned else -1  # which witnesses must cosign
         self._stored = sorted(stored, key=lambda each: each.size)
         self._next = 0
         self.signed_size = 0  # leaves that checkpoints cover
@@ -475,21 +483,27 @@ class CheckpointChecks:
     def _witnesses(self, head: LedgerCheckpoint, note: Note, time: int, keys: GovernanceState) -> None:
         """Check that cosignatures are valid and not older than the last leaf."""
         name = f"the checkpoint of {head.size} leaves"
-        known = [
-            WitnessKey(each.key.name, each.public) for each in keys.histories(Role.WITNESS) if each.revoked is None
-        ]
+        known = [each for each in keys.histories(Role.WITNESS) if each.revoked is None]
+        # One that was replaced, is not valid yet or not any more, counts for nothing; its successor counts by itself.
+        stand = {each.key.name: each for each in known if each.problem(time, time) is None}
+        all_keys, standing = (
+            WitnessQuorum(0, tuple(WitnessKey(each.key.name, each.public) for each in part))
+            for part in (known, stand.values())
+        )
         try:
-            times = WitnessQuorum(0, tuple(known)).cosigned(note)
+            times, counted = all_keys.cosigned(note, now=self._now), standing.cosigned(note)
         except LedgerError as error:
             self._fail("verify.cosignature-invalid", f"{name}: {error.problem}")
         if early := [witness for witness, at in times.items() if at + CLOCK_SKEW < time]:
             self._fail("verify.cosigned-before-last-leaf", f"witness {early[0]!r} cosigned {name} before its last leaf")
-        if head.size == self._stored[-1].size and len(times) < keys.witnesses:
+        times = {each: at for each, at in counted.items() if stand[each].problem(at, at) is None}
+        if head.size == self._last and len(times) < keys.witnesses:
             reason = f"{len(times)} witnesses cosigned {name}, the ledger asks for {keys.witnesses}"
             self._fail("verify.too-few-cosignatures", reason)
-        if head.size == self._stored[-1].size and self._trusted_witnesses is not None:
+        if head.size == self._last and self._trusted_witnesses is not None:
             try:
-                self._trusted_witnesses.check(note)
+                if any(at + CLOCK_SKEW < time for at in self._trusted_witnesses.check(note, now=self._now).values()):
+                    raise LedgerError("ledger.cosignature-too-old", "a witness cosigned it before its last leaf")
             except LedgerError as error:
                 fail(self.signed_size, TRUSTED_KEYS, "verify.too-few-trusted-cosignatures", f"{name}: {error.problem}")
 

@@ -216,6 +216,8 @@ def check_kinds(rows: StoreReader, size: int, others: Mapping[int, type[Record]]
         if wrong := sorted(listed ^ real):
             how = "does not list" if wrong[0] in real else "wrongly lists"
             fail(wrong[0], STORE, "verify.kind-index-differs", f"the store {how} this leaf as {KIND_NAMES[kind]}")
+    if (seq := rows.leaf_of_other_kind(KIND_NUMBERS.values())) is not None:  # then all that is left are contributions
+        fail(seq, STORE, "verify.kind-index-differs", "the store lists this leaf under a kind that there is not")
 
 
 def check_withdrawn(rows: StoreReader, withdrawals: Mapping[int, int]) -> None:
@@ -311,6 +313,7 @@ class LedgerReplay:
         seen: Sequence[KnownCheckpoint],
         signatures: bool,
         now: int | None,
+        cosigned: bool = True,
     ) -> None:
         if (wrong := rows.too_long()) is not None:
             fail(None, STORE, "verify.row-too-long", wrong)
@@ -339,7 +342,9 @@ class LedgerReplay:
             mine = [each for each in trust.keys(self.header.origin, now) if each.id not in self.pinned]
             trusted = mine if mine or not self.pinned else None
         self._known, witnesses = trusted, None if trust is None else trust.witnesses(now)
-        self.checkpoints = CheckpointChecks(self.header, list(rows.checkpoints()), trusted, witnesses)
+        self.checkpoints = CheckpointChecks(
+            self.header, list(rows.checkpoints()), trusted, witnesses, self._latest - CLOCK_SKEW, cosigned=cosigned
+        )
         self.others: dict[int, type[Record]] = {}
         self.held: tuple[UnrecordedSpend, ...] = ()
         self.unrecorded = 0
@@ -433,7 +438,7 @@ class LedgerReplay:
             case Withdrawal(target=target):
                 self.withdrawals.see(leaf, 0 < target < leaf.seq and target not in self.others)
             case Aggregate():
-                self.aggregates.see(leaf, self.withdrawals.targets, self.epochs.spent)
+                self.aggregates.see(leaf, self.withdrawals.targets, self.epochs.spent, self._members.of_class)
             case Release():
                 check_release(leaf, self.epochs.runs, self._rows)
 
@@ -548,13 +553,13 @@ def verify(
 
 def verify_rows(
     rows: StoreReader, trust: Trust | None = None, seen: Sequence[KnownCheckpoint] = (), signatures: bool = True,
-    now: int | None = None, progress: Progress | None = None,
+    now: int | None = None, progress: Progress | None = None, *, cosigned: bool = True,
 ) -> Verification:  # fmt: skip
-    """`verify`, in a view of a store or inside a transaction."""
+    """`verify`, in a view of a store or inside a transaction. The newest checkpoint may have to be `cosigned` or not."""
     replay: LedgerReplay | None = None
     problem: Finding | None = None
     try:
-        replay = LedgerReplay(rows, trust=trust, seen=seen, signatures=signatures, now=now)
+        replay = LedgerReplay(rows, trust=trust, seen=seen, signatures=signatures, now=now, cosigned=cosigned)
         replay.run(progress)
     except VerificationStopped as error:
         problem = error.problem
@@ -589,7 +594,8 @@ def _report(replay: LedgerReplay, problem: Finding | None, trust: Trust | None) 
         and replay.attestations is not None
         and not replay.aggregates.not_countersigned
         and not replay.keys.loosened_alone
-        and not replay.beyond_signed,
+        and not replay.beyond_signed
+        and not replay.epochs.unsure_epochs,
         origin=replay.header.origin,
         size=replay.head.size,
         root=replay.tree.root() if whole else None,
@@ -649,6 +655,9 @@ def _report_notes(replay: LedgerReplay, trust: Trust | None) -> Iterable[str]:
             f"{pluralize(count, 'epoch has', 'epochs have')} no account for a bound that an eligible contribution signed: "
             "only the ledger says that it was left out there"
         )
+    if count := replay.epochs.unsure_epochs:
+        charge = pluralize(count, "epoch charges", "epochs charge")
+        yield f"{charge} too little, unless keys of pruned contributions were revoked, which nobody can see: not trusted"
     for wrong in replay.beyond_signed:
         yield f"{wrong}, if nobody was left out where only its class is charged: what the ledger says of it is not trusted"
     for seq in replay.keys.loosened_alone:
