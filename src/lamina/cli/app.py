@@ -52,6 +52,10 @@ COMMANDS = {
         "lamina.cli.certify:certify",
         "State what a run has cost every class, under which assumptions, and what is not covered; and sign it.",
     ),
+    "report": (
+        "lamina.cli.report:report",
+        "Write a page about a run: is it private, what did each class spend and what remains, who reached which layer.",
+    ),
     "release": (
         "lamina.cli.release:app",
         "A model that leaves the house: weights, certificates and manifest in one signed folder, and its gate.",

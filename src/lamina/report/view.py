@@ -1,0 +1,236 @@
+"""What pages show of a ledger: classes and their budgets over time, runs, layers, withdrawals, releases.
+
+Everything here is public: it is in the ledger, or follows from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from lamina.admit.keys import format_utc
+from lamina.ledger.governance_records import Header, PolicyChange, Release, Withdrawal
+from lamina.ledger.reader import LedgerReader
+from lamina.ledger.records import ContributionRecord, Epoch, KeptContribution, Leaf, SegmentOutcome, decode_leaf
+from lamina.ledger.schema import UNBOUNDED
+from lamina.ledger.show import describe_leaf, epsilon_or_none
+from lamina.ledger.signed_checkpoint import parse_checkpoint
+from lamina.ledger.spending import signed_spend
+from lamina.plan.step_plan import StepPlan
+from lamina.release.posture import NOT_REACHED, Posture, read_posture
+from lamina.release.run_evidence import RunEvidence
+
+PAGE_ROWS = 50  # contributions on one page
+
+
+@dataclass(kw_only=True)
+class ClassView:
+    """A class in a ledger. `points` are (number of the epoch, time, ε after it); `bound` is what its policy allows."""
+
+    name: str
+    public: bool
+    profile: str
+    population: int | None
+    bound: float | None
+    unit: str = "contribution"
+    admitted: int = 0
+    withdrawn: int = 0
+    points: list[tuple[int, int, float]] = field(default_factory=list)
+
+    @property
+    def epsilon(self) -> float:
+        """What everybody who was always there has lost."""
+        return self.points[-1][2] if self.points else 0.0
+
+    @property
+    def remaining(self) -> float | None:
+        """Of the bound; None without one."""
+        return None if self.bound is None else max(0.0, self.bound - self.epsilon)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunView:
+    """A run: its id, how many of its steps are in the model, how many were abandoned, when its last epoch closed."""
+
+    id: str
+    steps: int
+    abandoned: int
+    epochs: int
+    last: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WithdrawalView:
+    """A withdrawal: in which leaf, of which leaf and class, when and why."""
+
+    index: int
+    target: int
+    cls: str
+    time: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ContributionRow:
+    """A contribution in a list, by digests."""
+
+    index: int
+    time: str
+    descriptor: str
+    cls: str
+    expires: str
+    withdrawn: bool
+    pruned: bool
+
+
+class LedgerView:
+    """A ledger as pages show it. `follow` reads what is new since the last call."""
+
+    def __init__(self, ledger: LedgerReader) -> None:
+        self.ledger = ledger
+        self.classes: dict[str, ClassView] = {}
+        self.runs: dict[str, dict[str, Any]] = {}
+        self.withdrawals: list[WithdrawalView] = []
+        self.releases: list[dict[str, Any]] = []
+        self.size = self.epochs = self.contributions = self.time = 0
+        self._plans: dict[bytes, StepPlan | None] = {}
+        self._read_policy(ledger.header)
+
+    def follow(self, most: int | None = None) -> bool:
+        """Read on, at most so many leaves; whether it is up to date."""
+        end = self.ledger.size
+        stop = end if most is None else min(end, self.size + most)
+        for _, data in self.ledger.raw_leaves(self.size, stop):
+            self._see(decode_leaf(data))
+        self.size = stop
+        return stop == end
+
+    def _see(self, leaf: Leaf) -> None:
+        record = leaf.record
+        self.time = leaf.time
+        if isinstance(record, ContributionRecord | KeptContribution):
+            self.contributions += 1
+            if (cls := self.classes.get(record.bound[0])) is not None:
+                cls.admitted += 1
+        elif isinstance(record, Epoch):
+            self._see_epoch(leaf, record)
+        elif isinstance(record, Withdrawal):
+            target = self.ledger.leaf(record.target).record
+            name = target.bound[0] if isinstance(target, ContributionRecord | KeptContribution) else "unknown"
+            if name in self.classes:
+                self.classes[name].withdrawn += 1
+            told = WithdrawalView(
+                index=leaf.seq, target=record.target, cls=name, time=format_utc(leaf.time),
+                reason=record.reason.name.lower(),
+            )  # fmt: skip
+            self.withdrawals.append(told)
+        elif isinstance(record, PolicyChange):
+            self._read_policy(record)
+        elif isinstance(record, Release):
+            told_release = {"index": leaf.seq, "time": format_utc(leaf.time), "manifest": record.manifest.hex()}
+            until = None if record.not_after is None else format_utc(record.not_after)
+            runs = [each.hex() for each in record.runs]
+            self.releases.append(told_release | {"not_after": until, "runs": runs})
+
+    def _read_policy(self, record: Header | PolicyChange) -> None:
+        for preset in record.presets:
+            bound = signed_spend(preset.noise_multiplier, self.ledger.header.delta) if preset.noise_multiplier else None
+            made = self.classes.setdefault(
+                preset.cls, ClassView(name=preset.cls, public=preset.public, profile="", population=None, bound=None)
+            )
+            made.public, made.profile, made.population = preset.public, preset.profile, preset.population
+            made.bound = None if bound is None or bound == UNBOUNDED else epsilon_or_none(bound)
+
+    def _see_epoch(self, leaf: Leaf, epoch: Epoch) -> None:
+        self.epochs += 1
+        for account in epoch.accounts:
+            if not account.noise_multiplier and account.cls in self.classes:
+                spent = epsilon_or_none(account.spend)
+                self.classes[account.cls].points.append(
+                    (self.epochs, leaf.time, float("inf") if spent is None else spent)
+                )
+        plan = self.plan(epoch.plan)
+        for entry in () if plan is None else plan.classes:
+            if entry.name in self.classes:
+                self.classes[entry.name].unit = entry.unit
+        run = self.runs.setdefault(epoch.run.hex(), {"steps": 0, "abandoned": 0, "epochs": 0, "last": ""})
+        for each in epoch.segments:
+            kind = "steps" if each.outcome is SegmentOutcome.CLOSED else "abandoned"
+            run[kind] += each.last - each.first
+        run["epochs"] += 1
+        run["last"] = format_utc(leaf.time)
+
+    def plan(self, digest: bytes) -> StepPlan | None:
+        """A plan by its digest."""
+        if digest not in self._plans:
+            data = self.ledger.blob(digest)
+            self._plans[digest] = None if data is None else StepPlan.from_cbor(data)
+        return self._plans[digest]
+
+    # ------------------------------------------------------------------------------------ what pages ask for
+
+    @property
+    def origin(self) -> str:
+        return self.ledger.origin
+
+    def head(self) -> dict[str, Any]:
+        """Size, root and the newest checkpoint."""
+        text = self.ledger.latest()
+        signed = 0 if text is None else parse_checkpoint(text)[0].size
+        tree = self.ledger.tree()
+        return {"size": tree.size, "root": tree.root.hex(), "signed": signed, "checkpoint": text}
+
+    def run_list(self) -> list[RunView]:
+        """Every run, the newest last."""
+        return [RunView(id=name, **found) for name, found in self.runs.items()]
+
+    def posture(self, run: str) -> tuple[Posture, StepPlan] | None:
+        """The posture of a run's model, and its plan; None before its first signed epoch or without closed steps."""
+        try:
+            evidence = RunEvidence.read(self.ledger, bytes.fromhex(run))
+        except (ValueError, LookupError):
+            return None
+        return (read_posture(self.ledger, [evidence]), evidence.plan) if evidence.closed() else None
+
+    def rows(self, first: int, count: int = PAGE_ROWS) -> list[ContributionRow]:
+        """Contributions from a leaf on."""
+        found = []
+        for seq, data in self.ledger.raw_leaves(max(0, first)):
+            leaf = decode_leaf(data)
+            if isinstance(leaf.record, ContributionRecord | KeptContribution):
+                found.append(self.row(leaf))
+                if len(found) == count:
+                    break
+            if seq - first > 20 * count:  # a stretch without any: go on from the next page
+                break
+        return found
+
+    def row(self, leaf: Leaf) -> ContributionRow:
+        """A contribution as a list shows it."""
+        record = leaf.record
+        assert isinstance(record, ContributionRecord | KeptContribution)
+        return ContributionRow(
+            index=leaf.seq,
+            time=format_utc(leaf.time),
+            descriptor=record.descriptor.hex(),
+            cls=record.bound[0],
+            expires=format_utc(record.expires),
+            withdrawn=self.ledger.withdrawn(leaf.seq) is not None,
+            pruned=isinstance(record, KeptContribution),
+        )
+
+    def recent(self, count: int = 20) -> Iterator[tuple[int, str, str]]:
+        """The newest leaves that are no contributions: (index, time, what it says)."""
+        size = self.ledger.size
+        shown = 0
+        for seq in range(size - 1, max(-1, size - 400), -1):
+            leaf = self.ledger.leaf(seq)
+            if not isinstance(leaf.record, ContributionRecord | KeptContribution):
+                yield seq, format_utc(leaf.time), describe_leaf(leaf)
+                shown += 1
+            if shown == count:
+                return
+
+
+NOTE_ON_REACH = NOT_REACHED
