@@ -37,7 +37,7 @@ docs: $(VENV)/.test  ## write the pages that are made from the code: docs/errors
 bench: $(VENV)/.bench  ## time and memory of a private step against the plain step and Opacus
 	$(BIN)/python benchmarks/step.py
 
-interop: $(PEER)/.done $(NODE)/.done $(VENV)/.go $(VENV)/.postgres  ## other people's COSE, Go's transparency log, a database server
+interop: $(PEER)/.done $(NODE)/.done $(VENV)/.go $(VENV)/.postgres $(VENV)/.browser  ## other people's COSE, Go's tree, a database, a browser
 
 clean:  ## remove the environment and every cache (keeps runs/)
 	rm -rf $(VENV) $(PEER) $(NODE) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache src/*.egg-info
@@ -66,7 +66,7 @@ $(PEER)/.done: tests/interop/pycose.txt
 	  && touch $@ || echo 'pycose could not be installed: its tests will be skipped'
 
 $(NODE)/.done: tests/interop/package.json tests/interop/package-lock.json
-	@echo 'installing @auth0/cose into $(NODE) …'
+	@echo 'installing @auth0/cose and axe-core into $(NODE) …'
 	@command -v npm >/dev/null || { $(call debian,nodejs npm); }; cd tests/interop && npm ci --silent --ignore-scripts --omit=optional --no-audit --no-fund \
 	  && touch node_modules/.done || echo '@auth0/cose could not be installed: its tests will be skipped'
 
@@ -86,3 +86,8 @@ has_postgres = command -v initdb >/dev/null || ls /usr/lib/postgresql/*/bin/init
 $(VENV)/.postgres: | $(VENV)/bin/python
 	@$(has_postgres) || { echo 'installing PostgreSQL …'; $(call debian,postgresql); }; \
 	$(has_postgres) && touch $@ || echo 'PostgreSQL is not installed: its tests will be skipped'
+
+# A browser, for the tests of pages.
+$(VENV)/.browser: | $(VENV)/bin/python
+	@command -v chromium >/dev/null || { echo 'installing Chromium …'; $(call debian,chromium); }; \
+	command -v chromium >/dev/null && touch $@ || echo 'Chromium is not installed: its tests will be skipped'

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "lamina"
 FOLDERS = (
     "", "account", "plan", "sensitivity", "allocate", "engine", "engine/layers", "admit", "ledger", "ledger/store",
-    "ledger/verify", "spend", "release", "corpus", "train", "audit", "models", "data", "bench", "demo", "cli", "cli/ledger",
+    "ledger/verify", "spend", "release", "corpus", "train", "audit", "models", "data", "report", "bench", "demo", "cli", "cli/ledger",
 )  # fmt: skip
 BEGIN, END = "<!-- files: make docs writes this -->", "<!-- end of files -->"
 CODE = re.compile(r"[a-z]+\.[a-z0-9]+(-[a-z0-9]+)*")
@@ -33,7 +33,8 @@ AREAS = {
     "engine": "The private step", "key": "Keys", "ledger": "The ledger", "noise": "Noise", "plan": "Plans and policies",
     "sensitivity": "Sensitivity of layers", "spend": "Accounts of a ledger", "store": "Where a ledger is kept",
     "models": "Ready models", "data": "Simulated signals", "demo": "The demo", "train": "Runs",
-    "release": "Certificates, releases and their gate", "serve": "The service", "verify": "Findings of `lamina ledger verify`",
+    "release": "Certificates, releases and their gate", "report": "Pages", "serve": "The service",
+    "verify": "Findings of `lamina ledger verify`",
 }  # fmt: skip
 
 

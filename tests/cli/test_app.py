@@ -48,7 +48,7 @@ def policy(tmp_path: Path) -> str:
 
 
 def test_help_shows_the_stages_in_order(lamina: Call) -> None:
-    assert NAMES == ["demo", "attest", "admit", "plan", "train", "spend", "certify", "bench"]
+    assert NAMES == ["demo", "attest", "admit", "plan", "train", "spend", "certify", "report", "bench"]
     text = succeeded(lamina("--help"))
     listed = text[text.index("Commands") :]
     places = [listed.index(f"│ {name} ") for name in NAMES]

@@ -1,0 +1,112 @@
+"""The page about a run: complete, inert, the same each time; in a real browser at two widths, light and dark."""
+
+from __future__ import annotations
+
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from browser import browse
+from trained_run import Trained, copied_run
+
+from lamina.ledger.reader import LedgerReader
+from lamina.release.certificate import certify
+from lamina.report.charts import budget_chart, evaluation_chart, house_of_layers, ticks
+from lamina.report.pages import run_report
+from lamina.report.view import ClassView, LedgerView
+
+EVIL = "<script>alert(1)</script>\"'><img src=x onerror=alert(2)>{{7*7}}"
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> Trained:
+    return copied_run(tmp_path)
+
+
+def page_of(trained: Trained) -> str:
+    with LedgerReader.read_only(trained.ledger) as ledger:
+        return run_report(trained.folder, ledger)
+
+
+class _Tags(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+
+
+def test_it_says_what_the_certificate_says(trained: Trained) -> None:
+    page = page_of(trained)
+    with LedgerReader.read_only(trained.ledger) as ledger:
+        found = certify(trained.folder, ledger).content
+    for words in (found["run"]["id"], found["model"]["sha256"], found["ledger"]["root"], "Is this model private?"):
+        assert words in page
+    for name in found["classes"]:
+        assert name in page
+    assert "not private" not in page
+
+
+def test_the_same_bytes_and_nothing_to_load(trained: Trained) -> None:
+    page = page_of(trained)
+    assert page == page_of(trained)
+    parsed = _Tags()
+    parsed.feed(page)
+    assert not {"script", "link", "img", "iframe"} & set(parsed.tags)
+    assert not [each for each in parsed.attributes if each[0].startswith("on") or each[0] == "src"]
+    assert all((value or "").startswith("#") for name, value in parsed.attributes if name == "href")
+
+
+def test_a_run_that_is_not_private_says_so(trained: Trained) -> None:
+    path = trained.folder / "metrics.json"
+    path.write_text(path.read_text().replace('"noise": "secure"', '"noise": "seeded"'))
+    page = page_of(trained)
+    assert "not private" in page and "seed that somebody chose" in page
+
+
+def test_names_and_notes_stay_text(trained: Trained) -> None:
+    path = trained.folder / "metrics.json"
+    facts = json.loads(path.read_text())
+    facts["notes"] = [EVIL]
+    facts["evaluations"] = [{"step": step, "figures": {EVIL: 0.5}} for step in (1, 2)]
+    path.write_text(json.dumps(facts))
+    page = page_of(trained)
+    parsed = _Tags()
+    parsed.feed(page)
+    assert not {"script", "img"} & set(parsed.tags) and "{{7*7}}" in page and "&lt;script&gt;" in page
+
+
+def test_charts_escape_names(trained: Trained) -> None:
+    with LedgerReader.read_only(trained.ledger) as ledger:
+        view = LedgerView(ledger)
+        view.follow()
+        found = view.posture(trained.outcome.run)
+    assert found is not None
+    evil = ClassView(name=EVIL, public=False, profile="", population=1, bound=1.0, points=[(1, 0, 0.5)])
+    for drawn in (budget_chart({EVIL: evil}), evaluation_chart([{"step": s, "figures": {EVIL: 0.1}} for s in (1, 2)])):
+        assert "<script" not in drawn and "<img" not in drawn
+    assert house_of_layers(found[0]).count("<rect") == 3 * 3 + 3
+
+
+def test_ticks_reach_what_they_must() -> None:
+    for most in (1e-9, 0.3, 1.0, 7.7, 123.0, 9e6):
+        assert ticks(most)[-1] >= most * 0.999 and 3 <= len(ticks(most)) <= 12
+
+
+@pytest.mark.parametrize(("width", "scheme"), [("desktop", "light"), ("phone", "dark")])
+def test_in_a_browser(trained: Trained, tmp_path: Path, width: str, scheme: str) -> None:
+    path = tmp_path / "report.html"
+    path.write_text(page_of(trained), encoding="utf-8")
+    with browse(width, scheme) as browser:
+        browser.page.goto(path.as_uri())
+        assert browser.errors == [] and len(browser.requests) == 1
+        assert browser.overflow() <= 0
+        assert browser.page.locator("svg").count() == 3
+        assert browser.serious() == []
+        browser.page.emulate_media(media="print")
+        browser.page.set_viewport_size({"width": 794, "height": 1123})  # A4
+        assert browser.overflow() <= 0
