@@ -18,7 +18,7 @@ import transformers
 from by_hand import QUIET, T, V, ids, of_logits
 from oracle import agree, clip_by_hand, difference, losses_of_output, plan_of, thresholds
 from refusals import raises_code
-from replay import ReplayedDraws, replayed_gradients
+from replay import ReplayedDraws, replayed_by_autograd
 from torch import Tensor, nn
 
 import lamina
@@ -185,10 +185,11 @@ def test_two_steps_with_random_draws_and_the_sum_is_the_oracles(name: str) -> No
 
 @pytest.mark.parametrize("name", RULES)
 def test_the_sum_in_training_mode_with_the_draws_replayed(name: str) -> None:
+    """Against autograd, one loss after another: some of these draw once for the batch, or into memory without its axis."""
     torch.manual_seed(0)
     model, x, losses = RULES[name]()
     model.train()
-    grads = replayed_gradients(model, lambda: losses(model, x, None), 7)
+    grads = replayed_by_autograd(model, lambda: losses(model, x, None), 7)
     plan = thresholds(grads, plan_of(model))
     with Engine(model, plan) as engine:
         losses(model, x, None)  # modules without a rule look at their arguments once

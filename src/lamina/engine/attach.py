@@ -57,6 +57,7 @@ class Attachment:
         self.slot = ReceiverSlot()
         self.rows = dict(rows or {})
         self.examples: int | None = None
+        self.inputs: list[int] = []  # where the arguments of the last call from outside are kept
         self._flat = modules_in_expert_blocks(model)
         self._folded = {
             f"{name}.{below}".lstrip(".")
@@ -68,9 +69,12 @@ class Attachment:
         refuse_merged_adapters(self._adapters)
         self._state = [*model.named_parameters(), *model.named_buffers()]
         self.targets = {id(p): targets[name] for name, p in model.named_parameters() if name in targets}
-        note_batch_size, refuse = CopySafeHook(self._note_batch_size), CopySafeHook(refuse_hazards)
-        self._handles = [model.register_forward_pre_hook(note_batch_size, prepend=True, with_kwargs=True)]
-        self._handles.append(model.register_forward_hook(CopySafeHook(self._refuse_writes)))
+        begin, end, refuse = CopySafeHook(self._begin_call), CopySafeHook(self._end_call), CopySafeHook(refuse_hazards)
+        self._calls_under_way = 0
+        self._handles: list[Any] = []
+        for module in filter(_may_be_called_by_itself, model.modules()):
+            self._handles.append(module.register_forward_pre_hook(begin, prepend=True, with_kwargs=True))
+            self._handles.append(module.register_forward_hook(end, always_call=True))
         check, accept = CopySafeHook(lambda *_: buffers.check(values=True)), CopySafeHook(lambda *_: buffers.accept())
         self._handles.append(model.register_state_dict_pre_hook(check))
         self._handles.append(model.register_load_state_dict_post_hook(accept))
@@ -152,25 +156,49 @@ class Attachment:
         declared = batch.current_examples()
         return self.examples if declared is None else declared
 
-    def _note_batch_size(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """How many examples a forward pass of the whole model carries: the first axis of its first tensor."""
-        first = next((t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.dim()), None)
-        self.examples = None if first is None else first.shape[0]
-        refuse_merged_adapters(self._adapters)
-        self._versions = self._written_so_far()
+    def _begin_call(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """The model, or a part of it that is called by itself, begins a forward pass."""
+        self._calls_under_way += 1
+        if self._calls_under_way == 1:
+            tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.dim()]
+            if module is self.model:
+                self.examples = None
+            self.note_batch_size(tensors)
+            refuse_merged_adapters(self._adapters)
+            self._versions = self._written_so_far(module)
 
-    def _refuse_writes(self, module: nn.Module, args: Any, output: Any) -> None:
+    def note_batch_size(self, tensors: Sequence[Tensor]) -> None:
+        """How many examples a call from outside carries: the first axis of its first tensor.
+
+        What is computed again during a backward pass carries as many as before.
+        """
+        if tensors and self.slot.receiver is None:
+            self.examples, self.inputs = tensors[0].shape[0], [t.untyped_storage().data_ptr() for t in tensors]
+
+    def _end_call(self, module: nn.Module, args: Any, output: Any) -> None:
         """A forward pass must leave every tensor of the model alone: what it writes was never noised."""
-        now = self._written_so_far()
+        self._calls_under_way -= 1
+        if self._calls_under_way or self.slot.receiver is not None:
+            return
+        now = self._written_so_far(module)
         for name, version in self._versions.items():
             if now.get(name, version) != version:
                 problem = f"the forward pass wrote to '{name}', which would carry private data without noise"
                 remedy = "train it by the optimiser, or compute it from public data before training"
                 raise CouplingError("engine.written-during-forward", problem, remedy)
 
-    def _written_so_far(self) -> dict[str, int]:
-        """How often each tensor of the model was written in place. Integer buffers (counters) are left out."""
-        return {n: t._version for n, t in self._state if t.is_floating_point()}
+    @property
+    def called_from_outside(self) -> bool:
+        """Whether no forward pass of the model, or of a part with parts of its own, is under way."""
+        return self._calls_under_way == 0
+
+    def _written_so_far(self, module: nn.Module) -> dict[str, int]:
+        """How often each tensor of the model was written in place. Integer buffers (counters) are left out.
+
+        Of a part that is called by itself the `BufferGuard` looks after all buffers, at the step.
+        """
+        kinds = Tensor if module is self.model else nn.Parameter
+        return {n: t._version for n, t in self._state if isinstance(t, kinds) and t.is_floating_point()}
 
     def example_of_row(self, name: str, x: Tensor) -> Tensor | None:
         """The row map in force for a module's input: declared in the model, or by name to the engine."""
@@ -206,12 +234,15 @@ class PatchedForward:
         owners = [_owning_dict(module, local) for local in forward.parameters]
         self.own = [(parameters, name, parameters[name]) for parameters, name in owners]
         self._found: dict[tuple[str, ...], ResolvedParameters] = {}
-        self._positions = False
+        self._positions: bool | None = None  # whether one-dimensional ids are positions; None: not known yet
         functools.update_wrapper(self, original)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or not self._untouched():
             return self.original(*args, **kwargs)
+        if self.attachment.called_from_outside:  # one row is no batch to go by: a table of positions, perhaps
+            given = pytree.tree_leaves((args, kwargs))
+            self.attachment.note_batch_size([t for t in given if isinstance(t, Tensor) and t.dim() > 1 and len(t) > 1])
         if isinstance(self.module, nn.EmbeddingBag) and (args[1:2] or (kwargs.get("offsets"),))[0] is not None:
             problem = f"'{self.name}' is an EmbeddingBag that was called with offsets: its rows are not examples"
             remedy = "give it ids of shape (examples, ids), padded, with padding_idx or per_sample_weights"
@@ -227,15 +258,19 @@ class PatchedForward:
     def _batched_ids(self, ids: Tensor) -> Tensor:
         """Ids without the batch axis (positions), given to every example.
 
-        One-dimensional ids that once were not the batch's never are, also when their number happens to be
-        the batch's. If it is so from the start, the ownership check decides.
+        One-dimensional ids that once were not the batch's never are, also when their number happens to be the batch's;
+        those that once were always are. Not known yet: positions count from 0, and are no argument of the model.
         """
         n = self.attachment.examples_now
         if n is None or batch.current_rows() is not None:
             return ids
-        if ids.dim() == 1 and (self._positions or ids.shape[0] != n):
-            self._positions = True
-            return ids.unsqueeze(0).expand(n, -1)
+        if ids.dim() == 1:
+            if ids.shape[0] != n:
+                self._positions = True
+            elif self._positions is None and n > 1:
+                given = ids.untyped_storage().data_ptr() in self.attachment.inputs
+                self._positions = not given and torch.equal(ids, torch.arange(n))
+            return ids.unsqueeze(0).expand(n, -1) if self._positions else ids
         return ids.expand(n, *ids.shape[1:]) if ids.dim() > 1 and ids.shape[0] == 1 else ids
 
     def apply(self, rule: LayerRule, x: Tensor, *names: str) -> Tensor:
@@ -317,12 +352,18 @@ class CopySafeHook:
             for key in [key for key, hook in hooks.items() if hook is self]:
                 del hooks[key]
                 module._forward_pre_hooks_with_kwargs.pop(key, None)
+                module._forward_hooks_always_called.pop(key, None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CopySafeHook:
         return CopySafeHook()
 
     def __reduce__(self) -> Any:
         return CopySafeHook, ()
+
+
+def _may_be_called_by_itself(module: nn.Module) -> bool:
+    """Whether a module computes more than one layer of torch."""
+    return bool(module._modules) or not type(module).__module__.startswith("torch.nn.")
 
 
 def class_method(module: nn.Module, name: str) -> Any:
