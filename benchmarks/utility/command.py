@@ -2,10 +2,12 @@
 
     LAMINA_DATA=… python benchmarks/utility run [--task mnist …] [--policy flat …] [--seeds 3]
     python benchmarks/utility report
+    LAMINA_DATA=… python benchmarks/utility clip [--task mnist …]
 
 `run` measures the layers and tunes every policy on public stand-ins (digits of scikit-learn, simulated ECG), then
 trains on the real data with what was chosen there. It writes benchmarks/results/utility-<task>.json after every single
 run and goes on where it was interrupted. `report` writes benchmarks/results/utility.md from these files.
+`clip` holds the untuned clip norm against every one of a grid: benchmarks/results/utility-clip.json, and a table.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from lamina import LayerStack
 from lamina.allocate.paper import PaperLADP, PaperLSAB
 from lamina.sensitivity.measure import Measure
 
+from . import clip_norm
 from .data import Split
 from .policies import ENTRIES, Entry, planned
 from .proxy import measured
@@ -102,8 +105,8 @@ def _saved(measure: Measure, sizes: list[int]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("run", "report"))
-    parser.add_argument("--task", action="append", choices=tuple(TASKS), help="default: all")
+    parser.add_argument("what", choices=("run", "report", "clip"))
+    parser.add_argument("--task", action="append", choices=tuple(TASKS | clip_norm.COLUMNS), help="default: all")
     parser.add_argument("--policy", action="append", choices=tuple(ENTRIES), help="default: all")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--again", action="store_true", help="forget what was measured of these policies before")
@@ -115,7 +118,10 @@ def main() -> None:
     )
     chosen = parser.parse_args()
     torch.set_num_threads(1)
-    if chosen.what == "run":
+    if chosen.what == "clip":
+        clip_norm.measure(chosen.task or list(clip_norm.COLUMNS))
+        print(clip_norm.report())
+    elif chosen.what == "run":
         for name in chosen.task or TASKS:
             measure_task(TASKS[name], chosen.policy or list(ENTRIES), chosen.seeds, chosen.cache, chosen.again)
     else:

@@ -24,7 +24,7 @@ class Task:
     table. Batches are Poisson samples of `batch` expected contributions; learning rates in `rates` are in units of one
     clipped gradient: a step of SGD moves the weights by rate/C times the noised mean. `clips` × `rates` is the grid
     that every policy is tuned on, `tries` how many seeds each of its points gets. `usual` is the clip norm and rate at
-    which the layers are measured, before anything is tuned.
+    which the layers are measured, before anything is tuned. `adam`: Adam instead of SGD, with the rate as it is.
     """
 
     name: str
@@ -46,6 +46,7 @@ class Task:
     rates: tuple[float, ...]
     tries: int
     usual: tuple[float, float]
+    adam: bool = False
 
 
 # ------------------------------------------------------------------------------------------------------- models

@@ -39,13 +39,15 @@ def trained(
     steps: int | None = None,
     count: list[int] | None = None,
 ) -> nn.Module:
-    """SGD with momentum; the learning rate is rate/clip and falls to 0 along a cosine over the plan's steps.
+    """SGD with momentum, or Adam; the learning rate is rate/clip (of Adam: rate) and falls to 0 along a cosine over the plan's steps.
 
     Noise comes from a seed, so that a run can be repeated: these models are measurements, not releases. `steps` stops
     earlier than the plan; `count` is told how many were taken, which a filter may make fewer.
     """
     model = model_of(task, seed)
-    optimizer = torch.optim.SGD(model.parameters(), lr=rate / clip, momentum=MOMENTUM)
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=rate / clip, momentum=MOMENTUM)
+    if task.adam:
+        optimizer = torch.optim.Adam(model.parameters(), lr=rate)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda t: 0.5 * (1.0 + math.cos(math.pi * min(t, plan.steps) / plan.steps))
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from lamina.account.accountants import find_accountant
 from lamina.account.gaussian_rdp import epsilon_of_noise_multiplier
 from lamina.account.schedule import Event
 from lamina.train import private
+from lamina.train.private import LargeClipNorm, typical_norm
 
 X = torch.randn(60, 4, generator=torch.Generator().manual_seed(0))
 Y = torch.arange(60) % 2
@@ -27,8 +29,12 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
 
 
-def made(data: Any = (X, Y), **options: Any) -> tuple[lamina.Engine, lamina.Corpus, lamina.StepPlan]:
-    return lamina.make_private(net(), data, **{"epsilon": 3.0, "delta": 1e-5, "batch": 10, "steps": 5, **options})
+def made(
+    data: Any = (X, Y), model: nn.Module | None = None, **options: Any
+) -> tuple[lamina.Engine, lamina.Corpus, lamina.StepPlan]:
+    return lamina.make_private(
+        model or net(), data, **{"epsilon": 3.0, "delta": 1e-5, "batch": 10, "steps": 5, **options}
+    )
 
 
 def test_one_attestation_says_what_the_data_is_allowed_to_lose() -> None:
@@ -41,7 +47,7 @@ def test_one_attestation_says_what_the_data_is_allowed_to_lose() -> None:
     assert found.items == 20  # contributions, not rows
     assert found.bound.cls == plan.classes[0].name == "data"
     assert 2.9999 < epsilon_of_noise_multiplier(found.bound.z, 1e-5) <= 3.0
-    assert found.bound.c == 1.0
+    assert found.bound.c == 0.1
     assert found.expires > time.time()
 
 
@@ -163,3 +169,75 @@ def test_the_clip_norm_is_planned_and_signed() -> None:
     assert corpus.admission is not None and corpus.admission[0].bound.c == 0.02
     with raises_code("train.clip-norm-out-of-range"):
         made(clip_norm=0.0)
+
+
+def class_losses(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(output, y, reduction="none")
+
+
+PROXY = (torch.randn(64, 4, generator=torch.Generator().manual_seed(1)), torch.arange(64) % 2)
+
+
+def test_without_a_proxy_the_clip_norm_is_small() -> None:
+    _, corpus, plan = made()
+    assert plan.norm(0) == pytest.approx(0.1, rel=1e-9)
+    assert corpus.admission is not None and corpus.admission[0].bound.c == 0.1
+
+
+@pytest.mark.parametrize("scale", [1.0, 100.0])
+def test_the_clip_norm_follows_the_gradients_of_the_proxy_and_nothing_of_the_data(scale: float) -> None:
+    def loss(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return scale * nn.functional.cross_entropy(output, y, reduction="none")
+
+    torch.manual_seed(3)
+    model = net()
+    before = torch.get_rng_state()
+    plans = [
+        made((x, y), model=copy.deepcopy(model), proxy=PROXY, loss_fn=loss)[2] for x, y in ((X, Y), (1000 * X, 1 - Y))
+    ]
+    assert plans[0] == plans[1]
+    assert torch.equal(before, torch.get_rng_state())
+    assert all(p.grad is None for p in model.parameters())
+    first = [
+        torch.autograd.grad(loss(model(x[None]), y[None]).sum(), list(model.parameters()))
+        for x, y in zip(*PROXY, strict=True)
+    ]
+    norms = torch.tensor([sum(float(g.square().sum()) for g in each) ** 0.5 for each in first])
+    assert 0.1 * float(norms.median()) < plans[0].norm(0) <= 0.5 * float(norms.median())
+    assert plans[0].allocation == "pareto"
+
+
+def test_a_model_that_comes_to_fit_its_data_gets_a_smaller_clip_norm() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4))
+
+    def near(output: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return (output - x).square().mean(1)
+
+    easy = torch.randn(256, 4, generator=torch.Generator().manual_seed(2))
+    plan = lamina.make_private(model, X, epsilon=3.0, batch=10, steps=5)[2]
+    at_first = typical_norm(model, plan, near, lamina.Corpus(easy))
+    with torch.no_grad():
+        model[0].weight.copy_(0.97 * torch.eye(4))
+        model[0].bias.zero_()
+    assert typical_norm(model, plan, near, lamina.Corpus(easy)) < 0.2 * at_first
+
+
+def test_a_clip_norm_far_above_the_gradients_of_the_proxy_is_told() -> None:
+    both = {"proxy": PROXY, "loss_fn": class_losses}
+    with pytest.warns(LargeClipNorm, match="50"):
+        made(clip_norm=50.0, **both)
+    made(clip_norm=0.5, **both)  # warnings are errors
+
+
+def test_a_proxy_needs_a_loss_enough_of_it_and_is_not_the_data() -> None:
+    with raises_code("train.proxy-needs-loss"):
+        made(proxy=PROXY)
+    with raises_code("train.proxy-needs-loss"):
+        made(loss_fn=class_losses)
+    with raises_code("train.proxy-is-the-data"):
+        made(proxy=(X, Y), loss_fn=class_losses)
+    with raises_code("train.proxy-too-small"):
+        made(proxy=(PROXY[0][:9], PROXY[1][:9]), loss_fn=class_losses)
+    with raises_code("train.proxy-norm-not-positive"):
+        made(proxy=PROXY, loss_fn=lambda output, y: 0.0 * output.sum(1))

@@ -157,6 +157,18 @@ Array = NDArray[np.float64]
 _SLICE_EXPONENTS = {"norms": 0.5, "harm": 1.0, "fisher": 1.0}
 
 
+CLIP_PART = 0.4
+"""The clip norm that needs no tuning, as a part of the typical gradient norm on a proxy (docs/allocations/utility.md)."""
+
+FAR_ABOVE = 2.0
+"""A clip norm of more than so many times the typical gradient norm clips nobody and scales the noise up."""
+
+
+def untuned_clip_norm(typical: float) -> float:
+    """The clip norm for contributions whose gradients typically have this norm, rounded to two digits."""
+    return float(f"{CLIP_PART * typical:.2g}")
+
+
 def named(name: str, value: Any) -> dict[str, Any]:
     """A value under a name that is no identifier, for `lamina.validate`."""
     return {name: value}

@@ -369,6 +369,12 @@ class Engine:
             found.append({"loss": mine.mean(), **self._gradient_of(part, unit, routed=False, retain_graph=True)})
         return found
 
+    def proxy_norms(self, losses: Tensor, batch: Batch) -> Tensor:
+        """(P,) the norm of each contribution's whole gradient before clipping: for public or simulated input only."""
+        part = self._examine(losses, batch)
+        assert part is not None
+        return self._norms(part, self._reached(part), self._masks_for(part)).square().sum(1).sqrt()
+
     def detach(self) -> None:
         """Give the model back as it was."""
         for hook in self._hooks:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+import math
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from torch import nn
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from lamina.admit.admission import Admission
 from lamina.admit.attestation import NONCE_BYTES, attest, commit
@@ -19,16 +25,29 @@ from lamina.admit.key_ring import KeyRing
 from lamina.admit.keys import PrivateKey
 from lamina.admit.signing import SECONDS_PER_YEAR
 from lamina.allocate.make_plan import DEFAULT_ALLOCATION, make_plan
+from lamina.allocate.problem import FAR_ABOVE, untuned_clip_norm
 from lamina.corpus.corpus import Corpus
+from lamina.engine.batch import Batch
 from lamina.engine.engine import Engine
+from lamina.engine.probe import preserve_global_generators, seed_global_generators
 from lamina.errors import AdmissionError, PlanError
-from lamina.plan.layer_stack import LayerStack
+from lamina.plan.layer_stack import LayerStack, call_arguments
 from lamina.plan.policy import Policy
 from lamina.plan.step_plan import StepPlan
 from lamina.train.trainer_checks import refuse_loader
 from lamina.validate import number, whole
 
 LOCAL_CONTRIBUTION = "data"
+_PROXY_CONTRIBUTIONS, _LEAST_PROXY = 256, 16
+_TRIAL_STEPS, _TRIAL_BATCH = 40, 16
+_LEAST_CLIP_NORM = 1e-4  # clip norms are signed in 1e-6
+DEFAULT_CLIP_NORM = 0.1
+"""Where nothing is known: a norm that is too small costs a few percent of the error, one that is too large several times
+the error (docs/allocations/utility.md)."""
+
+
+class LargeClipNorm(UserWarning):
+    """The clip norm lies far above the gradients of the proxy."""
 
 
 def sign_corpus(corpus: Corpus, policy: Policy, cls: str, key: PrivateKey | None = None) -> Admission:
@@ -56,11 +75,54 @@ def sign_corpus(corpus: Corpus, policy: Policy, cls: str, key: PrivateKey | None
     return found
 
 
+def typical_norm(
+    model: nn.Module, plan: StepPlan, loss_fn: Callable[[Any, Any], Tensor], proxy: Corpus, **options: Any
+) -> float:
+    """The median norm of a contribution's gradient on one half of a public corpus: at the weights as they are, or after
+    a short training of a copy on the other half, whichever is less.
+
+    Gradients of a classifier stay as long as they were; those of a model that comes to fit its data shrink to a fraction,
+    and a clip norm above them leaves it with noise. Where the short training does not get anywhere, it does not count.
+    `options` are those of the engine.
+    """
+    if len(proxy) < _LEAST_PROXY:
+        problem = f"the proxy has {len(proxy)} contributions, must be {_LEAST_PROXY} or more"
+        raise PlanError("train.proxy-too-small", problem, "give more, or give clip_norm")
+    units, copied = proxy.eligible[:_PROXY_CONTRIBUTIONS], copy.deepcopy(model)
+    optimizer = torch.optim.Adam([p for p in copied.parameters() if p.requires_grad], lr=1e-3)
+
+    def losses(some: np.ndarray) -> tuple[Tensor, Batch]:
+        x, y = proxy.source.fetch(proxy.layout.rows_of(some))
+        unit = np.repeat(np.arange(len(some)), proxy.layout.sizes(some))
+        args, named = call_arguments(x)
+        return loss_fn(copied(*args, **named), x if y is None else y), Batch(x, y, unit=torch.from_numpy(unit))
+
+    def median() -> float:
+        optimizer.zero_grad()
+        with Engine(copied, plan, **options) as engine:
+            return float(engine.proxy_norms(*losses(units[1::2])).median())
+
+    with preserve_global_generators(), torch.enable_grad():
+        seed_global_generators(0)
+        found = median()
+        for step in range(_TRIAL_STEPS):
+            rows = np.arange(step * _TRIAL_BATCH, (step + 1) * _TRIAL_BATCH) % len(units[::2])
+            optimizer.zero_grad()
+            losses(np.unique(units[::2][rows]))[0].mean().backward()
+            optimizer.step()
+        later = median()
+    if not 0 < found < math.inf:
+        problem = f"the typical gradient on the proxy has norm {found:g}"
+        raise PlanError("train.proxy-norm-not-positive", problem, "use other proxy data, or give clip_norm")
+    return min(found, later) if later > 0 else found
+
+
 def make_private(
     model: nn.Module, data: Any, *, epsilon: float | None = None, noise_multiplier: float | None = None,
-    delta: float = 1e-5, clip_norm: float = 1.0, batch: int, epochs: float | None = None, steps: int | None = None,
-    unit: Any = None, population: int | None = None, allocate: str = DEFAULT_ALLOCATION, key: PrivateKey | None = None,
-    rows: Mapping[str, str] | None = None, per_contribution: Sequence[str] = (),
+    delta: float = 1e-5, clip_norm: float | None = None, proxy: Any = None,
+    loss_fn: Callable[[Any, Any], Tensor] | None = None, batch: int, epochs: float | None = None,
+    steps: int | None = None, unit: Any = None, population: int | None = None, allocate: str = DEFAULT_ALLOCATION,
+    key: PrivateKey | None = None, rows: Mapping[str, str] | None = None, per_contribution: Sequence[str] = (),
 ) -> tuple[Engine, Corpus, StepPlan]:  # fmt: skip
     """Make engine, corpus and plan for one private class that reaches every layer, with ε and δ as given.
 
@@ -72,7 +134,11 @@ def make_private(
     data        a Corpus, x, a pair (x, y), or a torch Dataset
     unit        the contribution (patient, customer) of each example; default: each example is its own
     epsilon     ε to spend at δ; or noise_multiplier, the sigma of every step, and ε is what the steps cost at it
-    clip_norm   the largest norm that the gradient of one contribution may have
+    clip_norm   the largest norm that the gradient of one contribution may have. Default: with `proxy` and `loss_fn` a
+                part of the typical norm on the proxy (`typical_norm`), which depends on the first weights: seed them if
+                the run is to be resumed; without them 0.1. Steps of plain SGD are as long as the clip norm, Adam's not
+    proxy       public or simulated data in the form of `data`, targets included; never the private data
+    loss_fn     (output, y), or (output, x) where there is no y: one loss per example
     batch       expected contributions per step
     population  a public number that the contributions do not exceed, whoever is there; default: their number
     key         signs for the data; default: one that is made for this call and forgotten
@@ -88,13 +154,16 @@ def make_private(
     which. ε counts the steps of this engine; `lamina.Trainer` also adds up over runs.
     """
     refuse_loader(data)
-    if isinstance(data, Corpus):
-        corpus = data
-        if unit is not None:
-            problem = "unit is given beside a Corpus"
-            raise PlanError("train.unit-beside-corpus", problem, "give unit to the Corpus instead")
-    else:
-        corpus = Corpus(*data, unit=unit) if isinstance(data, tuple) and len(data) == 2 else Corpus(data, unit=unit)
+    if isinstance(data, Corpus) and unit is not None:
+        problem = "unit is given beside a Corpus"
+        raise PlanError("train.unit-beside-corpus", problem, "give unit to the Corpus instead")
+    if (proxy is None) != (loss_fn is None):
+        problem = f"{'loss_fn' if proxy is None else 'proxy'} is given alone"
+        raise PlanError("train.proxy-needs-loss", problem, "give both: gradients on the proxy set the clip norm")
+    corpus = _as_corpus(data, unit)
+    if {id(t) for t in tree_leaves(proxy) if t is not None} & {id(t) for t in tree_leaves(data)}:
+        problem = "the proxy is the data itself, and a norm read from it would be a release without a budget"
+        raise PlanError("train.proxy-is-the-data", problem, "give public or simulated data, or leave proxy out")
     names = corpus.names
     if len(names) > 1:
         problem = f"the corpus has {len(names)} classes ({', '.join(names)}), make_private takes one"
@@ -104,9 +173,8 @@ def make_private(
         raise PlanError("train.epsilon-or-noise-multiplier", problem, "give exactly one of them: epsilon=3.0")
     if epsilon is not None:
         epsilon = number(PlanError, "train.epsilon-out-of-range", above=0, remedy="choose 1 to 8", epsilon=epsilon)
-    clip_norm = number(
-        PlanError, "train.clip-norm-out-of-range", least=1e-4, remedy="scale the loss up instead", clip_norm=clip_norm
-    )
+    if clip_norm is not None:
+        clip_norm = _checked_clip_norm(clip_norm)
     delta = number(PlanError, "train.delta-out-of-range", above=0, below=1, remedy="stay below 1/people", delta=delta)
     present = len(corpus)
     declared = present if population is None else whole(PlanError, "train.not-a-count", population=population)
@@ -114,16 +182,26 @@ def make_private(
         problem = f"the corpus has more contributions than population={declared}"
         raise PlanError("train.population-below-corpus", problem, "declare a number that it cannot exceed")
     about = {"origin": corpus.origin or "local", "delta": delta}
-    terms = {"population": declared, "clip_norm": clip_norm, "unit": corpus.unit_name}
+    terms = {"population": declared, "clip_norm": clip_norm or DEFAULT_CLIP_NORM, "unit": corpus.unit_name}
     policy = Policy.from_dict({"corpus": about, "class": {names[0]: terms}})
     if isinstance(batch, int) and batch > declared:
         problem = f"batch is {batch}, the corpus has {declared} contributions"
         remedy = f"batch is the expected contributions per step: choose fewer, such as {max(1, declared // 20)}"
         raise PlanError("train.batch-above-corpus", problem, remedy)
-    plan = make_plan(
-        LayerStack.from_model(model), policy, batch=batch, epochs=epochs, steps=steps, allocate=allocate,
+    planned = partial(
+        make_plan, LayerStack.from_model(model), batch=batch, epochs=epochs, steps=steps, allocate=allocate,
         epsilon=epsilon, noise_multiplier=noise_multiplier,
     )  # fmt: skip
+    plan = planned(policy)
+    if proxy is not None and loss_fn is not None:
+        typical = typical_norm(model, plan, loss_fn, _as_corpus(proxy), rows=rows, per_contribution=per_contribution)
+        if clip_norm is None:
+            terms["clip_norm"] = _checked_clip_norm(untuned_clip_norm(typical))
+            plan = planned(Policy.from_dict({"corpus": about, "class": {names[0]: terms}}))
+        elif clip_norm > FAR_ABOVE * typical:
+            text = f"clip_norm is {clip_norm:g}, {clip_norm / typical:.2g} times the typical gradient on the proxy: it scales"
+            remedy = f"the noise up and clips nearly nobody. Leave it out, or give {untuned_clip_norm(typical):g}"
+            warnings.warn(f"{text} {remedy}", LargeClipNorm, stacklevel=2)
     terms["epsilon"] = plan.epsilon(0) if epsilon is None else epsilon
     policy = Policy.from_dict({"corpus": about, "class": {names[0]: terms}})
     engine = Engine(model, plan, rows=rows, per_contribution=per_contribution)
@@ -135,3 +213,15 @@ def make_private(
     elif corpus.admission is None:
         corpus.set_admission(sign_corpus(corpus, policy, names[0], key))
     return engine, corpus, plan
+
+
+def _as_corpus(data: Any, unit: Any = None) -> Corpus:
+    if isinstance(data, Corpus):
+        return data
+    return Corpus(*data, unit=unit) if isinstance(data, tuple) and len(data) == 2 else Corpus(data, unit=unit)
+
+
+def _checked_clip_norm(clip_norm: float) -> float:
+    remedy = "multiply the loss by a constant instead"
+    code = "train.clip-norm-out-of-range"
+    return number(PlanError, code, least=_LEAST_CLIP_NORM, remedy=remedy, clip_norm=clip_norm)
