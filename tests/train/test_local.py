@@ -18,6 +18,7 @@ import lamina
 from lamina.account.accountants import find_accountant
 from lamina.account.gaussian_rdp import epsilon_of_noise_multiplier
 from lamina.account.schedule import Event
+from lamina.ledger.verify.verifier import verify
 from lamina.train import private
 from lamina.train.private import LargeClipNorm, typical_norm
 
@@ -241,3 +242,17 @@ def test_a_proxy_needs_a_loss_enough_of_it_and_is_not_the_data() -> None:
         made(proxy=(PROXY[0][:9], PROXY[1][:9]), loss_fn=class_losses)
     with raises_code("train.proxy-norm-not-positive"):
         made(proxy=PROXY, loss_fn=lambda output, y: 0.0 * output.sum(1))
+
+
+@pytest.mark.parametrize(("clip_norm", "told"), [(50.0, True), (0.5, False)])
+def test_a_run_tells_of_a_clip_norm_far_above_the_gradients_of_simulated_examples(
+    tmp_path: Path, clip_norm: float, told: bool
+) -> None:
+    engine, corpus, plan = made(clip_norm=clip_norm)
+    optimizer = torch.optim.SGD(engine.model.parameters(), lr=0.1)
+    trainer = lamina.Trainer(
+        engine.model, optimizer, class_losses, corpus, plan, engine=engine, folder=tmp_path / "run", progress=False
+    )
+    notes = trainer.fit().notes
+    assert any(note.startswith("the clip norm of class data, 50") for note in notes) == told
+    assert verify(next(tmp_path.glob("*.ledger.db"))).verified

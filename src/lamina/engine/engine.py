@@ -370,10 +370,15 @@ class Engine:
         return found
 
     def proxy_norms(self, losses: Tensor, batch: Batch) -> Tensor:
-        """(P,) the norm of each contribution's whole gradient before clipping: for public or simulated input only."""
+        """(P,) the norm of each contribution's whole gradient before clipping: for public or simulated input only.
+
+        The losses may be used again.
+        """
         part = self._examine(losses, batch)
         assert part is not None
-        return self._norms(part, self._reached(part), self._masks_for(part)).square().sum(1).sqrt()
+        collector = NormCollector(part, self._reached(part), self._masks_for(part))
+        self._collect(part, collector, retain_graph=True)
+        return collector.norms.square().sum(1).sqrt()
 
     def detach(self) -> None:
         """Give the model back as it was."""

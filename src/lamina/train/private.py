@@ -40,7 +40,6 @@ from lamina.validate import number, whole
 LOCAL_CONTRIBUTION = "data"
 _PROXY_CONTRIBUTIONS, _LEAST_PROXY = 256, 16
 _TRIAL_STEPS, _TRIAL_BATCH = 40, 16
-_LEAST_CLIP_NORM = 1e-4  # clip norms are signed in 1e-6
 DEFAULT_CLIP_NORM = 0.1
 """Where nothing is known: a norm that is too small costs a few percent of the error, one that is too large several times
 the error (docs/allocations/utility.md)."""
@@ -221,7 +220,6 @@ def _as_corpus(data: Any, unit: Any = None) -> Corpus:
     return Corpus(*data, unit=unit) if isinstance(data, tuple) and len(data) == 2 else Corpus(data, unit=unit)
 
 
-def _checked_clip_norm(clip_norm: float) -> float:
-    remedy = "multiply the loss by a constant instead"
-    code = "train.clip-norm-out-of-range"
-    return number(PlanError, code, least=_LEAST_CLIP_NORM, remedy=remedy, clip_norm=clip_norm)
+def _checked_clip_norm(c: float) -> float:
+    remedy = "multiply the loss by a constant: clip norms are signed in 1e-6"
+    return number(PlanError, "train.clip-norm-out-of-range", least=1e-4, remedy=remedy, clip_norm=c)

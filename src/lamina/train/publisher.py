@@ -309,6 +309,16 @@ def _adaptive_budget_figures(
     }
 
 
+WITHOUT_EMA = "_without_ema"
+"""Where there is a moving average, figures are of it; those of the weights themselves have this after their name."""
+
+
+def _scores(rule: Evaluation, figures: Mapping[str, float]) -> tuple[float, ...]:
+    """Of the figures, and of the weights without their moving average, if there is one."""
+    plain = {name.removesuffix(WITHOUT_EMA): value for name, value in figures.items() if name.endswith(WITHOUT_EMA)}
+    return (rule.score(figures), rule.score(plain)) if plain else (rule.score(figures),)
+
+
 class Publisher:
     """Evaluates on public data, writes the public files, keeps the notes."""
 
@@ -376,17 +386,19 @@ class Publisher:
         if rule is None or not rule.due(state.segments, last=state.step == self.plan.steps):
             return None
         if not state.evaluations or state.evaluations[-1]["step"] != state.step:
-            if state.ema is None:
-                figures = rule.run(state.model)
-            else:
+            figures = rule.run(state.model)
+            if state.ema is not None:
+                plain = {f"{name}{WITHOUT_EMA}": value for name, value in figures.items()}
                 with state.ema.applied():
-                    figures = rule.run(state.model)
+                    figures = rule.run(state.model) | plain
             state.evaluations.append({"step": state.step, "figures": figures})
         if rule.best is None:
             return None
-        scores = [rule.score(entry["figures"]) for entry in state.evaluations]
+        pairs = [_scores(rule, entry["figures"]) for entry in state.evaluations]
+        scores = [max(pair) for pair in pairs]
         if scores[-1] == max(scores):
-            run.write("best.safetensors", weights_file(state.model, state.ema))
+            average = state.ema if pairs[-1][0] == scores[-1] else None
+            run.write("best.safetensors", weights_file(state.model, average))
         return "patience" if rule.stops(scores) else None
 
     def _write_figures(

@@ -91,7 +91,7 @@ class Trainer:
     scheduler        fixed in advance; stepped once per private step
     interval         "epoch": the scheduler is stepped once per pass over the declared populations instead
     microbatches     forward and backward in so many parts: less memory, the same result
-    ema              decay of a moving average of the weights, kept beside them
+    ema              decay of a moving average of the weights, kept beside them; less in the first steps
     evaluate         an `Evaluation` on public or simulated data
     callbacks        `Callback`s, told ε and evaluations between segments
     log              "csv" or "jsonl": the same figures in the folder's log.csv or log.jsonl
@@ -298,7 +298,9 @@ class Trainer:
     def _rehearse(self) -> None:
         if self.evaluate is not None:
             self.evaluate.run(self.model)
-        rehearse(self._engine, self._losses_augmented, self.corpus, probe=self.probe)
+        for note in rehearse(self._engine, self._losses_augmented, self.corpus, probe=self.probe):
+            if note not in self._notes:
+                self._notes.append(note)
 
     def _run_segment(self, opened: AttemptOpened, segments: Segments) -> bool:
         """As `_run_steps`. A changed payload, or an error, shows who was sampled, so its segment is abandoned."""
@@ -407,7 +409,7 @@ class Trainer:
         if self.scheduler is not None and (step + 1) % self.interval == 0:
             self.scheduler.step()
         if self.state.ema is not None:
-            self.state.ema.update()
+            self.state.ema.update(step)
         return loss
 
     def _augmented(self, x: Any) -> Any:

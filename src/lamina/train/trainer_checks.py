@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, OneCycleL
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
+from lamina.allocate.problem import FAR_ABOVE, untuned_clip_norm
 from lamina.corpus.corpus import Corpus, ProbeArgument
 from lamina.corpus.example_sources import DATALOADER_REFUSAL
 from lamina.corpus.sampler import Sampler
@@ -29,7 +30,7 @@ from lamina.plan.policy import Policy
 from lamina.plan.profile_reach import Reach
 from lamina.plan.rules import Choose, FollowBudget
 from lamina.plan.selection import complement_ranges
-from lamina.plan.step_plan import StepPlan
+from lamina.plan.step_plan import Clipping, StepPlan
 from lamina.spend.accounts import SignedAccount
 from lamina.train.publisher import Evaluation
 from lamina.train.run_output import Callback
@@ -247,8 +248,10 @@ def _check_class_depth(plan: StepPlan, k: int, reach: Reach, layer_of: dict[str,
 NOT_PROBED_NOTE = "not probed: ε holds only if examples do not influence each other in augmentation, model and loss"
 
 
-def rehearse(engine: Engine, losses_of: Callable[[Any, Any], Tensor], corpus: Corpus, *, probe: ProbeArgument) -> None:
-    """Try one step without noise, optimiser or charge; then the engine's independence probe.
+def rehearse(
+    engine: Engine, losses_of: Callable[[Any, Any], Tensor], corpus: Corpus, *, probe: ProbeArgument
+) -> list[str]:
+    """Try one step without noise, optimiser or charge; then the engine's independence probe. Returns notes.
 
     On public examples, where `probe` has them; otherwise on simulated ones: of the data only shapes and types are used.
     """
@@ -266,11 +269,32 @@ def rehearse(engine: Engine, losses_of: Callable[[Any, Any], Tensor], corpus: Co
         problem = f"model or loss failed on {which} examples: {type(error).__name__}: {error}"
         remedy = f"{_remedy_for(error, x, y)}. (x is {shapes}; targets are {kind})"
         raise RunError("train.model-or-loss-failed", problem, remedy) from error
+    notes = _large_clip_norms(engine, losses, x, y)
     engine.clipped_sums(losses, Batch(x, y, cls=torch.zeros(Batch(x, y).examples, dtype=torch.long)))
     if probe is False:
         engine.decline_probe()
     else:
         engine.probe(losses_of, x, y)
+    return notes
+
+
+def _large_clip_norms(engine: Engine, losses: Tensor, x: Any, y: Any) -> list[str]:
+    """A note for each private class whose clip norm lies far above the gradients of simulated or public examples."""
+    plan, notes = engine.plan, []
+    if plan.rules or plan.clipping is Clipping.ELEMENTWISE:
+        return []
+    for k, entry in enumerate(plan.classes):
+        if entry.public or not any(plan.clip[k]):
+            continue
+        batch = Batch(x, y, cls=torch.full((Batch(x, y).examples,), k))
+        typical = float(engine.proxy_norms(losses, batch).median())
+        if 0 < FAR_ABOVE * typical < plan.norm(k):
+            notes.append(
+                f"the clip norm of class {entry.name}, {plan.norm(k):.3g}, is {plan.norm(k) / typical:.2g} times the gradient of "
+                f"a typical simulated example: it scales the noise up and clips nearly nobody; try "
+                f"clip_norm = {untuned_clip_norm(typical):g}"
+            )
+    return notes
 
 
 def _types_of(tree: Any) -> str:

@@ -403,7 +403,10 @@ class TrainingCheckpoints:
 
 
 class MovingAverage:
-    """average <- decay · average + (1 - decay) · weights, after every step, over every trainable tensor."""
+    """average <- d · average + (1 - d) · weights, after every step t = 0, 1, …, over every trainable tensor.
+
+    d = min(decay, (1 + t)/(10 + t)): a short run is averaged over its last tenth, and not over its first weights.
+    """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         number(RunError, "train.ema-out-of-range", above=0, below=1, remedy="for example ema=0.999", ema=decay)
@@ -412,9 +415,9 @@ class MovingAverage:
         self.average = {name: p.detach().clone() for name, p in self._live.items()}
 
     @torch.no_grad()
-    def update(self) -> None:
-        live = [p.detach() for p in self._live.values()]
-        torch._foreach_lerp_(list(self.average.values()), live, 1.0 - self.decay)  # one call for all tensors
+    def update(self, step: int) -> None:
+        live, decay = [p.detach() for p in self._live.values()], min(self.decay, (1 + step) / (10 + step))
+        torch._foreach_lerp_(list(self.average.values()), live, 1.0 - decay)  # one call for all tensors
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
