@@ -127,11 +127,17 @@ def test_random_draws_are_no_coupling_and_the_gradient_is_that_of_the_replayed_d
     model, x, losses = MODELS[name]()
     model.train()
     y = torch.zeros(N)
-    engine, _, plan = lamina.make_private(model, (x, y), epsilon=3.0, batch=3, steps=2)
+    engine, corpus, plan = lamina.make_private(model, (x, y), epsilon=3.0, batch=3, steps=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with engine:
         state = torch.get_rng_state()
         engine.probe(lambda x, y: losses(model, x, y), x, y)
         assert torch.equal(state, torch.get_rng_state()) and engine.probed and engine.budget.taken == 0
+        for batch in corpus.batches(plan):
+            engine.backward(losses(model, batch.x, batch.y) if len(batch) else None, batch)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert engine.budget.taken == 2
     if name in BY_AUTOGRAD:
         grads = replayed_by_autograd(model, lambda: losses(model, x, y), 7)
     else:

@@ -85,6 +85,8 @@ def test_a_run_that_was_not_probed_says_so_beside_its_epsilon(probe: bool, tmp_p
 
 LOSSES: dict[str, Callable[[nn.Module, Tensor, Tensor], Tensor]] = {
     "input standardised by the batch": lambda m, x, y: per_example(m((x - x.mean(0)) / x.std(0)), y),
+    "input divided by the largest": lambda m, x, y: per_example(m(x / x.abs().max()), y),
+    "statistics of the batch": lambda m, x, y: per_example(m(x) - m(x).mean(0), y),
     "statistics detached": lambda m, x, y: per_example(m(x) - m(x).mean(0).detach(), y),
     "batch baseline": lambda m, x, y: with_baseline(m(x), y),
     "mixup": lambda m, x, y: per_example(m(mixup(x)), y),
