@@ -37,10 +37,14 @@ def parse_json(data: bytes, what: str) -> Any:
         raise ValueError(f"{constant} is no JSON number")
 
     try:
-        return json.loads(data.decode("utf-8"), object_pairs_hook=distinct_fields, parse_constant=refuse)
-    except (UnicodeDecodeError, ValueError, RecursionError) as error:
-        problem = f"{what} is no strict JSON: {error}"
+        found = json.loads(data.decode("utf-8"), object_pairs_hook=distinct_fields, parse_constant=refuse)
+        if b"\\u" in data:
+            json.dumps(found, ensure_ascii=False).encode()  # half a surrogate pair is no text
+    except (ValueError, RecursionError) as error:
+        said = "it has half a surrogate pair" if isinstance(error, UnicodeError) else error
+        problem = f"{what} is no strict JSON: {said}"
         raise EncodingError("release.not-json", problem, "make it again, or fetch it again") from None
+    return found
 
 
 def sign_json(value: Any, key: PrivateKey, typ: str) -> bytes:
@@ -117,10 +121,19 @@ def make_statement(subjects: Mapping[str, str], predicate_type: str, predicate: 
 
 def sign_statement(statement: Mapping[str, Any], *keys: PrivateKey) -> bytes:
     """The DSSE envelope of a statement."""
-    payload = canonical_json(statement)
+    return canonical_json(_envelope(canonical_json(statement), keys))
+
+
+def sign_line(statement: Mapping[str, Any], *keys: PrivateKey) -> bytes:
+    """The same as one line of ASCII, without its end."""
+    payload = json.dumps(statement, separators=(",", ":"), allow_nan=False).encode()
+    return json.dumps(_envelope(payload, keys), separators=(",", ":")).encode()
+
+
+def _envelope(payload: bytes, keys: Iterable[PrivateKey]) -> dict[str, Any]:
     message = dsse_message(IN_TOTO, payload)
     signatures = [{"keyid": key.public.name, "sig": _base64(key.sign(message))} for key in keys]
-    return canonical_json({"payload": _base64(payload), "payloadType": IN_TOTO, "signatures": signatures})
+    return {"payload": _base64(payload), "payloadType": IN_TOTO, "signatures": signatures}
 
 
 def dsse_message(payload_type: str, payload: bytes) -> bytes:
