@@ -194,7 +194,7 @@ def read_log(
     trusted = (keys,) if isinstance(keys, PublicKey) else tuple(keys)
     head, number = FIRST, 0
     try:
-        opened = open_regular(path)
+        opened = open_regular(Path(path))
     except OSError as error:
         problem = f"the log '{path}' cannot be read: {error.strerror}"
         raise LedgerError("release.log-missing", problem, "give the path of a decision log") from None
