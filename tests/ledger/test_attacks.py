@@ -955,9 +955,9 @@ def test_pruned_beyond_the_horizon(path: str, whole: Template) -> None:
     named(path, whole.size, "aggregate", "verify.pruned-beyond-horizon")
 
 
-def totals(withdrawn: int, spend: int) -> dict[str, Any]:
+def totals(withdrawn: int, spend: int, others: int = 0) -> dict[str, Any]:
     clinical = ClassTotal(cls="clinical", count=31, withdrawn=withdrawn, spend=spend)
-    return {"classes": (clinical, ClassTotal(cls="open", count=6, withdrawn=0, spend=0))}
+    return {"classes": (clinical, ClassTotal(cls="open", count=6, withdrawn=others, spend=0))}
 
 
 @pytest.mark.parametrize(
@@ -971,6 +971,7 @@ def totals(withdrawn: int, spend: int) -> dict[str, Any]:
             "verify.aggregate-count-differs",
         ),
         ((4, 41), START + HOUR, totals(0, 0), "verify.aggregate-withdrawn-differs"),
+        ((4, 41), START + HOUR, totals(0, 0, 1), "verify.aggregate-withdrawn-differs"),  # under another class
         ((4, 41), START + HOUR, totals(1, 5), "verify.aggregate-spend-differs"),
         ((4, 41), START + 3 * YEAR, {}, "verify.pruned-before-retention"),
         ((47, 52), START + YEAR, {}, "verify.pruned-before-expiry"),

@@ -179,7 +179,10 @@ def test_numbers_and_texts_where_bytes_belong(forged: Forger, change: str) -> No
     """`bytes` of a number are so many zeros."""
     forged.sql(change)
     found = verify(forged.path)
-    assert found.problem is not None and found.problem.code.startswith("verify.")
+    assert found.problem is not None and found.problem.code == "verify.row-wrong-type"
+    if "head" in change:
+        with raises_code("store.row-wrong-type"):
+            opened(forged)
 
 
 @pytest.mark.parametrize("slip", [slip_contribution, slip_epoch, "garbage", "beyond the head"])

@@ -428,7 +428,8 @@ class StoreWriter(StoreReader):
 def _as_bytes(value: Any) -> bytes:
     """What a column of bytes holds; SQLite lets it hold anything, of which `bytes` would make what is not there."""
     if type(value) is not bytes:
-        raise TypeError(f"{type(value).__name__} where bytes belong")
+        problem = f"a row of the store holds a wrong type: {type(value).__name__} where bytes belong"
+        raise LedgerDamaged("store.row-wrong-type", problem, "restore the ledger from a copy")
     return value
 
 

@@ -563,9 +563,12 @@ def verify_rows(
         replay.run(progress)
     except VerificationStopped as error:
         problem = error.problem
-    except (TypeError, ValueError, OverflowError) as error:  # text or nothing where a store has bytes
+    except (TypeError, ValueError, LedgerDamaged) as error:  # text or nothing where a store has bytes
+        if isinstance(error, LedgerDamaged) and error.code != "store.row-wrong-type":
+            raise
         at = None if replay is None else replay.tree.size
-        problem = Finding(at, STORE, "verify.row-wrong-type", f"a row of the store holds a wrong type: {error}")
+        what = error.problem if isinstance(error, LedgerDamaged) else f"a row of the store holds a wrong type: {error}"
+        problem = Finding(at, STORE, "verify.row-wrong-type", what)
     if replay is None:
         assert problem is not None
         return _unreadable_report(problem, 0)
