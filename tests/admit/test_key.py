@@ -402,3 +402,26 @@ def test_nothing_of_a_private_key_is_shown() -> None:
         assert key.public.name in text
     with pytest.raises(TypeError, match="never pickled"):
         copy.deepcopy(key)
+
+
+@pytest.mark.parametrize("data", [b"[corpus]\norigin = 'x'\n", b'{"schema": 1}', b"", b"id,class\n"])
+def test_a_file_that_is_no_key_is_called_so(data: bytes, tmp_path: Path) -> None:
+    (tmp_path / "policy.toml").write_bytes(data)
+    with raises_code("key.not-a-public-key"):
+        PublicKey.load(tmp_path / "policy.toml")
+
+
+def test_a_public_key_where_a_private_one_is_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "h.pub").write_bytes(PrivateKey.generate().public.pem())
+    with raises_code("key.public-given-for-private"):
+        PrivateKey.load(tmp_path / "h.pub", None)
+
+
+def test_a_passphrase_is_bytes(tmp_path: Path) -> None:
+    key = PrivateKey.generate()
+    with raises_code("key.passphrase-type"):
+        key.save(tmp_path / "h.key", "secret")  # type: ignore[arg-type]
+    assert not (tmp_path / "h.key").exists()
+    key.save(tmp_path / "h.key", b"secret")
+    with raises_code("key.passphrase-type"):
+        PrivateKey.load(tmp_path / "h.key", "secret")  # type: ignore[arg-type]

@@ -291,7 +291,7 @@ def test_an_edit_that_fails_leaves_the_file_alone(tmp_path: Path) -> None:
     with raises_code("key.already-in-ring"):
         edit()
     assert path.read_bytes() == before
-    with raises_code("admit.file-unreadable"), KeyRing.editing(tmp_path / "none.json"):
+    with raises_code("key.ring-missing"), KeyRing.editing(tmp_path / "none.json"):
         pass
 
 
@@ -310,3 +310,8 @@ def test_instants_round_trip(seconds: int) -> None:
 def test_times_that_are_none(text: str) -> None:
     with raises_code("admit.time-invalid"):
         parse_time(text)
+
+
+def test_a_ring_that_is_not_there(tmp_path: Path) -> None:
+    with raises_code("key.ring-missing"):
+        KeyRing.load(tmp_path / "keys.json")

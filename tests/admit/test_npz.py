@@ -334,3 +334,29 @@ def test_what_is_found_is_what_zipfile_finds(edits: list[tuple[int, int]]) -> No
         nothing: Callable[[FileTail], None] = lambda near: None  # noqa: E731
         patch.setattr(contribution_sources, "read_zip_directory", nothing)
         assert answer(held) == quick
+
+
+# ------------------------------------------------------------------------------------------------ nothing but NaN
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+@pytest.mark.parametrize("dtype", ["<f2", "<f4", ">f8"])
+@pytest.mark.parametrize("size", [1, 7, 300_001])  # of one piece and of several
+def test_an_array_of_nan_alone_is_refused(compressed: bool, dtype: str, size: int) -> None:
+    x = np.full((size, 1), np.nan, dtype=dtype)
+    with pytest.raises(BadArray, match="NaN"):
+        read_headers(io.BytesIO(saved(compressed, x=x)), ["x"])
+    x[-1] = 1  # one number is enough
+    assert read_headers(io.BytesIO(saved(compressed, x=x)), ["x"])["x"].shape == x.shape
+
+
+def test_nan_alone_behind_a_header_of_any_length() -> None:
+    data = np.full(200_000, np.nan, dtype="<f4").tobytes()
+    for pad in (0, 1, 2, 3, 3000):
+        with pytest.raises(BadArray, match="NaN"):
+            read_headers(io.BytesIO(packed(x=npy("(200000,)", data, pad=pad))), ["x"])
+
+
+def test_whole_numbers_labels_and_empty_arrays_are_not_asked() -> None:
+    held = saved(False, x=np.zeros((2, 0), "f4"), y=np.full(2, np.nan))
+    assert read_headers(io.BytesIO(held), ["x", "y"])["y"].shape == (2,)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -307,3 +308,19 @@ def test_the_completion_script_is_shown() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "_LAMINA_COMPLETE=complete_bash" in done.stdout
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS, "keys new", "ledger verify"])
+def test_flags_have_no_type_in_the_help(command: str, lamina: Call) -> None:
+    assert "bool" not in succeeded(lamina(*command.split(), "--help"))
+
+
+def test_help_takes_less_than_a_second_of_one_core() -> None:
+    """CPU time of all commands' help, each in a process of its own, as a user calls it."""
+    for command in COMMANDS:
+        line = [sys.executable, "-c", "import sys; from lamina.cli import main; main(sys.argv[1:])", command, "--help"]
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run(line, capture_output=True, check=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+        assert seconds < 2, (command, seconds)  # 0.3 to 0.9 on an idle machine; torch alone takes 2

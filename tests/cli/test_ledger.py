@@ -209,7 +209,7 @@ def test_trace(call: Call, story: Story) -> None:
     assert f"so far; {left} remains of what it signed" in printed
     assert found[0]["epsilon_remaining"] == pytest.approx(found[0]["epsilon_signed"] - found[0]["epsilon"], abs=1e-12)
     assert len(answer(call("trace", "ledger.db", digest("anchor", 30).hex(), "--json"))["contributions"]) == 2
-    assert "in no model" in call("trace", "ledger.db", "54")[1]
+    assert "no release is recorded" in call("trace", "ledger.db", "54")[1]
     refused(call("trace", "ledger.db", "ab" * 32), "ledger.contribution-unknown")
 
 

@@ -270,3 +270,10 @@ def test_what_the_template_shows_is_valid(table: str, line: str) -> None:
         base = {"factory": "a:b"} if kind == "factory" else {"path": "d"}
         value = {"data": {"kind": kind} | base | value}
     RunFile.model_validate(data | value)
+
+
+def test_a_misspelt_key_is_named_with_the_nearest() -> None:
+    text = 'policy = "p"\nmodel = "m"\nloss = "mse"\noptimizer = "adam"\nbacth = 3\nsteps = 4\n[data]\nkind = "npz"\npath = "d"\n'
+    with raises_code("cli.run-keys-unknown") as caught:
+        RunFile.parse(text)
+    assert "bacth" in caught.value.problem and "'batch'" in caught.value.problem

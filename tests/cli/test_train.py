@@ -633,3 +633,23 @@ def test_what_the_run_was_asked_is_written_down(project: Project) -> None:
     assert asked["output"] == "first"
     assert asked["settings"]["data"]["unit"] == "patient"
     assert asked["settings"]["optimizer"] == {"name": "adam", "lr": 0.01}
+
+
+# ------------------------------------------------------------------------------------ what changed since
+
+
+def test_a_finished_run_does_not_take_a_new_learning_rate(project: Project) -> None:
+    project.train_json()
+    told = refused(project.train(run=project.run.replace("lr = 1e-2", "lr = 1e-3")), "cli.finished-run-settings")
+    assert "0.01" in told and "0.001" in told and "--fresh" in told
+    assert project.train_json()["steps"] == 6  # run.json still says what it was trained with
+
+
+def test_a_changed_model_is_named_by_its_tensor(project: Project) -> None:
+    run = project.run.replace("steps = 6", "steps = 8")
+    project.train_killed_in_a_segment(project.write("first.toml", run))
+    changed = run.replace(
+        f'model = "{project.module}:build"', f'model = {{ factory = "{project.module}:build", args = {{ width = 5 }} }}'
+    )
+    told = refused(project.train(run=changed), "train.checkpoint-not-of-model")
+    assert "'0.weight' has shape (4, 4)" in told and "(5, 4)" in told

@@ -140,7 +140,7 @@ def test_files_that_are_not_there_or_not_text(tmp_path: Path) -> None:
     with raises_code("corpus.file-unreadable"):
         Corpus.of_csv(tmp_path / "none.csv")
     (tmp_path / "latin.csv").write_bytes("größe\n1\n".encode("latin-1"))
-    with raises_code("corpus.csv-malformed"):
+    with raises_code("corpus.csv-not-utf8"):
         Corpus.of_csv(tmp_path / "latin.csv")
 
 

@@ -143,3 +143,11 @@ def test_bound_is_the_strictest_of_what_is_declared() -> None:
     assert Policy.parse(both).bound("clinical") == policy.bound("clinical")
     plain = GOOD.replace("noise_multiplier = 1.0", "").replace(", noise_multiplier = 0.5", "")
     assert Policy.parse(plain).bound("clinical") is None
+
+
+@pytest.mark.parametrize("delta", ["0", "0.0", "1", "-1e-5"])
+def test_a_delta_out_of_range_has_a_remedy_about_delta(delta: str) -> None:
+    text = f'[corpus]\norigin = "x"\ndelta = {delta}\n[class.a]\npopulation = 10\nepsilon = 1.0\n'
+    with raises_code("plan.policy-invalid") as caught:
+        Policy.parse(text)
+    assert "δ" in caught.value.remedy and "ε" not in caught.value.remedy

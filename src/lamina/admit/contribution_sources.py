@@ -405,8 +405,10 @@ def _checked_header(
     pieces = _read_pieces(raw, archive, info)
     first = next(pieces, b"")
     header = _parse_header(first[:_MAX_PREFIX], name)
-    if not _is_pickle(header, info, name) and len(first) + sum(map(len, pieces)) < info.file_size:
-        raise BadArray(f"array {name!r} is cut off")
+    if not _is_pickle(header, info, name):
+        if len(first) + sum(map(len, pieces)) < info.file_size:
+            raise BadArray(f"array {name!r} is cut off")
+        _refuse_nan_alone(header, first, _read_pieces(raw, archive, info), name)
     return header
 
 
@@ -414,10 +416,35 @@ def _stored_header(near: FileTail, info: ZipEntry | zipfile.ZipInfo, name: str) 
     """Of an entry that is not compressed: the directory says the rest."""
     _check_size(info, name)
     begin = _data_offset(near.read(info.header_offset, _LOCAL_HEADER.size), info)
-    header = _parse_header(near.read(begin, min(info.file_size, _MAX_PREFIX)), name)
-    if not _is_pickle(header, info, name) and near.end - begin < info.file_size:
-        raise BadArray(f"array {name!r} is cut off")
+    first = near.read(begin, min(info.file_size, _MAX_PREFIX))
+    header = _parse_header(first, name)
+    if not _is_pickle(header, info, name):
+        if near.end - begin < info.file_size:
+            raise BadArray(f"array {name!r} is cut off")
+        places = range(begin, begin + info.file_size, _PIECE_BYTES)
+        pieces = (near.read(at, min(_PIECE_BYTES, begin + info.file_size - at)) for at in places)
+        _refuse_nan_alone(header, first, pieces, name)
     return header
+
+
+def _refuse_nan_alone(header: ArrayHeader, first: bytes, pieces: Iterator[bytes], name: str) -> None:
+    """Refuse an x without a number in it: nothing can be learned from it. Read no further than to the first number.
+
+    `first` is how the array begins, and `pieces` are all of it.
+    """
+    if name != "x" or header.dtype.kind != "f" or not header.nbytes:
+        return
+    begun = first[header.start : header.start + header.dtype.itemsize]
+    if len(begun) == header.dtype.itemsize and not np.isnan(np.frombuffer(begun, header.dtype)[0]):
+        return
+    skip, rest = header.start, b""
+    for piece in pieces:
+        data = rest + piece[skip:]
+        skip, count = max(0, skip - len(piece)), len(data) // header.dtype.itemsize
+        if not np.isnan(np.frombuffer(data, header.dtype, count)).all():
+            return
+        rest = data[count * header.dtype.itemsize :]
+    raise BadArray(f"every value of array {name!r} is NaN")
 
 
 def _is_pickle(header: ArrayHeader, info: ZipEntry | zipfile.ZipInfo, name: str) -> bool:

@@ -218,6 +218,9 @@ class KeyRing:
     @classmethod
     def load(cls, path: str | Path, held: bytes | None = None) -> KeyRing:
         """Read a ring, or what its file held. Anything that is not what `save` writes is refused."""
+        if held is None and not Path(path).exists():
+            problem = f"there is no key ring '{path}'"
+            raise BadKey("key.ring-missing", problem, "lamina keys add NAME.pub makes it; or name another: --keys FILE")
         data = keys.read_small(Path(path), "the key ring") if held is None else held
         try:
             content = json.loads(data, object_pairs_hook=distinct_fields)

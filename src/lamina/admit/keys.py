@@ -289,7 +289,12 @@ class PublicKey:
         if b"PRIVATE KEY-----" in data:
             remedy = "give its .pub file; nobody but its owner should have the private one"
             raise BadKey("key.private-given-for-public", f"'{path}' is a private key, not a public one", remedy)
-        return cls.from_pem(data) if data.lstrip().startswith(b"-----BEGIN") else cls.from_cose(data)
+        if data.lstrip().startswith(b"-----BEGIN"):
+            return cls.from_pem(data)
+        if data[:1] and data[0] >> 5 == 5:  # a CBOR map
+            return cls.from_cose(data)
+        problem = f"'{path}' is not a public key: it is neither PEM nor COSE"
+        raise BadKey("key.not-a-public-key", problem, "give the .pub file that lamina keys new wrote")
 
 
 class PrivateKey:
@@ -310,8 +315,12 @@ class PrivateKey:
     def load(cls, path: str | Path, passphrase: bytes | None) -> PrivateKey:
         """Open a private key in PEM. A file without a passphrase must be readable by its owner alone."""
         path = Path(path)
+        _check_passphrase(passphrase)
         data = read_small(path, "the private key", most=_MAX_KEY_FILE)
         encrypted = _ENCRYPTED_PEM_LABEL in data
+        if b"BEGIN PUBLIC KEY-----" in data:
+            remedy = f"give the private key that belongs to it: '{path.with_suffix('.key')}', if it is named so"
+            raise BadKey("key.public-given-for-private", f"'{path}' is a public key, which cannot sign", remedy)
         if encrypted and not passphrase:
             raise BadKey("key.passphrase-missing", f"the private key '{path}' has a passphrase", "give the passphrase")
         try:
@@ -335,6 +344,7 @@ class PrivateKey:
 
     def save(self, path: str | Path, passphrase: bytes | None) -> None:
         """Write it to a new file, mode 0600, never over another. None: without a passphrase."""
+        _check_passphrase(passphrase)
         if passphrase is not None and not passphrase:
             remedy = "give one, or None for a key that anybody with the file can use"
             raise BadKey("key.passphrase-empty", "the passphrase is empty", remedy)
@@ -352,6 +362,12 @@ class PrivateKey:
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a private key is never pickled")
+
+
+def _check_passphrase(given: object) -> None:
+    if not isinstance(given, bytes | None):
+        problem = f"the passphrase is a {type(given).__name__}, must be bytes"
+        raise BadKey("key.passphrase-type", problem, 'give passphrase.encode("utf-8"), as lamina keys does')
 
 
 def _key_type(key: object) -> str:

@@ -448,7 +448,7 @@ def _class_reach(policy: Policy, name: str, stack: LayerStack) -> Reach:
     try:
         return policy.classes[name].profile.reach(stack)
     except PlanError as error:
-        raise PlanError("allocate.profile-refused", f"class {name!r}: {error.problem}", error.remedy) from error
+        raise PlanError("allocate.profile-refused", f"class {name!r}: {error.problem}", error.remedy) from None
 
 
 def _refuse_unsupported_profiles(reaches: Mapping[str, Reach], chosen: Allocation, form: Clipping | str) -> None:

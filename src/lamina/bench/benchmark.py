@@ -271,10 +271,10 @@ def draw_benchmark(result: dict[str, Any], path: Path) -> Path:
     """Write a PNG (or SVG, PDF by suffix) and return its path."""
     try:
         import matplotlib
-    except ImportError as error:
+    except ImportError:
         raise LaminaError(
             "bench.matplotlib-missing", "matplotlib is not installed", "pip install 'lamina[plot]'"
-        ) from error
+        ) from None
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 

@@ -11,10 +11,20 @@ from importlib import import_module
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperCommand
 
 from lamina import __version__
-from lamina.cli.terminal import help_text, option, out, print_json, print_refusal, refusal_json, stderr_is_terminal
+from lamina.cli.terminal import (
+    PlainCommand,
+    PlainGroup,
+    help_text,
+    option,
+    out,
+    print_json,
+    print_refusal,
+    refusal_json,
+    stderr_is_terminal,
+)
 from lamina.errors import LaminaError, needs_torch
 
 # In the order of use: where the command is, and the first sentence of its help.
@@ -67,7 +77,7 @@ COMMANDS = {
 }
 
 
-class _LazyCommands(TyperGroup):
+class _LazyCommands(PlainGroup):
     """Imports a command when it is used, so that making a key or checking a ledger does not wait for the rest."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -107,7 +117,7 @@ def _command(name: str) -> Any:
     found = getattr(import_module(home), attribute)
     if not isinstance(found, typer.Typer):
         only = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
-        only.command(name, help=help_text(found.__doc__))(found)
+        only.command(name, cls=PlainCommand, help=help_text(found.__doc__))(found)
         found = only
     command = typer.main.get_command(found)
     command.name = name

@@ -71,7 +71,7 @@ def import_by_name(name: str, what: str, *, beside: Path | None = None, built_in
         if isinstance(missing, ModuleNotFoundError) and f"{module}.".startswith(f"{missing.name}."):
             problem = f"{what} '{name}': no module '{missing.name}' in {' or '.join(folders)}, and none is installed"
             remedy = "put the file there, or correct the name before the colon"
-            raise PlanError("cli.module-not-found", problem, remedy) from error
+            raise PlanError("cli.module-not-found", problem, remedy) from None
         raise
     for part in attribute.split("."):
         if not hasattr(found, part):
@@ -101,7 +101,7 @@ def check_arguments(factory: Callable[..., Any], what: str, given: Mapping[str, 
         signature.bind(*[None] * taken, **given)
     except TypeError as error:
         remedy = f"it takes {', '.join(parameter_names(factory)[taken:]) or 'no arguments'}"
-        raise PlanError("cli.arguments-do-not-fit", f"{what}: {error}", remedy) from error
+        raise PlanError("cli.arguments-do-not-fit", f"{what}: {error}", remedy) from None
     except ValueError:
         return  # written in C: it will say so itself
 

@@ -17,6 +17,8 @@ from lamina.admit.keys import ALGORITHMS, PrivateKey, PublicKey, format_utc, par
 from lamina.cli.terminal import (
     JsonOption,
     PassphraseOption,
+    PlainCommand,
+    PlainGroup,
     argument,
     columns,
     help_text,
@@ -170,7 +172,7 @@ Examples:
   lamina keys export alice --format cose --output alice.cose
 """
 
-app = typer.Typer(no_args_is_help=True, help=help_text(_HELP))
+app = typer.Typer(cls=PlainGroup, no_args_is_help=True, help=help_text(_HELP))
 
 AtOption = Annotated[
     str | None, option("when it takes effect: 2026-03-01, or 2026-03-01T12:00Z; default: now", "--at", metavar="TIME")
@@ -304,7 +306,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "export": export_key, "subject": new_subject_key,
 }  # fmt: skip
 for _name, _command in _COMMANDS.items():
-    app.command(_name, help=help_text(_command.__doc__))(_command)
+    app.command(_name, cls=PlainCommand, help=help_text(_command.__doc__))(_command)
 
 
 def _parse_time_or_now(at: str | None) -> int:

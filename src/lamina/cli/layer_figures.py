@@ -219,16 +219,16 @@ def draw_plan(plan: StepPlan, rows: Sequence[LayerFigures], reasons: Sequence[st
             _plot(plan, rows, path)
     except OSError as error:
         problem = f"the picture '{path}' cannot be written: {error}"
-        raise PlanError("cli.file-not-writable", problem, "name a file that can be written") from error
+        raise PlanError("cli.file-not-writable", problem, "name a file that can be written") from None
 
 
 def _plot(plan: StepPlan, rows: Sequence[LayerFigures], path: Path) -> None:
     try:
         import matplotlib
-    except ImportError as error:
+    except ImportError:
         problem = "matplotlib is not installed"
         remedy = "pip install 'lamina[plot]', or --picture FILE.html, which needs nothing"
-        raise LaminaError("cli.matplotlib-missing", problem, remedy) from error
+        raise LaminaError("cli.matplotlib-missing", problem, remedy) from None
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 

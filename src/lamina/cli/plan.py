@@ -72,7 +72,7 @@ class MeasureOptions:
                 made.save(self.save)
             except OSError as error:
                 problem = f"the measure cannot be written to '{self.save}': {error}"
-                raise PlanError("cli.file-not-writable", problem, "name a file in a folder that exists") from error
+                raise PlanError("cli.file-not-writable", problem, "name a file in a folder that exists") from None
         return made
 
     def _measured(self, name: str, model: nn.Module, stack: LayerStack) -> Measure:
@@ -171,10 +171,10 @@ def _as_pair(found: Any, name: str) -> tuple[Any, Any]:
         return tuple(torch.as_tensor(each) if each is not None else None for each in found)  # type: ignore[return-value]
     try:
         return torch.as_tensor(found), None
-    except (TypeError, ValueError, RuntimeError) as error:
+    except (TypeError, ValueError, RuntimeError):
         raise EngineError(
             "cli.proxy-returns-wrong-type", f"proxy '{name}' returned a {type(found).__name__}", "return x or (x, y)"
-        ) from error
+        ) from None
 
 
 def show_plan(

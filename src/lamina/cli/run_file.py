@@ -15,11 +15,12 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from lamina.allocate.make_plan import DEFAULT_ALLOCATION
 from lamina.allocate.problem import Allocator
 from lamina.cli import by_name
-from lamina.errors import LaminaError, PlanError
+from lamina.errors import LaminaError, PlanError, RunError
 from lamina.ledger.store.sqlite import printable_location
 from lamina.plan.policy import explain_validation_error
+from lamina.plan.selection import did_you_mean
 from lamina.train.run_files import make_folder, write_atomically
-from lamina.validate import read_text_file
+from lamina.validate import read_text_file, short_repr
 
 _REQUIRED_KEYS = {
     "policy": 'policy = "policy.toml"',
@@ -32,9 +33,15 @@ _REQUIRED_KEYS = {
 
 
 def check_required_keys(data: Mapping[str, Any], source: str) -> None:
-    """Refuse a run file that lacks a key, or gives its length or budget twice."""
+    """Refuse a run file that lacks a key, perhaps because it is misspelt, or gives its length or budget twice."""
     missing = [key for key in _REQUIRED_KEYS if key not in data]
     if missing:
+        if unknown := [key for key in data if key not in RunFile.model_fields]:
+            told = ", ".join(
+                f"{key} is not a known key{did_you_mean(key, list(RunFile.model_fields))}" for key in unknown
+            )
+            problem = f"{source} lacks {', '.join(missing)}: {told}"
+            raise PlanError("cli.run-keys-unknown", problem, "correct the name")
         tables = [key for key, value in data.items() if isinstance(value, dict)]
         strayed = [f"[{t}]" for t in tables for key in missing if key in data[t]]
         hint = f" (a key below {strayed[0]} belongs to that table)" if strayed else ""
@@ -281,7 +288,7 @@ class RunFile(BaseModel):
         except (OSError, UnicodeDecodeError) as error:
             problem = f"run file '{path}' cannot be read: {error}"
             remedy = "make one: lamina train --template > RUN.toml"
-            raise PlanError("cli.run-file-unreadable", problem, remedy) from error
+            raise PlanError("cli.run-file-unreadable", problem, remedy) from None
         return cls.parse(text, source=str(path))
 
     @classmethod
@@ -290,13 +297,13 @@ class RunFile(BaseModel):
         try:
             data = tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
-            raise PlanError("cli.run-file-not-toml", f"{source} is not TOML: {error}", "correct that line") from error
+            raise PlanError("cli.run-file-not-toml", f"{source} is not TOML: {error}", "correct that line") from None
         check_required_keys(data, source)
         check_admit_table(data, source)
         try:
             return cls.model_validate(data)
         except ValidationError as error:
-            raise explain_validation_error(error, cls, source) from error
+            raise explain_validation_error(error, cls, source) from None
 
     def settings(self) -> dict[str, Any]:
         """The file's contents, to keep beside the run; without passwords in addresses."""
@@ -331,6 +338,21 @@ def write_run_settings(folder: Path, output: Path, settings: dict[str, Any]) -> 
     text = json.dumps({"output": output.name, "settings": settings}, indent=2, ensure_ascii=False)
     make_folder(folder)
     write_atomically(folder / _SETTINGS_FILE, f"{text}\n".encode(), mode=0o644)
+
+
+def check_settings_of_finished_run(folder: Path, settings: Mapping[str, Any]) -> None:
+    """Refuse other settings than those that a finished run was trained with: they would have no effect."""
+    try:
+        trained = json.loads((folder / _SETTINGS_FILE).read_text(encoding="utf-8"))["settings"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    for key in ("model", "data", "loss", "optimizer", "scheduler", "ema", "microbatches"):
+        if (then := trained.get(key)) != (now := settings.get(key)):
+            problem = (
+                f"the run in '{folder}' has finished with {key} = {short_repr(then)}; {short_repr(now)} has no effect"
+            )
+            remedy = "--fresh begins another run with it, charged anew; or put it back"
+            raise RunError("cli.finished-run-settings", problem, remedy)
 
 
 def read_run_figures(folder: Path) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.markup import escape
+from typer.core import TyperCommand, TyperGroup
 
 from lamina.errors import BadKey, LaminaError
 
@@ -37,6 +38,25 @@ def option(help: str, *names: str, panel: str | None = None, choices: Iterable[s
 def argument(metavar: str, help: str, choices: Sequence[str] = ()) -> Any:
     """An argument of a command, for Annotated; the shell completes `choices`."""
     return typer.Argument(metavar=metavar, help=help, autocompletion=(lambda: list(choices)) if choices else None)
+
+
+class _PlainFlags:
+    """In the help, a flag has no type: `--json`, not `--json <bool>`."""
+
+    def get_params(self, ctx: Any) -> Any:
+        found = super().get_params(ctx)  # type: ignore[misc]
+        for each in found:
+            if getattr(each, "is_flag", False):
+                each.metavar = ""
+        return found
+
+
+class PlainCommand(_PlainFlags, TyperCommand):
+    """A command as all of ours are."""
+
+
+class PlainGroup(_PlainFlags, TyperGroup):
+    """A group of commands as all of ours are."""
 
 
 LEDGER_HELP = "ledger.db, or postgresql://…/database#schema"

@@ -179,7 +179,7 @@ def read_corpus(data: DataTable, policy: Policy, beside: Path) -> Corpus:
     except CorpusError as error:
         raise CorpusError(
             "cli.data-not-usable", f"data: {error.problem}", error.remedy.replace("cls=", "data.class =")
-        ) from error
+        ) from None
 
 
 def admit_corpus(
@@ -406,6 +406,8 @@ def run_training(run: Path, *, plan_only: bool, fresh: bool, inside: bool, threa
             raise typer.Exit(1)
         return
     before = run_file.read_run_figures(folder)
+    if before.get("steps") == planned.plan.steps:
+        run_file.check_settings_of_finished_run(folder, file.settings())
     with results_only():
         trainer = planned.trainer(folder=folder, ledger=ledger, inside=inside)
     notes = (*notes, *print_admission(trainer, say))

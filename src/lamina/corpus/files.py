@@ -166,8 +166,12 @@ def csv_lines(path: str | Path, reader: Any) -> Iterator[CsvLine]:
                 problem = f"'{path}' line {reader.line_num} has {len(row)} cells, the first line has {width}"
                 raise CorpusError("corpus.csv-line-width", problem, "give every line as many cells as the header")
             yield reader.line_num, row
-    except (csv.Error, UnicodeDecodeError) as error:
-        problem = f"'{path}' after line {reader.line_num} is not CSV in UTF-8 ({type(error).__name__})"
+    except UnicodeDecodeError:
+        problem = f"'{path}' is not text in UTF-8 (after line {reader.line_num})"
+        remedy = 'save it as "CSV UTF-8"; or, if it is Latin-1: iconv -f latin1 -t utf-8 OLD.csv > NEW.csv'
+        raise CorpusError("corpus.csv-not-utf8", problem, remedy) from None
+    except csv.Error as error:
+        problem = f"'{path}' after line {reader.line_num} is not CSV ({error})"
         raise CorpusError("corpus.csv-malformed", problem, "save it as comma-separated values in UTF-8") from None
 
 

@@ -178,7 +178,7 @@ def import_neurokit() -> ModuleType:
             "data.neurokit-missing",
             f"simulated ECG needs neurokit2, which cannot be imported: {error}",
             "pip install lamina[demo]",
-        ) from error
+        ) from None
 
 
 @contextmanager

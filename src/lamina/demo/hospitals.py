@@ -97,7 +97,7 @@ def make_new_folder(wanted: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         problem = f"the folder '{folder}' cannot be made: {error.strerror or error}"
-        raise LaminaError("cli.file-not-writable", problem, "choose another: lamina demo --folder PATH") from error
+        raise LaminaError("cli.file-not-writable", problem, "choose another: lamina demo --folder PATH") from None
     return folder
 
 

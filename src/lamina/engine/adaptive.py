@@ -451,7 +451,7 @@ class Adaptation:
         try:
             applied = replace(self.declared, clip=tuple(rows), noise=tuple(state["noise"]))
         except (LaminaError, ArithmeticError, TypeError, ValueError) as error:
-            raise _state_error(f"makes no valid plan ({error})") from error
+            raise _state_error(f"makes no valid plan ({error})") from None
         if [[c > 0 for c in row] for row in applied.clip] != [[c > 0 for c in row] for row in self.declared.clip]:
             raise _state_error("reaches other layers than the plan")
         if not self._shares.meets_declared(applied, factor):
@@ -470,7 +470,7 @@ class Adaptation:
             estimate = EnergyEstimate.from_state(state)
             _, measured = estimate.shares(base, self._shares.sizes, tracker.rule.least)
         except (LaminaError, ArithmeticError, TypeError, ValueError) as error:
-            raise _state_error(f"has impossible energies ({error})") from error
+            raise _state_error(f"has impossible energies ({error})") from None
         if estimate.decay != tracker.rule.decay:
             raise _state_error(f"has energies of decay {estimate.decay!r}, the plan has {tracker.rule.decay!r}")
         tracker.estimate, tracker.measured = estimate, measured
@@ -491,4 +491,4 @@ def _check_candidates(plan: StepPlan) -> None:
         except PlanError as error:
             problem = f"candidate {candidate.name!r} of the plan's choice makes no valid plan: {error.problem}"
             remedy = "use candidates whose numbers lie closer together"
-            raise PlanError("engine.candidate-out-of-range", problem, remedy) from error
+            raise PlanError("engine.candidate-out-of-range", problem, remedy) from None

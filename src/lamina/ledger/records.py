@@ -406,7 +406,7 @@ def encode_body(record: Record) -> bytes:
     except EncodingError as error:
         raise LedgerError(
             "ledger.record-too-large", f"cannot write this {type(record).__name__}: {error.problem}", "split it"
-        ) from error
+        ) from None
 
 
 def encode_leaf(record: Record, seq: int, time: int, epoch: int) -> StoredLeaf:

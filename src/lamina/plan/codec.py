@@ -33,9 +33,7 @@ def from_json(text: str) -> dict[str, Any]:
     try:
         return _read_plan(strict_json(text))
     except (ValueError, RecursionError) as error:
-        raise PlanError(
-            "plan.not-json", f"the plan is not JSON: {error}", "give what StepPlan.to_json wrote"
-        ) from error
+        raise PlanError("plan.not-json", f"the plan is not JSON: {error}", "give what StepPlan.to_json wrote") from None
 
 
 def to_cbor(plan: StepPlan) -> bytes:
@@ -49,7 +47,7 @@ def from_cbor(data: bytes) -> dict[str, Any]:
         return _read_plan(cbor.decode(data, floats=True, null=True, max_size=_MAX_BYTES))
     except EncodingError as error:
         remedy = "give what StepPlan.to_cbor wrote"
-        raise PlanError("plan.not-cbor", f"the plan is not deterministic CBOR: {error}", remedy) from error
+        raise PlanError("plan.not-cbor", f"the plan is not deterministic CBOR: {error}", remedy) from None
 
 
 def rule_to_dict(rule: Rule) -> dict[str, Any]:

@@ -178,7 +178,7 @@ class Policy(BaseModel):
         except (OSError, UnicodeDecodeError) as error:
             problem = f"policy {str(path)!r} cannot be read: {error}"
             remedy = "give a TOML file; start from Policy.template_text()"
-            raise PlanError("plan.policy-unreadable", problem, remedy) from error
+            raise PlanError("plan.policy-unreadable", problem, remedy) from None
         return cls.parse(text, source=str(path))
 
     @classmethod
@@ -187,7 +187,7 @@ class Policy(BaseModel):
         try:
             data = tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
-            raise PlanError("plan.policy-not-toml", f"{source} is not TOML: {error}", "correct that line") from error
+            raise PlanError("plan.policy-not-toml", f"{source} is not TOML: {error}", "correct that line") from None
         return cls.from_dict(data, source=source)
 
     @classmethod
@@ -196,9 +196,9 @@ class Policy(BaseModel):
         try:
             return cls.model_validate(dict(data))
         except ValidationError as error:
-            raise explain_validation_error(error, cls, source) from error
+            raise explain_validation_error(error, cls, source) from None
         except PlanError as error:
-            raise PlanError(error.code, f"{source}: {error.problem}", error.remedy) from error
+            raise PlanError(error.code, f"{source}: {error.problem}", error.remedy) from None
 
     @classmethod
     def template(cls) -> Policy:
@@ -271,6 +271,9 @@ _ERROR_TEXTS = {
 }
 
 
+_DELTA_REMEDY = "give a δ well below 1 / population, such as 1e-5"
+
+
 def explain_validation_error(error: ValidationError, schema: type[BaseModel], source: str) -> PlanError:
     """All complaints in one PlanError."""
     explained = [_explain_one(dict(item), schema) for item in error.errors(include_url=False)]
@@ -289,7 +292,8 @@ def _explain_one(item: dict[str, Any], schema: type[BaseModel]) -> tuple[str, st
         hint = did_you_mean(path[-1], known)
         return f"{key} is not a known key{hint}", f"accepted here: {', '.join(known)}"
     if kind in _ERROR_TEXTS:
-        return f"{key} is {value!r}, {_ERROR_TEXTS[kind].format(**context)}", f"change {key}"
+        remedy = _DELTA_REMEDY if key == "corpus.delta" else f"change {key}"
+        return f"{key} is {value!r}, {_ERROR_TEXTS[kind].format(**context)}", remedy
     message = str(context["error"]) if "error" in context else str(item["msg"])
     if kind == "value_error" and isinstance(value, dict | BaseModel):
         return f"{key}: {message}", f"correct [{key}]"

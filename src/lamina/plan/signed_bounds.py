@@ -62,7 +62,7 @@ def sigma_acc(plan: StepPlan, k: str | int, z: float) -> float:
     except AccountingError as error:
         problem = f"noise multiplier {z:g}, ε = {target:.4g} at δ = {delta:g}, is out of reach: {error.problem}"
         remedy = "leave the contribution out, or plan with fewer steps"
-        raise PlanError("plan.signed-bound-unreachable", problem, remedy) from error
+        raise PlanError("plan.signed-bound-unreachable", problem, remedy) from None
 
 
 def scale_for_signed_bound(plan: StepPlan, k: str | int, c: float, z: float) -> float:

@@ -368,7 +368,7 @@ def apply_rule(node: Node, state: PropagationState) -> NodeSensitivity:
     except PlanError as error:
         if node.name in error.problem:
             raise
-        raise NoBound("sensitivity.operation-refused", f"{node}: {error.problem}", error.remedy) from error
+        raise NoBound("sensitivity.operation-refused", f"{node}: {error.problem}", error.remedy) from None
 
 
 def refuse_unknown_operations(nodes: Sequence[Node]) -> None:

@@ -149,7 +149,7 @@ class EnergyEstimate:
         except (TypeError, ValueError) as error:
             raise PlanError(
                 "sensitivity.energy-state-damaged", f"the energy state holds no numbers: {error}", _DAMAGED
-            ) from error
+            ) from None
 
     def _corrected(self, values: Sequence[float]) -> Array:
         """values/mass, 0 where nothing was seen; at most the largest number."""

@@ -139,7 +139,7 @@ class Measure:
         try:
             state = strict_json(text)
         except (ValueError, RecursionError) as error:
-            raise PlanError("sensitivity.measure-not-json", f"the measure is not JSON: {error}", _WRITTEN) from error
+            raise PlanError("sensitivity.measure-not-json", f"the measure is not JSON: {error}", _WRITTEN) from None
         if not isinstance(state, dict) or state.get("kind") != MEASURE_KIND or state.get("version") != MEASURE_VERSION:
             problem = f"this is no {MEASURE_KIND} of version {MEASURE_VERSION}"
             raise PlanError("sensitivity.measure-version", problem, "measure again")
@@ -164,7 +164,7 @@ class Measure:
         except (OSError, UnicodeDecodeError) as error:
             raise PlanError(
                 "sensitivity.measure-unreadable", f"cannot read the measure {str(path)!r}: {error}", _WRITTEN
-            ) from error
+            ) from None
         return cls.from_json(text)
 
     def _row(self, what: str, row: Any) -> tuple[float, ...]:

@@ -83,8 +83,8 @@ class OpenCharges:
                 first, last, eligibility, after, variance = begun
                 attempt = OpenAttempt(first, last, eligibility, after, tuple(variance))
             return cls(charges, dict(scales), plan, attempt, place)
-        except (EncodingError, TypeError, ValueError) as error:
-            raise _unreadable("the open charges of a run") from error
+        except (EncodingError, TypeError, ValueError):
+            raise _unreadable("the open charges of a run") from None
 
     def of(self, name: str) -> tuple[Charge, ...]:
         """The charges of one account."""
@@ -161,8 +161,8 @@ class SpendView:
         body = self._terms.get(name)
         try:
             rows = [] if body is None else cbor.decode(body, floats=True, null=True)
-        except EncodingError as error:
-            raise _unreadable(f"the budgets of account {name!r}") from error
+        except EncodingError:
+            raise _unreadable(f"the budgets of account {name!r}") from None
         return tuple(
             AccountBudget(bound=math.inf if bound is None else bound, delta=delta, accountant=accountant)
             for bound, delta, accountant in rows

@@ -199,7 +199,7 @@ def to_body(record: JournalRecord) -> tuple[int, bytes]:
     try:
         return _KIND_NUMBERS[type(record)], cbor.encode(fields, floats=True, max_size=BODY_LIMIT)
     except EncodingError as error:
-        raise _invalid(f"a record {type(record).__name__} cannot be written: {error.problem}") from error
+        raise _invalid(f"a record {type(record).__name__} cannot be written: {error.problem}") from None
 
 
 def from_body(number: int, body: bytes) -> JournalRecord:
@@ -218,7 +218,7 @@ def from_body(number: int, body: bytes) -> JournalRecord:
     except (TypeError, KeyError, ValueError, AttributeError) as error:
         problem = f"a record of kind {number} is not what this version writes ({error})"
         remedy = "read it with the version that wrote it"
-        raise EncodingError("train.journal-record-unknown", problem, remedy) from error
+        raise EncodingError("train.journal-record-unknown", problem, remedy) from None
     return record
 
 
@@ -443,7 +443,7 @@ def decode_frame(data: bytes, start: int, previous: bytes) -> JournalFrame:
     try:
         record = from_body(kind, body)
     except LaminaError as error:
-        raise UnreadableFrame(start, error.problem, torn=False) from error
+        raise UnreadableFrame(start, error.problem, torn=False) from None
     frame = JournalFrame(record=record, start=start, end=end, checksum=checksum)
     return frame if slot < 0 else _with_slot(frame, slot, data[slot : slot + _SLOT_BYTES])
 
@@ -517,7 +517,7 @@ class Journal(RunHistory):
                     os.fchmod(file.fileno(), 0o600)  # a copy made under an ordinary umask
                 data = file.read(_MOST_BYTES + 1)
         except OSError as error:
-            raise storage_error(error, f"cannot read the journal {path}", "it is as it was") from error
+            raise storage_error(error, f"cannot read the journal {path}", "it is as it was") from None
         journal = cls(path, facts.st_ino, len(data))
         journal._parse(data)
         journal._erase()
@@ -534,9 +534,9 @@ class Journal(RunHistory):
             except UnreadableFrame as problem:
                 if problem.torn:
                     break
-                raise self._damage(problem.offset, problem.reason) from problem
+                raise self._damage(problem.offset, problem.reason) from None
             except RunError as problem:
-                raise self._damage(self._end, problem.problem) from problem
+                raise self._damage(self._end, problem.problem) from None
             self._take(frame)
             if isinstance(frame.record, AttemptOpened):
                 garbled = frame.slot if frame.garbled else -1
@@ -570,7 +570,7 @@ class Journal(RunHistory):
         except OSError as error:
             fate = "the last one may be" if self._broken else "the last one is not"
             kept = f"all earlier records are in it, {fate}"
-            raise storage_error(error, f"cannot write to the journal {self.path}", kept) from error
+            raise storage_error(error, f"cannot write to the journal {self.path}", kept) from None
         self._take(frame)
         self._erase()
 
@@ -610,7 +610,7 @@ class Journal(RunHistory):
                 os.close(file)
         except OSError as error:
             kept = "every record is in it, but a seed that should be gone is still there"
-            raise storage_error(error, f"cannot erase a seed in the journal {self.path}", kept) from error
+            raise storage_error(error, f"cannot erase a seed in the journal {self.path}", kept) from None
         for index in stale:
             self._forget_seed(index)
             del self._slots[index]

@@ -71,7 +71,7 @@ def _read_texts(path: Path, kind: type[Any], default: Any) -> Any:
     try:
         found = cbor.decode(path.read_bytes(), max_size=MAX_MEMBERSHIP_BYTES)
     except (OSError, EncodingError) as error:
-        raise _unreadable(path, str(error)) from error
+        raise _unreadable(path, str(error)) from None
     if not isinstance(found, kind) or not all(
         isinstance(one, str) for one in (*found, *getattr(found, "values", tuple)())
     ):

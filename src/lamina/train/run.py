@@ -84,7 +84,7 @@ def origin_secret(folder: Path) -> bytes:
             _draw_secret(path)
         key = path.read_bytes()
     except OSError as error:
-        raise StorageError("train.origin-key-unreadable", f"cannot read '{path}': {error}", remedy) from error
+        raise StorageError("train.origin-key-unreadable", f"cannot read '{path}': {error}", remedy) from None
     if len(key) != _SECRET_BYTES:
         problem = f"'{path}' has {len(key)} bytes, must have {_SECRET_BYTES}"
         raise StorageError("train.origin-key-unreadable", problem, remedy)
@@ -171,7 +171,7 @@ def link_ledger(ledger: Ledger, folder: Path) -> None:
         if not os.path.lexists(path):
             path.symlink_to(target)
     except OSError as error:
-        raise storage_error(error, f"cannot make the link {path}", "nothing was charged") from error
+        raise storage_error(error, f"cannot make the link {path}", "nothing was charged") from None
 
 
 def _ledger_terms(corpus: Corpus, plan: StepPlan, origin: str) -> CorpusTerms:

@@ -49,7 +49,7 @@ def replacing(path: Path, *, mode: int = 0o600, fresh: bool = False) -> Iterator
     try:
         file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     except OSError as error:
-        raise storage_error(error, f"cannot write {path}", _KEPT_AS_IT_WAS) from error
+        raise storage_error(error, f"cannot write {path}", _KEPT_AS_IT_WAS) from None
     try:
         try:
             yield file
@@ -58,7 +58,7 @@ def replacing(path: Path, *, mode: int = 0o600, fresh: bool = False) -> Iterator
             os.close(file)
         (_rename_if_free if fresh else os.replace)(temporary, path)
     except OSError as error:
-        raise storage_error(error, f"cannot write {path}", _KEPT_AS_IT_WAS) from error
+        raise storage_error(error, f"cannot write {path}", _KEPT_AS_IT_WAS) from None
     finally:
         with suppress(OSError):  # gone, if it has its name
             os.unlink(temporary)
@@ -87,7 +87,7 @@ def remove_temporary_files(folder: Path) -> None:
         for name in stale:
             os.unlink(folder / name)
     except OSError as error:
-        raise storage_error(error, f"cannot clear {folder}", "nothing else was touched") from error
+        raise storage_error(error, f"cannot clear {folder}", "nothing else was touched") from None
 
 
 def make_folder(path: Path) -> None:
@@ -100,7 +100,7 @@ def make_folder(path: Path) -> None:
         if not path.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
     except OSError as error:
-        raise storage_error(error, f"cannot make the folder {path}", "nothing was written") from error
+        raise storage_error(error, f"cannot make the folder {path}", "nothing was written") from None
 
 
 def write_all(file: int, data: bytes | bytearray | memoryview) -> None:
@@ -120,7 +120,7 @@ def sync_folder(folder: Path) -> None:
             os.close(file)
     except OSError as error:
         kept = "what was written is in place, but might not survive a power cut"
-        raise storage_error(error, f"cannot make names in {folder} durable", kept) from error
+        raise storage_error(error, f"cannot make names in {folder} durable", kept) from None
 
 
 def storage_error(error: OSError, what: str, kept: str) -> StorageError:
@@ -162,7 +162,7 @@ class Lease:
             try:
                 file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             except OSError as error:
-                raise storage_error(error, f"cannot open the lease {path}", "nothing was changed") from error
+                raise storage_error(error, f"cannot open the lease {path}", "nothing was changed") from None
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if not _names_open_file(file, path):  # removed between open and lock: the next one would not see ours

@@ -334,7 +334,9 @@ class Segments:
         self._check(snapshot, indices[-1])
         self._written_by, self._after = snapshot.state["nonce"], snapshot.state["generation"]
         self.state.restore(snapshot)
-        if snapshot.state["settings"] != self.settings:
+        if snapshot.state["settings"] != self.settings and self.state.step == self.plan.steps:
+            self.note("optimiser, loss, model or options differ from those of this run, which has finished: no effect")
+        elif snapshot.state["settings"] != self.settings:
             changes = self.state.apply_given()
             self.note(f"optimiser, scheduler, loss, model or options differ from those of the checkpoint: {changes}")
 

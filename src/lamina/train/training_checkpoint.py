@@ -67,9 +67,9 @@ def flatten(prefix: str, tree: Any) -> tuple[dict[str, Tensor], Any]:
     writer = _StateWriter()
     try:
         plain = writer.node(tree, prefix)
-    except RecursionError as error:
+    except RecursionError:
         remedy = "a state that contains itself cannot be saved"
-        raise RunError("train.state-too-deep", f"the state {prefix!r} is nested too deep", remedy) from error
+        raise RunError("train.state-too-deep", f"the state {prefix!r} is nested too deep", remedy) from None
     return writer.tensors, plain
 
 
@@ -80,7 +80,7 @@ def unflatten(prefix: str, tensors: Mapping[str, Tensor], plain: Any) -> Any:
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         problem = f"the state {prefix!r} of a checkpoint holds what is never written: {error}"
         remedy = "read it with the version that wrote it"
-        raise StorageError("train.checkpoint-state-malformed", problem, remedy) from error
+        raise StorageError("train.checkpoint-state-malformed", problem, remedy) from None
 
 
 class _StateWriter:
@@ -189,7 +189,7 @@ class CheckpointArchive:
             body = cbor.encode(content, floats=True, null=True, max_depth=_DEPTH, max_size=_BODY_LIMIT)
         except EncodingError as error:
             problem = f"the state cannot be saved: {error.problem}"
-            raise RunError("train.state-not-encodable", problem, error.remedy) from error
+            raise RunError("train.state-not-encodable", problem, error.remedy) from None
         return cls(tensors=stored, body=body)
 
     def size(self) -> int:
@@ -250,7 +250,7 @@ def _read_file(path: Path) -> tuple[int, TrainingCheckpoint, bytes]:
     except OSError:
         raise
     except Exception as error:  # whatever a library says about bytes that nobody wrote
-        raise _damaged(path, f"its header, bytes 0 to {len(raw)}, does not read ({error})") from error
+        raise _damaged(path, f"its header, bytes 0 to {len(raw)}, does not read ({error})") from None
     if isinstance(content, dict) and type(found := content.get("format")) is int and found != CHECKPOINT_FORMAT:
         problem = f"the checkpoint {path} has format {found}, this version of Lamina reads {CHECKPOINT_FORMAT}"
         raise StorageError("train.checkpoint-format-unknown", problem, "resume with the version that wrote it")
@@ -338,7 +338,7 @@ class TrainingCheckpoints:
         try:
             names = os.listdir(self.folder)
         except OSError as error:
-            raise storage_error(error, f"cannot read the folder {self.folder}", "nothing changed") from error
+            raise storage_error(error, f"cannot read the folder {self.folder}", "nothing changed") from None
         found = {int(name.partition(".")[0]) for name in names if _FILE_NAME.fullmatch(name)}
         return sorted(index for index in found if self.path(index).name in names)
 
@@ -361,12 +361,12 @@ class TrainingCheckpoints:
         path = self.path(index)
         try:
             found, snapshot, digest = _read_file(path)
-        except FileNotFoundError as error:
+        except FileNotFoundError:
             have = ", ".join(map(str, self.indices())) or "none"
             problem = f"there is no checkpoint {path}"
-            raise StorageError("train.checkpoint-missing", problem, f"it has {have}") from error
+            raise StorageError("train.checkpoint-missing", problem, f"it has {have}") from None
         except OSError as error:
-            raise storage_error(error, f"cannot read the checkpoint {path}", "it is as it was") from error
+            raise storage_error(error, f"cannot read the checkpoint {path}", "it is as it was") from None
         if found != index:
             problem = f"the file {path} holds checkpoint {found}, its name says {index}"
             remedy = "give the files of this folder their names back"
@@ -384,7 +384,7 @@ class TrainingCheckpoints:
                 os.unlink(self.path(index))
         except OSError as error:
             kept = "the others are untouched"
-            raise storage_error(error, f"cannot remove a checkpoint in {self.folder}", kept) from error
+            raise storage_error(error, f"cannot remove a checkpoint in {self.folder}", kept) from None
         if indices:
             sync_folder(self.folder)
 
@@ -394,7 +394,7 @@ class TrainingCheckpoints:
         try:
             facts = os.statvfs(self.folder)
         except OSError as error:
-            raise storage_error(error, f"cannot read the free space of {self.folder}", "nothing was spent") from error
+            raise storage_error(error, f"cannot read the free space of {self.folder}", "nothing was spent") from None
         free = facts.f_bavail * facts.f_frsize
         if free < needed:
             problem = f"{self.folder} has {free / 1e6:.1f} MB free, a checkpoint needs {needed / 1e6:.1f} MB"
@@ -527,9 +527,11 @@ class TrainingState:
             if self.scheduler is not None:
                 self.scheduler.load_state_dict(unflatten("scheduler", tensors, plain["scheduler"]))
         except (RuntimeError, ValueError, KeyError) as error:
-            problem = f"the checkpoint does not fit the model or the optimiser: {str(error).splitlines()[0]}"
+            problem = f"the checkpoint does not fit the optimiser or the schedule: {str(error).splitlines()[0]}"
+            if differing := _first_difference(weights, self.model.state_dict()):
+                problem = f"the model is not the one that the run was begun with: {differing}"
             remedy = "give the model and optimiser that the run was begun with, or begin a new run in another folder"
-            raise RunError("train.checkpoint-not-of-model", problem, remedy) from error
+            raise RunError("train.checkpoint-not-of-model", problem, remedy) from None
         if self.ema is not None:
             self.ema.load({name[4:]: t for name, t in tensors.items() if name.startswith("ema.")})
         if "occurrences" in tensors:
@@ -582,6 +584,15 @@ def _filter_terms(state: Mapping[str, Any]) -> dict[str, Any]:
 def _scheduler_state(scheduler: Any) -> dict[str, Any]:
     """Without the step counters' objects: what a scheduler would save."""
     return {name: value for name, value in scheduler.state_dict().items() if not callable(value)}
+
+
+def _first_difference(saved: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> str | None:
+    """The first tensor that only one of the two has, or that has another shape."""
+    for name in dict.fromkeys((*now, *saved)):
+        then, here = (f"has shape {tuple(found[name].shape)}" if name in found else "is not" for found in (saved, now))
+        if then != here:
+            return f"'{name}' {then} in the checkpoint and {here} in the model"
+    return None
 
 
 def _weights(model: nn.Module) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ from lamina.cli.ledger.governing_commands import init, sign, submit, terms
 from lamina.cli.ledger.policy_key_commands import key, policy
 from lamina.cli.ledger.proof_commands import checkpoint, copy, prove, receipt, verify
 from lamina.cli.ledger.record_commands import prune, show, trace, withdraw
-from lamina.cli.terminal import help_text
+from lamina.cli.terminal import PlainCommand, PlainGroup, help_text
 
 _HELP = """The record of what was admitted, spent, withdrawn and released: append-only, signed, and checkable.
 
@@ -47,9 +47,9 @@ DIGEST is that of a descriptor or of a content anchor: 64 hex digits, or the fir
 or the number of a leaf, works too. For the ε that every class has spent: lamina spend.
 """
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help=help_text(_HELP))
+app = typer.Typer(cls=PlainGroup, no_args_is_help=True, add_completion=False, help=help_text(_HELP))
 _COMMANDS: tuple[Callable[..., None], ...] = (
     show, verify, prove, receipt, trace, withdraw, prune, checkpoint, copy, policy, key, init, terms, sign, submit,
 )  # fmt: skip
 for _command in _COMMANDS:
-    app.command(_command.__name__, help=help_text(_command.__doc__))(_command)
+    app.command(_command.__name__, cls=PlainCommand, help=help_text(_command.__doc__))(_command)

@@ -207,7 +207,9 @@ def trace_page(found: ContributionTrace) -> str:
         lines.append(
             f"  released   leaf {release.seq}, {format_utc(release.time)}, manifest {release.record.manifest.hex()[:16]}…"
         )
-    return "\n".join([*lines, *([] if found.releases else ["  released   in no model"])])
+    if not found.releases:
+        lines.append("  released   no release is recorded, which does not mean that no model was given away")
+    return "\n".join(lines)
 
 
 def _depth_lines(found: ContributionTrace) -> list[str]:

@@ -137,30 +137,30 @@ def postgres_errors(name: str) -> Iterator[None]:
     """PostgreSQL's refusals in our words."""
     try:
         yield
-    except (errors.LockNotAvailable, errors.QueryCanceled) as error:
+    except (errors.LockNotAvailable, errors.QueryCanceled):
         problem = f"another process holds the ledger '{name}'"
-        raise StoreBusy("store.busy", problem, "wait until it is done, or stop it, then try again") from error
+        raise StoreBusy("store.busy", problem, "wait until it is done, or stop it, then try again") from None
     except _LOST_ERRORS as error:
-        raise _lost(name, first_line(error)) from error
+        raise _lost(name, first_line(error)) from None
     except errors.InsufficientPrivilege as error:
         problem = f"the user may not do that in the ledger '{name}': {first_line(error)}"
         remedy = "ask its owner for USAGE on the schema, and on its tables SELECT to read, ALL to write"
-        raise StoreError("store.access-refused", problem, remedy) from error
+        raise StoreError("store.access-refused", problem, remedy) from None
     except errors.ReadOnlySqlTransaction as error:
         problem = f"the server of {name} is read-only: {first_line(error)}"
-        raise StoreError("store.server-read-only", problem, "give the address of one that can be written") from error
+        raise StoreError("store.server-read-only", problem, "give the address of one that can be written") from None
     except psycopg.IntegrityError as error:
         problem = f"the ledger '{name}' holds a row that should not be there: {first_line(error)}"
-        raise LedgerDamaged("store.row-unexpected", problem, "restore it from a copy") from error
-    except _NO_SPACE_ERRORS as error:
+        raise LedgerDamaged("store.row-unexpected", problem, "restore it from a copy") from None
+    except _NO_SPACE_ERRORS:
         problem = f"no space left for the ledger '{name}'; what was acknowledged is there"
-        raise StoreError("store.disk-full", problem, "free space, then try again") from error
+        raise StoreError("store.disk-full", problem, "free space, then try again") from None
     except psycopg.Error as error:
         lost = error.sqlstate is None or error.sqlstate[:2] in ("08", "57")
         if isinstance(error, psycopg.OperationalError) and lost:
-            raise _lost(name, first_line(error)) from error
+            raise _lost(name, first_line(error)) from None
         problem = f"cannot use the ledger '{name}': {first_line(error)}"
-        raise StoreError("store.unusable", problem, "fix what it reports") from error
+        raise StoreError("store.unusable", problem, "fix what it reports") from None
 
 
 def _lost(name: str, reason: str) -> StoreLost:

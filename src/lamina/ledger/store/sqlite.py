@@ -142,7 +142,7 @@ class SqliteStore(Store):
             pass  # perhaps one that a killed process left empty; whether it is, is seen inside a transaction
         except OSError as error:
             problem = f"cannot create the ledger '{self.path}': {error.strerror}"
-            raise StoreError("store.cannot-create", problem, "give a folder that can be written") from error
+            raise StoreError("store.cannot-create", problem, "give a folder that can be written") from None
 
     def _no_ledger(self) -> LedgerError:
         return LedgerError("store.no-ledger", f"there is no ledger '{self.path}'", "give the path of one, or create it")
@@ -259,29 +259,29 @@ def _sqlite_errors(name: str) -> Iterator[None]:
     """SQLite's refusals in our words."""
     try:
         yield
-    except (apsw.BusyError, apsw.LockedError) as error:
+    except (apsw.BusyError, apsw.LockedError):
         problem = f"another process holds the ledger '{name}'"
-        raise StoreBusy("store.busy", problem, "wait until it is done, or stop it, then try again") from error
+        raise StoreBusy("store.busy", problem, "wait until it is done, or stop it, then try again") from None
     except (apsw.CorruptError, apsw.NotADBError) as error:
         raise LedgerDamaged(
             "store.damaged", f"the ledger '{name}' is damaged: {error}", "restore it from a copy"
-        ) from error
-    except apsw.TooBigError as error:
+        ) from None
+    except apsw.TooBigError:
         problem = f"the ledger '{name}' holds more bytes in one place than a ledger can"
-        raise LedgerDamaged("store.row-too-long", problem, "restore it from a copy") from error
-    except apsw.FullError as error:
+        raise LedgerDamaged("store.row-too-long", problem, "restore it from a copy") from None
+    except apsw.FullError:
         problem = f"no space left for the ledger '{name}'; what was acknowledged is there"
-        raise StoreError("store.disk-full", problem, "free space, then try again") from error
+        raise StoreError("store.disk-full", problem, "free space, then try again") from None
     except (apsw.ReadOnlyError, apsw.PermissionsError, apsw.AuthError) as error:
         raise StoreError(
             "store.not-writable", f"cannot write the ledger '{name}': {error}", "make it writable for this user"
-        ) from error
+        ) from None
     except apsw.ConstraintError as error:
         problem = f"the ledger '{name}' holds a row that should not be there: {error}"
-        raise LedgerDamaged("store.row-unexpected", problem, "restore it from a copy") from error
+        raise LedgerDamaged("store.row-unexpected", problem, "restore it from a copy") from None
     except apsw.Error as error:
         problem = f"cannot read or write the ledger '{name}': {error}; what was acknowledged is there"
-        raise StoreError("store.unusable", problem, "fix what the system reports, then try again") from error
+        raise StoreError("store.unusable", problem, "fix what the system reports, then try again") from None
 
 
 # Which store: a path means a file of SQLite, an address PostgreSQL.
@@ -359,9 +359,9 @@ def make_store(where: str | os.PathLike[str], *, create: bool = False, readonly:
     if isinstance(where, str) and is_postgres_url(where):
         try:
             from lamina.ledger.store.postgres import PostgresStore  # an extra: only who uses it needs psycopg
-        except ImportError as missing:
+        except ImportError:
             problem = "PostgreSQL needs psycopg, which is not installed"
-            raise StoreError("store.psycopg-missing", problem, "pip install 'lamina[postgres]'") from missing
+            raise StoreError("store.psycopg-missing", problem, "pip install 'lamina[postgres]'") from None
         return PostgresStore(where, create=create, readonly=readonly)
     return SqliteStore(where, create=create, readonly=readonly)
 
