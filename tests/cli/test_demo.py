@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -202,6 +203,36 @@ def test_the_report_has_the_figures(ran: Ran) -> None:
         assert f"<td>{name}</td><td>{Reason(reason).meaning}</td><td>{reason}</td>" in text
     for value in (*ran.result["auc"].values(), *ran.result["error"].values()):
         assert f"<td>{value:.3f}</td>" in text
+
+
+def test_the_report_says_which_run_it_is_about_and_what_epsilon_means(ran: Ran) -> None:
+    text = (ran.folder / "report.html").read_text(encoding="utf-8")
+    model = hashlib.sha256((ran.folder / "run" / "model.safetensors").read_bytes()).hexdigest()
+    date = datetime.fromtimestamp(ran.found.finished, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    for fact in (date, ran.found.outcome.run, model, ran.result["verification"]["root"]):
+        assert f"<code>{fact}" in text
+    assert "What ε = 3 means." in text and "≈ 20.1 times" in text and "become 96 % sure" in text
+    for word in ("Clip norm:", "Noise multiplier:", "AUC:", "Scale:", "Sigma:", "Unit:"):
+        assert word in text
+
+
+def test_the_report_follows_from_its_result_alone(ran: Ran, tmp_path: Path) -> None:
+    """The same inputs give the same bytes, whenever it is written."""
+    before = (ran.folder / "report.html").read_bytes()
+    assert demo.write_report(ran.folder, ran.found).read_bytes() == before
+
+
+def test_the_report_fits_a_telephone_and_a_sheet_of_paper(ran: Ran) -> None:
+    text = (ran.folder / "report.html").read_text(encoding="utf-8")
+    assert "width=device-width, initial-scale=1" in text and "@media print" in text
+    wide = re.findall(r"<table class|<svg", text)
+    assert wide and len(wide) == len(re.findall(r'<div class="scroll" tabindex="0"><(?:table|svg)', text))
+    tables = re.findall(r'<table class="([^"]*)"><tr><th>(.*?)</th></tr>', text)
+    right = {table.split("</th><th>")[int(place[1:]) - 1] for places, table in tables for place in places.split()}
+    assert right == {
+        "signed by", "clip norm", "noise multiplier", "ε signed", "ε spent", "scale", "AUC", *ran.found.utility["private"].by_class,
+        "reconstruction error", "ε", "δ",
+    }  # fmt: skip
 
 
 def test_the_report_is_self_contained_and_well_formed(ran: Ran) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import html
+import math
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +19,7 @@ import torch
 from torch import nn
 
 from lamina.admit.admission import Admission
+from lamina.admit.keys import format_utc
 from lamina.admit.resolver import Resolution
 from lamina.allocate.make_plan import make_plan
 from lamina.cli.terminal import columns, print_answer, print_line, print_note, progress_bar
@@ -47,12 +51,16 @@ TRAINING_LABELS = {
     "private": "private",
     "without_privacy": "without privacy",
 }
+_FIGURE = re.compile(r"[\d.,e-]+|–|public")
 _LEDGER_LABELS = ("audit:", "record:", "trace:")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoResult:
-    """`utility` by training (TRAINING_LABELS); `model` is the private one, `test` the patients it was measured on."""
+    """`utility` by training (TRAINING_LABELS); `model` is the private one, `test` the patients it was measured on.
+
+    `finished` is when, in seconds since 1970: the report is made from this alone and from the folder.
+    """
 
     plan: StepPlan
     outcome: Outcome
@@ -63,6 +71,7 @@ class DemoResult:
     test: PatientGroup
     evidence: VerifiedLedger
     seconds: float = 0.0
+    finished: int = 0
 
     def cost_rows(self) -> list[list[str]]:
         """By class: what it reaches, and what it was charged."""
@@ -152,20 +161,35 @@ class DemoResult:
 
 
 _REPORT_TEMPLATE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>Lamina demo</title>
 <style>
 body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #1b1b1b }}
-table {{ border-collapse: collapse; margin: 1rem 0 }}
-td, th {{ padding: .25rem .8rem; border-bottom: 1px solid #ddd; text-align: right }}
-td:first-child, th:first-child {{ text-align: left }}
+table {{ border-collapse: collapse }}
+td, th {{ padding: .25rem .8rem; border-bottom: 1px solid #ddd; text-align: left; vertical-align: top }}
+{right} {{ text-align: right; white-space: nowrap }}
+.scroll {{ overflow-x: auto; margin: 1rem 0 }} .scroll svg {{ min-width: 34rem }}
+code {{ overflow-wrap: anywhere }}
 pre {{ background: #f5f5f2; padding: 1rem; overflow-x: auto; font-size: .8rem }}
-.key {{ margin-right: 1.2rem }} .key i {{ display: inline-block; width: .8em; height: .8em; margin-right: .4em }}
+.words {{ color: #555; font-size: .9rem }}
+.key {{ margin-right: 1.2rem; white-space: nowrap }} .key i {{ display: inline-block; width: .8em; height: .8em; margin-right: .4em }}
+@media (max-width: 40rem) {{ body {{ margin: 1rem auto }} h1 {{ font-size: 1.5rem }} td, th {{ padding: .25rem .5rem }} }}
+@media print {{
+  @page {{ margin: 1.5cm }}
+  body {{ max-width: none; margin: 0; padding: 0; font-size: 10pt; print-color-adjust: exact }}
+  .scroll {{ overflow: visible }} .scroll svg {{ min-width: 0 }} td, th {{ padding: .15rem .4rem; font-size: 9pt }}
+  pre {{ overflow: visible; white-space: pre-wrap; overflow-wrap: anywhere; font-size: 6.5pt; padding: .5rem }}
+  h2 {{ break-after: avoid }} tr, svg {{ break-inside: avoid }}
+}}
 </style></head><body>
 <h1>A private training on simulated ECG</h1>
 <p>A residual autoencoder with a classifier learned from simulated patients of two classes. {volunteers} volunteers,
 mostly healthy, gave their recordings to the public and train every layer. {sensitive} sensitive patients reach only the
 top quarter of the layers, the classifier, and each loses at most ε = {epsilon}.</p>
+<p><b>What ε = {epsilon} means.</b> Whatever anybody computes from this model, no answer is more than e<sup>ε</sup> ≈ {factor} times
+as likely because one given patient took part, apart from a chance of δ = {delta}. Somebody who knows everything else and would toss a
+coin about whether that patient took part can, apart from that chance, become {sure} % sure and no surer. This is the worst case.</p>
+{facts}
 
 <h2>Who was let in</h2>
 <p>Two hospitals signed for their patients: who contributes, which data, for which class, under which bound, until when.
@@ -174,11 +198,17 @@ top quarter of the layers, the classifier, and each loses at most ε = {epsilon}
 <p>Some sensitive patients signed a stricter bound than their class asks for. Their gradients count for less (scale),
 the noise is the same for everybody, and each bound has an account of its own:</p>
 {bounds}
+<p class="words">Clip norm: the longest gradient that one patient may contribute to a step; longer ones are cut. Noise multiplier:
+the noise that was promised, in units of the clip norm; more noise means a smaller ε. ε signed: the loss of privacy that the patient
+agreed to, over all runs; ε spent: that of this run. Scale: the factor on the patient's gradients that keeps the promise.</p>
 
 <h2>What it was good for</h2>
 <p>Measured on {test} other simulated patients, whom no training saw. All three went on from the same start on
 volunteers alone, with the same steps, batches and optimiser.</p>
 {utility}
+<p class="words">AUC: the probability that a patient with the finding is ranked above one without it; 0.5 is guessing, 1 is perfect.
+The first column is the mean over the findings ({findings}), each against the rest. Reconstruction error: the part of the signal's
+variance that the autoencoder does not give back.</p>
 <p>{legend}</p>
 {bars}
 <p>What the sensitive patients gave is the step from the first row to the second; what their privacy cost, noise,
@@ -187,13 +217,16 @@ differ a little from run to run: the noise is secret and new each time.</p>
 
 <h2>What it cost</h2>
 {cost}
-<p>Adjacency: one patient, with all windows, added or removed. Assumes Poisson sampling with secret coins, which this
-run used. Noise: {noise}. Not covered: floating-point effects of the unhardened noise. The demo's settings were chosen
-on simulated patients, which costs nothing; choosing them on private data would.</p>
+<p class="words">Reaches: the layers that the class may change. Unit: what ε protects; here all recordings of a patient together.</p>
+<p>Compared are trainings with and without one patient, with all windows (adjacency: add or remove). The figures hold
+because each patient was in each batch by a secret coin of their own (Poisson sampling). Noise: {noise}. Not covered: that
+noise is computed in floating-point numbers, whose gaps could in theory tell something. The demo's settings were chosen on
+simulated patients, which costs nothing; choosing them on private data would.</p>
 
 <h2>What an auditor finds</h2>
 <p>Who was admitted, under which bound, and what was spent is in <code>ledger.db</code>: records that nobody can change
-unseen, because a signed tree of hashes stands over them. It was {verified}. No data and no model are needed for that.
+unseen, because a signed tree of hashes stands over them; its root, above, stands for all of them. It was {verified}. No data and
+no model are needed for that. The demo made all keys itself: an auditor would bring the owner's key (<code>--trust</code>).
 The first command does it again; the last shows what became of one patient's contribution:</p>
 <pre>{commands}</pre>
 
@@ -203,6 +236,8 @@ alone: the sensitive class does not reach it.</p>
 {beats}
 
 <h2>The plan</h2>
+<p class="words">All of it was fixed before the first step. Sigma: standard deviation of the noise divided by the clip norm. Rate q: the
+probability that a patient is in a batch. What the other columns mean is in docs/plans.md.</p>
 <pre>{plan}</pre>
 
 <h2>What is here, and what is not</h2>
@@ -222,22 +257,32 @@ def write_report(folder: Path, result: DemoResult) -> Path:
     """Write report.html into the folder; returns its path."""
     population = {entry.name: entry.population for entry in result.plan.classes}
     spent = {row[0]: row[2] for row in result.cost_rows()[1:]}
+    lost, delta = (
+        result.outcome.epsilon["sensitive"],
+        next(e.delta for e in result.plan.classes if e.name == "sensitive"),
+    )
     page = _REPORT_TEMPLATE.format(
+        right=", ".join(f".r{i} tr > :nth-child({i})" for i in range(2, 9)),
+        facts=_facts(folder, result),
+        factor=f"{math.exp(lost):.3g}",
+        sure=math.ceil(100 / (1 + math.exp(-lost))),
+        delta=f"{delta:g}",
+        findings=", ".join(html.escape(name) for name in next(iter(result.utility.values())).by_class),
         volunteers=population["volunteer"],
         sensitive=population["sensitive"],
-        epsilon=spent["sensitive"],
+        epsilon=spent["sensitive"].rstrip("0").rstrip("."),
         test=len(result.test),
         admitted=len(result.admission),
         refused=_html_table(result.refusal_rows()),
         bounds=_html_table(result.bound_rows()),
         utility=_html_table(result.utility_rows()),
         legend=bar_legend(TRAINING_LABELS),
-        bars=auc_bars(result.utility, TRAINING_LABELS),
+        bars=_scrolling(auc_bars(result.utility, TRAINING_LABELS)),
         cost=_html_table(result.cost_rows()),
         noise="from a cryptographically secure stream" if result.outcome.private else "seeded, so NOT PRIVATE",
         verified=html.escape(result.evidence.words()),
         commands=html.escape("\n".join(result.evidence.commands())),
-        beats=beat_curves(result.model, result.test),
+        beats=_scrolling(beat_curves(result.model, result.test)),
         plan=html.escape(str(result.plan)),
         seconds=result.seconds,
     )
@@ -246,12 +291,33 @@ def write_report(folder: Path, result: DemoResult) -> Path:
     return path
 
 
+def _facts(folder: Path, result: DemoResult) -> str:
+    """Which run this page is about: what somebody who holds the model or the ledger can compare."""
+    model, found = (folder / "run" / "model.safetensors").read_bytes(), result.evidence.found
+    facts = {
+        "date": format_utc(result.finished).replace("T", " ").replace("Z", " UTC"),
+        "run": result.outcome.run,
+        "model (SHA-256)": hashlib.sha256(model).hexdigest(),
+        "ledger root": f"{found.root.hex() if found.root else '–'}, {found.size} records",
+    }
+    rows = "".join(f"<tr><th>{name}</th><td><code>{html.escape(text)}</code></td></tr>" for name, text in facts.items())
+    return f"<table>{rows}</table>"
+
+
 def _html_table(rows: Sequence[Sequence[str]]) -> str:
+    """Columns of figures are flush right, columns of text flush left."""
+    figures = [i for i, cells in enumerate(zip(*rows[1:], strict=True), 1) if all(map(_FIGURE.fullmatch, cells))]
     lines = []
     for i, row in enumerate(rows):
         tag = "td" if i else "th"
         lines.append("".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row))
-    return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
+    of = " ".join(f"r{i}" for i in figures)
+    return _scrolling(f'<table class="{of}">{"".join(f"<tr>{line}</tr>" for line in lines)}</table>')
+
+
+def _scrolling(wide: str) -> str:
+    """What may be wider than a telephone scrolls by itself, not the page."""
+    return f'<div class="scroll" tabindex="0">{wide}</div>'
 
 
 def show_demo(folder: Path, *, quick: bool, as_json: bool) -> None:
@@ -261,7 +327,7 @@ def show_demo(folder: Path, *, quick: bool, as_json: bool) -> None:
     place = folders.make_new_folder(folder)
     with _one_thread():
         result = _run_demo(place, QUICK_SIZES if quick else FULL_SIZES, print_note if as_json else print_line)
-    result = replace(result, seconds=time.perf_counter() - started)
+    result = replace(result, seconds=time.perf_counter() - started, finished=int(time.time()))
     report = write_report(place, result)
     print_answer(result.machine(place, report), result.table(place, report), as_json)
 
