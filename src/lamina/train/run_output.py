@@ -78,7 +78,7 @@ class LogFile(Callback):
             _ = [int(row["step"]) for row in self._rows]
         except (OSError, ValueError, LookupError, TypeError) as error:
             problem = f"'{self.path}' is not the log of a run: {type(error).__name__}"
-            raise RunError("train.log-unreadable", problem, "move it away") from error
+            raise RunError("train.log-unreadable", problem, "move it away") from None
 
     def on_segment(self, now: RunFigures) -> None:
         row: dict[str, Any] = {"step": now.step, "steps": now.steps}
