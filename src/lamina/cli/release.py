@@ -11,7 +11,17 @@ import typer
 from lamina.admit.keys import PrivateKey, parse_time, read_small
 from lamina.cli.certify import LedgerOption, ReleaseKeyOption, TrustOption, pdf_or_note, release_key, run_ledger
 from lamina.cli.open_ledger import open_ledger
-from lamina.cli.terminal import JsonOption, PassphraseOption, argument, existing_ledger, help_text, option, print_answer
+from lamina.cli.terminal import (
+    JsonOption,
+    PassphraseOption,
+    PlainCommand,
+    PlainGroup,
+    argument,
+    existing_ledger,
+    help_text,
+    option,
+    print_answer,
+)
 from lamina.errors import PlanError
 from lamina.ledger.corpus_terms import ledger_key_path
 from lamina.ledger.reader import LedgerReader
@@ -28,7 +38,7 @@ _HELP = """A model that leaves the house: weights, certificates and manifest in 
   lamina release ask release-1 query.json --trust release.pub  may this query draw on it
 """
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help=help_text(_HELP))
+app = typer.Typer(cls=PlainGroup, no_args_is_help=True, add_completion=False, help=help_text(_HELP))
 ReleaseArgument = Annotated[Path, argument("DIR", "folder of a release")]
 
 
@@ -170,4 +180,4 @@ def ask(
 
 
 for _command in (make, verify, ask):
-    app.command(_command.__name__, help=help_text(_command.__doc__))(_command)
+    app.command(_command.__name__, cls=PlainCommand, help=help_text(_command.__doc__))(_command)
