@@ -317,7 +317,7 @@ class CheckedLeaves:
         try:
             state.see(leaf.record, leaf.seq, leaf.time, data, checkpoint_roots(rows))
         except LedgerError as error:
-            raise leaf_not_allowed(leaf.seq, KIND_NAMES[leaf.kind], f"{error.problem} [{error.code}]") from error
+            raise leaf_not_allowed(leaf.seq, KIND_NAMES[leaf.kind], f"{error.problem} [{error.code}]") from None
 
 
 def cut_unsigned(store: Store) -> list[tuple[int, str]]:
