@@ -234,6 +234,8 @@ class BroadcastForward(LayerForward):
         self.name, self.module, self.original, self.examples = name, module, forward, examples
         self.parameters = tuple(n for n, p in module.named_parameters(recurse=False) if p.requires_grad)
         self.fallback: PerContributionForward | None = None
+        own = [module.get_parameter(n) for n in self.parameters]
+        self.tables_only = all(p.dim() > 1 and p.shape[0] == 1 for p in own)
         self.axes: dict[tuple[int, ...], Axes] = {}  # by number of axes of each argument
 
     @staticmethod
@@ -276,6 +278,8 @@ class BroadcastForward(LayerForward):
         found: Axes = {}
         with _evaluating(self.module):
             plain = pytree.tree_leaves(self.original(*args, **kwargs))
+            if not (self.tables_only or self._separate(plain, n, args, kwargs)):
+                return None  # `PerContributionForward` refuses it, or finds which argument carries the batch
             for name in self.parameters:
                 p = self.module.get_parameter(name)
                 moved = p * 1.25 + 0.1
@@ -294,6 +298,29 @@ class BroadcastForward(LayerForward):
                 else:
                     return None
         return found
+
+    def _separate(self, plain: Sequence[Any], n: int, args: Any, kwargs: Any) -> bool:
+        """Whether every example alone gives what it gives in the batch."""
+        for i in range(n if n > 1 else 0):
+            mine = pytree.tree_map(
+                lambda t, i=i: t[i : i + 1] if isinstance(t, Tensor) and t.dim() and len(t) == n else t, (args, kwargs)
+            )
+            try:
+                alone = pytree.tree_leaves(self.original(*mine[0], **mine[1]))
+            except (RuntimeError, ValueError, IndexError, TypeError):
+                return False
+            if len(alone) != len(plain):
+                return False
+            for a, b in zip(plain, alone, strict=True):
+                if not isinstance(a, Tensor) or not a.is_floating_point() or a.shape == (n, n):
+                    continue
+                if not isinstance(b, Tensor) or not a.dim() or (len(a) != 1 and len(a) % n):
+                    return False
+                rows = len(a) // n if len(a) != 1 else 1
+                part = a if len(a) == 1 else a[i * rows : (i + 1) * rows]
+                if part.shape != b.shape or not bool(_compare_examples(part, b)[0].all()):
+                    return False
+        return True
 
 
 def _spread(copies: Tensor, axes: int) -> Tensor:

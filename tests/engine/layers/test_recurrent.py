@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from net_builders import Net
+from net_builders import Net, refused
 from oracle import agree, plan_of
 from refusals import raises_code
 from torch import Tensor, nn
@@ -151,3 +151,15 @@ def test_a_bare_parameter_beside_a_recurrent_layer_is_named_as_what_makes_it_slo
     model = BesideRecurrent("product")
     with Engine(model, plan_of(model)), pytest.warns(UserWarning, match="Move 'scale'.* into a module"):
         model(torch.randn(3, 5, 4))
+
+
+@pytest.mark.parametrize("centred", ["input", "output"])
+def test_detached_statistics_beside_a_bare_parameter_are_refused_without_a_probe(centred: str) -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        x = x - x.mean(0).detach() if centred == "input" else x
+        hidden = m.out(x * m.scale)
+        return hidden - hidden.mean(0).detach() if centred == "output" else hidden
+
+    model = Net(forward, out=nn.Linear(4, 3))
+    model.scale = nn.Parameter(torch.rand(4))
+    refused(model, torch.randn(5, 4), "engine.examples-not-separate")
