@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hospital import usual
 from trained_run import Trained, copied_run
 
 from lamina.admit.keys import PrivateKey
@@ -32,3 +33,18 @@ def release(trained: Trained, key: PrivateKey, tmp_path: Path) -> Path:
             out, [trained.folder], ledger, key, gate=GatePolicy(generation_classes={"head": {"layers": ["4"]}})
         )
     return out
+
+
+@pytest.fixture
+def ward(tmp_path: Path) -> Trained:
+    hospital = usual(tmp_path, real=True)
+    trainer = hospital.trainer("first", corpus=hospital.admit(ledger=tmp_path / "runs" / "ward.ledger.db"),
+                               ledger=str(tmp_path / "runs" / "ward.ledger.db"))  # fmt: skip
+    return Trained(tmp_path / "runs" / "first", trainer.fit(), name="ward.ledger.db")
+
+
+@pytest.fixture
+def served(ward: Trained, key: PrivateKey, tmp_path: Path) -> Path:
+    with ward.open() as ledger:
+        make_release(tmp_path / "out", [ward.folder], ledger, key, gate=GatePolicy(unstated_purposes=True))
+    return tmp_path / "out"

@@ -7,15 +7,12 @@ import time
 from contextlib import closing
 from pathlib import Path
 
-import pytest
-from hospital import usual
 from refusals import raises_code
 from trained_run import Trained
 
 from lamina.admit.keys import PrivateKey
 from lamina.ledger.governance_records import WithdrawalReason
 from lamina.ledger.reader import LedgerReader
-from lamina.ledger.records import ContributionRecord
 from lamina.ledger.withdrawal import withdraw
 from lamina.release.gate import Query, ReleaseGate, Rights
 from lamina.release.manifest import GatePolicy, make_release
@@ -29,32 +26,9 @@ def rights(**changes: bool) -> Query:
     )
 
 
-@pytest.fixture
-def ward(tmp_path: Path) -> Trained:
-    hospital = usual(tmp_path, real=True)
-    trainer = hospital.trainer("first", corpus=hospital.admit(ledger=tmp_path / "runs" / "ward.ledger.db"),
-                               ledger=str(tmp_path / "runs" / "ward.ledger.db"))  # fmt: skip
-    return Trained(tmp_path / "runs" / "first", trainer.fit(), name="ward.ledger.db")
-
-
-@pytest.fixture
-def served(ward: Trained, key: PrivateKey, tmp_path: Path) -> Path:
-    with ward.open() as ledger:
-        make_release(tmp_path / "out", [ward.folder], ledger, key, gate=GatePolicy(unstated_purposes=True))
-    return tmp_path / "out"
-
-
-def someone(ward: Trained, cls: str) -> int:
-    with LedgerReader.read_only(ward.ledger) as ledger:
-        for leaf in ledger.of_kind(ContributionRecord):
-            if isinstance(leaf.record, ContributionRecord) and leaf.record.bound[0] == cls:
-                return leaf.seq
-    raise AssertionError(cls)
-
-
 def take_back(ward: Trained, cls: str) -> None:
     with ward.open() as ledger:
-        withdraw(ledger, str(someone(ward, cls)), WithdrawalReason.REQUEST)
+        withdraw(ledger, str(ward.someone(cls)), WithdrawalReason.REQUEST)
 
 
 def test_a_fresh_withdrawal_is_heeded_within_a_second(ward: Trained, served: Path, key: PrivateKey) -> None:

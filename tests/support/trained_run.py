@@ -15,6 +15,8 @@ from torch import nn
 import lamina
 from lamina.admit.keys import PrivateKey
 from lamina.ledger.corpus_terms import ledger_key_path
+from lamina.ledger.reader import LedgerReader
+from lamina.ledger.records import ContributionRecord
 from lamina.ledger.writer import Ledger
 from lamina.plan.policy import Policy
 
@@ -52,6 +54,14 @@ class Trained:
     def open(self) -> Ledger:
         """The ledger, to append to and sign."""
         return Ledger.open(self.ledger, PrivateKey.load(ledger_key_path(self.ledger), None))
+
+    def someone(self, cls: str) -> int:
+        """The leaf of a contribution of this class."""
+        with LedgerReader.read_only(self.ledger) as ledger:
+            for leaf in ledger.of_kind(ContributionRecord):
+                if isinstance(leaf.record, ContributionRecord) and leaf.record.bound[0] == cls:
+                    return leaf.seq
+        raise AssertionError(cls)
 
 
 @cache

@@ -41,6 +41,7 @@ class EpochExposure:
     """One epoch in which it was eligible.
 
     variance    S² of the layers that its class reaches, the least that was applied; by name, where the plan is known
+    events      what it was charged itself
     multiplier  sigma of one step, for this contribution
     spend       ε that it has lost after this epoch, in 1e-9, over all runs: by its own charges alone
     account     what the ledger states for its bound; not less, since others were eligible before it
@@ -50,6 +51,7 @@ class EpochExposure:
 
     leaf: Leaf
     segments: tuple[Segment, ...]
+    events: EventCounts
     variance: dict[str, float]
     multiplier: float
     spend: int
@@ -144,12 +146,14 @@ def trace_contribution(ledger: LedgerReader, leaf: Leaf) -> ContributionTrace:
     story, epochs = _ContributionHistory(ledger, leaf), []
     events: dict[tuple[float, float, float], int] = {}
     for each in story.epochs():
-        for kind, steps in steps_by_kind(each.charges).items():
+        own = steps_by_kind(each.charges)
+        for kind, steps in own.items():
             events[kind] = events.get(kind, 0) + steps
         epochs.append(
             EpochExposure(
                 leaf=each.leaf,
                 segments=each.segments,
+                events=own,
                 variance=_reached_variance(each.plan, each.epoch, story.record.bound[0]),
                 multiplier=min((one.sigma for one in each.charges), default=math.inf),
                 spend=_epsilon_in_nano(ledger, events),

@@ -103,3 +103,16 @@ def run_report(folder: str | Path, ledger: LedgerReader, *, trust: Trust | None 
             "evaluation": evaluation_chart(facts.evaluations),
         },
     )
+
+
+def reconciliation_page(found: Mapping[str, Any]) -> str:
+    """What a deletion request comes to, for whoever asked."""
+    from markupsafe import Markup
+
+    return render(
+        "reconciliation.html",
+        title="Reconciliation of a deletion request",
+        subtitle=f"ledger {found['ledger']['origin']}, as of {found['as_of']}",
+        style=Markup(stylesheet()),
+        found=found,
+    )

@@ -1,0 +1,157 @@
+"""Content anchors, and the reconciliation of a deletion request: from a contribution to every model that stands on it.
+
+A content anchor is a record outside the ledger that names a contribution by the hash of its descriptor, which the ledger
+holds too: whoever has one of the two finds the other. It is JSON of its own, or an assertion in a C2PA manifest (in the JSON
+form that C2PA tools print), with the label `lamina.contribution`:
+
+    {"type": "urn:lamina:content-anchor:v1", "descriptor": "<SHA-256>", "ledger": {"origin": …, "header": …}, …}
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from lamina.account.accountants import pooled_epsilon
+from lamina.account.schedule import EventKey
+from lamina.admit.keys import format_utc
+from lamina.errors import EncodingError, LedgerError
+from lamina.ledger.contribution_trace import ContributionTrace, trace_contribution
+from lamina.ledger.governance_records import Release
+from lamina.ledger.merkle import leaf_hash
+from lamina.ledger.reader import LedgerReader
+from lamina.ledger.records import Epoch, Leaf
+from lamina.ledger.schema import nano_epsilon
+from lamina.ledger.show import epsilon_or_none, leaf_excerpt
+from lamina.release.signed import parse_json
+
+ANCHOR_TYPE = "urn:lamina:content-anchor:v1"
+C2PA_LABEL = "lamina.contribution"
+_HEX = set("0123456789abcdef")
+_MAX_DEPTH = 12
+
+
+def anchor_record(ledger: LedgerReader, leaf: Leaf) -> dict[str, Any]:
+    """The content anchor of the contribution in a leaf; with a receipt where a checkpoint covers it."""
+    trace = trace_contribution(ledger, leaf)
+    try:
+        receipt = base64.b64encode(ledger.receipt(leaf.seq)).decode()
+    except LedgerError:
+        receipt = None
+    told = trace.to_dict()
+    return {
+        "type": ANCHOR_TYPE,
+        "descriptor": trace.record.descriptor.hex(),
+        "anchor": told["anchor"],
+        "ledger": {"origin": ledger.origin, "header": leaf_hash(ledger.raw(0).leaf).hex()},
+        "leaf": leaf.seq,
+        "admitted": told["admitted"],
+        "receipt": receipt,
+    }
+
+
+def read_anchor(data: bytes) -> str:
+    """The descriptor digest that a content anchor or a C2PA manifest (as JSON) names; EncodingError if it names none."""
+    found = {each for each in _descriptors(parse_json(data, "the content anchor"), 0) if _is_digest(each)}
+    if len(found) != 1:
+        problem = f"the file names {len(found)} contributions, must name one"
+        remedy = f"give a content anchor of lamina ledger reconcile, or a C2PA manifest with one {C2PA_LABEL} assertion"
+        raise EncodingError("release.anchor-malformed", problem, remedy)
+    return found.pop()
+
+
+def _is_digest(text: object) -> bool:
+    return isinstance(text, str) and len(text) == 64 and set(text) <= _HEX
+
+
+def _descriptors(value: Any, depth: int) -> Iterator[str]:
+    """The descriptors of all anchors and assertions in a JSON value."""
+    if depth > _MAX_DEPTH:
+        return
+    if isinstance(value, dict):
+        data = value.get("data")
+        if value.get("label") == C2PA_LABEL and isinstance(data, dict):
+            yield data.get("descriptor", "")
+        elif value.get("type") == ANCHOR_TYPE:
+            yield value.get("descriptor", "")
+        else:
+            for each in value.values():
+                yield from _descriptors(each, depth + 1)
+    elif isinstance(value, list):
+        for each in value:
+            yield from _descriptors(each, depth + 1)
+
+
+def reconcile(ledger: LedgerReader, leaf: Leaf) -> dict[str, Any]:
+    """What a request to delete the contribution in a leaf comes to: events, models, and the spend attributable to it."""
+    trace = trace_contribution(ledger, leaf)
+    told = trace.to_dict()
+    return {
+        "ledger": {"origin": ledger.origin, "size": ledger.size, "root": ledger.root.hex()},
+        "as_of": format_utc(ledger.leaf(ledger.size - 1).time),
+        "contribution": {
+            name: told[name]
+            for name in ("index", "admitted", "descriptor", "anchor", "class", "expires", "pruned")
+            if name in told
+        },
+        "withdrawn": told["withdrawn"],
+        "epsilon": told["epsilon"],
+        "epsilon_signed": told["epsilon_signed"],
+        "epsilon_remaining": told["epsilon_remaining"],
+        "events": told["epochs"],
+        "runs": list(_by_run(ledger, trace)),
+        "releases": [_release(ledger, each) for each in trace.releases],
+        "statement": _statement(trace, told),
+    }
+
+
+def _by_run(ledger: LedgerReader, trace: ContributionTrace) -> Iterator[dict[str, Any]]:
+    """By run: how many steps it was eligible for, and the ε of these alone."""
+    header, runs = ledger.header, dict[str, dict[str, Any]]()
+    for each in trace.epochs:
+        epoch = each.leaf.record
+        assert isinstance(epoch, Epoch)
+        found = runs.setdefault(epoch.run.hex(), {"steps": 0, "events": {}})
+        found["steps"] += each.steps
+        for kind, steps in each.events.items():
+            found["events"][kind] = found["events"].get(kind, 0) + steps
+    for run, found in runs.items():
+        events: Mapping[EventKey, int] = found["events"]
+        epsilon = pooled_epsilon(dict(events), delta=header.delta, name=header.accountant)
+        yield {"run": run, "steps": found["steps"], "epsilon": epsilon_or_none(nano_epsilon(epsilon))}
+
+
+def _release(ledger: LedgerReader, leaf: Leaf) -> dict[str, Any]:
+    """A model that stands on it, with the name that its manifest gives it."""
+    record = leaf.record
+    assert isinstance(record, Release)
+    found = leaf_excerpt(leaf, "manifest", "runs", "not_after")
+    data = ledger.blob(record.manifest)
+    name = None
+    if data is not None:
+        try:
+            payload = base64.b64decode(parse_json(data, "the manifest")["payload"])
+            name = parse_json(payload, "the manifest")["predicate"]["name"]
+        except (EncodingError, KeyError, TypeError, ValueError):
+            name = None
+    return found | {"name": name}
+
+
+def _statement(trace: ContributionTrace, told: Mapping[str, Any]) -> str:
+    gone = (
+        f"It was withdrawn at {told['withdrawn']['time']} and is in no segment that began later."
+        if told["withdrawn"] is not None
+        else "It has not been withdrawn: lamina ledger withdraw records that."
+    )
+    if trace.signed is None:
+        lost = "It was given to the public: no ε protects it."
+    else:
+        lost = f"It was eligible in {len(trace.epochs)} epochs and has lost at most ε = {told['epsilon']}."
+    models = len(trace.releases)
+    stands = (
+        f"{models} released model{'s stand' if models != 1 else ' stands'} on it."
+        if models
+        else "No released model stands on it."
+    )
+    return f"{gone} {lost} {stands} What was learned from it stays in these models, hidden by their noise; a withdrawal does not unlearn."

@@ -1,0 +1,72 @@
+"""`lamina certify, report, release`: what they write, print and return."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from asking import Call, succeeded
+from trained_run import Trained, copied_run
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> Trained:
+    return copied_run(tmp_path)
+
+
+def asked(path: Path, **rights: object) -> str:
+    common = {"classes": ["clinical", "open"], "max_epsilon": 3, "min_noise_multiplier": 0, "purpose": "research"}
+    path.write_text(json.dumps({"draws_on": {"layers": ["0", "2"]}, "rights": common | rights}))
+    return str(path)
+
+
+def test_from_a_run_to_a_query(trained: Trained, tmp_path: Path, lamina: Call) -> None:
+    run, out = str(trained.folder), str(tmp_path / "release")
+    found = json.loads(succeeded(lamina("certify", run, "--json")))
+    assert found["private"] and set(found["files"]) == {"json", "cose", "pdf"}
+    assert found["classes"]["clinical"].keys() >= {
+        "epsilon", "epsilon_replace_one", "delta", "rho", "epsilon_unamplified", "unit", "bounds",
+    }  # fmt: skip
+    page = json.loads(succeeded(lamina("report", run, "--json")))["report"]
+    assert Path(page).read_text().startswith("<!doctype html>")
+    made = json.loads(succeeded(lamina("release", "make", run, "-o", out, "--name", "ecg", "--json")))
+    assert made["verified"] and made["trusted"]
+    key = str(trained.ledger).replace(".db", ".release.pub")
+    told = json.loads(succeeded(lamina("release", "verify", out, "--trust", key, "--json")))
+    assert (told["verified"], told["trusted"], told["problems"]) == (True, True, [])
+    query = asked(tmp_path / "query.json")
+    assert succeeded(lamina("release", "ask", out, query, "--trust", key)) == "allowed\n"
+    code, text, _ = lamina(
+        "release",
+        "ask",
+        out,
+        asked(tmp_path / "query.json", purpose="ads"),
+        "--trust",
+        key,
+        "--ledger",
+        str(trained.ledger),
+    )
+    assert code == 1 and text.startswith("denied\n") and "[purpose-not-allowed]" in text
+    Path(out, "README.md").write_text("changed")
+    code, text, _ = lamina("release", "verify", out, "--trust", key)
+    assert code == 1 and "[release.file-changed]" in text
+
+
+def test_a_run_that_is_not_private_has_no_signature(trained: Trained, lamina: Call) -> None:
+    succeeded(lamina("certify", str(trained.folder)))
+    path = trained.folder / "metrics.json"
+    path.write_text(path.read_text().replace('"probed": true', '"probed": false'))
+    code, text, _ = lamina("certify", str(trained.folder), "--json")
+    found = json.loads(text)
+    assert code == 1 and found["private"] is False and "cose" not in found["files"]
+    assert not (trained.folder / "certificate.cose").exists()
+
+
+def test_generation_classes_are_read(trained: Trained, tmp_path: Path, lamina: Call) -> None:
+    code, _, err = lamina(
+        "release", "make", str(trained.folder), "-o", str(tmp_path / "r"), "--generation-class", "x=y:z"
+    )
+    assert code == 1 and "cli.generation-class" in err
+    options = ("--generation-class", "head=layers:4", "--generation-class", "top=depth:0.5,1", "--any-purpose")
+    succeeded(lamina("release", "make", str(trained.folder), "-o", str(tmp_path / "r"), *options))
