@@ -28,6 +28,13 @@ def verifiers_clock() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True)
+def nothing_planned_before() -> None:
+    """Tests share data, and `make_private` remembers what a process planned for."""
+    if (private := sys.modules.get("lamina.train.private")) is not None:
+        private._planned.clear()
+
+
 ALLOWED = Path(__file__).with_name("allowed_skips.txt")
 _skipped: list[tuple[str, str]] = []
 

@@ -15,6 +15,7 @@ from torch import nn
 
 import lamina
 from lamina.cli.app import main
+from lamina.train.private import PlannedBefore
 
 ROOT = Path(__file__).parents[1]
 
@@ -43,7 +44,8 @@ def test_fifteen_lines_and_a_table_make_a_private_model(
     first = capsys.readouterr().out
     assert "ε" in first
     assert names["plan"].epsilon(0) <= 3.0
-    exec(code, {})  # again: the run is finished, nothing is trained or charged
+    with pytest.warns(PlannedBefore):
+        exec(code, {})  # again: the run is finished, nothing is trained or charged
     assert capsys.readouterr().out == first
 
 

@@ -361,6 +361,37 @@ def test_plan_only_spends_and_writes_nothing(project: Project) -> None:
     assert "first-2: would begin" in out
 
 
+def test_plan_only_says_what_remains_afterwards(project: Project) -> None:
+    out = succeeded(project.train("--plan-only"))
+    assert "after this run there remains ε 4.0" in out and "for clinical" in out and "simulated" in out
+    found = project.train_json("--plan-only")["standing"]["clinical"]
+    assert found["remaining"] == pytest.approx(6.0 - found["planned"])
+    spent = project.train_json()["classes"]["clinical"]["total"]
+    again = project.train_json("--plan-only")["standing"]["clinical"]  # the same run, which holds its part already
+    assert again["remaining"] == pytest.approx(6.0 - spent)
+    fresh = project.train_json("--plan-only", "--fresh")["standing"]["clinical"]  # both together: less than the sum
+    assert 6.0 - 2 * spent < fresh["remaining"] < again["remaining"]
+
+
+def test_plan_only_says_that_nothing_remains(project: Project) -> None:
+    out = succeeded(project.train("--plan-only", run=project.run.replace("epsilon = 2.0\n", "")))
+    assert "after this run nothing remains for clinical" in out
+
+
+def test_a_run_file_is_planned_as_it_would_train(project: Project) -> None:
+    path = str(project.write("first.toml", project.run))
+    planned = answer(project.call("plan", path, "--json"))
+    trained = project.train_json("--plan-only")
+    assert planned["digest"] == trained["digest"]
+    assert not any("built-in" in note for note in planned["notes"])
+    longer = answer(project.call("plan", path, "--steps", "9", "--batch", "20", "--json"))
+    assert (longer["steps"], longer["batch"]) == (9, 20)
+    own = answer(project.call("plan", str(project.folder / "policy.toml"), "--steps", "9", "--batch", "20", "--json"))
+    assert any("built-in 'residual'" in note for note in own["notes"])
+    wrong = project.write("b.toml", project.run.replace("optimizer", "optimiser"))
+    refused(project.call("plan", str(wrong)), "cli.run-keys-unknown")
+
+
 def test_plan_only_says_that_the_ledger_would_refuse(project: Project) -> None:
     """Two runs of ε = 4 do not fit into a bound of 6; the second would be refused, and is told so."""
     project.train_json(run=project.run.replace("epsilon = 2.0", "epsilon = 4.0"))

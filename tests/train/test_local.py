@@ -19,8 +19,11 @@ from lamina.account.accountants import find_accountant
 from lamina.account.gaussian_rdp import epsilon_of_noise_multiplier
 from lamina.account.schedule import Event
 from lamina.ledger.verify.verifier import verify
+from lamina.plan.table import epsilon_text
 from lamina.train import private
 from lamina.train.private import LargeClipNorm, typical_norm
+
+pytestmark = pytest.mark.filterwarnings("ignore::lamina.train.private.PlannedBefore")  # one set of data for all
 
 X = torch.randn(60, 4, generator=torch.Generator().manual_seed(0))
 Y = torch.arange(60) % 2
@@ -132,11 +135,22 @@ def test_the_plan_follows_a_declared_population_and_not_who_is_there() -> None:
     assert "add/remove" in repr(engine) and plan.epsilon(0) <= 3.0
 
 
+def test_a_second_plan_for_the_same_data_says_what_both_cost() -> None:
+    first, _, one = made()
+    assert "nothing remains of ε 3.0000" in repr(first)
+    with pytest.warns(private.PlannedBefore) as caught:
+        _, _, two = made((X.clone(), Y), epsilon=1.0)
+    both = find_accountant("pld").epsilon((*one.schedule(0), *two.schedule(0)), 1e-5)
+    assert f"together they cost ε {epsilon_text(both)}" in str(caught[0].message)
+    assert "simulated" in str(caught[0].message) and 3.0 < both < 4.0
+    made((X + 1, Y))  # other data
+
+
 def test_without_a_population_the_claim_is_zero_out_at_a_public_number(tmp_path: Path) -> None:
     plans = [made((X[:n], Y[:n]))[2] for n in (59, 60)]
     assert plans[0].noise != plans[1].noise  # noise and rate show the number: it cannot be secret
     engine, corpus, plan = made()
-    for words in ("zero-out", "60", f"replace-one: {plan.epsilon(0, 'replace_one'):.4g}"):
+    for words in ("zero-out", "60", f"replace-one: {epsilon_text(plan.epsilon(0, 'replace_one'))}"):
         assert words in engine.claim and words in repr(engine)
     assert "add/remove" not in repr(engine)
     optimizer = torch.optim.SGD(engine.model.parameters(), lr=0.1)

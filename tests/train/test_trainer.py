@@ -23,6 +23,7 @@ from lamina.errors import BudgetExceeded, CouplingError, RunError, RunInUse, Sto
 from lamina.ledger.verify.verifier import verify
 from lamina.spend.spend_ledger import SpendLedger
 from lamina.train.journal import Journal
+from lamina.train.private import PlannedBefore
 from lamina.train.run_files import Lease
 from lamina.train.trainer import Trainer
 
@@ -742,7 +743,8 @@ def test_make_private_gives_a_loop(tmp_path: Path) -> None:
         optimizer.zero_grad()
     assert engine.probed and engine.budget.taken == plan.steps == 10
     assert 0 < engine.epsilon(0) <= 2.0
-    engine2, corpus, plan = lamina.make_private(problem.net(), (x, y), epsilon=1.0, batch=8, epochs=2)
+    with pytest.warns(PlannedBefore):  # on the same data
+        engine2, corpus, plan = lamina.make_private(problem.net(), (x, y), epsilon=1.0, batch=8, epochs=2)
     trainer = Trainer(
         engine2.model, torch.optim.SGD(engine2.model.parameters(), lr=0.1), problem.loss, corpus, plan,
         engine=engine2, folder=tmp_path / "a", progress=False,

@@ -16,7 +16,7 @@ from lamina.errors import AdmissionError, PlanError
 from lamina.plan.policy import Policy
 from lamina.plan.signed_bounds import occurrence_count, scale_for_signed_bound, sigma_acc, signed_epsilon
 from lamina.plan.step_plan import StepPlan
-from lamina.plan.table import align_columns, epsilon_text
+from lamina.plan.table import align_columns, at_least, at_most, epsilon_text
 
 BOUNDS_SHOWN = 40  # entries in the table
 
@@ -138,12 +138,12 @@ def _table_row(entry: ResolvedBound) -> list[str]:
     bound = entry.bound
     if not bound.noise_multiplier:
         return [bound.cls, "public", "", "1", "", "", "", "", "0"]
-    line = [bound.cls, f"{bound.c:.4g}", f"{bound.z:.4g}"]
+    line, signed = [bound.cls, at_most(bound.c), at_least(bound.z)], epsilon_text(entry.epsilon_signed)
     if entry.problem:
-        return [*line, "stays out", "", "", "", f"{entry.epsilon_signed:.4g}", ""]
-    ceiling = f"{entry.variance_ceiling:.4g}{'' if entry.capped else ' (expected)'}"
-    figures = [f"{entry.scale:.4g}", f"{entry.variance_floor:.4g}", f"{entry.variance:.4g}", ceiling]
-    return [*line, *figures, f"{entry.epsilon_signed:.4f}", epsilon_text(entry.epsilon)]
+        return [*line, "stays out", "", "", "", signed, ""]
+    ceiling = f"{at_least(entry.variance_ceiling)}{'' if entry.capped else ' (expected)'}"
+    variances = [at_least(entry.variance_floor), at_least(entry.variance), ceiling]
+    return [*line, at_most(entry.scale), *variances, signed, epsilon_text(entry.epsilon)]
 
 
 # S, q, B and T come from the class table and change for nobody. A contribution that signed more than its class asks
@@ -258,6 +258,7 @@ def _resolve_bound(bound: Bound, plan: StepPlan, cap: int | None) -> ResolvedBou
     else:
         problem = ""
     sigma = plan.sigma(k, scale=scale) if scale else math.inf
+    needed = min(needed, sigma)  # a search ends above what is needed; `scale` is priced, so its sigma is enough
     least = (needed * c) ** 2 if scale else math.inf
     return ResolvedBound(
         bound=bound,

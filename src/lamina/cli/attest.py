@@ -26,6 +26,7 @@ from lamina.cli.terminal import (
 )
 from lamina.corpus.files import LISTING, ContributionListing, read_names
 from lamina.errors import AdmissionError
+from lamina.ledger.show import format_micro
 from lamina.plan.policy import Policy
 from lamina.plan.table import epsilon_text, printable
 
@@ -131,7 +132,7 @@ def terms_table(policy: Policy, all_terms: dict[str, SigningTerms], counts: Coun
         epsilon = _signed_epsilon(policy, terms)
         figures = ["public", "-", "-"]
         if epsilon is not None:
-            figures = [f"{terms.clip_norm / MICRO:g}", f"{terms.noise_multiplier / MICRO:g}", epsilon_text(epsilon)]
+            figures = [format_micro(terms.clip_norm), format_micro(terms.noise_multiplier), epsilon_text(epsilon)]
         window = [format_utc(terms.not_before), format_utc(terms.expires)]
         rows.append([name, f"{counts[name]:,}", *figures, terms.profile or "as the policy says", *window])
     title = f"for {policy.corpus.origin}, ε at δ = {policy.corpus.delta:g}"

@@ -43,7 +43,7 @@ from lamina.ledger.corpus_terms import CorpusTerms, open_or_create
 from lamina.plan.layer_stack import LayerStack
 from lamina.plan.policy import Policy
 from lamina.plan.step_plan import StepPlan
-from lamina.plan.table import epsilon_text
+from lamina.plan.table import at_least, at_most, epsilon_text
 from lamina.train.publisher import Outcome
 
 TRAINING_LABELS = {
@@ -95,8 +95,8 @@ class DemoResult:
             if not found.bound.noise_multiplier:
                 rows.append([found.bound.cls, str(count), "public", "–", "–", "–", "–"])
                 continue
-            signed = [f"{found.bound.c:g}", f"{found.bound.z:.4g}", f"{found.epsilon_signed:.4f}"]
-            rows.append([found.bound.cls, str(count), *signed, epsilon_text(found.epsilon), f"{found.scale:.4g}"])
+            signed = [at_most(found.bound.c), at_least(found.bound.z), epsilon_text(found.epsilon_signed)]
+            rows.append([found.bound.cls, str(count), *signed, epsilon_text(found.epsilon), at_most(found.scale)])
         return rows
 
     def utility_rows(self) -> list[list[str]]:

@@ -29,7 +29,7 @@ from lamina.errors import AccountingError, PlanError
 from lamina.plan.policy import Policy
 from lamina.plan.rules import RULE_KINDS, Choose, FollowBudget, FollowEnergy, FollowQuantile, Rule
 from lamina.plan.step_plan import Clipping, StepPlan
-from lamina.plan.table import epsilon_text, finite_or_none, reach_text
+from lamina.plan.table import at_least, at_most, epsilon_text, finite_or_none, reach_text
 
 if TYPE_CHECKING:
     from lamina.sensitivity.measure import Measure
@@ -67,7 +67,7 @@ def claim_warnings(plan: StepPlan) -> tuple[str, ...]:
     if not plan.claimed:
         return ()
     figures = "; ".join(
-        f"class {entry.name}: claimed ε = {plan.claimed[k]:.4g}, true ε = {epsilon_text(plan.epsilon(k))}"
+        f"class {entry.name}: claimed ε = {at_most(plan.claimed[k])}, true ε = {epsilon_text(plan.epsilon(k))}"
         for k, entry in enumerate(plan.classes)
         if not entry.public
     )
@@ -92,16 +92,18 @@ def _cost_sentence(plan: StepPlan, k: int) -> str:
     if plan.injection.raw:
         count = plan.injection.events(0, plan.steps)
         return (
-            f"Class {entry.name}: sigma {sigma:.4g} in each of {count:,} occurrences, every {entry.unit} under its own "
+            f"Class {entry.name}: sigma {at_least(sigma)} in each of {count:,} occurrences, every {entry.unit} under its own "
             f"noise alone ({plan.adjacency}), is ε = {epsilon_text(plan.epsilon(k))} at δ = {entry.delta:g} by "
-            f"{plan.accountant}, ρ = {plan.rho(k):.4g}."
+            f"{plan.accountant}, ρ = {at_most(plan.rho(k))}."
         )
     amplified = plan.accountant not in ("zcdp", "gaussian")
-    sampled = f"each {entry.unit} sampled with rate {entry.sampling_rate:.4g}" if amplified else "sampling not credited"
+    sampled = (
+        f"each {entry.unit} sampled with rate {at_most(entry.sampling_rate)}" if amplified else "sampling not credited"
+    )
     return (
-        f"Class {entry.name}: sigma {sigma:.4g} over {plan.steps:,} steps, {sampled}, is ε = "
+        f"Class {entry.name}: sigma {at_least(sigma)} over {plan.steps:,} steps, {sampled}, is ε = "
         f"{epsilon_text(plan.epsilon(k))} at δ = {entry.delta:g} by {plan.accountant}. Without secret sampling the same "
-        f"steps would cost ρ = {plan.rho(k):.4g}."
+        f"steps would cost ρ = {at_most(plan.rho(k))}."
     )
 
 
@@ -135,13 +137,13 @@ def _rule_sentence(rule: Rule, plan: StepPlan) -> str:
         part = max((plan.bits(k) * plan.sigma(k)) ** 2 for k in private if math.isfinite(plan.sigma(k)))
         return (
             f"Thresholds follow the {rule.target:g} quantile of the gradient norms at rate {rule.rate:g}, read from "
-            f"counts with noise {rule.noise:.4g} at every step. The counts take {100 * part:.3g} % of the budget; ε "
+            f"counts with noise {at_least(rule.noise)} at every step. The counts take {100 * part:.3g} % of the budget; ε "
             "includes them."
         )
     if isinstance(rule, Choose):
         calls = rule.calls(0, plan.steps)
         return (
-            f"An exponential mechanism of ε {rule.epsilon:g} chooses the shape of S every {_steps_text(rule.every)} "
+            f"An exponential mechanism of ε {at_most(rule.epsilon)} chooses the shape of S every {_steps_text(rule.every)} "
             f"({calls:,} {'time' if calls == 1 else 'times'}) among {', '.join(rule.names)}, over a sample of its own. "
             "ε includes it."
         )
@@ -190,7 +192,7 @@ def plan_notes(plan: StepPlan, policy: Policy, epsilon: float | Mapping[str, flo
             if plan.allocation in ("flat", "uniform", "automatic"):
                 reason += " (allocation pareto would let it spend the rest where that class does not reach)"
         notes.append(
-            f"class '{name}' is planned at ε {epsilon_text(planned[name])}, below the {most:g} that it may spend: {reason}"
+            f"class '{name}' is planned at ε {epsilon_text(planned[name])}, below the {at_most(most)} that it may spend: {reason}"
         )
     return tuple(notes)
 
@@ -339,7 +341,7 @@ def _comparison_table(rows: Sequence[ComparedAllocation], chosen: str, measure: 
     price[0] += [f"{what} {name}" for name in names for what in ("sigma", "ε")]
     for row in rows:
         plan, name = row.plan, ("→ " if row.allocation == chosen else "  ") + row.allocation
-        cells = [name, plan.clipping.value, _adaptive_rules(plan), f"{row.noise:.4g}", f"{row.against_flat:.3f}"]
+        cells = [name, plan.clipping.value, _adaptive_rules(plan), at_least(row.noise), f"{row.against_flat:.3f}"]
         cells += ["-" if row.kept is None else f"{100 * row.kept:.3g} %"] if measure is not None else []
         worst = (three_digits(row.worst[1]), row.worst[0]) if row.worst else ("-", "-")
         noise.append([*cells, three_digits(row.whole), *worst])
@@ -363,7 +365,7 @@ def _claims_table(rows: Sequence[ComparedAllocation]) -> str:
         plan = row.plan
         for k, entry in enumerate(plan.classes):
             if not entry.public:
-                figures = [f"{plan.claimed[k]:.4g}", epsilon_text(plan.epsilon(k)), plan.accountant]
+                figures = [at_most(plan.claimed[k]), epsilon_text(plan.epsilon(k)), plan.accountant]
                 lines.append([f"  {row.allocation}", entry.name, *figures])
     return "methods as published, which are not what they claim:\n" + columns(lines, left=2)
 

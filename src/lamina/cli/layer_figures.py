@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from lamina.cli.terminal import columns
 from lamina.errors import LaminaError, PlanError
 from lamina.plan.step_plan import Clipping, StepPlan
-from lamina.plan.table import clip_text, layer_shares
+from lamina.plan.table import at_least, at_most, clip_text, layer_shares
 
 if TYPE_CHECKING:
     from lamina.sensitivity.measure import Measure
@@ -162,9 +162,10 @@ def layer_table(plan: StepPlan, rows: Sequence[LayerFigures]) -> str:
     for i, row in enumerate(rows):
         reached = f"{row.reached:,} of " if row.reached != row.size else ""
         cells = [row.name, f"{row.depth:.2f}", f"{reached}{row.size:,}"]
-        cells += [three_digits(row.tight), three_digits(row.worst), three_digits(row.norm)] if measured else []
+        bounds = [three_digits(value, up=True) for value in (row.tight, row.worst)]
+        cells += [*bounds, three_digits(row.norm)] if measured else []
         cells += [clip_text(plan, k, i) for k in range(len(plan.classes))]
-        noise = f"{row.noise:.4g}" if row.noise else "none"
+        noise = at_least(row.noise) if row.noise else "none"
         lines.append([*cells, noise, percent_text(row.share), three_digits(row.signal_to_noise)])
     return columns(lines)
 
@@ -173,7 +174,9 @@ def layer_bars(rows: Sequence[LayerFigures]) -> str:
     """Bars from input to output: share of the budget, noise S, signal to noise, Δ where it was measured."""
     table = [["layer", *(row.name for row in rows)]]
     for title, values, _ in _series(rows):
-        texts = [percent_text(value or 0.0) if title == "share" else three_digits(value) for value in values]
+        texts = [
+            percent_text(value or 0.0) if title == "share" else three_digits(value, up="Δ" in title) for value in values
+        ]
         wide, most = max(map(len, texts)), max(value or 0.0 for value in values)
         bars = [text_bar(value or 0.0, most).ljust(_BAR_WIDTH) for value in values]
         table.append([title, *(f"{text:>{wide}} {bar}" for text, bar in zip(texts, bars, strict=True))])
@@ -189,9 +192,9 @@ def text_bar(value: float, most: float, wide: int = _BAR_WIDTH) -> str:
     return "█" * max(1, round(wide * min(1.0, value / most))) if value > 0 and most > 0 else ""
 
 
-def three_digits(value: float | None) -> str:
-    """A figure of three digits; "-" where there is none."""
-    return "-" if value is None else f"{value:.3g}"
+def three_digits(value: float | None, *, up: bool = False) -> str:
+    """Three digits of what protects or helps, rounded down; of a sensitivity `up`; "-" where there is none."""
+    return "-" if value is None else at_most(value, 3) if up else at_least(value, 3)
 
 
 def percent_text(share: float) -> str:
@@ -297,7 +300,7 @@ def _html_page(plan: StepPlan, rows: Sequence[LayerFigures], reasons: Sequence[s
         cells = [f"<td>{html.escape(row.name)}</td><td>{row.size:,}</td>"]
         for title, values, colour in series:
             width = 100 * (values[i] or 0.0) / (max(value or 0.0 for value in values) or 1.0)
-            text = percent_text(row.share) if title == "share" else three_digits(values[i])
+            text = percent_text(row.share) if title == "share" else three_digits(values[i], up="Δ" in title)
             bar = f'<td class="bar"><i style="width:{width:.1f}%;background:{colour}"></i></td>'
             cells.append(f"<td>{text}</td>{bar}")
         lines.append(f"<tr>{''.join(cells)}</tr>")

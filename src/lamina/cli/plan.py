@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import tomllib
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,11 +13,13 @@ import torch
 import typer
 from torch import Tensor, nn
 
-from lamina.allocate.make_plan import ALLOCATIONS, explained_plan
+from lamina.allocate.make_plan import ALLOCATIONS, DEFAULT_ALLOCATION, explained_plan
 from lamina.cli import by_name
 from lamina.cli.explain import PlanExplanation, compare_allocations, plan_notes, requested_epsilon
 from lamina.cli.layer_figures import check_picture, draw_plan
+from lamina.cli.run_file import RunFile
 from lamina.cli.terminal import print_json, print_line, print_note, results_only
+from lamina.cli.train import plan_arguments
 from lamina.errors import EngineError, PlanError
 from lamina.plan.layer_stack import LayerStack
 from lamina.plan.policy import Policy
@@ -178,29 +182,46 @@ def _as_pair(found: Any, name: str) -> tuple[Any, Any]:
 
 
 def show_plan(
-    policy: Path, *, model: str, batch: int, steps: int | None, epochs: float | None, allocate: str,
+    path: Path, *, model: str | None, batch: int | None, steps: int | None, epochs: float | None, allocate: str | None,
     clipping: str | None, rho: float | None, explain: bool, compare_all: bool, among: str | None, picture: Path | None,
     measure: Path | None, proxy: str | None, shape: str | None, loss: str | None, passes: int, radius: float | None,
     seed: int, save_measure: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
-    """`lamina plan policy.toml` (options and help: torch_commands.py)."""
+    """`lamina plan policy.toml`, or RUN.toml (options and help: torch_commands.py)."""
     wanted = MeasureOptions(
         file=measure, proxy=proxy, shape=shape, loss=loss, passes=passes, radius=radius, seed=seed, save=save_measure
     )  # fmt: skip
     wanted.check()
     if picture is not None:
         check_picture(picture)
-    rules, chosen = Policy.load(policy), by_name.parse_allocation(allocate)
+    file, beside = run_file_or_none(path), path.resolve().parent
+    if file is None and steps is None and epochs is None:
+        raise typer.BadParameter("give one of --steps and --epochs", param_hint="--steps")
+    rules = Policy.load(path if file is None else beside / file.policy)
+    common: dict[str, Any] = {"batch": 256} if file is None else plan_arguments(file, beside)
+    if steps is not None or epochs is not None:
+        common |= {"steps": steps, "epochs": epochs}
+    if rho is not None:
+        common |= {"rho": rho, "epsilon": None, "noise_multiplier": None}
+    given = {"batch": batch, "clipping": clipping, "allocate": allocate and by_name.parse_allocation(allocate)}
+    common |= {name: value for name, value in given.items() if value is not None}
+    chosen = common.pop("allocate", None) or by_name.parse_allocation(DEFAULT_ALLOCATION)
+    allocate = allocate or (DEFAULT_ALLOCATION if file is None else file.allocate.name)
+    name, arguments = (model or "residual", {}) if model or file is None else (file.model.factory, file.model.args)
     with results_only():
-        net = _seeded_model(model, seed)
+        net = _seeded_model(name, arguments, None if file is None else beside, seed)
         stack = LayerStack.from_model(net)
-        known = wanted.of(model, net, stack)
-    common: dict[str, Any] = {
-        "batch": batch, "steps": steps, "epochs": epochs, "clipping": clipping, "rho": rho, "measure": known,
-    }  # fmt: skip
+        known = wanted.of(name, net, stack) or common.get("measure")
+    common["measure"] = known
     made, allocation = explained_plan(stack, rules, allocate=chosen, **common)
     sizes = planned_noised_sizes(made, stack.shapes)
-    notes = plan_notes(made, rules, requested_epsilon(None, rho, rules.corpus.delta))
+    asked = requested_epsilon(common.get("epsilon"), common.get("rho"), rules.corpus.delta)
+    notes = () if common.get("noise_multiplier") else plan_notes(made, rules, asked)
+    if model is None and file is None:
+        notes = (
+            *notes,
+            f"the model is the built-in '{name}': --model package.module:factory, or RUN.toml, plans yours",
+        )
     rows = None
     if compare_all or among is not None:
         names = by_name.split_allocations(among) if among is not None else dict.fromkeys((*ALLOCATIONS, allocate))
@@ -215,13 +236,21 @@ def show_plan(
         print_json(answer.to_dict())
         return
     print_line(str(answer))
-    for path in (picture, save_measure):
-        if path is not None:
-            print_line(f"written: {path}")
+    for written in (picture, save_measure):
+        if written is not None:
+            print_line(f"written: {written}")
 
 
-def _seeded_model(name: str, seed: int) -> torch.nn.Module:
+def run_file_or_none(path: Path) -> RunFile | None:
+    """A RUN.toml, which names its policy; None for a policy, or what is neither."""
+    found: dict[str, Any] = {}
+    with suppress(OSError, ValueError):
+        found = tomllib.loads(path.read_text(encoding="utf-8"))
+    return RunFile.load(path) if "policy" in found else None
+
+
+def _seeded_model(name: str, arguments: Mapping[str, Any], beside: Path | None, seed: int) -> torch.nn.Module:
     """The model with weights drawn from the seed, so that a measurement can be repeated."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return by_name.make_model(name)
+        return by_name.make_model(name, arguments, beside=beside)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from decimal import ROUND_FLOOR, Context, Decimal
 from shlex import quote
 from typing import Annotated, Any
 
@@ -17,7 +16,7 @@ from lamina.errors import RunError
 from lamina.ledger.schema import pluralize
 from lamina.ledger.store.rows import head_of
 from lamina.ledger.store.sqlite import printable_location
-from lamina.plan.table import epsilon_text, finite_or_none, printable
+from lamina.plan.table import epsilon_text, finite_or_none, printable, remaining_text
 from lamina.spend.accounts import BOUND_SEPARATOR, AccountTotal, RecordedSpend, RunSpend, is_bound, run_name
 from lamina.spend.reservation import SpendLimits, SpendView
 from lamina.spend.spend_ledger import SpendLedger
@@ -119,8 +118,8 @@ def _table_row(line: AccountLine) -> list[str]:
         _account_text(line.account),
         epsilon_text(line.total.spent),
         epsilon_text(line.total.committed),
-        _bound_text(line) if bounded else "no bound",
-        _round_down(line.remaining) if bounded else "-",
+        epsilon_text(line.bound) if bounded else "no bound",
+        remaining_text(line.remaining) if bounded else "-",
         f"{line.delta:g}",
         line.accountant,
     ]
@@ -139,18 +138,6 @@ def _run_lines(runs: Sequence[RunSpend]) -> list[str]:
         state = "ended" if each.finished else "open"
         rows.append([printable(each.run[:8]), printable(each.label), state, *counts])
     return columns(rows, left=3).split("\n")
-
-
-def _bound_text(line: AccountLine) -> str:
-    """The bound; rounded up only where a committed ε that just fits would look larger."""
-    nearest = f"{line.bound:.4f}"
-    fits = line.passed or float(epsilon_text(line.total.committed)) <= float(nearest)
-    return nearest if fits else epsilon_text(line.bound)
-
-
-def _round_down(value: float) -> str:
-    """What remains, never printed larger than it is."""
-    return str(Decimal(value).quantize(Decimal("0.0001"), ROUND_FLOOR, Context(prec=400)))  # digits of any float
 
 
 def spend(

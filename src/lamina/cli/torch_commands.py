@@ -51,17 +51,21 @@ def demo(
 
 
 _EXPLAIN, _MEASURE = "Explaining", "Measuring the layers (never on private data)"
-_MODEL_HELP = f"package.module:factory, or built in: {', '.join(BUILT_IN_MODEL_NAMES)}"
-_ALLOCATE_HELP = f"how C and S are chosen: {', '.join(ALLOCATION_NAMES)}; with options: ladp:mode=budget,least=0.2"
+_MODEL_HELP = f"package.module:factory, or built in: {', '.join(BUILT_IN_MODEL_NAMES)}; default: residual"
+_ALLOCATE_HELP = (
+    f"how C and S are chosen: {', '.join(ALLOCATION_NAMES)}; with options: ladp:mode=budget,least=0.2; default: pareto"
+)
 
 
 def plan(
-    policy: Annotated[Path | None, argument("policy.toml", "classes, populations, budgets, depth profiles")] = None,
-    model: Annotated[str, option(_MODEL_HELP, choices=BUILT_IN_MODEL_NAMES)] = "residual",
-    batch: Annotated[int, option("expected contributions per step, all classes together")] = 256,
+    policy: Annotated[
+        Path | None, argument("policy.toml", "classes, populations, budgets, depth profiles; or a RUN.toml: that run")
+    ] = None,
+    model: Annotated[str | None, option(_MODEL_HELP, choices=BUILT_IN_MODEL_NAMES)] = None,
+    batch: Annotated[int | None, option("expected contributions per step, all classes together; default: 256")] = None,
     steps: Annotated[int | None, option("number of steps; or give --epochs")] = None,
     epochs: Annotated[float | None, option("passes over the declared populations")] = None,
-    allocate: Annotated[str, option(_ALLOCATE_HELP, choices=ALLOCATION_NAMES)] = "pareto",
+    allocate: Annotated[str | None, option(_ALLOCATE_HELP, choices=ALLOCATION_NAMES)] = None,
     clipping: Annotated[
         str | None, option("box or joint; default: what the allocation prefers", choices=("box", "joint"))
     ] = None,
@@ -109,6 +113,7 @@ def plan(
       lamina plan --template > policy.toml     a policy to edit
       lamina plan policy.toml --epochs 20
       lamina plan policy.toml --model nets:build --batch 512 --steps 2000
+      lamina plan RUN.toml                     the model, batch and length of that run; options change them
 
     Which allocation? Look at the layers, then compare all at the same ε:
 
@@ -131,7 +136,7 @@ def plan(
         return
     if policy is None:
         raise typer.BadParameter("give the policy, or --template to get one", param_hint="policy.toml")
-    if (steps is None) == (epochs is None):
+    if steps is not None and epochs is not None:
         raise typer.BadParameter("give one of --steps and --epochs", param_hint="--steps")
     from lamina.cli.plan import show_plan
 

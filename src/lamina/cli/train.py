@@ -40,9 +40,10 @@ from lamina.ledger.writer import Ledger
 from lamina.plan.layer_stack import LayerStack
 from lamina.plan.policy import Policy
 from lamina.plan.step_plan import StepPlan
-from lamina.plan.table import epsilon_text, finite_or_none
+from lamina.plan.table import at_most, epsilon_text, finite_or_none, remaining_text
 from lamina.spend.accounts import describe_account, is_bound, plan_charges
 from lamina.spend.spend_ledger import SpendLedger
+from lamina.train.private import NOTHING_REMAINS, TUNE_ELSEWHERE
 from lamina.train.publisher import Evaluation, Outcome
 from lamina.train.run import default_ledger_path
 from lamina.train.run_output import failing_layer_and_input, user_code, user_line
@@ -68,12 +69,7 @@ class PlannedRun:
         """Read the policy, make the model, make the plan. Paths are relative to `beside`."""
         policy = Policy.load(beside / file.policy)
         model = by_name.make_model(file.model.factory, file.model.args, beside=beside)
-        plan = make_plan(
-            LayerStack.from_model(model), policy, batch=file.batch, steps=file.steps, epochs=file.epochs,
-            allocate=file.allocate.policy, epsilon=file.epsilon, rho=file.rho,
-            noise_multiplier=file.noise_multiplier, clip_norm=file.clip_norm, clipping=file.clipping,
-            measure=None if file.measure is None else _load_measure(beside, file.measure),
-        )  # fmt: skip
+        plan = make_plan(LayerStack.from_model(model), policy, **plan_arguments(file, beside))
         return cls(file=file, beside=beside, policy=policy, model=model, plan=plan)
 
     def output(self, name: str) -> Path:
@@ -144,6 +140,16 @@ class PlannedRun:
         for name in given or ():
             self.plan.index(name)
         return given
+
+
+def plan_arguments(file: RunFile, beside: Path) -> dict[str, Any]:
+    """What a run file says for `make_plan`, beside model and policy."""
+    return {
+        "batch": file.batch, "steps": file.steps, "epochs": file.epochs, "allocate": file.allocate.policy,
+        "epsilon": file.epsilon, "rho": file.rho, "noise_multiplier": file.noise_multiplier,
+        "clip_norm": file.clip_norm, "clipping": file.clipping,
+        "measure": None if file.measure is None else _load_measure(beside, file.measure),
+    }  # fmt: skip
 
 
 def _existing_file(beside: Path, key: str, name: str, hint: str = "") -> Path:
@@ -316,8 +322,8 @@ def _bound_lines(outcome: Outcome) -> list[str]:
     for name, row in list(bounds.items())[:_MAX_BOUNDS_SHOWN]:
         signed, scale = row.get("signed"), row.get("scale")
         figures = [epsilon_text(row[key]) for key in ("epsilon", "total")]
-        promised = "–" if signed is None else f"{signed:.4f}"
-        rows.append([name, f"{row['delta']:g}", promised, *figures, "–" if scale is None else f"{scale:.4g}"])
+        promised = "–" if signed is None else epsilon_text(signed)
+        rows.append([name, f"{row['delta']:g}", promised, *figures, "–" if scale is None else at_most(scale)])
     more = [f"… and {len(bounds) - _MAX_BOUNDS_SHOWN} more, in metrics.json"] if len(bounds) > _MAX_BOUNDS_SHOWN else []
     return [columns(rows), *more, ""]
 
@@ -330,36 +336,56 @@ def print_plan_only(
     with read_spend(where) if (there := ledger_exists(where)) else nullcontext() as spends:
         if spends is not None:
             check_policy_not_looser(spends.ledger, planned.contract())
-        standing = _spend_by_class(planned, spends)
+        standing = _spend_by_class(planned, spends, begun=begun is not None)
         refused = [] if begun is not None or spends is None else _over_budget(planned, trainer, spends)
     admission = None if trainer.corpus.admission is None else trainer.corpus.admission.to_dict()
     facts = {"folder": str(folder), "begun": begun, "ledger": printable_location(where), "standing": standing}
     facts |= {"refused": refused, "admission": admission, "notes": list(notes)}
-    rows = [["class", "ε planned", "ε spent by all runs", "with what is reserved", "bound"]]
+    rows = [["class", "ε planned", "ε spent by all runs", "with what is reserved", "bound", "remains after"]]
     for name, row in standing.items():
-        bound = "none" if row["bound"] is None else f"{row['bound']:g}"
+        bound = (
+            ["none", "–"] if row["bound"] is None else [epsilon_text(row["bound"]), remaining_text(row["remaining"])]
+        )
         figures = (row[key] for key in ("planned", "spent", "committed"))
-        rows.append([name, *("∞" if each is None else epsilon_text(each) for each in figures), bound])
+        rows.append([name, *("∞" if each is None else epsilon_text(each) for each in figures), *bound])
     state = f"would go on at step {begun} of {planned.plan.steps}" if begun is not None else "would begin"
     if refused:
         state = f"would be refused: the ledger has too little ε left for {', '.join(map(describe_account, refused))}"
     place = f"ledger: {printable_location(where)}{'' if there else ' (not there yet)'}"
-    lines = [columns(rows), "", f"{folder}: {state}", place, "nothing was spent or written"]
+    lines = [columns(rows), "", f"{folder}: {state}", place, *([] if refused else after_run(standing))]
+    lines.append("nothing was spent or written")
     print_answer({**planned.plan.to_dict(), **facts}, "\n".join(lines), as_json)
     return not refused
 
 
-def _spend_by_class(planned: PlannedRun, spends: SpendLedger | None) -> dict[str, Any]:
-    """What is planned, spent, and allowed, by class."""
+def after_run(standing: Mapping[str, Any]) -> list[str]:
+    """What remains of each bound after the run, and where to try things out at no cost."""
+    bounded = {name: row for name, row in standing.items() if row["bound"] is not None}
+    gone = [name for name, row in bounded.items() if row["remaining"] < NOTHING_REMAINS * row["bound"]]
+    left = [f"ε {remaining_text(row['remaining'])} for {name}" for name, row in bounded.items() if name not in gone]
+    told = [f"after this run nothing remains for {', '.join(gone)}"] if gone else []
+    told += [f"after this run there remains {', '.join(left)}"] if left else []
+    return [*told, TUNE_ELSEWHERE] if told else []
+
+
+def _spend_by_class(planned: PlannedRun, spends: SpendLedger | None, *, begun: bool) -> dict[str, Any]:
+    """What is planned, spent and allowed, by class, and what remains after the run; one that has begun holds its part."""
     found: dict[str, Any] = {}
-    for entry in planned.plan.classes:
+    plan = planned.plan
+    due = () if begun else plan_charges(plan, 0, plan.steps)
+    for entry in plan.classes:
         if not entry.public:
-            total = spends and spends.total(entry.name, delta=entry.delta, accountant=planned.plan.accountant)
+            terms: dict[str, Any] = {"delta": entry.delta, "accountant": plan.accountant}
+            total = spends and spends.total(entry.name, **terms)
+            mine = [charge for charge in due if charge.cls == entry.name]
+            after = spends.total(entry.name, **terms, besides=mine).committed if spends else 0.0
+            bound, most = planned.policy.bound(entry.name), max(after, plan.epsilon(entry.name))
             found[entry.name] = {
-                "planned": planned.plan.epsilon(entry.name),
+                "planned": plan.epsilon(entry.name),
                 "spent": finite_or_none(total.spent if total else 0.0),
                 "committed": finite_or_none(total.committed if total else 0.0),
-                "bound": planned.policy.bound(entry.name),
+                "bound": bound,
+                "remaining": None if bound is None else max(0.0, bound - most),
             }
     return found
 

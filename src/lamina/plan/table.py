@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 from typing import TYPE_CHECKING, Any
 
 from lamina.plan.codec import rule_to_dict, slice_to_dict
@@ -76,7 +77,7 @@ def plan_table(plan: StepPlan) -> str:
     layers = [["layer", "depth", "parameters", "noise S", *(f"C {c.name}" for c in plan.classes), "share"]]
     for i, (layer, share) in enumerate(zip(plan.layers, layer_shares(plan), strict=True)):
         clips = [clip_text(plan, k, i) for k in range(len(plan.classes))]
-        noise = f"{plan.noise[i]:.4g}" if plan.noise[i] else "none"
+        noise = at_least(plan.noise[i]) if plan.noise[i] else "none"
         layers.append([layer.name, f"{layer.depth:.2f}", f"{layer.size:,}", noise, *clips, f"{100 * share:.1f} %"])
     classes = [["class", "reaches", "population", "rate q", "sigma", "ε", "δ", "unit"]]
     notes = []
@@ -87,24 +88,16 @@ def plan_table(plan: StepPlan) -> str:
         )
     for k, entry in enumerate(plan.classes):
         population = "-" if entry.population is None else f"{entry.population:,}"
-        row = [entry.name, reach_text(plan, k), population, f"{entry.sampling_rate:.4g}"]
+        row = [entry.name, reach_text(plan, k), population, at_most(entry.sampling_rate)]
         if entry.public:
             classes.append([*row, "public", "0", "0", entry.unit])
             continue
-        epsilon = math.ceil(plan.epsilon(k) * 1e4) / 1e4  # a printed guarantee is rounded up
-        classes.append(
-            [
-                *row,
-                f"{plan.sigma(k):.4g}",
-                f"{epsilon:.4f}" if epsilon < 1e6 else f"{epsilon:.4g}",
-                f"{entry.delta:g}",
-                entry.unit,
-            ]
-        )
+        epsilon = epsilon_text(plan.epsilon(k))
+        classes.append([*row, at_least(plan.sigma(k)), epsilon, f"{entry.delta:g}", entry.unit])
         if plan.claimed:
             notes.append(
                 f"warning: this reproduces a paper's method: for class {entry.name} the paper claims ε = "
-                f"{plan.claimed[k]:.4g}; the true figure is the {epsilon:.4g} above"
+                f"{at_most(plan.claimed[k])}; the true figure is the {epsilon} above"
             )
         if entry.population is not None and entry.delta * entry.population >= 1:
             notes.append(f"note: δ of class {entry.name} is not below 1/population")
@@ -179,7 +172,7 @@ def clip_text(plan: StepPlan, k: int, layer: int) -> str:
 def _clip_number_text(c: float) -> str:
     if c == 0:
         return "-"
-    return "public" if math.isinf(c) else f"{c:.4g}"
+    return "public" if math.isinf(c) else at_most(c)
 
 
 def finite_or_none(value: float) -> float | None:
@@ -187,18 +180,57 @@ def finite_or_none(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
+# Figures for people are rounded to the safe side, so that no table promises more than there is: what is lost or may be
+# lost up (ε, its bound, ρ, C, q, scales), what protects or remains down (S, sigma, variances). Two figures that are
+# compared are rounded the same way, so that what keeps a bound looks as if it did.
+
+
 def epsilon_text(epsilon: float, digits: int = 4) -> str:
-    """ε for people: rounded up, because a guarantee is never printed smaller than it is.
+    """ε, spent or allowed: rounded up.
 
     >>> epsilon_text(0.99991, 3)
     '1.000'
     """
-    if not math.isfinite(epsilon):
+    return _rounded(epsilon, digits, ROUND_CEILING)
+
+
+def remaining_text(epsilon: float, digits: int = 4) -> str:
+    """What remains of an ε: rounded down.
+
+    >>> remaining_text(0.99999, 3)
+    '0.999'
+    """
+    return _rounded(epsilon, digits, ROUND_FLOOR)
+
+
+def at_most(value: float, digits: int = 4) -> str:
+    """What costs privacy (C, q, ρ, a scale), by significant digits: rounded up.
+
+    >>> at_most(0.123412)
+    '0.1235'
+    """
+    return _rounded(value, digits, ROUND_CEILING, significant=True)
+
+
+def at_least(value: float, digits: int = 4) -> str:
+    """What protects (S, sigma, a variance), by significant digits: rounded down.
+
+    >>> at_least(1.802461)
+    '1.802'
+    """
+    return _rounded(value, digits, ROUND_FLOOR, significant=True)
+
+
+def _rounded(value: float, digits: int, rounding: str, *, significant: bool = False) -> str:
+    """With so many decimal places, or significant digits; from 10,000 on four of these."""
+    if not math.isfinite(value):
         return "∞"
-    if epsilon >= 1e4:  # four significant digits
-        digits = 3 - math.floor(math.log10(epsilon))
-        return f"{math.ceil(epsilon * 10.0**digits) / 10.0**digits:.4g}"
-    return f"{math.ceil(epsilon * 10**digits) / 10**digits:.{digits}f}"
+    exact = Decimal(repr(float(value)))
+    if not significant and abs(value) < 1e4:
+        return f"{exact.quantize(Decimal(1).scaleb(-digits), rounding, Context(prec=700)):.{digits}f}"
+    digits = digits if significant else 4
+    found = exact.quantize(Decimal(1).scaleb(exact.adjusted() + 1 - digits), rounding, Context(prec=700))
+    return f"{float(found):.{digits}g}"
 
 
 MAX_PRINTED_CHARACTERS = 255

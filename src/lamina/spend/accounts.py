@@ -24,6 +24,7 @@ from lamina.ledger.spending import Bound, Spending, steps_by_kind
 from lamina.ledger.store.rows import StoreReader
 from lamina.plan.rules import FollowBudget
 from lamina.plan.step_plan import StepPlan
+from lamina.plan.table import epsilon_text
 
 BOUND_SEPARATOR = "@"  # in CLASS@BOUND; no class name contains it
 _MICRO = 1_000_000
@@ -316,10 +317,10 @@ def budget_exceeded(
     """The refusal of a charge: the bound, who spent and reserved what, what was asked, and the remedies."""
     label = label or next((each.label for each in now.runs if each.run == run), "")
     problem = (
-        f"{describe_account(account)} of corpus {origin!r} has a bound of ε ≤ {budget.bound:.6g} at δ = {budget.delta:g} "
-        f"over all runs; ε {_epsilon_rounded_up(now.spent)} is spent, {_epsilon_rounded_up(now.committed)} with what is "
+        f"{describe_account(account)} of corpus {origin!r} has a bound of ε ≤ {epsilon_text(budget.bound)} at δ = {budget.delta:g} "
+        f"over all runs; ε {epsilon_text(now.spent)} is spent, {epsilon_text(now.committed)} with what is "
         f"reserved; run {run_name(run, label)} asks for {asked:,} step{'s'[: asked != 1]}, which "
-        f"would make it {_epsilon_rounded_up(epsilon)} (accountant {budget.accountant})"
+        f"would make it {epsilon_text(epsilon)} (accountant {budget.accountant})"
     )
     remedy = "plan with a smaller epsilon or fewer steps; " + (
         "or leave out those who signed this bound, for whom it is final"
@@ -329,11 +330,6 @@ def budget_exceeded(
     if holding := [each.run[:8] for each in now.runs if each.reserved and each.run != run]:
         remedy = f"release a run that holds a reservation (lamina spend {shlex.quote(path)} --release {holding[0]}), or {remedy}"
     return BudgetExceeded("spend.budget-exceeded", problem, remedy)
-
-
-def _epsilon_rounded_up(epsilon: float) -> str:
-    """ε with four digits, rounded up."""
-    return f"{math.ceil(epsilon * 1e4) / 1e4:.4f}" if epsilon < 1e9 else f"{epsilon:.3g}"
 
 
 AttemptKey = tuple[int, int]  # segment, generation

@@ -271,9 +271,12 @@ class SpendLedger:
             return charge.steps
         return bisect_int(lambda steps: not admitted(steps), 0, charge.steps)[0]
 
-    def total(self, name: str, *, delta: float, accountant: str = "pld") -> AccountTotal:
-        """ε of an account over all runs, at this δ by this accountant."""
+    def total(
+        self, name: str, *, delta: float, accountant: str = "pld", besides: Sequence[Charge] = ()
+    ) -> AccountTotal:
+        """ε of an account over all runs, at this δ by this accountant; `besides` count as committed too."""
         charged, committed, runs = self._ask(lambda view, _: (view.charged(name), view.standing(name), view.runs(name)))
+        committed = add_charges(dict(committed), checked_charges(besides))
         most = pooled_epsilon(committed, delta=delta, name=accountant)  # bounds what was charged too: it is part of it
         return AccountTotal(
             spent=min(most, pooled_epsilon(charged, delta=delta, name=accountant)), committed=most, runs=runs

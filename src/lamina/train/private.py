@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from lamina.account.accountants import find_accountant
+from lamina.account.schedule import Schedule
 from lamina.admit.admission import Admission
 from lamina.admit.attestation import NONCE_BYTES, attest, commit
 from lamina.admit.checks import SigningTerms
@@ -34,6 +36,7 @@ from lamina.errors import AdmissionError, PlanError
 from lamina.plan.layer_stack import LayerStack, call_arguments
 from lamina.plan.policy import Policy
 from lamina.plan.step_plan import StepPlan
+from lamina.plan.table import epsilon_text
 from lamina.train.trainer_checks import refuse_loader
 from lamina.validate import number, whole
 
@@ -47,6 +50,17 @@ the error (docs/allocations/utility.md)."""
 
 class LargeClipNorm(UserWarning):
     """The clip norm lies far above the gradients of the proxy."""
+
+
+NOTHING_REMAINS = 0.01  # of a bound
+TUNE_ELSEWHERE = "tune on simulated or public data, which costs nothing: every further run on these contributions adds to what they lose"
+
+
+class PlannedBefore(UserWarning):
+    """Data that this process planned for before: what all of the plans cost together."""
+
+
+_planned: dict[bytes, list[Schedule]] = {}  # by fingerprint of the data, which stays in this process
 
 
 def sign_corpus(corpus: Corpus, policy: Policy, cls: str, key: PrivateKey | None = None) -> Admission:
@@ -150,7 +164,9 @@ def make_private(
     that of add/remove: whether somebody is there is protected. Without it rate and noise follow from the number of
     contributions, which is then public: ε is that of zero-out (what somebody contributed, or nothing in its place) at
     this number, and replacing one contribution by another costs `plan.epsilon(0, "replace_one")`. `engine.claim` says
-    which. ε counts the steps of this engine; `lamina.Trainer` also adds up over runs.
+    which. ε counts the steps of this engine; `lamina.Trainer` also adds up over runs. After the steps nothing of ε
+    remains; a second call on the same data, which is not looked for in a Dataset without a version, warns with what all
+    calls cost together (`PlannedBefore`).
     """
     refuse_loader(data)
     if isinstance(data, Corpus) and unit is not None:
@@ -201,16 +217,20 @@ def make_private(
             text = f"clip_norm is {clip_norm:g}, {clip_norm / typical:.2g} times the typical gradient on the proxy: it scales"
             remedy = f"the noise up and clips nearly nobody. Leave it out, or give {untuned_clip_norm(typical):g}"
             warnings.warn(f"{text} {remedy}", LargeClipNorm, stacklevel=2)
-    terms["epsilon"] = plan.epsilon(0) if epsilon is None else epsilon
+    terms["epsilon"] = allowed = plan.epsilon(0) if epsilon is None else epsilon
     policy = Policy.from_dict({"corpus": about, "class": {names[0]: terms}})
     engine = Engine(model, plan, rows=rows, per_contribution=per_contribution)
+    engine.claim = f"ε is {plan.adjacency}"
     if population is None:
-        other = plan.epsilon(0, "replace_one")
-        engine.claim = f"ε is zero-out at a public number of contributions, {present}; replace-one: {other:.4g}"
+        other = epsilon_text(plan.epsilon(0, "replace_one"))
+        engine.claim = f"ε is zero-out at a public number of contributions, {present}; replace-one: {other}"
+    engine.claim += f"; after these steps nothing remains of ε {epsilon_text(allowed)}: tune on simulated data"
     if corpus.digest_reads_all:
         corpus.set_admission(partial(sign_corpus, corpus, policy, names[0], key))
-    elif corpus.admission is None:
+        return engine, corpus, plan
+    if corpus.admission is None:
         corpus.set_admission(sign_corpus(corpus, policy, names[0], key))
+    _warn_of_earlier_plans(corpus, plan)
     return engine, corpus, plan
 
 
@@ -223,3 +243,16 @@ def _as_corpus(data: Any, unit: Any = None) -> Corpus:
 def _checked_clip_norm(c: float) -> float:
     remedy = "multiply the loss by a constant: clip norms are signed in 1e-6"
     return number(PlanError, "train.clip-norm-out-of-range", least=1e-4, remedy=remedy, clip_norm=c)
+
+
+def _warn_of_earlier_plans(corpus: Corpus, plan: StepPlan) -> None:
+    """Warn if this process planned for the same data before, with what all plans cost together."""
+    plans = _planned.setdefault(corpus.fingerprint(), [])
+    plans.append(plan.schedule(0))
+    if len(plans) > 1:
+        together = find_accountant(plan.accountant).epsilon(sum(plans, ()), plan.delta(0))
+        text = (
+            f"make_private was called {len(plans)} times on this data: together they cost ε {epsilon_text(together)} at "
+            f"δ = {plan.delta(0):g}, if all are trained to the end (a run that is resumed counts once); {TUNE_ELSEWHERE}"
+        )
+        warnings.warn(text, PlannedBefore, stacklevel=3)

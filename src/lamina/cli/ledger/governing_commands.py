@@ -44,7 +44,7 @@ from lamina.ledger.governance_records import (
 )
 from lamina.ledger.key_state import G, GovernanceState, checkpoint_roots, signed_record
 from lamina.ledger.schema import pluralize
-from lamina.ledger.show import describe_event, describe_terms
+from lamina.ledger.show import describe_event, describe_terms, format_micro
 from lamina.ledger.store.sqlite import is_postgres_url, ledger_exists, printable_location
 from lamina.ledger.writer import DAY_SECONDS, Ledger
 from lamina.plan.policy import Policy
@@ -370,7 +370,7 @@ def describe_change(record: Header | GoverningRecord) -> list[str]:
         return [describe_terms(record)]
     lines = [f"policy {record.policy.hex()[:16]}"]
     for each in record.presets:
-        bound = f"clip norm ≤ {each.clip_norm / 1e6:g}, noise multiplier ≥ {each.noise_multiplier / 1e6:g}"
+        bound = f"clip norm ≤ {format_micro(each.clip_norm)}, noise multiplier ≥ {format_micro(each.noise_multiplier)}"
         lines.append(f"class {each.cls}: {'public' if each.public else bound}, {each.profile}")
     if isinstance(record, Header):
         lines = [f"header of {record.origin}: {record.accountant} at δ = {record.delta:g}", *lines]

@@ -67,6 +67,7 @@ from lamina.ledger.withdrawal import (
 )
 from lamina.ledger.withdrawal import withdraw as append
 from lamina.ledger.writer import Ledger
+from lamina.plan.table import at_least
 
 _DEFAULT_LIMIT = 50
 _MIN_TEXT_WIDTH = 24  # columns for what a record says, however narrow the screen
@@ -226,7 +227,7 @@ def _epoch_lines(epochs: tuple[EpochExposure, ...]) -> list[str]:
         epoch = each.leaf.record
         assert isinstance(epoch, Epoch)
         hour = f"{format_utc(each.leaf.time)[:16]}Z"  # rounded to the hour: seconds mean nothing
-        sigma = f"{each.multiplier:.4g}" if math.isfinite(each.multiplier) else "-"
+        sigma = at_least(each.multiplier) if math.isfinite(each.multiplier) else "-"
         figures = [
             str(each.steps),
             sigma,
@@ -240,7 +241,7 @@ def _epoch_lines(epochs: tuple[EpochExposure, ...]) -> list[str]:
 def _variance_range(each: EpochExposure) -> str:
     """The least and the most of its layers."""
     noise = sorted(set(each.variance.values()))
-    return " to ".join(dict.fromkeys(f"{value:.4g}" for value in (noise[0], noise[-1]))) if noise else "-"
+    return " to ".join(dict.fromkeys(at_least(value) for value in (noise[0], noise[-1]))) if noise else "-"
 
 
 def _remark_lines(found: ContributionTrace) -> list[str]:
