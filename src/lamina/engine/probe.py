@@ -49,8 +49,8 @@ class ConstantDraws(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
-        if name == "_local_scalar_dense" and not isinstance(args[0], Tensor):
-            return args[0]  # a number in the graph, which torch hands over without its tensor
+        if name in ("_local_scalar_dense", "detach") and not isinstance(args[0], Tensor):
+            return torch.tensor(args[0]) if name == "detach" else args[0]  # a number in the graph, without its tensor
         if torch.Tag.nondeterministic_seeded not in func.tags or kwargs.get("generator") is not None:
             return func(*args, **kwargs)
         if name == "native_dropout":
