@@ -15,7 +15,8 @@ ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "lamina"
 FOLDERS = (
     "", "account", "plan", "sensitivity", "allocate", "engine", "engine/layers", "admit", "ledger", "ledger/store",
-    "ledger/verify", "spend", "release", "corpus", "train", "audit", "models", "data", "report", "bench", "demo", "cli", "cli/ledger",
+    "ledger/verify", "spend", "release", "corpus", "train", "audit", "models", "data", "report", "serve", "bench", "demo", "cli",
+    "cli/ledger",
 )  # fmt: skip
 BEGIN, END = "<!-- files: make docs writes this -->", "<!-- end of files -->"
 CODE = re.compile(r"[a-z]+\.[a-z0-9]+(-[a-z0-9]+)*")

@@ -49,7 +49,7 @@ def policy(tmp_path: Path) -> str:
 
 
 def test_help_shows_the_stages_in_order(lamina: Call) -> None:
-    assert NAMES == ["demo", "attest", "admit", "plan", "train", "spend", "certify", "report", "bench"]
+    assert NAMES == ["demo", "attest", "admit", "plan", "train", "spend", "certify", "report", "serve", "bench"]
     text = succeeded(lamina("--help"))
     listed = text[text.index("Commands") :]
     places = [listed.index(f"│ {name} ") for name in NAMES]

@@ -70,6 +70,10 @@ COMMANDS = {
         "lamina.cli.release:app",
         "A model that leaves the house: weights, certificates and manifest in one signed folder, and its gate.",
     ),
+    "serve": (
+        "lamina.cli.serve:serve",
+        "Serve a release: every query passes its gate first. Or a run: its ledger, with proofs. Spends nothing.",
+    ),
     "bench": (
         "lamina.cli.torch_commands:bench",
         "Measure time and peak memory of a private step on this machine, against an ordinary step and Opacus.",
@@ -143,6 +147,7 @@ With your own data:
   lamina ledger verify runs/….ledger.db   check the record of it
   lamina certify runs/NAME                what the model guarantees, signed
   lamina release make runs/NAME -o DIR    the model with its evidence
+  lamina serve DIR --trust KEY.pub        the model behind its gate
 """
 
 app = typer.Typer(

@@ -249,6 +249,10 @@ class GateRule:
             allowed=not reasons, reasons=tuple(reasons), drawn=drawn.count, as_of=as_of, manifest=self.manifest.digest
         )
 
+    def layers(self, query: Query) -> tuple[str, ...]:
+        """The layers that a query draws on."""
+        return self._reached_layers(self._draws_on(query).mask)
+
     def _class_reasons(self, each: _ClassState, rights: Rights, gone: int, mask: int) -> list[Reason]:
         found: list[tuple[str, str]] = []
         if each.name not in rights.classes:
@@ -375,7 +379,7 @@ class ReleaseGate:
             problem = f"the release in '{folder}' is {found.verdict}: {'; '.join(map(str, found.problems[:3]))}"
             raise NotVerified("release.not-verified", problem, "serve a release that verifies, with its own key")
         self.manifest: Manifest = found.manifest
-        self._rule = GateRule(self.manifest)
+        self.rule = GateRule(self.manifest)
         self._withdrawn: Mapping[str, int] = self.manifest.posture.withdrawn
         self._as_of, self._failed = self.manifest.created, ""
         self._lock, self._next_look = threading.Lock(), 0.0
@@ -386,7 +390,7 @@ class ReleaseGate:
         now = self._clock()
         self._look(now)
         besides = self._release_reasons(now)
-        return self._rule.decide(query, withdrawn=self._withdrawn, as_of=self._as_of, besides=besides)
+        return self.rule.decide(query, withdrawn=self._withdrawn, as_of=self._as_of, besides=besides)
 
     def _release_reasons(self, now: float) -> list[Reason]:
         found = []

@@ -1,0 +1,194 @@
+"""`lamina serve`: a released model behind its gate, and its ledger, over HTTP."""
+
+from __future__ import annotations
+
+import ipaddress
+import signal
+import socket
+import ssl
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from lamina.cli.certify import TrustOption
+from lamina.cli.terminal import (
+    JsonOption,
+    PassphraseOption,
+    argument,
+    existing_ledger,
+    open_private_key,
+    option,
+    print_answer,
+    print_note,
+    results_only,
+)
+from lamina.errors import MissingPackage, PlanError
+from lamina.ledger.reader import LedgerReader
+from lamina.ledger.verify.tree_checks import Trust
+from lamina.release.decision_log import DecisionLog
+from lamina.release.gate import ReleaseGate
+from lamina.release.manifest import MANIFEST
+
+if TYPE_CHECKING:
+    from lamina.serve.app import Service
+
+_MODEL, _DOOR, _LIMITS = "The model", "Who may ask", "Limits"
+
+
+def serve(
+    folder: Annotated[Path, argument("DIR", "folder of a release, or of a run: then its ledger and pages alone")],
+    trust: TrustOption = None,
+    ledger: Annotated[
+        str | None, option("ledger: withdrawals count at once, and its leaves are served", metavar="LEDGER")
+    ] = None,
+    model: Annotated[
+        str | None, option("built-in name, or package.module:factory, as in RUN.toml", panel=_MODEL, metavar="NAME")
+    ] = None,
+    inputs: Annotated[
+        str | None, option("type and shape of one input: float32:12,256", panel=_MODEL, metavar="FORM")
+    ] = None,
+    keys: Annotated[
+        Path | None, option("API keys: lines of NAME and SHA-256 of the key", panel=_DOOR, metavar="FILE")
+    ] = None,
+    host: Annotated[str, option("address to listen on", panel=_DOOR)] = "127.0.0.1",
+    port: Annotated[int, option("0 for any that is free", panel=_DOOR, min=0, max=65535)] = 8000,
+    tls_cert: Annotated[Path | None, option("certificate of the server (PEM)", panel=_DOOR, metavar="FILE")] = None,
+    tls_key: Annotated[Path | None, option("its private key (PEM)", panel=_DOOR, metavar="FILE")] = None,
+    tls_clients: Annotated[
+        Path | None, option("mutual TLS: who signs the certificates of clients (PEM)", panel=_DOOR, metavar="FILE")
+    ] = None,
+    log: Annotated[Path | None, option("decision log, signed with --log-key", metavar="FILE")] = None,
+    log_key: Annotated[Path | None, option("private key for the log alone", metavar="FILE")] = None,
+    passphrase_file: PassphraseOption = None,
+    withdrawals: Annotated[
+        Path | None, option("folder that lamina ledger withdraw --folder watches: take signed requests", metavar="DIR")
+    ] = None,
+    rate: Annotated[float, option("requests a second of one key", panel=_LIMITS, min=0.01)] = 500.0,
+    max_body: Annotated[int, option("bytes of a request", panel=_LIMITS, min=1024)] = 1 << 20,
+    max_inputs: Annotated[int, option("inputs of a request", panel=_LIMITS, min=1)] = 256,
+    timeout: Annotated[float, option("seconds for a request", panel=_LIMITS, min=0.1)] = 10.0,
+    concurrent: Annotated[int, option("requests at a time", panel=_LIMITS, min=1)] = 64,
+    as_json: JsonOption = False,
+) -> None:
+    """Serve a release: every query passes its gate first. Or a run: its ledger, with proofs. Spends nothing.
+
+    POST /v1/infer takes {"query": {"draws_on": …, "rights": …}, "inputs": [[…]]}; a query that the gate denies is answered
+    with 403 and every reason. POST /v1/decide asks the gate alone. Where things are: GET /v1/openapi.json, docs/service.md.
+
+    The model is loaded with the bytes that the manifest names. All of it answers, so a query must draw on all layers. With
+    --ledger a withdrawal counts within a second; without it, every query is denied once the release is too old.
+
+    Ctrl-C stops it. It listens on this machine alone. Any other --host needs --keys, or certificates of clients (--tls-clients).
+
+    Examples:
+
+      lamina serve release-1 --trust release.pub --ledger runs/ecg.ledger.db --model nets:triage --inputs float32:12,256
+      lamina serve release-1 --trust release.pub --model residual --log decisions.jsonl --log-key log.key
+      lamina serve release-1 --trust release.pub --host 0.0.0.0 --keys apikeys.txt --tls-cert c.pem --tls-key k.pem
+      lamina serve runs/first
+    """
+    try:
+        import uvicorn
+
+        from lamina.serve.app import Service, make_app
+        from lamina.serve.limits import ApiKeys, Limits
+        from lamina.serve.pages import pages
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in ("starlette", "uvicorn", "anyio"):
+            raise
+        problem = f"lamina serve needs {error.name}, which is not installed"
+        raise MissingPackage("cli.serve-missing", problem, "pip install 'lamina[serve]'") from None
+    local = _check_door(host, keys, tls_cert, tls_key, tls_clients)
+    if (log is None) != (log_key is None):
+        raise PlanError("cli.log-key", "only one of --log and --log-key is given", "give both, or neither")
+    if withdrawals is not None and not (withdrawals / "done").is_dir():
+        problem = f"'{withdrawals}' is not watched: it has no folder done/"
+        raise PlanError(
+            "cli.withdrawals-folder", problem, "run lamina ledger withdraw LEDGER --folder DIR --watch 1 on it"
+        )
+    limits = Limits(body=max_body, rate=rate, timeout=timeout, concurrent=concurrent)
+    with ExitStack() as opened:
+        is_release = (folder / MANIFEST).is_file()
+        beside = str(folder / "ledger.db") if ledger is None and not is_release else ledger
+        place = None if beside is None else existing_ledger(beside)
+
+        def reader() -> LedgerReader | None:
+            return None if place is None else opened.enter_context(LedgerReader.read_only(place))
+
+        service = Service(
+            folder=folder, ledger=reader(), withdrawals=withdrawals, limits=limits, local=local,
+            keys=None if keys is None else ApiKeys.load(keys),
+        )  # fmt: skip
+        opened.callback(service.close)
+        if is_release:
+            if trust is None:
+                raise PlanError(
+                    "cli.trust-missing", "a release is served only under a key from elsewhere", "give --trust"
+                )
+            service.gate = ReleaseGate(folder, Trust.load(trust), ledger=reader())
+            if model is not None:
+                _load_model(service, model, inputs, max_inputs)
+            if log is not None and log_key is not None:
+                service.log = DecisionLog(log, open_private_key(log_key, passphrase_file), service.gate.manifest)
+        elif model is not None or log is not None:
+            raise PlanError(
+                "cli.not-a-release", f"'{folder}' is a run, which has no gate", "make a release of it first"
+            )
+        app = make_app(service, pages(service))
+        listening = opened.enter_context(_listen(host, port))
+        address = listening.getsockname()[1]
+        scheme = "http" if tls_cert is None else "https"
+        url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{address}"
+        told = {"url": url, "folder": str(folder), "release": is_release, "model": model, "ledger": place is not None}
+        print_answer(told, f"serving {'release' if is_release else 'run'} '{folder}' at {url}", as_json)
+        sys.stdout.flush()
+        config = uvicorn.Config(
+            app, lifespan="off", ws="none", access_log=False, server_header=False, proxy_headers=False,
+            log_level="warning", limit_concurrency=16 * concurrent, timeout_keep_alive=5,
+            timeout_graceful_shutdown=int(timeout) + 1, ssl_certfile=tls_cert, ssl_keyfile=tls_key,
+            ssl_ca_certs=None if tls_clients is None else str(tls_clients),
+            ssl_cert_reqs=ssl.CERT_NONE if tls_clients is None else ssl.CERT_REQUIRED,
+        )  # fmt: skip
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # uvicorn raises the signal again when it has ended
+        with suppress(KeyboardInterrupt):
+            uvicorn.Server(config).run(sockets=[listening])
+    print_note("stopped")
+
+
+def _load_model(service: Service, name: str, inputs: str | None, most: int) -> None:
+    from lamina.cli.by_name import MODEL_INPUT_SHAPES, make_model
+    from lamina.serve.inference import Inference, InputForm
+
+    assert service.gate is not None
+    form = InputForm.parse(inputs, most, MODEL_INPUT_SHAPES.get(name))
+    factory: Callable[[], Any] = lambda: make_model(name)  # noqa: E731
+    with results_only():
+        service.inference = Inference(service.gate, factory, form)
+
+
+def _check_door(host: str, keys: Path | None, cert: Path | None, key: Path | None, clients: Path | None) -> bool:
+    """Whether only this machine can ask; refused if others could, without a key or a certificate."""
+    if (cert is None) != (key is None) or (clients is not None and cert is None):
+        raise PlanError("cli.tls-incomplete", "TLS needs a certificate and its key", "give --tls-cert and --tls-key")
+    try:
+        local = host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        local = False
+    if not local and keys is None and clients is None:
+        problem = f"--host {host} lets others in, and nothing says who may ask"
+        raise PlanError("cli.open-door", problem, "give --keys, or --tls-clients with --tls-cert and --tls-key")
+    if not local and cert is None:
+        print_note("API keys travel in the clear: put TLS in front, or give --tls-cert and --tls-key")
+    return local and clients is None
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        return socket.create_server(
+            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=512
+        )
+    except OSError as error:
+        problem = f"cannot listen on {host} port {port}: {error.strerror or error}"
+        raise PlanError("cli.port-taken", problem, "give another --port or --host") from None

@@ -1,0 +1,1 @@
+"""The service: inference behind the gate of a release, withdrawals, and the ledger with its proofs, over HTTP."""

@@ -1,0 +1,463 @@
+"""The service as an ASGI application: its routes, what guards them, and problems (RFC 9457) for whatever is refused.
+
+    POST /v1/decide, /v1/infer          may this query draw on the model; and the answer
+    POST /v1/withdrawals                a request that the contributor signed
+    GET  /v1/ledger/…, /v1/release/…    the evidence, with proofs
+    GET  /v1/openapi.json, /healthz, /metrics
+
+The dashboard's pages come from `pages.pages(service)`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import re
+import sys
+import time
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route, Router
+
+from lamina import __version__
+from lamina.errors import EncodingError, LaminaError, LedgerDamaged, NotVerified, StoreBusy, StoreError
+from lamina.ledger.merkle import leaf_hash
+from lamina.ledger.reader import LedgerReader
+from lamina.ledger.receipt import TlogProof
+from lamina.ledger.records import decode_leaf
+from lamina.ledger.show import leaf_to_dict
+from lamina.ledger.signed_checkpoint import parse_checkpoint
+from lamina.ledger.store.rows import StoredLeaf
+from lamina.release.decision_log import DecisionLog
+from lamina.release.gate import Decision, Query, ReleaseGate
+from lamina.release.manifest import MANIFEST, read_file
+from lamina.release.signed import parse_json
+from lamina.release.withdrawal_request import MAX_REQUEST_BYTES, check_withdrawal, drop_withdrawal, withdrawal_state
+from lamina.serve.limits import ApiKeys, Limits, Metrics, RequestRefused, TokenBuckets
+from lamina.serve.openapi import openapi
+
+if TYPE_CHECKING:
+    from lamina.serve.inference import Inference
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Any]
+Send = Callable[[MutableMapping[str, Any]], Any]
+
+_HEADERS = [
+    (
+        b"content-security-policy",
+        b"default-src 'none'; style-src 'self'; script-src 'self'; img-src 'self' data:; connect-src 'self'; "
+        b"form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
+    ),
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cross-origin-resource-policy", b"same-origin"),
+    (b"cache-control", b"no-store"),
+]
+_PORT = re.compile(r":[0-9]*$")
+_LOOPBACK_NAMES = {"localhost", "127.0.0.1", "[::1]"}
+_OPEN_PATHS = {"/healthz"}  # without a key
+_UNKNOWN = {"ledger.leaf-unknown", "ledger.size-not-reached", "ledger.not-covered", "ledger.tree-too-small"}
+_UNAVAILABLE = {"release.log-not-written", "release.withdrawals-waiting", "admit.file-not-written"}
+_JSON, _COSE, _TEXT = "application/json", "application/cose", "text/plain; charset=utf-8"
+
+
+@dataclass(kw_only=True)
+class Service:
+    """What is served, and under which limits. Pages are made from it, too.
+
+    folder       a release, or a run
+    gate         of the release; None for a run
+    ledger       its own reader, not the one that the gate follows
+    inference    the model; without it the gate alone answers
+    withdrawals  the folder that `lamina ledger withdraw --folder` watches
+    keys         API keys; None if whoever reaches the service may ask it
+    local        whether it is open to this machine alone: then only requests to its own name count
+    """
+
+    folder: Path
+    gate: ReleaseGate | None = None
+    ledger: LedgerReader | None = None
+    inference: Inference | None = None
+    withdrawals: Path | None = None
+    log: DecisionLog | None = None
+    keys: ApiKeys | None = None
+    local: bool = True
+    limits: Limits = field(default_factory=Limits)
+    metrics: Metrics = field(default_factory=Metrics)
+
+    def decide(self, query: Query, *, answering: bool) -> Decision:
+        """What the gate says, with what the model really draws on if it is to answer. Counted and logged."""
+        if self.gate is None:
+            raise RequestRefused(404, "serve.no-release", "a run is served here, which has no gate", "serve a release")
+        decision = self.gate.decide(query)
+        if answering and self.inference is not None:
+            decision = self.inference.judge(query, decision)
+        if self.log is not None:
+            self.log.record(query, decision)
+        self.metrics.decision(decision.allowed, (each.code for each in decision.reasons))
+        return decision
+
+    def papers(self) -> dict[str, bytes]:
+        """Manifest and certificate of the release, as they were verified."""
+        if self.gate is None:
+            return {}
+        manifest = self.gate.manifest
+        last = manifest.predicate["certificates"][-1]["file"]
+        found = {"manifest": read_file(self.folder, MANIFEST), "certificate": read_file(self.folder, last)}
+        digests = {"manifest": manifest.digest, "certificate": manifest.subjects[last]}
+        for name, data in found.items():
+            if hashlib.sha256(data).hexdigest() != digests[name]:
+                raise NotVerified("release.file-changed", f"the {name} was changed after the check", "fetch it again")
+        return found
+
+    def close(self) -> None:
+        """Write what is left of the log."""
+        if self.log is not None:
+            self.log.close()
+
+
+def make_app(service: Service, pages: Sequence[BaseRoute] = ()) -> Guard:
+    """The application; `pages` are further routes, such as the dashboard's."""
+    api = _Api(service)
+    routes: list[BaseRoute] = [
+        Route("/v1/infer", api.infer, methods=["POST"]),
+        Route("/v1/decide", api.decide, methods=["POST"]),
+        Route("/v1/withdrawals", api.withdraw, methods=["POST"]),
+        Route("/v1/withdrawals/{name}", api.withdrawal),
+        Route("/v1/ledger/head", api.ledger(_head)),
+        Route("/v1/ledger/checkpoint", api.ledger(_checkpoint)),
+        Route("/v1/ledger/leaves", api.ledger(_leaves)),
+        Route("/v1/ledger/leaves/{seq}", api.ledger(_leaf)),
+        Route("/v1/ledger/proof/{seq}", api.ledger(_proof)),
+        Route("/v1/ledger/consistency", api.ledger(_consistency)),
+        Route("/v1/ledger/receipt/{seq}", api.ledger(_receipt)),
+        Route("/v1/release/{name}", api.paper),
+        Route("/v1/openapi.json", api.openapi),
+        Route("/healthz", api.health),
+        Route("/metrics", api.metrics),
+        *pages,
+    ]
+    return Guard(service, Router(routes, redirect_slashes=False))
+
+
+class Guard:
+    """Admits requests to the router or refuses them; turns every refusal into a problem; counts."""
+
+    def __init__(self, service: Service, router: Router) -> None:
+        self.service, self._router = service, router
+        self._buckets = TokenBuckets(service.limits.rate)
+        self._routes = {id(route.endpoint): route.path for route in router.routes if isinstance(route, Route)}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        metrics, status, began = self.service.metrics, 0, time.perf_counter()
+
+        async def send_with_headers(message: MutableMapping[str, Any]) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message.get("headers", ()), *_HEADERS]
+            await send(message)
+
+        scope["app"] = self  # so that the router raises what it refuses
+        metrics.in_flight += 1
+        try:
+            try:
+                self._admit(scope)
+                async with asyncio.timeout(self.service.limits.timeout):
+                    await self._router(scope, receive, send_with_headers)
+            except ClientDisconnect:
+                return
+            except Exception as error:
+                if status == 0:
+                    await _problem(error, scope)(scope, receive, send_with_headers)
+        finally:
+            metrics.in_flight -= 1
+            route = self._routes.get(id(scope.get("endpoint")), "other")
+            metrics.request(route, status, time.perf_counter() - began)
+
+    def _admit(self, scope: Scope) -> None:
+        service, headers = self.service, dict(scope["headers"])
+        if scope["path"] in _OPEN_PATHS:
+            return
+        who = str((scope.get("client") or ("",))[0])
+        if service.keys is not None:
+            named = service.keys.name_of(headers.get(b"authorization"))
+            if named is None:
+                ask = {"WWW-Authenticate": 'Bearer realm="lamina", Basic realm="lamina"'}
+                problem = "the request has no API key, or one that is not known"
+                raise RequestRefused(401, "serve.key-missing", problem, "send Authorization: Bearer KEY", headers=ask)
+            who = f"key {named}"
+        elif service.local:
+            host = headers.get(b"host", b"").decode("latin-1")
+            if _PORT.sub("", host) not in _LOOPBACK_NAMES:
+                problem = "the request is for another name than this machine's own"
+                raise RequestRefused(421, "serve.host-unknown", problem, "ask http://localhost, or serve with --keys")
+        if wait := self._buckets.wait(who, time.monotonic()):
+            later = {"Retry-After": str(int(wait) + 1)}
+            problem = f"more than {service.limits.rate:g} requests a second"
+            raise RequestRefused(429, "serve.too-many-requests", problem, "ask less often", headers=later)
+        if service.metrics.in_flight > service.limits.concurrent:
+            problem = f"{service.limits.concurrent} requests are being answered"
+            raise RequestRefused(503, "serve.busy", problem, "try again", headers={"Retry-After": "1"})
+
+
+def _problem(error: Exception, scope: Scope) -> Response:
+    """A problem (RFC 9457) for whatever happened. Of an unexpected error only its type is told, and only to the log."""
+    status, headers, more = 500, {}, {}
+    match error:
+        case RequestRefused():
+            status, headers, more = error.status, error.headers, error.more
+        case LaminaError(code=code) if code in _UNAVAILABLE or isinstance(
+            error, StoreError | StoreBusy | LedgerDamaged
+        ):
+            status, headers = 503, {"Retry-After": "1"}
+            _note(code, scope)  # its text names files
+            error = RequestRefused(503, "serve.unavailable", "ledger, log or folder cannot be used now", "try again")
+        case EncodingError():
+            status = 400
+        case LaminaError(code=code):
+            status = 404 if code in _UNKNOWN else 403 if isinstance(error, NotVerified) else 422
+        case HTTPException():
+            status, headers = error.status_code, dict(error.headers or {})
+            word = {404: "serve.not-found", 405: "serve.method"}.get(status, "serve.not-understood")
+            error = RequestRefused(status, word, HTTPStatus(status).phrase, "see /v1/openapi.json")
+        case TimeoutError() if scope.get("lamina.reading"):
+            status = 408
+            error = RequestRefused(
+                status, "serve.body-too-slow", "the request did not arrive in time", "send it faster"
+            )
+        case TimeoutError():
+            status, headers = 503, {"Retry-After": "1"}
+            error = RequestRefused(status, "serve.timeout", "the answer took too long", "send fewer inputs")
+    if not isinstance(error, LaminaError):
+        _note(type(error).__name__, scope)
+        error = RequestRefused(500, "serve.unexpected", "something went wrong here", "tell whoever runs this service")
+    told = {
+        "type": f"urn:lamina:error:{error.code}",
+        "title": HTTPStatus(status).phrase,
+        "status": status,
+        "detail": error.problem,
+        "code": error.code,
+        "remedy": error.remedy,
+        **more,
+    }
+    return Response(_encode(told), status, headers, "application/problem+json")
+
+
+def _note(what: str, scope: Scope) -> None:
+    print(f"lamina serve: {what} in {scope.get('path', '')[:80]!r}", file=sys.stderr)
+
+
+def _encode(value: object) -> bytes:
+    return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
+
+
+class _Api:
+    """The endpoints. Whatever reads a disk or computes runs in a thread."""
+
+    def __init__(self, service: Service) -> None:
+        self._service, self._limits = service, service.limits
+        self._model_thread = ThreadPoolExecutor(1, "model")
+        self._ledger_threads = ThreadPoolExecutor(2, "ledger")
+        self._papers = service.papers()
+        self._openapi = _encode(openapi(__version__))
+
+    async def _body(self, request: Request, kind: str, most: int | None = None) -> bytes:
+        most = self._limits.body if most is None else most
+        given = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if given != kind:
+            raise RequestRefused(415, "serve.content-type", f"the content type is {given[:80]!r}", f"send {kind}")
+        found, request.scope["lamina.reading"] = bytearray(), True
+        async for part in request.stream():
+            found += part
+            if len(found) > most:
+                raise RequestRefused(413, "serve.body-too-large", f"more than {most} bytes were sent", "send less")
+        request.scope["lamina.reading"] = False
+        return bytes(found)
+
+    async def _run(self, threads: ThreadPoolExecutor, task: Callable[..., Any], *given: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(threads, task, *given)
+
+    async def infer(self, request: Request) -> Response:
+        body = await self._body(request, _JSON)
+        return Response(await self._run(self._model_thread, self._infer, body), media_type=_JSON)
+
+    def _infer(self, body: bytes) -> bytes:
+        service = self._service
+        if service.inference is None:
+            raise RequestRefused(404, "serve.no-model", "no model is served here", "serve a release with --model")
+        query, asked = _read_query(body, {"query", "inputs"})
+        inputs = service.inference.form.read(asked["inputs"])
+        decision = service.decide(query, answering=True)
+        if not decision.allowed:
+            problem = f"the query is denied for {len(decision.reasons)} reasons"
+            raise RequestRefused(
+                403, "serve.denied", problem, "ask for what the release allows", more=decision.to_dict()
+            )
+        return _encode({"outputs": service.inference.answer(query, inputs), "decision": decision.to_dict()})
+
+    async def decide(self, request: Request) -> Response:
+        body = await self._body(request, _JSON)
+        return Response(await self._run(self._model_thread, self._decide, body), media_type=_JSON)
+
+    def _decide(self, body: bytes) -> bytes:
+        query, _ = _read_query(body, {"query"})
+        return _encode(self._service.decide(query, answering=False).to_dict())
+
+    async def withdraw(self, request: Request) -> Response:
+        body = await self._body(request, _COSE, MAX_REQUEST_BYTES)
+        state, told = await self._run(self._ledger_threads, self._withdraw, body)
+        return Response(_encode(told), 202 if state == "pending" else 200, media_type=_JSON)
+
+    def _withdraw(self, body: bytes) -> tuple[str, dict[str, str]]:
+        ledger, folder = self._service.ledger, self._withdrawals()
+        if ledger is None:
+            raise _no_ledger()
+        request = check_withdrawal(body, ledger)
+        state = drop_withdrawal(folder, body, request)
+        return state, {"name": request.name, "state": state, "request": request.digest}
+
+    def _withdrawals(self) -> Path:
+        if self._service.withdrawals is None:
+            problem = "withdrawals are not taken here"
+            raise RequestRefused(404, "serve.no-withdrawals", problem, "ask the keeper of the ledger")
+        return self._service.withdrawals
+
+    async def withdrawal(self, request: Request) -> Response:
+        name, folder = request.path_params["name"], self._withdrawals()
+        plain = len(name) == 32 and set(name) <= set("0123456789abcdef")
+        state = await self._run(self._ledger_threads, withdrawal_state, folder, name) if plain else None
+        if state is None:
+            raise RequestRefused(404, "serve.withdrawal-unknown", "there is no such request", "check its name")
+        return Response(_encode({"name": name, "state": state}), media_type=_JSON)
+
+    def ledger(self, task: Callable[[LedgerReader, Request, Limits], Response]) -> Callable[[Request], Any]:
+        """An endpoint that reads the ledger."""
+
+        async def endpoint(request: Request) -> Response:
+            if (ledger := self._service.ledger) is None:
+                raise _no_ledger()
+            found: Response = await self._run(self._ledger_threads, task, ledger, request, self._limits)
+            return found
+
+        return endpoint
+
+    async def paper(self, request: Request) -> Response:
+        data = self._papers.get(request.path_params["name"])
+        if data is None:
+            raise RequestRefused(
+                404, "serve.no-paper", "there is no such paper here", "ask for manifest or certificate"
+            )
+        return Response(data, media_type=_JSON)
+
+    async def openapi(self, request: Request) -> Response:
+        return Response(self._openapi, media_type=_JSON)
+
+    async def health(self, request: Request) -> Response:
+        return Response(_encode({"status": "ok"}), media_type=_JSON)
+
+    async def metrics(self, request: Request) -> Response:
+        ledger = self._service.ledger
+        size = None if ledger is None else await self._run(self._ledger_threads, lambda: ledger.size)
+        return Response(self._service.metrics.text(size), media_type="text/plain; version=0.0.4")
+
+
+def _read_query(body: bytes, fields: set[str]) -> tuple[Query, dict[str, Any]]:
+    asked = parse_json(body, "the request")
+    if type(asked) is not dict or asked.keys() != fields:
+        raise RequestRefused(400, "serve.fields", f"the request must have {' and '.join(sorted(fields))}", "send these")
+    return Query.from_dict(asked["query"]), asked
+
+
+def _no_ledger() -> RequestRefused:
+    return RequestRefused(404, "serve.no-ledger", "no ledger is served here", "serve with --ledger")
+
+
+# ------------------------------------------------------------------------------------------ the ledger
+
+
+def _number(given: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = given.get(name)
+    if text is None and default is not None:
+        return default
+    if text is None or not (text.isascii() and text.isdecimal() and len(text) <= 18):
+        raise RequestRefused(400, "serve.parameter", f"{name} must be a whole number", "give it in digits")
+    return int(text)
+
+
+def _head(ledger: LedgerReader, request: Request, limits: Limits) -> Response:
+    tree, text = ledger.tree(), ledger.latest()
+    signed = None if text is None else parse_checkpoint(text)[0].size
+    header = leaf_hash(ledger.raw(0).leaf).hex()
+    told = {"origin": tree.origin, "size": tree.size, "root": tree.root.hex(), "header": header, "signed": signed}
+    return Response(_encode(told), media_type=_JSON)
+
+
+def _checkpoint(ledger: LedgerReader, request: Request, limits: Limits) -> Response:
+    if (text := ledger.latest()) is None:
+        raise RequestRefused(404, "serve.no-checkpoint", "the ledger has no signed checkpoint yet", "ask again later")
+    return Response(text, media_type=_TEXT)
+
+
+def _leaf_fields(seq: int, data: StoredLeaf) -> dict[str, Any]:
+    return {
+        "index": seq,
+        "hash": leaf_hash(data.leaf).hex(),
+        "leaf": data.leaf.hex(),
+        "body": None if data.body is None else data.body.hex(),
+        "record": leaf_to_dict(decode_leaf(data)),
+    }
+
+
+def _leaves(ledger: LedgerReader, request: Request, limits: Limits) -> Response:
+    size = ledger.size
+    first = _number(request.query_params, "from", 0)
+    stop = min(size, _number(request.query_params, "to", size), first + limits.leaves)
+    found = [_leaf_fields(seq, data) for seq, data in ledger.raw_leaves(first, stop)] if first < stop else []
+    told = {"from": first, "to": first + len(found), "size": size, "leaves": found}
+    return Response(_encode(told), media_type=_JSON)
+
+
+def _leaf(ledger: LedgerReader, request: Request, limits: Limits) -> Response:
+    seq = _number(request.path_params, "seq")
+    return Response(_encode(_leaf_fields(seq, ledger.raw(seq))), media_type=_JSON)
+
+
+def _proof(ledger: LedgerReader, request: Request, limits: Limits) -> Response:
+    seq = _number(request.path_params, "seq")
+    text = ledger.proof_text(seq)
+    found = TlogProof.parse(text)
+    head, _ = parse_checkpoint(found.checkpoint)
+    told = {
+        "index": seq,
+        "size": head.size,
+        "root": head.root.hex(),
+        "leaf_hash": leaf_hash(ledger.raw(seq).leaf).hex(),
+    }
+    path = [each.hex() for each in found.path]
+    return Response(_encode({**told, "path": path, "text": text}), media_type=_JSON)
+
+
+def _consistency(ledger: LedgerReader, request: Request, limits: Limits) -> Response:
+    old, new = _number(request.query_params, "old"), _number(request.query_params, "new", ledger.size)
+    if not 1 <= old <= new:
+        raise RequestRefused(400, "serve.parameter", f"old is {old} and new {new}", "give 1 <= old <= new")
+    path = [each.hex() for each in ledger.consistent(old, new)]
+    roots = {"old_root": ledger.root_at(old).hex(), "new_root": ledger.root_at(new).hex()}
+    return Response(_encode({"old": old, "new": new, "path": path, **roots}), media_type=_JSON)
+
+
+def _receipt(ledger: LedgerReader, request: Request, limits: Limits) -> Response:
+    return Response(ledger.receipt(_number(request.path_params, "seq")), media_type=_COSE)

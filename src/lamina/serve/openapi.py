@@ -1,0 +1,201 @@
+"""The service described in OpenAPI 3.1, by hand. A test holds every answer of the service against it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_HEX = {"type": "string", "pattern": "^[0-9a-f]*$"}
+_HASH = {"type": "string", "pattern": "^[0-9a-f]{64}$"}
+_COUNT = {"type": "integer", "minimum": 0}
+_TEXT = {"type": "string"}
+_NAME = {"type": "string", "minLength": 1, "maxLength": 512}
+
+
+def _object(required: dict[str, Any], optional: dict[str, Any] | None = None, *, closed: bool = True) -> dict[str, Any]:
+    fields = {**required, **(optional or {})}
+    return {"type": "object", "properties": fields, "required": list(required), "additionalProperties": not closed}
+
+
+def _nullable(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"anyOf": [schema, {"type": "null"}]}
+
+
+def _list(items: dict[str, Any], **limits: int) -> dict[str, Any]:
+    return {"type": "array", "items": items, **limits}
+
+
+def _ref(name: str) -> dict[str, str]:
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
+_RIGHTS = _object(
+    {
+        "classes": {**_list(_TEXT, maxItems=1024), "description": "classes whose data may be drawn on"},
+        "max_epsilon": {**_nullable({"type": "number", "minimum": 0}), "description": "largest ε; null for any"},
+        "min_noise_multiplier": {"type": "number", "minimum": 0},
+        "purpose": {**_TEXT, "description": "what the answer is for"},
+    },
+    {"accept_withdrawn": {"type": "boolean", "default": False}},
+)
+_DRAWS_ON = _object(
+    {},
+    {
+        "layers": _list(_NAME, maxItems=64),
+        "depth": _list({"type": "number"}, minItems=2, maxItems=2),
+        "adapter": _NAME,
+        "generation_class": {**_NAME, "description": "a name of the manifest; instead of the others"},
+    },
+)
+_REASON = _object({"code": _TEXT, "class": _nullable(_TEXT), "text": _TEXT, "layers": _list(_TEXT)})
+_DECISION = {
+    "allowed": {"type": "boolean"},
+    "reasons": _list(_ref("Reason")),
+    "layers_drawn_on": _COUNT,
+    "withdrawals_as_of": _TEXT,
+    "manifest": _HASH,
+    "note": _TEXT,
+}
+_INPUTS = {"type": "array", "minItems": 1, "description": "nested lists of numbers; the first axis counts the inputs"}
+_LEAF = _object({"index": _COUNT, "hash": _HASH, "leaf": _HEX, "body": _nullable(_HEX), "record": {"type": "object"}})
+_PROBLEM = _object(
+    {"type": _TEXT, "title": _TEXT, "status": _COUNT, "detail": _TEXT, "code": _TEXT, "remedy": _TEXT}, closed=False
+)
+_SCHEMAS = {
+    "Problem": _PROBLEM,
+    "Query": _object({"rights": _RIGHTS}, {"draws_on": _DRAWS_ON, "scope": _nullable(_NAME)}),
+    "Reason": _REASON,
+    "Decision": _object(_DECISION),
+    "Leaf": _LEAF,
+    "Withdrawal": _object({"name": _TEXT, "state": {"enum": ["pending", "done", "refused"]}}, {"request": _HASH}),
+    "Head": _object(
+        {"origin": _TEXT, "size": _COUNT, "root": _HASH, "header": _HASH, "signed": _nullable(_COUNT)}
+    ),
+    "Leaves": _object({"from": _COUNT, "to": _COUNT, "size": _COUNT, "leaves": _list(_ref("Leaf"))}),
+    "Proof": _object(
+        {"index": _COUNT, "size": _COUNT, "root": _HASH, "leaf_hash": _HASH, "path": _list(_HASH), "text": _TEXT}
+    ),
+    "Consistency": _object(
+        {"old": _COUNT, "new": _COUNT, "path": _list(_HASH), "old_root": _HASH, "new_root": _HASH}
+    ),
+}  # fmt: skip
+
+_ALWAYS = (401, 408, 421, 429, 503)  # of every path but /healthz
+
+
+def _answer(schema: dict[str, Any], kind: str = "application/json") -> dict[str, Any]:
+    return {"description": "done", "content": {kind: {"schema": schema}}}
+
+
+def _operation(
+    summary: str,
+    answers: dict[int, dict[str, Any]],
+    refused: tuple[int, ...] = (),
+    *,
+    body: tuple[str, dict[str, Any]] | None = None,
+    parameters: list[dict[str, Any]] | None = None,
+) -> dict[str, Any]:
+    problem = {"description": "refused", "content": {"application/problem+json": {"schema": _ref("Problem")}}}
+    refused = (*refused, *((413, 415) if body else ()))
+    responses = {**dict.fromkeys((*refused, *_ALWAYS), problem), **answers}
+    found: dict[str, Any] = {
+        "summary": summary,
+        "responses": {str(status): responses[status] for status in sorted(responses)},
+    }
+    if body is not None:
+        found["requestBody"] = {"required": True, "content": {body[0]: {"schema": body[1]}}}
+    if parameters:
+        found["parameters"] = parameters
+    return found
+
+
+def _parameter(name: str, where: str, schema: dict[str, Any], *, required: bool = False) -> dict[str, Any]:
+    return {"name": name, "in": where, "required": required or where == "path", "schema": schema}
+
+
+def openapi(version: str) -> dict[str, Any]:
+    """The document."""
+    number = {"type": "integer", "minimum": 0, "maximum": 10**18 - 1}
+    seq = [_parameter("seq", "path", number)]
+    query = {"query": _ref("Query")}
+    json, cose, plain = "application/json", "application/cose", "text/plain"
+    paths: dict[str, dict[str, Any]] = {
+        "/v1/decide": {
+            "post": _operation(
+                "Whether the gate allows a query", {200: _answer(_ref("Decision"))}, (400, 404),
+                body=(json, _object(query)),
+            )
+        },
+        "/v1/infer": {
+            "post": _operation(
+                "The model's answer, if the gate allows the query; 403 has every reason",
+                {200: _answer(_object({"outputs": {}, "decision": _ref("Decision")}))}, (400, 403, 404, 422),
+                body=(json, _object({**query, "inputs": _INPUTS})),
+            )
+        },
+        "/v1/withdrawals": {
+            "post": _operation(
+                "Withdraw a contribution: a COSE_Sign1 message that the contributor's key signed",
+                {202: _answer(_ref("Withdrawal")), 200: _answer(_ref("Withdrawal"))}, (400, 403, 404),
+                body=(cose, {"type": "string", "format": "binary"}),
+            )
+        },
+        "/v1/withdrawals/{name}": {
+            "get": _operation(
+                "What became of it", {200: _answer(_ref("Withdrawal"))}, (404,),
+                parameters=[_parameter("name", "path", {"type": "string", "pattern": "^[0-9a-f]{32}$"})],
+            )
+        },
+        "/v1/ledger/head": {"get": _operation("Size and root", {200: _answer(_ref("Head"))}, (404,))},
+        "/v1/ledger/checkpoint": {
+            "get": _operation("The newest signed checkpoint, a C2SP note", {200: _answer(_TEXT, plain)}, (404,))
+        },
+        "/v1/ledger/leaves": {
+            "get": _operation(
+                "Leaves in [from, to), at most 1000", {200: _answer(_ref("Leaves"))}, (400, 404),
+                parameters=[_parameter("from", "query", number), _parameter("to", "query", number)],
+            )
+        },
+        "/v1/ledger/leaves/{seq}": {
+            "get": _operation("One leaf: its bytes, its hash, what it says", {200: _answer(_ref("Leaf"))}, (400, 404), parameters=seq)
+        },
+        "/v1/ledger/proof/{seq}": {
+            "get": _operation(
+                "That a leaf is in the newest checkpoint; `text` is a C2SP tlog-proof", {200: _answer(_ref("Proof"))},
+                (400, 404), parameters=seq,
+            )
+        },
+        "/v1/ledger/consistency": {
+            "get": _operation(
+                "That the tree of `new` leaves begins with that of `old`", {200: _answer(_ref("Consistency"))},
+                (400, 404),
+                parameters=[_parameter("old", "query", number, required=True), _parameter("new", "query", number)],
+            )
+        },
+        "/v1/ledger/receipt/{seq}": {
+            "get": _operation(
+                "A COSE receipt (RFC 9942)", {200: _answer({"type": "string", "format": "binary"}, cose)}, (400, 404),
+                parameters=seq,
+            )
+        },
+        "/v1/release/{name}": {
+            "get": _operation(
+                "Manifest (DSSE envelope) or certificate, as they are in the release", {200: _answer({"type": "object"})},
+                (404,), parameters=[_parameter("name", "path", {"enum": ["manifest", "certificate"]})],
+            )
+        },
+        "/v1/openapi.json": {"get": _operation("This document", {200: _answer({"type": "object"})})},
+        "/healthz": {"get": _operation("Whether it runs", {200: _answer(_object({"status": _TEXT}))})},
+        "/metrics": {"get": _operation("For Prometheus", {200: _answer(_TEXT, plain)})},
+    }  # fmt: skip
+    schemes = {"key": {"type": "http", "scheme": "bearer"}, "password": {"type": "http", "scheme": "basic"}}
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "Lamina",
+            "version": version,
+            "description": "A released model behind its gate, and its ledger.",
+        },
+        "paths": paths,
+        "components": {"schemas": _SCHEMAS, "securitySchemes": schemes},
+        "security": [{}, {"key": []}, {"password": []}],
+    }
