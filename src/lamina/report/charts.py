@@ -24,8 +24,8 @@ _POINTS = 400  # of a line
 def svg(width: float, height: float, title: str, drawn: Sequence[str]) -> str:
     """An SVG that scales with its page; `title` is read aloud."""
     return (
-        f'<svg viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{html.escape(title)}" '
-        f'style="max-width:{width:g}px;width:100%;height:auto">{"".join(drawn)}</svg>'
+        f'<svg class="chart" width="{width:g}" viewBox="0 0 {width:g} {height:g}" role="img" '
+        f'aria-label="{html.escape(title)}">{"".join(drawn)}</svg>'
     )
 
 
