@@ -34,9 +34,11 @@ from lamina.demo.hospitals import STRICT_NOISE_MULTIPLIER, make_new_folder
 from lamina.demo.patients import QUICK_SIZES, DemoPatients, PatientGroup, Utility, auc, measure_utility
 from lamina.demo.svg_charts import auc_bars
 from lamina.demo.training import _poisson_sample
+from lamina.ledger.verify.tree_checks import Trust
 from lamina.ledger.writer import Ledger
 from lamina.plan.policy import Policy
 from lamina.plan.step_plan import StepPlan
+from lamina.release.manifest import verify_release
 from lamina.spend.spend_ledger import SpendLedger
 
 TRAININGS = {"without_sensitive", "private", "without_privacy"}
@@ -79,7 +81,14 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
 def test_what_machines_read(ran: Ran) -> None:
     result = ran.result
     assert {"folder", "seconds", "ledger", "certificate", "report", "release"} <= result.keys()
-    assert result["certificate"] is result["release"] is None
+    paper, release = Path(result["certificate"]), Path(result["release"])
+    assert paper.read_bytes().startswith(b"%PDF-") and paper.with_suffix(".cose").is_file()
+    keys = Trust.load(release.parent / "release.pub")
+    assert verify_release(release, trust=keys).trusted
+    assert {name: each["allowed"] for name, each in result["queries"].items()} == {
+        "care.json": True,
+        "advertising.json": False,
+    }
     assert result["ledger"] == str(ran.folder / "ledger.db")
     assert result["private"] is True
     assert result["epsilon"]["volunteer"] == 0
@@ -110,7 +119,7 @@ def test_the_hospitals_sign_and_the_gate_refuses_what_is_wrong(ran: Ran) -> None
     )
     assert kids == {entry.id: (QUICK_SIZES.volunteers + QUICK_SIZES.sensitive) // 2 for entry in ring}
     keys = [path for path in ran.folder.rglob("*") if path.is_file() and b"PRIVATE KEY" in path.read_bytes()]
-    mine = [ran.folder / name for name in ("ledger.governing.pem", "ledger.pem")]
+    mine = [ran.folder / name for name in ("ledger.governing.pem", "ledger.pem", "release.key")]
     assert sorted(keys) == mine  # the ledger's own; those of the hospitals are forgotten
 
 
@@ -183,7 +192,14 @@ def test_people_get_a_table_and_where_to_look(ran: Ran) -> None:
         figures = (ran.result["auc"][name], *ran.result["auc_by_class"][name].values(), ran.result["error"][name])
         assert " ".join([words, *(f"{value:.3f}" for value in figures)]) in rows
     assert "note: something happened" in lines
-    for place in ("report.html", "run/model.safetensors", "RUN.toml", *found.evidence.commands()):
+    for place in (
+        "report.html",
+        "run.html",
+        "certificate.pdf",
+        "RUN.toml",
+        *found.evidence.commands(),
+        *found.leaving.commands(),
+    ):
         assert place in "\n".join(lines)
     assert f"lamina spend {ran.folder / 'ledger.db'}" in "\n".join(lines)
     assert any(line.startswith("ledger verified in ") for line in lines)
@@ -237,7 +253,7 @@ def test_the_report_fits_a_telephone_and_a_sheet_of_paper(ran: Ran) -> None:
 
 def test_the_report_is_self_contained_and_well_formed(ran: Ran) -> None:
     page = Path(ran.result["report"]).read_text(encoding="utf-8")
-    assert not re.search(r"http|src=|href=|@import|url\(|<script", page)
+    assert not re.search(r"http|src=|href=(?!\"(certificate\.pdf|run\.html)\")|@import|url\(|<script", page)
     assert page.count("<svg") == 2
     assert "simulated" in page
     Balanced().check(page)

@@ -27,6 +27,7 @@ from lamina.corpus.admitted import Gate
 from lamina.data.heart_model import import_neurokit
 from lamina.demo import hospitals as folders
 from lamina.demo.hospitals import VerifiedLedger, write_contributions
+from lamina.demo.leaving import Leaving, leave
 from lamina.demo.patients import (
     FULL_SIZES,
     QUICK_SIZES,
@@ -70,6 +71,7 @@ class DemoResult:
     model: nn.Module
     test: PatientGroup
     evidence: VerifiedLedger
+    leaving: Leaving
     seconds: float = 0.0
     finished: int = 0
 
@@ -128,10 +130,17 @@ class DemoResult:
                 "",
                 *(f"note: {note}" for note in self.outcome.notes),
                 f"ledger {self.evidence.words()}",
+                *(f"query {line}" for line in self.leaving.words()),
                 "",
                 f"{self.seconds:.0f} seconds. Where to look:",
                 f"  report:  {report}",
-                f"  model:   {folder / 'run' / 'model.safetensors'}",
+                f"  run:     {self.leaving.page}",
+                f"  paper:   {self.leaving.certificate}",
+                f"  release: {self.leaving.release}",
+                *(
+                    f"  {name:<8} {line}"
+                    for name, line in zip(("check:", "ask:"), self.leaving.commands(), strict=True)
+                ),
                 f"  spend:   lamina spend {self.evidence.ledger}",
                 *(f"  {name:<8} {line}" for name, line in zip(_LEDGER_LABELS, self.evidence.commands(), strict=True)),
                 f"  again:   cd {folder} && lamina train RUN.toml",
@@ -139,15 +148,17 @@ class DemoResult:
         )
 
     def machine(self, folder: Path, report: Path) -> dict[str, Any]:
-        """For --json; null where the capability does not exist yet."""
+        """For --json."""
         return {
             "folder": str(folder),
             "seconds": round(self.seconds, 2),
             "ledger": str(self.evidence.ledger),
             "verification": self.evidence.machine(),
-            "certificate": None,
+            "certificate": str(self.leaving.certificate),
             "report": str(report),
-            "release": None,
+            "run_report": str(self.leaving.page),
+            "release": str(self.leaving.release),
+            "queries": self.leaving.machine(),
             "private": self.outcome.private,
             **{key: self.admission.to_dict()[key] for key in ("admitted", "refused")},
             "bounds": [self.resolution[row].to_dict() for row in range(len(self.admission.bounds))],
@@ -230,6 +241,13 @@ no model are needed for that. The demo made all keys itself: an auditor would br
 The first command does it again; the last shows what became of one patient's contribution:</p>
 <pre>{commands}</pre>
 
+<h2>How the model leaves the house</h2>
+<p><a href="certificate.pdf">certificate.pdf</a> states what the run cost, signed in <code>certificate.cose</code>.
+<a href="run.html">run.html</a> shows budgets and layers. <code>release/</code> holds the weights with all papers under one signed
+manifest. Its gate was asked twice for the whole model, once for care and once for advertising:</p>
+<ul>{queries}</ul>
+<pre>{release_commands}</pre>
+
 <h2>Reconstructed beats</h2>
 <p>Simulated test patients in grey, the private model's reconstruction in blue. The autoencoder learned from volunteers
 alone: the sensitive class does not reach it.</p>
@@ -282,6 +300,8 @@ def write_report(folder: Path, result: DemoResult) -> Path:
         noise="from a cryptographically secure stream" if result.outcome.private else "seeded, so NOT PRIVATE",
         verified=html.escape(result.evidence.words()),
         commands=html.escape("\n".join(result.evidence.commands())),
+        queries="".join(f"<li>{html.escape(line)}</li>" for line in result.leaving.words()),
+        release_commands=html.escape("\n".join(result.leaving.commands())),
         beats=_scrolling(beat_curves(result.model, result.test)),
         plan=html.escape(str(result.plan)),
         seconds=result.seconds,
@@ -363,6 +383,8 @@ def _run_demo(place: Path, sizes: DemoSizes, say: Callable[[str], None]) -> Demo
     ):
         with progress_bar(f"for comparison: {what}", sizes.steps) as tick:
             train_without_privacy(model, groups, sizes.batch, recipe=FINE_TUNING, steps=sizes.steps, seed=2, tick=tick)
+    with progress_bar("certificate and release"):
+        leaving = leave(place, place / folders.LEDGER_NAME)
     models = {"without_sensitive": without_sensitive, "private": private, "without_privacy": without_privacy}
     return DemoResult(
         plan=plan,
@@ -373,6 +395,7 @@ def _run_demo(place: Path, sizes: DemoSizes, say: Callable[[str], None]) -> Demo
         model=private,
         test=patients.test,
         evidence=VerifiedLedger.gather(place / folders.LEDGER_NAME, corpus.admission),
+        leaving=leaving,
     )
 
 

@@ -44,6 +44,7 @@ delta = {delta}                     # well below one over the population
 public = true
 population = {volunteers}
 unit = "patient"
+purposes = ["care", "research", "teaching"]
 
 [class.sensitive]                 # only the top quarter of the layers, under ε = 3 per patient
 population = {sensitive}
@@ -51,6 +52,7 @@ epsilon = 3.0
 clip_norm = 1.0
 profile = {{ top = 0.25 }}
 unit = "patient"
+purposes = ["care", "research"]   # what models that learned from them may be used for
 """
 
 _RUN_TEMPLATE = """\
