@@ -13,7 +13,7 @@ import pytest
 from build import ALICE, BOB, FLOORS, PRESETS, begin, contribution
 from forge import replacing, rewritten, sealed
 from forger import KEYS, POLICY, TERMS, Forger, add, rotate
-from making import GOVERNING, LEDGER, ORIGIN, OTHER, SECOND, START, WITNESS, Clock, authorised, digest
+from making import GOVERNING, LEDGER, ORIGIN, OTHER, SECOND, START, WITNESS, Clock, authorised, digest, key
 from refusals import raises_code
 
 from lamina.admit.checks import hash_of_floors
@@ -437,3 +437,92 @@ def test_quorum_in_force_is_what_a_checkpoint_needs(forged: Forger) -> None:
         assert ledger.governance().witnesses == 1
         assert isinstance(ledger.governance().policy, type(ledger.header)) and ledger.header.floors == FLOORS
         assert PolicyChange not in {leaf.kind for leaf in ledger.leaves()}
+
+
+# ------------------------------------------------------------------------------ whose cosignatures count
+
+SEEN, SECOND_SEEN, NEXT_SEEN = (digest("key", name) for name in ("witness", "second witness", "next witness"))
+NOW = START + 1000
+
+
+def witnessed(forged: Forger, *cosigned: tuple[bytes, str, int], **second: int) -> Verification:
+    """Two must cosign, and these do; `second` says until when the second witness's key is valid, or when replaced."""
+    named = add(SECOND_SEEN, 4, "second", START)
+    named[2] |= {5: second["until"]} if "until" in second else {}
+    forged.append(KEYS, forged.governing(KEYS, {1: [named]}, OWNER))
+    sealed(forged.path, LEDGER)
+    forged.append(TERMS, forged.governing(TERMS, {1: 2}, OWNER))
+    sealed(forged.path, LEDGER)
+    if "replaced" in second:
+        change = {1: [rotate(SECOND_SEEN, NEXT_SEEN, 4, "next", second["replaced"])]}
+        forged.append(KEYS, forged.governing(KEYS, change, OWNER))
+        sealed(forged.path, LEDGER)
+    for each in cosigned:
+        forged.cosign(*each)
+    return verify(forged.path, trust=PINNED, now=NOW)
+
+
+FIRST_COSIGNED = (SEEN, "witness.example", START)
+
+
+def test_two_witnesses_are_two_keys_that_count(forged: Forger) -> None:
+    assert witnessed(forged, FIRST_COSIGNED, (SECOND_SEEN, "second", START)).trusted
+
+
+@pytest.mark.parametrize(
+    ("code", "cosigned", "second"),
+    [
+        pytest.param("verify.too-few-cosignatures", [(SECOND_SEEN, "second", START), (NEXT_SEEN, "next", START)],
+                     {"replaced": START}, id="one that was replaced, and its successor"),
+        pytest.param("verify.too-few-cosignatures", [(SECOND_SEEN, "second", START), (NEXT_SEEN, "next", START + 60)],
+                     {"replaced": START + 60}, id="one before it is replaced, and its successor after"),
+        pytest.param("verify.too-few-cosignatures", [FIRST_COSIGNED, (SECOND_SEEN, "second", START + 70)],
+                     {"replaced": START + 60}, id="one after it was replaced"),
+        pytest.param("verify.too-few-cosignatures", [FIRST_COSIGNED, (NEXT_SEEN, "next", START)],
+                     {"replaced": START + 60}, id="one before it takes over"),
+        pytest.param("verify.too-few-cosignatures", [FIRST_COSIGNED, (SEEN, "witness.example", START + 1)], {}, id="one twice"),
+        pytest.param("verify.too-few-cosignatures", [FIRST_COSIGNED, (SEEN, "second", START)], {}, id="by another name"),
+        pytest.param("verify.cosignature-invalid", [FIRST_COSIGNED, (SECOND_SEEN, "second", NOW + 121)], {}, id="in the future"),
+        pytest.param("verify.cosigned-before-last-leaf", [FIRST_COSIGNED, (SECOND_SEEN, "second", START - 121)], {}, id="too early"),
+    ],
+)  # fmt: skip
+def test_dead_keys_and_successors_do_not_make_a_quorum(
+    forged: Forger, code: str, cosigned: list[tuple[bytes, str, int]], second: dict[str, int]
+) -> None:
+    assert code_of(witnessed(forged, *cosigned, **second)) == code
+
+
+def test_a_cosignature_after_its_key_expired_does_not_count(forged: Forger) -> None:
+    late = (SECOND_SEEN, "second", START + 50)
+    assert code_of(witnessed(forged, FIRST_COSIGNED, late, until=START + 50)) == "verify.too-few-cosignatures"
+
+
+def test_a_successor_counts_once_it_has_taken_over(forged: Forger) -> None:
+    assert witnessed(forged, FIRST_COSIGNED, (NEXT_SEEN, "next", START + 5), replaced=START).trusted
+
+
+@pytest.mark.parametrize("label", ["second", "next"])
+def test_a_witness_of_the_auditor_and_its_successor_are_one(forged: Forger, label: str) -> None:
+    """Whatever the two keys are called in the ring, and whatever it says of a quorum."""
+    first, old, new = (key(name) for name in ("witness", "second witness", "next witness"))
+    mine = ring(OWNED, (first, "first", "witness"), (old, "second", "witness"))
+    mine.rotate(old.public.id, new.public, at=START + 60, label=label)
+
+    def judged(*cosigned: tuple[bytes, str, int], quorum: int | None = None) -> Verification:
+        mine.quorum, text = quorum, forged.sql("SELECT text FROM checkpoint ORDER BY size DESC LIMIT 1")[0][0]
+        for each in cosigned:
+            forged.cosign(*each)
+        found = verify(forged.path, trust=Trust(ring=mine), now=NOW)
+        forged.sql("UPDATE checkpoint SET text = ? WHERE size = (SELECT max(size) FROM checkpoint)", text)
+        return found
+
+    before, after = (SECOND_SEEN, "second", START), (NEXT_SEEN, label, START + 70)
+    for quorum in (None, 2):
+        assert judged((SEEN, "first", START), before, quorum=quorum).trusted
+        assert judged((SEEN, "first", START), after, quorum=quorum).trusted
+        for few in ((before, after), ((SEEN, "first", START), (SECOND_SEEN, "second", START + 70))):
+            assert code_of(judged(*few, quorum=quorum)) == "verify.too-few-trusted-cosignatures"
+    for wrong in ((SEEN, "first", NOW + 121), (SEEN, "first", START - 121)):
+        assert code_of(judged(wrong, before)) == "verify.too-few-trusted-cosignatures"
+    said = judged((SEEN, "first", START)).problem
+    assert said is not None and '"quorum"' in said.reason

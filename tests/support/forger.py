@@ -5,6 +5,7 @@ CBOR is cbor2's, hashes are hashlib's, signatures are of `cryptography`, SQL is 
 
 from __future__ import annotations
 
+import base64
 import hashlib
 from collections.abc import Sequence
 from typing import Any
@@ -100,6 +101,15 @@ class Forger:
         whole = {**(signed_change or change), place: {**given, 6: []}}
         message = b"lamina/governing-record/1\n" + cbor([kind_signed or kind, whole])
         return {**change, place: {**given, 6: [signed(seed, message) for seed in seeds]}}
+
+    def cosign(self, seed: bytes, name: str, time: int) -> None:
+        """Put the cosignature of a witness under the newest checkpoint (C2SP tlog-cosignature, v1)."""
+        ((size, text),) = self.sql("SELECT size, text FROM checkpoint ORDER BY size DESC LIMIT 1")
+        body = text.split("\n\n")[0] + "\n"
+        value = Ed25519PrivateKey.from_private_bytes(seed).sign(f"cosignature/v1\ntime {time}\n{body}".encode())
+        number = sha256(name.encode(), b"\n\x04", point(seed))[:4]
+        line = base64.b64encode(number + time.to_bytes(8, "big") + value).decode()
+        self.sql("UPDATE checkpoint SET text = ? WHERE size = ?", f"{text}— {name} {line}\n", size)
 
     def append(
         self, kind: int, body: dict[int, Any], *, kept: dict[int, Any] | None = None, listed_as: int | None = None

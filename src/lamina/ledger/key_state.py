@@ -35,7 +35,7 @@ from lamina.ledger.governance_records import (
 )
 from lamina.ledger.merkle import TileNodes, leaf_hash, root_at
 from lamina.ledger.records import KIND_NUMBERS, ContributionTerms, Epoch, decode_leaf
-from lamina.ledger.signed_checkpoint import parse_checkpoint
+from lamina.ledger.signed_checkpoint import Note, WitnessKey, WitnessQuorum, parse_checkpoint
 from lamina.ledger.store.rows import StoreReader, tile_reader
 
 G = TypeVar("G", bound=GoverningRecord)
@@ -181,6 +181,21 @@ class KeyState:
                 return found, Violation("verify.signature-invalid", f"{known.key.name!r} did not sign this text")
             found.add(signed.key)
         return found, None
+
+    def cosigned(self, note: Note, time: int, now: int | None = None) -> set[bytes]:
+        """The witnesses that count under a checkpoint whose last leaf is of that time.
+
+        Their keys stood then and when they cosigned, so that none counts beside the one that took over from it.
+        NotVerified if a cosignature is wrong, of the future (of `now`), or older than the last leaf.
+        """
+        found = set()
+        for each in self.histories(Role.WITNESS):
+            if each.revoked is None:
+                named = WitnessQuorum(0, (WitnessKey(each.key.name, each.public),))
+                for at in named.cosigned(note, now=now, since=time).values():
+                    if each.problem(time, time) is None and each.problem(at, at) is None:
+                        found.add(each.public.id)
+        return found
 
     # ----------------------------------------------------------------------------------- what may follow
 

@@ -320,10 +320,11 @@ class WitnessQuorum:
                 "ledger.witness-twice", "two witnesses have the same public key", "name each witness once"
             )
 
-    def cosigned(self, note: Note, *, now: int | None = None) -> dict[str, int]:
+    def cosigned(self, note: Note, *, now: int | None = None, since: int = 0) -> dict[str, int]:
         """Which of the witnesses cosigned the note, and when (the latest time of each).
 
-        NotVerified if a cosignature of one of them is wrong, or later than `now` by more than clocks differ.
+        NotVerified if a cosignature of one of them is wrong, or later than `now` or earlier than `since`, the time of
+        the last leaf, by more than clocks differ.
         """
         known = {(witness.name, witness.id): witness for witness in self.witnesses}
         times: dict[str, int] = {}
@@ -339,6 +340,11 @@ class WitnessQuorum:
                 problem = f"the cosignature by {signature.name!r} is {time - now} s in the future"
                 raise NotVerified("ledger.cosignature-from-future", problem, "set the clocks")
             times[witness.name] = max(time, times.get(witness.name, 0))
+        if early := [name for name, time in times.items() if time + CLOCK_SKEW < since]:
+            problem = f"witness {early[0]!r} cosigned the checkpoint before its last leaf"
+            raise NotVerified(
+                "ledger.cosignature-too-old", problem, "ask the witness to look at it, and to cosign again"
+            )
         return times
 
     def check(self, note: Note, *, now: int | None = None) -> dict[str, int]:

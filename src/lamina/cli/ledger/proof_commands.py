@@ -35,14 +35,13 @@ from lamina.ledger import receipt as receipts
 from lamina.ledger import records as leaves
 from lamina.ledger import signed_checkpoint as notes
 from lamina.ledger.checked_leaves import cut_unsigned
-from lamina.ledger.governance_records import Role
 from lamina.ledger.merkle import leaf_hash
 from lamina.ledger.reader import LedgerReader, find_leaf
 from lamina.ledger.receipt import Receipt, TlogProof
 from lamina.ledger.records import KIND_NAMES
 from lamina.ledger.schema import pluralize
 from lamina.ledger.show import describe_leaf
-from lamina.ledger.signed_checkpoint import NoteKey, WitnessKey, WitnessQuorum, encode64
+from lamina.ledger.signed_checkpoint import NoteKey, encode64
 from lamina.ledger.store.rows import StoredLeaf
 from lamina.ledger.store.sqlite import SqliteStore, is_postgres_url, make_store, printable_location
 from lamina.ledger.verify.tree_checks import KnownCheckpoint, Trust
@@ -219,11 +218,9 @@ def _checkpoint_text(book: LedgerReader, size: int | None) -> str:
 def _witnessed_checkpoint(book: LedgerReader) -> str:
     """The newest checkpoint with enough cosignatures."""
     state = book.parties()
-    keys = tuple(
-        WitnessKey(each.key.name, each.public) for each in state.histories(Role.WITNESS) if each.revoked is None
-    )
     for text in reversed(list(book.checkpoints())):
-        if len(WitnessQuorum(0, keys).cosigned(notes.parse_checkpoint(text)[1])) >= state.witnesses:
+        head, note = notes.parse_checkpoint(text)
+        if len(state.cosigned(note, leaves.decode_kept(book.raw(head.size - 1).leaf).time)) >= state.witnesses:
             return text
     problem = f"no checkpoint of {book.name} has {pluralize(state.witnesses, 'cosignature')} of its witnesses"
     raise LedgerError("cli.checkpoint-not-witnessed", problem, "send it to the witnesses, and add theirs: --cosigned")

@@ -253,11 +253,13 @@ class StoreReader:
 
     def known_keys(self) -> Iterator[tuple[bytes, int]]:
         """(key, seq) of everything in the index, in order."""
-        query = "SELECT key, seq FROM known WHERE key > ? OR (key = ? AND seq > ?) ORDER BY key, seq LIMIT ?"
-        key, seq = b"", -1
-        while found := self._db.rows(query, key, key, seq, _ROWS_AT_ONCE):
+        query = "SELECT key, seq FROM known {} ORDER BY key, seq LIMIT ?"
+        found = self._db.rows(query.format(""), _ROWS_AT_ONCE)  # without a bound: SQLite sorts numbers and texts first
+        while found:
             yield from ((_as_bytes(one), at) for one, at in found)
-            key, seq = _as_bytes(found[-1][0]), found[-1][1]
+            key, seq = found[-1]
+            after = query.format("WHERE key > ? OR (key = ? AND seq > ?)")
+            found = self._db.rows(after, key, key, seq, _ROWS_AT_ONCE)
 
     def attempts(self) -> Iterator[AttemptRow]:
         """Every attempt that an epoch closed."""

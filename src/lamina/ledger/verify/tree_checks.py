@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, NoReturn
 import numpy as np
 
 from lamina.admit.key_ring import KeyEntry, KeyRing, KeyStatus
-from lamina.admit.keys import CLOCK_SKEW, PublicKey, format_utc, read_small
-from lamina.errors import EncodingError, LaminaError, LedgerError
+from lamina.admit.keys import PublicKey, format_utc, read_small
+from lamina.errors import EncodingError, LaminaError, LedgerError, NotVerified
 from lamina.ledger import signed_checkpoint as notes
 from lamina.ledger.governance_records import Aggregate, Header, LeafSpan, Role
 from lamina.ledger.key_state import GovernanceState, KeyState, Violation
@@ -138,11 +138,30 @@ class Trust:
         """The governing keys that are trusted, of any ledger."""
         return {*(key.id for key in self.plain), *(each.id for each in self._of_role(Role.GOVERNING, now))}
 
-    def witnesses(self, now: int | None = None) -> WitnessQuorum | None:
-        """The witnesses of the ring, by their labels, and how many of them must have cosigned: all, if it says nothing."""
-        found = tuple(WitnessKey(each.label, each.key) for each in self._of_role(Role.WITNESS, now))
-        quorum = self.ring.quorum if self.ring is not None else None
-        return WitnessQuorum(len(found) if quorum is None else quorum, found) if found or quorum else None
+    def check_witnesses(self, note: Note, time: int, now: int | None = None) -> None:
+        """NotVerified unless as many witnesses of the ring as it says cosigned: all that it has, if it says nothing.
+
+        `time` is that of the last leaf. A key that took over from another is the same witness, once.
+        """
+        mine, at = self._of_role(Role.WITNESS, now), int(system.time()) if now is None else now
+        quorum = None if self.ring is None else self.ring.quorum
+        wanted, counted = len({self._last_key(each) for each in mine}) if quorum is None else quorum, set()
+        for each in mine:
+            named = WitnessQuorum(0, (WitnessKey(each.label, each.key),))
+            for signed in named.cosigned(note, now=at, since=time).values():
+                counted |= {self._last_key(each)} if each.standing(at, signed) is KeyStatus.USABLE else set()
+        if len(counted) < wanted:
+            why = 'all that the key ring has, as it states no "quorum"' if quorum is None else "the key ring's quorum"
+            problem = f"{len(counted)} trusted witnesses cosigned it, {wanted} must: {why}"
+            raise NotVerified(
+                "ledger.quorum-not-reached", problem, "ask the witnesses, or get a copy with cosignatures"
+            )
+
+    def _last_key(self, entry: KeyEntry) -> bytes:
+        """The key that signs today for whom this one signed."""
+        for _ in self.ring or ():  # a ring that was written by hand may go in circles
+            entry = (self.ring.get(entry.replaced_by) if self.ring and entry.replaced_by else None) or entry
+        return entry.id
 
     def contributors(self) -> KeyRing | None:
         """The ring, if it has keys of contributors: then no others count."""
@@ -402,10 +421,10 @@ class CheckpointChecks:
 
     def __init__(
         self, header: Header, stored: Sequence[StoredCheckpoint], trusted: Sequence[PublicKey] | None,
-        witnesses: WitnessQuorum | None = None, now: int | None = None, *, cosigned: bool = True,
+        trust: Trust | None = None, now: int | None = None, *, cosigned: bool = True,
     ) -> None:  # fmt: skip
-        """`trusted` are the only ledger keys that count, with those that take over from them; `witnesses` the same."""
-        self._header, self._origin, self._trusted_witnesses, self._now = header, header.origin, witnesses, now
+        """`trusted` are the only ledger keys that count, with those that take over from them; `trust` has witnesses."""
+        self._header, self._origin, self._trust_file, self._now = header, header.origin, trust, now
         self._last = max((each.size for each in stored), default=0) if cosigned else -1  # which witnesses must cosign
         self._stored = sorted(stored, key=lambda each: each.size)
         self._next = 0
@@ -483,27 +502,20 @@ class CheckpointChecks:
     def _witnesses(self, head: LedgerCheckpoint, note: Note, time: int, keys: GovernanceState) -> None:
         """Check that cosignatures are valid and not older than the last leaf."""
         name = f"the checkpoint of {head.size} leaves"
-        known = [each for each in keys.histories(Role.WITNESS) if each.revoked is None]
-        # One that was replaced, is not valid yet or not any more, counts for nothing; its successor counts by itself.
-        stand = {each.key.name: each for each in known if each.problem(time, time) is None}
-        all_keys, standing = (
-            WitnessQuorum(0, tuple(WitnessKey(each.key.name, each.public) for each in part))
-            for part in (known, stand.values())
-        )
         try:
-            times, counted = all_keys.cosigned(note, now=self._now), standing.cosigned(note)
+            count = len(keys.cosigned(note, time, self._now))
         except LedgerError as error:
-            self._fail("verify.cosignature-invalid", f"{name}: {error.problem}")
-        if early := [witness for witness, at in times.items() if at + CLOCK_SKEW < time]:
-            self._fail("verify.cosigned-before-last-leaf", f"witness {early[0]!r} cosigned {name} before its last leaf")
-        times = {each: at for each, at in counted.items() if stand[each].problem(at, at) is None}
-        if head.size == self._last and len(times) < keys.witnesses:
-            reason = f"{len(times)} witnesses cosigned {name}, the ledger asks for {keys.witnesses}"
+            early = error.code == "ledger.cosignature-too-old"
+            code = "verify.cosigned-before-last-leaf" if early else "verify.cosignature-invalid"
+            self._fail(code, f"{name}: {error.problem}")
+        if head.size != self._last:
+            return
+        if count < keys.witnesses:
+            reason = f"{count} witnesses cosigned {name}, the ledger asks for {keys.witnesses}"
             self._fail("verify.too-few-cosignatures", reason)
-        if head.size == self._last and self._trusted_witnesses is not None:
+        if self._trust_file is not None:
             try:
-                if any(at + CLOCK_SKEW < time for at in self._trusted_witnesses.check(note, now=self._now).values()):
-                    raise LedgerError("ledger.cosignature-too-old", "a witness cosigned it before its last leaf")
+                self._trust_file.check_witnesses(note, time, self._now)
             except LedgerError as error:
                 fail(self.signed_size, TRUSTED_KEYS, "verify.too-few-trusted-cosignatures", f"{name}: {error.problem}")
 

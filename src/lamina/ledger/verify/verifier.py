@@ -341,9 +341,9 @@ class LedgerReplay:
         if trust is not None:
             mine = [each for each in trust.keys(self.header.origin, now) if each.id not in self.pinned]
             trusted = mine if mine or not self.pinned else None
-        self._known, witnesses = trusted, None if trust is None else trust.witnesses(now)
+        self._known, stored = trusted, list(rows.checkpoints())
         self.checkpoints = CheckpointChecks(
-            self.header, list(rows.checkpoints()), trusted, witnesses, self._latest - CLOCK_SKEW, cosigned=cosigned
+            self.header, stored, trusted, trust, self._latest - CLOCK_SKEW, cosigned=cosigned
         )
         self.others: dict[int, type[Record]] = {}
         self.held: tuple[UnrecordedSpend, ...] = ()
