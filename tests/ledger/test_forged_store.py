@@ -7,22 +7,24 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import cbor2
 import pytest
 from build import begin, contribution
 from forge import sealed
-from forger import KEYS, TERMS, Forger, add, rotate
-from making import GOVERNING, LEDGER, ORIGIN, OTHER, START, Clock, create, digest
+from forger import KEYS, POLICY, TERMS, Forger, add, key_id, rotate
+from making import GOVERNING, LEDGER, ORIGIN, PARTIES, SECOND, START, Clock, create, digest
 from refusals import raises_code
 
-from lamina.admit.key_ring import KeyRing
 from lamina.ledger.checked_leaves import cut_unsigned
-from lamina.ledger.governance_records import Release
+from lamina.ledger.governance_records import GOVERNING_KINDS, Key, Release, Role
+from lamina.ledger.schema import schema_of
 from lamina.ledger.store.sqlite import SqliteStore
 from lamina.ledger.verify.tree_checks import Trust
 from lamina.ledger.verify.verifier import verify
 from lamina.ledger.writer import Ledger
 
 OWNER, TRAINER, SECRET = (digest("key", name) for name in ("governing", "ledger", "other"))
+PINNED = Trust(plain=(GOVERNING.public,))
 PERSON = {1: [add(SECRET, 2, "contributor-x", START)]}
 
 
@@ -137,21 +139,70 @@ def test_a_contribution_that_the_store_lists_as_nothing_is_named(forged: Forger)
     assert found is not None and (found.index, found.code) == (4, "verify.kind-index-differs")
 
 
-def test_an_owner_who_lets_another_in_is_still_one(tmp_path: Path) -> None:
-    """A second key that the first one added alone: what takes two is not trusted, unless both are known elsewhere."""
+SECOND_OWNER, THIRD = digest("key", "second governing"), digest("key", "third")
+Step = tuple[dict[int, Any], tuple[bytes, ...]]  # a key event, and who signs it
+LET_IN: Step = (add(SECRET, 6, "second.example/2", START), (OWNER,))
+ONE_OWNER: dict[str, tuple[list[Step], tuple[bytes, bytes]]] = {
+    "a second key": ([LET_IN], (OWNER, SECRET)),
+    "a third by both": ([LET_IN, (add(THIRD, 6, "third", START), (OWNER, SECRET))], (OWNER, THIRD)),
+    "the first is replaced": ([LET_IN, (rotate(OWNER, THIRD, 6, "third", START), (OWNER, SECRET))], (SECRET, THIRD)),
+    "in the place of who left": (
+        [(rotate(SECOND_OWNER, SECRET, 6, "second.example", START), (OWNER,))],
+        (OWNER, SECRET),
+    ),
+    "who left is let in again": ([(add(SECOND_OWNER, 6, "second.example", START), (OWNER,))], (OWNER, SECOND_OWNER)),
+}
+
+
+def governed(forged: Forger, kind: int, change: dict[int, Any], *signers: bytes) -> None:
+    forged.append(kind, forged.governing(kind, change, *signers))
+    sealed(forged.path, LEDGER)
+
+
+@pytest.mark.parametrize("kind", [TERMS, POLICY])
+@pytest.mark.parametrize("way", ONE_OWNER)
+def test_an_owner_who_lets_another_in_is_still_one(tmp_path: Path, way: str, kind: int) -> None:
+    """One owner stands: the key of the second of the header has ended."""
     forged = Forger(str(tmp_path / "ledger.db"))
-    create(forged.path).close()
-    forged.append(KEYS, forged.governing(KEYS, {1: [add(SECRET, 6, "second.example", START)]}, OWNER))
+    left = Key(name="second.example", x=SECOND.public.x, role=Role.GOVERNING, valid_until=START)
+    create(forged.path, keys=(*PARTIES, left)).close()
+    steps, signers = ONE_OWNER[way]
+    for event, by in steps:
+        governed(forged, KEYS, {1: [event]}, *by)
+    assert verify(forged.path, trust=PINNED).trusted
+    header = cbor2.loads(forged.sql("SELECT body FROM leaf WHERE seq = 0")[0][0])
+    change = (
+        {2: 60} if kind == TERMS else {1: header[6], 2: [header[7][0] | {2: 9_000_000}, *header[7][1:]], 3: header[8]}
+    )
+    body = forged.governing(kind, change, *signers)
+    with opened(forged) as ledger, raises_code("ledger.signed-by-one-owner"):
+        ledger.append([schema_of(GOVERNING_KINDS[kind]).from_cbor(body)])
+    seq = forged.append(kind, body)
+    with opened(forged) as ledger, raises_code("ledger.leaf-not-allowed"):
+        ledger.checkpoint()
     sealed(forged.path, LEDGER)
-    assert verify(forged.path, trust=Trust(plain=(GOVERNING.public,))).trusted
-    forged.append(TERMS, forged.governing(TERMS, {2: 60}, OWNER, SECRET))
-    sealed(forged.path, LEDGER)
-    found = verify(forged.path, trust=Trust(plain=(GOVERNING.public,)))
-    assert found.verified and not found.trusted and any("one let the other in" in note for note in found.notes)
-    both = KeyRing()
-    for one in (GOVERNING, OTHER):
-        both.add(one.public, label=one.public.name[:8], role="governing")
-    assert verify(forged.path, trust=Trust(ring=both)).trusted
+    found = verify(forged.path, trust=PINNED).problem
+    assert found is not None and (found.index, found.code) == (seq, "ledger.signed-by-one-owner")
+
+
+def test_one_owner_with_two_keys_does_not_put_the_other_owner_out(tmp_path: Path) -> None:
+    forged = Forger(str(tmp_path / "ledger.db"))
+    late = Key(name="second.example", x=SECOND.public.x, role=Role.GOVERNING, valid_from=START + 100)
+    create(forged.path, keys=(*PARTIES, late)).close()
+    governed(forged, KEYS, {1: [LET_IN[0]]}, OWNER)
+    forged.sql("UPDATE head SET time = ?", START + 100)
+    out = {1: [{1: 3, 3: key_id(SECOND_OWNER), 4: START + 100}]}
+    governed(forged, KEYS, out, OWNER, SECRET)
+    found = verify(forged.path, trust=PINNED).problem
+    assert found is not None and found.code == "ledger.signed-by-one-owner"
+
+
+def test_whom_two_owners_let_in_is_an_owner(forged: Forger) -> None:
+    governed(forged, KEYS, {1: [LET_IN[0]]}, OWNER, SECOND_OWNER)
+    governed(forged, TERMS, {2: 60}, SECOND_OWNER, SECRET)
+    governed(forged, KEYS, {1: [rotate(OWNER, THIRD, 6, "third", START)]}, OWNER, SECRET)
+    governed(forged, TERMS, {2: 50}, THIRD, SECRET)
+    assert verify(forged.path, trust=PINNED).trusted
 
 
 def test_a_key_of_the_ledger_replaces_itself_soon_and_once(forged: Forger, made: Path) -> None:
@@ -179,14 +230,8 @@ def test_a_key_of_the_ledger_replaces_itself_soon_and_once(forged: Forger, made:
         "INSERT INTO known VALUES (x'00', '')",
         "INSERT INTO token VALUES (2500000000)",
         "INSERT INTO attempt VALUES (9, 'one', 2, 3)",
-        "INSERT INTO withdrawn VALUES (1, 'text')",
         "INSERT INTO run VALUES (7, 8, 'nine', 1)",
         "INSERT INTO held VALUES (x'00', 0, 0, 5, NULL, 2500000000)",
-        "UPDATE head SET size = 1e300",
-        "UPDATE head SET time = 'noon'",
-        "UPDATE checkpoint SET text = 5",
-        "UPDATE checkpoint SET text = x'00'",
-        "UPDATE leaf SET kind = 'two' WHERE seq = 2",
     ],
 )
 def test_numbers_and_texts_where_bytes_belong(forged: Forger, change: str) -> None:
@@ -194,6 +239,23 @@ def test_numbers_and_texts_where_bytes_belong(forged: Forger, change: str) -> No
     forged.sql(change)
     found = verify(forged.path)
     assert found.problem is not None and found.problem.code == "verify.row-wrong-type"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "INSERT INTO withdrawn VALUES (1, 'text')",
+        "UPDATE head SET size = 1e300",
+        "UPDATE head SET time = 'noon'",
+        "UPDATE checkpoint SET text = 5",
+        "UPDATE checkpoint SET text = x'00'",
+        "UPDATE leaf SET kind = 'two' WHERE seq = 2",
+    ],
+)
+def test_values_of_other_types_are_findings(forged: Forger, change: str) -> None:
+    forged.sql(change)
+    found = verify(forged.path)
+    assert found.problem is not None and found.problem.code.startswith("verify.")
     if "head" in change:
         with raises_code("store.row-wrong-type"):
             opened(forged)

@@ -251,17 +251,16 @@ class KeyAddition(NamedTuple):
 class GovernanceState(KeyState):
     """Keys, policy and terms after the first `size` leaves, and whether a governing record may come next.
 
-    One governing key authorises a change. Two different ones authorise whatever protects less, and changes of the
-    governing keys themselves where two or more stand. All of them stood before the record. A ledger key may replace
-    itself, which it signs, and nothing more.
+    One governing key authorises a change. Two of different owners authorise whatever protects less; and changes of the
+    governing keys themselves where two or more stand, of different owners where there are two. All of them stood before
+    the record. A ledger key may replace itself, which it signs, and nothing more.
 
     header_hash  of leaf 0
     last         hash of the leaf of the last governing record; of leaf 0 before the first
     policy       header or policy change in force
     witnesses, retention   in force
-    independent            governing keys that no single other one let in, nor itself: those of the header, and who two of
-                           these added. A verifier adds those whom it trusts
-    loosened_alone         leaves that two keys had to authorise, of which fewer than two are independent
+    owners       by governing key the first key of its owner: each of the header, and each that two owners let in, is an
+                 owner; whom one owner let in, or rotated to, is the same owner
     """
 
     def __init__(self, header: Header, leaf: bytes) -> None:
@@ -273,8 +272,7 @@ class GovernanceState(KeyState):
         self.policy: Header | PolicyChange = header
         self.witnesses, self.retention = header.witnesses, header.retention
         self.additions: list[KeyAddition] = []
-        self.independent = {each.id for each in header.keys if each.role is Role.GOVERNING}
-        self.loosened_alone: list[int] = []
+        self.owners = {each.id: each.id for each in header.keys if each.role is Role.GOVERNING}
 
     # ----------------------------------------------------------------------------------- replaying
 
@@ -289,23 +287,20 @@ class GovernanceState(KeyState):
 
     def see(self, record: GoverningRecord, seq: int, time: int, data: bytes, root_of: RootAt) -> None:
         """Check and apply the governing record of that leaf; LedgerError if it is not authorised."""
-        signers = self.check(record, seq, time, root_of) & self.independent
-        if len(signers) < 2 and self.needs_two(record, time):
-            self.loosened_alone.append(seq)
-        for event in record.events if isinstance(record, KeyEvents) else ():
-            if (new := event.key) is not None and new.role is Role.GOVERNING:
-                replaces = event.change is KeyChange.ROTATE and event.target in self.independent
-                self.independent -= {event.target} if replaces else set()
-                self.independent |= {new.id} if replaces or len(signers) > 1 else set()
+        self.check(record, seq, time, root_of)
         self.apply(record, seq, data)
 
     def apply(self, record: GoverningRecord, seq: int, data: bytes) -> None:
         """Apply the governing record of that leaf, which was checked."""
         if isinstance(record, KeyEvents):
-            signers = record.authorization.signatures if record.authorization is not None else ()
+            given = record.authorization.signatures if record.authorization is not None else ()
+            signers = tuple(each.key for each in given)
+            owners = {self.owners[each] for each in signers if each in self.owners}
             for event in record.events:
                 self.apply_event(event, seq)
-                self.additions.append(KeyAddition(seq, event, tuple(each.key for each in signers)))
+                self.additions.append(KeyAddition(seq, event, signers))
+                if (key := event.key) is not None and key.role is Role.GOVERNING:
+                    self.owners[key.id] = min(owners) if len(owners) == 1 else key.id
         elif isinstance(record, PolicyChange):
             self.policy = record
         else:
@@ -378,6 +373,12 @@ class GovernanceState(KeyState):
                 raise LedgerError("ledger.policy-loosened", problem, remedy)
             problem = f"the change takes two governing keys, one signed: {'; '.join(why)}"
             raise LedgerError("ledger.second-signature-missing", problem, remedy)
+        several = len({self.owners[each.id] for each in self.standing(Role.GOVERNING, time)}) > 1
+        alone = not itself and len({self.owners[each] for each in signers}) < 2
+        if alone and (several or not isinstance(record, KeyEvents)) and (why := self.needs_two(record, time)):
+            problem = f"the change takes two owners, and one let the other key in: {'; '.join(why)}"
+            remedy = "have another owner of the header sign; where there is none, only a new ledger can promise less"
+            raise LedgerError("ledger.signed-by-one-owner", problem, remedy)
         return signers
 
     def needs_two(self, record: GoverningRecord, time: int) -> list[str]:

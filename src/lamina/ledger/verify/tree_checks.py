@@ -128,15 +128,12 @@ class Trust:
     def governing(self, header: Header, now: int | None = None) -> set[bytes]:
         """The governing keys of the header that are trusted; stops with a finding if others were expected."""
         known = {each.id for each in header.keys if each.role is Role.GOVERNING}
-        found = known & self.owners(now)
-        if self._of_role(Role.GOVERNING, now) and not found:
+        named = self._of_role(Role.GOVERNING, now)
+        found = known & {*(key.id for key in self.plain), *(each.id for each in named)}
+        if named and not found:
             reason = f"no trusted governing key signed the header: {SIGNED_ANEW}"
             fail(0, TRUSTED_KEYS, "verify.header-not-by-trusted-key", reason)
         return found
-
-    def owners(self, now: int | None = None) -> set[bytes]:
-        """The governing keys that are trusted, of any ledger."""
-        return {*(key.id for key in self.plain), *(each.id for each in self._of_role(Role.GOVERNING, now))}
 
     def check_witnesses(self, note: Note, time: int, now: int | None = None) -> None:
         """NotVerified unless as many witnesses of the ring as it says cosigned: all that it has, if it says nothing.

@@ -335,7 +335,6 @@ class LedgerReplay:
         self.epochs = EpochChecks(self.header, rows, self.policy, self.withdrawals, self._members)
         self.aggregates = AggregateChecks(self.header, self.keys, self._tallies)
         self.pinned: set[bytes] = set() if trust is None else trust.governing(self.header, now)
-        self.keys.independent |= self.pinned if trust is None else trust.owners(now)
         self.beyond_signed: list[str] = []
         trusted = None  # the ledger's own keys count
         if trust is not None:
@@ -596,7 +595,6 @@ def _report(replay: LedgerReplay, problem: Finding | None, trust: Trust | None) 
         and bool(replay.pinned)
         and replay.attestations is not None
         and not replay.aggregates.not_countersigned
-        and not replay.keys.loosened_alone
         and not replay.beyond_signed
         and not replay.epochs.unsure_epochs,
         origin=replay.header.origin,
@@ -663,8 +661,6 @@ def _report_notes(replay: LedgerReplay, trust: Trust | None) -> Iterable[str]:
         yield f"{charge} too little, unless keys of pruned contributions were revoked, which nobody can see: not trusted"
     for wrong in replay.beyond_signed:
         yield f"{wrong}, if nobody was left out where only its class is charged: what the ledger says of it is not trusted"
-    for seq in replay.keys.loosened_alone:
-        yield f"leaf {seq} protects less than before, by governing keys of which one let the other in: trust both by --trust"
     if count := replay.unrecorded:
         yield (
             f"{pluralize(count, 'attempt was', 'attempts were')} left out by later generations: only the ledger says that a "
