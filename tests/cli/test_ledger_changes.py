@@ -208,6 +208,14 @@ def test_a_ledger_with_owners(call: Call, tmp_path: Path) -> None:
     assert succeeded(call("checkpoint", "new.db", "--witnessed")) == Path("signed.txt").read_text()
     assert "verified and trusted" in succeeded(call("verify", "new.db", "--trust", "trusted.json"))
     assert "self-consistent, not trusted" in succeeded(call("verify", "new.db"))
+    # A cosignature by a witness after it was replaced does not count.
+    succeeded(call("key", "new.db", "rotate", "other", "auditor.pub", "--key", "owner.key", "--key", "next.key"))
+    with Ledger.open("new.db") as made:
+        text = made.latest()
+    assert text is not None
+    Path("late.txt").write_text(signed_checkpoint.add_cosignature(text, OTHER, START + 4 * YEAR, "other"))
+    succeeded(call("checkpoint", "new.db", "--cosigned", "late.txt"))
+    assert succeeded(call("checkpoint", "new.db", "--witnessed")) == Path("signed.txt").read_text()
 
 
 def test_a_key_ring_is_enrolled_in_one_record(call: Call) -> None:

@@ -96,7 +96,8 @@ def _append(ledger: str, state: GovernanceState, record: GoverningRecord, keys: 
         seq = book.govern(record)
         signers = [] if record.authorization is None else [each.key.hex() for each in record.authorization.signatures]
         signed = book.latest() if signer is not None else None
-    return {"changed": True, "index": seq, "signatures": signers, "checkpoint": signed}
+    made = {"index": seq, "signatures": signers, "expires": format_utc(_expiry(record))}
+    return {"changed": True, **made, "checkpoint": signed}
 
 
 def _authorising_keys(state: GovernanceState, record: GoverningRecord, keys: Sequence[PrivateKey]) -> list[PrivateKey]:
@@ -128,7 +129,7 @@ def outcome(result: dict[str, Any]) -> str:
     if result["checkpoint"]:
         return f"{made}, and covered by a checkpoint"
     how = f"lamina ledger checkpoint {result['ledger']} --key LEDGER.key"
-    return f"{made}, no checkpoint covers it yet: the next run signs one, or {how}"
+    return f"{made}, no checkpoint covers it yet: the next run before {result['expires']} signs one, or {how}"
 
 
 # ------------------------------------------------------------------------------ init
@@ -156,7 +157,7 @@ def init(
     The trainer's machine has the ledger's key, which signs checkpoints (--key; without it one is made beside the
     ledger), and no governing key. Keep these offline, and hand their public keys to auditors: verify --trust.
 
-    With two or more governing keys, whatever protects less takes two of them. If owners are elsewhere, give their public
+    Whatever protects less takes two of these keys; with one alone it can never be agreed on. If owners are elsewhere, give their public
     keys and --propose: each signs with lamina ledger sign, and lamina ledger submit makes the ledger.
 
     Examples:
