@@ -14,7 +14,7 @@ import pytest
 from build import plan
 from clinic import policy
 from forks import in_processes
-from making import GOVERNING, LEDGER, SECOND, START, Clock, authorised, key
+from making import GOVERNING, LEDGER, SECOND, START, Clock, authorised, key, owned
 from refusals import raises_code
 
 from lamina.admit.checks import floors_hash
@@ -291,26 +291,48 @@ def test_a_stricter_policy_and_a_new_class_are_followed(where: str) -> None:
     assert verify(where, now=START).verified
 
 
+OWNERS = [
+    Key(name=name, x=one.public.x, role=Role.GOVERNING)
+    for name, one in (("owner.example", GOVERNING), ("second.example", SECOND))
+]
+
+
 def test_a_looser_policy_needs_two_owners(where: str) -> None:
     looser = contract(floors={"clip_norm": 0.1}, standard={"noise_multiplier": 1.0}, clinical={"profile": "all"})
-    with begin(where) as ledger:
+    header = owned(contract().header(LEDGER.public, OWNERS, retention=1000))
+    with Ledger.create(where, header, LEDGER, governing=GOVERNING, clock=Clock()) as ledger:
         with raises_code("ledger.policy-loosened") as caught:
             adopt_policy(ledger, looser)
         for word in ("floor of the noise multiplier falls", "class 'standard' falls", "class 'clinical' is not inside"):
             assert word in caught.value.problem
         change = looser.change(policy_in_force(ledger))
         assert change is not None
-        second = Key(name="second.example", x=SECOND.public.x, role=Role.GOVERNING)
-        ledger.govern(KeyEvents(events=(KeyEvent(change=KeyChange.ADD, key=second, effective=START),)))
         for keys, code in (
             ([GOVERNING], "ledger.policy-loosened"),
             ([GOVERNING, LEDGER], "ledger.authorising-signature-invalid"),
         ):
             with raises_code(code):
                 ledger.govern(authorised(ledger, change, *keys))
-        assert ledger.size == 2
-        assert ledger.govern(authorised(ledger, change, GOVERNING, SECOND)) == 2
+        assert ledger.size == 1
+        assert ledger.govern(authorised(ledger, change, GOVERNING, SECOND)) == 1
         assert adopt_policy(ledger, looser) is False
+    assert verify(where, now=START).verified
+
+
+def test_one_owner_never_adopts_a_looser_policy(where: str) -> None:
+    with begin(where) as ledger:
+        ledger.govern(KeyEvents(events=(KeyEvent(change=KeyChange.ADD, key=OWNERS[1], effective=START),)))
+        change = contract(standard={"noise_multiplier": 1.0}).change(policy_in_force(ledger))
+        assert change is not None
+        for keys, code in (
+            ([GOVERNING], "ledger.policy-loosened"),
+            ([SECOND], "ledger.policy-loosened"),
+            ([GOVERNING, SECOND], "ledger.signed-by-one-owner"),
+        ):
+            with raises_code(code):
+                ledger.govern(authorised(ledger, change, *keys))
+        assert ledger.size == 2
+        assert adopt_policy(ledger, contract(standard={"noise_multiplier": 3.0}))
     assert verify(where, now=START).verified
 
 
