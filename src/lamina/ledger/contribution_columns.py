@@ -10,9 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from hashlib import sha256
-from itertools import chain
-from typing import TYPE_CHECKING
+from operator import itemgetter
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +19,7 @@ from numpy.typing import NDArray
 from lamina.admit.keys import LAST_SECOND
 from lamina.errors import EncodingError
 from lamina.ledger.append import INDEX_KEY_BYTES, index_keys
+from lamina.ledger.merkle import hash_all
 from lamina.ledger.records import (
     CONTRIBUTION_BODY,
     CONTRIBUTION_LEAF,
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 Contribution = ContributionRecord | KeptContribution
 Ints = NDArray[np.int64]
+Bytes = NDArray[np.uint8]
 Flags = np.ndarray[tuple[int], np.dtype[np.bool_]]
 Prefixes = NDArray[np.uint64]  # the first 8 bytes of digests
 
@@ -63,9 +64,7 @@ class ContributionColumns:
     bound: Bound
     descriptor: Prefixes
     subject: Prefixes | None
-    keys: tuple[
-        NDArray[np.uint8], ...
-    ]  # their index keys: of descriptors, and of subjects and anchors if they have them
+    keys: tuple[Bytes, ...]  # their index keys: of descriptors, and of subjects and anchors if they have them
     terms: ContributionTerms | None
     not_before: Ints | None = None
     attestation: Prefixes | None = None
@@ -75,6 +74,8 @@ class ContributionColumns:
 
 def other_kinds(data: LeafBlock) -> list[int]:
     """Positions of the leaves that do not begin like a contribution."""
+    if CONTRIBUTION_STARTS.issuperset(map(itemgetter(slice(3)), data.leaves)):  # most blocks have no other
+        return []
     return [at for at, one in enumerate(data.leaves) if one[:3] not in CONTRIBUTION_STARTS]
 
 
@@ -92,12 +93,11 @@ def kept_contributions(rows: StoreReader, first: int, stop: int) -> Iterator[Con
 def read_columns(block: LeafBlock) -> Iterator[ContributionColumns | Ints]:
     """The block in groups of one layout; last, the positions of the leaves to be read one by one."""
     left: list[Ints] = []
-    alike: dict[tuple[int, int], list[int]] = {}
-    widths = zip(map(len, block.leaves), [-1 if body is None else len(body) for body in block.bodies], strict=True)
-    for row, width in enumerate(widths):
-        alike.setdefault(width, []).append(row)
-    for same in alike.values():
-        rows: Ints = np.array(same, dtype=np.int64)
+    in_leaf: Ints = np.fromiter(map(len, block.leaves), np.int64, len(block))
+    in_body: Ints = np.fromiter([-1 if body is None else len(body) for body in block.bodies], np.int64, len(block))
+    widths = in_leaf << 32 | in_body + 1
+    for width in np.unique(widths):
+        rows: Ints = np.flatnonzero(widths == width)
         for _ in range(_MOST_LAYOUTS):
             if len(rows) < _FEWEST_ROWS:
                 break
@@ -120,108 +120,123 @@ def _same_layout_group(block: LeafBlock, rows: Ints) -> tuple[ContributionColumn
         first = decode_leaf(model).record
     except EncodingError:
         return None
-    spans = _layout(model)
-    if spans is None or not isinstance(first, ContributionRecord | KeptContribution):
+    fields = _layout(model)
+    if fields is None or not isinstance(first, ContributionRecord | KeptContribution):
         return None
-    numbers = [group for group in (_SEQ, _TIME, _EPOCH, _END, _BEGIN) if group in spans]
-    length = len(model.leaf) + len(model.body or b"")
-    key_places = [(b"d", spans[_DESCRIPTOR][0])]
+    keys = [(b"d", fields[_DESCRIPTOR])]
     if first.subject is not None:
-        key_places.append((b"s", len(model.leaf) - 32))
+        keys.append((b"s", _Field(0, len(model.leaf) - 32, len(model.leaf))))
     if isinstance(first, ContributionRecord) and first.anchor is not None:
-        key_places.append((b"a", length - 32))
-    free = np.zeros(length, dtype=np.bool_)
-    for group, (start, stop) in spans.items():
-        free[start + (group in numbers and stop - start > 1) : stop] = True  # the width of a number stays
-    for _, at in key_places:
-        free[at : at + 32] = True
-    places, whole = rows.tolist(), isinstance(first, ContributionRecord)
-    bodies = [block.bodies[row] or b"" for row in places]
-    leaves = [block.leaves[row] for row in places]
-    parts = chain.from_iterable(zip(leaves, bodies, strict=True)) if whole else leaves
-    table = np.frombuffer(b"".join(parts), np.uint8).reshape(-1, length)
-    same = (table[:, ~free] == table[0, ~free]).all(axis=1)
-    columns = {group: _number_column(table, *spans[group]) for group in numbers}
-    for group, column in columns.items():
-        start, stop = spans[group]
-        same &= column >= _LEAST_BY_WIDTH[stop - start]
-        if stop - start == 1:
+        keys.append((b"a", _Field(1, len(model.body or b"") - 32, len(model.body or b""))))
+    alike = block if len(rows) == len(block) else block.pick(rows.tolist())
+    bodies = cast(Sequence[bytes], alike.bodies if model.body is not None else ())  # of one width: all, or none
+    tables = [_table(alike.leaves), _table(bodies)] if bodies else [_table(alike.leaves)]
+    fixed = [np.ones(table.shape[1], dtype=np.bool_) for table in tables]
+    numbers = [group for group in (_SEQ, _TIME, _EPOCH, _END, _BEGIN) if group in fields]
+    for group, (part, start, stop) in fields.items():
+        fixed[part][start + (group in numbers and stop - start > 1) : stop] = False  # the width of a number stays
+    for _, (part, start, stop) in keys:
+        fixed[part][start:stop] = False
+    same: Flags = np.ones(len(rows), dtype=np.bool_)
+    for table, columns in zip(tables, fixed, strict=True):
+        same &= (table[:, columns] == table[0, columns]).all(axis=1)
+    values = {group: _number_column(_column(tables, fields[group])) for group in numbers}
+    for group, column in values.items():
+        same &= column >= _LEAST_BY_WIDTH[(width := fields[group].stop - fields[group].start)]
+        if width == 1:
             same &= column < 24
-    same &= (columns[_TIME] <= LAST_SECOND) & (columns[_END] <= LAST_SECOND)
-    if whole:
-        same &= columns[_BEGIN] < columns[_END]
-        start, stop = spans[_BODY_HASH]
-        hashes = b"".join([sha256(body).digest() for body in bodies])
-        same &= (table[:, start:stop] == np.frombuffer(hashes, np.uint8).reshape(-1, 32)).all(axis=1)
-
-    def prefixes(at: int) -> Prefixes:
-        return np.ascontiguousarray(table[same, at : at + 8]).view("<u8").ravel()
-
+    same &= (values[_TIME] <= LAST_SECOND) & (values[_END] <= LAST_SECOND)
+    if bodies:
+        same &= values[_BEGIN] < values[_END]
+        stated, hashes = _column(tables, fields[_BODY_HASH]), _table(hash_all(bodies))
+        if stated.tobytes() != hashes.tobytes():
+            same &= (stated == hashes).all(axis=1)
+    others = rows[~same]
+    if len(others):
+        rows, tables = rows[same], [table[same] for table in tables]
+        values = {group: column[same] for group, column in values.items()}
     made = ContributionColumns(
-        rows=rows[same],
-        seq=columns[_SEQ][same],
-        time=columns[_TIME][same],
-        epoch=columns[_EPOCH][same],
-        expires=columns[_END][same],
+        rows=rows,
+        seq=values[_SEQ],
+        time=values[_TIME],
+        epoch=values[_EPOCH],
+        expires=values[_END],
         bound=first.bound,
-        descriptor=prefixes(spans[_DESCRIPTOR][0]),
-        subject=None if first.subject is None else prefixes(len(model.leaf) - 32),
-        keys=tuple(_index_keys(table[same], prefix, at) for prefix, at in key_places),
+        descriptor=_prefixes(_column(tables, fields[_DESCRIPTOR])),
+        subject=None if first.subject is None else _prefixes(_column(tables, keys[1][1])),
+        keys=tuple(_index_keys(prefix, _column(tables, field)) for prefix, field in keys),
         terms=None,
     )
     if isinstance(first, ContributionRecord):
-        start, stop = (at - len(model.leaf) for at in spans[_KEY])
+        kids = _column(tables, fields[_KEY])
         made = replace(
             made,
             terms=first.terms,
-            not_before=columns[_BEGIN][same],
-            attestation=prefixes(spans[_ATTESTATION][0]),
-            key=prefixes(spans[_KEY][0]),
-            kids=frozenset([(block.bodies[row] or b"")[start:stop] for row in made.rows.tolist()]),
+            not_before=values[_BEGIN],
+            attestation=_prefixes(_column(tables, fields[_ATTESTATION])),
+            key=_prefixes(kids),
+            kids=frozenset(kids.view("V32").ravel().tolist()),
         )
-    return made, rows[~same]
+    return made, others
 
 
-def _index_keys(table: NDArray[np.uint8], prefix: bytes, at: int) -> NDArray[np.uint8]:
-    """The index keys of the digests that begin in that column: a letter and 15 bytes."""
-    found = np.empty((len(table), INDEX_KEY_BYTES), dtype=np.uint8)
-    found[:, 0], found[:, 1:] = prefix[0], table[:, at : at + INDEX_KEY_BYTES - 1]
-    return found
+class _Field(NamedTuple):
+    """Where a field is: in the leaf (0) or the body (1), and which of its bytes."""
+
+    part: int
+    start: int
+    stop: int
 
 
-def _layout(model: StoredLeaf) -> dict[int, tuple[int, int]] | None:
-    """Where the fields are in leaf and body, one after the other; None if there are none."""
-    if (leaf := CONTRIBUTION_LEAF.match(model.leaf)) is None:
-        return None
-    spans = {group: leaf.span(group) for group in range(1, _ATTESTATION)}
+def _layout(model: StoredLeaf) -> dict[int, _Field] | None:
+    """Where the fields are; None if there are none."""
+    found = [CONTRIBUTION_LEAF.match(model.leaf)]
     if model.body is not None:
-        if (body := CONTRIBUTION_BODY.match(model.body)) is None:
-            return None
-        after = len(model.leaf)
-        spans |= {_END + group: (after + body.start(group), after + body.end(group)) for group in range(1, 4)}
-    return spans
+        found.append(CONTRIBUTION_BODY.match(model.body))
+    spans = [(part, *each.span(n)) for part, each in enumerate(found) if each for n in range(1, 1 + len(each.groups()))]
+    return {group: _Field(*span) for group, span in enumerate(spans, start=1)} if all(found) else None
+
+
+def _table(parts: Sequence[bytes]) -> Bytes:
+    """Byte strings of one length as the rows of a table."""
+    return np.frombuffer(b"".join(parts), np.uint8).reshape(len(parts), -1)
+
+
+def _column(tables: Sequence[Bytes], field: _Field) -> Bytes:
+    return np.ascontiguousarray(tables[field.part][:, field.start : field.stop])
+
+
+def _prefixes(digests: Bytes) -> Prefixes:
+    return np.ascontiguousarray(digests[:, :8]).view("<u8").ravel()
+
+
+def _index_keys(prefix: bytes, digests: Bytes) -> Bytes:
+    """Their index keys: a letter and 15 bytes."""
+    found = np.empty((len(digests), INDEX_KEY_BYTES), dtype=np.uint8)
+    found[:, 0], found[:, 1:] = prefix[0], digests[:, : INDEX_KEY_BYTES - 1]
+    return found
 
 
 _LEAST_BY_WIDTH = {1: 0, 2: 24, 3: 1 << 8, 5: 1 << 16, 9: 1 << 32}  # CBOR writes smaller numbers shorter
 
 
-def _number_column(table: NDArray[np.uint8], start: int, stop: int) -> Ints:
-    """A column of CBOR numbers of one width; one above 2^63 becomes negative, and so out of range."""
-    if stop - start == 1:
-        return table[:, start].astype(np.int64)
-    kind = {2: ">u1", 3: ">u2", 5: ">u4", 9: ">u8"}[stop - start]
-    return np.ascontiguousarray(table[:, start + 1 : stop]).view(kind).ravel().astype(np.int64)
+def _number_column(column: Bytes) -> Ints:
+    """CBOR numbers of one width; one above 2^63 becomes negative, and so out of range."""
+    if column.shape[1] == 1:
+        return column.ravel().astype(np.int64)
+    kind = {2: ">u1", 3: ">u2", 5: ">u4", 9: ">u8"}[column.shape[1]]
+    return np.ascontiguousarray(column[:, 1:]).view(kind).ravel().astype(np.int64)
 
 
 class KeyIndexChecks:
     """Compares the store's index of contributions with the leaves: whom it hides could be admitted again."""
 
     def __init__(self) -> None:
-        self._keys: list[NDArray[np.uint8]] = []
+        self._keys: list[Bytes] = []
         self._seqs: list[Ints] = []
         self._pruned: list[Ints] = []
 
-    def many(self, seqs: Ints, keys: Sequence[NDArray[np.uint8]], pruned: bool) -> None:
+    def many(self, seqs: Ints, keys: Sequence[Bytes], pruned: bool) -> None:
         self._keys += keys
         self._seqs += [seqs] * len(keys)
         if pruned:

@@ -87,6 +87,9 @@ class KeyChange(enum.Enum):
     REVOKE = 3
 
 
+_public_key = lru_cache(maxsize=4096)(PublicKey)  # checking a point takes time, and most leaves name the same keys
+
+
 @ledger_record()
 class Key:
     """A key of the ledger: the 32 bytes of an Ed25519 point, under a name, in one role, for a time.
@@ -103,7 +106,7 @@ class Key:
     def __post_init__(self) -> None:
         check_fields(self)
         try:
-            PublicKey(self.x)
+            _public_key(self.x)
         except BadKey as error:
             raise LedgerError("ledger.key-not-valid", f"key {self.name!r}: {error.problem}", error.remedy) from None
         if self.valid_until is not None and self.valid_until <= self.valid_from:
@@ -112,7 +115,7 @@ class Key:
 
     @property
     def public(self) -> PublicKey:
-        return PublicKey(self.x)
+        return _public_key(self.x)
 
     @property
     def id(self) -> bytes:

@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from struct import iter_unpack
 from threading import Lock
 from typing import Protocol
 
@@ -25,7 +26,8 @@ HASH_SIZE = 32
 EMPTY_ROOT = hashlib.sha256(b"").digest()
 MAX_TREE_SIZE = 2**63 - 1  # leaves; what other implementations count with
 
-_LEAF_HASH_STATE = hashlib.sha256(b"\x00")  # a copy of a started hash costs less than a new one
+_HASH_STATE = hashlib.sha256()  # a copy of a started hash costs less than a new one
+_LEAF_HASH_STATE = hashlib.sha256(b"\x00")
 _NODE_HASH_STATE = hashlib.sha256(b"\x01")
 
 
@@ -40,14 +42,19 @@ def leaf_hash(data: bytes) -> bytes:
     return state.digest()
 
 
-def leaf_hashes(leaves: Iterable[bytes]) -> list[bytes]:
-    """The hashes of many leaves."""
-    start, hashes = _LEAF_HASH_STATE.copy, []
-    for data in leaves:
+def hash_all(parts: Iterable[bytes], begun: hashlib._Hash = _HASH_STATE) -> list[bytes]:
+    """The SHA-256 of each, after what `begun` has read."""
+    start, hashes = begun.copy, []
+    for data in parts:
         state = start()
         state.update(data)
         hashes.append(state.digest())
     return hashes
+
+
+def leaf_hashes(leaves: Iterable[bytes]) -> list[bytes]:
+    """The hashes of many leaves."""
+    return hash_all(leaves, _LEAF_HASH_STATE)
 
 
 def node_hash(left: bytes, right: bytes) -> bytes:
@@ -59,12 +66,8 @@ def node_hash(left: bytes, right: bytes) -> bytes:
 
 def parent_hashes(row: bytes) -> bytes:
     """The hashes of the nodes above a row of hashes; a last one without a sibling is left out."""
-    start, hashes = _NODE_HASH_STATE.copy, []
-    for at in range(0, len(row) - HASH_SIZE, 2 * HASH_SIZE):
-        state = start()
-        state.update(row[at : at + 2 * HASH_SIZE])
-        hashes.append(state.digest())
-    return b"".join(hashes)
+    pairs = iter_unpack("64s", row[: len(row) // 64 * 64])
+    return b"".join(hash_all([pair for (pair,) in pairs], _NODE_HASH_STATE))
 
 
 def root_of_subtrees(hashes: Sequence[bytes]) -> bytes:

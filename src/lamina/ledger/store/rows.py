@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, NamedTuple, Protocol
 
 from lamina.errors import LedgerDamaged, LedgerError
@@ -44,6 +45,9 @@ class LeafBlock:
 
     def part(self, start: int, stop: int) -> LeafBlock:
         return LeafBlock(self.leaves[start:stop], self.bodies[start:stop])
+
+    def pick(self, places: Sequence[int]) -> LeafBlock:
+        return LeafBlock([self.leaves[at] for at in places], [self.bodies[at] for at in places])
 
 
 class LedgerHead(NamedTuple):
@@ -122,7 +126,7 @@ class WriterBatch(NamedTuple):
     seqs: bytes
 
 
-_ROWS_AT_ONCE = 2048  # rows that are in memory at a time
+_ROWS_AT_ONCE = 4096  # rows that are in memory at a time
 
 
 class SqlConnection(Protocol):
@@ -167,7 +171,7 @@ class StoreReader:
         """The same as `leaves`, many at a time."""
         query = "SELECT seq, data, body FROM leaf WHERE seq >= ? AND seq < ? ORDER BY seq LIMIT ?"
         while first < stop and (found := self._db.rows(query, first, stop, _ROWS_AT_ONCE)):
-            seqs, leaves, bodies = zip(*found, strict=True)
+            seqs, leaves, bodies = (list(map(itemgetter(column), found)) for column in range(3))
             yield seqs, LeafBlock(leaves, bodies)
             first = seqs[-1] + 1
 
@@ -268,12 +272,13 @@ class StoreReader:
 
     def too_long(self) -> str | None:
         """A column that holds more bytes than it may, and in which row; they are counted, and not read."""
-        for table, column, most in COLUMN_LIMITS:
-            key = _ROW_NUMBERS.get(table, "0")
-            condition = f"octet_length({column}) > {most}"
-            if found := self._db.rows(f"SELECT {key}, octet_length({column}) FROM {table} WHERE {condition} LIMIT 1"):
-                row = f" of row {found[0][0]}" if table in _ROW_NUMBERS else ""
-                return f"{column}{row} of table {table} has {found[0][1]} bytes, at most {most} are read"
+        for table, limits in COLUMN_LIMITS.items():  # each is read through once
+            key, sizes = _ROW_NUMBERS.get(table, "0"), [f"octet_length({column})" for column in limits]
+            wrong = " OR ".join(f"{size} > {most}" for size, most in zip(sizes, limits.values(), strict=True))
+            for row, *found in self._db.rows(f"SELECT {key}, {', '.join(sizes)} FROM {table} WHERE {wrong} LIMIT 1"):
+                column, size = next((each, n) for each, n in zip(limits, found, strict=True) if (n or 0) > limits[each])
+                of_row = f" of row {row}" if table in _ROW_NUMBERS else ""
+                return f"{column}{of_row} of table {table} has {size} bytes, at most {limits[column]} are read"
         return None
 
     def batch(self, writer: bytes) -> WriterBatch | None:
@@ -522,14 +527,14 @@ TABLES_VERSION = 3
 
 MAX_BLOB_BYTES = 1 << 26  # bytes of a plan or manifest
 MAX_BATCH_BYTES = 1 << 24  # bytes of the numbers of the leaves of one batch
-COLUMN_LIMITS = (  # bytes that a column may hold: more is refused before it is read
-    ("meta", "name", 64), ("meta", "value", 1 << 10), ("head", "frontier", 1 << 12), ("leaf", "data", 1 << 9),
-    ("leaf", "body", 1 << 20), ("tile", "data", 1 << 13), ("checkpoint", "text", 1 << 18), ("checkpoint", "seal", 96),
-    ("evidence", "data", 1 << 20), ("blob", "digest", 32), ("blob", "data", MAX_BLOB_BYTES), ("known", "key", 16),
-    ("attempt", "run", 16), ("run", "id", 16), ("run", "label", 1 << 12), ("held", "run", 16), ("held", "nonce", 16),
-    ("held", "body", 1 << 24), ("terms", "account", 1 << 10), ("terms", "body", 1 << 20), ("token", "key", 16),
-    ("writer", "id", 16), ("writer", "token", 16), ("writer", "seqs", MAX_BATCH_BYTES),
-)  # fmt: skip
+COLUMN_LIMITS = {  # bytes that a column may hold: more is refused before it is read
+    "meta": {"name": 64, "value": 1 << 10}, "head": {"frontier": 1 << 12}, "leaf": {"data": 1 << 9, "body": 1 << 20},
+    "tile": {"data": 1 << 13}, "checkpoint": {"text": 1 << 18, "seal": 96}, "evidence": {"data": 1 << 20},
+    "blob": {"digest": 32, "data": MAX_BLOB_BYTES}, "known": {"key": 16}, "attempt": {"run": 16},
+    "run": {"id": 16, "label": 1 << 12}, "held": {"run": 16, "nonce": 16, "body": 1 << 24},
+    "terms": {"account": 1 << 10, "body": 1 << 20}, "token": {"key": 16},
+    "writer": {"id": 16, "token": 16, "seqs": MAX_BATCH_BYTES},
+}  # fmt: skip
 _ROW_NUMBERS = {"leaf": "seq", "tile": "id", "checkpoint": "size", "evidence": "seq"}
 
 

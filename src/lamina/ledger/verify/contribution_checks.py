@@ -70,6 +70,9 @@ class _PrefixColumn:
         """Groups of leaves with the same prefix."""
         seqs = np.concatenate([*self._seqs, np.array(self._single[0], dtype=np.int64)])
         prefixes = np.concatenate([*self._prefixes, np.array(self._single[1], dtype=np.uint64)])
+        ranked = np.sort(prefixes)
+        if not (ranked[1:] == ranked[:-1]).any():
+            return []
         order = np.argsort(prefixes)
         ranked = prefixes[order]
         twin = np.zeros(len(ranked) + 1, dtype=np.bool_)

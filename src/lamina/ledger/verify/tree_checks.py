@@ -255,6 +255,8 @@ class AggregateTallies:
 
     def add(self, cls: str, seq: Ints, time: Ints, expires: Ints, pruned: bool) -> int | None:
         """Count contributions of a class, with or without bodies; the first without one that no aggregate covers."""
+        if not self._spans:
+            return int(seq.min()) if pruned else None
         at = np.searchsorted(self._first, seq, side="right") - 1
         left = np.full(len(seq), pruned)
         for place in np.unique(at[at >= 0]).tolist():
