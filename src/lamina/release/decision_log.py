@@ -32,6 +32,7 @@ MAX_LINE_BYTES = 8 << 20
 MAX_WAITING = 20_000  # decisions that are not written yet; beyond that none is given
 FIRST = "0" * 64  # what stands for the line before the first
 _BATCH = 256  # records between two times that the disk is waited for
+_GATHER = 0.01  # seconds in which records come together for it
 
 
 class DecisionLog:
@@ -86,6 +87,8 @@ class DecisionLog:
         going = True
         while going:
             batch = [self._waiting.get()]
+            if batch[0] is not None:
+                system.sleep(_GATHER)
             while len(batch) < _BATCH and not self._waiting.empty():
                 batch.append(self._waiting.get())
             going = None not in batch
