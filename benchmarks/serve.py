@@ -190,8 +190,8 @@ def main() -> None:
     if asked.json:
         print(json.dumps(found, indent=2))
     else:
-        for part in ("throughput", "latency"):
-            print(f"{part:11}", "  ".join(f"{name} {value:,.1f}" for name, value in found[part].items()))  # type: ignore[attr-defined]
+        for part, figures in (("throughput", most), ("latency", half)):
+            print(f"{part:11}", "  ".join(f"{name} {value:,.1f}" for name, value in figures.items()))
         print(f"load        {load:.1f} on {os.cpu_count()} cores")
 
 

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import signal
+import ssl
 import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 from asking import Call, answer
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
 from trained_run import Trained, copied_run
 
 from lamina.admit.keys import PrivateKey, write_new
-from lamina.release.decision_log import verify_log
 from lamina.release.manifest import make_release
 
 NETS = """
@@ -71,7 +77,7 @@ def ask(url: str, body: Any = None) -> Any:
         return json.load(answer)
 
 
-def test_a_release_is_served_and_stopped(trained: Trained, tmp_path: Path) -> None:
+def test_a_release_is_served_and_stopped(trained: Trained, tmp_path: Path, lamina: Call) -> None:
     words = ["release", "--trust", "release.pub", "--ledger", str(trained.ledger), "--model", "nets:net"]
     words += ["--inputs", "float32:4", "--log", "decisions.jsonl", "--log-key", "log.key"]
     with running(tmp_path, *words) as told:
@@ -79,13 +85,52 @@ def test_a_release_is_served_and_stopped(trained: Trained, tmp_path: Path) -> No
         found = ask(f"{told['url']}/v1/infer", {"query": QUERY, "inputs": [[1, 2, 3, 4]]})
         assert len(found["outputs"][0]) == 2
         assert ask(f"{told['url']}/healthz") == {"status": "ok"}
-    assert verify_log(tmp_path / "decisions.jsonl", PrivateKey.load(tmp_path / "log.key", None).public).decisions == 1
+    own = PrivateKey.load(tmp_path / "log.key", None).public
+    write_new(tmp_path / "log.pub", own.pem(), "the key", mode=0o644)
+    found = answer(lamina("release", "log", "decisions.jsonl", "--trust", "log.pub", "--json"))
+    assert found == {"log": "decisions.jsonl", "decisions": 1, "allowed": 1, "head": found["head"]}
+    again = lamina("release", "log", "decisions.jsonl", "--trust", "log.pub", "--seen", "0" * 63 + "1", "--json")
+    assert answer(again, 1)["code"] == "release.log-shorter"
 
 
 def test_a_run_is_served(trained: Trained, tmp_path: Path) -> None:
     with running(tmp_path, str(trained.folder)) as told:
         assert not told["release"]
         assert ask(f"{told['url']}/v1/ledger/head")["origin"] == "example.org/ecg"
+
+
+def certificate(folder: Path, name: str, by: str | None = None) -> None:
+    """NAME.pem and NAME-key.pem: an authority, or for 127.0.0.1 and clients, signed by one."""
+    key, now = ec.generate_private_key(ec.SECP256R1()), datetime.now(UTC)
+    own = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+    made = x509.CertificateBuilder().subject_name(own).public_key(key.public_key()).serial_number(len(name) + 1)
+    made = made.not_valid_before(now - timedelta(hours=1)).not_valid_after(now + timedelta(hours=1))
+    made = made.add_extension(x509.BasicConstraints(ca=by is None, path_length=None), critical=True)
+    names = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
+    signer: Any = key
+    if by is not None:
+        made = made.add_extension(names, critical=False)
+        signer = serialization.load_pem_private_key((folder / f"{by}-key.pem").read_bytes(), None)
+    issuer = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, by or name)])
+    pem = made.issuer_name(issuer).sign(signer, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+    (folder / f"{name}.pem").write_bytes(pem)
+    plain = serialization.NoEncryption()
+    secret = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, plain)
+    (folder / f"{name}-key.pem").write_bytes(secret)
+
+
+def test_mutual_tls(trained: Trained, tmp_path: Path) -> None:
+    for name, by in (("authority", None), ("server", "authority"), ("client", "authority")):
+        certificate(tmp_path, name, by)
+    words = ["--tls-cert", "server.pem", "--tls-key", "server-key.pem", "--tls-clients", "authority.pem"]
+    with running(tmp_path, str(trained.folder), *words) as told:
+        stranger = ssl.create_default_context(cafile=str(tmp_path / "authority.pem"))
+        with pytest.raises(OSError, match="certificate required|reset|closed|EOF"):
+            urllib.request.urlopen(f"{told['url']}/healthz", context=stranger)
+        known = ssl.create_default_context(cafile=str(tmp_path / "authority.pem"))
+        known.load_cert_chain(tmp_path / "client.pem", tmp_path / "client-key.pem")
+        with urllib.request.urlopen(f"{told['url']}/v1/ledger/head", context=known) as answer:
+            assert answer.status == 200
 
 
 @pytest.mark.parametrize(

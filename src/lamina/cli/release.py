@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lamina.admit.keys import PrivateKey, parse_time, read_small
+from lamina.admit.keys import PrivateKey, PublicKey, parse_time, read_small
 from lamina.cli.certify import LedgerOption, ReleaseKeyOption, TrustOption, pdf_or_note, release_key, run_ledger
 from lamina.cli.open_ledger import open_ledger
 from lamina.cli.terminal import (
@@ -27,6 +27,7 @@ from lamina.ledger.corpus_terms import ledger_key_path
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.store.sqlite import is_postgres_url
 from lamina.ledger.verify.tree_checks import KnownCheckpoint, Trust
+from lamina.release.decision_log import verify_log
 from lamina.release.gate import Query, ReleaseGate
 from lamina.release.manifest import GatePolicy, make_release, verify_release
 from lamina.release.signed import parse_json
@@ -36,6 +37,7 @@ _HELP = """A model that leaves the house: weights, certificates and manifest in 
   lamina release make runs/first -o release-1                  make it
   lamina release verify release-1 --trust release.pub          check it
   lamina release ask release-1 query.json --trust release.pub  may this query draw on it
+  lamina release log decisions.jsonl --trust log.pub           check what its service decided
 """
 
 app = typer.Typer(cls=PlainGroup, no_args_is_help=True, add_completion=False, help=help_text(_HELP))
@@ -179,5 +181,27 @@ def ask(
         raise typer.Exit(1)
 
 
-for _command in (make, verify, ask):
+def log(
+    file: Annotated[Path, argument("LOG", "decision log of lamina serve")],
+    trust: Annotated[list[Path], option("public key of the log; repeatable, after a change of keys", metavar="KEY")],
+    seen: Annotated[
+        str | None, option("head of the log at an earlier time, which it must hold", metavar="HASH")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Check a decision log: every signature, and that no record is missing. Keep the head that it prints.
+
+    Example:
+
+      lamina release log decisions.jsonl --trust log.pub --seen 9f86d081…
+    """
+    found = verify_log(file, [PublicKey.load(path) for path in trust], seen=seen)
+    told = {"log": str(file), "decisions": found.decisions, "allowed": found.allowed, "head": found.head}
+    text = (
+        f"{file}: {found.decisions} decisions, {found.allowed} allowed, each signed, none missing\n  head {found.head}"
+    )
+    print_answer(told, text, as_json)
+
+
+for _command in (make, verify, ask, log):
     app.command(_command.__name__, cls=PlainCommand, help=help_text(_command.__doc__))(_command)

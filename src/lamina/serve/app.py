@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Any]
 Send = Callable[[MutableMapping[str, Any]], Any]
+Answer = dict[str, Any] | Response
 
 _HEADERS = [
     (
@@ -264,6 +265,10 @@ def _encode(value: object) -> bytes:
     return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
 
 
+def _json(value: object, status: int = 200) -> Response:
+    return Response(value if isinstance(value, bytes) else _encode(value), status, media_type=_JSON)
+
+
 class _Api:
     """The endpoints. Whatever reads a disk or computes runs in a thread."""
 
@@ -292,7 +297,7 @@ class _Api:
 
     async def infer(self, request: Request) -> Response:
         body = await self._body(request, _JSON)
-        return Response(await self._run(self._model_thread, self._infer, body), media_type=_JSON)
+        return _json(await self._run(self._model_thread, self._infer, body))
 
     def _infer(self, body: bytes) -> bytes:
         service = self._service
@@ -310,7 +315,7 @@ class _Api:
 
     async def decide(self, request: Request) -> Response:
         body = await self._body(request, _JSON)
-        return Response(await self._run(self._model_thread, self._decide, body), media_type=_JSON)
+        return _json(await self._run(self._model_thread, self._decide, body))
 
     def _decide(self, body: bytes) -> bytes:
         query, _ = _read_query(body, {"query"})
@@ -318,16 +323,15 @@ class _Api:
 
     async def withdraw(self, request: Request) -> Response:
         body = await self._body(request, _COSE, MAX_REQUEST_BYTES)
-        state, told = await self._run(self._ledger_threads, self._withdraw, body)
-        return Response(_encode(told), 202 if state == "pending" else 200, media_type=_JSON)
+        told = await self._run(self._ledger_threads, self._withdraw, body)
+        return _json(told, 202 if told["state"] == "pending" else 200)
 
-    def _withdraw(self, body: bytes) -> tuple[str, dict[str, str]]:
+    def _withdraw(self, body: bytes) -> dict[str, str]:
         ledger, folder = self._service.ledger, self._withdrawals()
         if ledger is None:
             raise _no_ledger()
         request = check_withdrawal(body, ledger)
-        state = drop_withdrawal(folder, body, request)
-        return state, {"name": request.name, "state": state, "request": request.digest}
+        return {"name": request.name, "state": drop_withdrawal(folder, body, request), "request": request.digest}
 
     def _withdrawals(self) -> Path:
         if self._service.withdrawals is None:
@@ -341,16 +345,16 @@ class _Api:
         state = await self._run(self._ledger_threads, withdrawal_state, folder, name) if plain else None
         if state is None:
             raise RequestRefused(404, "serve.withdrawal-unknown", "there is no such request", "check its name")
-        return Response(_encode({"name": name, "state": state}), media_type=_JSON)
+        return _json({"name": name, "state": state})
 
-    def ledger(self, task: Callable[[LedgerReader, Request, Limits], Response]) -> Callable[[Request], Any]:
+    def ledger(self, task: Callable[[LedgerReader, Request, Limits], Answer]) -> Callable[[Request], Any]:
         """An endpoint that reads the ledger."""
 
         async def endpoint(request: Request) -> Response:
             if (ledger := self._service.ledger) is None:
                 raise _no_ledger()
-            found: Response = await self._run(self._ledger_threads, task, ledger, request, self._limits)
-            return found
+            found: Answer = await self._run(self._ledger_threads, task, ledger, request, self._limits)
+            return found if isinstance(found, Response) else _json(found)
 
         return endpoint
 
@@ -360,13 +364,13 @@ class _Api:
             raise RequestRefused(
                 404, "serve.no-paper", "there is no such paper here", "ask for manifest or certificate"
             )
-        return Response(data, media_type=_JSON)
+        return _json(data)
 
     async def openapi(self, request: Request) -> Response:
-        return Response(self._openapi, media_type=_JSON)
+        return _json(self._openapi)
 
     async def health(self, request: Request) -> Response:
-        return Response(_encode({"status": "ok"}), media_type=_JSON)
+        return _json({"status": "ok"})
 
     async def metrics(self, request: Request) -> Response:
         ledger = self._service.ledger
@@ -397,15 +401,14 @@ def _number(given: Mapping[str, str], name: str, default: int | None = None) -> 
     return int(text)
 
 
-def _head(ledger: LedgerReader, request: Request, limits: Limits) -> Response:
+def _head(ledger: LedgerReader, request: Request, limits: Limits) -> Answer:
     tree, text = ledger.tree(), ledger.latest()
     signed = None if text is None else parse_checkpoint(text)[0].size
     header = leaf_hash(ledger.raw(0).leaf).hex()
-    told = {"origin": tree.origin, "size": tree.size, "root": tree.root.hex(), "header": header, "signed": signed}
-    return Response(_encode(told), media_type=_JSON)
+    return {"origin": tree.origin, "size": tree.size, "root": tree.root.hex(), "header": header, "signed": signed}
 
 
-def _checkpoint(ledger: LedgerReader, request: Request, limits: Limits) -> Response:
+def _checkpoint(ledger: LedgerReader, request: Request, limits: Limits) -> Answer:
     if (text := ledger.latest()) is None:
         raise RequestRefused(404, "serve.no-checkpoint", "the ledger has no signed checkpoint yet", "ask again later")
     return Response(text, media_type=_TEXT)
@@ -421,21 +424,20 @@ def _leaf_fields(seq: int, data: StoredLeaf) -> dict[str, Any]:
     }
 
 
-def _leaves(ledger: LedgerReader, request: Request, limits: Limits) -> Response:
+def _leaves(ledger: LedgerReader, request: Request, limits: Limits) -> Answer:
     size = ledger.size
     first = _number(request.query_params, "from", 0)
     stop = min(size, _number(request.query_params, "to", size), first + limits.leaves)
     found = [_leaf_fields(seq, data) for seq, data in ledger.raw_leaves(first, stop)] if first < stop else []
-    told = {"from": first, "to": first + len(found), "size": size, "leaves": found}
-    return Response(_encode(told), media_type=_JSON)
+    return {"from": first, "to": first + len(found), "size": size, "leaves": found}
 
 
-def _leaf(ledger: LedgerReader, request: Request, limits: Limits) -> Response:
+def _leaf(ledger: LedgerReader, request: Request, limits: Limits) -> Answer:
     seq = _number(request.path_params, "seq")
-    return Response(_encode(_leaf_fields(seq, ledger.raw(seq))), media_type=_JSON)
+    return _leaf_fields(seq, ledger.raw(seq))
 
 
-def _proof(ledger: LedgerReader, request: Request, limits: Limits) -> Response:
+def _proof(ledger: LedgerReader, request: Request, limits: Limits) -> Answer:
     seq = _number(request.path_params, "seq")
     text = ledger.proof_text(seq)
     found = TlogProof.parse(text)
@@ -450,14 +452,14 @@ def _proof(ledger: LedgerReader, request: Request, limits: Limits) -> Response:
     return Response(_encode({**told, "path": path, "text": text}), media_type=_JSON)
 
 
-def _consistency(ledger: LedgerReader, request: Request, limits: Limits) -> Response:
+def _consistency(ledger: LedgerReader, request: Request, limits: Limits) -> Answer:
     old, new = _number(request.query_params, "old"), _number(request.query_params, "new", ledger.size)
     if not 1 <= old <= new:
         raise RequestRefused(400, "serve.parameter", f"old is {old} and new {new}", "give 1 <= old <= new")
     path = [each.hex() for each in ledger.consistent(old, new)]
     roots = {"old_root": ledger.root_at(old).hex(), "new_root": ledger.root_at(new).hex()}
-    return Response(_encode({"old": old, "new": new, "path": path, **roots}), media_type=_JSON)
+    return {"old": old, "new": new, "path": path, **roots}
 
 
-def _receipt(ledger: LedgerReader, request: Request, limits: Limits) -> Response:
+def _receipt(ledger: LedgerReader, request: Request, limits: Limits) -> Answer:
     return Response(ledger.receipt(_number(request.path_params, "seq")), media_type=_COSE)

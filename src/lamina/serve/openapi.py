@@ -112,80 +112,63 @@ def _parameter(name: str, where: str, schema: dict[str, Any], *, required: bool 
     return {"name": name, "in": where, "required": required or where == "path", "schema": schema}
 
 
+def _read(
+    summary: str, answer: dict[str, Any], refused: tuple[int, ...] = (), *parameters: dict[str, Any]
+) -> dict[str, Any]:
+    return {"get": _operation(summary, {200: answer}, refused, parameters=list(parameters))}
+
+
 def openapi(version: str) -> dict[str, Any]:
     """The document."""
     number = {"type": "integer", "minimum": 0, "maximum": 10**18 - 1}
-    seq = [_parameter("seq", "path", number)]
-    query = {"query": _ref("Query")}
-    json, cose, plain = "application/json", "application/cose", "text/plain"
+    seq, first, stop = (_parameter(n, w, number) for n, w in (("seq", "path"), ("from", "query"), ("to", "query")))
+    old, new = _parameter("old", "query", number, required=True), _parameter("new", "query", number)
+    name = _parameter("name", "path", {"type": "string", "pattern": "^[0-9a-f]{32}$"})
+    paper = _parameter("name", "path", {"enum": ["manifest", "certificate"]})
+    json, cose, binary = "application/json", "application/cose", {"type": "string", "format": "binary"}
+    query, found, text, taken = (
+        {"query": _ref("Query")},
+        (400, 404),
+        _answer(_TEXT, "text/plain"),
+        _answer(_ref("Withdrawal")),
+    )
+    answered = _answer(_object({"outputs": {}, "decision": _ref("Decision")}))
     paths: dict[str, dict[str, Any]] = {
         "/v1/decide": {
             "post": _operation(
-                "Whether the gate allows a query", {200: _answer(_ref("Decision"))}, (400, 404),
-                body=(json, _object(query)),
+                "Whether the gate allows a query", {200: _answer(_ref("Decision"))}, found, body=(json, _object(query))
             )
         },
         "/v1/infer": {
             "post": _operation(
                 "The model's answer, if the gate allows the query; 403 has every reason",
-                {200: _answer(_object({"outputs": {}, "decision": _ref("Decision")}))}, (400, 403, 404, 422),
-                body=(json, _object({**query, "inputs": _INPUTS})),
+                {200: answered}, (400, 403, 404, 422), body=(json, _object({**query, "inputs": _INPUTS})),
             )
         },
         "/v1/withdrawals": {
             "post": _operation(
                 "Withdraw a contribution: a COSE_Sign1 message that the contributor's key signed",
-                {202: _answer(_ref("Withdrawal")), 200: _answer(_ref("Withdrawal"))}, (400, 403, 404),
-                body=(cose, {"type": "string", "format": "binary"}),
+                {202: taken, 200: taken}, (400, 403, 404), body=(cose, binary),
             )
         },
-        "/v1/withdrawals/{name}": {
-            "get": _operation(
-                "What became of it", {200: _answer(_ref("Withdrawal"))}, (404,),
-                parameters=[_parameter("name", "path", {"type": "string", "pattern": "^[0-9a-f]{32}$"})],
-            )
-        },
-        "/v1/ledger/head": {"get": _operation("Size and root", {200: _answer(_ref("Head"))}, (404,))},
-        "/v1/ledger/checkpoint": {
-            "get": _operation("The newest signed checkpoint, a C2SP note", {200: _answer(_TEXT, plain)}, (404,))
-        },
-        "/v1/ledger/leaves": {
-            "get": _operation(
-                "Leaves in [from, to), at most 1000", {200: _answer(_ref("Leaves"))}, (400, 404),
-                parameters=[_parameter("from", "query", number), _parameter("to", "query", number)],
-            )
-        },
-        "/v1/ledger/leaves/{seq}": {
-            "get": _operation("One leaf: its bytes, its hash, what it says", {200: _answer(_ref("Leaf"))}, (400, 404), parameters=seq)
-        },
-        "/v1/ledger/proof/{seq}": {
-            "get": _operation(
-                "That a leaf is in the newest checkpoint; `text` is a C2SP tlog-proof", {200: _answer(_ref("Proof"))},
-                (400, 404), parameters=seq,
-            )
-        },
-        "/v1/ledger/consistency": {
-            "get": _operation(
-                "That the tree of `new` leaves begins with that of `old`", {200: _answer(_ref("Consistency"))},
-                (400, 404),
-                parameters=[_parameter("old", "query", number, required=True), _parameter("new", "query", number)],
-            )
-        },
-        "/v1/ledger/receipt/{seq}": {
-            "get": _operation(
-                "A COSE receipt (RFC 9942)", {200: _answer({"type": "string", "format": "binary"}, cose)}, (400, 404),
-                parameters=seq,
-            )
-        },
-        "/v1/release/{name}": {
-            "get": _operation(
-                "Manifest (DSSE envelope) or certificate, as they are in the release", {200: _answer({"type": "object"})},
-                (404,), parameters=[_parameter("name", "path", {"enum": ["manifest", "certificate"]})],
-            )
-        },
-        "/v1/openapi.json": {"get": _operation("This document", {200: _answer({"type": "object"})})},
-        "/healthz": {"get": _operation("Whether it runs", {200: _answer(_object({"status": _TEXT}))})},
-        "/metrics": {"get": _operation("For Prometheus", {200: _answer(_TEXT, plain)})},
+        "/v1/withdrawals/{name}": _read("What became of it", taken, (404,), name),
+        "/v1/ledger/head": _read("Size and root", _answer(_ref("Head")), (404,)),
+        "/v1/ledger/checkpoint": _read("The newest signed checkpoint, a C2SP note", text, (404,)),
+        "/v1/ledger/leaves": _read("Leaves in [from, to), at most 1000", _answer(_ref("Leaves")), found, first, stop),
+        "/v1/ledger/leaves/{seq}": _read("A leaf: its bytes, hash and record", _answer(_ref("Leaf")), found, seq),
+        "/v1/ledger/proof/{seq}": _read(
+            "That a leaf is in the newest checkpoint; `text` is a C2SP tlog-proof", _answer(_ref("Proof")), found, seq
+        ),
+        "/v1/ledger/consistency": _read(
+            "That the tree of `new` leaves begins with that of `old`", _answer(_ref("Consistency")), found, old, new
+        ),
+        "/v1/ledger/receipt/{seq}": _read("A COSE receipt (RFC 9942)", _answer(binary, cose), found, seq),
+        "/v1/release/{name}": _read(
+            "Manifest (DSSE envelope) or certificate, as they are in the release", _answer({"type": "object"}), (404,), paper
+        ),
+        "/v1/openapi.json": _read("This document", _answer({"type": "object"})),
+        "/healthz": _read("Whether it runs", _answer(_object({"status": _TEXT}))),
+        "/metrics": _read("For Prometheus", text),
     }  # fmt: skip
     schemes = {"key": {"type": "http", "scheme": "bearer"}, "password": {"type": "http", "scheme": "basic"}}
     return {
