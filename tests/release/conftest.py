@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hospital import usual
-from trained_run import Trained, copied_run
+from trained_run import Trained, copied_run, hospital_run
 
 from lamina.admit.keys import PrivateKey
 from lamina.release.manifest import GatePolicy, make_release
@@ -37,10 +36,8 @@ def release(trained: Trained, key: PrivateKey, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def ward(tmp_path: Path) -> Trained:
-    hospital = usual(tmp_path, real=True)
-    trainer = hospital.trainer("first", corpus=hospital.admit(ledger=tmp_path / "runs" / "ward.ledger.db"),
-                               ledger=str(tmp_path / "runs" / "ward.ledger.db"))  # fmt: skip
-    return Trained(tmp_path / "runs" / "first", trainer.fit(), name="ward.ledger.db")
+    """A run on signed contributions."""
+    return hospital_run(tmp_path)
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
+from hospital import usual
 from torch import nn
 
 import lamina
@@ -91,3 +92,10 @@ def copied_run(folder: Path) -> Trained:
     once = trained_run()
     shutil.copytree(once.folder.parent, folder / "trained", symlinks=True)
     return Trained(folder / "trained" / "first", once.outcome)
+
+
+def hospital_run(folder: Path) -> Trained:
+    """A run on the contributions that a hospital signed, in a ledger that records who was admitted."""
+    hospital, ledger = usual(folder, real=True), folder / "runs" / "ward.ledger.db"
+    trainer = hospital.trainer("first", corpus=hospital.admit(ledger=ledger), ledger=str(ledger))
+    return Trained(folder / "runs" / "first", trainer.fit(), name=ledger.name)

@@ -136,7 +136,7 @@ def serve(
             raise PlanError(
                 "cli.not-a-release", f"'{folder}' is a run, which has no gate", "make a release of it first"
             )
-        app = make_app(service, pages(service))
+        app = make_app(service, pages(service, None if trust is None else Trust.load(trust)))
         listening = opened.enter_context(_listen(host, port))
         address = listening.getsockname()[1]
         scheme = "http" if tls_cert is None else "https"

@@ -16,6 +16,7 @@ import json
 import re
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route, Router
 
 from lamina import __version__
+from lamina.admit.keys import format_utc
 from lamina.errors import EncodingError, LaminaError, LedgerDamaged, NotVerified, StoreBusy, StoreError
 from lamina.ledger.merkle import leaf_hash
 from lamina.ledger.reader import LedgerReader
@@ -82,6 +84,7 @@ class Service:
     inference    the model; without it the gate alone answers
     withdrawals  the folder that `lamina ledger withdraw --folder` watches
     keys         API keys; None if whoever reaches the service may ask it
+    recent       what the gate decided last: when, whether it allowed, the codes of its reasons
     local        whether it is open to this machine alone: then only requests to its own name count
     """
 
@@ -95,6 +98,7 @@ class Service:
     local: bool = True
     limits: Limits = field(default_factory=Limits)
     metrics: Metrics = field(default_factory=Metrics)
+    recent: deque[tuple[str, bool, list[str]]] = field(default_factory=lambda: deque(maxlen=100))
 
     def decide(self, query: Query, *, answering: bool) -> Decision:
         """What the gate says, with what the model really draws on if it is to answer. Counted and logged."""
@@ -105,7 +109,9 @@ class Service:
             decision = self.inference.judge(query, decision)
         if self.log is not None:
             self.log.record(query, decision)
-        self.metrics.decision(decision.allowed, (each.code for each in decision.reasons))
+        codes = sorted({each.code for each in decision.reasons})
+        self.metrics.decision(decision.allowed, codes)
+        self.recent.append((format_utc(int(time.time())), decision.allowed, codes))
         return decision
 
     def papers(self) -> dict[str, bytes]:

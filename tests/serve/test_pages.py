@@ -1,0 +1,169 @@
+"""The dashboard in a real browser, over a real server: every page at two widths, search, verification, query tester."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvicorn
+from browser import Browser, browse
+from starlette.testclient import TestClient
+from trained_run import Trained, copied_run, hospital_run
+
+from lamina.admit.keys import PrivateKey
+from lamina.ledger.governance_records import WithdrawalReason
+from lamina.ledger.reader import LedgerReader
+from lamina.ledger.verify.tree_checks import Trust
+from lamina.ledger.withdrawal import withdraw
+from lamina.release.gate import ReleaseGate
+from lamina.release.manifest import GatePolicy, make_release
+from lamina.serve.app import Service, make_app
+from lamina.serve.pages import pages
+
+PATHS = ("/", "/budget", "/layers", "/contributions", "/withdrawals", "/gate", "/verification")
+EVIL = "<img src=x onerror=alert(1)>'\"{{7*7}}"
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Trained]]:
+    """The address of a running service, and the run behind it."""
+    folder, key = tmp_path_factory.mktemp("served"), PrivateKey.generate()
+    ward = hospital_run(folder)
+    with ward.open() as ledger:
+        withdraw(ledger, str(ward.someone("sensitive")), WithdrawalReason.CONSENT)
+        gate = GatePolicy(unstated_purposes=True, generation_classes={"head": {"layers": ["4"]}})
+        make_release(folder / "out", [ward.folder], ledger, key, name=EVIL, gate=gate)
+    trust = Trust(plain=(key.public,))
+    with ExitStack() as opened:
+
+        def reader() -> LedgerReader:
+            return opened.enter_context(LedgerReader.read_only(ward.ledger))
+
+        service = Service(
+            folder=folder / "out", ledger=reader(), gate=ReleaseGate(folder / "out", trust, ledger=reader())
+        )
+        server = uvicorn.Server(
+            uvicorn.Config(make_app(service, pages(service, None)), port=0, log_level="error", lifespan="off")
+        )
+        thread = threading.Thread(target=server.run, daemon=True)
+        thread.start()
+        while not server.started:
+            time.sleep(0.02)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        yield f"http://localhost:{port}", ward
+        server.should_exit = True
+        thread.join(10)
+
+
+def wait_for_verification(browser: Browser) -> None:
+    browser.page.wait_for_selector("#verdict .good", timeout=30_000)
+
+
+@pytest.mark.parametrize(("width", "scheme"), [("desktop", "dark"), ("phone", "light")])
+def test_every_page(served: tuple[str, Trained], width: str, scheme: str) -> None:
+    address, _ = served
+    with browse(width, scheme) as browser:
+        for path in PATHS:
+            browser.page.goto(address + path)
+            assert browser.page.locator("nav a").count() == len(PATHS), path
+            assert browser.page.locator("nav a[aria-current]").count() == 1, path
+            assert browser.overflow() <= 0, path
+            assert browser.serious() == [], path
+            assert browser.page.locator("img").count() == 0, path
+        assert browser.errors == []
+        assert {url.removeprefix(address)[:1] for url in browser.requests} == {"/"}  # nothing from elsewhere
+
+
+def test_the_keyboard_reaches_everything(served: tuple[str, Trained]) -> None:
+    with browse() as browser:
+        browser.page.goto(served[0] + "/")
+        browser.page.keyboard.press("Tab")
+        assert browser.page.evaluate("document.activeElement.className") == "skip"
+        browser.page.keyboard.press("Tab")
+        browser.page.keyboard.press("Tab")
+        browser.page.keyboard.press("Enter")
+        browser.page.wait_for_url("**/budget")
+
+
+def test_search_and_a_contribution(served: tuple[str, Trained]) -> None:
+    address, ward = served
+    seq = ward.someone("sensitive")
+    with browse() as browser:
+        browser.page.goto(address + "/contributions")
+        digest = browser.page.locator("tbody tr").nth(3).locator("a").inner_text().removesuffix("…")
+        browser.page.fill("#find", digest)
+        browser.page.click("text=Find >> nth=-1")
+        assert browser.page.locator("tbody tr").count() == 1
+        browser.page.goto(f"{address}/contributions/{seq}")
+        assert "consent" in browser.page.inner_text("main")
+        browser.page.goto(address + "/contributions?find=" + "ab" * 32)
+        assert browser.page.locator("[role=alert]").count() == 1
+        assert browser.errors == []
+
+
+def test_verification_shows_its_progress(served: tuple[str, Trained]) -> None:
+    with browse() as browser:
+        browser.page.goto(served[0] + "/verification")
+        wait_for_verification(browser)
+        browser.page.click("button")
+        wait_for_verification(browser)
+        assert "self-consistent" in browser.page.inner_text("#verdict")
+        assert browser.errors == []
+
+
+def test_the_query_tester(served: tuple[str, Trained]) -> None:
+    with browse() as browser:
+        browser.page.goto(served[0] + "/gate")
+        browser.page.fill("#purpose", "care")
+        browser.page.click("text=Ask the gate")
+        assert "denied" in browser.page.inner_text("#decision")
+        assert "withdrew" in browser.page.inner_text("#decision")
+        browser.page.check("[name=accept_withdrawn]")
+        browser.page.click("text=Ask the gate")
+        assert "allowed" in browser.page.inner_text("#decision")
+        browser.page.fill("#max_epsilon", "lots")
+        browser.page.click("text=Ask the gate")
+        assert browser.page.locator("[role=alert]").count() == 1
+        browser.page.fill("#max_epsilon", "1")
+        browser.page.fill("#purpose", EVIL)
+        browser.page.click("text=Ask the gate")
+        assert browser.page.input_value("#purpose") == EVIL and "49" not in browser.page.input_value("#purpose")
+        assert browser.page.locator("img").count() == 0 and browser.errors == []
+
+
+def test_without_javascript_it_says_the_same(served: tuple[str, Trained]) -> None:
+    """Plain requests: no page needs a script."""
+    import urllib.request
+
+    for path in PATHS:
+        with urllib.request.urlopen(served[0] + path) as answer:
+            text = answer.read().decode()
+            policy = answer.headers["content-security-policy"]
+        assert "script-src 'self'" in policy and "unsafe" not in policy
+        assert "<script>" not in text and " onclick" not in text and "style=" not in text
+        assert "&lt;img src=x" in text or path != "/"
+
+
+def test_a_run_has_pages_without_a_gate(tmp_path: Path) -> None:
+    trained = copied_run(tmp_path)
+    with LedgerReader.read_only(trained.ledger) as ledger:
+        service = Service(folder=trained.folder, ledger=ledger)
+        client = TestClient(make_app(service, pages(service)), base_url="http://localhost")
+        assert client.get("/gate").status_code == 404
+        found: Any = client.get("/verification/state").json()
+        for _ in range(500):
+            if not found["running"]:
+                break
+            time.sleep(0.02)
+            found = client.get("/verification/state").json()
+        assert found["verdict"] == "self-consistent"
+        for path in PATHS[:5]:
+            assert client.get(path).status_code == 200, path
+        assert "Is this model private?" in client.get("/").text
+        for path in ("/contributions/999999", "/contributions/x", "/contributions?from=-1", "/contributions?find=%00"):
+            assert client.get(path).status_code < 500, path
