@@ -9,6 +9,7 @@ import unicodedata
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
+from struct import Struct
 from typing import Any, NamedTuple
 
 from lamina import cbor
@@ -347,8 +348,7 @@ _CONTRIBUTION_PREFIX, _SUBJECT_PREFIX = "contribution:", "tag:"
 _SUBJECT = re.compile(r"(contribution|tag):[0-9a-f]{64}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Attestation:
+class Attestation(NamedTuple):
     """An attestation as it was received. It means something only if `signed_by` is true and `mismatch` None.
 
     `kid` is the thumbprint of the signing key and `iss` the same in hexadecimal; `sub` is "tag:…" with a keyed tag of
@@ -366,7 +366,7 @@ class Attestation:
     iat: int
     cti: bytes
     terms: SignedTerms
-    anchor: bytes | None = None
+    anchor: bytes | None
     protected: bytes
     signature: bytes
 
@@ -378,7 +378,7 @@ class Attestation:
             raise EncodingError("admit.attestation-too-large", problem, _SIGN)
         protected, signature = match_message(data) or _decode_message(data)
         fields = match_header(protected) or _decode_header(protected)
-        return cls(protected=protected, signature=signature, **fields)
+        return cls._make((*fields, protected, signature))
 
     def signed_by(self, key: PublicKey, descriptor_digest: bytes) -> bool:
         """Whether `key` made this attestation for the descriptor with that digest."""
@@ -489,6 +489,7 @@ _HEADER_START = compile_pattern(
     rb"\x02(?:\x78\x4d(?=contribution:)|\x78\x44(?=tag:))([a-z]+:[0-9a-f]{64})\x03", LENGTH,
 )  # fmt: skip
 _HEADER_TIMES = compile_pattern(rb"\x04", NUMBER, rb"\x05", NUMBER, rb"\x06", NUMBER, rb"\x07", BYTES_16)
+_TIMES_32 = Struct(">2xI2xI2xI").unpack_from
 _HEADER_TERMS = compile_pattern(
     exact_pattern(_CLASS), LENGTH, rb"([A-Za-z0-9_.-]+)", exact_pattern(_DATA), LENGTH, rb"([a-z0-9-]+)",
     exact_pattern(_CLIP), NUMBER, exact_pattern(_NOISE), NUMBER, exact_pattern(_PUBLIC), rb"([\xf4\xf5])",
@@ -502,8 +503,8 @@ _HEADER_END = b"".join(
 _ALGORITHM_OF_ENCODING = {cbor.encode(each): each for each in ALGORITHMS}
 
 
-def match_header(protected: bytes) -> dict[str, Any] | None:
-    """The fields of a protected header in its one encoding; None for anything else."""
+def match_header(protected: bytes) -> tuple[Any, ...] | None:
+    """The fields of an attestation in a protected header in its one encoding; None for anything else."""
     if (who := _HEADER_START.match(protected)) is None or not protected.endswith(_HEADER_END):
         return None
     alg, kid, count, iss, sub, audience_size = who.groups()
@@ -511,9 +512,12 @@ def match_header(protected: bytes) -> dict[str, Any] | None:
     last = first + read_length(audience_size)
     if (when := _HEADER_TIMES.match(protected, last)) is None or last - first > MAX_AUDIENCE:
         return None
-    *times, cti = when.groups()
-    exp, nbf, iat = map(read_number, times)
-    if iss.decode() != kid.hex() or max(exp, nbf, iat) > LAST_SECOND:
+    ends, begins, issued, cti = when.groups()
+    if len(ends) == len(begins) == len(issued) == 5:  # as they all are, from 1970 to 2106
+        exp, nbf, iat = _TIMES_32(protected, last)
+    else:
+        exp, nbf, iat = map(read_number, (ends, begins, issued))
+    if (name := kid.hex()) != iss.decode() or exp > LAST_SECOND or nbf > LAST_SECOND or iat > LAST_SECOND:
         return None
     end, anchor = len(protected) - len(_HEADER_END), None
     if protected.startswith(_ANCHOR_HEAD, end - _ANCHOR_BYTES):
@@ -525,10 +529,7 @@ def match_header(protected: bytes) -> dict[str, Any] | None:
         aud = protected[first:last].decode()
     except UnicodeDecodeError:
         return None
-    return {
-        "alg": _ALGORITHM_OF_ENCODING[alg], "kid": kid, "iss": iss.decode(), "sub": sub.decode(), "aud": aud,
-        "exp": exp, "nbf": nbf, "iat": iat, "cti": cti, "terms": terms, "anchor": anchor,
-    }  # fmt: skip
+    return _ALGORITHM_OF_ENCODING[alg], kid, name, sub.decode(), aud, exp, nbf, iat, cti, terms, anchor
 
 
 @lru_cache(maxsize=1024)  # in a corpus nearly all say the same
@@ -553,7 +554,7 @@ def _match_terms(data: bytes) -> SignedTerms | None:
     return terms if _terms_problem(terms) is None else None
 
 
-def _decode_header(protected: bytes) -> dict[str, Any]:
+def _decode_header(protected: bytes) -> tuple[Any, ...]:
     """The same by the general decoder, which says what is wrong."""
     header = cbor.decode(protected, max_depth=2)
     if type(header) is not dict or tuple(header) != _LABELS:
@@ -561,8 +562,8 @@ def _decode_header(protected: bytes) -> dict[str, Any]:
     return _header_fields(header)
 
 
-def _header_fields(header: dict[Any, Any]) -> dict[str, Any]:
-    """The fields of a protected header with the right labels."""
+def _header_fields(header: dict[Any, Any]) -> tuple[Any, ...]:
+    """The fields of an attestation in a protected header with the right labels."""
     alg, kid, claims = header[_ALG], header[_KID], header[_CLAIMS]
     if type(alg) is not int or alg not in ALGORITHMS:
         problem = f"attestation: algorithm {alg!r} is not allowed, {' and '.join(map(str, ALGORITHMS))} are"
@@ -593,10 +594,7 @@ def _header_fields(header: dict[Any, Any]) -> dict[str, Any]:
         raise _malformed(wrong)
     if anchor is not None and (type(anchor) is not bytes or len(anchor) != 32):
         raise _malformed("anchor must be 32 bytes")
-    return {
-        "alg": alg, "kid": kid, "iss": iss, "sub": sub, "aud": aud, "exp": exp, "nbf": nbf, "iat": iat, "cti": cti,
-        "terms": terms, "anchor": anchor,
-    }  # fmt: skip
+    return alg, kid, iss, sub, aud, exp, nbf, iat, cti, terms, anchor
 
 
 def _malformed(problem: str) -> AdmissionError:
