@@ -97,19 +97,20 @@ class UnindexedKeys:
                 record = decode_leaf(data).record if data.leaf[:3] in CONTRIBUTION_STARTS else None
                 if isinstance(record, ContributionRecord | KeptContribution):
                     pairs += [(key, seq) for key in index_keys(record)]
-            self.grow(pairs, head.size)
+            anchors = [pair for pair in pairs if pair[0][0] == _ANCHOR_PREFIX]
+            self.grow(dict(pair for pair in pairs if pair[0][0] != _ANCHOR_PREFIX), anchors, head.size)
 
-    def grow(self, pairs: Sequence[tuple[bytes, int]], stop: int) -> None:
+    def grow(self, once: Mapping[bytes, int], anchors: Sequence[tuple[bytes, int]], stop: int) -> None:
         """Leaves up to `stop` are committed, with these keys."""
-        anchors = [pair for pair in pairs if pair[0][0] == _ANCHOR_PREFIX]
-        self._once.update([pair for pair in pairs if pair[0][0] != _ANCHOR_PREFIX] if anchors else pairs)
+        self._once.update(once)
         for key, seq in anchors:
             self._anchors.setdefault(key, []).append(seq)
         self.stop = stop
 
     def find(self, rows: StoreReader, keys: Sequence[bytes]) -> list[tuple[bytes, int]]:
         """(key, seq) of every leaf that has one of these keys, indexed or not."""
-        found = [(key, self._once[key]) for key in keys if key in self._once]
+        new = self._once.keys().isdisjoint(keys)
+        found = [] if new else [(key, self._once[key]) for key in keys if key in self._once]
         if self._anchors:
             found += [(key, seq) for key in keys if key in self._anchors for seq in self._anchors[key]]
         return [*found, *rows.find(keys)] if self.start else found
@@ -234,32 +235,30 @@ class AppendBatch:
                 _claim_once(others, (record.target,), at)
         self._blobs = {hashlib.sha256(data).digest(): data for data in blobs}
         self._refuse_unreferenced_blobs()
-        self.new_index_keys: list[tuple[bytes, int]] = []
-        self.stop = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        """Forget an attempt that was not committed."""
+        self.new_index_keys: tuple[dict[bytes, int], list[tuple[bytes, int]]] = ({}, [])  # unique ones, and anchors
         self.governing: list[tuple[int, StoredLeaf]] = []  # leaves that were written
         self.after: LedgerHead | None = None
+        self.frontier = Frontier()
 
     def _name(self) -> tuple[dict[bytes, int], list[tuple[bytes, int]]]:
         """Keys that may be in a ledger once → position; keys of anchors, and positions."""
         given = [(at, one) for at, one in enumerate(self.records) if type(one) is ContributionRecord]
         subjects = [(subject_key(one.subject), at) for at, one in given if one.subject is not None]
-        pairs = [
-            (b"d" + one.descriptor[:_DIGEST_PART], at) for at, one in given
-        ] + subjects  # `descriptor_key`, quickly
-        if len(once := dict(pairs)) < len(pairs):
+        once = {b"d" + one.descriptor[:_DIGEST_PART]: at for at, one in given}  # `descriptor_key`, quickly
+        once.update(subjects)
+        if len(once) < len(given) + len(subjects):
             first: dict[Any, int] = {}
-            for key, at in pairs:
+            for key, at in chain(((descriptor_key(one.descriptor), at) for at, one in given), subjects):
                 _claim_once(first, (key,), at)
         return once, [(anchor_key(one.anchor), at) for at, one in given if one.anchor is not None]
 
     def write(self, rows: StoreWriter, stand: AppendContext) -> list[int]:
         """Append what is not there yet; the leaf of every record, in order."""
-        self.new_index_keys, self.stop, self.governing, self.after = (
-            [],
-            0,
-            [],
-            None,
-        )  # of an attempt that was not committed
+        self._begin()
         head, there = stand.head, self._find_repeated(rows, stand)
         new = [at for at in range(len(self.records)) if at not in there] if there else range(len(self.records))
         if new:
@@ -287,7 +286,7 @@ class AppendBatch:
     def _write(self, rows: StoreWriter, stand: AppendContext, new: Sequence[int]) -> None:
         head = stand.head
         placed, time, epoch = self._encode_leaves(new, stand)
-        frontier = Frontier.decode(head.frontier)
+        frontier = self.frontier = Frontier.decode(head.frontier)
         if frontier.size != head.size:
             problem = f"the tree has {frontier.size} leaves, the ledger {head.size}"
             raise LedgerDamaged("ledger.head-inconsistent", problem, "restore the ledger from a copy")
@@ -295,16 +294,17 @@ class AppendBatch:
         rows.add_leaves(placed)
         rows.put_tiles(changed)
         self._write_side_rows(rows, new, head.size)
-        keys, size = chain(self._once.items(), self._anchors), head.size
         if len(new) == len(self.records):
-            self.new_index_keys = [(key, size + at) for key, at in keys]
+            once = {key: head.size + at for key, at in self._once.items()}
+            anchors = [(key, head.size + at) for key, at in self._anchors]
         else:
-            seqs = dict(zip(new, range(size, frontier.size), strict=True))
-            self.new_index_keys = [(key, seqs[at]) for key, at in keys if at in seqs]
-        self.stop = frontier.size
+            seqs = dict(zip(new, range(head.size, frontier.size), strict=True))
+            once = {key: seqs[at] for key, at in self._once.items() if at in seqs}
+            anchors = [(key, seqs[at]) for key, at in self._anchors if at in seqs]
+        self.new_index_keys = once, anchors
         indexed = head.indexed
         if frontier.size - indexed >= INDEX_STEP:
-            stand.tail.index(rows, self.new_index_keys)
+            stand.tail.index(rows, [*once.items(), *anchors])
             indexed = frontier.size
         if any(isinstance(record, GoverningRecord) for record in self.others):
             self.governing = [

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
+from operator import attrgetter
 from threading import RLock
 from typing import NamedTuple
 
@@ -59,6 +60,7 @@ from lamina.ledger.store.rows import (
 )
 
 _LEAVES_AT_ONCE = 4096
+_NOT_BEFORE, _EXPIRES = attrgetter("not_before"), attrgetter("expires")
 
 
 def check_epoch_follows(record: Epoch, header: Header, size: int) -> None:
@@ -200,7 +202,9 @@ class CheckedLeaves:
         known.covered(0 if last is None else last.size)
         return known
 
-    def wrote(self, head: LedgerHead, after: LedgerHead, governing: Sequence[tuple[int, StoredLeaf]]) -> None:
+    def wrote(
+        self, head: LedgerHead, after: LedgerHead, frontier: Frontier, governing: Sequence[tuple[int, StoredLeaf]]
+    ) -> None:
         """This process appended from `head` to `after`, by the rules, with these governing leaves among it."""
         with self._turn:
             if self._state is None or self._frontier.encode() != head.frontier:
@@ -209,7 +213,7 @@ class CheckedLeaves:
                 record = decode_leaf(data).record
                 assert isinstance(record, GoverningRecord)
                 self._state.apply(record, seq, data.leaf)
-            self._frontier, self._time, self._epoch = Frontier.decode(after.frontier), after.time, after.epoch
+            self._frontier, self._time, self._epoch = frontier, after.time, after.epoch
             self.vouched = after.size if self.vouched == head.size else self.vouched
             self._state.size = after.size
 
@@ -262,15 +266,14 @@ class CheckedLeaves:
         policy = first if isinstance(first, PolicyChange) else None
         keys = state.after(first.events) if isinstance(first, KeyEvents) else state
         rules = AdmissionRules(self._header, keys, policy)
-        asked = [(each, one) for each in at if type(one := batch[each]) is ContributionRecord]
-        begins, ends = [one.not_before for _, one in asked], [one.expires for _, one in asked]
-        if asked and not any(
-            window_rules(time, max(begins), min(ends))
-        ):  # of all of them: then one of each kind will do
-            asked = list({(one.key, id(one.terms)): (each, one) for each, one in asked}.values())
-        for each, record in asked:
+        asked = [one for each in at if type(one := batch[each]) is ContributionRecord]
+        if asked and not any(window_rules(time, max(map(_NOT_BEFORE, asked)), min(map(_EXPIRES, asked)))):
+            by_key, by_terms = {one.key: one for one in asked}, {id(one.terms): one for one in asked}
+            asked = [*by_key.values(), *by_terms.values()]  # in time they all are: the rest is the same for many
+        for record in asked:
             if (wrong := rules.problem(record, time)) is not None:
-                problem = f"record {each} of the batch, a contribution, may not be appended: {wrong}"
+                place = next(each for each in at if batch[each] is record)
+                problem = f"record {place} of the batch, a contribution, may not be appended: {wrong}"
                 remedy = "leave it out; lamina admit names every contribution that may not be admitted, and why"
                 raise LedgerError("ledger.contribution-not-allowed", problem, remedy)
 

@@ -236,7 +236,7 @@ class Ledger(LedgerReader):
             now = next_leaf_time(head.time, self._clock())
             governance = cache(lambda: self._checked.follow(rows, head))
             check_may_follow(rows, batch.others, self.header, head, now, governance)
-            signed = rows.checkpoint()
+            signed = rows.checkpoint() if batch.others else None  # only epochs name it
             previous = None if signed is None else checkpoint_digest(signed.text)
 
             def check_contributions(at: Sequence[int]) -> None:
@@ -248,7 +248,7 @@ class Ledger(LedgerReader):
             seqs = batch.write(rows, context)
             before.append(head)
             if self._key is not None and batch.after is not None:
-                self._mark(rows, head, batch.after, governance(), now)
+                self._mark(rows, head, batch.frontier, governance(), now)
             if also_write is not None:
                 also_write(rows, seqs)
             if self.store.remote:
@@ -264,16 +264,15 @@ class Ledger(LedgerReader):
         with self._turn:
             seqs = self.transact(work)
             if batch.after is not None:
-                self._checked.wrote(before[-1], batch.after, batch.governing)
-            if batch.new_index_keys:
-                self._tail.grow(batch.new_index_keys, batch.stop)
+                self._checked.wrote(before[-1], batch.after, batch.frontier, batch.governing)
+                self._tail.grow(*batch.new_index_keys, batch.after.size)
         return seqs
 
-    def _mark(self, rows: StoreWriter, head: LedgerHead, after: LedgerHead, keys: GovernanceState, now: int) -> None:
+    def _mark(self, rows: StoreWriter, head: LedgerHead, tree: Frontier, keys: GovernanceState, now: int) -> None:
         """Say in the store that all leaves so far may be signed over, if they may."""
         key = self.signing_key()
         if self._checked.vouched == head.size and keys.why_not_signing(key.public.id, now) is None:
-            WriterMark.sign(self.origin, Frontier.decode(after.frontier), key).write(rows)
+            WriterMark.sign(self.origin, tree, key).write(rows)
 
     # ----------------------------------------------------------------------------------- checkpoints
 
