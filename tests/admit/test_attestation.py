@@ -13,6 +13,7 @@ from refusals import raises_code
 from signed_descriptor import FULL_VALUES, KEY, NONCE, described, encoded
 
 from lamina import cbor
+from lamina.admit import attestation
 from lamina.admit.attestation import MAX_ATTESTATION, Attestation, Descriptor, attest, sig_structure, subject_tag
 from lamina.admit.keys import LAST_SECOND, PrivateKey
 from lamina.errors import AdmissionError, EncodingError
@@ -100,6 +101,21 @@ def test_it_repeats_the_terms_of_use(optional: dict[str, Any]) -> None:
         assert (found.terms, found.anchor) == (descriptor.terms, descriptor.anchor)
         assert found.terms.public is (descriptor.clip_norm == 0)
         assert cbor2.loads(found.protected)[15][-65541] is bool(bound)
+
+
+@pytest.mark.parametrize("optional", [{}, {"profile": "top=0.25"}, {"anchor": bytes(range(32))}, FULL_VALUES])
+def test_it_may_name_its_ledger(optional: dict[str, Any]) -> None:
+    """As the last claim; both readers read it, and no other ledger may admit it."""
+    descriptor = described(**optional)
+    data = attest(descriptor, KEY, issued_at=IAT, ledger=bytes(range(50, 82)))
+    found = Attestation.decode(data)
+    assert found.mismatch(descriptor) is None and found.signed_by(KEY.public, descriptor.digest())
+    assert list(cbor2.loads(found.protected)[15].items())[-1] == (-65544, bytes(range(50, 82)))
+    fields = attestation.match_header(found.protected)
+    assert fields == attestation._decode_header(found.protected)
+    assert fields is not None and fields[-1] == found.ledger == bytes(range(50, 82))
+    assert found.may_enter(bytes(range(50, 82))) and not found.may_enter(bytes(32))
+    assert Attestation.decode(attest(descriptor, KEY, issued_at=IAT)).may_enter(bytes(32))
 
 
 def test_a_subject_tag() -> None:
@@ -268,7 +284,10 @@ REFUSED: dict[str, Callable[[], bytes]] = {
     "profile long": lambda: message(HEADER | {15: CLAIMS | {-65542: "a" * 1025}}),
     "anchor short": lambda: message(HEADER | {15: CLAIMS | {-65543: bytes(31)}}),
     "anchor in a profile": lambda: message(HEADER | {15: CLAIMS | {-65542: ":\0\1\0\6X " + "a" * 32}}),
-    "term unknown": lambda: message(HEADER | {15: CLAIMS | {-65544: 1}}),
+    "ledger short": lambda: message(HEADER | {15: CLAIMS | {-65544: bytes(31)}}),
+    "ledger text": lambda: message(HEADER | {15: CLAIMS | {-65544: "0" * 64}}),
+    "ledger in a profile": lambda: message(HEADER | {15: CLAIMS | {-65542: ":\0\1\0\7X " + "a" * 32}}),
+    "term unknown": lambda: message(HEADER | {15: CLAIMS | {-65545: 1}}),
     "payload attached": lambda: message(payload=DIGEST),
     "payload empty": lambda: message(payload=b""),
     "untagged": lambda: message(tag=None),

@@ -109,6 +109,23 @@ def large_payload(desk: Any) -> tuple[AdmissionGate, list[Contribution]]:
     return desk.gate(max_payload=64), [desk.offer("bad", payload=bytes(65))]
 
 
+def _naming(desk: Any, ledger: bytes | None) -> Contribution:
+    """Under a policy that names a ledger, which others signed for."""
+    desk.policy, desk.ledger = desk.policy_with(ledger="07" * 32), b"\7" * 32
+    bad: Contribution = desk.offer("bad", ledger=ledger)
+    return bad
+
+
+@case(Reason.NOT_BOUND)
+def for_no_ledger(desk: Any) -> Contribution:
+    return _naming(desk, None)
+
+
+@case(Reason.OTHER_LEDGER)
+def for_another_ledger(desk: Any) -> Contribution:
+    return _naming(desk, bytes(32))
+
+
 @case(Reason.BAD_SIGNATURE)
 def another_descriptor(desk: Any) -> Contribution:
     return replace(desk.offer("bad"), attestation=desk.offer("other").attestation)

@@ -292,3 +292,34 @@ def test_control_characters_in_a_name_do_not_reach_the_screen(call: Call) -> Non
     assert code == 1
     assert "\x1b" not in printed
     assert r"p\x1b[2J" in printed
+
+
+# ------------------------------------------------------------------------------ one bound, one ledger
+
+
+def named_policy(name: str) -> None:
+    Path("policy.toml").write_text(POLICY.replace("[corpus]", f'[corpus]\nledger = "{name}"'), encoding="utf-8")
+
+
+def test_what_the_policy_names_is_signed_and_not_taken_back(call: Call) -> None:
+    answer(call(*SIGN, "--json"))
+    assert read("p0")[1].ledger is None
+    named_policy("07" * 32)
+    found = answer(call(*SIGN, "--json"))
+    assert (found["signed"], found["kept"], found["ledger"]) == (3, 0, "07" * 32)
+    assert read("p0")[1].ledger == b"\7" * 32
+    assert answer(call(*SIGN, "--json"))["kept"] == 3
+    Path("policy.toml").write_text(POLICY, encoding="utf-8")  # a policy that names none loosens nothing
+    assert answer(call(*SIGN, "--json"))["kept"] == 3
+    np.savez(Path("data", "p1", "payload.npz"), x=np.ones((2, 3), dtype=np.float32))
+    assert answer(call(*SIGN, "--json"))["signed"] == 1
+    assert read("p1")[1].ledger == b"\7" * 32
+    named_policy("08" * 32)
+    code, printed, _ = call(*SIGN, "--json")
+    assert code == 1 and "second bound" in printed
+    assert read("p0")[1].ledger == b"\7" * 32
+    answer(call(*SIGN, "--force", "--json"))
+    assert read("p0")[1].ledger == b"\x08" * 32
+    named_policy("08")
+    code, _, told = call(*SIGN)
+    assert code == 1 and "64 hexadecimal digits" in told

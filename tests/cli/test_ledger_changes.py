@@ -361,3 +361,21 @@ def test_a_key_that_may_not_sign_changes_nothing(call: Call) -> None:
         code, _, told = call(*words, "--key", "auditor.key")
         assert (code, size()) == (1, before)
         assert "ledger.key-may-not-sign" in told
+
+
+def test_init_names_the_ledger_in_the_policy(call: Call, tmp_path: Path) -> None:
+    before = Path("same.toml").read_text()
+    owner = ("--governing-key", "owner.key")
+    found = answer(call("init", "first.db", "same.toml", *owner, "--json"))
+    with Ledger.open("first.db") as ledger:
+        assert found["header"] == ledger.header_hash.hex()
+    assert Path("same.toml").read_text() == before
+    printed = succeeded(call("init", "second.db", "same.toml", *owner, "--write"))
+    with Ledger.open("second.db") as ledger:
+        line = f'ledger = "{ledger.header_hash.hex()}"'
+    assert line in printed and Path("same.toml").read_text() == before.replace("[corpus]\n", f"[corpus]\n{line}\n")
+    refused(call("init", "third.db", "same.toml", *owner), "cli.policy-names-ledger")
+    assert call("init", "third.db", "stricter.toml", *owner, "--write", "--propose", "a.msg")[0] == 2
+    Path("odd.toml").write_text(before.replace("[corpus]", "[ corpus ]"))
+    refused(call("init", "third.db", "odd.toml", *owner, "--write"), "cli.no-corpus-table")
+    assert not Path("third.db").exists() and not Path("a.msg").exists()

@@ -684,3 +684,15 @@ def test_a_changed_model_is_named_by_its_tensor(project: Project) -> None:
     )
     told = refused(project.train(run=changed), "train.checkpoint-not-of-model")
     assert "'0.weight' has shape (4, 4)" in told and "(5, 4)" in told
+
+
+def test_another_output_does_not_begin_another_ledger(project: Any) -> None:
+    """Contributions would be in both, each within its bound."""
+    project.train_json()
+    elsewhere = 'output = "other/first"\n' + project.run
+    refused(project.train(run=elsewhere), "train.second-ledger")
+    assert not (project.folder / "other").exists()
+    (there,) = (project.folder / "runs").glob("*.ledger.db")
+    asked = f'ledger = "other/{there.name}"\n'
+    project.train_json(run=asked + elsewhere)
+    assert (project.folder / "other" / there.name).is_file()

@@ -40,7 +40,10 @@ def terms(descriptor: Descriptor) -> dict[int, Any]:
 
 
 def test_ours_verifies_there(peer: Ask) -> None:
-    made = [attest(each, KEY, issued_at=1_767_225_601, subject_tag=tag) for each, tag in DESCRIPTORS.values()]
+    made = [
+        attest(each, KEY, issued_at=1_767_225_601, subject_tag=tag, ledger=bytes(range(32)) if tag else None)
+        for each, tag in DESCRIPTORS.values()
+    ]
     answers = peer(
         "verify",
         [
@@ -55,6 +58,7 @@ def test_ours_verifies_there(peer: Ask) -> None:
             "5": descriptor.not_before, "6": 1_767_225_601, "7": ours.cti.hex(),
             **{str(key): value for key, value in terms(descriptor).items()},
             **({"-65543": descriptor.anchor.hex()} if descriptor.anchor else {}),
+            **({"-65544": bytes(range(32)).hex()} if ours.tag else {}),
         }  # fmt: skip
         assert found.pop("kind") in ("Sign1Message", "Sign1")
         assert found == {

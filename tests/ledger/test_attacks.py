@@ -541,6 +541,7 @@ def test_a_leaf_too_many(path: str, whole: Template, made: Any, kind: str, code:
     ("given", "code"),
     [
         ({"origin": "other.example"}, "verify.attestation-for-other-ledger"),
+        ({"ledger": digest("another header")}, "verify.attestation-bound-elsewhere"),
         ({"who": key("stranger")}, "verify.key-unknown"),
         ({"who": AUDITOR}, "verify.key-wrong-role"),
         ({"number": 2, "terms": STRICT}, "verify.token-repeated"),  # one nonce under two descriptors

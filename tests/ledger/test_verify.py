@@ -364,7 +364,7 @@ def test_columns_read_nothing_that_the_strict_reader_refuses(seed: int, at: int,
 def checker(signatures: bool = False) -> ContributionChecks:
     opened = full()
     keys, policy = KeyState(opened), PolicyInForce(opened)
-    attestations = AttestationChecks(ORIGIN, keys, None) if signatures else None
+    attestations = AttestationChecks(ORIGIN, bytes(32), keys, None) if signatures else None
     members = AdmittedMembers(policy, keys, {})
     return ContributionChecks(policy, keys, attestations, AggregateTallies({}), None, members, 2**40)
 

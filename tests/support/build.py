@@ -16,8 +16,8 @@ from lamina.account.schedule import Event
 from lamina.admit.attestation import Descriptor, attest, subject_tag
 from lamina.admit.checks import hash_of_floors
 from lamina.admit.keys import PrivateKey
-from lamina.ledger import signed_checkpoint
-from lamina.ledger.checked_leaves import CheckedLeaves
+from lamina.ledger import append, signed_checkpoint
+from lamina.ledger.checked_leaves import CheckedLeaves, tokens_of
 from lamina.ledger.governance_records import (
     Header,
     Key,
@@ -127,6 +127,7 @@ def contribution(
     anchor: bytes | None = None,
     subject: str | None = None,
     origin: str = ORIGIN,
+    ledger: bytes | None = None,
     **changes: Any,
 ) -> Made:
     """Signed by `who` an hour before `at`; `changes` are made to the record, not to what was signed."""
@@ -147,7 +148,7 @@ def contribution(
         anchor=anchor,
     )
     tag = None if subject is None else subject_tag(digest("subject key"), subject)
-    signed = attest(descriptor, who, issued_at=at - HOUR, subject_tag=tag)
+    signed = attest(descriptor, who, issued_at=at - HOUR, subject_tag=tag, ledger=ledger)
     record = ContributionRecord(
         descriptor=descriptor.digest(),
         attestation=__import__("hashlib").sha256(signed).digest(),
@@ -195,6 +196,7 @@ class Story:
         """The same past the rules of the writer, as a keeper with another program does."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(CheckedLeaves, "check_next", lambda *given: None)
+            patch.setattr(append, "tokens_of", lambda data, ledger: tokens_of(data))
             return self.admit(made)
 
     def admit(self, made: Iterable[Made]) -> list[int]:

@@ -87,6 +87,7 @@ class Clinic:
         life: int = 100 * HOUR,
         issued: int = START - HOUR,
         anchor: bytes | None = None,
+        ledger: bytes | None = None,
     ) -> Contribution:
         """The same for the same words, in every process."""
         nonce, payload = digest("nonce", id)[:16], id.encode()
@@ -95,7 +96,8 @@ class Clinic:
         if anchor is not None:
             made = Descriptor(**{**_fields(made), "anchor": anchor})
         tag = None if subject is None else subject_tag(digest("subject key"), subject)
-        return Contribution(id, made.encode(), attest(made, who, issued_at=issued, subject_tag=tag), payload)
+        signed = attest(made, who, issued_at=issued, subject_tag=tag, ledger=ledger)
+        return Contribution(id, made.encode(), signed, payload)
 
     def offers(self, first: int, stop: int, cls: str = "clinical", **options: Any) -> list[Contribution]:
         return [self.offer(f"p{n:04d}", cls, **options) for n in range(first, stop)]

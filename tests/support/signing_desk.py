@@ -54,6 +54,7 @@ class Desk:
         self.keys = KeyRing()
         self.keys.add(self.key.public, label="clinic", valid_from=NOW - 10 * HOUR)
         self.now: float = NOW
+        self.ledger: bytes | None = None  # that contributions name
 
     def gate(self, **options: Any) -> AdmissionGate:
         chosen = options.pop("policy", self.policy)
@@ -84,11 +85,10 @@ class Desk:
     ) -> Contribution:
         """A contribution, signed as it should be unless `changes` say otherwise."""
         data = b"data of " + id.encode("utf-8", "surrogatepass") if payload is None else payload
-        signer = key or self.key
+        signer, only = key or self.key, changes.pop("ledger", self.ledger)
         descriptor = self.descriptor(data, cls, **{"contributor": signer.public.id, **changes})
-        return Contribution(
-            id, descriptor.encode(), attest(descriptor, signer, issued_at=issued_at, subject_tag=tag), data
-        )
+        signed = attest(descriptor, signer, issued_at=issued_at, subject_tag=tag, ledger=only)
+        return Contribution(id, descriptor.encode(), signed, data)
 
     def resigned(self, given: Contribution, change: Callable[[dict[Any, Any]], None]) -> Contribution:
         """The same with another protected header, and a signature that is right for it."""

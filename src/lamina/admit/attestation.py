@@ -8,6 +8,7 @@ import re
 import unicodedata
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import combinations
 from pathlib import Path
 from struct import Struct
 from typing import Any, NamedTuple
@@ -339,10 +340,11 @@ _COSE_SIGN1_TAG = 18
 _ALG, _KID, _CLAIMS, _TYP, _HASH_ALG, _PREIMAGE = 1, 4, 15, 16, 258, 259
 _LABELS = (_ALG, _KID, _CLAIMS, _TYP, _HASH_ALG, _PREIMAGE)  # in the order of their encodings
 _ISS, _SUB, _AUD, _EXP, _NBF, _IAT, _CTI = 1, 2, 3, 4, 5, 6, 7
-_CLASS, _DATA, _CLIP, _NOISE, _PUBLIC, _PROFILE, _ANCHOR = range(-65537, -65544, -1)  # private use (RFC 8392 §9.1)
+_CLASS, _DATA, _CLIP, _NOISE, _PUBLIC, _PROFILE, _ANCHOR, _LEDGER = range(-65537, -65545, -1)  # private (RFC 8392 §9.1)
 _TERM_KEYS = (_CLASS, _DATA, _CLIP, _NOISE, _PUBLIC)
 _CLAIM_KEYS = (_ISS, _SUB, _AUD, _EXP, _NBF, _IAT, _CTI, *_TERM_KEYS)  # in the order of their encodings
-_CLAIM_SETS = {(*_CLAIM_KEYS, *optional) for optional in ((), (_PROFILE,), (_ANCHOR,), (_PROFILE, _ANCHOR))}
+_OPTIONAL_CLAIMS = (_PROFILE, _ANCHOR, _LEDGER)
+_CLAIM_SETS = {(*_CLAIM_KEYS, *some) for n in range(4) for some in combinations(_OPTIONAL_CLAIMS, n)}
 _SHA256 = -16
 _CONTRIBUTION_PREFIX, _SUBJECT_PREFIX = "contribution:", "tag:"
 _SUBJECT = re.compile(r"(contribution|tag):[0-9a-f]{64}")
@@ -353,7 +355,8 @@ class Attestation(NamedTuple):
 
     `kid` is the thumbprint of the signing key and `iss` the same in hexadecimal; `sub` is "tag:…" with a keyed tag of
     who the data is about, or "contribution:…" with the digest of the descriptor; `cti` is derived from the
-    descriptor's nonce and unique for a contribution. `terms` and `anchor` repeat the descriptor's.
+    descriptor's nonce and unique for a contribution. `terms` and `anchor` repeat the descriptor's. `ledger` is the hash of
+    the header leaf of the only ledger that may admit it; None: any ledger of `aud` may.
     """
 
     alg: int
@@ -367,6 +370,7 @@ class Attestation(NamedTuple):
     cti: bytes
     terms: SignedTerms
     anchor: bytes | None
+    ledger: bytes | None
     protected: bytes
     signature: bytes
 
@@ -405,14 +409,25 @@ class Attestation(NamedTuple):
             return f"{name} is {short_repr(ours)}, the descriptor says {short_repr(theirs)}"
         return None if self.anchor == descriptor.anchor else "anchor is not the one of the descriptor"
 
+    def may_enter(self, ledger: bytes) -> bool:
+        """Whether the ledger whose header leaf has this hash may admit it: it names that one, or none."""
+        return self.ledger is None or self.ledger == ledger
+
     @property
     def tag(self) -> str | None:
         """The keyed tag of who the data is about, if it carries one."""
         return self.sub[len(_SUBJECT_PREFIX) :] if self.sub.startswith(_SUBJECT_PREFIX) else None
 
 
-def attest(descriptor: Descriptor, key: PrivateKey, *, issued_at: int, subject_tag: str | None = None) -> bytes:
-    """Sign a descriptor."""
+def attest(
+    descriptor: Descriptor,
+    key: PrivateKey,
+    *,
+    issued_at: int,
+    subject_tag: str | None = None,
+    ledger: bytes | None = None,
+) -> bytes:
+    """Sign a descriptor; with the hash of its header leaf, for this ledger alone."""
     if descriptor.contributor != key.public.id:
         problem = f"the descriptor names contributor {descriptor.contributor.hex()}, the key is {key.public.name}"
         raise AdmissionError("admit.contributor-not-signer", problem, "sign with the key that the descriptor names")
@@ -430,6 +445,7 @@ def attest(descriptor: Descriptor, key: PrivateKey, *, issued_at: int, subject_t
         _CTI: token_id(descriptor.nonce),
         **dict(zip((*_TERM_KEYS, _PROFILE), descriptor.terms, strict=True)),
         _ANCHOR: descriptor.anchor,
+        _LEDGER: ledger,
     }
     claims = {key: value for key, value in claims.items() if value is not None}
     header = {
@@ -485,7 +501,7 @@ def _decode_message(data: bytes) -> tuple[bytes, bytes]:
 
 _HEADER_START = compile_pattern(
     rb"\xa6\x01(", b"|".join(map(exact_pattern, ALGORITHMS)), rb")\x04", BYTES_32,
-    rb"\x0f([\xac-\xae])\x01\x78\x40([0-9a-f]{64})",
+    rb"\x0f([\xac-\xaf])\x01\x78\x40([0-9a-f]{64})",
     rb"\x02(?:\x78\x4d(?=contribution:)|\x78\x44(?=tag:))([a-z]+:[0-9a-f]{64})\x03", LENGTH,
 )  # fmt: skip
 _HEADER_TIMES = compile_pattern(rb"\x04", NUMBER, rb"\x05", NUMBER, rb"\x06", NUMBER, rb"\x07", BYTES_16)
@@ -495,7 +511,7 @@ _HEADER_TERMS = compile_pattern(
     exact_pattern(_CLIP), NUMBER, exact_pattern(_NOISE), NUMBER, exact_pattern(_PUBLIC), rb"([\xf4\xf5])",
     rb"(?:", exact_pattern(_PROFILE), LENGTH, rb")?",
 )  # fmt: skip
-_ANCHOR_HEAD = cbor.encode(_ANCHOR) + b"\x58\x20"
+_ANCHOR_HEAD, _LEDGER_HEAD = (cbor.encode(each) + b"\x58\x20" for each in (_ANCHOR, _LEDGER))
 _ANCHOR_BYTES = len(_ANCHOR_HEAD) + 32
 _HEADER_END = b"".join(
     map(cbor.encode, (_TYP, ATTESTATION_TYPE, _HASH_ALG, _SHA256, _PREIMAGE, DESCRIPTOR_CONTENT_TYPE))
@@ -519,17 +535,19 @@ def match_header(protected: bytes) -> tuple[Any, ...] | None:
         exp, nbf, iat = map(read_number, (ends, begins, issued))
     if (name := kid.hex()) != iss.decode() or exp > LAST_SECOND or nbf > LAST_SECOND or iat > LAST_SECOND:
         return None
-    end, anchor = len(protected) - len(_HEADER_END), None
+    end, anchor, ledger = len(protected) - len(_HEADER_END), None, None
+    if protected.startswith(_LEDGER_HEAD, end - _ANCHOR_BYTES):
+        ledger, end = protected[end - 32 : end], end - _ANCHOR_BYTES
     if protected.startswith(_ANCHOR_HEAD, end - _ANCHOR_BYTES):
         anchor, end = protected[end - 32 : end], end - _ANCHOR_BYTES
     terms = _match_terms(protected[when.end() : end])
-    if terms is None or count[0] - 0xAC != (terms.profile is not None) + (anchor is not None):
+    if terms is None or count[0] - 0xAC != sum(each is not None for each in (terms.profile, anchor, ledger)):
         return None
     try:
         aud = protected[first:last].decode()
     except UnicodeDecodeError:
         return None
-    return _ALGORITHM_OF_ENCODING[alg], kid, name, sub.decode(), aud, exp, nbf, iat, cti, terms, anchor
+    return _ALGORITHM_OF_ENCODING[alg], kid, name, sub.decode(), aud, exp, nbf, iat, cti, terms, anchor, ledger
 
 
 @lru_cache(maxsize=1024)  # in a corpus nearly all say the same
@@ -575,7 +593,8 @@ def _header_fields(header: dict[Any, Any]) -> tuple[Any, ...]:
     if header[_HASH_ALG] != _SHA256 or header[_PREIMAGE] != DESCRIPTOR_CONTENT_TYPE:
         raise _malformed(f"labels 258 and 259 must be {_SHA256} and {DESCRIPTOR_CONTENT_TYPE}")
     if type(claims) is not dict or tuple(claims) not in _CLAIM_SETS:
-        raise _malformed(f"the claims must be {list(_CLAIM_KEYS)}, perhaps {_PROFILE} and {_ANCHOR}, in this order")
+        known = f"{list(_CLAIM_KEYS)}, perhaps some of {list(_OPTIONAL_CLAIMS)}"
+        raise _malformed(f"the claims must be {known}, in this order")
     iss, sub, aud, exp, nbf, iat, cti = (claims[key] for key in range(_ISS, _CTI + 1))
     if iss != kid.hex():
         raise _malformed("iss must be the kid in hexadecimal")
@@ -589,12 +608,13 @@ def _header_fields(header: dict[Any, Any]) -> tuple[Any, ...]:
     if type(cti) is not bytes or len(cti) != 16:
         raise _malformed("cti must be 16 bytes")
     values: list[Any] = [claims.get(key) for key in (*_TERM_KEYS, _PROFILE)]
-    terms, anchor = SignedTerms(*values), claims.get(_ANCHOR)
+    terms, anchor, ledger = SignedTerms(*values), claims.get(_ANCHOR), claims.get(_LEDGER)
     if (wrong := _terms_problem(terms)) is not None:
         raise _malformed(wrong)
-    if anchor is not None and (type(anchor) is not bytes or len(anchor) != 32):
-        raise _malformed("anchor must be 32 bytes")
-    return alg, kid, iss, sub, aud, exp, nbf, iat, cti, terms, anchor
+    for name, value in (("anchor", anchor), ("ledger", ledger)):
+        if value is not None and (type(value) is not bytes or len(value) != 32):
+            raise _malformed(f"{name} must be 32 bytes")
+    return alg, kid, iss, sub, aud, exp, nbf, iat, cti, terms, anchor, ledger
 
 
 def _malformed(problem: str) -> AdmissionError:

@@ -232,6 +232,7 @@ class PolicyChecks:
     def __init__(self, policy: Policy) -> None:
         self.origin = policy.corpus.origin
         self.epoch = policy.corpus.epoch
+        self.ledger = policy.corpus.ledger_hash
         accepted = (policy.corpus.floors, *policy.corpus.earlier_floors)
         self.digests = frozenset(_floors_hash(self.origin, each) for each in accepted)
         floors = policy.corpus.floors
@@ -379,6 +380,10 @@ class Examiner:
             raise ContributionRefused(Reason.MISMATCH, differs)
         if signed.audience != self._policy_checks.origin:
             raise ContributionRefused(Reason.WRONG_AUDIENCE, f"it was signed for {signed.audience!r}")
+        if (only := self._policy_checks.ledger) is not None and claims.ledger != only:
+            if claims.ledger is None:
+                raise ContributionRefused(Reason.NOT_BOUND, f"the policy names the ledger {only.hex()[:16]}…")
+            raise other_ledger(claims.ledger, only)
         _check_window(signed, claims, now)
         required = self._policy_checks.check(signed)
         content = self.check_payload(given.payload, signed.nonce, signed.commitment)
@@ -444,6 +449,11 @@ class Examiner:
         finally:
             os.close(file)
         return hasher.digest(), mark
+
+
+def other_ledger(signed: bytes, ledger: bytes) -> ContributionRefused:
+    """The refusal of what was signed for another ledger."""
+    return ContributionRefused(Reason.OTHER_LEDGER, f"it names {signed.hex()[:16]}…, this is {ledger.hex()[:16]}…")
 
 
 def check_id(id: str) -> None:

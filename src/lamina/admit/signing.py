@@ -172,6 +172,7 @@ class _SigningRequest:
     items: int
     tag: str | None
     anchor: bytes | None
+    ledger: bytes | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,7 +196,8 @@ class Signer:
             remedy = "put payload.npz, payload.csv or one other payload.* there"
             raise AdmissionError("admit.payload-missing", "it has no payload", remedy)
         os.close(open_with_size(given.payload)[0])  # a link is refused here as it would be at the gate
-        asked = _SigningRequest(terms=terms, items=count_examples(given.payload), tag=tag, anchor=anchor)
+        items, only = count_examples(given.payload), self.policy_checks.ledger
+        asked = _SigningRequest(terms=terms, items=items, tag=tag, anchor=anchor, ledger=only)
         prior = PreviousSignature.of(given)
         if self.force:
             return self._write(given.id, given.payload, asked, folder, replaced=self._what_force_replaces(prior, terms))
@@ -242,6 +244,7 @@ class Signer:
             and signed.items == asked.items
             and asked.tag in (None, prior.claims.tag)
             and asked.anchor in (None, signed.anchor)
+            and asked.ledger in (None, prior.claims.ledger)
             and (not self.named or signed.data_class == asked.terms.data_class)
         ):
             return None
@@ -268,9 +271,16 @@ class Signer:
             if valid:
                 problem = f"signing it again would loosen what was signed ({why}): only force does that"
                 raise AdmissionError("admit.would-loosen", problem, _FORCE) from None
-        tag = prior.claims.tag if asked.tag is None and valid and prior.claims is not None else asked.tag
+        claims = prior.claims if valid else None
+        tag = claims.tag if asked.tag is None and claims is not None else asked.tag
+        bound = None if claims is None else claims.ledger
+        if bound is not None and asked.ledger not in (None, bound):
+            problem = (
+                f"it is signed for the ledger {bound.hex()[:16]} alone; signing for another would give a second bound"
+            )
+            raise AdmissionError("admit.would-loosen", problem, _FORCE)
         anchor = signed.anchor if asked.anchor is None and same else asked.anchor
-        return _SigningRequest(terms=terms, items=asked.items, tag=tag, anchor=anchor)
+        return _SigningRequest(terms=terms, items=asked.items, tag=tag, anchor=anchor, ledger=asked.ledger or bound)
 
     def _check(self, terms: SigningTerms, signed: Descriptor) -> None:
         """Check that the policy admits the strictest of both. ContributionRefused otherwise."""
@@ -298,7 +308,8 @@ class Signer:
         descriptor = asked.terms.descriptor(
             contributor=contributor, nonce=nonce, commitment=commitment, items=asked.items, anchor=asked.anchor
         )
-        signed = attest(descriptor, self.key, issued_at=self.window.now, subject_tag=asked.tag)
+        issued = self.window.now
+        signed = attest(descriptor, self.key, issued_at=issued, subject_tag=asked.tag, ledger=asked.ledger)
         # The attestation last: until it is there, the pair does not verify, and the next call signs again.
         mode = os.stat(payload).st_mode & 0o666  # whoever may read the payload may read what is signed about it
         keys.replace_file(folder / DESCRIPTOR_FILE, descriptor.encode(), "the descriptor", mode=mode, durable=False)

@@ -143,6 +143,8 @@ class Reason(enum.Enum):
     BAD_SIGNATURE = "bad-signature", "the key did not sign this descriptor"
     MISMATCH = "mismatch", "its attestation and its descriptor do not say the same"
     WRONG_AUDIENCE = "wrong-audience", "it was signed for another corpus"
+    NOT_BOUND = "not-bound", "it names no ledger, and the policy names one"
+    OTHER_LEDGER = "other-ledger", "it was signed for another ledger of this corpus"
     NOT_YET_VALID = "not-yet-valid", "its validity has not begun, or its signing time is in the future"
     EXPIRED = "expired", "its validity has ended"
     POLICY_MISMATCH = "policy-mismatch", "it was signed under floors that this corpus never had"

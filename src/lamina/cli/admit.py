@@ -50,6 +50,8 @@ REMEDIES: dict[Reason, str] = {
     Reason.BAD_SIGNATURE: f"it was changed, or never signed by that key: {_SIGN_AGAIN}",
     Reason.MISMATCH: f"make folder, listing and signature agree, or {_SIGN_AGAIN}",
     Reason.WRONG_AUDIENCE: "ask its owner to sign it for this corpus",
+    Reason.NOT_BOUND: f"{_SIGN_AGAIN}, under the policy.toml that names the ledger",
+    Reason.OTHER_LEDGER: "admit it into the ledger that it names, or ask its owner to sign for this one: lamina attest --force",
     Reason.NOT_YET_VALID: "wait; or correct the clock of the computer that signed",
     Reason.EXPIRED: "ask its owner whether it may be used longer, and to sign it again",
     Reason.POLICY_MISMATCH: "ask its owner to sign under the floors in force: lamina attest",

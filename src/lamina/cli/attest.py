@@ -135,7 +135,8 @@ def terms_table(policy: Policy, all_terms: dict[str, SigningTerms], counts: Coun
             figures = [format_micro(terms.clip_norm), format_micro(terms.noise_multiplier), epsilon_text(epsilon)]
         window = [format_utc(terms.not_before), format_utc(terms.expires)]
         rows.append([name, f"{counts[name]:,}", *figures, terms.profile or "as the policy says", *window])
-    title = f"for {policy.corpus.origin}, ε at δ = {policy.corpus.delta:g}"
+    only = "" if policy.corpus.ledger is None else f" and its ledger {policy.corpus.ledger[:16]} alone"
+    title = f"for {policy.corpus.origin}{only}, ε at δ = {policy.corpus.delta:g}"
     return f"{printable(title)}\n{columns(rows)}"
 
 
@@ -270,6 +271,7 @@ def attest(
             outcomes.append(outcome)
             tick(len(outcomes))
     facts = {"contributor": signer and signer.public.name, "audience": opened.corpus.origin, "dry_run": dry_run}
+    facts["ledger"] = opened.corpus.ledger
     promised = {name: terms_json(opened, made) for name, made in terms.items()}
     text = counts_text(outcomes, force=force, dry_run=dry_run, keyless=signer is None)
     text = f"{terms_table(opened, terms, names)}\n{text}"

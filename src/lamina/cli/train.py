@@ -45,7 +45,7 @@ from lamina.spend.accounts import describe_account, is_bound, plan_charges
 from lamina.spend.spend_ledger import SpendLedger
 from lamina.train.private import NOTHING_REMAINS, TUNE_ELSEWHERE
 from lamina.train.publisher import Evaluation, Outcome
-from lamina.train.run import default_ledger_path
+from lamina.train.run import default_ledger_path, refuse_second_ledger
 from lamina.train.run_output import failing_layer_and_input, user_code, user_line
 from lamina.train.trainer import Trainer
 from lamina.train.trainer_checks import steps_per_interval
@@ -80,7 +80,9 @@ class PlannedRun:
         """The ledger of the corpus: a path, or the address of a database."""
         if (given := self.file.ledger) is not None:
             return given if is_postgres_url(given) else str(self.beside / given)
-        return str(default_ledger_path(self.policy.corpus.origin, output.parent))
+        place = default_ledger_path(self.policy.corpus.origin, output.parent)
+        refuse_second_ledger(place, self.policy.corpus.origin, self.beside)
+        return str(place)
 
     def contract(self) -> CorpusTerms:
         """What the ledger will say of the corpus."""

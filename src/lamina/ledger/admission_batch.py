@@ -13,7 +13,8 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from lamina.admit.attestation import Descriptor, window_rules
+from lamina.admit.attestation import Attestation, Descriptor, window_rules
+from lamina.admit.checks import other_ledger
 from lamina.admit.key_ring import KeyEntry, KeyRing
 from lamina.admit.keys import PrivateKey
 from lamina.admit.verdicts import (
@@ -333,7 +334,7 @@ class AdmissionBatch:
             return why
         if entry.row not in self._read:
             try:
-                self._read[entry.row] = _read_evidence(entry, self._context)
+                self._read[entry.row] = _read_evidence(entry, self._context, self._ledger.header_hash)
             except ContributionRefused as error:
                 self._read[entry.row] = error.reason, error.detail
         found = self._read[entry.row]
@@ -360,8 +361,11 @@ class AdmissionBatch:
             raise
 
 
-def _read_evidence(entry: RegisterEntry, beside: EntryContext) -> _AdmissionEvidence:
+def _read_evidence(entry: RegisterEntry, beside: EntryContext, ledger: bytes) -> _AdmissionEvidence:
     found = beside.evidence(entry)
+    only = Attestation.decode(found.attestation).ledger
+    if only is not None and only != ledger:
+        raise other_ledger(only, ledger)
     signed = Descriptor.decode(found.descriptor)
     bound = signed.clip_norm, signed.noise_multiplier
     record = ContributionRecord(

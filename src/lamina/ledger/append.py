@@ -204,6 +204,8 @@ def check_may_follow(
 class AppendContext:
     """Where a batch goes: the head, the time, the header's epoch_clock, the digest of the last checkpoint, the tail.
 
+    `header_hash` is that of leaf 0, once it is there.
+
     `check` refuses contributions, by their positions in the batch, that may not come next.
     """
 
@@ -212,6 +214,7 @@ class AppendContext:
     step: int
     previous: bytes | None
     tail: UnindexedKeys
+    header_hash: bytes | None = None
     check: Callable[[Sequence[int]], None] = lambda at: None
 
 
@@ -293,7 +296,7 @@ class AppendBatch:
         changed = merkle.grow_tiles(frontier, leaf_hashes([data for _, _, data, _ in placed]), tile_reader(rows))
         rows.add_leaves(placed)
         rows.put_tiles(changed)
-        self._write_side_rows(rows, new, head.size)
+        self._write_side_rows(rows, new, head.size, stand.header_hash)
         if len(new) == len(self.records):
             once = {key: head.size + at for key, at in self._once.items()}
             anchors = [(key, head.size + at) for key, at in self._anchors]
@@ -341,7 +344,7 @@ class AppendBatch:
             placed.append((seq, start[2], start + cbor_uint(seq) + leaf_stamp + tail, body))
         return placed, time, epoch
 
-    def _write_side_rows(self, rows: StoreWriter, new: Sequence[int], first: int) -> None:
+    def _write_side_rows(self, rows: StoreWriter, new: Sequence[int], first: int, header_hash: bytes | None) -> None:
         """What single records have beside their leaf."""
         if not self.others and not self._blobs:
             return
@@ -354,7 +357,7 @@ class AppendBatch:
             if type(record) is ContributionRecord:
                 if self._blobs and (data := self._blobs.get(record.attestation)) is not None:
                     evidence.append((seq, data))
-                    tokens.update(tokens_of(data))
+                    tokens.update(tokens_of(data, header_hash))
             elif isinstance(record, Epoch):
                 attempts += [AttemptRow(*attempt, seq) for attempt in record.attempts]
                 self._put(rows, record.plan)

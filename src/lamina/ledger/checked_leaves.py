@@ -127,12 +127,15 @@ def admission_token(kid: bytes, cti: bytes) -> bytes:
     return hashlib.sha256(kid + cti).digest()[:_TOKEN_BYTES]
 
 
-def tokens_of(attestation: bytes) -> list[bytes]:
-    """The token of an attestation; none if it cannot be read."""
+def tokens_of(attestation: bytes, ledger: bytes | None = None) -> list[bytes]:
+    """The token of an attestation; none if it cannot be read. LedgerError if it is for another than the `ledger`."""
     try:
         signed = Attestation.decode(attestation)
     except (EncodingError, AdmissionError):
         return []  # an admission has read it before; verification names it
+    if ledger is not None and not signed.may_enter(ledger):
+        problem = f"an attestation of the batch names another ledger than this one, {ledger.hex()[:16]}"
+        raise LedgerError("ledger.attestation-of-other-ledger", problem, "admit it into the ledger that it names")
     return [admission_token(signed.kid, signed.cti)]
 
 

@@ -32,7 +32,7 @@ from lamina.ledger.governance_records import (
 )
 from lamina.ledger.key_state import GovernanceState
 from lamina.ledger.schema import ORIGIN, PROFILE, program_version
-from lamina.ledger.store.sqlite import is_postgres_url, ledger_exists
+from lamina.ledger.store.sqlite import is_postgres_url, ledger_exists, printable_location
 from lamina.ledger.writer import Ledger
 from lamina.plan.policy import Policy
 from lamina.plan.step_plan import PlannedClass, StepPlan
@@ -45,7 +45,8 @@ _MAX_SLUG = 100  # characters of a slug
 class CorpusTerms:
     """Origin, accountant and δ, which a ledger has for good; floors, presets and policy, which may change.
 
-    `policy` is the digest that contributors sign (admit.checks.floors_hash); NO_POLICY where there is none.
+    `policy` is the digest that contributors sign (admit.checks.floors_hash); NO_POLICY where there is none. `ledger` is the
+    hash of the header leaf of the only ledger that the policy admits into, if it names one.
     """
 
     origin: str
@@ -54,6 +55,7 @@ class CorpusTerms:
     floors: LedgerFloors
     presets: tuple[Preset, ...]
     policy: bytes
+    ledger: bytes | None = None
 
     def __post_init__(self) -> None:
         if not ORIGIN.fits(self.origin):
@@ -78,6 +80,7 @@ class CorpusTerms:
             ),
             presets=tuple(_preset_of_policy(policy, name) for name in policy.classes),
             policy=floors_hash(policy),
+            ledger=corpus.ledger_hash,
         )
 
     @classmethod
@@ -201,11 +204,15 @@ def open_or_create(
                `lamina ledger init` made has an owner elsewhere and no such file
 
     Of several processes that make it at the same moment one does, and the others open it. A ledger of another origin
-    is refused, and so is one that counts by another accountant or at another δ than the policy says.
+    is refused, and so is one that counts by another accountant or at another δ than the policy says, or is not the one
+    that the policy names: then none is made either.
     """
     remote = isinstance(where, str) and is_postgres_url(where)
     place = str(where) if remote else os.path.realpath(where)
     if not ledger_exists(place):
+        if contract.ledger is not None:
+            problem = f"the policy names the ledger {contract.ledger.hex()[:16]}, and there is none at {printable_location(place)}"
+            raise LedgerError("ledger.named-ledger-missing", problem, _GIVE_NAMED)
         folder = Path(place).parent
         if not remote:
             folder.mkdir(parents=True, exist_ok=True)
@@ -291,13 +298,25 @@ def load_or_make_key(path: Path) -> PrivateKey:
     return key
 
 
+_GIVE_NAMED = "give the place of that ledger (--ledger, or ledger in RUN.toml); for another one, another policy.toml"
+
+
+def check_named_ledger(ledger: Ledger, contract: CorpusTerms) -> None:
+    """LedgerError if the policy names another ledger."""
+    if contract.ledger not in (None, found := ledger.header_hash):
+        named = "" if contract.ledger is None else contract.ledger.hex()[:16]
+        problem = f"the policy names the ledger {named}, {ledger.name} is {found.hex()[:16]}"
+        raise LedgerError("ledger.not-the-named-ledger", problem, _GIVE_NAMED)
+
+
 def check_corpus_terms(ledger: Ledger, contract: CorpusTerms) -> None:
-    """LedgerError if the ledger is of another corpus, or counts in another way than its policy says."""
+    """LedgerError if the ledger is of another corpus, not the one that its policy names, or counts in another way."""
     header = ledger.header
     if header.origin != contract.origin:
         problem = f"the ledger {ledger.name} is of {header.origin!r}, not of {contract.origin!r}"
         remedy = "give the ledger of this corpus, or another path for a new one"
         raise LedgerError("ledger.wrong-origin", problem, remedy)
+    check_named_ledger(ledger, contract)
     counted, asked = (header.accountant, header.delta), (contract.accountant, contract.delta)
     if contract.policy != NO_POLICY and counted != asked:
         problem = (

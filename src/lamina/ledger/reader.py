@@ -37,12 +37,14 @@ class LedgerReader:
                 raise LedgerError(
                     "ledger.empty", f"the ledger {store.name} is empty", "create it again: it has no header"
                 )
-            record = _decode_stored_leaf(0, rows.leaf(0)).record
+            first = rows.leaf(0)
+            record = _decode_stored_leaf(0, first).record
             if not isinstance(record, Header):
                 raise LedgerDamaged(
                     "ledger.no-header", f"the ledger {store.name} has no header", "restore it from a copy"
                 )
             self.header = record
+            self.header_hash = leaf_hash(_there(0, first).leaf)  # the identity of the ledger
             self._check_head(rows, head)
 
     @classmethod

@@ -244,7 +244,8 @@ class Ledger(LedgerReader):
 
             if len(batch.others) < len(batch.records):
                 self.check_index(rows)
-            context = AppendContext(head, now, self.header.epoch_clock, previous, self._tail, check_contributions)
+            step, ledger = self.header.epoch_clock, self.header_hash
+            context = AppendContext(head, now, step, previous, self._tail, ledger, check_contributions)
             seqs = batch.write(rows, context)
             before.append(head)
             if self._key is not None and batch.after is not None:

@@ -52,6 +52,12 @@ def _check_origin(origin: str) -> str:
     return origin
 
 
+def _check_ledger(digits: str) -> str:
+    if not re.fullmatch(r"[0-9a-f]{64}", digits):
+        raise ValueError("use the 64 hexadecimal digits that lamina ledger init prints")
+    return digits
+
+
 PositiveField = Annotated[float, Field(gt=0)]
 StringsField = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_as_tuple)]
 ProfileField = Annotated[DepthProfile, BeforeValidator(_as_profile)]
@@ -72,6 +78,7 @@ class CorpusPolicy(BaseModel):
     floors          the least that a class, and a contribution, may declare
     earlier_floors  those that were in force before: what was signed under them is still admitted, if it meets `floors`
     epoch           seconds for which a verified signature is relied on before it is verified again
+    ledger          hash of the header leaf of its ledger, which attestations then name: no other ledger admits them
     """
 
     model_config = _STRICT
@@ -81,6 +88,7 @@ class CorpusPolicy(BaseModel):
     floors: PolicyFloors = PolicyFloors()
     earlier_floors: Annotated[tuple[PolicyFloors, ...], BeforeValidator(_as_tuple)] = ()
     epoch: Annotated[int, Field(gt=0)] = 86_400
+    ledger: Annotated[str, AfterValidator(_check_ledger)] | None = None
 
     @model_validator(mode="after")
     def _floors_only_rise(self) -> Self:
@@ -91,6 +99,11 @@ class CorpusPolicy(BaseModel):
                     stands = "none" if now is None else f"{now:g}"
                     raise ValueError(f"{key} had the floor {before:g} and now has {stands}, but floors only rise")
         return self
+
+    @property
+    def ledger_hash(self) -> bytes | None:
+        """`ledger` as attestations name it."""
+        return None if self.ledger is None else bytes.fromhex(self.ledger)
 
 
 class ClassPolicy(BaseModel):

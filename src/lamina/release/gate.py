@@ -446,7 +446,7 @@ class _LedgerFollower:
 
     def __init__(self, ledger: LedgerReader, manifest: Manifest, trust: Trust) -> None:
         at = manifest.ledger
-        if ledger.origin != at["origin"] or leaf_hash(ledger.raw(0).leaf).hex() != at["header"]:
+        if ledger.origin != at["origin"] or ledger.header_hash.hex() != at["header"]:
             problem = f"{ledger.name} is not the ledger of this release, which is of {at['origin']!r}"
             raise NotVerified("release.other-ledger", problem, "give the ledger that the manifest names")
         self._ledger, self._trust, self._manifest = ledger, trust, manifest

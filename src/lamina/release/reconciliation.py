@@ -19,7 +19,6 @@ from lamina.admit.keys import format_utc
 from lamina.errors import EncodingError, LedgerError
 from lamina.ledger.contribution_trace import ContributionTrace, trace_contribution
 from lamina.ledger.governance_records import Release
-from lamina.ledger.merkle import leaf_hash
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.records import Epoch, Leaf
 from lamina.ledger.schema import nano_epsilon
@@ -44,7 +43,7 @@ def anchor_record(ledger: LedgerReader, leaf: Leaf) -> dict[str, Any]:
         "type": ANCHOR_TYPE,
         "descriptor": trace.record.descriptor.hex(),
         "anchor": told["anchor"],
-        "ledger": {"origin": ledger.origin, "header": leaf_hash(ledger.raw(0).leaf).hex()},
+        "ledger": {"origin": ledger.origin, "header": ledger.header_hash.hex()},
         "leaf": leaf.seq,
         "admitted": told["admitted"],
         "receipt": receipt,

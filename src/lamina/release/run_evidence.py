@@ -12,7 +12,6 @@ from typing import Any
 from lamina.account.schedule import EventKey
 from lamina.admit.keys import read_small
 from lamina.errors import RunError
-from lamina.ledger.merkle import leaf_hash
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.records import Epoch, SegmentOutcome
 from lamina.ledger.signed_checkpoint import LedgerCheckpoint, parse_checkpoint
@@ -118,7 +117,7 @@ class RunEvidence:
         with ledger.store.read() as rows:
             spent.follow(rows, checkpoint.size)
         return cls(
-            run=run, checkpoint=checkpoint, checkpoint_text=text, header_hash=leaf_hash(ledger.raw(0).leaf),
+            run=run, checkpoint=checkpoint, checkpoint_text=text, header_hash=ledger.header_hash,
             time=ledger.leaf(checkpoint.size - 1).time, epochs=covered, plans=plans,
             later=len(mine) - len(covered), spent=spent,
         )  # fmt: skip

@@ -18,7 +18,6 @@ from pathlib import Path
 
 from lamina.admit.keys import CLOCK_SKEW, PrivateKey, format_utc, parse_utc, replace_file
 from lamina.errors import EncodingError, LaminaError, LedgerError, NotVerified
-from lamina.ledger.merkle import leaf_hash
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.records import ContributionRecord
 from lamina.ledger.withdrawal import DONE_FOLDER, MAX_FILES, REFUSED_FOLDER, parse_effect, parse_reason
@@ -72,7 +71,7 @@ def check_withdrawal(data: bytes, ledger: LedgerReader, *, now: float | None = N
         target, time = bytes.fromhex(plain["withdraw"]), parse_utc(plain["time"])
     except (LaminaError, ValueError) as error:
         raise _malformed(error.problem if isinstance(error, LaminaError) else "withdraw is not hexadecimal") from None
-    if plain["ledger"] != leaf_hash(ledger.raw(0).leaf).hex():
+    if plain["ledger"] != ledger.header_hash.hex():
         raise NotVerified("release.request-other-ledger", "it is for another ledger", "name the header of this ledger")
     if time > (system.time() if now is None else now) + CLOCK_SKEW:
         raise NotVerified("release.request-from-the-future", f"it is of {plain['time']}", "set the clock, sign again")

@@ -80,7 +80,8 @@ def sign_corpus(corpus: Corpus, policy: Policy, cls: str, key: PrivateKey | None
     )
     ring = KeyRing()
     ring.add(key.public, label="local")
-    offered = Contribution(LOCAL_CONTRIBUTION, descriptor.encode(), attest(descriptor, key, issued_at=now), data)
+    attestation = attest(descriptor, key, issued_at=now, ledger=policy.corpus.ledger_hash)
+    offered = Contribution(LOCAL_CONTRIBUTION, descriptor.encode(), attestation, data)
     found = AdmissionGate(policy, ring).review([offered])
     for refusal in found.refused:
         problem = f"the gate refused the data signed with a local key: {refusal.reason.meaning}"
@@ -196,7 +197,8 @@ def make_private(
     if present > declared:
         problem = f"the corpus has more contributions than population={declared}"
         raise PlanError("train.population-below-corpus", problem, "declare a number that it cannot exceed")
-    about = {"origin": corpus.origin or "local", "delta": delta}
+    only = None if corpus.policy is None else corpus.policy.corpus.ledger
+    about = {"origin": corpus.origin or "local", "delta": delta, "ledger": only}
     terms = {"population": declared, "clip_norm": clip_norm or DEFAULT_CLIP_NORM, "unit": corpus.unit_name}
     policy = Policy.from_dict({"corpus": about, "class": {names[0]: terms}})
     if isinstance(batch, int) and batch > declared:

@@ -25,12 +25,14 @@ since a bound may have come into the run later.
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import math
 import os
 import secrets
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from fractions import Fraction
 from pathlib import Path
@@ -42,8 +44,8 @@ from lamina.admit.attestation import MICRO
 from lamina.admit.keys import PrivateKey
 from lamina.corpus.corpus import Corpus
 from lamina.engine.random_stream import SEED_BYTES
-from lamina.errors import BudgetExceeded, LedgerError, RunError, StorageError
-from lamina.ledger.corpus_terms import CorpusTerms, adopt_policy, open_or_create, origin_slug
+from lamina.errors import BudgetExceeded, LaminaError, LedgerError, RunError, StorageError
+from lamina.ledger.corpus_terms import CorpusTerms, adopt_policy, check_named_ledger, open_or_create, origin_slug
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.records import SegmentOutcome
 from lamina.ledger.store.rows import WHOLE_BUDGET_SEGMENT
@@ -110,6 +112,27 @@ def default_ledger_path(origin: str, folder: Path) -> Path:
     return folder / f"{origin_slug(origin)}.ledger.db"
 
 
+def refuse_second_ledger(place: Path, origin: str, around: Path) -> None:
+    """LedgerError if no ledger is at `place` and one of this origin is near: in the folders of `around`, or further up.
+
+    The same contributions could be admitted into both, each within its bound. So a second one has to be asked for.
+    """
+    if place.exists():
+        return
+    upwards = [folder / place.name for folder in place.absolute().parents[1:3]]
+    for found in [around / place.name, *sorted(around.glob(f"*/{glob.escape(place.name)}")), *upwards]:
+        if found.is_file() and _is_ledger_of(found, origin):
+            problem = f"there is a ledger of {origin!r} at '{found}', and this run would begin another at '{place}'"
+            remedy = f"go on in that one: ledger = '{found}'; for a second one, name its place: ledger = '{place}'"
+            raise RunError("train.second-ledger", problem, remedy)
+
+
+def _is_ledger_of(path: Path, origin: str) -> bool:
+    with suppress(LaminaError), LedgerReader.read_only(path) as view:
+        return view.origin == origin
+    return False
+
+
 def open_run_ledger(
     given: LedgerArgument,
     corpus: Corpus,
@@ -126,6 +149,7 @@ def open_run_ledger(
     """
     if isinstance(given, Ledger):
         terms = _ledger_terms(corpus, plan, corpus.origin or given.origin)
+        check_named_ledger(given, terms)
         if terms.origin != given.origin:
             problem = f"the ledger {given.name} belongs to {given.origin!r}, the corpus to {terms.origin!r}"
             raise LedgerError("train.ledger-of-other-corpus", problem, "give the ledger of this corpus")
@@ -148,6 +172,11 @@ def open_run_ledger(
         origin = corpus.origin_or_digest(origin_secret(beside))
     terms = _ledger_terms(corpus, plan, origin)
     where = given if given is not None else default_ledger_path(origin, folder.parent)
+    if given is None:
+        working = Path.cwd()
+        refuse_second_ledger(
+            Path(where), origin, working if folder.resolve().is_relative_to(working) else folder.parent
+        )
     ledger = open_or_create(where, terms, key, governing=governing)
     try:
         return ledger, adopt_policy(ledger, terms)

@@ -6,6 +6,7 @@ they are, and submitted. With the keys at hand a command does all three.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
+from lamina import validate
 from lamina.admit import keys as files
 from lamina.admit.keys import PrivateKey, PublicKey, format_utc
 from lamina.cli.open_ledger import open_ledger
@@ -149,6 +151,9 @@ def init(
     retention: Annotated[int, option("days for which contributions are kept", min=1)] = 365,
     key: KeyOption = None,
     propose: Annotated[Path | None, option("write the header, for owners to sign elsewhere", metavar="FILE")] = None,
+    write: Annotated[
+        bool, option("write the ledger's name into POLICY, so that attestations name it", "--write")
+    ] = False,
     passphrase_file: PassphraseOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -160,15 +165,26 @@ def init(
     Whatever protects less takes two of these keys; with one alone it can never be agreed on. If owners are elsewhere, give their public
     keys and --propose: each signs with lamina ledger sign, and lamina ledger submit makes the ledger.
 
+    It prints the name of the ledger, the hash of its header leaf, which belongs into policy.toml: [corpus] ledger = "…".
+    --write puts it there. Contributors who sign under that policy sign for this ledger, and no other admits them.
+
     Examples:
 
-      lamina ledger init ledger.db policy.toml --governing-key owner.key
+      lamina ledger init ledger.db policy.toml --governing-key owner.key --write
       lamina ledger init ledger.db policy.toml --governing-key a.pub --governing-key b.pub --propose header.msg
       lamina ledger init ledger.db policy.toml --governing-key owner.key --witness w1.pub --witness w2.pub --quorum 1
     """
     if ledger_exists(ledger):
         raise typer.BadParameter(f"'{printable_location(ledger)}' exists already", param_hint="LEDGER")
     terms, owners = CorpusTerms.of_policy(Policy.load(file)), [_owner(path, passphrase_file) for path in governing_key]
+    if terms.ledger is not None:
+        problem = f"'{file}' names the ledger {terms.ledger.hex()[:16]} already, and this would be a second one of {terms.origin!r}"
+        raise LedgerError("cli.policy-names-ledger", problem, "use that ledger, or remove the line ledger of [corpus]")
+    if write and propose is not None:
+        raise typer.BadParameter(
+            "the ledger has no name before it is made: add the line that submit prints", param_hint="--write"
+        )
+    named_in = _with_ledger_line(file, "0" * 64) if write else ""
     named = [Key(name=name, x=public.x, role=Role.GOVERNING) for name, public, _ in owners]
     seen = [Key(name=path.stem, x=PublicKey.load(path).x, role=Role.WITNESS) for path in witness or ()]
     signer = _signing_key(ledger, key, passphrase_file)
@@ -185,7 +201,25 @@ def init(
         text = f"{propose}: have every owner sign it: lamina ledger sign {propose} --key GOVERNING.key"
         print_answer(result | {"proposal": str(propose)}, text, as_json)
         return
-    _create(ledger, header, signer, result, as_json)
+    name = _create(ledger, header, signer, result, as_json)
+    if named_in:
+        files.replace_file(
+            file, named_in.replace("0" * 64, name, 1).encode(), "the policy", mode=file.stat().st_mode & 0o777
+        )
+
+
+def _with_ledger_line(file: Path, name: str) -> str:
+    """The text of the policy with the ledger's name in [corpus]."""
+    text, found = re.subn(
+        r"(?m)^\s*\[corpus\].*$", rf'\g<0>\nledger = "{name}"', validate.read_text_file(file), count=1
+    )
+    if not found:
+        problem = f"'{file}' has no line [corpus] after which the ledger could be named"
+        raise LedgerError(
+            "cli.no-corpus-table", problem, "leave --write out, and add the line that is printed yourself"
+        )
+    Policy.parse(text, source=str(file))
+    return text
 
 
 def _owner(path: Path, passphrase_file: Path | None) -> tuple[str, PublicKey, PrivateKey | None]:
@@ -203,11 +237,15 @@ def _signing_key(ledger: str, key: Path | None, passphrase_file: Path | None) ->
     return load_or_make_key(ledger_key_path(ledger))
 
 
-def _create(ledger: str, header: Header, signer: PrivateKey, result: dict[str, Any], as_json: bool) -> None:
+def _create(ledger: str, header: Header, signer: PrivateKey, result: dict[str, Any], as_json: bool) -> str:
+    """Make it; its name, which is the hash of the header leaf."""
     with Ledger.create(ledger, header, signer) as book:
+        name = book.header_hash.hex()
         owners = [each.key.hex() for each in header.signatures]
         text = f"{result['ledger']}: {header.origin}, governed by {', '.join(each[:16] for each in owners)}"
-        print_answer(result | {"governing": owners, "checkpoint": book.latest()}, text, as_json)
+        text += f'\nin policy.toml, so that attestations name this ledger and no other admits them:\n  [corpus]\n  ledger = "{name}"'
+        print_answer(result | {"governing": owners, "header": name, "checkpoint": book.latest()}, text, as_json)
+    return name
 
 
 # ------------------------------------------------------------------------------ terms

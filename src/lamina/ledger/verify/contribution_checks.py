@@ -36,6 +36,7 @@ from lamina.ledger.records import (
     SegmentOutcome,
     decode_leaf,
 )
+from lamina.ledger.schema import pluralize
 from lamina.ledger.store.rows import LeafBlock, StoreReader
 from lamina.ledger.verify.tree_checks import AggregateTallies, Finding, contributor_key, fail, fail_unreadable
 
@@ -146,9 +147,9 @@ def _equal_values(rows: StoreReader, group: list[int], name: str) -> Iterator[tu
 class AttestationChecks:
     """Checks the signature of each contribution with the key that counted when it was admitted."""
 
-    def __init__(self, origin: str, keys: KeyState, ring: KeyRing | None) -> None:
-        self._origin, self._keys, self._ring = origin, keys, ring
-        self.checked = 0
+    def __init__(self, origin: str, header_hash: bytes, keys: KeyState, ring: KeyRing | None) -> None:
+        self._origin, self._header_hash, self._keys, self._ring = origin, header_hash, keys, ring
+        self.checked = self.unbound = 0  # unbound: they name no ledger
 
     def check(self, leaf: Leaf, data: bytes | None) -> bytes:
         """The token (key, cti) of a contribution whose attestation is these bytes."""
@@ -184,6 +185,8 @@ class AttestationChecks:
             wrong("verify.attestation-signature-invalid", f"{name} did not sign its attestation over its descriptor")
         if signed.aud != self._origin:
             wrong("verify.attestation-for-other-ledger", f"its attestation is for another ledger, {signed.aud!r}")
+        if not signed.may_enter(self._header_hash):
+            wrong("verify.attestation-bound-elsewhere", "its attestation names another ledger of this origin")
         if (signed.nbf, signed.exp) != (record.not_before, record.expires):
             wrong("verify.attestation-window-differs", "its attestation has another validity window than the leaf")
         if signed.tag != (None if record.subject is None else record.subject.hex()):
@@ -191,7 +194,14 @@ class AttestationChecks:
         if (differs := _terms_difference(record, signed)) is not None:
             wrong(*differs)
         self.checked += 1
+        self.unbound += signed.ledger is None
         return signed.kid + signed.cti
+
+    def notes(self) -> Iterator[str]:
+        """What could not be checked."""
+        if self.unbound:
+            names = pluralize(self.unbound, "contribution names", "contributions name")
+            yield f"{names} no ledger: another ledger of this origin may hold the same, each within its bound"
 
 
 _TERM_DIFFERS = {  # field of `SignedTerms` → what a leaf that says otherwise is called

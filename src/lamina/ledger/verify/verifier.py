@@ -324,7 +324,8 @@ class LedgerReplay:
         self.keys = _governance(rows, self.header)
         self.policy = PolicyInForce(self.header)
         ring = None if trust is None else trust.contributors()
-        self.attestations = AttestationChecks(self.header.origin, self.keys, ring) if signatures else None
+        checks = AttestationChecks(self.header.origin, self.keys.header_hash, self.keys, ring)
+        self.attestations = checks if signatures else None
         self._tallies = AggregateTallies(read_aggregates(rows, self.head))
         self.tree = ReplayedTree(rows, self._tallies)
         self.withdrawals = WithdrawalChecks(rows)
@@ -643,6 +644,8 @@ def _report_notes(replay: LedgerReplay, trust: Trust | None) -> Iterable[str]:
         yield f"leaves [{good}, {size}) are not signed yet"
     if replay.attestations is None:
         yield "attestations were not checked"
+    else:
+        yield from replay.attestations.notes()
     if pruned := replay.contributions.pruned:
         bodies = pluralize(
             pruned, "contribution is pruned: its attestation", "contributions are pruned: their attestations"
