@@ -152,6 +152,7 @@ def test_the_grammar_of_the_attestation_is_what_is_checked(pycose: Path) -> None
     _, grammar = blocks("cddl")
     plain = attest(FULL, KEY, issued_at=1_767_225_601)
     tagged = attest(FULL, KEY, issued_at=1_767_225_601, subject_tag=subject_tag(bytes(32), "ann"))
+    bound = attest(FULL, KEY, issued_at=1_767_225_601, ledger=bytes(32))
     body = cbor2.loads(plain).value
     header: dict[Any, Any] = cbor2.loads(body[0])
     claims = header[15]
@@ -161,7 +162,7 @@ def test_the_grammar_of_the_attestation_is_what_is_checked(pycose: Path) -> None
         return b"\xd2\x84" + b"".join(encoded(each) for each in items)
 
     data = [
-        plain, tagged, message(header), message(header | {1: -19}),
+        plain, tagged, bound, message(header), message(header | {1: -19}),
         message(header | {15: {key: value for key, value in claims.items() if key > -65542}}),
         message(header | {1: -7}), message(header | {2: [1]}), message(header | {3: 1}),
         message(header | {4: bytes(31)}), message(header | {16: "application/cwt"}),
@@ -187,7 +188,7 @@ def test_the_grammar_of_the_attestation_is_what_is_checked(pycose: Path) -> None
     theirs = [a and b for a, b in zip(fits(pycose, outer, data), fits(pycose, inner, wrapped), strict=True)]
     for number, (answer, each) in enumerate(zip(theirs, data, strict=True)):
         assert answer is ours(Attestation, each), number
-    assert theirs == [True] * 5 + [False] * (len(data) - 5)
+    assert theirs == [True] * 6 + [False] * (len(data) - 6)
 
 
 def _first(message: bytes) -> bytes:
