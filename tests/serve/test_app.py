@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import hashlib
+import time
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,20 @@ def test_a_ledger_that_went_away_is_no_5xx_with_its_path(client: Client, tmp_pat
     Path(ledger.name).rename(tmp_path / "elsewhere")
     answer = served.get("/v1/ledger/leaves/3")
     assert answer.status_code in (200, 503) and str(tmp_path) not in answer.text
+
+
+def test_a_ledger_that_is_destroyed_denies_and_names_no_path(
+    client: Client, trained: Trained, query: dict[str, Any]
+) -> None:
+    served = client()
+    assert served.post("/v1/decide", json={"query": query}).json()["allowed"]
+    trained.ledger.write_bytes(b"\0" * 8192)
+    time.sleep(0.3)
+    answer = served.post("/v1/decide", json={"query": query})
+    assert [each["code"] for each in answer.json()["reasons"]] == ["ledger-not-verified"]
+    leaf = served.get("/v1/ledger/leaves/3")
+    assert code(leaf) == (503, "serve.unavailable")
+    assert str(trained.ledger.parent) not in answer.text + leaf.text
 
 
 def test_the_papers_are_those_that_were_verified(client: Client, release: Path) -> None:

@@ -11,6 +11,7 @@ The dashboard's pages come from `pages.pages(service)`.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import hashlib
 import json
 import re
@@ -40,7 +41,7 @@ from lamina.ledger.show import leaf_to_dict
 from lamina.ledger.signed_checkpoint import parse_checkpoint
 from lamina.ledger.store.rows import StoredLeaf
 from lamina.release.decision_log import DecisionLog
-from lamina.release.gate import Decision, Query, ReleaseGate
+from lamina.release.gate import Decision, Query, Reason, ReleaseGate
 from lamina.release.manifest import MANIFEST, read_file
 from lamina.release.signed import parse_json
 from lamina.release.withdrawal_request import MAX_REQUEST_BYTES, check_withdrawal, drop_withdrawal, withdrawal_state
@@ -71,6 +72,7 @@ _LOOPBACK_NAMES = {"localhost", "127.0.0.1", "[::1]"}
 _OPEN_PATHS = {"/healthz"}  # without a key
 _UNKNOWN = {"ledger.leaf-unknown", "ledger.size-not-reached", "ledger.not-covered", "ledger.tree-too-small"}
 _UNAVAILABLE = {"release.log-not-written", "release.withdrawals-waiting", "admit.file-not-written"}
+_LEDGER_WRONG = Reason(code="ledger-not-verified", text="withdrawals are not known: the ledger cannot be verified")
 _JSON, _COSE, _TEXT = "application/json", "application/cose", "text/plain; charset=utf-8"
 
 
@@ -105,6 +107,9 @@ class Service:
         if self.gate is None:
             raise RequestRefused(404, "serve.no-release", "a run is served here, which has no gate", "serve a release")
         decision = self.gate.decide(query)
+        if any(each.code == _LEDGER_WRONG.code for each in decision.reasons):  # its text names files
+            reasons = (_LEDGER_WRONG if each.code == _LEDGER_WRONG.code else each for each in decision.reasons)
+            decision = dataclasses.replace(decision, reasons=tuple(reasons))
         if answering and self.inference is not None:
             decision = self.inference.judge(query, decision)
         if self.log is not None:
