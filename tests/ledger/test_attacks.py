@@ -60,8 +60,9 @@ from lamina.ledger.merkle import leaf_hash
 from lamina.ledger.records import KIND_NAMES, ContributionTerms, Epoch, SegmentOutcome
 from lamina.ledger.signed_checkpoint import LedgerCheckpoint, NoteKey, add_cosignature
 from lamina.ledger.store.rows import StoredLeaf
+from lamina.ledger.verify.report import Verification
 from lamina.ledger.verify.tree_checks import Finding, KnownCheckpoint, Trust
-from lamina.ledger.verify.verifier import Verification, verify
+from lamina.ledger.verify.verifier import verify
 from lamina.ledger.writer import Ledger
 
 MINE = Trust(notes=(NoteKey(ORIGIN, LEDGER.public),), plain=(GOVERNING.public,))

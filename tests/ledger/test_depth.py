@@ -10,7 +10,7 @@ import pytest
 from build import plan
 
 from lamina.errors import PlanError
-from lamina.ledger.verify.epoch_checks import first_layer_outside
+from lamina.ledger.verify.plan_checks import first_layer_outside
 from lamina.plan.depth_profile import DepthProfile
 from lamina.plan.layer_stack import Layer, LayerStack
 from lamina.plan.selection import Slice

@@ -46,8 +46,9 @@ from lamina.ledger.records import ContributionTerms, Epoch, NoiseChange, Segment
 from lamina.ledger.retention import Retention
 from lamina.ledger.schema import program_version
 from lamina.ledger.store.rows import RunHold
+from lamina.ledger.verify.report import Verification
 from lamina.ledger.verify.tree_checks import Trust
-from lamina.ledger.verify.verifier import Verification, verify
+from lamina.ledger.verify.verifier import verify
 from lamina.plan.rules import Choose, FollowEnergy
 from lamina.plan.step_plan import Clipping, PlannedClass, StepPlan
 

@@ -31,8 +31,9 @@ from lamina.ledger.governance_records import (
 )
 from lamina.ledger.records import ContributionRecord
 from lamina.ledger.schema import schema_of
+from lamina.ledger.verify.report import Verification
 from lamina.ledger.verify.tree_checks import Trust
-from lamina.ledger.verify.verifier import Verification, verify
+from lamina.ledger.verify.verifier import verify
 from lamina.ledger.writer import Ledger
 
 OWNER, SECOND_OWNER, TRAINER, THIEF, AUDITOR_SEED = (

@@ -21,8 +21,9 @@ from lamina.admit.keys import PrivateKey
 from lamina.ledger.corpus_terms import NO_POLICY, CorpusTerms, open_or_create
 from lamina.ledger.governance_records import LedgerFloors, Preset
 from lamina.ledger.records import Epoch, Segment, SegmentOutcome
+from lamina.ledger.verify.report import Verification
 from lamina.ledger.verify.tree_checks import Trust
-from lamina.ledger.verify.verifier import Verification, verify
+from lamina.ledger.verify.verifier import verify
 from lamina.ledger.writer import Ledger
 from lamina.plan.rules import FollowBudget, Injection, InjectionForm
 from lamina.plan.step_plan import PlannedClass, PlannedLayer, StepPlan

@@ -36,8 +36,9 @@ from lamina.ledger.governance_records import (
 )
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.records import ContributionRecord, Epoch, SegmentOutcome
+from lamina.ledger.verify.report import Verification
 from lamina.ledger.verify.tree_checks import Trust
-from lamina.ledger.verify.verifier import Verification, verify
+from lamina.ledger.verify.verifier import verify
 from lamina.ledger.withdrawal import WithdrawalInbox, withdraw
 from lamina.ledger.writer import Ledger
 from lamina.spend.spend_ledger import SpendLedger

@@ -25,7 +25,8 @@ from lamina.admit.signing import SECONDS_PER_YEAR, SigningState, attest_folder
 from lamina.demo.patients import DemoPatients, DemoSizes, PatientGroup
 from lamina.demo.training import FINE_TUNING, loss
 from lamina.errors import LaminaError
-from lamina.ledger.verify.verifier import Verification, verify
+from lamina.ledger.verify.report import Verification
+from lamina.ledger.verify.verifier import verify
 from lamina.plan.policy import Policy
 from lamina.plan.step_plan import StepPlan
 

@@ -29,8 +29,9 @@ from lamina.ledger.reader import LedgerReader
 from lamina.ledger.schema import nano_epsilon
 from lamina.ledger.show import epsilon_or_none
 from lamina.ledger.spending import signed_spend
+from lamina.ledger.verify.report import Verification
 from lamina.ledger.verify.tree_checks import Trust
-from lamina.ledger.verify.verifier import Verification, verify
+from lamina.ledger.verify.verifier import verify
 from lamina.plan.step_plan import Clipping, PlannedClass, StepPlan
 from lamina.release.run_evidence import WEIGHTS, RunEvidence, RunFacts, file_digest
 from lamina.release.signed import canonical_json, parse_json, read_cose, sign_cose

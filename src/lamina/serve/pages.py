@@ -17,8 +17,9 @@ from starlette.routing import BaseRoute, Route
 from lamina.admit.keys import format_utc
 from lamina.errors import LaminaError
 from lamina.ledger.reader import LedgerReader, find_contributions
+from lamina.ledger.verify.report import Verification
 from lamina.ledger.verify.tree_checks import Trust
-from lamina.ledger.verify.verifier import Verification, verify
+from lamina.ledger.verify.verifier import verify
 from lamina.release.certificate import certify
 from lamina.release.gate import Query
 from lamina.release.reconciliation import reconcile

@@ -32,7 +32,7 @@ from lamina.ledger.admission_batch import LedgerRegister
 from lamina.ledger.corpus_terms import policy_in_force
 from lamina.ledger.governance_records import Withdrawal, WithdrawalEffect, WithdrawalReason
 from lamina.ledger.records import ContributionRecord, KeptContribution
-from lamina.ledger.verify.epoch_checks import difference_from_policy, sampling_violation
+from lamina.ledger.verify.plan_checks import difference_from_policy, sampling_violation
 from lamina.ledger.writer import Ledger
 from lamina.plan.step_plan import StepPlan
 from lamina.spend.accounts import account_bound

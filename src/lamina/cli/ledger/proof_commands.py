@@ -44,8 +44,8 @@ from lamina.ledger.show import describe_leaf
 from lamina.ledger.signed_checkpoint import NoteKey, encode64
 from lamina.ledger.store.rows import StoredLeaf
 from lamina.ledger.store.sqlite import SqliteStore, is_postgres_url, make_store, printable_location
+from lamina.ledger.verify.report import Verification
 from lamina.ledger.verify.tree_checks import KnownCheckpoint, Trust
-from lamina.ledger.verify.verifier import Verification
 from lamina.ledger.verify.verifier import verify as audit
 
 _PLURALS = {"policy": "policies", "pruned": "pruned"}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
+from lamina.ledger.verify.report import Verification
 from lamina.ledger.verify.tree_checks import Finding, KnownCheckpoint, Trust
-from lamina.ledger.verify.verifier import Verification, verify
+from lamina.ledger.verify.verifier import verify
 
 __all__ = ["verify", "Verification", "Finding", "Trust", "KnownCheckpoint"]
