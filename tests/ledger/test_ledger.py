@@ -262,7 +262,7 @@ def test_what_a_ledger_remembers_is_bounded(where: str, monkeypatch: pytest.Monk
             most = max(most, len(ledger._tail._once))
         assert most < 140
         assert vars(ledger).keys() == {
-            "store", "header", "_nodes", "_tail", "_turn", "_key", "_governing", "_clock", "_patience", "_id",
+            "store", "header", "header_hash", "_nodes", "_tail", "_turn", "_key", "_governing", "_clock", "_patience", "_id",
             "_checked", "_index_checked",
         }  # fmt: skip
 

@@ -6,7 +6,22 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from build import HOUR, RUNS, STRICT, USUAL, YEAR, Story, begin, build, contribution, plan, segment, signed_by, spent
+from build import (
+    HOUR,
+    RUNS,
+    STRICT,
+    USUAL,
+    YEAR,
+    Made,
+    Story,
+    begin,
+    build,
+    contribution,
+    plan,
+    segment,
+    signed_by,
+    spent,
+)
 from forge import sql
 from making import AUDITOR, GOVERNING, LEDGER, ORIGIN, digest
 
@@ -24,11 +39,17 @@ MINE = Trust(notes=(NoteKey(ORIGIN, LEDGER.public),), plain=(GOVERNING.public,))
 DAY = 86_400
 
 
+def two_bound_to(made: Story) -> list[Made]:
+    """Both name this ledger, so that nothing is noted of that."""
+    only = made.ledger.header_hash
+    return [contribution(1, ledger=only), contribution(2, terms=STRICT, ledger=only)]
+
+
 @pytest.fixture
 def story(tmp_path: Path) -> Iterator[Story]:
     """Run one keeps the bounds that were signed; run two knows the class alone. Each attempt has an epoch."""
     made = begin(str(tmp_path / "a.db"))
-    made.at["usual"], made.at["strict"] = made.admit([contribution(1), contribution(2, terms=STRICT)])
+    made.at["usual"], made.at["strict"] = made.admit(two_bound_to(made))
     made.later(HOUR)
     read = made.ledger.size
     both = {CLASS: 1.0, STRICT: 0.5}
@@ -56,7 +77,7 @@ def test_it_verifies(story: Story) -> None:
 
 def test_who_is_charged_is_not_told_to_be_left_out(tmp_path: Path) -> None:
     made = begin(str(tmp_path / "b.db"))
-    made.admit([contribution(1), contribution(2, terms=STRICT)])
+    made.admit(two_bound_to(made))
     made.later(HOUR)
     read = made.ledger.size
     made.epoch(RUNS[0], [segment(0, read=read)], scales={CLASS: 1.0, USUAL: 1.0, STRICT: 0.5})
