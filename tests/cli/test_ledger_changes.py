@@ -379,3 +379,27 @@ def test_init_names_the_ledger_in_the_policy(call: Call, tmp_path: Path) -> None
     Path("odd.toml").write_text(before.replace("[corpus]", "[ corpus ]"))
     refused(call("init", "third.db", "odd.toml", *owner, "--write"), "cli.no-corpus-table")
     assert not Path("third.db").exists() and not Path("a.msg").exists()
+
+
+def test_init_takes_its_terms_from_the_policy(call: Call) -> None:
+    """Options come before the policy; what a policy cannot have is refused."""
+    for name in ("w1", "w2"):
+        Path(f"{name}.pub").write_bytes(key(name).public.pem())
+    said = Path("same.toml").read_text()
+    Path("said.toml").write_text(said.replace("[corpus]", "[corpus]\nretention = 30\ngranularity = 3\nwitnesses = 1"))
+    words = ("--governing-key", "owner.key", "--witness", "w1.pub", "--witness", "w2.pub")
+
+    def made(place: str, *more: str) -> tuple[int, int, int]:
+        answer(call("init", place, *more, *words, "--json"))
+        with Ledger.open(place) as ledger:
+            return ledger.header.retention // 86_400, ledger.header.granularity, ledger.header.witnesses
+
+    assert made("a.db", "same.toml") == (365, 1, 2)
+    assert made("b.db", "said.toml") == (30, 3, 1)
+    assert made("c.db", "said.toml", "--quorum", "0", "--retention", "10") == (10, 3, 0)
+    assert verify("c.db").verified  # b.db waits for its witness
+    for wrong in ("retention = 0", "granularity = 0", "witnesses = -1"):
+        Path("wrong.toml").write_text(said.replace("[corpus]", f"[corpus]\n{wrong}"))
+        refused(call("init", "d.db", "wrong.toml", *words), "plan.policy-invalid")
+    refused(call("init", "d.db", "said.toml", *words[:2]), "ledger.header-too-few-witnesses")
+    assert not Path("d.db").exists()

@@ -89,6 +89,18 @@ def test_a_policy_that_names_a_ledger(two: tuple[Clinic, Clinic]) -> None:
     assert reasons(gate.review(given)) == {"b": "not-bound", "c": "other-ledger"}
 
 
+def test_a_ledger_of_one_s_own_has_the_terms_of_the_policy(tmp_path: Path) -> None:
+    terms = CorpusTerms.of_policy(policy(retention=30, granularity=2))
+    with open_or_create(tmp_path / "new.db", terms) as ledger:
+        header = ledger.header
+        assert (header.retention, header.granularity, header.witnesses) == (30 * 86_400, 2, 0)
+    with open_or_create(tmp_path / "new.db", CorpusTerms.of_policy(policy(retention=1))) as ledger:
+        assert ledger.header == header  # read when it is made; later changes are governing records
+    with raises_code("ledger.witnesses-missing"):
+        open_or_create(tmp_path / "other.db", CorpusTerms.of_policy(policy(witnesses=1)))
+    assert not list(tmp_path.glob("other*"))
+
+
 def test_a_policy_that_names_a_ledger_makes_none(tmp_path: Path) -> None:
     terms = CorpusTerms.of_policy(policy(ledger="00" * 32))
     with raises_code("ledger.named-ledger-missing"):

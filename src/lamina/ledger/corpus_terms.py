@@ -8,7 +8,7 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from lamina.ledger.governance_records import (
 from lamina.ledger.key_state import GovernanceState
 from lamina.ledger.schema import ORIGIN, PROFILE, program_version
 from lamina.ledger.store.sqlite import is_postgres_url, ledger_exists, printable_location
-from lamina.ledger.writer import Ledger
+from lamina.ledger.writer import DAY_SECONDS, Ledger
 from lamina.plan.policy import Policy
 from lamina.plan.step_plan import PlannedClass, StepPlan
 
@@ -46,7 +46,8 @@ class CorpusTerms:
     """Origin, accountant and δ, which a ledger has for good; floors, presets and policy, which may change.
 
     `policy` is the digest that contributors sign (admit.checks.floors_hash); NO_POLICY where there is none. `ledger` is the
-    hash of the header leaf of the only ledger that the policy admits into, if it names one.
+    hash of the header leaf of the only ledger that the policy admits into, if it names one. `retention` (seconds),
+    `granularity` and `witnesses` (None: as many as there are) are for the header of a new ledger, and nothing after it.
     """
 
     origin: str
@@ -56,6 +57,9 @@ class CorpusTerms:
     presets: tuple[Preset, ...]
     policy: bytes
     ledger: bytes | None = None
+    retention: int = SECONDS_PER_YEAR
+    granularity: int = 1
+    witnesses: int | None = None
 
     def __post_init__(self) -> None:
         if not ORIGIN.fits(self.origin):
@@ -81,6 +85,9 @@ class CorpusTerms:
             presets=tuple(_preset_of_policy(policy, name) for name in policy.classes),
             policy=floors_hash(policy),
             ledger=corpus.ledger_hash,
+            retention=corpus.retention * DAY_SECONDS,
+            granularity=corpus.granularity,
+            witnesses=corpus.witnesses,
         )
 
     @classmethod
@@ -99,8 +106,11 @@ class CorpusTerms:
             policy=NO_POLICY,
         )
 
-    def header(self, key: PublicKey, governing: Sequence[Key], *, retention: int, **other: Any) -> Header:
-        """Leaf 0 of a ledger whose checkpoints `key` signs and whose owners are `governing`; to be signed by them."""
+    def header(self, key: PublicKey, parties: Sequence[Key], **other: Any) -> Header:
+        """Leaf 0 of a ledger whose checkpoints `key` signs, with its owners and witnesses; to be signed by the owners."""
+        witnesses = sum(each.role is Role.WITNESS for each in parties)
+        terms = {"retention": self.retention, "granularity": self.granularity}
+        terms["witnesses"] = witnesses if self.witnesses is None else self.witnesses
         return Header(
             origin=self.origin,
             accountant=self.accountant,
@@ -109,9 +119,8 @@ class CorpusTerms:
             floors=self.floors,
             presets=self.presets,
             policy=self.policy,
-            retention=retention,
-            keys=(Key(name=self.origin, x=key.x, role=Role.LEDGER), *governing),
-            **other,
+            keys=(Key(name=self.origin, x=key.x, role=Role.LEDGER), *parties),
+            **terms | other,
         )
 
     def change(self, now: Header | PolicyChange) -> PolicyChange | None:
@@ -191,7 +200,7 @@ def open_or_create(
     key: PrivateKey | None = None,
     *,
     governing: PrivateKey | None = None,
-    retention: int = SECONDS_PER_YEAR,
+    retention: int | None = None,
     clock: Callable[[], float] = time.time,
 ) -> Ledger:
     """The ledger of a corpus, at a path or in a database ("postgresql://…#schema"); made if there is none.
@@ -217,7 +226,8 @@ def open_or_create(
         if not remote:
             folder.mkdir(parents=True, exist_ok=True)
         with nullcontext() if remote else folder_lock(folder):  # a database sees to that itself
-            _create_ledger(place, contract, key, governing, remote, retention, clock)
+            contract = contract if retention is None else replace(contract, retention=retention)
+            _create_ledger(place, contract, key, governing, remote, clock)
     if not remote:
         key, governing = key or _key_beside(ledger_key_path(place)), governing or _key_beside(governing_key_path(place))
     ledger = Ledger.open(place, key, governing=governing, clock=clock)
@@ -268,7 +278,7 @@ def policy_in_force(ledger: Ledger) -> Header | PolicyChange:
 
 
 def _create_ledger(
-    place: str, contract: CorpusTerms, key: PrivateKey | None, governing: PrivateKey | None, remote: bool, retention: int,
+    place: str, contract: CorpusTerms, key: PrivateKey | None, governing: PrivateKey | None, remote: bool,
     clock: Callable[[], float],
 ) -> None:  # fmt: skip
     """Make it, unless another process did meanwhile."""
@@ -277,10 +287,14 @@ def _create_ledger(
     if remote and (key is None or governing is None):
         problem = "the database has no ledger yet, and there are no keys to sign and to govern one"
         raise LedgerError("ledger.no-key-to-create", problem, "make it with lamina ledger init, or give both keys")
+    if contract.witnesses:
+        problem = f"the policy asks for {contract.witnesses} cosignatures of witnesses, and a ledger that is made here has none"
+        remedy = "make it with lamina ledger init --witness NAME.pub, or leave witnesses out of [corpus]"
+        raise LedgerError("ledger.witnesses-missing", problem, remedy)
     key = key or load_or_make_key(ledger_key_path(place))
     governing = governing or load_or_make_key(governing_key_path(place))
     owner = Key(name=f"governing-{governing.public.name[:8]}", x=governing.public.x, role=Role.GOVERNING)
-    header = sign_header(contract.header(key.public, [owner], retention=retention), [governing])
+    header = sign_header(contract.header(key.public, [owner]), [governing])
     try:
         Ledger.create(place, header, key, clock=clock).close()
     except LedgerError:

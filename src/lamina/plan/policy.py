@@ -79,6 +79,11 @@ class CorpusPolicy(BaseModel):
     earlier_floors  those that were in force before: what was signed under them is still admitted, if it meets `floors`
     epoch           seconds for which a verified signature is relied on before it is verified again
     ledger          hash of the header leaf of its ledger, which attestations then name: no other ledger admits them
+    retention       days for which the ledger keeps contributions whole
+    granularity     segments that an epoch of the ledger closes at most
+    witnesses       cosignatures that a checkpoint of the ledger needs
+
+    The last three are read when the ledger is made; afterwards its owner changes them (`lamina ledger terms`).
     """
 
     model_config = _STRICT
@@ -89,6 +94,9 @@ class CorpusPolicy(BaseModel):
     earlier_floors: Annotated[tuple[PolicyFloors, ...], BeforeValidator(_as_tuple)] = ()
     epoch: Annotated[int, Field(gt=0)] = 86_400
     ledger: Annotated[str, AfterValidator(_check_ledger)] | None = None
+    retention: Annotated[int, Field(ge=1, le=36_500)] = 365
+    granularity: Annotated[int, Field(ge=1, le=1 << 20)] = 1
+    witnesses: Annotated[int, Field(ge=0, le=1024)] | None = None
 
     @model_validator(mode="after")
     def _floors_only_rise(self) -> Self:

@@ -147,8 +147,12 @@ def init(
     witness: Annotated[
         list[Path] | None, option("public key of a witness, NAME.pub; repeatable", metavar="FILE")
     ] = None,
-    quorum: Annotated[int | None, option("cosignatures that a checkpoint needs; default: all witnesses", min=0)] = None,
-    retention: Annotated[int, option("days for which contributions are kept", min=1)] = 365,
+    quorum: Annotated[
+        int | None, option("cosignatures that a checkpoint needs; default: as POLICY says, or all witnesses", min=0)
+    ] = None,
+    retention: Annotated[
+        int | None, option("days for which contributions are kept; default: as POLICY says, or 365", min=1)
+    ] = None,
     key: KeyOption = None,
     propose: Annotated[Path | None, option("write the header, for owners to sign elsewhere", metavar="FILE")] = None,
     write: Annotated[
@@ -188,12 +192,9 @@ def init(
     named = [Key(name=name, x=public.x, role=Role.GOVERNING) for name, public, _ in owners]
     seen = [Key(name=path.stem, x=PublicKey.load(path).x, role=Role.WITNESS) for path in witness or ()]
     signer = _signing_key(ledger, key, passphrase_file)
-    header = terms.header(
-        signer.public,
-        [*named, *seen],
-        retention=retention * DAY_SECONDS,
-        witnesses=len(seen) if quorum is None else quorum,
-    )
+    asked = {"retention": None if retention is None else retention * DAY_SECONDS, "witnesses": quorum}
+    given = {name: value for name, value in asked.items() if value is not None}
+    header = terms.header(signer.public, [*named, *seen], **given)
     header = sign_header(header, [private for _, _, private in owners if private is not None])
     result: dict[str, Any] = {"ledger": printable_location(ledger), "origin": header.origin}
     if propose is not None:
