@@ -322,3 +322,23 @@ def test_dropout_differs_between_examples() -> None:
     with Engine(model, plan_of(model)):
         out = model(torch.ones(2, 200))
     assert not torch.equal(out[0], out[1])
+
+
+class ScaledEmbedding(nn.Embedding):
+    """As Hugging Face's Gemma has it: no rule fits it, so it runs under vmap."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return 3.0 * super().forward(ids)
+
+
+def test_the_padding_row_of_a_table_has_no_gradient_in_any_example() -> None:
+    """torch.vmap leaves it out of the first example alone: then what one contribution adds depends on its place."""
+    torch.manual_seed(0)
+    model = nn.Sequential(ScaledEmbedding(9, 4, padding_idx=0), nn.Tanh(), nn.Linear(4, 2))
+    ids = torch.tensor([[0, 1, 2], [0, 0, 3], [4, 0, 0], [5, 6, 0]])
+    engine, _, _ = lamina.make_private(model, ids, noise_multiplier=1.0, clip_norm=0.5, batch=2, steps=2)
+    sums = engine.clipped_sums(model(ids).sum((1, 2)), lamina.Batch(ids))
+    assert torch.equal(sums["0.weight"][0], torch.zeros(4))
+    alone = [engine.clipped_sums(model(ids[i : i + 1]).sum((1, 2)), lamina.Batch(ids[i : i + 1])) for i in range(4)]
+    for name, found in sums.items():
+        torch.testing.assert_close(found, torch.stack([each[name] for each in alone]).sum(0), rtol=1e-5, atol=1e-7)

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 import cbor2
 import pytest
+import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from refusals import raises_code
 from scipy.stats import norm
+from torch import nn
 from trained_run import Trained
 
+import lamina
 from lamina.admit.keys import PrivateKey
 from lamina.ledger.reader import LedgerReader
 from lamina.release.certificate import Certificate, certify
@@ -147,3 +151,33 @@ def test_what_is_no_run_is_refused(trained: Trained) -> None:
         (trained.folder / "metrics.json").write_text('{"run": 1, "run": 2}')
         with raises_code("release.not-json"):
             certify(trained.folder, ledger)
+
+
+@pytest.mark.parametrize(("population", "adjacency"), [(None, "zero-out"), (80, "add/remove")])
+def test_what_epsilon_compares_is_what_the_run_claims(tmp_path: Path, population: int | None, adjacency: str) -> None:
+    """Where nobody declared a population, the number of contributions is public, and ε is about content."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(4, 2), torch.randn(60, 4)
+    engine, corpus, plan = lamina.make_private(
+        model, (x, (x.sum(1) > 0).long()), epsilon=2.0, batch=16, steps=4, population=population
+    )
+    trainer = lamina.Trainer(
+        model, torch.optim.SGD(model.parameters(), 0.1), nn.CrossEntropyLoss(reduction="none"), corpus, plan,
+        folder=tmp_path / "runs" / "a", progress=False, engine=engine,
+    )  # fmt: skip
+    found = trainer.fit().certificate
+    assert all(each["adjacency"].startswith(adjacency) for each in found.classes.values())
+    assert any("number is public" in each for each in found.content["not_covered"]) == (population is None)
+
+
+def test_a_delta_above_one_over_the_population_is_no_promise(trained: Trained) -> None:
+    with raises_code("train.delta-out-of-range"):
+        lamina.make_private(
+            nn.Linear(4, 2), (torch.zeros(60, 4), torch.zeros(60).long()), epsilon=1.0, delta=0.5, batch=8, steps=1
+        )
+
+
+def test_the_best_loss_is_the_smallest() -> None:
+    with raises_code("train.best-direction"):
+        lamina.Evaluation(function=lambda model: {"nll": 1.0}, on="public", best="nll")
+    assert lamina.Evaluation(function=lambda model: {"nll": 1.0}, on="public", best="-nll").score({"nll": 2.0}) == -2.0

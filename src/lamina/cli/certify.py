@@ -18,7 +18,7 @@ from lamina.cli.terminal import (
     print_answer,
     print_note,
 )
-from lamina.errors import BadKey, LaminaError
+from lamina.errors import BadKey, LaminaError, RunError
 from lamina.ledger.corpus_terms import governing_key_path, ledger_key_path
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.store.sqlite import is_postgres_url
@@ -85,6 +85,9 @@ def certify(
 
 def run_ledger(run: Path, ledger: str | None) -> str:
     """The ledger of a run: as given, or the one that its folder links to."""
+    if not (run / "metrics.json").is_file():
+        problem = f"'{run}' is no folder of a run that has begun: it has no metrics.json"
+        raise RunError("release.not-a-run", problem, "name the folder that lamina train wrote: runs/NAME")
     return existing_ledger(str(run / "ledger.db") if ledger is None else ledger)
 
 

@@ -13,6 +13,7 @@ import torch
 import typer
 from torch import Tensor, nn
 
+from lamina.admit.keys import read_small
 from lamina.allocate.make_plan import ALLOCATIONS, DEFAULT_ALLOCATION, explained_plan
 from lamina.cli import by_name
 from lamina.cli.explain import PlanExplanation, compare_allocations, plan_notes, requested_epsilon
@@ -20,7 +21,7 @@ from lamina.cli.layer_figures import check_picture, draw_plan
 from lamina.cli.run_file import RunFile
 from lamina.cli.terminal import print_json, print_line, print_note, results_only
 from lamina.cli.train import plan_arguments
-from lamina.errors import EngineError, PlanError
+from lamina.errors import EngineError, LaminaError, PlanError
 from lamina.plan.layer_stack import LayerStack
 from lamina.plan.policy import Policy
 from lamina.plan.selection import planned_noised_sizes
@@ -196,6 +197,8 @@ def show_plan(
         check_picture(picture)
     file, beside = run_file_or_none(path), path.resolve().parent
     if file is None and steps is None and epochs is None:
+        if not path.exists():
+            raise typer.BadParameter(f"there is no file '{path}'", param_hint="policy.toml")
         raise typer.BadParameter("give one of --steps and --epochs", param_hint="--steps")
     rules = Policy.load(path if file is None else beside / file.policy)
     common: dict[str, Any] = {"batch": 256} if file is None else plan_arguments(file, beside)
@@ -244,8 +247,8 @@ def show_plan(
 def run_file_or_none(path: Path) -> RunFile | None:
     """A RUN.toml, which names its policy; None for a policy, or what is neither."""
     found: dict[str, Any] = {}
-    with suppress(OSError, ValueError):
-        found = tomllib.loads(path.read_text(encoding="utf-8"))
+    with suppress(LaminaError, ValueError):
+        found = tomllib.loads(read_small(path, "the file", most=1 << 20).decode("utf-8"))
     return RunFile.load(path) if "policy" in found else None
 
 

@@ -116,6 +116,7 @@ class Corpus:
         self.on_exclusion: Callable[[Sequence[str]], None] | None = None  # a run keeps it in its folder
         self.on_withdrawal_request: Callable[[Sequence[str]], None] | None = None  # and in its ledger
         self.withdrawal_requests: list[str] = []  # stable ids of those who asked
+        self.public_number = False  # whether nobody declared a population: then how many there are is public
         if policy is not None:
             check_classes(self.names, list(policy.classes), "policy")
 

@@ -10,7 +10,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from lamina.engine.batch import RowLayout
@@ -27,6 +29,24 @@ from lamina.engine.layers.layer_rule import (
 )
 from lamina.engine.probe import ConstantDraws
 from lamina.errors import OwnershipError, UnsupportedLayer
+
+
+class _PaddingRows(TorchFunctionMode):
+    """Keeps the padding row of a table out of the gradient of every example: under vmap torch does so for the first alone."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not F.embedding:
+            return func(*args, **(kwargs or {}))
+        return _embedding(*args, **(kwargs or {}))
+
+
+def _embedding(
+    ids: Tensor, weight: Tensor, padding_idx: int | None = None, *given: Any, **more: Any
+) -> Tensor:  # F.embedding, whose padding row is never open to a gradient
+    if padding_idx is not None:
+        rows = torch.arange(weight.shape[0], device=weight.device)
+        weight = torch.where((rows != padding_idx % len(rows)).unsqueeze(1), weight, weight.detach())
+    return F.embedding(ids, weight, None, *given, **more)
 
 
 class ExpandRule(LayerRule):
@@ -148,7 +168,7 @@ class PerContributionForward(LayerForward):
             return [o for o in outputs if isinstance(o, Tensor)]
 
         inputs = [leaf for leaf, b in zip(leaves, batched, strict=True) if b]
-        with sdpa_kernel(SDPBackend.MATH):  # the one attention kernel that vmap can differentiate
+        with sdpa_kernel(SDPBackend.MATH), _PaddingRows():  # the one attention kernel that vmap can differentiate
             tensors = iter(torch.vmap(one, randomness="different")(copies, inputs))
         outputs = [next(tensors) if isinstance(o, Tensor) else o for o in shape["outputs"]]
         return pytree.tree_unflatten(outputs, shape["spec"])

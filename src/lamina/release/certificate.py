@@ -166,7 +166,8 @@ def ledger_reference(evidence: RunEvidence, origin: str) -> dict[str, Any]:
 
 def _class_figures(evidence: RunEvidence, facts: RunFacts, header: Header, entry: PlannedClass) -> dict[str, Any]:
     plan, bound = evidence.plan, (entry.name, 0, 0)
-    common = {"unit": entry.unit, "public": entry.public, "population": entry.population, "adjacency": plan.adjacency}
+    adjacency = facts.conditions.get("adjacency", plan.adjacency)
+    common = {"unit": entry.unit, "public": entry.public, "population": entry.population, "adjacency": adjacency}
     if entry.public:
         nothing = dict.fromkeys(("epsilon", "epsilon_total", "epsilon_replace_one", "rho", "epsilon_unamplified"), 0.0)
         return common | {"delta": 0.0} | nothing | {"noise_multiplier": None, "sampling_rate": None, "bounds": []}
@@ -277,6 +278,10 @@ def _conditions(
         ),
         "sound_plan": (not printed, "the plan reproduces a printed mechanism, whose noise is too small"),
         "finite": (_all_finite(evidence), "for a private class no finite ε is proven"),
+        "delta": (
+            all(e.public or e.population is None or e.delta * e.population < 1 for e in evidence.plan.classes),
+            "δ is not below one over the population: publishing somebody's data whole would be within the promise",
+        ),
     }
     return [*found, *(Condition(name=name, holds=holds, reason=why) for name, (holds, why) in checks.items())]
 
@@ -292,7 +297,7 @@ def _assumptions(plan: StepPlan, header: Header) -> list[str]:
         *(
             [
                 "Contributions are sampled independently at the stated rate (Poisson sampling), and nobody learns who was "
-                "sampled when. If that becomes known, epsilon_unamplified holds."
+                "sampled when. If that becomes known, the figure without amplification holds."
             ]
             if amplified
             else []
@@ -302,7 +307,12 @@ def _assumptions(plan: StepPlan, header: Header) -> list[str]:
 
 
 def _not_covered(facts: RunFacts, plan: StepPlan) -> list[str]:
+    zero_out = "zero-out" in str(facts.conditions.get("adjacency", plan.adjacency))
     found = [
+        *(
+            ["How many took part: their number is public here, and ε compares content with nothing in its place."]
+            * zero_out
+        ),
         "Who took part: the ledger records members. What is protected is the content of a contribution.",
         "Choices made by looking at private data outside this run, such as tuning: ε excludes tuning.",
         "A person who is behind several contributions: ε is per unit as stated.",

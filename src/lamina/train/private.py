@@ -37,7 +37,7 @@ from lamina.plan.layer_stack import LayerStack, call_arguments
 from lamina.plan.policy import Policy
 from lamina.plan.step_plan import StepPlan
 from lamina.plan.table import epsilon_text
-from lamina.train.trainer_checks import refuse_loader
+from lamina.train.trainer_checks import ZERO_OUT, refuse_loader
 from lamina.validate import number, whole
 
 LOCAL_CONTRIBUTION = "data"
@@ -197,6 +197,13 @@ def make_private(
     if present > declared:
         problem = f"the corpus has more contributions than population={declared}"
         raise PlanError("train.population-below-corpus", problem, "declare a number that it cannot exceed")
+    if delta * declared >= 1:
+        problem = (
+            f"delta={delta:g} with {declared} contributions: publishing one of them whole would be within the promise"
+        )
+        raise PlanError(
+            "train.delta-out-of-range", problem, f"stay well below 1/{declared}: e.g. delta={0.01 / declared:.0e}"
+        )
     only = None if corpus.policy is None else corpus.policy.corpus.ledger
     about = {"origin": corpus.origin or "local", "delta": delta, "ledger": only}
     terms = {"population": declared, "clip_norm": clip_norm or DEFAULT_CLIP_NORM, "unit": corpus.unit_name}
@@ -223,9 +230,10 @@ def make_private(
     policy = Policy.from_dict({"corpus": about, "class": {names[0]: terms}})
     engine = Engine(model, plan, rows=rows, per_contribution=per_contribution)
     engine.claim = f"ε is {plan.adjacency}"
-    if population is None:
+    corpus.public_number = population is None
+    if corpus.public_number:
         other = epsilon_text(plan.epsilon(0, "replace_one"))
-        engine.claim = f"ε is zero-out at a public number of contributions, {present}; replace-one: {other}"
+        engine.claim = f"ε is {ZERO_OUT}, {present}; replace-one: {other}"
     engine.claim += f"; after these steps nothing remains of ε {epsilon_text(allowed)}: tune on simulated data"
     if corpus.digest_reads_all:
         corpus.set_admission(partial(sign_corpus, corpus, policy, names[0], key))

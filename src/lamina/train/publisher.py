@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -34,6 +35,8 @@ from lamina.train.run_output import Callback, Progress, RunFigures, evaluation_t
 from lamina.train.segments import code_version
 from lamina.train.training_checkpoint import MovingAverage, TrainingState
 from lamina.validate import one_of, whole
+
+_SMALLER_IS_BETTER = re.compile(r"loss|nll|error|mse|mae|perplexity", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +67,10 @@ class Evaluation:
         remedy = 'a figure on private data is a release without a budget: evaluate on="public" or on="simulated" data'
         one_of(RunError, "train.evaluation-on-private-data", ("public", "simulated"), on=self.on, remedy=remedy)
         whole(RunError, "train.not-a-count", every=self.every)
+        if self.best is not None and _SMALLER_IS_BETTER.search(self.best) and self.best[0] not in "+-":
+            problem = f"best={self.best!r} would keep the largest {self.best}"
+            remedy = f'write best="-{self.best}" for the smallest, or "+{self.best}" if the largest is meant'
+            raise RunError("train.best-direction", problem, remedy)
         if self.patience is not None:
             whole(RunError, "train.not-a-count", patience=self.patience)
             if self.best is None:
@@ -96,7 +103,7 @@ class Evaluation:
             if not math.isfinite(value):
                 problem = f"the evaluation's figure {name!r} is {value}"
                 raise RunError("train.evaluation-not-finite", problem, "return finite numbers")
-        if self.best is not None and (best := self.best.removeprefix("-")) not in figures:
+        if self.best is not None and (best := self.best.lstrip("+-")) not in figures:
             problem = f"the evaluation has no figure {best!r}, which best names"
             raise RunError("train.evaluation-without-best", problem, f"choose one of {', '.join(figures)}")
         return figures
@@ -104,7 +111,7 @@ class Evaluation:
     def score(self, figures: Mapping[str, float]) -> float:
         """Larger is better."""
         assert self.best is not None
-        value = figures[self.best.removeprefix("-")]
+        value = figures[self.best.lstrip("+-")]
         return -value if self.best.startswith("-") else value
 
     def stops(self, scores: list[float]) -> bool:
@@ -407,6 +414,8 @@ class Publisher:
         facts = public_figures(run, self.plan, state, self.notes)
         if final is not None:
             facts |= final
+            for figures in facts["classes"].values():
+                figures["adjacency"] = final["conditions"]["adjacency"]
             facts["bounds"] = signed_bound_figures(run, self.plan)
             for name, figures in final_figures(run, self.plan, self.caps, state.step).items():
                 facts["classes"].get(name, {}).update(figures)

@@ -48,6 +48,7 @@ from lamina.train.segments import Segments, settings_digest
 from lamina.train.target_check import TARGETS_NOT_COMPARED, TargetCheck
 from lamina.train.trainer_checks import (
     NOT_PROBED_NOTE,
+    ZERO_OUT,
     check_accounts_signed,
     check_caps,
     check_class_names,
@@ -271,6 +272,7 @@ class Trainer:
         return {
             "noise": "secure" if self._engine.private else "seeded",
             "sampling": "poisson",
+            "adjacency": ZERO_OUT if self.corpus.public_number else self.plan.adjacency,
             "probed": NOT_PROBED_NOTE not in self.state.notes,
             "covered": True,
             "raw_figures": "given to a progress of the user's own" if shown else "none",
