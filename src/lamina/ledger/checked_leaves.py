@@ -37,6 +37,7 @@ from lamina.ledger.records import (
     CONTRIBUTION_STARTS,
     KIND_NAMES,
     KIND_NUMBERS,
+    LAST_SEQ,
     ContributionRecord,
     ContributionTerms,
     Epoch,
@@ -46,6 +47,7 @@ from lamina.ledger.records import (
     SegmentOutcome,
     decode_kept,
     decode_leaf,
+    kind_name,
 )
 from lamina.ledger.signed_checkpoint import NoteKey, parse_checkpoint
 from lamina.ledger.store.rows import (
@@ -93,11 +95,9 @@ class WriterMark(NamedTuple):
     @classmethod
     def read(cls, rows: StoreReader) -> WriterMark | None:
         found = rows.meta(_MARK)
-        return (
-            None
-            if found is None or len(found) != 104
-            else cls(int.from_bytes(found[:8], "big"), found[8:40], found[40:])
-        )
+        if found is None or len(found) != 104:
+            return None
+        return cls(int.from_bytes(found[:8], "big"), found[8:40], found[40:])
 
     def write(self, rows: StoreWriter) -> None:
         rows.put_meta(_MARK, self.size.to_bytes(8, "big") + self.kid + self.signature)
@@ -336,25 +336,15 @@ def cut_unsigned(store: Store) -> list[tuple[int, str]]:
         assert isinstance(header, Header)
         checked = CheckedLeaves(header)
         size = checked.keep(rows)
-        cut = list(rows.leaves(size, _LAST_SEQ))
-        tokens = [token for _, data in rows.evidences(size, _LAST_SEQ) for token in tokens_of(data)]
+        cut = list(rows.leaves(size, LAST_SEQ))
+        tokens = [token for _, data in rows.evidences(size, LAST_SEQ) for token in tokens_of(data)]
         rows.cut(size, tokens)
         last, frontier = decode_kept(leaf_bytes(rows, size - 1)), Frontier()
         for _, block in rows.blocks(0, size):
             rows.put_tiles(grow_tiles(frontier, leaf_hashes(block.leaves), tile_reader(rows)))
         indexed, epoch = min(head_of(rows).indexed, size), last.epoch + (last.kind is Epoch)
         rows.put_head(LedgerHead(size, last.time, epoch, indexed, frontier.encode()))
-    return [(seq, _kind_name(data.leaf)) for seq, data in cut]
-
-
-_LAST_SEQ = 2**63 - 1
-
-
-def _kind_name(leaf: bytes) -> str:
-    try:
-        return KIND_NAMES[decode_kept(leaf).kind]
-    except EncodingError:
-        return "unreadable"
+    return [(seq, kind_name(data.leaf) or "unreadable") for seq, data in cut]
 
 
 _SOMEBODY_WROTE = (

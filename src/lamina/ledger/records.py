@@ -358,7 +358,7 @@ KIND_NAMES: dict[type[Record], str] = {  # what people read
 
 MAX_LEAF_BYTES = 512
 MAX_BODY_BYTES = 1 << 20  # bytes; an epoch of a thousand layers and a hundred bounds takes some 40 kB
-_MAX_SEQ = 2**63 - 1
+LAST_SEQ = 2**63 - 1
 _POSITION = (rb"\x02", NUMBER, rb"\x03", NUMBER, rb"\x04", NUMBER, rb"\x05")
 _MATCH_LEAF_START = compile_pattern(rb"[\xa5\xaa\xab]\x01", NUMBER, *_POSITION).match
 
@@ -491,8 +491,16 @@ def decode_kept(data: bytes) -> KeptLeaf:
     return KeptLeaf(kind, seq, time, epoch, body_hash, kept)
 
 
+def kind_name(leaf: bytes) -> str | None:
+    """What people call the kind of a leaf; None if it cannot be read."""
+    try:
+        return KIND_NAMES[decode_kept(leaf).kind]
+    except EncodingError:
+        return None
+
+
 def _position_problem(seq: object, time: object, epoch: object) -> str | None:
-    for name, value, most in (("seq", seq, _MAX_SEQ), ("time", time, LAST_SECOND), ("epoch", epoch, _MAX_SEQ)):
+    for name, value, most in (("seq", seq, LAST_SEQ), ("time", time, LAST_SECOND), ("epoch", epoch, LAST_SEQ)):
         if type(value) is not int or not 0 <= value <= most:
             return f"{name} of a leaf is {value!r}, must be an integer in [0, {most}]"
     return None
@@ -560,7 +568,7 @@ def _read_contribution(data: StoredLeaf) -> Leaf | None:
     attestation, key, not_before = rest.groups()
     seq, time, epoch = read_number(seq), read_number(time), read_number(epoch)
     start, stop = read_number(not_before), read_number(expires)
-    if not (seq <= _MAX_SEQ and epoch <= _MAX_SEQ and time <= LAST_SECOND and start < stop <= LAST_SECOND):
+    if not (seq <= LAST_SEQ and epoch <= LAST_SEQ and time <= LAST_SECOND and start < stop <= LAST_SECOND):
         return None
     anchor = subject = None
     leaf_end, body_end, items = len(leaf), len(body), body[0] - 0xA3

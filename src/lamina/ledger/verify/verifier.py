@@ -27,12 +27,13 @@ from lamina.ledger.merkle import Frontier, leaf_hashes
 from lamina.ledger.records import (
     KIND_NAMES,
     KIND_NUMBERS,
+    LAST_SEQ,
     ContributionRecord,
     Epoch,
     Leaf,
     Record,
-    decode_kept,
     decode_leaf,
+    kind_name,
 )
 from lamina.ledger.store.rows import LeafBlock, LedgerHead, Store, StoredLeaf, StoreReader
 from lamina.ledger.store.sqlite import make_store
@@ -112,12 +113,9 @@ def _governance(rows: StoreReader, header: Header) -> GovernanceState:
         fail(0, Header, error.code, error.problem)
 
 
-_LAST_SEQ = 2**63 - 1
-
-
 def check_head(rows: StoreReader, head: LedgerHead, frontier: Frontier, time: int, epoch: int) -> None:
     """Check that the head in the store matches the leaves."""
-    if (beyond := next(rows.leaves(head.size, _LAST_SEQ), None)) is not None:
+    if (beyond := next(rows.leaves(head.size, LAST_SEQ), None)) is not None:
         reason = f"the head counts {head.size} leaves, this one comes after them: it was inserted"
         fail(beyond[0], LEAF, "verify.leaf-beyond-head", reason)
     if head.frontier != frontier.encode():
@@ -294,7 +292,7 @@ class LedgerReplay:
         wrong = self.tree.differs(hashes)
         self._records(first, data if wrong is None else data.part(0, wrong))
         if wrong is not None:
-            kind, reason = _leaf_kind(data[wrong]), "its hash is not the one in the tree: it was edited"
+            kind, reason = kind_name(data.leaves[wrong]) or LEAF, "its hash is not the one in the tree: it was edited"
             fail(first + wrong, kind, "verify.leaf-edited", reason)
         self.tree.extend(hashes)
 
@@ -407,13 +405,6 @@ def _consecutive_leaves(seqs: Sequence[int], block: LeafBlock) -> Iterator[tuple
                 yield seqs[start], block.part(start, at)
                 start = at
     yield seqs[start], block.part(start, len(seqs))
-
-
-def _leaf_kind(data: StoredLeaf) -> str:
-    try:
-        return KIND_NAMES[decode_kept(data.leaf).kind]
-    except EncodingError:
-        return LEAF
 
 
 def verify(
