@@ -57,12 +57,11 @@ def steps_of(load: Workload, allocate: str | Allocate) -> dict[str, Step]:
     engine.budget.filters_asked_elsewhere = True  # a filter would stop a run that never ends
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     x, y = load.example()
-    batch = Batch(x, y)
 
     def taken(how: Adaptation | None, by: StepPlan) -> Step:
         def step() -> None:
             engine.adaptation, engine.plan = how, by
-            engine.backward(load.losses(model(batch.x), batch.y), batch)
+            engine.backward(load.losses(model(x), y), Batch(x, y))
             optimizer.step()
             optimizer.zero_grad()
 
@@ -77,16 +76,15 @@ def choice_of(load: Workload) -> dict[str, Step]:
     plan = plan_for(load, LayerStack.from_model(model), LADP(choose_every=1, choose_epsilon=0.001))
     engine = Engine(model, plan)
     x, y = load.example()
-    batch = Batch(x, y)
 
     def choose() -> None:
         engine.budget.set_taken(engine.budget.taken + 1)  # as if a step had followed the last one
-        engine.choose(load.losses(model(batch.x), batch.y), batch)
+        engine.choose(load.losses(model(x), y), Batch(x, y))
 
     def step() -> None:
         if engine.adaptation is not None:
             engine.adaptation.chosen = engine.budget.taken
-        engine.backward(load.losses(model(batch.x), batch.y), batch)
+        engine.backward(load.losses(model(x), y), Batch(x, y))
         model.zero_grad()
 
     return {"with": choose, "without": step}

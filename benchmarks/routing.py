@@ -58,9 +58,9 @@ def step_of(load: Workload, variant: str, clipping: str) -> Step:
     cls = torch.full((load.batch,), plan.index("sensitive"))
     if variant in ("open", "mixed"):
         cls[: load.batch // 2] = plan.index("open")
-    batch = Batch(x, y, cls=cls)
 
     def step() -> None:
+        batch = Batch(x, y, cls=cls)  # each step is a draw of its own
         engine.backward(load.losses(model(batch.x), batch.y), batch)
         optimizer.step()
         optimizer.zero_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import inf
 from typing import Any
 
@@ -240,6 +241,25 @@ def test_a_refused_part_gives_the_step_up(again: bool) -> None:
         for part in Batch(x).split(2):
             engine.backward(losses_of(model, part.x, None), part)
         assert engine.budget.taken == 2
+
+
+def test_a_batch_is_charged_once() -> None:
+    model, x = mlp(), torch.randn(4, 5)
+    batch = Batch(x)
+    with Engine(model, plan_of(model)) as engine:
+        with raises_code("engine.losses-reduced"):
+            engine.backward(losses_of(model, x, None).sum(), batch)
+        for part in batch.split(2):  # a refused call has charged nothing
+            engine.backward(losses_of(model, part.x, None), part)
+        for again in (batch, next(batch.split(2)), replace(batch, x=x + 1)):
+            with raises_code("engine.batch-used-again"):
+                engine.backward(losses_of(model, again.x, None), again)
+        assert engine.budget.taken == 1
+        engine.backward(losses_of(model, x, None), Batch(x))
+    with Engine(model, plan_of(model, rate=1.0)) as engine:  # everybody is in every draw
+        for _ in range(2):
+            model.zero_grad()
+            engine.backward(losses_of(model, x, None), batch)
 
 
 # ----------------------------------------------------------------------------------- nothing, and noise

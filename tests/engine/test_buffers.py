@@ -118,3 +118,107 @@ def test_buffers_from_public_data_and_loaded_ones_are_accepted() -> None:
         twin.enc.center.fill_(7.0)  # a copy is nobody's
         twin.load_state_dict(twin.state_dict())
     assert engine.budget.taken == 3
+
+
+class Centred(nn.Module):
+    """Keeps a mean in a parameter that no optimiser moves."""
+
+    def __init__(self, write: Callable[[Any, Tensor], None]) -> None:
+        super().__init__()
+        self.layer, self.write = nn.Linear(5, 5), write
+        self.center = nn.Parameter(torch.zeros(5), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.write(self, x.detach())
+        return self.layer(x)
+
+
+def new_parameter(m: Any, x: Tensor) -> None:
+    m.center = nn.Parameter(0.9 * m.center + 0.1 * x.mean(0), requires_grad=False)
+
+
+def new_data(m: Any, x: Tensor) -> None:
+    m.center.data = 0.9 * m.center.data + 0.1 * x.mean(0)
+
+
+def trained_row(m: Any, x: Tensor) -> None:
+    m.layer.weight.data[0].copy_(x.mean(0))
+
+
+def trained_replaced(m: Any, x: Tensor) -> None:
+    m.layer.bias = nn.Parameter(x.mean(0), requires_grad=False)
+
+
+def added(m: Any, x: Tensor) -> None:
+    m.seen = nn.Parameter(x.mean(0), requires_grad=False)
+
+
+PARAMETER_WRITES = {
+    through_data: "engine.frozen-written",
+    new_data: "engine.frozen-written",
+    new_parameter: "engine.frozen-written",
+    trained_row: "engine.parameter-written",
+    trained_replaced: "engine.tensor-used-directly",
+    added: "engine.parameter-replaced",
+}
+
+
+@pytest.mark.parametrize("write", PARAMETER_WRITES, ids=lambda f: f.__name__)
+def test_a_step_with_a_parameter_written_past_the_optimiser_is_refused(write: Callable[[Any, Tensor], None]) -> None:
+    model = Centred(write)
+    with Engine(model, plan_of(model)) as engine:
+        with raises_code(PARAMETER_WRITES[write]):
+            engine.backward(losses_of_output(model(X)), Batch(X))
+        assert engine.budget.taken == 0
+
+
+def test_a_loss_that_writes_to_a_trained_parameter_is_refused() -> None:
+    model = Centred(lambda m, x: None)
+    with Engine(model, plan_of(model)) as engine:
+        losses = losses_of_output(model(X))
+        trained_row(model, X)
+        with raises_code("engine.parameter-written"):
+            engine.backward(losses, Batch(X))
+
+
+def test_trained_parameters_may_be_written_between_steps() -> None:
+    model = Centred(lambda m, x: None)
+    with Engine(model, plan_of(model)) as engine:
+        for _ in range(40):
+            engine.backward(losses_of_output(model(X)), Batch(X))
+            for p in model.layer.parameters():
+                p.data.sub_(0.1 * p.grad).clamp_(-1.0, 1.0)
+            model.zero_grad()
+            model(X)
+            model.layer.weight.data.mul_(0.99)
+    assert engine.budget.taken == 40
+
+
+@pytest.mark.parametrize("kind", [Model, Centred])
+def test_what_was_written_late_is_found_when_the_model_is_given_back(kind: Any) -> None:
+    model = kind(lambda m, x: None)
+    engine = Engine(model, plan_of(model))
+    for step in range(4):
+        if step == 3:
+            (model.enc if kind is Model else model).write = through_data
+        engine.backward(losses_of_output(model(X)), Batch(X))
+    with raises_code("engine.buffer-written" if kind is Model else "engine.frozen-written"):
+        engine.detach()
+    assert (engine.detached and kind is not Model) or not model.state_dict()["enc.center"].any()
+    engine.detach()  # said once
+
+
+def test_an_error_inside_the_with_block_is_the_one_that_is_seen() -> None:
+    model = Model(lambda m, x: None)
+    with pytest.raises(KeyError), Engine(model, plan_of(model)):
+        {}[through_data(model.enc, X)]
+
+
+def test_extra_state_is_refused_before_anything_is_spent() -> None:
+    class Extra(nn.Linear):
+        def get_extra_state(self) -> Any:
+            return torch.zeros(3)
+
+    model = nn.Sequential(Extra(5, 2))
+    with raises_code("engine.extra-state"):
+        Engine(model, plan_of(model))

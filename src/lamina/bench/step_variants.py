@@ -165,9 +165,9 @@ def _private_step(
     engine.decline_probe()
     optimizer = _adamw(model)
     x, target = workload.example()
-    batch = Batch(x, target, cls=cls)
 
     def step() -> None:
+        batch = Batch(x, target, cls=cls)  # each step is a draw of its own
         engine.backward(workload.losses(model(batch.x), batch.y), batch)
         optimizer.step()
         optimizer.zero_grad()

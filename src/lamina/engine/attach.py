@@ -27,7 +27,7 @@ from lamina.engine.layers.layer_rule import (
 from lamina.engine.layers.linear import EmbeddingForward
 from lamina.engine.layers.stacked_experts import ExpertsForward, modules_in_expert_blocks
 from lamina.engine.per_contribution import BroadcastForward, FlattenedTokensForward, PerContributionForward
-from lamina.engine.safety_checks import BufferGuard
+from lamina.engine.safety_checks import StateGuard
 from lamina.errors import CouplingError, EngineError, LaminaError, OwnershipError, UnclippedGradient, UnsupportedLayer
 from lamina.plan.coverage import find_hazards, running_buffers
 
@@ -51,7 +51,7 @@ class Attachment:
 
     def __init__(
         self, model: nn.Module, targets: Mapping[str, Target | None], *,
-        buffers: BufferGuard, rows: Mapping[str, str] | None = None, per_contribution: Sequence[str] = (),
+        guard: StateGuard, rows: Mapping[str, str] | None = None, per_contribution: Sequence[str] = (),
     ) -> None:  # fmt: skip
         self.model = model
         self.slot = ReceiverSlot()
@@ -75,7 +75,8 @@ class Attachment:
         for module in filter(_may_be_called_by_itself, model.modules()):
             self._handles.append(module.register_forward_pre_hook(begin, prepend=True, with_kwargs=True))
             self._handles.append(module.register_forward_hook(end, always_call=True))
-        check, accept = CopySafeHook(lambda *_: buffers.check(values=True)), CopySafeHook(lambda *_: buffers.accept())
+        self._guard = guard
+        check, accept = CopySafeHook(lambda *_: guard.check(values=True)), CopySafeHook(lambda *_: guard.accept())
         self._handles.append(model.register_state_dict_pre_hook(check))
         self._handles.append(model.register_load_state_dict_post_hook(accept))
         self._versions: dict[str, int] = {}
@@ -166,6 +167,8 @@ class Attachment:
             self.note_batch_size(tensors)
             refuse_merged_adapters(self._adapters)
             self._versions = self._written_so_far(module)
+            if self.slot.receiver is None:
+                self._guard.begin_call()
 
     def note_batch_size(self, tensors: Sequence[Tensor]) -> None:
         """How many examples a call from outside carries: the first axis of its first tensor.
@@ -185,7 +188,9 @@ class Attachment:
             if now.get(name, version) != version:
                 problem = f"the forward pass wrote to '{name}', which would carry private data without noise"
                 remedy = "train it by the optimiser, or compute it from public data before training"
+                self._guard.refused = True
                 raise CouplingError("engine.written-during-forward", problem, remedy)
+        self._guard.check_trained(again=True)
 
     @property
     def called_from_outside(self) -> bool:
@@ -195,7 +200,7 @@ class Attachment:
     def _written_so_far(self, module: nn.Module) -> dict[str, int]:
         """How often each tensor of the model was written in place. Integer buffers (counters) are left out.
 
-        Of a part that is called by itself the `BufferGuard` looks after all buffers, at the step.
+        Of a part that is called by itself the `StateGuard` looks after all buffers, at the step.
         """
         kinds = Tensor if module is self.model else nn.Parameter
         return {n: t._version for n, t in self._state if isinstance(t, kinds) and t.is_floating_point()}

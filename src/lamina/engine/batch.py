@@ -19,6 +19,10 @@ from lamina import validate
 from lamina.errors import EngineError, OwnershipError
 
 
+class Draw:
+    """One draw of a sampler: what is made from a batch (parts, copies with another x) carries the same."""
+
+
 @dataclass(frozen=True, eq=False)
 class Batch:
     """One sampled batch.
@@ -33,6 +37,7 @@ class Batch:
     A contribution's gradient is the weighted mean over its examples, clipped once. `len` counts
     contributions, and may be 0. `first` and `last` tell the engine where a step begins and ends.
     `classified` is False where no class was given: a plan of several classes refuses such a batch.
+    `draw` is charged once: another step needs another draw.
     """
 
     x: Any
@@ -44,6 +49,7 @@ class Batch:
     ceiling: Tensor | None = None
     first: bool = True
     last: bool = True
+    draw: Draw = field(default_factory=Draw, repr=False)
     classified: bool = field(init=False, default=True)
 
     def __post_init__(self) -> None:
@@ -110,6 +116,7 @@ class Batch:
                 ceiling=None if self.ceiling is None else self.ceiling[low:high],
                 first=self.first and i == 0,
                 last=self.last and i == parts - 1,
+                draw=self.draw,
             )
 
 

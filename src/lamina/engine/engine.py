@@ -17,7 +17,7 @@ from lamina.account.filters import PrivacyFilter
 from lamina.engine import grads
 from lamina.engine.adaptive import Adaptation, OpenChoice, refuse_factor
 from lamina.engine.attach import Attachment, refuse_scripted
-from lamina.engine.batch import Batch
+from lamina.engine.batch import Batch, Draw
 from lamina.engine.budget import Budget
 from lamina.engine.clipping import BoxCollector, ClipBounds, Collector, NormCollector
 from lamina.engine.layers.layer_rule import Target
@@ -25,11 +25,12 @@ from lamina.engine.noise import NoiseSource, SecureNoise
 from lamina.engine.paper_step import PaperStep, UnclippedSums, warn_if_reproduction
 from lamina.engine.probe import Measured, NotProbed, Probe, ProbeBatch, preserve_schedules
 from lamina.engine.safety_checks import (
-    BufferGuard,
     CheckedBatch,
     GradWriter,
     OwnershipCheck,
+    StateGuard,
     check_batch,
+    refuse_extra_state,
     refuse_float16,
 )
 from lamina.engine.slices import NO_MASKS, PlanSlices, RestoreUnreached, TensorMasks, trained_tensors
@@ -88,11 +89,13 @@ class Engine:
         self._slices = PlanSlices(plan, parameters)
         self.adaptation = Adaptation.of(plan, self._slices.sizes)
         refuse_float16(parameters)
+        refuse_extra_state(model)
         warn_if_reproduction(plan)
         self._elementwise = plan.clipping is Clipping.ELEMENTWISE
         self._bounds = ClipBounds(plan)
         self._ownership = OwnershipCheck()
-        self._gradients, self._buffers = GradWriter(self._tensors), BufferGuard(model)
+        self._gradients, self._guard = GradWriter(self._tensors), StateGuard(model, self._tensors)
+        self._charged_draws: WeakSet[Draw] = WeakSet()
         self.claim = ""  # what ε compares, where it is not what the plan says
         self.detached = False
         self.probed = self._unprobed_said = False
@@ -100,9 +103,7 @@ class Engine:
         self._open: OpenStep | None = None
         self._choice: OpenChoice | None = None
         targets = {name: Target(name, i) if name in self._tensors else None for name, i in self._layer_of.items()}
-        self._attachment = Attachment(
-            model, targets, rows=rows, per_contribution=per_contribution, buffers=self._buffers
-        )
+        self._attachment = Attachment(model, targets, rows=rows, per_contribution=per_contribution, guard=self._guard)
         restore = RestoreUnreached(self._tensors, self._slices.unreached)
         self._hooks = [
             register_optimizer_step_pre_hook(self._gradients.before_optimizer_step),
@@ -137,8 +138,10 @@ class Engine:
             remedy = "draw another batch and call engine.choose(losses, batch) first (losses=None if it is empty)"
             raise EngineError("engine.choice-due", problem, remedy)
         part = self._examine(losses, batch)
+        self._refuse_second_use(batch)
         if batch.first:
             self._open = self._begin()
+            self._charged_draws.add(batch.draw)
         if self._open is None:
             raise parts_out_of_order_error()
         if part is not None:
@@ -184,9 +187,11 @@ class Engine:
         if adaptation is None or (batch.first and not self.choice_due):
             raise EngineError("engine.no-choice-due", f"no choice is due before step {step}", "ask engine.choice_due")
         part = self._examine(losses, batch)
+        self._refuse_second_use(batch)
         if batch.first:
             self._open, choice = None, OpenChoice(self.plan, adaptation.candidates(), self._slices.sizes)
             self.budget.charge_choice()
+            self._charged_draws.add(batch.draw)
             self._choice, adaptation.chosen = choice, step
         if self._choice is None:
             raise parts_out_of_order_error()
@@ -195,6 +200,15 @@ class Engine:
         if batch.last:
             choice, self._choice = self._choice, None
             adaptation.apply_choice(choice.drawn(self.noise, step))
+
+    def _refuse_second_use(self, batch: Batch) -> None:
+        """Each step is priced as a draw of its own; where everybody is in every draw, all draws are the same."""
+        if not batch.first or all(entry.sampling_rate == 1 for entry in self.plan.classes):
+            return
+        if batch.draw in self._charged_draws:
+            problem = f"this batch was charged before step {self.budget.taken}, and each step is priced as a new draw"
+            remedy = "draw a batch for each step: corpus.batches(plan), or a Batch of its own; to use it in parts, batch.split"
+            raise EngineError("engine.batch-used-again", problem, remedy)
 
     def gradient_of(self, losses: Tensor, batch: Batch, unit: int, *, routed: bool = True) -> dict[str, Tensor]:
         """The unclipped gradient of one contribution: for probes on proxy data only.
@@ -231,10 +245,11 @@ class Engine:
             remedy = "make a new one: lamina.Engine(model, plan)"
             raise EngineError("engine.detached", "this engine was detached from its model", remedy)
         self._gradients.check()
-        self._buffers.check(values=False)
+        self._guard.check(values=False)
         part = check_batch(losses, batch, self.plan, self._names)
+        self._guard.check_trained()
         if part is not None and self._ownership.due(part.graph, part.layout.units):
-            self._buffers.check(values=True)
+            self._guard.check(values=True)
             for hazard in find_hazards(self.model):
                 raise CouplingError("engine.hazard-in-model", str(hazard), hazard.remedy)
             with torch.autocast("cpu", enabled=False):
@@ -357,8 +372,8 @@ class Engine:
             )
 
     def accept_buffers(self) -> None:
-        """The model's buffers were set from public data alone: from here on they must stay as they are."""
-        self._buffers.accept()
+        """Buffers and frozen parameters were set from public data alone: from here on they must stay as they are."""
+        self._guard.accept()
 
     def measure(self, losses: Tensor | None, batch: Batch, units: Sequence[int]) -> list[Measured]:
         """Loss and unclipped gradient of some contributions: for probes on proxy data only."""
@@ -381,7 +396,13 @@ class Engine:
         return collector.norms.square().sum(1).sqrt()
 
     def detach(self) -> None:
-        """Give the model back as it was."""
+        """Give the model back as it was. Refused afterwards, if a buffer or frozen parameter holds what was never noised."""
+        attached = not self.detached
+        self._take_away()
+        if attached:
+            self._guard.check_at_end()
+
+    def _take_away(self) -> None:
         for hook in self._hooks:
             hook.remove()
         self._attachment.detach()
@@ -399,4 +420,7 @@ class Engine:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.detach()
+        if error is None:
+            self.detach()
+        else:  # which says more than what the tensors hold
+            self._take_away()

@@ -357,21 +357,33 @@ class GradWriter:
             raise UnclippedGradient("engine.foreign-grad", problem, remedy)
 
 
-class BufferGuard:
-    """Refuses a step once a buffer of the model was written or replaced: what it holds was never noised.
+_EVERY_CALL_UNTIL, _THEN_EVERY = 24, 64
 
-    All buffers count, of every type, whoever writes them. Between two looks a write shows by identity and version; a
-    write through `.data` shows by value only, and values are compared before the weights are handed out. A buffer that
-    was written is put back.
+
+class StateGuard:
+    """Refuses a step once the model holds what the optimiser did not write: it was never noised.
+
+    Buffers and frozen parameters must stay as they are, of every type, whoever writes them. Between two looks a write
+    shows by identity and version; a write through `.data` shows by value only, and values are compared at some steps
+    and before the weights are handed out. A buffer that was written is put back; of a frozen parameter, which may be
+    large, only a checksum is kept.
+
+    Trained parameters must stay the same tensors, and keep their values from the beginning of a forward pass to the
+    step: checksums show it, at the first calls and at every 64th. Between steps they may be written, as an optimiser
+    of one's own does.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
+    def __init__(self, model: nn.Module, trained: Mapping[str, Tensor]) -> None:
+        self.model, self.trained = model, trained
+        self.refused = False
+        self._calls, self._sums = 0, dict[str, int]()
         self.accept()
 
     def accept(self) -> None:
-        """Compare with the buffers as they are now."""
+        """Compare with buffers and frozen parameters as they are now."""
         self._seen = {name: (b, b._version, b.detach().clone()) for name, b in self.model.named_buffers()}
+        frozen = ((name, p) for name, p in self.model.named_parameters() if name not in self.trained)
+        self._frozen = {name: (p, p._version, checksum(p)) for name, p in frozen}
 
     def check(self, *, values: bool) -> None:
         live = dict(self.model.named_buffers())
@@ -384,12 +396,57 @@ class BufferGuard:
                 continue
             if before is not None and value is not None:
                 self._put_back(name, before, value)
-            problem = f"buffer '{name}' was written since the last step: it would carry private data without noise"
-            remedy = (
-                "train it by the optimiser, or compute it from public data before the engine is made; if public data "
-                "alone wrote it, call engine.accept_buffers() before the next forward pass"
-            )
-            raise CouplingError("engine.buffer-written", problem, remedy)
+            raise self._written_error("buffer", name)
+        parameters = dict(self.model.named_parameters()) if self._frozen else {}
+        for name, (p, version, total) in self._frozen.items():
+            held = parameters.get(name, p)
+            if held is p and p._version == version and not values:
+                continue
+            if checksum(held) != total:
+                raise self._written_error("frozen parameter", name)
+            self._frozen[name] = (held, held._version, total)
+
+    def check_at_end(self) -> None:
+        """As `check`, of values, when the model is given back; not what was refused before."""
+        said = self.refused
+        try:
+            self.check(values=True)
+        except CouplingError:
+            if not said:
+                raise
+
+    def begin_call(self) -> None:
+        """A forward pass begins."""
+        self._calls += 1
+        due = self._calls <= _EVERY_CALL_UNTIL or self._calls % _THEN_EVERY == 0
+        self._sums = {name: checksum(p) for name, p in self.trained.items()} if due else {}
+
+    def check_trained(self, *, again: bool = False) -> None:
+        """Refuse trained parameters that were replaced, or moved since the last forward pass began.
+
+        `again`: this will be asked again, before the step.
+        """
+        for name, p in self.model.named_parameters() if self._sums and not again else ():
+            if p is not self.trained.get(name) and name not in self._frozen:
+                problem = f"parameter '{name}' was replaced or added, and what it holds was never noised"
+                remedy = "write to it by the optimiser, or make stack, plan and engine anew"
+                raise CouplingError("engine.parameter-replaced", problem, remedy)
+        sums, self._sums = self._sums, self._sums if again else {}
+        for name, value in sums.items():
+            if checksum(self.trained[name]) != value:
+                problem = (
+                    f"'{name}' was written between forward pass and step: it would carry private data without noise"
+                )
+                raise CouplingError("engine.parameter-written", problem, "train it by the optimiser alone")
+
+    def _written_error(self, kind: str, name: str) -> CouplingError:
+        problem = f"{kind} '{name}' was written since the last step: it would carry private data without noise"
+        remedy = (
+            "train it by the optimiser, or compute it from public data before the engine is made; if public data "
+            "alone wrote it, call engine.accept_buffers() before the next forward pass"
+        )
+        code, self.refused = "engine.buffer-written" if kind == "buffer" else "engine.frozen-written", True
+        return CouplingError(code, problem, remedy)
 
     def _put_back(self, name: str, before: Tensor, value: Tensor) -> None:
         path, _, local = name.rpartition(".")
@@ -397,6 +454,15 @@ class BufferGuard:
             before.copy_(value)
         self.model.get_submodule(path)._buffers[local] = before
         self._seen[name] = (before, before._version, value)
+
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def checksum(t: Tensor) -> int:
+    """The sum of the bits of all values, modulo their width: what overwrites a tensor moves it."""
+    bits = _BITS[t.element_size()]
+    return int(t.detach().view(bits).sum(dtype=bits))
 
 
 def _same_values(now: Tensor, then: Tensor) -> bool:
@@ -417,3 +483,11 @@ def refuse_float16(parameters: Mapping[str, Tensor]) -> None:
         if p.requires_grad and p.dtype == torch.float16:
             problem = f"'{name}' is float16, whose gradients overflow"
             raise EngineError("engine.float16-parameter", problem, "use bfloat16 or float32")
+
+
+def refuse_extra_state(model: nn.Module) -> None:
+    """`state_dict` writes extra state, and nobody noises it."""
+    for name, module in model.named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            problem = f"module '{name}' ({type(module).__name__}) has get_extra_state, which is saved without noise"
+            raise CouplingError("engine.extra-state", problem, "keep it outside of the model, or drop get_extra_state")
