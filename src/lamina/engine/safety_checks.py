@@ -396,14 +396,14 @@ class StateGuard:
                 continue
             if before is not None and value is not None:
                 self._put_back(name, before, value)
-            raise self._written_error("buffer", name)
+            raise CouplingError("engine.buffer-written", *self._written("buffer", name))
         parameters = dict(self.model.named_parameters()) if self._frozen else {}
         for name, (p, version, total) in self._frozen.items():
             held = parameters.get(name, p)
             if held is p and p._version == version and not values:
                 continue
             if checksum(held) != total:
-                raise self._written_error("frozen parameter", name)
+                raise CouplingError("engine.frozen-written", *self._written("frozen parameter", name))
             self._frozen[name] = (held, held._version, total)
 
     def check_at_end(self) -> None:
@@ -439,14 +439,15 @@ class StateGuard:
                 )
                 raise CouplingError("engine.parameter-written", problem, "train it by the optimiser alone")
 
-    def _written_error(self, kind: str, name: str) -> CouplingError:
+    def _written(self, kind: str, name: str) -> tuple[str, str]:
+        """Problem and remedy."""
+        self.refused = True
         problem = f"{kind} '{name}' was written since the last step: it would carry private data without noise"
         remedy = (
             "train it by the optimiser, or compute it from public data before the engine is made; if public data "
             "alone wrote it, call engine.accept_buffers() before the next forward pass"
         )
-        code, self.refused = "engine.buffer-written" if kind == "buffer" else "engine.frozen-written", True
-        return CouplingError(code, problem, remedy)
+        return problem, remedy
 
     def _put_back(self, name: str, before: Tensor, value: Tensor) -> None:
         path, _, local = name.rpartition(".")
