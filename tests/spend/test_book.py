@@ -24,6 +24,7 @@ from lamina.account.accountants import calibrate, find_accountant
 from lamina.account.schedule import Event
 from lamina.errors import AccountingError, BudgetExceeded, RunError
 from lamina.ledger.store.rows import RESERVATION_SEGMENT
+from lamina.plan.table import epsilon_text
 from lamina.spend.accounts import Charge
 from lamina.spend.reservation import OpenAttempt, OpenCharges
 from lamina.spend.spend_ledger import PricedAccount, SpendLedger
@@ -436,7 +437,7 @@ def test_a_refusal_teaches(tmp_path: Path) -> None:
     told = [
         "class 'clinical'",
         "corpus 'o'",
-        f"ε ≤ {bound:.6g}",
+        f"ε ≤ {epsilon_text(bound)}",
         "δ = 1e-05",
         f"run 'again' ({THIRD[:8]}) asks for 1,000 steps",
         f"lamina spend '{book.path}' --release {FIRST[:8]}",
@@ -456,7 +457,9 @@ def test_a_refusal_names_a_signed_bound_and_leaves_it_as_it_is(book: SpendLedger
     with pytest.raises(BudgetExceeded) as refused:
         book.reserve(SECOND, charges=[owed(100), owed(100, sigma=20.0, cls=name)], bounds={name: bound})
     told = str(refused.value)
-    assert told.startswith(f"signed bound 'c=1,z=1' of class 'clinical' of corpus 'o' has a bound of ε ≤ {bound:.6g}")
+    assert told.startswith(
+        f"signed bound 'c=1,z=1' of class 'clinical' of corpus 'o' has a bound of ε ≤ {epsilon_text(bound)}"
+    )
     assert "leave out those who signed this bound" in told
     assert "a new bound in the policy" not in told
     most = owed(100, sigma=20.0, cls=name)

@@ -88,7 +88,7 @@ class Budget:
     def _refuse_if_finished(self) -> None:
         if self.taken >= self.plan.steps:
             problem = f"all {self.plan.steps} steps that the plan was priced for are taken"
-            remedy = "make a plan with more steps: its noise, or its epsilon, will be larger"
+            remedy = "corpus.batches(plan) is the whole run: loop over it once; or make a plan with more steps, whose noise or ε is larger"
             raise BudgetExceeded("engine.no-steps-left", problem, remedy)
 
     def _take(self, due: list[tuple[int, PrivacyFilter, float, float]], what: str) -> None:

@@ -66,6 +66,9 @@ from lamina.validate import one_of, whole
 _TRIED_TOGETHER = 32  # contributions
 
 
+_EXAMPLES_READ = 8  # before anything is spent
+
+
 class Trainer:
     """Train `model` on `corpus` as `plan` says, and leave evidence of what it cost.
 
@@ -298,6 +301,7 @@ class Trainer:
             self.state.adaptation = self._engine.adaptation
 
     def _rehearse(self) -> None:
+        self.corpus.source.fetch(np.arange(min(len(self.corpus.source), _EXAMPLES_READ)))  # unreadable: refused here
         if self.evaluate is not None:
             self.evaluate.run(self.model)
         for note in rehearse(self._engine, self._losses_augmented, self.corpus, probe=self.probe):
