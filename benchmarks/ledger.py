@@ -37,6 +37,7 @@ from lamina.ledger.writer import Ledger
 ORIGIN = "benchmark.example/ledger"
 START = 1_800_000_000
 TERMS = ContributionTerms("clinical", "ecg", 1_000_000, 4_310_000, "top 0.25")
+CONTRIBUTOR = PrivateKey.generate().public
 BLOCK = 10  # batches of one store before the next has its turn
 
 
@@ -74,12 +75,12 @@ class Appender:
 def made(count: int) -> list[Record]:
     found: list[Record] = []
     for _ in range(count):
-        some = os.urandom(96)
+        some = os.urandom(64)
         found.append(
             ContributionRecord(
                 descriptor=some[:32],
                 attestation=some[32:64],
-                key=some[64:],
+                key=CONTRIBUTOR.id,
                 not_before=START - 1,
                 expires=START + 10,
                 terms=TERMS,
@@ -102,6 +103,7 @@ def header(key: PrivateKey) -> Header:
         keys=(
             Key(name=ORIGIN, x=key.public.x, role=Role.LEDGER),
             Key(name="owner.example", x=owner.public.x, role=Role.GOVERNING),
+            Key(name="hospital.example", x=CONTRIBUTOR.x, role=Role.CONTRIBUTOR),
         ),
     )
     return sign_header(made, [owner])
