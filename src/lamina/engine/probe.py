@@ -37,14 +37,24 @@ if TYPE_CHECKING:
 
 _TOLERANCE = 1e-3
 _ROUNDS_WITH_DRAWS = 3  # mixup with a weight near 1, or of a row with itself, may hide one
+_EXTREME_SEEDS = {
+    -1: (1106, 1810, 590),
+    -2: (155, 276, 1426),
+}  # of torch, numpy and Python: the first two numbers are below 0.05, above 0.95
+_CONSTANTS = (0.5, 0.01, 0.99)
+_LARGE, _LARGER = 100.0, 1000.0  # in a loop of one's own, whose errors cannot be caught, what no model overflows on
 LEAST_EXAMPLES = 4
 
 
 class ConstantDraws(TorchDispatchMode):
-    """Makes the usual random draws of torch constant, equal for all rows, and leaves its generator alone."""
+    """Makes the usual random draws of torch constant, equal for all rows, and leaves its generator alone.
 
-    def __init__(self) -> None:
+    `at`: where in 0 … 1 the uniform draws lie.
+    """
+
+    def __init__(self, at: float = 0.5) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.at = at
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -63,17 +73,18 @@ class ConstantDraws(TorchDispatchMode):
         torch.set_rng_state(state)
         if name.startswith("bernoulli"):
             likely = args[1] if len(args) > 1 else kwargs.get("p", args[0] if name == "bernoulli" else 0.5)
-            return drawn.copy_(torch.as_tensor(likely) >= 0.5)
+            return drawn.copy_(torch.as_tensor(likely) >= self.at)
         low = args[1] if len(args) > 1 and name == "uniform_" else 0.0
         high = args[2] if len(args) > 2 and name == "uniform_" else 1.0
-        return drawn.fill_((low + high) / 2)
+        return drawn.fill_(low + (high - low) * self.at)
 
 
 def seed_global_generators(seed: int) -> None:
-    """The same public seed for torch's, numpy's and Python's global generators."""
-    torch.default_generator.manual_seed(seed)
-    np.random.seed(seed)  # noqa: NPY002
-    random.seed(seed)
+    """The same public seed for torch's, numpy's and Python's global generators; below 0: seeds of extreme draws."""
+    of_torch, of_numpy, of_python = _EXTREME_SEEDS.get(seed, (seed, seed, seed))
+    torch.default_generator.manual_seed(of_torch)
+    np.random.seed(of_numpy)  # noqa: NPY002
+    random.seed(of_python)
 
 
 @contextmanager
@@ -115,7 +126,8 @@ class ProbeCase:
     batch: ProbeBatch
     places: Mapping[int, int]
     seed: int = 0
-    constant: bool = False  # under `ConstantDraws`
+    constant: float | None = None  # under `ConstantDraws`
+    extreme: bool = False  # of the round with small values of the watched and large ones of the others
 
 
 Measured = dict[str, Tensor]  # the loss of one contribution, and its gradient by name of the tensor
@@ -142,13 +154,21 @@ class Probe:
         self._kept = _kept_tensors(engine.model)
         self._states: list[Any] = []
         self._drawn = False  # whether the last case drew at random
-        self._references: dict[tuple[int, bool], dict[int, Measured]] = {}
+        self._references: dict[tuple[int, float | None, bool], dict[int, Measured]] = {}
+        self._large = _LARGE if simulated else 0.0  # 0: no values but those given
 
     def run(self, losses_of: Callable[[Any, Any], Tensor]) -> None:
         """The whole probe of a function that computes losses."""
+        self._large = _LARGER
         for batch in self.batches():
-            with torch.enable_grad():
-                losses = losses_of(batch.x, batch.y)
+            try:
+                with torch.enable_grad():
+                    losses = losses_of(batch.x, batch.y)
+            except Exception:
+                if self.waiting is None or not self.waiting.extreme:
+                    raise
+                self.waiting = None  # model or loss take no such values
+                continue
             self.receive(losses, batch)
 
     def batches(self) -> Iterator[ProbeBatch]:
@@ -164,7 +184,7 @@ class Probe:
                             yield case.batch
                         self.x, self.y = simulate(self.x, self.y, self.n, watch.sizes)
                     else:
-                        with ConstantDraws() if case.constant else nullcontext():
+                        with nullcontext() if case.constant is None else ConstantDraws(case.constant):
                             yield case.batch
                     if self.waiting is not None:
                         return
@@ -182,21 +202,63 @@ class Probe:
         drawn = self._drawn
         yield replace(self._with_others_replaced(0), what=_BETWEEN)
         yield replace(reference, what=_AGAIN, batch=self._batch(self.x, self.y))
-        for seed in range(_ROUNDS_WITH_DRAWS if drawn else 1):
+        yield self._with_others_joined(self.watched[1])
+        for seed in (*range(_ROUNDS_WITH_DRAWS), *_EXTREME_SEEDS) if drawn else (0,):
             if seed:
                 yield replace(reference, seed=seed, batch=self._batch(self.x, self.y))
             for place in self.watched:
                 yield replace(self._with_others_replaced(place), seed=seed)
-        if drawn:
-            yield replace(reference, constant=True, batch=self._batch(self.x, self.y))
-            if self._drawn:
-                return
+        if self._large:
+            yield from self._extreme_values()
         every = torch.arange(self.n)
-        for what, rows in (("put in another order", every.flip(0)), ("moved to its other side", every.roll(-1))):
-            yield replace(self._case(what, rows), constant=drawn)
+        for at in _CONSTANTS if drawn else (None,):
+            if at is not None:
+                yield replace(reference, constant=at, batch=self._batch(self.x, self.y))
+                if self._drawn:
+                    return
+                if (0, at, False) not in self._references:
+                    continue
+            for what, rows in (("put in another order", every.flip(0)), ("moved to its other side", every.roll(-1))):
+                yield replace(self._case(what, rows), constant=at)
+            for place in self.watched:
+                rest = every[every != place]
+                yield replace(self._case("fewer", torch.cat([rest[: self.n // 2 - 1], every[[place]]])), constant=at)
+
+    def _extreme_values(self) -> Iterator[ProbeCase]:
+        """Inputs of the watched within 0 … 1 and targets 0 or 1; those of the others large, and the other target."""
+
+        def small(t: Any) -> Any:
+            return t.sigmoid() if isinstance(t, Tensor) and t.is_floating_point() else t
+
+        def zero_or_one(t: Any) -> Any:
+            inside = isinstance(t, Tensor) and t.is_floating_point() and bool(((t >= 0) & (t <= 1)).all())
+            alternate = (torch.arange(self.n) + 1) % 2
+            return alternate.view(-1, *[1] * (t.dim() - 1)).expand(t.shape).to(t.dtype) if inside else t
+
+        x, y = pytree.tree_map(small, self.x), pytree.tree_map(zero_or_one, self.y)
+        places = {place: place for place in self.watched}
+        yield ProbeCase(what=_REFERENCE, batch=self._batch(x, y), places=places, extreme=True)
+        if (0, None, True) not in self._references:
+            return
         for place in self.watched:
-            rest = every[every != place]
-            yield replace(self._case("fewer", torch.cat([rest[: self.n // 2 - 1], every[[place]]])), constant=drawn)
+            others = torch.arange(self.n) != place
+
+            def scaled(t: Any, by: float, others: Tensor = others) -> Any:
+                t = t.clone() if isinstance(t, Tensor) else t
+                if isinstance(t, Tensor) and t.is_floating_point():
+                    t[others] = t[others] * by if by else 1 - t[others]
+                return t
+
+            for by in (self._large, torch.nan) if self._large == _LARGER else (self._large,):
+                there = pytree.tree_map(lambda t, by=by: scaled(t, by), x), pytree.tree_map(lambda t: scaled(t, 0.0), y)
+                what = "not finite" if by != by else f"{by:g} times as large"
+                yield ProbeCase(what=what, batch=self._batch(*there), places={place: place}, extreme=True)
+
+    def _with_others_joined(self, place: int) -> ProbeCase:
+        """The others as one contribution, of the plan's last class."""
+        batch, unit = self._batch(self.x, self.y), (torch.arange(self.n) != place).long()
+        joined = replace(batch, unit=unit, cls=torch.tensor([0, len(self.engine.plan.classes) - 1]), weight=None)
+        return ProbeCase(what="joined into one contribution", batch=joined, places={place: 0})
 
     def _batch(self, x: Any, y: Any) -> ProbeBatch:
         """A copy, because a loss may write to its input."""
@@ -240,13 +302,16 @@ class Probe:
         measured = self.engine.measure(losses, batch, list(case.places.values()))
         found = dict(zip(case.places, measured, strict=True))
         if case.what == _REFERENCE:
-            self._references[case.seed, case.constant] = found
-            _refuse_not_finite(found)
+            finite = all(bool(torch.isfinite(t).all()) for measured in found.values() for t in measured.values())
+            if finite:
+                self._references[case.seed, case.constant, case.extreme] = found
+            elif case.constant is None and not case.extreme:
+                raise _not_finite_error()
         elif case.what != _BETWEEN:
             self._compare(case, found)
 
     def _compare(self, case: ProbeCase, found: dict[int, Measured]) -> None:
-        reference = self._references[case.seed, case.constant]
+        reference = self._references[case.seed, case.constant, case.extreme]
         for place, measured in found.items():
             moved = _movement(reference[place], measured)
             if moved is None:
@@ -311,11 +376,10 @@ def _movement(reference: Measured, other: Measured) -> str | None:
     return None
 
 
-def _refuse_not_finite(found: dict[int, Measured]) -> None:
-    if not all(bool(torch.isfinite(t).all()) for measured in found.values() for t in measured.values()):
-        problem = "a loss or gradient of the probe's input is not finite, so nothing can be compared"
-        remedy = "probe with public data that the model is made for: engine.probe(losses_of, x, y), or probe=(x, y)"
-        raise EngineError("engine.probe-not-finite", problem, remedy)
+def _not_finite_error() -> EngineError:
+    problem = "a loss or gradient of the probe's input is not finite, so nothing can be compared"
+    remedy = "probe with public data that the model is made for: engine.probe(losses_of, x, y), or probe=(x, y)"
+    return EngineError("engine.probe-not-finite", problem, remedy)
 
 
 def _replace_others(t: Tensor, place: int) -> Tensor:
