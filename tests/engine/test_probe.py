@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,6 +15,7 @@ from oracle import losses_of, losses_of_output, plan_of
 from refusals import raises_code
 from torch import Tensor, nn
 
+import lamina
 from lamina import Engine
 
 N = 8
@@ -121,3 +124,71 @@ def test_too_few_examples() -> None:
     model = mlp()
     with Engine(model, plan_of(model)) as engine, raises_code("engine.probe-too-few-examples"):
         engine.probe(lambda x, y: losses_of(model, x, y), X[:3])
+
+
+def with_probability(p: float, draw: Callable[[], Any]) -> Callable[..., Tensor]:
+    return lambda m, x, y: losses_of(m, x - x.mean(0) if draw() < p else x, None)
+
+
+def pos_weighted(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    weight = torch.where(y == 1, (y == 0).sum() / (y == 1).sum().clamp(min=1), 1.0)
+    return F.binary_cross_entropy_with_logits(m(x)[:, 0], y, reduction="none") * weight
+
+
+def dropped_where_not_finite(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    losses = losses_of(m, x, None)
+    return losses if bool(losses.isfinite().all()) else losses.nan_to_num(0.0) * 0
+
+
+RARE: dict[str, Callable[..., Tensor]] = {
+    "torch, 0.1": with_probability(0.1, lambda: torch.rand(())),
+    "torch, 0.4": with_probability(0.4, lambda: torch.rand(())),
+    "numpy, 0.4": with_probability(0.4, lambda: np.random.rand()),  # noqa: NPY002
+    "python, 0.1": with_probability(0.1, random.random),
+    "after dropout": lambda m, x, y: with_probability(0.1, lambda: torch.rand(()))(m, F.dropout(x, 0.1), y),
+    "threshold": lambda m, x, y: losses_of(m, x / 255 if x.max() > 1.5 else x, None),
+    "largest above 10": lambda m, x, y: losses_of(m, x / (x.abs().max() / 10).clamp(min=1), None),
+    "below tolerance": lambda m, x, y: losses_of(m, x - 1e-4 * x.mean(0), None),
+    "classes of float targets": pos_weighted,
+    "not finite": dropped_where_not_finite,
+}
+
+
+@pytest.mark.parametrize("kind", RARE)
+def test_coupling_on_some_draws_or_values_only_is_refused(kind: str) -> None:
+    model = mlp()
+    with Engine(model, plan_of(model)) as engine, raises_code("engine.probe-found-coupling"):
+        engine.probe(lambda x, y: RARE[kind](model, x, y), X.sigmoid(), torch.rand(N))
+
+
+def test_weights_by_the_examples_of_others_are_refused() -> None:
+    model = mlp()
+    engine, corpus, plan = lamina.make_private(
+        model, (torch.randn(40, 5), torch.zeros(40)), epsilon=3.0, batch=8, steps=1, unit=torch.arange(40) // 2
+    )
+    with engine, raises_code("engine.probe-found-coupling"):
+        for batch in corpus.batches(plan):
+            count = torch.bincount(batch.unit)
+            engine.backward(losses_of(model, batch.x, None) * (count[batch.unit] / count.max()), batch)
+
+
+def test_a_model_that_refuses_large_values_is_probed_without_them() -> None:
+    def losses(x: Tensor, y: Tensor) -> Tensor:
+        if not bool((x.abs() < 9).all()):
+            raise ValueError("values out of range")
+        return losses_of(model, x, None)
+
+    model = mlp()
+    with Engine(model, plan_of(model)) as engine:
+        engine.probe(losses, X, Y)
+        assert engine.probed
+
+
+def test_masks_drawn_at_random_that_may_be_empty_are_no_coupling() -> None:
+    def losses(x: Tensor, y: Tensor) -> Tensor:
+        mask = torch.bernoulli(torch.full(x.shape, 0.4)).bool()
+        return (model(x.masked_fill(mask, 0.0)).square() * mask).sum(1) / mask.sum(1)
+
+    model = nn.Linear(40, 40)
+    with Engine(model, plan_of(model)) as engine:
+        engine.probe(losses, torch.randn(N, 40), Y)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -67,11 +68,11 @@ def test_values_do_not_depend_on_the_data() -> None:
     assert torch.equal(made[0][0]["ids"], made[1][0]["ids"]) and torch.equal(made[0][1], made[1][1])
 
 
-def test_whole_numbers_of_which_nothing_is_known_are_0_or_1_and_targets_lie_in_0_to_1() -> None:
+def test_values_of_lengths_bytes_and_targets_of_which_nothing_is_known() -> None:
     x, y = simulate(
         {"lengths": torch.tensor([9]), "bytes": torch.zeros(1, 8, dtype=torch.uint8)}, torch.tensor([7.5]), 6, {}
     )
-    assert x["lengths"].tolist() == [1] * 6 and set(x["bytes"].unique().tolist()) == {0, 1}
+    assert x["lengths"].tolist() == [1, 1, 1, 1, 2, 1] and int(x["bytes"].max()) > 200
     assert x["bytes"].dtype == torch.uint8 and bool(((y >= 0) & (y <= 1)).all()) and len(y.unique()) == 6
 
 
@@ -139,3 +140,57 @@ def test_a_table_looked_up_with_computed_ids_gets_0_or_1() -> None:
     model = Net(lambda m, x: m.out(m.table(x + 1).sum(1)), table=nn.Embedding(3, 4), out=nn.Linear(4, 2))
     x, _ = simulate_for(lambda x, y: model(x).sum(1), torch.zeros(1, LENGTH).long(), None)
     assert set(x.unique().tolist()) == {0, 1}
+
+
+class Counts(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.out, self.x = nn.Linear(LENGTH, CLASSES), torch.ones(40, LENGTH, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.float()
+        return self.out(x / x.amax(0).clamp(min=1))
+
+
+class Shortened(nn.Module):
+    """Cut to the longest of the batch, mean without a mask."""
+
+    def __init__(self, lengths: bool) -> None:
+        super().__init__()
+        self.table, self.out = nn.Embedding(ROWS, 6), nn.Linear(6, CLASSES)
+        ids = torch.ones(40, LENGTH, dtype=torch.long)
+        self.x = (ids, torch.ones(40, dtype=torch.long)) if lengths else (ids,)
+
+    def forward(self, x: tuple[Tensor, ...]) -> Tensor:
+        longest = x[1].max() if len(x) == 2 else (x[0] != 0).sum(1).max()
+        return self.out(self.table(x[0][:, : int(longest)]).mean(1))
+
+
+@pytest.mark.parametrize(
+    "model",
+    [Counts(torch.uint8), Counts(torch.long), Shortened(True), Shortened(False)],
+    ids=["bytes", "counts", "lengths", "padding"],
+)
+def test_coupling_through_whole_numbers_is_found(model: Any) -> None:
+    engine, corpus, plan = lamina.make_private(model, (model.x, data()[1]), epsilon=3.0, batch=8, steps=1)
+    with engine, raises_code("engine.probe-found-coupling"):
+        for batch in corpus.batches(plan):
+            engine.backward(TAKES["cross entropy"](model(batch.x), batch.y), batch)
+
+
+@pytest.mark.parametrize("coupled", [True, False])
+def test_labels_that_the_loss_ignores(coupled: bool) -> None:
+    model = Net(lambda m, x: m.out(m.table(x)), table=nn.Embedding(ROWS, 4), out=nn.Linear(4, CLASSES))
+    y = torch.zeros(40, LENGTH, dtype=torch.long)
+    engine, corpus, plan = lamina.make_private(model, (y, y.clone()), epsilon=3.0, batch=8, steps=1)
+
+    def losses(batch: lamina.Batch) -> Tensor | None:
+        if not len(batch):
+            return None
+        tokens = F.cross_entropy(model(batch.x).transpose(1, 2), batch.y, reduction="none").sum(1)
+        kept = (batch.y != -100).sum(1)
+        return tokens * len(kept) / kept.sum() if coupled else tokens / kept
+
+    with engine, raises_code("engine.probe-found-coupling") if coupled else nullcontext():
+        for batch in corpus.batches(plan):
+            engine.backward(losses(batch), batch)

@@ -379,7 +379,8 @@ class Corpus:
             if isinstance(probe, tuple):
                 yield from engine.probe_batches(*probe)
             elif probe:
-                yield from engine.probe_batches(*self.no_examples(), simulated=True)
+                joined = self.layout.examples > len(self.layout)
+                yield from engine.probe_batches(*self.no_examples(), simulated=True, joined=joined)
             else:
                 engine.decline_probe()
 

@@ -337,13 +337,13 @@ class Engine:
         Probe(self, x, y).run(losses_of)
         self.probed = True
 
-    def probe_batches(self, x: Any, y: Any = None, *, simulated: bool = False) -> Iterator[Batch]:
+    def probe_batches(self, x: Any, y: Any = None, *, simulated: bool = False, joined: bool = False) -> Iterator[Batch]:
         """As `probe`, for a loop of one's own: batches to compute losses of and to hand to `backward`.
 
         Buffers, generators and learning rate schedules are left as they were. `simulated`: of x and y only shapes and
-        types are used, and values are made up.
+        types are used, and values are made up. `joined`: contributions may have several examples.
         """
-        self._probe = Probe(self, x, y, simulated=simulated)
+        self._probe = Probe(self, x, y, simulated=simulated, joined=joined)
         try:
             with preserve_schedules(self._tensors):
                 yield from self._probe.batches()

@@ -140,8 +140,8 @@ class Probe:
     labels and ids are looked up in.
     """
 
-    def __init__(self, engine: Engine, x: Any, y: Any = None, *, simulated: bool = False) -> None:
-        self.engine, self.simulated = engine, simulated
+    def __init__(self, engine: Engine, x: Any, y: Any = None, *, simulated: bool = False, joined: bool = False) -> None:
+        self.engine, self.simulated, self._joined = engine, simulated, joined
         self.x, self.y = simulate(x, y, simulated_count(x, y)) if simulated else (x, y)
         self.n = Batch(self.x, self.y).examples
         if self.n < LEAST_EXAMPLES:
@@ -182,7 +182,15 @@ class Probe:
                     if case.what == _LOOKUPS:
                         with WatchLookups((case.batch.x, case.batch.y)) as watch:
                             yield case.batch
-                        self.x, self.y = simulate(self.x, self.y, self.n, watch.sizes)
+                        self.x, self.y = simulate(
+                            self.x,
+                            self.y,
+                            self.n,
+                            watch.sizes,
+                            ids=watch.ids,
+                            labels=watch.labels,
+                            numbers=watch.numbers,
+                        )
                     else:
                         with nullcontext() if case.constant is None else ConstantDraws(case.constant):
                             yield case.batch
@@ -202,7 +210,8 @@ class Probe:
         drawn = self._drawn
         yield replace(self._with_others_replaced(0), what=_BETWEEN)
         yield replace(reference, what=_AGAIN, batch=self._batch(self.x, self.y))
-        yield self._with_others_joined(self.watched[1])
+        if self._joined:
+            yield self._with_others_joined(self.watched[1])
         for seed in (*range(_ROUNDS_WITH_DRAWS), *_EXTREME_SEEDS) if drawn else (0,):
             if seed:
                 yield replace(reference, seed=seed, batch=self._batch(self.x, self.y))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+IGNORED = -100  # the label that losses of torch ignore
 _COUNTS = (6, 7, 9, 11)  # the first that is no length of a sequence: which axis is the batch's is then clear
 _COPIES = ("contiguous", "clone", "long", "int", "to", "type", "reshape", "flatten", "__getitem__", "pad", "repeat",
            "roll", "flip", "clamp", "masked_fill", "where")  # fmt: skip
@@ -26,6 +27,8 @@ class WatchLookups(TorchFunctionMode):
     def __init__(self, tree: Any) -> None:
         super().__init__()
         self.sizes: dict[int, int] = {}
+        self.numbers: set[int] = set()  # the leaves that are turned into floating point
+        self._looked_up_by: dict[int, set[str]] = {}
         whole = ((i, t) for i, t in enumerate(pytree.tree_leaves(tree)) if isinstance(t, Tensor) and _is_whole(t))
         self._known: dict[int | None, tuple[int, Tensor]] = {_storage(t): (i, t) for i, t in whole}
 
@@ -37,11 +40,25 @@ class WatchLookups(TorchFunctionMode):
             source = next((known for a in args if (known := self._of(a)) is not None), None)
             if source is not None and _storage(out) not in (None, *self._known):
                 self._known[_storage(out)] = source, out  # kept, so that its storage is not used again
+        if name in ("float", "to", "type", "double") and isinstance(out, Tensor) and out.is_floating_point():
+            self.numbers |= {leaf for leaf in (self._of(args[0]),) if leaf is not None}
         looked_up, table = _lookup(name, args, kwargs)
         leaf = self._of(looked_up)
         if leaf is not None and table > 0:
             self.sizes[leaf] = min(table, self.sizes.get(leaf, table))
+            ignores = name in ("cross_entropy", "nll_loss") and kwargs.get("ignore_index", IGNORED) == IGNORED
+            self._looked_up_by.setdefault(leaf, set()).add("ignores" if ignores and len(args) < 5 else name)
         return out
+
+    @property
+    def labels(self) -> set[int]:
+        """The leaves that are only looked up by losses that ignore -100."""
+        return {leaf for leaf, names in self._looked_up_by.items() if names == {"ignores"}}
+
+    @property
+    def ids(self) -> set[int]:
+        """The leaves that are only looked up in embeddings."""
+        return {leaf for leaf, names in self._looked_up_by.items() if names <= {"embedding", "embedding_bag"}}
 
     def _of(self, t: Any) -> int | None:
         known = self._known.get(_storage(t)) if isinstance(t, Tensor) and _is_whole(t) else None
@@ -73,12 +90,16 @@ def _lookup(name: str, args: Any, kwargs: Mapping[str, Any]) -> tuple[Any, int]:
     return None, 0
 
 
-def simulate(x: Any, y: Any, count: int, tables: Mapping[int, int] | None = None) -> tuple[Any, Any]:
+def simulate(
+    x: Any, y: Any, count: int, tables: Mapping[int, int] | None = None, *,
+    ids: Collection[int] = (), labels: Collection[int] = (), numbers: Collection[int] = (),
+) -> tuple[Any, Any]:  # fmt: skip
     """`count` examples with the shapes and types of (x, y); of their values nothing is read.
 
     floating point  normal; as target uniform in 0 … 1
     whole numbers   uniform below the size of their table, where `tables` has it by leaf; otherwise 0 or 1. Without
-                    `tables` 0: every table has that entry
+                    `tables` 0: every table has that entry. Of type uint8, and of `numbers`, up to 255. Perhaps lengths: 1, one of them 2
+    sequences       end with padding, 0 in `ids`, and -100 in `labels`, in all examples but the last but one
     masks           1, then 0, the later examples longer: of type bool, or called so
     """
     generator = torch.Generator().manual_seed(0)
@@ -93,10 +114,23 @@ def simulate(x: Any, y: Any, count: int, tables: Mapping[int, int] | None = None
             make = torch.rand if label else torch.randn
             return make(shape, generator=generator, dtype=torch.float32).to(t.dtype)
         if not label and t.dim() == 1 and tables is not None and leaf not in tables:
-            return t.new_ones(shape)  # perhaps a length
-        table = 1 if tables is None and _is_whole(t) else (tables or {}).get(leaf, 2)
-        return torch.randint(table, shape, generator=generator).to(t.dtype)
+            lengths = t.new_ones(shape)  # perhaps
+            lengths[-2] = 2 if longest > 1 else 1
+            return lengths
+        unknown = 256 if t.dtype == torch.uint8 or (leaf in numbers and not label) else 2
+        table = 1 if tables is None and _is_whole(t) else (tables or {}).get(leaf, unknown)
+        made = torch.randint(table, shape, generator=generator).to(t.dtype)
+        if table == unknown == 256:
+            made[torch.arange(count) != count - 2] //= 2  # the largest is not in every half
+        if (leaf in ids or leaf in labels) and made.dim() == 2 and table > 2 and shape[1] > 1:
+            if leaf in ids:
+                made[made == 0] = 1
+            end, last_but_one = made[:, (shape[1] + 1) // 2 :], made[-2].clone()
+            end[:] = 0 if leaf in ids else IGNORED
+            made[-2] = last_but_one
+        return made
 
+    longest = min((t.shape[1] for t in pytree.tree_leaves(x) if isinstance(t, Tensor) and t.dim() > 1), default=1)
     paths, spec = pytree.tree_flatten_with_path((x, y))
     made: tuple[Any, Any] = pytree.tree_unflatten([one(i, path, t) for i, (path, t) in enumerate(paths)], spec)
     return made
@@ -116,7 +150,7 @@ def simulate_for(losses_of: Callable[[Any, Any], Tensor], x: Any, y: Any) -> tup
     given = simulate(x, y, count)
     with WatchLookups(given) as watch:
         losses_of(*given)
-    return simulate(x, y, count, watch.sizes)
+    return simulate(x, y, count, watch.sizes, ids=watch.ids, labels=watch.labels, numbers=watch.numbers)
 
 
 def simulated_count(x: Any, y: Any) -> int:
