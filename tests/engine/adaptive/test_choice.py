@@ -99,15 +99,15 @@ def test_utilities_move_by_at_most_one_and_in_one_direction(model: nn.Module) ->
 @pytest.mark.parametrize("form", ["box", "joint"])
 def test_the_step_waits_for_its_choice(model: nn.Module, form: str) -> None:
     plan = plan_of(model, RULE, FollowEnergy(every=1), clipping=form, steps=6)
-    batch = batch_of()
     with Engine(model, plan, noise=SecureNoise()) as engine:
         for t in range(6):
+            batch = batch_of()
             assert engine.choice_due == (t % 3 == 0)
             if engine.choice_due:
                 with raises_code("engine.choice-due"):
                     engine.backward(losses_of(model, batch), batch)
                 before, spent = engine.applied, engine.epsilon("all")
-                choose(engine, batch_of(0) if t else batch)
+                choose(engine, batch_of(0) if t else batch_of())
                 assert not engine.choice_due and engine.epsilon("all") > spent
                 assert all(p.grad is None for p in model.parameters())
                 assert engine.applied is not before
@@ -163,7 +163,8 @@ def test_a_choice_that_fails_stays_charged_and_is_not_repeated(model: nn.Module)
         with raises_code("engine.no-choice-due"):
             engine.choose(losses_of(model, first), first)
         assert not engine.choice_due and engine.applied.noise == plan.noise
-        engine.backward(losses_of(model, batch), batch)
+        another = batch_of(6)
+        engine.backward(losses_of(model, another), another)
 
 
 def test_filters_are_asked_for_choices(model: nn.Module) -> None:

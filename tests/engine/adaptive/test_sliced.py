@@ -28,10 +28,9 @@ def sliced(**options: object) -> tuple[nn.Module, StepPlan]:
 def test_noise_alone_has_no_energy(hardened: bool) -> None:
     """Counting the places that no class reaches would put E at -d S², many deviations below 0."""
     model, plan = sliced(rules=(FollowEnergy(decay=0.9),))
-    nobody = Batch(torch.zeros(0, 40))
     with Engine(model, plan, noise=SeededNoise(3, hardened=hardened)) as engine:
         for _ in range(40):
-            engine.backward(None, nobody)
+            engine.backward(None, Batch(torch.zeros(0, 40)))
             model.zero_grad()
         energy = engine.adaptation._energy
         assert energy.declared.sizes == (2 * 41, 20 * 17)
