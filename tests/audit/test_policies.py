@@ -19,7 +19,7 @@ from lamina.audit.canaries import named_canaries
 from lamina.audit.paired_step import PairedStep, paired_step
 from lamina.audit.step_audit import Check, audit_step, epsilon_of_sensitivity, noise_levels
 from lamina.audit.target import AuditTarget
-from lamina.engine.batch import Batch
+from lamina.engine.batch import Batch, Draw
 from lamina.engine.clipping import BoxCollector
 from lamina.engine.engine import Engine
 from lamina.engine.noise import NoiseSource, SeededNoise
@@ -128,7 +128,8 @@ def test_the_step_is_sound_after_it_has_adapted(name: str, batch: Batch) -> None
     subject = subject_of(name, "box")
     with Engine(subject.model, subject.plan, noise=SeededNoise(1)) as engine:
         for _ in range(11):
-            engine.backward(subject.losses_of(batch.x, batch.y), batch)
+            drawn = replace(batch, draw=Draw())
+            engine.backward(subject.losses_of(batch.x, batch.y), drawn)
             subject.model.zero_grad(set_to_none=True)
         applied = engine.applied
     assert applied.noise != subject.plan.noise
