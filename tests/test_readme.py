@@ -89,6 +89,7 @@ def test_a_stranger_signs_admits_and_trains_a_folder_of_their_own(
         np.savez(folder / "payload.npz", x=generator.normal(size=(3, 12)) + i % 2, y=np.full(3, i % 2))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", sys.path.copy())
+    monkeypatch.delitem(sys.modules, "nets", raising=False)  # of another test
     monkeypatch.setenv("LAMINA_PASSPHRASE", "correct horse")
     commands = [shlex.split(line, comments=True) for place in (0, 1) for line in block("sh", place).splitlines()]
     assert [words[:2] for words in commands] == [

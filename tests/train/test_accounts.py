@@ -18,6 +18,7 @@ from lamina.allocate.ladp import LADP
 from lamina.errors import BudgetExceeded
 from lamina.ledger.writer import Ledger
 from lamina.plan.signed_bounds import scale_for_signed_bound, signed_epsilon
+from lamina.plan.table import epsilon_text
 from lamina.spend.accounts import Charge, SignedAccount, plan_charges
 from lamina.spend.spend_ledger import SpendLedger
 from lamina.train.journal import Journal
@@ -103,7 +104,7 @@ def test_a_second_run_that_exceeds_a_signed_bound_is_refused_by_its_name(tmp_pat
         problem.trainer(tmp_path / "b", accounts=[made], bounds=LOOSE).fit()
     told = str(refused.value)
     assert "signed bound 'c=9,z=2.25' of class 'clinical' of corpus 'tests'" in told
-    assert f"ε ≤ {made.epsilon:.6g}" in told and "leave out those who signed this bound" in told
+    assert f"ε ≤ {epsilon_text(made.epsilon)}" in told and "leave out those who signed this bound" in told
     assert not (tmp_path / "b" / "journal").exists()
     again = problem.trainer(tmp_path / "b", bounds=LOOSE).fit()  # without them it may
     assert again.total["clinical"] > again.epsilon["clinical"]
