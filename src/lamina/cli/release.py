@@ -34,6 +34,8 @@ from lamina.release.signed import parse_json
 
 _HELP = """A model that leaves the house: weights, certificates and manifest in one signed folder, and its gate.
 
+In this order:
+
   lamina release make runs/first -o release-1                  make it
   lamina release verify release-1 --trust release.pub          check it
   lamina release ask release-1 query.json --trust release.pub  may this query draw on it
@@ -96,9 +98,15 @@ def make(
     told = {"folder": str(out), "manifest": str(manifest), **found.to_dict(), "signer": signer.public.name}
     lines = [
         f"release in {out}: {len(found.to_dict()['files'])} files, signed with release key {signer.public.name[:16]}",
-        f"  check it: lamina release verify {out} --trust KEY.pub",
+        f"  check it: lamina release verify {out} --trust {_public_part(place, key)}",
     ]
     print_answer(told, "\n".join(lines), as_json)
+
+
+def _public_part(place: str, key: Path | None) -> str:
+    """Where the public part of the release key is, as far as that is known."""
+    beside = ledger_key_path(place).with_suffix(".release.pub") if key is None else key.with_suffix(".pub")
+    return str(beside) if beside.exists() else "RELEASE.pub"
 
 
 def _generation_class(text: str) -> tuple[str, dict[str, Any]]:
