@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -19,8 +20,10 @@ from trained_run import Trained
 import lamina
 from lamina.admit.keys import PrivateKey
 from lamina.ledger.reader import LedgerReader
-from lamina.release.certificate import Certificate, certify
+from lamina.release.certificate import Certificate, certify, plain_statement
 from lamina.release.certificate_pdf import certificate_pdf
+from lamina.release.posture import read_posture
+from lamina.release.run_evidence import RunEvidence
 
 
 def certificate(trained: Trained) -> Certificate:
@@ -181,3 +184,28 @@ def test_the_best_loss_is_the_smallest() -> None:
     with raises_code("train.best-direction"):
         lamina.Evaluation(function=lambda model: {"nll": 1.0}, on="public", best="nll")
     assert lamina.Evaluation(function=lambda model: {"nll": 1.0}, on="public", best="-nll").score({"nll": 2.0}) == -2.0
+
+
+def test_a_class_that_is_charged_only_by_its_bounds_has_no_figure(
+    trained: Trained, key: PrivateKey, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of its loss could stand in one account and half in another: nothing is certified, least of all ε = 0."""
+    read = RunEvidence.read
+
+    def split(ledger: LedgerReader, run: bytes) -> RunEvidence:
+        return dataclasses.replace(read(ledger, run), split=frozenset(["clinical"]))
+
+    monkeypatch.setattr(RunEvidence, "read", split)
+    found = certificate(trained)
+    assert found.epsilon("clinical") is None and found.epsilon("sensitive") is not None and not found.private
+    with trained.open() as ledger:
+        posture = read_posture(ledger, [split(ledger, bytes.fromhex(trained.outcome.run))])
+    assert posture.classes["clinical"].epsilon is None
+    with raises_code("release.not-private"):
+        found.signed(key)
+
+
+def test_an_epsilon_that_protects_nobody_says_so(trained: Trained) -> None:
+    content = json.loads(certificate(trained).json())
+    content["classes"]["clinical"]["epsilon"] = 5000.0
+    assert "ε = 5,000 per contribution promises nothing" in plain_statement(content)

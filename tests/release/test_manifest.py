@@ -149,6 +149,9 @@ FORGED: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "other run": (lambda p: p["runs"].append("00" * 16), "release.certificate-missing"),
     "ledger head": (lambda p: p["ledger"].update(size=3), "release.ledger-head-differs"),
     "other ledger": (lambda p: p["ledger"].update(header="00" * 32), "release.certificate-wrong"),
+    "text as ε": (lambda p: p["posture"]["classes"]["clinical"].update(epsilon="0.1"), "release.manifest-malformed"),
+    "text as noise": (lambda p: p["posture"]["layers"][0].update(noise_std="9"), "release.manifest-malformed"),
+    "text as certificates": (lambda p: p.update(certificates="x"), "release.certificate-missing"),
     "extra field": (lambda p: p.update(allow=True), "release.manifest-malformed"),
     "allow by default": (lambda p: p["gate"].update(default="allow"), "release.manifest-malformed"),
 }

@@ -38,6 +38,7 @@ from lamina.release.signed import canonical_json, parse_json, read_cose, sign_co
 
 CERTIFICATE_TYPE = "application/lamina-certificate+json"
 CERTIFICATE_VERSION = 1
+_NO_PROTECTION = 20.0  # ε above which odds may change by more than 10⁸: a figure, and no protection
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,7 +125,7 @@ def certify(
     verification = verify(ledger.store, trust=trust) if verification is None else verification
     weights = folder / WEIGHTS
     digest = file_digest(weights) if weights.is_file() else None
-    conditions = _conditions(facts, evidence, verification, digest)
+    conditions = _conditions(facts, evidence, verification, digest, ledger.header.delta)
     plan, header = evidence.plan, ledger.header
     classes = {entry.name: _class_figures(evidence, facts, header, entry) for entry in plan.classes}
     content = {
@@ -145,7 +146,7 @@ def certify(
         "assumptions": _assumptions(plan, header),
         "not_covered": _not_covered(facts, plan),
     }  # fmt: skip
-    content["statement"] = _statement(content)
+    content["statement"] = plain_statement(content)
     return Certificate(content=content)
 
 
@@ -165,19 +166,22 @@ def ledger_reference(evidence: RunEvidence, origin: str) -> dict[str, Any]:
 
 
 def _class_figures(evidence: RunEvidence, facts: RunFacts, header: Header, entry: PlannedClass) -> dict[str, Any]:
-    plan, bound = evidence.plan, (entry.name, 0, 0)
+    plan = evidence.plan
     adjacency = facts.conditions.get("adjacency", plan.adjacency)
     common = {"unit": entry.unit, "public": entry.public, "population": entry.population, "adjacency": adjacency}
-    if entry.public:
-        nothing = dict.fromkeys(("epsilon", "epsilon_total", "epsilon_replace_one", "rho", "epsilon_unamplified"), 0.0)
-        return common | {"delta": 0.0} | nothing | {"noise_multiplier": None, "sampling_rate": None, "bounds": []}
-    events = evidence.events(bound)
+    if entry.public or not _took_part(evidence, entry.name):
+        nothing = dict.fromkeys(("epsilon_total", *_FIGURES), 0.0) | {"delta": 0.0 if entry.public else header.delta}
+        return common | nothing | {"noise_multiplier": None, "sampling_rate": None, "bounds": []}
+    whole, charged = (entry.name, 0, 0), evidence.charged(entry.name)
+    events = evidence.events(whole)
+    most = _most_occurrences(evidence, facts, entry.name)
+    figures = _figures(events, header, most, raw=plan.injection.raw) if charged else dict.fromkeys(_FIGURES)
     return (
         common
         | {"delta": header.delta}
-        | _figures(events, header, _most_occurrences(evidence, facts, entry.name), raw=plan.injection.raw)
+        | figures
         | {
-            "epsilon_total": epsilon_or_none(nano_epsilon(evidence.spending.epsilon(bound))),
+            "epsilon_total": epsilon_or_none(evidence.spending.spend(whole)) if charged else None,
             "noise_multiplier": min((sigma for sigma, _, _ in events), default=None),
             "sampling_rate": entry.sampling_rate,
             "max_occurrences": facts.max_occurrences.get(entry.name),
@@ -188,6 +192,14 @@ def _class_figures(evidence: RunEvidence, facts: RunFacts, header: Header, entry
             ],
         }
     )
+
+
+_FIGURES = ("epsilon", "epsilon_replace_one", "rho", "epsilon_unamplified")
+
+
+def _took_part(evidence: RunEvidence, cls: str) -> bool:
+    """Whether a class reached a layer or was charged: one that did neither has lost nothing."""
+    return any(cls in names for names in evidence.reached().values()) or any(b[0] == cls for b in evidence.bounds())
 
 
 def _figures(events: Mapping[EventKey, int], header: Header, most: int | None, *, raw: bool) -> dict[str, Any]:
@@ -254,7 +266,7 @@ _RUN_CONDITIONS = {
 
 
 def _conditions(
-    facts: RunFacts, evidence: RunEvidence, verification: Verification, digest: str | None
+    facts: RunFacts, evidence: RunEvidence, verification: Verification, digest: str | None, delta: float
 ) -> list[Condition]:
     found = [
         Condition(
@@ -277,9 +289,9 @@ def _conditions(
             f"{WEIGHTS} is missing" if digest is None else f"{WEIGHTS} is not the file that the run wrote",
         ),
         "sound_plan": (not printed, "the plan reproduces a printed mechanism, whose noise is too small"),
-        "finite": (_all_finite(evidence), "for a private class no finite ε is proven"),
+        "finite": (_all_finite(evidence), "a private class was not charged as a whole, or no finite ε of it is proven"),
         "delta": (
-            all(e.public or e.population is None or e.delta * e.population < 1 for e in evidence.plan.classes),
+            all(e.public or e.population is None or delta * e.population < 1 for e in evidence.plan.classes),
             "δ is not below one over the population: publishing somebody's data whole would be within the promise",
         ),
     }
@@ -287,7 +299,11 @@ def _conditions(
 
 
 def _all_finite(evidence: RunEvidence) -> bool:
-    return all(math.isfinite(evidence.spending.epsilon(bound)) for bound in evidence.bounds())
+    """Every private class that reached a layer was charged as a whole, and every account has a finite price."""
+    reached = {name for names in evidence.reached().values() for name in names}
+    private = {each.name for plan in evidence.plans.values() for each in plan.classes if not each.public} & reached
+    charged = all(map(evidence.charged, private))
+    return charged and all(math.isfinite(evidence.spending.epsilon(bound)) for bound in evidence.bounds())
 
 
 def _assumptions(plan: StepPlan, header: Header) -> list[str]:
@@ -325,7 +341,7 @@ def _not_covered(facts: RunFacts, plan: StepPlan) -> list[str]:
     return found
 
 
-def _statement(content: Mapping[str, Any]) -> str:
+def plain_statement(content: Mapping[str, Any]) -> str:
     """What it means, for people who have never heard of ε."""
     if not content["private"]:
         return "This run does not have a privacy guarantee. The reasons are listed under conditions."
@@ -334,6 +350,9 @@ def _statement(content: Mapping[str, Any]) -> str:
         if figures["public"]:
             continue
         epsilon, delta, unit = figures["epsilon"], figures["delta"], figures["unit"]
+        if epsilon > _NO_PROTECTION:
+            parts.append(f"Class {name}: ε = {_up(epsilon)} per {unit} promises nothing that anybody could rely on.")
+            continue
         odds = math.exp(epsilon)
         caught = min(1.0, odds * 0.01 + delta)
         parts.append(

@@ -144,7 +144,7 @@ def _invalid(problem: str) -> EncodingError:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Reason:
+class DenialReason:
     """Why a query is denied. `layers` are the layers drawn on that the class reached; empty if it is about the whole."""
 
     code: str
@@ -161,7 +161,7 @@ class Decision:
     """What the gate decided, why not, and up to when withdrawals were known to it."""
 
     allowed: bool
-    reasons: tuple[Reason, ...]
+    reasons: tuple[DenialReason, ...]
     drawn: int
     as_of: int
     manifest: str
@@ -195,7 +195,7 @@ class _Drawn:
 
     mask: int
     count: int
-    reasons: tuple[Reason, ...] = field(default=())
+    reasons: tuple[DenialReason, ...] = field(default=())
 
 
 class GateRule:
@@ -229,7 +229,9 @@ class GateRule:
             for each in posture.classes.values()
         )
 
-    def decide(self, query: Query, *, withdrawn: Mapping[str, int], as_of: int, besides: Sequence[Reason]) -> Decision:
+    def decide(
+        self, query: Query, *, withdrawn: Mapping[str, int], as_of: int, besides: Sequence[DenialReason]
+    ) -> Decision:
         """Whether the query is allowed, where so many of each class withdrew; `besides` are reasons of the release."""
         drawn, rights, unstated = self._draws_on(query), query.rights, self.manifest.gate.unstated_purposes
         reasons = [*drawn.reasons, *besides]
@@ -253,7 +255,7 @@ class GateRule:
         """The layers that a query draws on."""
         return self._reached_layers(self._draws_on(query).mask)
 
-    def _class_reasons(self, each: _ClassState, rights: Rights, gone: int, mask: int) -> list[Reason]:
+    def _class_reasons(self, each: _ClassState, rights: Rights, gone: int, mask: int) -> list[DenialReason]:
         found: list[tuple[str, str]] = []
         if each.name not in rights.classes:
             found.append(("class-not-allowed", f"class {each.name} is not among the classes that the query may use"))
@@ -272,7 +274,7 @@ class GateRule:
         if gone and not rights.accept_withdrawn:
             found.append(("withdrawn", f"{gone} of class {each.name} withdrew, and the query does not accept that"))
         layers = self._reached_layers(each.reach & mask)
-        return [Reason(code=code, text=text, cls=each.name, layers=layers) for code, text in found]
+        return [DenialReason(code=code, text=text, cls=each.name, layers=layers) for code, text in found]
 
     def _reached_layers(self, reached: int) -> tuple[str, ...]:
         found = self._layers.get(reached)
@@ -310,7 +312,7 @@ class GateRule:
         if query.adapter is not None and not mine:
             return _unknown(f"the release has no adapter {query.adapter!r}")
         reasons = [
-            Reason(
+            DenialReason(
                 code="outside-scope",
                 text=f"adapter {each.name!r} may be deployed in {each.scope!r}, the query is for {query.scope!r}",
                 layers=each.layers,
@@ -319,7 +321,7 @@ class GateRule:
             if not _scope_allows(each.scope, query.scope)
         ]
         if self._adapters and not mine and (text := self._base_trained()):
-            reasons.append(Reason(code="base-not-frozen", text=text))
+            reasons.append(DenialReason(code="base-not-frozen", text=text))
         own = {name for each in mine for name in each.layers}
         others = {name for each in self._all_adapters() for name in each.layers} - own
         chosen = self._chosen_layers(query) & ~self._bits(name in others for name in self._names)
@@ -392,16 +394,16 @@ class ReleaseGate:
         besides = self._release_reasons(now)
         return self.rule.decide(query, withdrawn=self._withdrawn, as_of=self._as_of, besides=besides)
 
-    def _release_reasons(self, now: float) -> list[Reason]:
+    def _release_reasons(self, now: float) -> list[DenialReason]:
         found = []
         if now >= self.manifest.not_after:
             text = f"the release might be served until {format_utc(self.manifest.not_after)}"
-            found.append(Reason(code="expired", text=text))
+            found.append(DenialReason(code="expired", text=text))
         if self._failed:
-            found.append(Reason(code="ledger-not-verified", text=f"withdrawals are not known: {self._failed}"))
+            found.append(DenialReason(code="ledger-not-verified", text=f"withdrawals are not known: {self._failed}"))
         elif self._follower is None and now - self._as_of > self.manifest.gate.max_age:
             text = f"withdrawals are known up to {format_utc(self._as_of)} only: give the gate the ledger, or a newer release"
-            found.append(Reason(code="stale", text=text))
+            found.append(DenialReason(code="stale", text=text))
         return found
 
     def _look(self, now: float) -> None:
@@ -428,7 +430,7 @@ class ReleaseGate:
 
 
 def _unknown(text: str) -> _Drawn:
-    return _Drawn(0, 0, (Reason(code="draws-on-unknown", text=text),))
+    return _Drawn(0, 0, (DenialReason(code="draws-on-unknown", text=text),))
 
 
 def _scope_allows(bound: str | None, asked: str | None) -> bool:

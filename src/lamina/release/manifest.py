@@ -267,8 +267,11 @@ def verify_release(
         note(error.code, MANIFEST, error.problem)
         return ReleaseVerification(verified=False, trusted=False, problems=tuple(problems), manifest=None)
     _check_files(folder, manifest, note)
-    _check_certificates(folder, manifest, note)
-    _check_ledger_head(manifest, trust, seen, now, note)
+    try:
+        _check_certificates(folder, manifest, note)
+        _check_ledger_head(manifest, trust, seen, now, note)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:  # fields of other types than we write
+        note("release.manifest-malformed", MANIFEST, f"a field has a wrong type: {error}")
     if manifest.not_after <= now:
         note("release.expired", MANIFEST, f"it might be served until {format_utc(manifest.not_after)}, which is past")
     if manifest.created > now + CLOCK_SKEW:

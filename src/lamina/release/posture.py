@@ -7,6 +7,7 @@ the same at every layer.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -147,7 +148,8 @@ def _class_posture(header: Header, runs: Iterable[RunEvidence], name: str) -> Cl
             events[kind] = events.get(kind, 0) + steps
     public = all(entry.public for entry in entries)
     purposes = set(entries[0].purposes).intersection(*(entry.purposes for entry in entries))
-    epsilon = pooled_epsilon(events, delta=header.delta, name=header.accountant)
+    charged = any(run.charged(name) for run in runs) and not any(name in run.split for run in runs)
+    epsilon = pooled_epsilon(events, delta=header.delta, name=header.accountant) if charged else math.inf
     return ClassPosture(
         name=name,
         public=public,

@@ -76,6 +76,7 @@ class RunEvidence:
     epochs     (leaf, epoch) of the run, in order
     plans      by digest; of every epoch of the run
     later      epochs of the run that no checkpoint covers
+    split      classes of which an epoch of any run charges signed bounds and not the whole class
     spent      charges of all runs, up to the checkpoint
     """
 
@@ -87,6 +88,7 @@ class RunEvidence:
     epochs: tuple[tuple[int, Epoch], ...]
     plans: Mapping[bytes, StepPlan]
     later: int
+    split: frozenset[str]
     spent: RecordedSpend = field(repr=False)
 
     @classmethod
@@ -98,8 +100,11 @@ class RunEvidence:
             raise RunError("release.ledger-not-signed", problem, "sign one: lamina ledger checkpoint LEDGER")
         checkpoint, _ = parse_checkpoint(text)
         mine: list[tuple[int, Epoch]] = []
+        split: set[str] = set()
         for leaf in ledger.of_kind(Epoch):
             assert isinstance(leaf.record, Epoch)
+            whole = {account.cls for account in leaf.record.accounts if not account.noise_multiplier}
+            split |= {account.cls for account in leaf.record.accounts} - whole
             if leaf.record.run == run:
                 mine.append((leaf.seq, leaf.record))
         covered = tuple((seq, epoch) for seq, epoch in mine if seq < checkpoint.size)
@@ -119,7 +124,7 @@ class RunEvidence:
         return cls(
             run=run, checkpoint=checkpoint, checkpoint_text=text, header_hash=ledger.header_hash,
             time=ledger.leaf(checkpoint.size - 1).time, epochs=covered, plans=plans,
-            later=len(mine) - len(covered), spent=spent,
+            later=len(mine) - len(covered), split=frozenset(split), spent=spent,
         )  # fmt: skip
 
     @property
@@ -135,6 +140,10 @@ class RunEvidence:
     def events(self, bound: tuple[str, int, int]) -> dict[EventKey, int]:
         """What this run was charged for an account."""
         return self.spent.of_run(self.run, account_name(bound))
+
+    def charged(self, cls: str) -> bool:
+        """Whether the account of the whole class says what any of its members can have lost: no epoch leaves it out."""
+        return cls not in self.split and (cls, 0, 0) in self.bounds()
 
     def bounds(self) -> list[tuple[str, int, int]]:
         """The accounts that it charged."""

@@ -41,7 +41,7 @@ from lamina.ledger.show import leaf_to_dict
 from lamina.ledger.signed_checkpoint import parse_checkpoint
 from lamina.ledger.store.rows import StoredLeaf
 from lamina.release.decision_log import DecisionLog
-from lamina.release.gate import Decision, Query, Reason, ReleaseGate
+from lamina.release.gate import Decision, DenialReason, Query, ReleaseGate
 from lamina.release.manifest import MANIFEST, read_file
 from lamina.release.signed import parse_json
 from lamina.release.withdrawal_request import MAX_REQUEST_BYTES, check_withdrawal, drop_withdrawal, withdrawal_state
@@ -72,7 +72,9 @@ _LOOPBACK_NAMES = {"localhost", "127.0.0.1", "[::1]"}
 _OPEN_PATHS = {"/healthz"}  # without a key
 _UNKNOWN = {"ledger.leaf-unknown", "ledger.size-not-reached", "ledger.not-covered", "ledger.tree-too-small"}
 _UNAVAILABLE = {"release.log-not-written", "release.withdrawals-waiting", "admit.file-not-written"}
-_LEDGER_WRONG = Reason(code="ledger-not-verified", text="withdrawals are not known: the ledger cannot be verified")
+_LEDGER_WRONG = DenialReason(
+    code="ledger-not-verified", text="withdrawals are not known: the ledger cannot be verified"
+)
 _JSON, _COSE, _TEXT = "application/json", "application/cose", "text/plain; charset=utf-8"
 
 

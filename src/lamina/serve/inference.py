@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lamina.errors import EngineError, LaminaError, PlanError
-from lamina.release.gate import Decision, Query, Reason, ReleaseGate, Rights
+from lamina.release.gate import Decision, DenialReason, Query, ReleaseGate, Rights
 from lamina.validate import one_of
 
 _TYPES = {"float32": torch.float32, "float64": torch.float64, "int64": torch.int64}
@@ -109,7 +109,7 @@ class Inference:
         if query.generation_class in self._parts or decision.drawn in (0, len(self._layers)):
             return decision
         text = f"the query draws on {decision.drawn} layers, and the model answers with all {len(self._layers)}"
-        reasons = (*decision.reasons, Reason(code="draws-on-less", text=text))
+        reasons = (*decision.reasons, DenialReason(code="draws-on-less", text=text))
         return dataclasses.replace(decision, allowed=False, reasons=reasons)
 
     def answer(self, query: Query, inputs: Tensor) -> Any:
