@@ -96,6 +96,25 @@ class Token(nn.Module):
         return self.out(torch.cat([self.cls.expand(len(x), -1, -1), x], 1) + self.cls)
 
 
+class Scale(nn.Module):
+    """Bare parameters beside modules, used elementwise: expanded to the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain, self.shift = nn.Parameter(torch.randn(4)), nn.Parameter(torch.zeros(1))
+        self.run, self.out = nn.LSTM(4, 5, batch_first=True), nn.Linear(5, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.run(x * self.gain + self.shift)[0])
+
+
+class ScaledTable(nn.Embedding):
+    """A table with a padding row that no rule knows, as in Gemma: it runs under vmap."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return 2.0 * super().forward(ids)
+
+
 class Rows(nn.Module):
     """Tokens flattened into rows, with their owners said, and given to two experts."""
 
@@ -164,6 +183,8 @@ FAMILIES: dict[str, tuple[str, Callable[[], nn.Module]]] = {
     "owner, vmap": ("sequence", lambda: nn.Sequential(nn.Linear(4, 4), Bare(loop=False), nn.Linear(4, 2))),
     "owner, loop": ("sequence", lambda: nn.Sequential(nn.Linear(4, 4), Bare(loop=True), nn.Linear(4, 2))),
     "broadcast parameter": ("sequence", Token),
+    "expanded parameters": ("sequence", Scale),
+    "padding row, vmap": ("ids", lambda: nn.Sequential(ScaledTable(11, 6, padding_idx=0), nn.Tanh(), nn.Linear(6, 2))),
     "row map": ("sequence", Rows),
     "weight norm": ("flat", lambda: signal(parametrizations.weight_norm(nn.Linear(4, 5)), nn.Linear(5, 2))),
     "bfloat16 autocast": ("sequence", lambda: sequence(nn.Linear(8, 8), kind=Autocast)),

@@ -1,37 +1,17 @@
-"""A small private run, and a release of it."""
+"""A run on signed contributions, and a release of it."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from trained_run import Trained, copied_run, hospital_run
+from release_fixtures import key, release, trained
+from trained_run import Trained, hospital_run
 
 from lamina.admit.keys import PrivateKey
 from lamina.release.manifest import GatePolicy, make_release
 
-
-@pytest.fixture(scope="session")
-def key() -> PrivateKey:
-    """The release key."""
-    return PrivateKey.generate()
-
-
-@pytest.fixture
-def trained(tmp_path: Path) -> Trained:
-    """A run and its ledger, which a test may change."""
-    return copied_run(tmp_path)
-
-
-@pytest.fixture
-def release(trained: Trained, key: PrivateKey, tmp_path: Path) -> Path:
-    """A release of it."""
-    out = tmp_path / "release"
-    with trained.open() as ledger:
-        make_release(
-            out, [trained.folder], ledger, key, gate=GatePolicy(generation_classes={"head": {"layers": ["4"]}})
-        )
-    return out
+__all__ = ["key", "release", "trained"]
 
 
 @pytest.fixture

@@ -8,35 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from release_fixtures import key, release, trained
 from served_net import Client, Net
 from starlette.testclient import TestClient
-from trained_run import Trained, copied_run
+from trained_run import Trained
 
 from lamina.admit.keys import PrivateKey
 from lamina.ledger.reader import LedgerReader
 from lamina.release.gate import ReleaseGate
-from lamina.release.manifest import GatePolicy, make_release
 from lamina.serve.app import Service, make_app
 from lamina.serve.inference import Inference, InputForm
 
-
-@pytest.fixture(scope="session")
-def key() -> PrivateKey:
-    """The release key."""
-    return PrivateKey.generate()
-
-
-@pytest.fixture
-def trained(tmp_path: Path) -> Trained:
-    return copied_run(tmp_path)
-
-
-@pytest.fixture
-def release(trained: Trained, key: PrivateKey, tmp_path: Path) -> Path:
-    with trained.open() as ledger:
-        gate = GatePolicy(generation_classes={"head": {"layers": ["4"]}})
-        make_release(tmp_path / "release", [trained.folder], ledger, key, gate=gate)
-    return tmp_path / "release"
+__all__ = ["key", "release", "trained"]
 
 
 @pytest.fixture

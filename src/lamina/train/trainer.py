@@ -270,14 +270,16 @@ class Trainer:
         return publisher.finish(run, self.state, reason=reason, conditions=self._conditions())
 
     def _conditions(self) -> dict[str, Any]:
-        """What a certificate asks of a run and no ledger shows. Tensors that no plan covers were refused before."""
+        """What a certificate asks of a run and no ledger shows."""
+        planned = {name for layer in self.plan.layers for name in layer.parameters}
+        trained = {name for name, tensor in self.model.named_parameters() if tensor.requires_grad}
         shown = self.inside and not isinstance(self.progress, TerminalProgress)
         return {
             "noise": "secure" if self._engine.private else "seeded",
             "sampling": "poisson",
             "adjacency": ZERO_OUT if self.corpus.public_number else self.plan.adjacency,
             "probed": NOT_PROBED_NOTE not in self.state.notes,
-            "covered": True,
+            "covered": trained <= planned,
             "raw_figures": "given to a progress of the user's own" if shown else "none",
             "hardened": self.hardened,
         }
