@@ -62,7 +62,9 @@ def error_codes() -> dict[str, list[tuple[str, str]]]:
                     ]
                     keywords = {k.arg: text(k.value) for k in node.keywords}
                     said = rest[0] if rest else _limits(node)
-                    entry = (said, rest[1] if len(rest) > 1 else keywords.get("remedy", ""))
+                    finding = isinstance(node.func, ast.Name) and node.func.id == "note"  # (code, reason, file)
+                    remedy = rest[1] if len(rest) > 1 and not finding else keywords.get("remedy", "")
+                    entry = (said, remedy)
                     if entry not in found[argument.value]:
                         found[argument.value].append(entry)
     return dict(sorted(found.items()))
@@ -87,7 +89,8 @@ def _local_strings(tree: ast.Module) -> dict[tuple[int, str], ast.expr]:
 
 def _is_code(call: ast.Call, value: str) -> bool:
     """A code stands first in an error, second in a check of `validate`, third in a finding."""
-    return bool(CODE.fullmatch(value)) and value.split(".")[0] in AREAS and "." not in value.split(".", 1)[1]
+    area, _, rest = value.partition(".")
+    return bool(CODE.fullmatch(value)) and area in AREAS and rest not in ("html", "css")  # names of templates
 
 
 def _limits(call: ast.Call) -> str:

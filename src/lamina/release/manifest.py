@@ -258,30 +258,30 @@ def verify_release(
     folder = Path(folder)
     problems: list[ReleaseProblem] = []
 
-    def note(code: str, file: str | None, reason: str) -> None:
+    def note(code: str, reason: str, file: str | None) -> None:
         problems.append(ReleaseProblem(code=code, file=file, reason=reason))
 
     try:
         manifest = read_manifest(folder, release_keys(trust, now))
     except LaminaError as error:
-        note(error.code, MANIFEST, error.problem)
+        note(error.code, error.problem, MANIFEST)
         return ReleaseVerification(verified=False, trusted=False, problems=tuple(problems), manifest=None)
     _check_files(folder, manifest, note)
     try:
         _check_certificates(folder, manifest, note)
         _check_ledger_head(manifest, trust, seen, now, note)
     except (KeyError, TypeError, ValueError, AttributeError) as error:  # fields of other types than we write
-        note("release.manifest-malformed", MANIFEST, f"a field has a wrong type: {error}")
+        note("release.manifest-malformed", f"a field has a wrong type: {error}", MANIFEST)
     if manifest.not_after <= now:
-        note("release.expired", MANIFEST, f"it might be served until {format_utc(manifest.not_after)}, which is past")
+        note("release.expired", f"it might be served until {format_utc(manifest.not_after)}, which is past", MANIFEST)
     if manifest.created > now + CLOCK_SKEW:
-        note("release.from-the-future", MANIFEST, f"it is of {format_utc(manifest.created)}, which is to come")
+        note("release.from-the-future", f"it is of {format_utc(manifest.created)}, which is to come", MANIFEST)
     return ReleaseVerification(
         verified=not problems, trusted=not problems and trust is not None, problems=tuple(problems), manifest=manifest
     )
 
 
-Note = Callable[[str, str | None, str], None]
+Note = Callable[[str, str, str | None], None]  # code, reason, file
 
 
 def read_manifest(folder: Path, keys: tuple[PublicKey, ...] | None) -> Manifest:
@@ -378,23 +378,23 @@ def _check_files(folder: Path, manifest: Manifest, note: Note) -> None:
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
         if path.is_symlink():
-            note("release.link", name, "it is a link, and a release has none")
+            note("release.link", "it is a link, and a release has none", name)
         elif path.is_dir():
             continue
         elif name not in expected and name != MODEL_SIGNATURE:
-            note("release.extra-file", name, "it is not in the manifest")
+            note("release.extra-file", "it is not in the manifest", name)
         there.add(name)
     for name, digest in manifest.subjects.items():
         if name not in there:
-            note("release.file-missing", name, "the manifest names it, and it is not there")
+            note("release.file-missing", "the manifest names it, and it is not there", name)
             continue
         try:
             found = _digest(folder, name)
         except LaminaError as error:
-            note(error.code, name, error.problem)
+            note(error.code, error.problem, name)
             continue
         if found != digest:
-            note("release.file-changed", name, f"its SHA-256 is {found[:16]}…, the manifest says {str(digest)[:16]}…")
+            note("release.file-changed", f"its SHA-256 is {found[:16]}…, the manifest says {str(digest)[:16]}…", name)
 
 
 def _digest(folder: Path, name: str) -> str:
@@ -421,12 +421,12 @@ def _check_certificates(folder: Path, manifest: Manifest, note: Note) -> None:
             certified.append(found)
         except (LaminaError, KeyError, TypeError) as error:
             reason = error.problem if isinstance(error, LaminaError) else f"it cannot be read: {error}"
-            note("release.certificate-wrong", str(each.get("file"))[:80] if type(each) is dict else None, reason)
+            note("release.certificate-wrong", reason, str(each.get("file"))[:80] if type(each) is dict else None)
     runs = [each.content["run"]["id"] for each in certified]
     if runs != manifest.predicate["runs"] or not runs:
-        note("release.certificate-missing", MANIFEST, "a run in the model has no certificate")
+        note("release.certificate-missing", "a run in the model has no certificate", MANIFEST)
     elif certified[-1].content["model"]["sha256"] != manifest.subjects.get(WEIGHTS):
-        note("release.weights-not-certified", WEIGHTS, "the certificate is about other weights")
+        note("release.weights-not-certified", "the certificate is about other weights", WEIGHTS)
     else:
         _check_posture(manifest, certified[-1], note)
 
@@ -437,13 +437,13 @@ def _check_posture(manifest: Manifest, certificate: Certificate, note: Note) -> 
     for each in certificate.content["layers"]:
         mine = layers.get(each["name"])
         if mine is None or not set(each["classes"]) <= set(mine.classes) or mine.noise_std > each["noise_std"]:
-            note("release.posture-differs", MANIFEST, f"layer {each['name'][:80]!r} has another posture than certified")
+            note("release.posture-differs", f"layer {each['name'][:80]!r} has another posture than certified", MANIFEST)
     for name, figures in certificate.classes.items():
         stated = manifest.posture.classes.get(name)
         spent = figures["epsilon"]
         lower = stated is not None and spent is not None and stated.epsilon is not None and stated.epsilon < spent
         if stated is None or stated.public != figures["public"] or lower or (spent is None) > (stated.epsilon is None):
-            note("release.posture-differs", MANIFEST, f"class {name[:80]!r} has another posture than certified")
+            note("release.posture-differs", f"class {name[:80]!r} has another posture than certified", MANIFEST)
 
 
 def _check_ledger_head(
@@ -453,14 +453,14 @@ def _check_ledger_head(
     try:
         checkpoint, _ = parse_checkpoint(at["checkpoint"])
         if (checkpoint.origin, checkpoint.size, checkpoint.root.hex()) != (at["origin"], at["size"], at["root"]):
-            note("release.ledger-head-differs", CHECKPOINT, "the manifest and its checkpoint state another ledger head")
+            note("release.ledger-head-differs", "the manifest and its checkpoint state another ledger head", CHECKPOINT)
         keys = [] if trust is None else trust.keys(checkpoint.origin, now)
         if trust is not None and trust.ring is not None and keys:
             verify_checkpoint(at["checkpoint"], [NoteKey(checkpoint.origin, key) for key in keys])
     except LaminaError as error:
-        note("release.ledger-head-not-verified", CHECKPOINT, error.problem)
+        note("release.ledger-head-not-verified", error.problem, CHECKPOINT)
         return
     for known in seen:
         if known.head.origin == checkpoint.origin and known.head.size > checkpoint.size:
             reason = f"it stands on {checkpoint.size} leaves of the ledger, {known.head.size} were seen before"
-            note("release.ledger-head-older", CHECKPOINT, reason)
+            note("release.ledger-head-older", reason, CHECKPOINT)
