@@ -85,7 +85,8 @@ def test_who_is_refused_is_not_in_and_stops_nobody(hospital: Hospital) -> None:
 
 def test_a_corpus_says_neither_who_nor_how_many(hospital: Hospital) -> None:
     corpus = hospital.admit()
-    for text in (repr(corpus), repr(corpus.source), str(corpus)):
+    for told in (repr(corpus), repr(corpus.source), str(corpus)):
+        text = told.replace(str(hospital.people), "")  # the path may hold any digits
         assert not any(one in text for one in corpus.ids)
         assert "57" not in text and "114" not in text
 
