@@ -12,12 +12,12 @@ from hospital import Hospital, usual
 from refusals import raises_code
 
 from lamina.admit.keys import PrivateKey
+from lamina.admit.signed_json import read_cose, sign_json
 from lamina.ledger.merkle import leaf_hash
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.records import ContributionRecord
 from lamina.ledger.withdrawal import WithdrawalInbox
 from lamina.ledger.writer import Ledger
-from lamina.release.signed import read_cose, sign_json
 from lamina.release.withdrawal_request import (
     REQUEST_TYPE,
     check_withdrawal,

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from lamina.admit.keys import PrivateKey, PublicKey, parse_time, read_small
+from lamina.admit.signed_json import parse_json
 from lamina.cli.certify import LedgerOption, ReleaseKeyOption, TrustOption, pdf_or_note, release_key, run_ledger
 from lamina.cli.open_ledger import open_ledger
 from lamina.cli.terminal import (
@@ -30,7 +31,6 @@ from lamina.ledger.verify.tree_checks import KnownCheckpoint, Trust
 from lamina.release.decision_log import verify_log
 from lamina.release.gate import Query, ReleaseGate
 from lamina.release.manifest import GatePolicy, make_release, verify_release
-from lamina.release.signed import parse_json
 
 _HELP = """A model that leaves the house: weights, certificates and manifest in one signed folder, and its gate.
 

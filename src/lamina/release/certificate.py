@@ -23,6 +23,7 @@ from typing import Any
 from lamina.account.accountants import cost, find_accountant, pooled_epsilon
 from lamina.account.schedule import Event, EventKey
 from lamina.admit.keys import PrivateKey, PublicKey, format_utc
+from lamina.admit.signed_json import canonical_json, parse_json, read_cose, sign_cose
 from lamina.errors import NotVerified
 from lamina.ledger.governance_records import Header
 from lamina.ledger.reader import LedgerReader
@@ -34,7 +35,6 @@ from lamina.ledger.verify.tree_checks import Trust
 from lamina.ledger.verify.verifier import verify
 from lamina.plan.step_plan import Clipping, PlannedClass, StepPlan
 from lamina.release.run_evidence import WEIGHTS, RunEvidence, RunFacts, file_digest
-from lamina.release.signed import canonical_json, parse_json, read_cose, sign_cose
 
 CERTIFICATE_TYPE = "application/lamina-certificate+json"
 CERTIFICATE_VERSION = 1

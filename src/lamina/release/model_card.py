@@ -7,10 +7,10 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lamina.admit.signed_json import canonical_json
 from lamina.plan.table import epsilon_text
 from lamina.release.certificate import Certificate
 from lamina.release.posture import Posture
-from lamina.release.signed import canonical_json
 
 _CLASS_COLUMNS = (
     "class",

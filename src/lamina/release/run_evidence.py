@@ -11,13 +11,13 @@ from typing import Any
 
 from lamina.account.schedule import EventKey
 from lamina.admit.keys import read_small
+from lamina.admit.signed_json import parse_json
 from lamina.errors import RunError
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.records import Epoch, SegmentOutcome
 from lamina.ledger.signed_checkpoint import LedgerCheckpoint, parse_checkpoint
 from lamina.ledger.spending import Spending
 from lamina.plan.step_plan import StepPlan
-from lamina.release.signed import parse_json
 from lamina.spend.accounts import RecordedSpend, account_name
 
 WEIGHTS = "model.safetensors"

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lamina.admit.keys import CLOCK_SKEW, PrivateKey, format_utc, parse_utc, replace_file
+from lamina.admit.signed_json import parse_json, read_cose, sign_json
 from lamina.errors import EncodingError, LaminaError, LedgerError, NotVerified
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.records import ContributionRecord
 from lamina.ledger.withdrawal import DONE_FOLDER, MAX_FILES, REFUSED_FOLDER, parse_effect, parse_reason
-from lamina.release.signed import parse_json, read_cose, sign_json
 
 REQUEST_TYPE = "application/lamina-withdrawal+json"
 MAX_REQUEST_BYTES = 4096

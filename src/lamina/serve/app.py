@@ -32,6 +32,7 @@ from starlette.routing import BaseRoute, Route, Router
 
 from lamina import __version__
 from lamina.admit.keys import format_utc
+from lamina.admit.signed_json import parse_json
 from lamina.errors import EncodingError, LaminaError, LedgerDamaged, NotVerified, StoreBusy, StoreError
 from lamina.ledger.merkle import leaf_hash
 from lamina.ledger.reader import LedgerReader
@@ -43,7 +44,6 @@ from lamina.ledger.store.rows import StoredLeaf
 from lamina.release.decision_log import DecisionLog
 from lamina.release.gate import Decision, DenialReason, Query, ReleaseGate
 from lamina.release.manifest import MANIFEST, read_file
-from lamina.release.signed import parse_json
 from lamina.release.withdrawal_request import MAX_REQUEST_BYTES, check_withdrawal, drop_withdrawal, withdrawal_state
 from lamina.serve.limits import ApiKeys, Limits, Metrics, RequestRefused, TokenBuckets
 from lamina.serve.openapi import openapi

@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from lamina.admit.keys import format_utc
+from lamina.admit.signed_json import parse_json
 from lamina.errors import LaminaError
 from lamina.ledger.reader import LedgerReader, find_contributions
 from lamina.ledger.verify.report import Verification
@@ -23,7 +24,6 @@ from lamina.ledger.verify.verifier import verify
 from lamina.release.certificate import certify
 from lamina.release.gate import Query
 from lamina.release.reconciliation import reconcile
-from lamina.release.signed import parse_json
 from lamina.report.charts import budget_chart, house_of_layers, share_bars
 from lamina.report.pages import render, stylesheet
 from lamina.report.view import PAGE_ROWS, LedgerView

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Annotated
 
 from lamina.admit.keys import replace_file
+from lamina.admit.signed_json import canonical_json
 from lamina.cli.ledger.record_commands import DigestArgument
 from lamina.cli.open_ledger import contribution_digest, open_view
 from lamina.cli.terminal import JsonOption, LedgerArgument, option, print_answer
 from lamina.ledger.reader import find_contributions
 from lamina.release.reconciliation import anchor_record
 from lamina.release.reconciliation import reconcile as reconciled
-from lamina.release.signed import canonical_json
 from lamina.report.pages import reconciliation_page
 
 
