@@ -40,20 +40,21 @@ bench: $(VENV)/.bench  ## time and memory of a private step against the plain st
 interop: $(PEER)/.done $(NODE)/.done $(VENV)/.go $(VENV)/.postgres $(VENV)/.browser  ## other people's COSE, Go's tree, a database, a browser
 
 clean:  ## remove the environment and every cache (keeps runs/)
-	rm -rf $(VENV) $(PEER) $(NODE) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache src/*.egg-info
+	rm -rf $(VENV) $(PEER) $(NODE) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache src/*.egg-info src/lamina/engine/native/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# One stamp per extra. A changed pyproject.toml or constraints.txt installs again.
+# One stamp per extra. A changed pyproject.toml, constraints.txt or native source installs again.
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit("lamina needs Python 3.11 or newer, this is " + sys.version.split()[0] + ": try make PYTHON=python3.11") if sys.version_info < (3, 11) else None'
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.test: pyproject.toml constraints.txt | $(VENV)/bin/python
+NATIVE := setup.py $(wildcard src/lamina/engine/native/*.[ch])
+$(VENV)/.test: pyproject.toml constraints.txt $(NATIVE) | $(VENV)/bin/python
 	@echo 'installing Lamina and its tools into $(VENV) (a few minutes, once) …'
 	$(PIP) -e '.[test,plot,demo]'
 	@touch $@
 
-$(VENV)/.bench: pyproject.toml constraints.txt | $(VENV)/bin/python
+$(VENV)/.bench: pyproject.toml constraints.txt $(NATIVE) | $(VENV)/bin/python
 	@echo 'installing the peers to measure against …'
 	$(PIP) -e '.[test,bench]'
 	@touch $@ $(VENV)/.test

@@ -78,6 +78,10 @@ COMMANDS = {
         "lamina.cli.torch_commands:bench",
         "Measure time and peak memory of a private step on this machine, against an ordinary step and Opacus.",
     ),
+    "doctor": (
+        "lamina.cli.doctor:doctor",
+        "Check this machine: versions, SQLite, randomness, cores, and whether the native kernels run.",
+    ),
 }
 
 
