@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from asking import Call, succeeded
+from model_signing import verifying
 from trained_run import Trained, copied_run
 
 
@@ -70,3 +71,18 @@ def test_generation_classes_are_read(trained: Trained, tmp_path: Path, lamina: C
     assert code == 1 and "cli.generation-class" in err
     options = ("--generation-class", "head=layers:4", "--generation-class", "top=depth:0.5,1", "--any-purpose")
     succeeded(lamina("release", "make", str(trained.folder), "-o", str(tmp_path / "r"), *options))
+
+
+def test_a_bundle_for_model_signing(trained: Trained, tmp_path: Path, lamina: Call) -> None:
+    run = str(trained.folder)
+    assert "lamina keys new bundle.key --type p256" in succeeded(lamina("release", "make", run, "-o", "without"))
+    made = json.loads(succeeded(lamina("keys", "new", "bundle.key", "--type", "p256", "--no-passphrase", "--json")))
+    assert made["public"] == "bundle.pub" and "PRIVATE" not in Path("bundle.pub").read_text()
+    told = succeeded(lamina("release", "make", run, "-o", "with", "--bundle-key", "bundle.key"))
+    assert "model_signing verify key with --signature with/model.sig --public_key bundle.pub" in told
+    config = verifying.Config().use_elliptic_key_verifier(public_key="bundle.pub")
+    config.verify(tmp_path / "with", tmp_path / "with" / "model.sig")
+    assert json.loads(succeeded(lamina("release", "verify", "with", "--json")))["verified"]
+    code, _, err = lamina("release", "make", run, "-o", "third", "--bundle-key", "bundle.pub")
+    assert code == 1 and "key.public-given-for-private" in err
+    assert lamina("keys", "new", "other.key", "--type", "rsa", "--no-passphrase")[0] == 2

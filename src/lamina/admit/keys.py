@@ -1,4 +1,4 @@
-"""Ed25519 keys: make, sign, verify, read and write as PEM or COSE; and the small files and UTC times around them."""
+"""Ed25519 keys (and P-256 ones for bundles): make, sign, verify, PEM and COSE; the small files and UTC times around them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import NoReturn
 
-from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from cryptography.hazmat.primitives.hashes import SHA256
@@ -150,32 +151,35 @@ def _sync_folder(folder: Path) -> None:
         os.close(file)
 
 
-# An Ed25519 seed as PKCS#8 in PEM, encrypted with a passphrase (RFC 5958, 8018, 8410).
+# A private key as PKCS#8 in PEM, encrypted with a passphrase (RFC 5958, 8018, 8410).
 #
 # The library's own writer stretches a passphrase by 2,048 rounds of PBKDF2, which a graphics card tries some million
-# times a second. This one writes the same structure with 600,000 rounds; every length in it is fixed, so it is a
-# template with four holes. What reads it is the library, or `openssl pkey`.
+# times a second. This one writes the same structure with 600,000 rounds. What reads it is the library, or `openssl pkey`.
 
 PBKDF2_ROUNDS = 600_000
 
-_PBES2_HEADER = bytes.fromhex(  # EncryptedPrivateKeyInfo, PBES2, PBKDF2, a salt of 16 bytes follows
-    "3081a4" "3060" "06092a864886f70d01050d" "3053" "3032" "06092a864886f70d01050c" "3025" "0410"
-)  # fmt: skip
-_ROUNDS_TAG = bytes.fromhex("0203")  # three bytes, the first of them below 0x80
-_CIPHER_PARAMETERS = bytes.fromhex(  # HMAC with SHA-256, AES-256-CBC, an initial vector of 16 bytes follows
-    "300c06082a864886f70d02090500" "301d" "060960864801650304012a" "0410"
-)  # fmt: skip
-_CIPHERTEXT_TAG = bytes.fromhex("0440")  # 48 bytes of key and a block of padding
+_SEQUENCE, _INTEGER, _OCTETS = 0x30, 0x02, 0x04
+_PBES2, _PBKDF2 = bytes.fromhex("06092a864886f70d01050d"), bytes.fromhex("06092a864886f70d01050c")
+_HMAC_SHA256, _AES_256_CBC = bytes.fromhex("300c06082a864886f70d02090500"), bytes.fromhex("060960864801650304012a")
 
 
-def encrypted_pem(der: bytes, passphrase: bytes) -> bytes:
-    """The PKCS#8 encoding of an Ed25519 key, 48 bytes, encrypted under a passphrase."""
+def _der(tag: int, *parts: bytes) -> bytes:
+    """An element of DER, of at most 255 bytes inside."""
+    content = b"".join(parts)
+    return bytes([tag, len(content)] if len(content) < 128 else [tag, 0x81, len(content)]) + content
+
+
+def encrypted_pem(key: bytes, passphrase: bytes) -> bytes:
+    """The PKCS#8 encoding of a key encrypted under a passphrase."""
     salt, vector = os.urandom(16), os.urandom(16)
-    key = PBKDF2HMAC(algorithm=SHA256(), length=32, salt=salt, iterations=PBKDF2_ROUNDS).derive(passphrase)
-    cipher = Cipher(algorithms.AES(key), modes.CBC(vector)).encryptor()
-    ciphertext = cipher.update(der + b"\x10" * 16) + cipher.finalize()
-    derivation = _PBES2_HEADER + salt + _ROUNDS_TAG + PBKDF2_ROUNDS.to_bytes(3, "big")
-    text = base64.b64encode(derivation + _CIPHER_PARAMETERS + vector + _CIPHERTEXT_TAG + ciphertext)
+    secret = PBKDF2HMAC(algorithm=SHA256(), length=32, salt=salt, iterations=PBKDF2_ROUNDS).derive(passphrase)
+    cipher = Cipher(algorithms.AES(secret), modes.CBC(vector)).encryptor()
+    padding = 16 - len(key) % 16
+    ciphertext = cipher.update(key + bytes([padding] * padding)) + cipher.finalize()
+    rounds = _der(_INTEGER, PBKDF2_ROUNDS.to_bytes(3, "big"))  # three bytes, the first of them below 0x80
+    derivation = _der(_SEQUENCE, _PBKDF2, _der(_SEQUENCE, _der(_OCTETS, salt), rounds, _HMAC_SHA256))
+    scheme = _der(_SEQUENCE, derivation, _der(_SEQUENCE, _AES_256_CBC, _der(_OCTETS, vector)))
+    text = base64.b64encode(_der(_SEQUENCE, _der(_SEQUENCE, _PBES2, scheme), _der(_OCTETS, ciphertext)))
     lines = [text[i : i + 64] for i in range(0, len(text), 64)]
     return b"\n".join([_ENCRYPTED_PEM_LABEL, *lines, _ENCRYPTED_PEM_LABEL.replace(b"BEGIN", b"END"), b""])
 
@@ -314,27 +318,11 @@ class PrivateKey:
     @classmethod
     def load(cls, path: str | Path, passphrase: bytes | None) -> PrivateKey:
         """Open a private key in PEM. A file without a passphrase must be readable by its owner alone."""
-        path = Path(path)
-        _check_passphrase(passphrase)
-        data = read_small(path, "the private key", most=_MAX_KEY_FILE)
-        encrypted = _ENCRYPTED_PEM_LABEL in data
-        if b"BEGIN PUBLIC KEY-----" in data:
-            remedy = f"give the private key that belongs to it: '{path.with_suffix('.key')}', if it is named so"
-            raise BadKey("key.public-given-for-private", f"'{path}' is a public key, which cannot sign", remedy)
-        if encrypted and not passphrase:
-            raise BadKey("key.passphrase-missing", f"the private key '{path}' has a passphrase", "give the passphrase")
-        try:
-            key = serialization.load_pem_private_key(data, passphrase if encrypted else None)
-        except (ValueError, TypeError, UnsupportedAlgorithm):
-            problem = "is damaged, or has another passphrase" if encrypted else "is not readable PEM"
-            remedy = "give the right passphrase and file"
-            raise BadKey("key.private-not-opened", f"the private key '{path}' {problem}", remedy) from None
+        key = _open_private(Path(path), passphrase)
         if not isinstance(key, Ed25519PrivateKey):
             problem = f"the private key '{path}' is a {_key_type(key)}, must be Ed25519"
             raise BadKey("key.not-ed25519", problem, "make one with lamina keys new")
-        if not encrypted and (mode := os.stat(path).st_mode & 0o077):
-            problem = f"the private key '{path}' has no passphrase and others may open it (mode …{mode:03o})"
-            raise BadKey("key.private-file-open-to-others", problem, f"chmod 600 '{path}'")
+        _check_only_its_owner_reads(Path(path))
         return cls(key)
 
     @staticmethod
@@ -344,14 +332,7 @@ class PrivateKey:
 
     def save(self, path: str | Path, passphrase: bytes | None) -> None:
         """Write it to a new file, mode 0600, never over another. None: without a passphrase."""
-        _check_passphrase(passphrase)
-        if passphrase is not None and not passphrase:
-            remedy = "give one, or None for a key that anybody with the file can use"
-            raise BadKey("key.passphrase-empty", "the passphrase is empty", remedy)
-        form = serialization.Encoding.PEM if passphrase is None else serialization.Encoding.DER
-        data = self._key.private_bytes(form, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-        data = data if passphrase is None else encrypted_pem(data, passphrase)
-        write_new(Path(path), data, "the private key", mode=0o600)
+        _save_private(Path(path), self._key, passphrase)
 
     def sign(self, message: bytes) -> bytes:
         """The signature of `message`, 64 bytes, the same each time."""
@@ -362,6 +343,95 @@ class PrivateKey:
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a private key is never pickled")
+
+
+class P256Key:
+    """A private key on the curve P-256, for signatures that others' tools ask for; on disk as a `PrivateKey` is."""
+
+    __slots__ = ("_key", "id", "public_pem")
+
+    def __init__(self, key: ec.EllipticCurvePrivateKey) -> None:
+        self._key, form = key, serialization.PublicFormat.SubjectPublicKeyInfo
+        self.public_pem = key.public_key().public_bytes(serialization.Encoding.PEM, form)
+        self.id = hashlib.sha256(self.public_pem).hexdigest()
+
+    @classmethod
+    def generate(cls) -> P256Key:
+        """A new key from the system's generator."""
+        return cls(ec.generate_private_key(ec.SECP256R1()))
+
+    @classmethod
+    def load(cls, path: str | Path, passphrase: bytes | None) -> P256Key:
+        """Open a private key in PEM. A file without a passphrase must be readable by its owner alone."""
+        key = _open_private(Path(path), passphrase)
+        if not isinstance(key, ec.EllipticCurvePrivateKey) or not isinstance(key.curve, ec.SECP256R1):
+            problem = f"the private key '{path}' is a {_key_type(key)}, must be one on the curve P-256"
+            raise BadKey("key.not-p256", problem, "make one with lamina keys new --type p256")
+        _check_only_its_owner_reads(Path(path))
+        return cls(key)
+
+    def save(self, path: str | Path, passphrase: bytes | None) -> None:
+        """Write it to a new file, mode 0600, never over another. None: without a passphrase."""
+        _save_private(Path(path), self._key, passphrase)
+
+    def sign(self, message: bytes) -> bytes:
+        """The ECDSA signature with SHA-256, in DER; the same each time where OpenSSL can (RFC 6979, from 3.2 on)."""
+        try:
+            return self._key.sign(message, ec.ECDSA(SHA256(), deterministic_signing=True))
+        except UnsupportedAlgorithm:
+            return self._key.sign(message, ec.ECDSA(SHA256()))
+
+    def __repr__(self) -> str:
+        return f"P256Key(id={self.id})"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a private key is never pickled")
+
+
+def p256_verifies(public_pem: bytes, message: bytes, signature: bytes) -> bool:
+    """Whether the P-256 key in this PEM signed the message; False for a key of another kind, too."""
+    try:
+        key = serialization.load_pem_public_key(public_pem)
+        if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP256R1):
+            return False
+        key.verify(signature, message, ec.ECDSA(SHA256()))
+    except (ValueError, UnsupportedAlgorithm, InvalidSignature):
+        return False
+    return True
+
+
+def _open_private(path: Path, passphrase: bytes | None) -> object:
+    _check_passphrase(passphrase)
+    data = read_small(path, "the private key", most=_MAX_KEY_FILE)
+    encrypted = _ENCRYPTED_PEM_LABEL in data
+    if b"BEGIN PUBLIC KEY-----" in data:
+        remedy = f"give the private key that belongs to it: '{path.with_suffix('.key')}', if it is named so"
+        raise BadKey("key.public-given-for-private", f"'{path}' is a public key, which cannot sign", remedy)
+    if encrypted and not passphrase:
+        raise BadKey("key.passphrase-missing", f"the private key '{path}' has a passphrase", "give the passphrase")
+    try:
+        return serialization.load_pem_private_key(data, passphrase if encrypted else None)
+    except (ValueError, TypeError, UnsupportedAlgorithm):
+        problem = "is damaged, or has another passphrase" if encrypted else "is not readable PEM"
+        remedy = "give the right passphrase and file"
+        raise BadKey("key.private-not-opened", f"the private key '{path}' {problem}", remedy) from None
+
+
+def _check_only_its_owner_reads(path: Path) -> None:
+    if not PrivateKey.sealed(path) and (mode := os.stat(path).st_mode & 0o077):
+        problem = f"the private key '{path}' has no passphrase and others may open it (mode …{mode:03o})"
+        raise BadKey("key.private-file-open-to-others", problem, f"chmod 600 '{path}'")
+
+
+def _save_private(path: Path, key: Ed25519PrivateKey | ec.EllipticCurvePrivateKey, passphrase: bytes | None) -> None:
+    _check_passphrase(passphrase)
+    if passphrase is not None and not passphrase:
+        remedy = "give one, or None for a key that anybody with the file can use"
+        raise BadKey("key.passphrase-empty", "the passphrase is empty", remedy)
+    form = serialization.Encoding.PEM if passphrase is None else serialization.Encoding.DER
+    data = key.private_bytes(form, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    data = data if passphrase is None else encrypted_pem(data, passphrase)
+    write_new(path, data, "the private key", mode=0o600)
 
 
 def _check_passphrase(given: object) -> None:

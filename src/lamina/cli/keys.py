@@ -13,7 +13,7 @@ import typer
 
 from lamina.admit import keys
 from lamina.admit.key_ring import ROLES, KeyEntry, KeyRing
-from lamina.admit.keys import ALGORITHMS, PrivateKey, PublicKey, format_utc, parse_time
+from lamina.admit.keys import ALGORITHMS, P256Key, PrivateKey, PublicKey, format_utc, parse_time
 from lamina.cli.terminal import (
     JsonOption,
     PassphraseOption,
@@ -39,9 +39,12 @@ def new_key(
         bool, option("do not encrypt the key: whoever reads the file can sign", "--no-passphrase")
     ] = False,
     passphrase_file: PassphraseOption = None,
+    kind: Annotated[
+        str, option("ed25519; or p256, for model-signing bundles alone", "--type", choices=["ed25519", "p256"])
+    ] = "ed25519",
     as_json: JsonOption = False,
 ) -> None:
-    """Make an Ed25519 key: KEY (private, mode 0600, encrypted) and the same name with .pub (public).
+    """Make a key: KEY (private, mode 0600, encrypted) and the same name with .pub (public).
 
     An existing file is never overwritten. The passphrase is asked for, or read from --passphrase-file or
     LAMINA_PASSPHRASE; it is never given on the command line, where others can see it.
@@ -50,7 +53,10 @@ def new_key(
 
       lamina keys new alice.key
       lamina keys new robot.key --passphrase-file /run/secrets/robot
+      lamina keys new bundle.key --type p256          for lamina release make --bundle-key
     """
+    if kind not in ("ed25519", "p256"):
+        raise typer.BadParameter(f"{kind!r} is neither ed25519 nor p256", param_hint="--type")
     if no_passphrase and passphrase_file is not None:
         raise typer.BadParameter("a passphrase, or --no-passphrase", param_hint="--passphrase-file")
     public = path.with_suffix(".pub")
@@ -62,12 +68,13 @@ def new_key(
                 "key.file-exists", f"'{file}' exists and is not overwritten", "give another name, or move it away"
             )
     secret = None if no_passphrase else read_passphrase(passphrase_file, what=f"the new key '{path}'", new=True)
-    key = PrivateKey.generate()
+    key = P256Key.generate() if kind == "p256" else PrivateKey.generate()
     key.save(path, secret)
-    keys.write_new(public, key.public.pem(), "the public key", mode=0o644)
-    made = {"id": key.public.name, "private": str(path), "public": str(public), "sealed": not no_passphrase}
+    data, name = (key.public_pem, key.id) if isinstance(key, P256Key) else (key.public.pem(), key.public.name)
+    keys.write_new(public, data, "the public key", mode=0o644)
+    made = {"id": name, "private": str(path), "public": str(public), "sealed": not no_passphrase}
     secret_file = f"  private  {path}   keep it secret, with a copy in a safe place"
-    print_answer(made, f"key {key.public.name}\n{secret_file}\n  public   {public}   give this one to others", as_json)
+    print_answer(made, f"key {name}\n{secret_file}\n  public   {public}   give this one to others", as_json)
 
 
 def export_key(

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lamina.admit.keys import PrivateKey, PublicKey, parse_time, read_small
+from lamina.admit.keys import P256Key, PrivateKey, PublicKey, parse_time, read_small
 from lamina.admit.signed_json import parse_json
 from lamina.cli.certify import LedgerOption, ReleaseKeyOption, TrustOption, pdf_or_note, release_key, run_ledger
 from lamina.cli.open_ledger import open_ledger
@@ -21,6 +21,7 @@ from lamina.cli.terminal import (
     existing_ledger,
     help_text,
     option,
+    passphrase_if_sealed,
     print_answer,
 )
 from lamina.errors import PlanError
@@ -31,6 +32,7 @@ from lamina.ledger.verify.tree_checks import KnownCheckpoint, Trust
 from lamina.release.decision_log import verify_log
 from lamina.release.gate import Query, ReleaseGate
 from lamina.release.manifest import GatePolicy, make_release, verify_release
+from lamina.release.model_signing import MODEL_SIGNATURE
 
 _HELP = """A model that leaves the house: weights, certificates and manifest in one signed folder, and its gate.
 
@@ -65,6 +67,9 @@ def make(
     generation_class: Annotated[
         list[str] | None, option("name what queries draw on: head=layers:head.*,norm; repeatable", metavar="NAME=…")
     ] = None,
+    bundle_key: Annotated[
+        Path | None, option("P-256 key for an OpenSSF model-signing bundle, model.sig", metavar="FILE")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Put the weights of a run into a folder with certificates, model card, inventory and a signed manifest.
@@ -78,9 +83,11 @@ def make(
       lamina release make runs/first -o release-1
       lamina release make runs/first -o release-1 --key release.key --not-after 2027-06-30 --name ecg-triage
       lamina release make runs/first -o release-1 --generation-class 'head=layers:head.*'
+      lamina release make runs/first -o release-1 --bundle-key bundle.key
     """
     place = run_ledger(runs[-1], ledger)
     signer = release_key(place, key, passphrase_file)
+    second = None if bundle_key is None else P256Key.load(bundle_key, passphrase_if_sealed(bundle_key, passphrase_file))
     gate = GatePolicy(
         unstated_purposes=any_purpose,
         max_age=max_age * 86_400,
@@ -92,13 +99,18 @@ def make(
         manifest = make_release(
             out, runs, opened, signer, name=name, gate=gate, trust=None if trust is None else Trust.load(trust),
             not_after=None if not_after is None else parse_time(not_after),
-            pdf=lambda certificate: pdf_or_note(certificate, signer.public.name),
+            pdf=lambda certificate: pdf_or_note(certificate, signer.public.name), bundle_key=second,
         )  # fmt: skip
     found = verify_release(out, trust=Trust(plain=(signer.public,)))
     told = {"folder": str(out), "manifest": str(manifest), **found.to_dict(), "signer": signer.public.name}
     lines = [
         f"release in {out}: {len(found.to_dict()['files'])} files, signed with release key {signer.public.name[:16]}",
         f"  check it: lamina release verify {out} --trust {_public_part(place, key)}",
+        f"  with OpenSSF's tool: model_signing verify key {out} --signature {out}/{MODEL_SIGNATURE}"
+        f" --public_key {bundle_key.with_suffix('.pub')}"
+        if bundle_key is not None
+        else "  without an OpenSSF model-signing bundle; for one: lamina keys new bundle.key --type p256,"
+        " then --bundle-key bundle.key",
     ]
     print_answer(told, "\n".join(lines), as_json)
 

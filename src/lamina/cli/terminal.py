@@ -174,8 +174,14 @@ def open_private_key(path: Path, passphrase_file: Path | None) -> PrivateKey:
     """Load a private key; asks for the passphrase only if the file is encrypted."""
     from lamina.admit.keys import PrivateKey
 
-    sealed = PrivateKey.sealed(path)
-    return PrivateKey.load(path, read_passphrase(passphrase_file, what=f"'{path}'") if sealed else None)
+    return PrivateKey.load(path, passphrase_if_sealed(path, passphrase_file))
+
+
+def passphrase_if_sealed(path: Path, passphrase_file: Path | None) -> bytes | None:
+    """The passphrase of a private key; None if it has none."""
+    from lamina.admit.keys import PrivateKey
+
+    return read_passphrase(passphrase_file, what=f"'{path}'") if PrivateKey.sealed(path) else None
 
 
 def existing_ledger(where: str) -> str:

@@ -6,7 +6,7 @@
     README.md            model card
     bom.cdx.json         inventory (CycloneDX)
     manifest.json        every file by SHA-256, and the privacy posture: in-toto Statement in a DSSE envelope
-    model.sig            optional: an OpenSSF model-signing bundle, which its own tool checks
+    model.sig            if a key for it was given: an OpenSSF model-signing bundle over all of these
 
 Who verifies needs the folder and the keys that they trust, and nothing else.
 """
@@ -24,7 +24,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from lamina.admit.key_ring import KeyStatus
-from lamina.admit.keys import CLOCK_SKEW, PrivateKey, PublicKey, format_utc, parse_utc, write_new
+from lamina.admit.keys import CLOCK_SKEW, P256Key, PrivateKey, PublicKey, format_utc, parse_utc, write_new
 from lamina.errors import BadKey, EncodingError, LaminaError, NotVerified
 from lamina.ledger.governance_records import Release, Role
 from lamina.ledger.signed_checkpoint import NoteKey, parse_checkpoint, verify_checkpoint
@@ -32,12 +32,12 @@ from lamina.ledger.verify.tree_checks import KnownCheckpoint, Trust
 from lamina.ledger.writer import Ledger
 from lamina.release.certificate import Certificate, certify, ledger_reference
 from lamina.release.model_card import ml_bom, model_card
+from lamina.release.model_signing import MODEL_SIGNATURE, check_model_signature, sign_model
 from lamina.release.posture import Posture, read_posture
 from lamina.release.run_evidence import WEIGHTS, RunEvidence, RunFacts, file_digest
 from lamina.release.signed import make_statement, read_statement, sign_statement
 
 MANIFEST = "manifest.json"
-MODEL_SIGNATURE = "model.sig"
 CHECKPOINT = "checkpoint.txt"
 PREDICATE_TYPE = "urn:lamina:release:v1"
 _MAX_FILES = 4096
@@ -98,6 +98,7 @@ def make_release(
     gate: GatePolicy | None = None,
     trust: Trust | None = None,
     pdf: PdfMaker | None = None,
+    bundle_key: P256Key | None = None,
 ) -> Path:
     """Make the folder `out` of a release, sign it, and record it in the ledger. Returns the path of its manifest.
 
@@ -106,6 +107,7 @@ def make_release(
     key        the release key
     not_after  until when it may be served; a year after the newest checkpoint if not given
     pdf        makes the PDF of a certificate
+    bundle_key signs the OpenSSF model-signing bundle; without it there is none
     """
     out = Path(out)
     if out.exists():
@@ -147,8 +149,14 @@ def make_release(
             "posture": posture.to_dict(),
             "gate": (gate or GatePolicy()).to_dict(),
         }
+        if bundle_key is not None:
+            predicate["model_signing"] = {"file": MODEL_SIGNATURE, "public_key": bundle_key.public_pem.decode()}
         envelope = sign_statement(make_statement(digests, PREDICATE_TYPE, predicate), key)
-        for each, data in {**papers, MANIFEST: envelope}.items():
+        papers[MANIFEST] = envelope
+        if bundle_key is not None:
+            covered = {**digests, MANIFEST: hashlib.sha256(envelope).hexdigest()}
+            papers[MODEL_SIGNATURE] = sign_model(name, covered, bundle_key)
+        for each, data in papers.items():
             write_new(made / each, data, "a file of the release", mode=0o644)
         record = Release(
             manifest=hashlib.sha256(envelope).digest(), runs=tuple(each.run for each in evidence), not_after=not_after
@@ -268,6 +276,7 @@ def verify_release(
         return ReleaseVerification(verified=False, trusted=False, problems=tuple(problems), manifest=None)
     _check_files(folder, manifest, note)
     try:
+        _check_model_signature(folder, manifest, note)
         _check_certificates(folder, manifest, note)
         _check_ledger_head(manifest, trust, seen, now, note)
     except (KeyError, TypeError, ValueError, AttributeError) as error:  # fields of other types than we write
@@ -290,7 +299,7 @@ def read_manifest(folder: Path, keys: tuple[PublicKey, ...] | None) -> Manifest:
     statement, key = read_statement(data, keys or (), PREDICATE_TYPE)
     predicate, subjects = statement["predicate"], _subjects(statement["subject"])
     try:
-        if predicate.keys() != _PREDICATE_FIELDS or predicate["version"] != 1:
+        if predicate.keys() - {"model_signing"} != _PREDICATE_FIELDS or predicate["version"] != 1:
             raise ValueError("it has other fields than version 1 has")
         signer = PublicKey(bytes.fromhex(predicate["signer"]))
         found = Manifest(
@@ -331,7 +340,7 @@ def _subjects(listed: object) -> dict[str, str]:
             raise EncodingError(
                 "release.manifest-malformed", "a file has no name or no SHA-256", "fetch it again"
             ) from None
-        if not inside or not name.isprintable() or name in found or name == MANIFEST:
+        if not inside or not name.isprintable() or name in found or name in (MANIFEST, MODEL_SIGNATURE):
             problem = f"the manifest names the file {name[:80]!r}, which is twice, outside the folder, or no plain name"
             raise NotVerified("release.name-unsafe", problem, "do not use this release")
         found[name] = digest
@@ -374,6 +383,8 @@ def open_inside(folder: Path, name: str) -> int:
 
 def _check_files(folder: Path, manifest: Manifest, note: Note) -> None:
     expected = {*manifest.subjects, MANIFEST}
+    if "model_signing" in manifest.predicate:
+        expected.add(MODEL_SIGNATURE)
     there = set()
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
@@ -381,7 +392,7 @@ def _check_files(folder: Path, manifest: Manifest, note: Note) -> None:
             note("release.link", "it is a link, and a release has none", name)
         elif path.is_dir():
             continue
-        elif name not in expected and name != MODEL_SIGNATURE:
+        elif name not in expected:
             note("release.extra-file", "it is not in the manifest", name)
         there.add(name)
     for name, digest in manifest.subjects.items():
@@ -403,6 +414,20 @@ def _digest(folder: Path, name: str) -> str:
         while data := file.read(1 << 20):
             state.update(data)
     return state.hexdigest()
+
+
+def _check_model_signature(folder: Path, manifest: Manifest, note: Note) -> None:
+    """The bundle is there if the manifest names its key, and covers all files, the manifest too."""
+    if "model_signing" not in manifest.predicate:
+        return
+    named = manifest.predicate["model_signing"]
+    if named["file"] != MODEL_SIGNATURE:
+        raise ValueError(f"the model-signing bundle is called {named['file']!r}, not {MODEL_SIGNATURE}")
+    try:
+        covered, key = {**manifest.subjects, MANIFEST: manifest.digest}, named["public_key"].encode()
+        check_model_signature(read_file(folder, MODEL_SIGNATURE), manifest.predicate["name"], covered, key)
+    except LaminaError as error:
+        note(error.code, error.problem, MODEL_SIGNATURE)
 
 
 def _check_certificates(folder: Path, manifest: Manifest, note: Note) -> None:
