@@ -170,7 +170,7 @@ def simulated(cache_folder: Path, *, train: int = 1_100, test: int = 500) -> Spl
     path = cache_folder / f"simulated-{train}-{test}.npz"
     if not path.exists():
         cache_folder.mkdir(parents=True, exist_ok=True)
-        mix = {"normal": 3.0, "infarction": 1.0, "hypertrophy": 1.0, "block": 1.0}
+        mix = {"NORM": 4.0, "MI": 1.0, "STTC": 1.0, "CD": 1.0, "HYP": 1.0}
         drawn = ECGSimulator(mix=mix).draw(patients=train + test, seed=7)
         beats = np.median(drawn.x.reshape(train + test, 3, 12, 96), axis=1)
         np.savez_compressed(path, beats=beats, label=drawn.label[::3])

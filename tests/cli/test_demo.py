@@ -7,7 +7,6 @@ import io
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -29,7 +28,6 @@ from lamina.cli.demo import TRAINING_LABELS, DemoResult
 from lamina.cli.run_file import RunFile
 from lamina.cli.train import PlannedRun
 from lamina.corpus.admitted import Gate
-from lamina.data.heart_model import import_neurokit
 from lamina.demo.hospitals import STRICT_NOISE_MULTIPLIER, make_new_folder
 from lamina.demo.patients import QUICK_SIZES, DemoPatients, PatientGroup, Utility, auc, measure_utility
 from lamina.demo.svg_charts import auc_bars
@@ -304,28 +302,6 @@ def test_the_run_can_be_done_again_but_not_on_the_same_budget(
     found = json.loads(capsys.readouterr().out)
     assert found["steps"] == QUICK_SIZES.steps
     assert 0 < found["metrics"]["auc"] < 1
-
-
-@pytest.mark.usefixtures("unloaded")
-def test_without_neurokit2_nothing_is_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def refuse(name: str) -> None:
-        raise ImportError(f"No module named {name!r}")
-
-    monkeypatch.setattr("lamina.data.heart_model.importlib.import_module", refuse)
-    with pytest.raises(SystemExit) as caught:
-        main(["demo", "--quick", "--folder", str(tmp_path / "out")])
-    assert caught.value.code == 1
-    assert "pip install lamina[demo]" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.fixture
-def unloaded() -> Iterator[None]:
-    import_neurokit.cache_clear()
-    yield
-    import_neurokit.cache_clear()
 
 
 # ------------------------------------------------------------------------------------------------ its folder

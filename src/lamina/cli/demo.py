@@ -24,7 +24,6 @@ from lamina.admit.resolver import Resolution
 from lamina.allocate.make_plan import make_plan
 from lamina.cli.terminal import columns, print_answer, print_line, print_note, progress_bar
 from lamina.corpus.admitted import Gate
-from lamina.data.heart_model import import_neurokit
 from lamina.demo import hospitals as folders
 from lamina.demo.hospitals import VerifiedLedger, write_contributions
 from lamina.demo.leaving import Leaving, leave
@@ -343,7 +342,6 @@ def _scrolling(wide: str) -> str:
 def show_demo(folder: Path, *, quick: bool, as_json: bool) -> None:
     """`lamina demo` (options and help: torch_commands.py)."""
     started = time.perf_counter()
-    import_neurokit()  # refuse now, not after the first minute
     place = folders.make_new_folder(folder)
     with _one_thread():
         result = _run_demo(place, QUICK_SIZES if quick else FULL_SIZES, print_note if as_json else print_line)

@@ -1,4 +1,4 @@
-"""Signals to train on. So far simulated ECG (needs `pip install lamina[demo]`); loaders for real recordings follow."""
+"""Signals to train on: simulated ECG; loaders for real recordings follow."""
 
 from __future__ import annotations
 

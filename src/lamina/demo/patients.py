@@ -44,7 +44,8 @@ QUICK_SIZES = DemoSizes(
 
 INPUT_SCALE = 2.0  # 1 / (0.5 mV): a public constant, never a statistic of the patients
 SEEDS = {"volunteer": 101, "sensitive": 102, "test": 103}
-VOLUNTEER_MIX = {"normal": 7.0, "infarction": 1.0, "hypertrophy": 1.0, "block": 1.0}  # who volunteers is mostly well
+VOLUNTEER_MIX = {"NORM": 9.0, "MI": 1.0, "STTC": 1.0, "CD": 1.0, "HYP": 1.0}  # who volunteers is mostly well
+SEVERITY = (0.5, 1.0)  # clear cases: what a few hundred patients can teach
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,9 +89,9 @@ class DemoPatients:
             return PatientGroup(x=x, label=torch.from_numpy(drawn.label[:: simulator.windows].copy()))
 
         return cls(
-            volunteer=group("volunteer", sizes.volunteers, ECGSimulator(mix=VOLUNTEER_MIX)),
-            sensitive=group("sensitive", sizes.sensitive, ECGSimulator()),
-            test=group("test", sizes.test, ECGSimulator()),
+            volunteer=group("volunteer", sizes.volunteers, ECGSimulator(mix=VOLUNTEER_MIX, severity=SEVERITY)),
+            sensitive=group("sensitive", sizes.sensitive, ECGSimulator(severity=SEVERITY)),
+            test=group("test", sizes.test, ECGSimulator(severity=SEVERITY)),
         )
 
     def contributing_groups(self) -> dict[str, PatientGroup]:

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from lamina.corpus.corpus import Corpus
+from lamina.data.ecg_simulator import CLASSES
 from lamina.demo.patients import PatientGroup, measure_utility
 from lamina.errors import LaminaError
 from lamina.ledger.writer import Ledger
@@ -33,7 +34,7 @@ def untrained_model() -> ResidualClassifier:
     """The model with its first weights, which are the same every time."""
     with torch.random.fork_rng():
         torch.manual_seed(WEIGHT_SEED)
-        return ResidualClassifier()
+        return ResidualClassifier(classes=len(CLASSES))
 
 
 def pretrained_model(weights: str = "start.safetensors") -> ResidualClassifier:
