@@ -46,7 +46,8 @@ def test_pressure_is_that_of_the_class_and_follows_the_heart() -> None:
         assert np.median(found.max(1)) == pytest.approx(systolic, rel=0.15)
         assert np.median(found.min(1)) == pytest.approx(diastolic, rel=0.15)
     for lead, pressure, light in drawn.x[:12].astype(np.float64):
-        beats = find_peaks(lead, height=0.6 * lead.max(), distance=50)[0]
+        steep = np.abs(np.gradient(lead))  # T may be higher than R, never as steep
+        beats = find_peaks(steep, height=0.6 * np.quantile(steep, 0.995), distance=50)[0]
         tops = find_peaks(pressure, prominence=0.6 * np.ptp(pressure), distance=50)[0]
         late = find_peaks(light, prominence=0.5 * np.ptp(light), distance=50)[0]
         assert abs(len(beats) - len(tops)) <= 1 and abs(len(tops) - len(late)) <= 1
