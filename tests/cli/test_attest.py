@@ -9,10 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from asking import Call, answer, refused, succeeded
+from c2pa_file import signed_sound
 
 from lamina.account.gaussian_rdp import epsilon_of_noise_multiplier
 from lamina.admit.attestation import Attestation, Descriptor, subject_tag
 from lamina.admit.keys import PrivateKey, parse_time
+from lamina.cli.open_ledger import contribution_digest
+from lamina.release.reconciliation import anchor_file
 
 POLICY = """
 [corpus]
@@ -119,6 +122,22 @@ def test_anchors_from_a_table(call: Call) -> None:
         assert call(*SIGN, "--anchor", words)[0] == 1
     Path("anchors.csv").write_text("id,anchor\np0,12\n", encoding="utf-8")
     refused(call(*SIGN, "--anchor", "anchors.csv"), "cli.anchor-malformed")
+
+
+def test_anchors_from_c2pa_manifests(call: Call) -> None:
+    """In a table by files beside it; the same file names the contribution to a ledger."""
+    Path("list").mkdir()
+    for i in range(2):
+        Path(f"list/scan{i}.wav").write_bytes(signed_sound(bytes([i, 1]) * 50))
+    Path("list/scan1.json").write_bytes(anchor_file(Path("list/scan1.wav")))
+    rows = f"p0,scan0.wav\np1,scan1.json\np2,{'02' * 32}\n"
+    Path("list/anchors.csv").write_text(f"id,anchor\n{rows}", encoding="utf-8")
+    assert answer(call(*SIGN, "--anchor", "list/anchors.csv", "--json"))["signed"] == 3
+    anchors = [read(f"p{i}")[0].anchor for i in range(3)]
+    assert len(set(anchors)) == 3 and anchors[2] == b"\x02" * 32
+    assert [contribution_digest(f"list/scan{i}.wav") for i in range(2)] == [(each or b"").hex() for each in anchors[:2]]
+    Path("list/scan1.json").write_text("{}")
+    refused(call(*SIGN, "--anchor", "list/anchors.csv"), "release.c2pa-not-bound")
 
 
 def test_one_that_fails_is_one_and_makes_the_code_1(call: Call) -> None:

@@ -159,6 +159,7 @@ def test_decisions_agree_with_brute_force() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_a_million_decisions_agree_with_brute_force() -> None:
     check_decisions(1_000_000, 2)
 

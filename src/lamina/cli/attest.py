@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
 from pathlib import Path
@@ -12,6 +13,7 @@ import typer
 from lamina.admit.attestation import MICRO
 from lamina.admit.checks import SigningTerms
 from lamina.admit.keys import format_utc, parse_time, read_small
+from lamina.admit.signed_json import parse_json
 from lamina.admit.signing import SigningOutcome, SigningState, ValidityWindow, attest_folder, contribution_ids
 from lamina.cli.terminal import (
     JsonOption,
@@ -78,17 +80,25 @@ def read_subjects(
 
 
 def read_anchors(given: str, ids: list[str]) -> dict[str, bytes]:
-    """Digests by id: one for one contribution, or a table."""
-    rows = {ids[0]: given} if len(ids) == 1 and not given.endswith(".csv") else _read_anchor_csv(Path(given))
+    """Digests by id: one for one contribution, or a table. Each as hex digits, or a file with a C2PA manifest."""
+    one = len(ids) == 1 and not given.endswith(".csv")
+    rows, folder = ({ids[0]: given}, Path()) if one else (_read_anchor_csv(Path(given)), Path(given).parent)
     anchors = {}
     for id, text in rows.items():
+        if (path := folder / text).suffix and os.path.isfile(path):
+            from lamina.release.reconciliation import anchor_file, c2pa_content_hash
+
+            anchors[id] = c2pa_content_hash(parse_json(anchor_file(path), f"'{path}'"))
+            continue
         try:
             anchors[id] = bytes.fromhex(text)
         except ValueError:
             anchors[id] = b""
         if len(anchors[id]) != 32:
-            problem = f"the anchor of {printable(id)!r} is not 64 hexadecimal digits"
-            raise AdmissionError("cli.anchor-malformed", problem, "give a SHA-256 digest")
+            problem = f"the anchor of {printable(id)!r} is neither 64 hexadecimal digits nor a file"
+            raise AdmissionError(
+                "cli.anchor-malformed", problem, "give a SHA-256 digest, or a file with a C2PA manifest"
+            )
     return anchors
 
 
@@ -210,7 +220,11 @@ def attest(
     subject_key: Annotated[Path | None, option(_SUBJECT_HELP, panel=_ABOUT, metavar="FILE")] = None,
     anchor: Annotated[
         str | None,
-        option("content anchor, 64 hex digits; for a folder a CSV file: id, anchor", panel=_ABOUT, metavar="DIGEST"),
+        option(
+            "content anchor: 64 hex digits, or a file with a C2PA manifest; for a folder a CSV file: id, anchor",
+            panel=_ABOUT,
+            metavar="DIGEST",
+        ),
     ] = None,
     force: Annotated[
         bool, option("sign all again, also what is stricter, signed by another key, or unchanged", "--force")

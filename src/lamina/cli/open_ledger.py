@@ -12,7 +12,7 @@ from typing import Any
 import typer
 
 from lamina.admit.contribution_sources import DESCRIPTOR_FILE, Contribution, FolderContributions
-from lamina.admit.keys import PrivateKey, read_small
+from lamina.admit.keys import PrivateKey
 from lamina.admit.verdicts import EntryContext, RefusedRows, RegisterEntry
 from lamina.cli.terminal import existing_ledger, open_private_key, print_answer
 from lamina.errors import LedgerError, RunError
@@ -24,7 +24,7 @@ from lamina.ledger.reader import LedgerReader
 from lamina.ledger.records import ContributionRecord, KeptContribution
 from lamina.ledger.store.sqlite import is_postgres_url, ledger_exists, make_store
 from lamina.ledger.writer import Ledger
-from lamina.release.reconciliation import read_anchor
+from lamina.release.reconciliation import anchor_file, read_anchor
 from lamina.spend.spend_ledger import SpendLedger
 
 SUFFIX = ".ledger.db"
@@ -116,9 +116,9 @@ def open_ledger(
 
 
 def contribution_digest(name: str) -> str:
-    """The digest of a folder's descriptor.cbor, of that file, or of a content anchor (.json); any other name as it is."""
-    if name.endswith(".json") and Path(name).is_file():
-        return read_anchor(read_small(Path(name), "the content anchor", most=1 << 24))
+    """The digest of a folder's descriptor.cbor, of that file, or in a content anchor or C2PA manifest; others as they are."""
+    if (path := Path(name)).suffix and path.name != DESCRIPTOR_FILE and os.path.isfile(path):
+        return read_anchor(anchor_file(path))
     given = contributor_folder(name)
     return name if given is None or given.descriptor is None else hashlib.sha256(given.descriptor).hexdigest()
 

@@ -2,7 +2,8 @@
 
 A content anchor is a record outside the ledger that names a contribution by the hash of its descriptor, which the ledger
 holds too: whoever has one of the two finds the other. It is JSON of its own, or an assertion in a C2PA manifest (in the JSON
-form that C2PA tools print), with the label `lamina.contribution`:
+form that C2PA tools print, or embedded in a file), with the label `lamina.contribution`. Content that had a C2PA manifest before
+it was contributed is anchored by the hash that its manifest binds it with (`c2pa.hash.data`), which the contributor signs.
 
     {"type": "urn:lamina:content-anchor:v1", "descriptor": "<SHA-256>", "ledger": {"origin": …, "header": …}, …}
 """
@@ -11,11 +12,12 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from lamina.account.accountants import pooled_epsilon
 from lamina.account.schedule import EventKey
-from lamina.admit.keys import format_utc
+from lamina.admit.keys import format_utc, read_small
 from lamina.admit.signed_json import parse_json
 from lamina.errors import EncodingError, LedgerError
 from lamina.ledger.contribution_trace import ContributionTrace, trace_contribution
@@ -27,6 +29,7 @@ from lamina.ledger.show import epsilon_or_none, leaf_excerpt
 
 ANCHOR_TYPE = "urn:lamina:content-anchor:v1"
 C2PA_LABEL = "lamina.contribution"
+_HARD_BINDING = "c2pa.hash.data"
 _HEX = set("0123456789abcdef")
 _MAX_DEPTH = 12
 
@@ -51,13 +54,58 @@ def anchor_record(ledger: LedgerReader, leaf: Leaf) -> dict[str, Any]:
 
 
 def read_anchor(data: bytes) -> str:
-    """The descriptor digest that a content anchor or a C2PA manifest (as JSON) names; EncodingError if it names none."""
-    found = {each for each in _descriptors(parse_json(data, "the content anchor"), 0) if _is_digest(each)}
+    """The digest by which a content anchor or a C2PA manifest (as JSON) names a contribution; EncodingError if it does not.
+
+    It is that of the descriptor, or where a C2PA manifest names none, the hash of its content.
+    """
+    plain = parse_json(data, "the content anchor")
+    found = {each for each in _descriptors(plain, 0) if _is_digest(each)}
+    if not found and isinstance(plain, dict) and "active_manifest" in plain:
+        return c2pa_content_hash(plain).hex()
     if len(found) != 1:
         problem = f"the file names {len(found)} contributions, must name one"
         remedy = f"give a content anchor of lamina ledger reconcile, or a C2PA manifest with one {C2PA_LABEL} assertion"
         raise EncodingError("release.anchor-malformed", problem, remedy)
     return found.pop()
+
+
+def c2pa_content_hash(plain: Any) -> bytes:
+    """The SHA-256 by which the active C2PA manifest binds its content; EncodingError if it does so in another way, or wrongly."""
+    try:
+        bound = plain["manifests"][plain["active_manifest"]]["assertion_store"][_HARD_BINDING]
+        found = base64.b64decode(bound["hash"], validate=True)
+        alg, state = bound.get("alg", "sha256"), plain.get("validation_state")
+    except (KeyError, TypeError, ValueError, AttributeError):
+        found, alg, state = b"", None, None
+    if alg != "sha256" or len(found) != 32 or state == "Invalid":
+        said = (
+            "its own tool says that it is invalid"
+            if state == "Invalid"
+            else f"it has no {_HARD_BINDING} with a SHA-256"
+        )
+        problem = f"the C2PA manifest names no content: {said}"
+        remedy = "give what c2patool --detailed prints of a file with a valid manifest, or the SHA-256 itself"
+        raise EncodingError("release.c2pa-not-bound", problem, remedy)
+    return found
+
+
+def anchor_file(path: Path) -> bytes:
+    """The JSON of a content anchor: of a .json file as it is, of any other the C2PA manifest that is embedded in it."""
+    if path.suffix == ".json":
+        return read_small(path, "the content anchor", most=1 << 24)
+    try:
+        from c2pa import C2paError, Context, Reader, Settings
+    except ImportError:
+        problem = f"'{path}' is no .json, and C2PA manifests inside of files cannot be read here"
+        remedy = "pip install 'lamina[c2pa]', or give what c2patool --detailed prints"
+        raise EncodingError("release.c2pa-not-installed", problem, remedy) from None
+    offline = Settings.from_dict({"verify": {"remote_manifest_fetch": False, "ocsp_fetch": False}})
+    try:
+        with Context(offline) as context, Reader(path, context=context) as reader:
+            return bytes(reader.detailed_json().encode())
+    except C2paError as error:
+        problem = f"no C2PA manifest can be read from '{path}': {str(error)[:200]}"
+        raise EncodingError("release.c2pa-not-read", problem, "give a media file with an embedded manifest") from None
 
 
 def _is_digest(text: object) -> bool:
@@ -72,6 +120,8 @@ def _descriptors(value: Any, depth: int) -> Iterator[str]:
         data = value.get("data")
         if value.get("label") == C2PA_LABEL and isinstance(data, dict):
             yield data.get("descriptor", "")
+        elif isinstance(store := value.get("assertion_store"), dict) and isinstance(own := store.get(C2PA_LABEL), dict):
+            yield own.get("descriptor", "")
         elif value.get("type") == ANCHOR_TYPE:
             yield value.get("descriptor", "")
         else:
