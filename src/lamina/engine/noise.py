@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import math
 import os
@@ -16,13 +17,16 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from numpy.typing import NDArray
 
+from lamina.engine import native
 from lamina.engine.random_stream import (
+    BLOCK_BYTES,
     CELL_ELEMENTS,
     SEED_BYTES,
     KeyStream,
     Pack,
     StreamPurpose,
     Words,
+    cut_into_cells,
     plan_packs,
     step_key,
 )
@@ -138,7 +142,7 @@ def noise_buffers() -> NoiseBuffers:
 def draw_pack(
     stream: KeyStream, pack: Pack, space: NoiseBuffers, stds: Reals, precise: bool, store: StoreDraws
 ) -> None:
-    """Draw one pack and store it. The one place that a native kernel has to replace."""
+    """Draw one pack and store it."""
     pairs = pack.pairs
     if pack.counters is None:
         piece = pack.pieces[0]
@@ -153,6 +157,85 @@ def draw_pack(
         function(theta, noise)
         for slot, start, count, at in spans:
             store(slot, start, r[at : at + count], noise[at : at + count])
+
+
+# The native kernel (native/noise.c) makes the same words and puts draw and sum into one pass over memory, all in
+# float64. Its arithmetic is fixed to the last bit, so its draws are the same on every processor that has it, for any
+# number of threads. They differ from those of numpy in the last digits: a journal keeps which of the two drew, and a
+# segment that was begun by the other one is not replayed but charged anew.
+
+NOISE_VERSIONS = {True: "2 native", False: "1 numpy"}
+_PIECE = np.dtype(
+    [("tensor", "u8"), ("block", "u8"), ("size", "i8"), ("out", "u8"), ("std", "f8"), ("spacing", "f8")], align=True
+)
+_FLOAT64, _FILL = 1, 2
+_BATCH_BLOCKS = 16
+
+
+class NativeNoise:
+    """The functions of native/noise.c. `level` is the instructions that they use: 1 AVX2 and AES, 2 AVX-512 and VAES."""
+
+    def __init__(self, library: ctypes.CDLL, level: int) -> None:
+        pointer, whole = ctypes.c_void_p, ctypes.c_int64
+        self.level = level
+        self._draw, self._words = library.lamina_noise_draw, library.lamina_noise_words
+        self._draw.argtypes = [ctypes.c_char_p, pointer, *4 * [ctypes.c_int]]
+        self._words.argtypes = [ctypes.c_char_p, ctypes.c_uint64, ctypes.c_uint64, whole, pointer, ctypes.c_int]
+        self._draw.restype = self._words.restype = None
+
+    def words(self, key: bytes, tensor: int, block: int, blocks: int) -> Words:
+        """The key stream itself, as `KeyStream.run` writes it."""
+        assert len(key) == BLOCK_BYTES
+        out = np.empty(2 * -(-blocks // _BATCH_BLOCKS) * _BATCH_BLOCKS, dtype=np.uint64)
+        self._words(key, tensor, block, out.size // 2, out.ctypes.data, self.level)
+        return out[: 2 * blocks]
+
+    def draw(
+        self, key: bytes, totals: list[torch.Tensor], stds: list[float], spacing: list[float], indices: list[int], *,
+        fill: bool, threads: int,
+    ) -> None:  # fmt: skip
+        """Add stds[i] · z to totals[i], all float32 or all float64; round to spacing[i] if that is given."""
+        dtype = totals[0].dtype
+        assert len(key) == BLOCK_BYTES and dtype in (torch.float32, torch.float64)
+        assert all(x.dtype == dtype and x.is_contiguous() and x.is_cpu for x in totals)
+        layout, slots, starts = _native_pieces(tuple(x.numel() for x in totals), tuple(indices))
+        pieces = layout.copy()
+        pieces["out"] = np.array([x.data_ptr() for x in totals], dtype=np.uint64)[slots] + starts * dtype.itemsize
+        pieces["std"] = np.array(stds)[slots]
+        if spacing:
+            pieces["spacing"] = np.array(spacing)[slots]
+        flags = _FLOAT64 * (dtype == torch.float64) | _FILL * (fill and not spacing)
+        if _fork_count[0]:  # the threads of the kernel are torch's, which a forked child does not have
+            threads = 1
+        self._draw(key, pieces.ctypes.data, len(pieces), flags, self.level, threads)
+
+
+@functools.lru_cache(maxsize=16)
+def _native_pieces(numels: tuple[int, ...], tensors: tuple[int, ...]) -> tuple[NDArray[Any], Words, Words]:
+    """The pieces of a call, and of each its tensor's position and its first element."""
+    every = [p for slot, (t, n) in enumerate(zip(tensors, numels, strict=True)) for p in cut_into_cells(slot, t, n)]
+    layout = np.zeros(len(every), dtype=_PIECE)
+    for i, piece in enumerate(every):
+        layout[i] = piece.tensor, piece.block, piece.size, 0, 0.0, 0.0
+    slots, starts = (np.array([getattr(p, name) for p in every], dtype=np.uint64) for name in ("slot", "start"))
+    return layout, slots, starts
+
+
+@functools.lru_cache(maxsize=1)
+def _bind(library: ctypes.CDLL) -> NativeNoise | None:
+    level = library.lamina_noise_level()
+    return NativeNoise(library, level) if level else None
+
+
+def native_noise() -> NativeNoise | None:
+    """The native kernel, or None where it is not built, switched off, or the processor lacks its instructions."""
+    library = native.library()
+    return None if library is None else _bind(library)
+
+
+def noise_version() -> str:
+    """What a journal keeps of how noise is drawn: the same seed gives the same noise only where this is the same."""
+    return NOISE_VERSIONS[native_noise() is not None]
 
 
 # The Gaussian noise of a private step.
@@ -248,33 +331,14 @@ class NoiseSource:
         self, totals: list[torch.Tensor], stds: list[float], indices: list[int], key: bytes, fill: bool, rounded: bool
     ) -> None:
         flat = [x if x.is_contiguous() else x.detach().contiguous() for x in totals]
-        arrays: list[Reals] = [x.detach().numpy().reshape(-1) for x in flat]
-        precise = self._hardened or arrays[0].dtype == np.float64
-        scales = np.array(stds, dtype=np.float64 if precise else np.float32)
         spacing = [rounding_grid(std) for std in stds] if rounded else []
-
-        def put(slot: int, start: int, r: Reals, noise: Reals) -> None:
-            np.multiply(r, noise, out=arrays[slot][start : start + noise.size])
-
-        def add(slot: int, start: int, r: Reals, noise: Reals) -> None:
-            np.multiply(r, noise, out=noise)
-            part = arrays[slot][start : start + noise.size]
-            np.add(part, noise, out=part)
-
-        def add_hardened(slot: int, start: int, r: Reals, noise: Reals) -> None:
-            np.multiply(r, noise, out=noise)
-            add_rounded(arrays[slot][start : start + noise.size], noise, spacing[slot])
-
-        store = add_hardened if rounded else put if fill else add
-        packs = plan_packs(tuple(x.size for x in arrays), tuple(indices))
         threads = torch.get_num_threads() if self._threads is None else self._threads
-        if precise:  # float64 uses torch's own threads: entered from a second one, they would outnumber the cores
-            threads = 1
-
-        def work(stream: KeyStream, pack: Pack, space: NoiseBuffers) -> None:
-            draw_pack(stream, pack, space, scales, precise, store)
-
-        _draw_on_threads(packs, key, threads, work)
+        if (kernel := native_noise()) is not None:
+            kernel.draw(key, flat, stds, spacing, indices, fill=fill, threads=threads)
+        else:
+            arrays = [x.detach().numpy().reshape(-1) for x in flat]
+            precise = self._hardened or flat[0].dtype == torch.float64
+            _draw_in_python(key, arrays, stds, spacing, indices, fill=fill, threads=threads, precise=precise)
         for total, written in zip(totals, flat, strict=True):
             if written is not total:
                 total.detach().copy_(written)
@@ -393,21 +457,41 @@ def _check_tensors(totals: Sequence[torch.Tensor], stds: Sequence[float], tensor
     return indices
 
 
-def _draw_on_threads(
-    packs: tuple[Pack, ...], key: bytes, threads: int, work: Callable[[KeyStream, Pack, NoiseBuffers], None]
-) -> None:
-    """Do every pack, on several threads if there is enough to do."""
+def _draw_in_python(
+    key: bytes, arrays: list[Reals], stds: list[float], spacing: list[float], indices: list[int], *,
+    fill: bool, threads: int, precise: bool,
+) -> None:  # fmt: skip
+    """What `NativeNoise.draw` does, in numpy: the same words, other last digits (NOISE_VERSIONS)."""
+    scales = np.array(stds, dtype=np.float64 if precise else np.float32)
+
+    def put(slot: int, start: int, r: Reals, noise: Reals) -> None:
+        np.multiply(r, noise, out=arrays[slot][start : start + noise.size])
+
+    def add(slot: int, start: int, r: Reals, noise: Reals) -> None:
+        np.multiply(r, noise, out=noise)
+        part = arrays[slot][start : start + noise.size]
+        np.add(part, noise, out=part)
+
+    def add_hardened(slot: int, start: int, r: Reals, noise: Reals) -> None:
+        np.multiply(r, noise, out=noise)
+        add_rounded(arrays[slot][start : start + noise.size], noise, spacing[slot])
+
+    store = add_hardened if spacing else put if fill else add
+    packs = plan_packs(tuple(x.size for x in arrays), tuple(indices))
     rest = iter(packs)
 
     def drain() -> None:
         stream = KeyStream(key)
         for pack in rest:
-            work(stream, pack, noise_buffers())
+            draw_pack(stream, pack, noise_buffers(), scales, precise, store)
 
-    threads = min(threads, len(packs))
-    if threads < 2 or sum(pack.pairs for pack in packs) < CELL_ELEMENTS // 2:
-        drain()
-        return
+    if precise:  # float64 uses torch's own threads: entered from a second one, they would outnumber the cores
+        threads = 1
+    _on_threads(min(threads, len(packs)) if sum(x.size for x in arrays) >= CELL_ELEMENTS else 1, drain)
+
+
+def _on_threads(threads: int, drain: Callable[[], None]) -> None:
+    """Call `drain` on so many threads, the caller's included, until all of them return."""
     others = [_noise_threads().submit(drain) for _ in range(threads - 1)]
     try:
         drain()
