@@ -1,10 +1,11 @@
 """What the noise of a step costs, per parameter, beside torch.randn in the same run.
 
-    python benchmarks/noise.py [--rounds 20] [--json] [--overlap]
+    python benchmarks/noise.py [--rounds 20] [--json] [--overlap | --independence]
 
 Rounds are interleaved. `wall` is the median, `best` the fastest round (the figure to read on a busy machine),
 `cpu` the median of the processor time of all threads, each in nanoseconds per parameter. `--overlap` asks
-instead whether drawing the next step's noise behind the forward and backward pass pays (milliseconds a step).
+instead whether drawing the next step's noise behind the forward and backward pass pays (milliseconds a step);
+`--independence` how far 10^8 draws of two streams are from uncorrelated, in standard deviations.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import statistics
 import sys
 import time
@@ -24,6 +26,9 @@ from torch import nn
 from lamina.engine.noise import NoiseSource, SecureNoise
 
 MLP = (864, 512, 256, 128, 32, 128, 256, 512, 864)
+
+COMPARED = [f"{what}{of}" for what in ("two tensors", "two steps", "neighbours") for of in ("", ", squares")]
+COMPARED += ["beyond 5 sigma"]
 
 
 def models() -> dict[str, list[torch.Tensor]]:
@@ -132,12 +137,34 @@ def overlap(rounds: int) -> dict[str, dict[str, tuple[float, float]]]:
     return result
 
 
+def independence(draws: int = 100_000_000, chunk: int = 1 << 22) -> dict[str, float]:
+    """Correlations of two tensors of a step, of two steps and of neighbours, of values and of squares; tail counts."""
+    source, sums, seen = SecureNoise(), dict.fromkeys(COMPARED, 0.0), 0
+    for step in range(0, -(-draws // chunk)):
+        a, b, c = (torch.empty(chunk, dtype=torch.float64) for _ in range(3))
+        source.fill_many_([a, b], [1.0, 1.0], step=2 * step)
+        source.fill_(c, 1.0, step=2 * step + 1)
+        pairs = {"two tensors": (a, b), "two steps": (a, c), "neighbours": (a[1:], a[:-1])}
+        for name, (x, y) in pairs.items():
+            sums[name] += float(x @ y)
+            sums[f"{name}, squares"] += float((x.square() - 1) @ (y.square() - 1)) / 2
+        sums["beyond 5 sigma"] += int((a.abs() > 5).sum())
+        seen += chunk
+    expected = seen * math.erfc(5 / math.sqrt(2))
+    sums["beyond 5 sigma"] = (sums["beyond 5 sigma"] - expected) / math.sqrt(expected)
+    return {n: round(s if n.startswith("beyond") else s / math.sqrt(seen), 2) for n, s in sums.items()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Nanoseconds per parameter of a step's noise.")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--overlap", action="store_true")
+    parser.add_argument("--independence", action="store_true")
     options = parser.parse_args()
+    if options.independence:
+        json.dump(independence(), sys.stdout, indent=2)
+        return
     if options.overlap:
         torch.set_num_threads(2)
         json.dump(overlap(options.rounds), sys.stdout, indent=2)

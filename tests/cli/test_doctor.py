@@ -20,7 +20,7 @@ def test_names_versions_and_kernels(capsys: pytest.CaptureFixture[str]) -> None:
     code, text = run(capsys, "--json")
     found = json.loads(text)
     assert code == 0 and found["ok"]
-    assert {"python", "torch", "sqlite", "randomness", "cores", "kernels"} <= set(found["checks"])
+    assert {"python", "torch", "sqlite", "randomness", "cores", "kernels", "noise"} <= set(found["checks"])
 
 
 def test_without_native_kernels_it_says_so_and_is_well(capsys: pytest.CaptureFixture[str]) -> None:

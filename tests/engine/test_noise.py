@@ -6,6 +6,7 @@ import copy
 import math
 import os
 import pickle
+from collections.abc import Iterator
 from decimal import Decimal, getcontext
 
 import numpy as np
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from refusals import raises_code
 from scipy import special, stats
 
+from lamina.engine import native
 from lamina.engine.noise import (
     GRID_BITS,
     MAX_RADIUS,
@@ -25,6 +27,7 @@ from lamina.engine.noise import (
     SeededNoise,
     angle,
     cosine,
+    native_noise,
     radius,
     rounding_grid,
     sine,
@@ -289,9 +292,12 @@ def test_workspace_has_room_for_a_cell() -> None:
 # ------------------------------------------------------------------------------------------- the draws
 
 
-@pytest.fixture(scope="module")
-def many() -> np.ndarray:
-    return draw(SeededNoise(20), DRAWS).numpy().astype(np.float64)
+@pytest.fixture(scope="module", params=["native", "numpy"])
+def many(request: pytest.FixtureRequest) -> Iterator[np.ndarray]:
+    with native.switched(request.param == "native"):
+        if request.param == "native" and native_noise() is None:
+            pytest.skip(native.missing() or "the processor lacks the instructions of the native kernel")
+        yield draw(SeededNoise(20), DRAWS).numpy().astype(np.float64)
 
 
 def smirnov(ordered: np.ndarray) -> float:

@@ -87,8 +87,9 @@ def _kernels() -> dict[str, Any]:
         import torch
 
         from lamina.engine import native
+        from lamina.engine.noise import noise_version
     except ImportError:
         return {}
     reason = native.missing()
     text = native.kind() if reason is None else f"the torch rules run: {reason}"
-    return {"kernels": _entry(text), "threads": _entry(str(torch.get_num_threads()))}
+    return {"kernels": _entry(text), "noise": _entry(noise_version()), "threads": _entry(str(torch.get_num_threads()))}

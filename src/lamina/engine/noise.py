@@ -165,7 +165,7 @@ def draw_pack(
 # segment that was begun by the other one is not replayed but charged anew.
 
 NOISE_VERSIONS = {True: "2 native", False: "1 numpy"}
-_PIECE = np.dtype(
+NATIVE_PIECE = np.dtype(
     [("tensor", "u8"), ("block", "u8"), ("size", "i8"), ("out", "u8"), ("std", "f8"), ("spacing", "f8")], align=True
 )
 _FLOAT64, _FILL = 1, 2
@@ -214,7 +214,7 @@ class NativeNoise:
 def _native_pieces(numels: tuple[int, ...], tensors: tuple[int, ...]) -> tuple[NDArray[Any], Words, Words]:
     """The pieces of a call, and of each its tensor's position and its first element."""
     every = [p for slot, (t, n) in enumerate(zip(tensors, numels, strict=True)) for p in cut_into_cells(slot, t, n)]
-    layout = np.zeros(len(every), dtype=_PIECE)
+    layout = np.zeros(len(every), dtype=NATIVE_PIECE)
     for i, piece in enumerate(every):
         layout[i] = piece.tensor, piece.block, piece.size, 0, 0.0, 0.0
     slots, starts = (np.array([getattr(p, name) for p in every], dtype=np.uint64) for name in ("slot", "start"))
