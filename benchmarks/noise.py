@@ -140,7 +140,7 @@ def overlap(rounds: int) -> dict[str, dict[str, tuple[float, float]]]:
 def independence(draws: int = 100_000_000, chunk: int = 1 << 22) -> dict[str, float]:
     """Correlations of two tensors of a step, of two steps and of neighbours, of values and of squares; tail counts."""
     source, sums, seen = SecureNoise(), dict.fromkeys(COMPARED, 0.0), 0
-    for step in range(0, -(-draws // chunk)):
+    for step in range(-(-draws // chunk)):
         a, b, c = (torch.empty(chunk, dtype=torch.float64) for _ in range(3))
         source.fill_many_([a, b], [1.0, 1.0], step=2 * step)
         source.fill_(c, 1.0, step=2 * step + 1)
