@@ -127,7 +127,7 @@ def certify(
     digest = file_digest(weights) if weights.is_file() else None
     conditions = _conditions(facts, evidence, verification, digest, ledger.header.delta)
     plan, header = evidence.plan, ledger.header
-    classes = {entry.name: _class_figures(evidence, facts, header, entry) for entry in plan.classes}
+    classes = {entry.name: _class_figures(evidence, facts, header, entry) for entry in evidence.classes()}
     content = {
         "version": CERTIFICATE_VERSION,
         "private": all(each.holds for each in conditions),
@@ -143,8 +143,8 @@ def certify(
         "classes": classes,
         "layers": _layers(evidence),
         "conditions": [each.to_dict() for each in conditions],
-        "assumptions": _assumptions(plan, header),
-        "not_covered": _not_covered(facts, plan),
+        "assumptions": _assumptions(facts, plan, header),
+        "not_covered": _not_covered(facts, evidence),
     }  # fmt: skip
     content["statement"] = plain_statement(content)
     return Certificate(content=content)
@@ -283,6 +283,10 @@ def _conditions(
     checks = {
         "ledger": (verification.verified, f"the ledger does not verify: {problem}"),
         "recorded": (not held and not evidence.later, "steps of the run are charged but not in a signed record yet"),
+        "steps": (
+            facts.steps == evidence.steps,
+            f"the run says that it took {facts.steps} steps, and the ledger records {evidence.steps}",
+        ),
         "finished": (bool(written), "the run has not ended: it has no final weights"),
         "weights": (
             digest is not None and digest == written,
@@ -291,7 +295,7 @@ def _conditions(
         "sound_plan": (not printed, "the plan reproduces a printed mechanism, whose noise is too small"),
         "finite": (_all_finite(evidence), "a private class was not charged as a whole, or no finite ε of it is proven"),
         "delta": (
-            all(e.public or e.population is None or delta * e.population < 1 for e in evidence.plan.classes),
+            all(e.public or e.population is None or delta * e.population < 1 for e in evidence.classes()),
             "δ is not below one over the population: publishing somebody's data whole would be within the promise",
         ),
     }
@@ -306,7 +310,7 @@ def _all_finite(evidence: RunEvidence) -> bool:
     return charged and all(math.isfinite(evidence.spending.epsilon(bound)) for bound in evidence.bounds())
 
 
-def _assumptions(plan: StepPlan, header: Header) -> list[str]:
+def _assumptions(facts: RunFacts, plan: StepPlan, header: Header) -> list[str]:
     amplified = find_accountant(header.accountant).amplified and not plan.injection.raw
     return [
         "Each contribution's gradient is clipped as the plan says, and the noise of the plan is added at every step.",
@@ -319,11 +323,16 @@ def _assumptions(plan: StepPlan, header: Header) -> list[str]:
             else []
         ),
         "Noise and sampling coins come from a cryptographically secure generator and are not kept.",
+        *(
+            f"No contribution of class {name} was used more than {cap} times. The run counted that itself; the figures "
+            "without amplification rest on it."
+            for name, cap in facts.max_occurrences.items()
+        ),
     ]
 
 
-def _not_covered(facts: RunFacts, plan: StepPlan) -> list[str]:
-    zero_out = "zero-out" in str(facts.conditions.get("adjacency", plan.adjacency))
+def _not_covered(facts: RunFacts, evidence: RunEvidence) -> list[str]:
+    zero_out = "zero-out" in str(facts.conditions.get("adjacency", evidence.plan.adjacency))
     found = [
         *(
             ["How many took part: their number is public here, and ε compares content with nothing in its place."]
@@ -332,9 +341,9 @@ def _not_covered(facts: RunFacts, plan: StepPlan) -> list[str]:
         "Who took part: the ledger records members. What is protected is the content of a contribution.",
         "Choices made by looking at private data outside this run, such as tuning: ε excludes tuning.",
         "A person who is behind several contributions: ε is per unit as stated.",
+        "What the weights had learned before this run began: ε over all runs has it, if this ledger has those runs.",
     ]
-    if any(entry.public for entry in plan.classes):
-        public = ", ".join(entry.name for entry in plan.classes if entry.public)
+    if public := ", ".join(entry.name for entry in evidence.classes() if entry.public):
         found.append(f"Data of public classes ({public}): it has no protection.")
     if not facts.conditions.get("hardened"):
         found.append("Attacks on floating-point rounding of the noise: the run did not use hardened noise.")

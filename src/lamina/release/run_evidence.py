@@ -17,7 +17,7 @@ from lamina.ledger.reader import LedgerReader
 from lamina.ledger.records import Epoch, SegmentOutcome
 from lamina.ledger.signed_checkpoint import LedgerCheckpoint, parse_checkpoint
 from lamina.ledger.spending import Spending
-from lamina.plan.step_plan import StepPlan
+from lamina.plan.step_plan import PlannedClass, StepPlan
 from lamina.spend.accounts import RecordedSpend, account_name
 
 WEIGHTS = "model.safetensors"
@@ -131,6 +131,21 @@ class RunEvidence:
     def plan(self) -> StepPlan:
         """The plan of its last epoch."""
         return self.plans[self.epochs[-1][1].plan]
+
+    @property
+    def steps(self) -> int:
+        """The step that the model is at: where the last segment ends whose steps are in it."""
+        closed = [s for _, epoch in self.epochs for s in epoch.segments if s.outcome is SegmentOutcome.CLOSED]
+        return closed[-1].last if closed else 0
+
+    def classes(self) -> list[PlannedClass]:
+        """The classes of all plans of the run, each as its newest plan has it; as a private one, if it ever was that."""
+        found: dict[str, PlannedClass] = {}
+        for _, epoch in self.epochs:
+            for entry in self.plans[epoch.plan].classes:
+                if not entry.public or found.get(entry.name, entry).public:
+                    found[entry.name] = entry
+        return list(found.values())
 
     @property
     def spending(self) -> Spending:

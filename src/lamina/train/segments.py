@@ -50,6 +50,8 @@ from lamina.train.membership import LedgerMembership
 from lamina.train.run import Run, adaptive_budget_fits, charges_due, repair_ledger, reserve_plan, reserve_rest
 from lamina.train.training_checkpoint import TrainingCheckpoint, TrainingState, tensor_bytes
 
+OPTIONS_DIFFER = "options differ from those of"  # in the notes of a run that was resumed with others
+
 
 class ResumeAction(enum.Enum):
     """What resuming a pending segment means."""
@@ -336,10 +338,10 @@ class Segments:
         self._written_by, self._after = snapshot.state["nonce"], snapshot.state["generation"]
         self.state.restore(snapshot)
         if snapshot.state["settings"] != self.settings and self.state.step == self.plan.steps:
-            self.note("optimiser, loss, model or options differ from those of this run, which has finished: no effect")
+            self.note(f"optimiser, loss, model or {OPTIONS_DIFFER} this run, which has finished: no effect")
         elif snapshot.state["settings"] != self.settings:
             changes = self.state.apply_given()
-            self.note(f"optimiser, scheduler, loss, model or options differ from those of the checkpoint: {changes}")
+            self.note(f"optimiser, scheduler, loss, model or {OPTIONS_DIFFER} the checkpoint: {changes}")
 
     def _check(self, snapshot: TrainingCheckpoint, index: int) -> None:
         """Refuse a checkpoint that is not this run's, or not the one that its journal closed."""

@@ -44,10 +44,11 @@ from lamina.train.run_output import (
     make_progress,
     withhold_text,
 )
-from lamina.train.segments import Segments, settings_digest
+from lamina.train.segments import OPTIONS_DIFFER, Segments, settings_digest
 from lamina.train.target_check import TARGETS_NOT_COMPARED, TargetCheck
 from lamina.train.trainer_checks import (
     NOT_PROBED_NOTE,
+    RAW_SHOWN_NOTE,
     ZERO_OUT,
     check_accounts_signed,
     check_caps,
@@ -58,6 +59,7 @@ from lamina.train.trainer_checks import (
     check_trainer_arguments,
     check_trainer_options,
     epsilon_bounds_of_policy,
+    raw_shown_before,
     rehearse,
 )
 from lamina.train.training_checkpoint import MovingAverage, TrainingState
@@ -237,6 +239,8 @@ class Trainer:
         self.corpus.refresh()
         self._rehearse()
         self.state.notes[:] = self._notes if self._engine.probed else [*self._notes, NOT_PROBED_NOTE]
+        if (self.inside and not isinstance(self.progress, TerminalProgress)) or raw_shown_before(self.folder):
+            self.state.notes.append(RAW_SHOWN_NOTE)
         publisher = Publisher(
             self.plan, self.evaluate, caps=self.max_occurrences, progress=self.progress, notes=self.state.notes,
             callbacks=self.callbacks,
@@ -273,15 +277,15 @@ class Trainer:
         """What a certificate asks of a run and no ledger shows."""
         planned = {name for layer in self.plan.layers for name in layer.parameters}
         trained = {name for name, tensor in self.model.named_parameters() if tensor.requires_grad}
-        shown = self.inside and not isinstance(self.progress, TerminalProgress)
+        notes = self.state.notes  # of every session of the run, not of the last one alone
         return {
             "noise": "secure" if self._engine.private else "seeded",
             "sampling": "poisson",
             "adjacency": ZERO_OUT if self.corpus.public_number else self.plan.adjacency,
-            "probed": NOT_PROBED_NOTE not in self.state.notes,
+            "probed": NOT_PROBED_NOTE not in notes,
             "covered": trained <= planned,
-            "raw_figures": "given to a progress of the user's own" if shown else "none",
-            "hardened": self.hardened,
+            "raw_figures": "given to a progress of the user's own" if RAW_SHOWN_NOTE in notes else "none",
+            "hardened": self.hardened and not any(OPTIONS_DIFFER in note for note in notes),
         }
 
     def _next(self, segments: Segments, publisher: Publisher) -> AttemptOpened | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -247,6 +248,13 @@ def _check_class_depth(plan: StepPlan, k: int, reach: Reach, layer_of: dict[str,
 
 ZERO_OUT = "zero-out at a public number of contributions"  # what ε compares where nobody declared a population
 NOT_PROBED_NOTE = "not probed: ε holds only if examples do not influence each other in augmentation, model and loss"
+RAW_SHOWN_NOTE = "raw losses of private data were given to a progress of the user's own: no certificate is signed"
+
+
+def raw_shown_before(folder: Path) -> bool:
+    """Whether an earlier session of the run in a folder gave raw losses away, even if it got to no checkpoint."""
+    path = folder / "metrics.json"
+    return path.is_file() and RAW_SHOWN_NOTE.encode() in path.read_bytes()
 
 
 def rehearse(

@@ -1,0 +1,118 @@
+"""The certificate of a run that went on in another session: what holds must hold of every session, plan and class."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from refusals import raises_code
+from torch import nn
+
+import lamina
+from lamina.ledger.reader import LedgerReader
+from lamina.release.certificate import Certificate, certify
+
+POLICY = """
+[corpus]
+origin = "example.org/resumed"
+delta = 1e-5
+[class.clinical]
+population = 60
+"""
+TWO_CLASSES = POLICY + "[class.sensitive]\npopulation = 40\n"
+
+
+class StopAfter(lamina.Callback):
+    """Fails once so many segments are closed, as a crash would."""
+
+    def __init__(self, segments: int) -> None:
+        self._left = segments
+
+    def on_segment(self, figures: Any) -> None:
+        self._left -= 1
+        if not self._left:
+            raise RuntimeError("crash")
+
+
+class Shown:
+    """A progress of the user's own, which could write down what it is given."""
+
+    def __init__(self) -> None:
+        self.losses: list[float | None] = []
+
+    def step(self, step: int, loss: float | None) -> None:
+        self.losses.append(loss)
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *given, **named: None
+
+
+def trainer(folder: Path, policy: str = POLICY, **options: Any) -> lamina.Trainer:
+    (folder / "policy.toml").write_text(policy)
+    terms = lamina.Policy.load(folder / "policy.toml")
+    torch.manual_seed(0)
+    classes = ["clinical"] * 60 + ["sensitive"] * 40 * ("sensitive" in policy)
+    model, x = nn.Linear(4, 2), torch.randn(len(classes), 4)
+    corpus = lamina.Corpus(x, (x.sum(1) > 0).long(), policy=terms, cls=classes)
+    epsilon = dict.fromkeys(dict.fromkeys(classes), 2.0)
+    plan = lamina.make_plan(lamina.LayerStack.from_model(model), terms, batch=20, steps=6, epsilon=epsilon)
+    options = {"progress": False, "segment": 1, **options}
+    return lamina.Trainer(
+        model, torch.optim.SGD(model.parameters(), 0.1), nn.CrossEntropyLoss(reduction="none"), corpus, plan,
+        folder=folder / "runs" / "first", **options,
+    )  # fmt: skip
+
+
+def half_of_a_run(folder: Path, policy: str = POLICY, **options: Any) -> None:
+    with raises_code("train.user-code-failed"):
+        trainer(folder, policy, callbacks=[StopAfter(3)], **options).fit()
+
+
+def failing(found: Certificate) -> set[str]:
+    return {each["name"] for each in found.content["conditions"] if not each["holds"]}
+
+
+def test_a_class_of_an_earlier_plan_is_certified_too(tmp_path: Path) -> None:
+    half_of_a_run(tmp_path, TWO_CLASSES)
+    found = trainer(tmp_path).fit().certificate
+    assert found.private and found.epsilon("sensitive") == pytest.approx(1.5, abs=0.5)
+    assert "Class sensitive" in found.content["statement"]
+
+
+def test_raw_losses_of_an_earlier_session_count(tmp_path: Path) -> None:
+    shown = Shown()
+    half_of_a_run(tmp_path, inside=True, progress=shown)
+    assert any(isinstance(loss, float) for loss in shown.losses)
+    for _ in range(2):  # to its end, and once more when it has ended
+        assert failing(trainer(tmp_path).fit().certificate) == {"raw_figures"}
+
+
+def test_raw_losses_of_a_session_that_got_to_no_checkpoint_count(tmp_path: Path) -> None:
+    half_of_a_run(tmp_path)
+
+    class Crash(Shown):
+        def step(self, step: int, loss: float | None) -> None:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        trainer(tmp_path, inside=True, progress=Crash()).fit()
+    assert failing(trainer(tmp_path).fit().certificate) == {"raw_figures"}
+
+
+def test_noise_that_was_hardened_only_at_the_end_is_not_hardened(tmp_path: Path) -> None:
+    half_of_a_run(tmp_path)
+    for _ in range(2):
+        found = trainer(tmp_path, hardened=True).fit().certificate
+        assert found.private and any("floating-point" in each for each in found.content["not_covered"])
+
+
+def test_the_steps_are_those_of_the_ledger(tmp_path: Path) -> None:
+    outcome = trainer(tmp_path).fit()
+    assert outcome.certificate.private
+    path = outcome.folder / "metrics.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"steps": 60}))
+    with LedgerReader.read_only(outcome.folder / "ledger.db") as ledger:
+        assert failing(certify(outcome.folder, ledger)) == {"steps"}
