@@ -117,7 +117,8 @@ def oracle(manifest: Manifest, query: Query, withdrawn: Mapping[str, int]) -> bo
         inside = depth is None or depth[0] <= layer.depth <= depth[1]
         if layer.name in own or (meant and inside and layer.name not in every):
             drawn.append(layer)
-    if not drawn:
+    on = [layer.name for layer in posture.layers if layer.name in own or layer.name not in every]
+    if not drawn or any(not any(fnmatchcase(name, p) for name in on) for p in patterns):
         return False
     for layer in drawn:
         for name in layer.classes:
@@ -184,6 +185,7 @@ def test_a_release_is_served_by_its_rights(release: Path, key: PrivateKey) -> No
     assert reasons(gate.decide(query(generation_class="head", max_epsilon=1.5))) == {"epsilon-too-large"}
     assert reasons(gate.decide(query(classes=frozenset(["clinical", "open"])))) == {"class-not-allowed"}
     assert reasons(gate.decide(query(min_noise_multiplier=1e3))) == {"noise-too-small"}
+    assert reasons(gate.decide(query(layers=("0", "2", "encoder.7")))) == {"draws-on-unknown"}  # also beside known ones
     found = gate.decide(query(classes=frozenset(), purpose="ads", max_epsilon=0.1, min_noise_multiplier=99))
     assert len(found.reasons) == 4 * 2 + 2  # every reason of every class; a public one has neither ε nor noise
     assert "no direct gradient" in found.to_dict()["note"]
@@ -196,6 +198,13 @@ def test_without_a_ledger_it_goes_stale_and_expires(release: Path, key: PrivateK
     assert reasons(gate.decide(query())) == {"stale"}
     now[0] += 400 * 86_400
     assert reasons(gate.decide(query())) == {"stale", "expired"}
+
+
+def test_a_clock_that_is_set_back_makes_nothing_fresh(release: Path, key: PrivateKey) -> None:
+    now = [time.time()]
+    gate = ReleaseGate(release, key.public, clock=lambda: now[0])
+    now[0] -= 86_400
+    assert reasons(gate.decide(query())) == {"stale"}
 
 
 def test_the_weights_are_those_of_the_manifest(release: Path, trained: Trained, key: PrivateKey) -> None:
@@ -224,18 +233,21 @@ MALFORMED: list[Any] = [
     {"rights": {"classes": [], "max_epsilon": float("nan"), "min_noise_multiplier": 0, "purpose": "care"}},
     {"rights": {"classes": [], "max_epsilon": 1, "min_noise_multiplier": 0, "purpose": "care", "admin": True}},
     {"rights": {"classes": [[]], "max_epsilon": 1, "min_noise_multiplier": 0, "purpose": "care"}},
+    {"rights": {"classes": ["x" * 513], "max_epsilon": 1, "min_noise_multiplier": 0, "purpose": "care"}},
+    {"rights": {"classes": [], "max_epsilon": 1, "min_noise_multiplier": 0, "purpose": "x" * 513}},
 ]  # fmt: skip
 GOOD = {"classes": ["clinical"], "max_epsilon": 1, "min_noise_multiplier": 0, "purpose": "care"}
 MALFORMED += [
     {"rights": GOOD, "draws_on": draws}
     for draws in (
-        [], {"layers": "all"}, {"layers": [1]}, {"layers": ["x"] * 65}, {"depth": [1]}, {"depth": ["a", "b"]}, {"depth": 1},
+        [], {"layers": "all"}, {"layers": [1]}, {"layers": ["x"] * 65}, {"layers": ["*a" * 128] * 17},
+        {"depth": [1]}, {"depth": ["a", "b"]}, {"depth": 1},
         {"adapter": ""}, {"adapter": 3}, {"generation_class": "a", "layers": ["b"]}, {"everything": True},
     )
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("plain", MALFORMED, ids=str)
+@pytest.mark.parametrize("plain", MALFORMED, ids=lambda plain: str(plain)[:80])
 def test_a_query_that_cannot_be_read_is_refused(plain: Any) -> None:
     with raises_code("release.query-invalid"):
         Query.from_dict(plain)

@@ -14,6 +14,7 @@ from lamina.admit.keys import PrivateKey
 from lamina.ledger.governance_records import WithdrawalReason
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.withdrawal import withdraw
+from lamina.ledger.writer import Ledger
 from lamina.release.gate import Query, ReleaseGate, Rights
 from lamina.release.manifest import GatePolicy, make_release
 
@@ -69,6 +70,46 @@ def test_a_withdrawal_that_somebody_hides_in_the_store_denies(ward: Trained, ser
     with LedgerReader.read_only(ward.ledger) as reader:
         codes = {each.code for each in ReleaseGate(served, key.public, ledger=reader).decide(rights()).reasons}
     assert codes == {"ledger-not-verified"}
+
+
+def test_a_withdrawn_contribution_that_somebody_changes_in_the_store_denies(
+    ward: Trained, served: Path, key: PrivateKey
+) -> None:
+    """The class of a withdrawal stands in the leaf of the contribution, which lies before the release."""
+    take_back(ward, "clinical")
+    sql = "UPDATE leaf SET (data, body) = (SELECT data, body FROM leaf WHERE seq = 0) WHERE seq = ?"
+    with closing(sqlite3.connect(ward.ledger)) as db:
+        db.execute(sql, (ward.someone("clinical"),))
+        db.commit()
+    with LedgerReader.read_only(ward.ledger) as reader:
+        codes = {each.code for each in ReleaseGate(served, key.public, ledger=reader).decide(rights()).reasons}
+    assert codes == {"ledger-not-verified"}
+
+
+def test_a_clock_that_is_set_back_hides_no_withdrawal(ward: Trained, served: Path, key: PrivateKey) -> None:
+    now = [time.time()]
+    with LedgerReader.read_only(ward.ledger) as reader:
+        gate = ReleaseGate(served, key.public, ledger=reader, clock=lambda: now[0])
+        assert gate.decide(rights()).allowed
+        take_back(ward, "sensitive")
+        now[0] -= 3600
+        assert {each.code for each in gate.decide(rights()).reasons} == {"withdrawn"}
+
+
+def test_a_withdrawal_that_was_seen_is_not_forgotten(ward: Trained, served: Path, key: PrivateKey) -> None:
+    """It is in the ledger, not signed yet; then somebody puts the ledger of before back."""
+    before, now = ward.ledger.read_bytes(), [time.time()]
+    with LedgerReader.read_only(ward.ledger) as reader:
+        gate = ReleaseGate(served, key.public, ledger=reader, clock=lambda: now[0])
+        with Ledger.open(ward.ledger) as ledger:  # without its key
+            withdraw(ledger, str(ward.someone("sensitive")), WithdrawalReason.REQUEST)
+        assert {each.code for each in gate.decide(rights()).reasons} == {"withdrawn"}
+        now[0] += 1
+    ward.ledger.write_bytes(before)
+    with LedgerReader.read_only(ward.ledger) as reader:
+        assert gate._follower is not None
+        gate._follower._ledger = reader
+        assert {each.code for each in gate.decide(rights()).reasons} == {"withdrawn"}
 
 
 def test_a_ledger_of_another_corpus_is_refused(served: Path, trained: Trained, key: PrivateKey) -> None:

@@ -14,20 +14,23 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import threading
 import time as system
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
+from fnmatch import translate
+from functools import reduce
+from operator import or_
 from pathlib import Path
 from typing import Any
 
-from lamina.admit.keys import PublicKey, format_utc
+from lamina.admit.keys import CLOCK_SKEW, PublicKey, format_utc
 from lamina.errors import EncodingError, LaminaError, NotVerified
 from lamina.ledger.governance_records import Role
-from lamina.ledger.merkle import Frontier, leaf_hash
+from lamina.ledger.merkle import Frontier, leaf_hash, root_from_inclusion
 from lamina.ledger.reader import LedgerReader
-from lamina.ledger.records import decode_leaf
+from lamina.ledger.records import Leaf, decode_leaf
 from lamina.ledger.signed_checkpoint import LedgerCheckpoint, NoteKey, parse_checkpoint, verify_checkpoint
 from lamina.ledger.verify.tree_checks import KnownCheckpoint, Trust
 from lamina.release.manifest import Manifest, open_inside, verify_release
@@ -36,6 +39,8 @@ from lamina.release.run_evidence import WEIGHTS
 from lamina.validate import number
 
 MAX_PATTERNS = 64
+MAX_PATTERN_CHARACTERS = 4096  # of all patterns together: each is tried on every layer
+_MAX_NAME = 512  # characters
 _MAX_REMEMBERED = 4096  # of what queries draw on, if all of them differ
 REFRESH_SECONDS = 0.25  # between two looks at the ledger: a fresh withdrawal counts within a second
 
@@ -62,8 +67,9 @@ class Rights:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "classes", frozenset(self.classes))
-        if not all(isinstance(name, str) for name in (*self.classes, self.purpose)) or len(self.classes) > 1024:
-            raise _invalid("classes must be names and purpose a text")
+        texts = (*self.classes, self.purpose)
+        if not all(isinstance(each, str) and len(each) <= _MAX_NAME for each in texts) or len(self.classes) > 1024:
+            raise _invalid(f"classes and purpose must be texts of at most {_MAX_NAME} characters, 1024 classes at most")
         if type(self.accept_withdrawn) is not bool:
             raise _invalid(f"accept_withdrawn is {self.accept_withdrawn!r}, must be true or false")
         for name in ("max_epsilon", "min_noise_multiplier"):
@@ -95,8 +101,10 @@ class Query:
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", tuple(self.layers))
         texts = (*self.layers, *(t for t in (self.adapter, self.generation_class, self.scope) if t is not None))
-        if len(self.layers) > MAX_PATTERNS or not all(isinstance(t, str) and 0 < len(t) <= 512 for t in texts):
+        if len(self.layers) > MAX_PATTERNS or not all(isinstance(t, str) and 0 < len(t) <= _MAX_NAME for t in texts):
             raise _invalid(f"it names more than {MAX_PATTERNS} layers, or something that is no name")
+        if sum(map(len, self.layers)) > MAX_PATTERN_CHARACTERS:
+            raise _invalid(f"its patterns have more than {MAX_PATTERN_CHARACTERS} characters: name a generation class")
         if self.depth is not None:
             low, high = (number(EncodingError, "release.query-invalid", depth=each) for each in self.depth)
             object.__setattr__(self, "depth", (low, high))
@@ -324,7 +332,17 @@ class GateRule:
             reasons.append(DenialReason(code="base-not-frozen", text=text))
         own = {name for each in mine for name in each.layers}
         others = {name for each in self._all_adapters() for name in each.layers} - own
-        chosen = self._chosen_layers(query) & ~self._bits(name in others for name in self._names)
+        usable = self._bits(name not in others for name in self._names)
+        matching = [self._bits(map(re.compile(translate(each)).match, self._names)) for each in query.layers]
+        for pattern in (p for p, bits in zip(query.layers, matching, strict=True) if not bits & usable):
+            text = f"no layer that is switched on is called {pattern!r}"
+            reasons.append(DenialReason(code="draws-on-unknown", text=text))
+        chosen = usable
+        if matching:
+            chosen &= reduce(or_, matching)
+        if query.depth is not None:
+            low, high = query.depth
+            chosen &= self._bits(low <= depth <= high for depth in self._depths)
         chosen |= self._bits(name in own for name in self._names)
         if not chosen:
             return _unknown("it draws on no layer of the model")
@@ -332,16 +350,6 @@ class GateRule:
 
     def _all_adapters(self) -> list[AdapterPosture]:
         return [each for group in self._adapters.values() for each in group]
-
-    def _chosen_layers(self, query: Query) -> int:
-        """The layers that the patterns mean and the band holds; all if the query names neither."""
-        chosen = (1 << len(self._names)) - 1
-        if query.layers:
-            chosen &= self._bits(any(fnmatchcase(name, p) for p in query.layers) for name in self._names)
-        if query.depth is not None:
-            low, high = query.depth
-            chosen &= self._bits(low <= depth <= high for depth in self._depths)
-        return chosen
 
     def _base_trained(self) -> str:
         """Why the base cannot be offered without its adapters: it was trained with them."""
@@ -384,7 +392,7 @@ class ReleaseGate:
         self.rule = GateRule(self.manifest)
         self._withdrawn: Mapping[str, int] = self.manifest.posture.withdrawn
         self._as_of, self._failed = self.manifest.created, ""
-        self._lock, self._next_look = threading.Lock(), 0.0
+        self._lock, self._looked = threading.Lock(), float("-inf")
         self._follower = None if ledger is None else _LedgerFollower(ledger, self.manifest, trust)
 
     def decide(self, query: Query) -> Decision:
@@ -401,24 +409,24 @@ class ReleaseGate:
             found.append(DenialReason(code="expired", text=text))
         if self._failed:
             found.append(DenialReason(code="ledger-not-verified", text=f"withdrawals are not known: {self._failed}"))
-        elif self._follower is None and now - self._as_of > self.manifest.gate.max_age:
+        elif self._follower is None and not -CLOCK_SKEW <= now - self._as_of <= self.manifest.gate.max_age:
             text = f"withdrawals are known up to {format_utc(self._as_of)} only: give the gate the ledger, or a newer release"
             found.append(DenialReason(code="stale", text=text))
         return found
 
     def _look(self, now: float) -> None:
         """Follow the ledger, at most every quarter of a second. What cannot be verified denies every query."""
-        if self._follower is None or now < self._next_look:
+        if self._follower is None or 0 <= now - self._looked < REFRESH_SECONDS:  # below 0: the clock was set back
             return
         with self._lock:
-            if now < self._next_look:
+            if 0 <= now - self._looked < REFRESH_SECONDS:
                 return
             try:
                 self._withdrawn = self._follower.withdrawn()
                 self._as_of, self._failed = int(now), ""
             except LaminaError as error:
                 self._failed = error.problem
-            self._next_look = now + REFRESH_SECONDS
+            self._looked = now
 
     def weights(self) -> bytes:
         """The weights: the very bytes whose hash is in the manifest, whatever happened to the file since."""
@@ -454,7 +462,7 @@ class _LedgerFollower:
         self._ledger, self._trust, self._manifest = ledger, trust, manifest
         self._seen: tuple[int, str | None] = (0, None)  # size and checkpoint at the last look
         self._frontier: Frontier | None = None  # at the last signed checkpoint that was checked
-        self._counter = WithdrawalCounter(ledger, manifest.posture.eligible, manifest.posture.withdrawn)
+        self._counter = WithdrawalCounter(self._proven_leaf, manifest.posture.eligible, manifest.posture.withdrawn)
         self._counts: Mapping[str, int] = self._counter.counts
 
     def withdrawn(self) -> Mapping[str, int]:
@@ -482,7 +490,15 @@ class _LedgerFollower:
                 if frontier.root() != signed.root:
                     raise _forked(signed.size)
                 self._frontier, self._counter = frontier, counter
-        self._counts = counter.counts
+        self._counts = {name: max(n, self._counts.get(name, 0)) for name, n in counter.counts.items()}  # never fewer
+
+    def _proven_leaf(self, seq: int) -> Leaf:
+        """A leaf of the tree that the manifest states, by an inclusion proof: a row of a table is no evidence."""
+        size, data = int(self._manifest.ledger["size"]), self._ledger.raw(seq)
+        root = root_from_inclusion(leaf_hash(data.leaf), seq, size, self._ledger.prove(seq, size))
+        if root is None or root.hex() != self._manifest.ledger["root"]:
+            raise _forked(size)
+        return decode_leaf(data)
 
     def _signed_head(self, text: str | None) -> LedgerCheckpoint:
         least = int(self._manifest.ledger["size"]) if self._frontier is None else self._frontier.size

@@ -8,7 +8,7 @@ the same at every layer.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,14 +99,28 @@ class Posture:
         if unknown or not layers or len(set(names)) < len(names) or plain["withdrawn"].keys() - classes.keys():
             raise ValueError("layers, classes and withdrawals do not fit together")
         first, last = map(int, plain["eligible"])
+        adapters = tuple(_read(AdapterPosture, each) for each in plain["adapters"])
+        _check_types(classes.values(), layers, plain["withdrawn"].values())
         return cls(
             classes=classes,
             layers=layers,
-            adapters=tuple(_read(AdapterPosture, each) for each in plain["adapters"]),
+            adapters=adapters,
             eligible=(first, last),
             withdrawn={name: int(count) for name, count in plain["withdrawn"].items()},
             as_of_size=int(plain["as_of_size"]),
         )
+
+
+def _check_types(classes: Iterable[ClassPosture], layers: Iterable[LayerPosture], counts: Iterable[object]) -> None:
+    """ValueError unless figures are finite and not negative, purposes texts, and public is true or false."""
+    figures: list[object] = [*counts, *(each for layer in layers for each in (layer.depth, layer.noise_std))]
+    for each in classes:
+        figures += [value for value in (each.epsilon, each.noise_multiplier) if value is not None]
+        texts = type(each.purposes) is tuple and all(type(purpose) is str for purpose in each.purposes)
+        if not texts or type(each.public) is not bool:
+            raise ValueError(f"class {each.name!r} has purposes or a publicness of a wrong type")
+    if not all(isinstance(value, int | float) and 0 <= value < math.inf for value in figures):
+        raise ValueError("a figure of the posture is no finite number, or negative")
 
 
 def _plain(each: Any, *without: str) -> dict[str, Any]:
@@ -126,7 +140,7 @@ def read_posture(ledger: LedgerReader, runs: Sequence[RunEvidence]) -> Posture:
     names = list(dict.fromkeys(entry.name for run in runs for plan in run.plans.values() for entry in plan.classes))
     segments = [each for run in runs for _, epoch in run.closed() for each in epoch.segments]
     eligible = (min(each.eligibility for each in segments), max(each.eligibility for each in segments))
-    counter, size = WithdrawalCounter(ledger, eligible), runs[-1].checkpoint.size
+    counter, size = WithdrawalCounter(ledger.leaf, eligible), runs[-1].checkpoint.size
     for leaf in ledger.of_kind(Withdrawal, 0, size):
         counter.see(leaf)
     return Posture(
@@ -204,12 +218,12 @@ def _adapters(ledger: LedgerReader, layers: Sequence[LayerPosture]) -> Iterable[
 
 
 class WithdrawalCounter:
-    """Counts, by class, the contributions that may be in a model and were withdrawn."""
+    """Counts, by class, the contributions that may be in a model and were withdrawn. `leaf_at` reads the leaf of one."""
 
     def __init__(
-        self, ledger: LedgerReader, eligible: tuple[int, int], counts: Mapping[str, int] | None = None
+        self, leaf_at: Callable[[int], Leaf], eligible: tuple[int, int], counts: Mapping[str, int] | None = None
     ) -> None:
-        self._ledger, self._eligible = ledger, eligible
+        self._leaf_at, self._eligible = leaf_at, eligible
         self.counts = dict(counts or {})
 
     def see(self, leaf: Leaf) -> None:
@@ -219,10 +233,10 @@ class WithdrawalCounter:
         first, last = self._eligible
         if leaf.seq < first or leaf.record.target >= last:
             return
-        target = self._ledger.leaf(leaf.record.target).record
+        target = self._leaf_at(leaf.record.target).record
         if isinstance(target, ContributionRecord | KeptContribution):
             self.counts[target.bound[0]] = self.counts.get(target.bound[0], 0) + 1
 
     def copy(self) -> WithdrawalCounter:
         """To count on from here without changing this."""
-        return WithdrawalCounter(self._ledger, self._eligible, self.counts)
+        return WithdrawalCounter(self._leaf_at, self._eligible, self.counts)
