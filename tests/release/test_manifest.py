@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -20,7 +21,7 @@ from lamina.admit.keys import PrivateKey, parse_utc
 from lamina.ledger.governance_records import Release
 from lamina.ledger.verify.tree_checks import KnownCheckpoint, Trust
 from lamina.ledger.verify.verifier import verify
-from lamina.release.manifest import make_release, read_manifest, verify_release
+from lamina.release.manifest import make_release, open_inside, read_manifest, verify_release
 from lamina.release.signed import sign_statement
 
 
@@ -94,6 +95,34 @@ def test_files_that_do_not_belong_there(release: Path, key: PrivateKey, tmp_path
     assert codes(release, key) >= {"release.not-a-file"}
 
 
+def test_a_folder_that_does_not_belong_there(release: Path, key: PrivateKey) -> None:
+    """Nobody may look into it, perhaps; so it is refused itself."""
+    (release / "hidden").mkdir(mode=0o311)
+    assert codes(release, key) == {"release.extra-file"}
+
+
+def test_names_of_files_are_shown_without_commands_to_a_terminal(release: Path, key: PrivateKey) -> None:
+    (release / "\x1b[2Ja: trusted\n").write_text("x")
+    Path(os.fsdecode(bytes(release) + b"/\xff")).write_text("x")
+    found = verify_release(release, trust=Trust(plain=(key.public,)))
+    assert len(found.problems) == 2 and all(str(each).isprintable() for each in found.problems)
+
+
+def test_no_file_outside_is_read(release: Path, key: PrivateKey, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even one that a signed manifest names as its certificate."""
+    shutil.copy(release / "certificate.cose", release.parent / "certificate.cose")
+    resign(release, key, lambda p: p["certificates"][0].update(signed="../certificate.cose"))
+    opened: list[str] = []
+
+    def remember(folder: Path, name: str) -> int:
+        opened.append(name)
+        return open_inside(folder, name)
+
+    monkeypatch.setattr("lamina.release.manifest.open_inside", remember)
+    assert "release.certificate-wrong" in codes(release, key)
+    assert opened and not any(".." in name for name in opened)
+
+
 def test_a_link_instead_of_a_folder_is_refused(release: Path, key: PrivateKey, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (release / "more").symlink_to(tmp_path / "elsewhere")
@@ -152,6 +181,17 @@ FORGED: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "text as ε": (lambda p: p["posture"]["classes"]["clinical"].update(epsilon="0.1"), "release.manifest-malformed"),
     "text as noise": (lambda p: p["posture"]["layers"][0].update(noise_std="9"), "release.manifest-malformed"),
     "text as certificates": (lambda p: p.update(certificates="x"), "release.certificate-missing"),
+    "more noise of a class": (
+        lambda p: p["posture"]["classes"]["clinical"].update(noise_multiplier=99.0),
+        "release.posture-differs",
+    ),
+    "other δ": (lambda p: p["posture"]["classes"]["clinical"].update(delta=1e-12), "release.posture-differs"),
+    "other unit": (lambda p: p["posture"]["classes"]["clinical"].update(unit="patient"), "release.posture-differs"),
+    "text as purposes": (
+        lambda p: p["posture"]["classes"]["clinical"].update(purposes="care"),
+        "release.manifest-malformed",
+    ),
+    "fewer than nobody": (lambda p: p["posture"]["withdrawn"].update(clinical=-1), "release.manifest-malformed"),
     "extra field": (lambda p: p.update(allow=True), "release.manifest-malformed"),
     "allow by default": (lambda p: p["gate"].update(default="allow"), "release.manifest-malformed"),
 }
@@ -175,6 +215,15 @@ def test_an_older_ledger_head_than_one_saw(release: Path, trained: Trained, key:
     with trained.open() as ledger:
         seen = KnownCheckpoint.parse(ledger.latest() or "")
     assert codes(release, key, seen=[seen]) == {"release.ledger-head-older"}
+
+
+def test_another_ledger_head_than_one_saw(release: Path, trained: Trained, key: PrivateKey) -> None:
+    """Of the same size with another root: the ledger was forked. Or of another ledger altogether."""
+    seen = KnownCheckpoint.parse((release / "checkpoint.txt").read_text())
+    assert codes(release, key, seen=[seen]) == set()
+    for change, code in (({"root": bytes(32)}, "release.ledger-forked"), ({"origin": "a"}, "release.other-ledger")):
+        other = KnownCheckpoint(dataclasses.replace(seen.head, **change), seen.note)  # type: ignore[arg-type]
+        assert codes(release, key, seen=[other]) == {code}
 
 
 def test_a_run_that_is_not_private_is_not_released(trained: Trained, key: PrivateKey, tmp_path: Path) -> None:

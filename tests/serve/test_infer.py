@@ -115,6 +115,9 @@ def test_models_that_do_not_fit_are_refused(release: Path, key: PrivateKey) -> N
         ([[None] * 4], "serve.inputs-not-numbers"),
         ([[True] * 4], "serve.inputs-not-numbers"),
         ([[10**400] * 4], "serve.inputs-not-numbers"),
+        ([[True, 1, 2, 3]], "serve.inputs-not-numbers"),
+        ([["x" * 500_000, *["y"] * 100_000]], "serve.inputs-not-numbers"),  # numpy would ask for 200 GB
+        ([[[0.0], 1.0]], "serve.inputs-ragged"),
         ([[1e300] * 4], "serve.inputs-not-finite"),
         ([[3e38] * 4], "serve.outputs-not-finite"),
     ],
@@ -141,6 +144,8 @@ def test_the_form_of_inputs(client: Client, query: Query) -> None:
         assert (answer.status_code, answer.json()["code"]) == (422, code)
     with raises_code("serve.inputs-not-numbers"):
         InputForm.parse("int64", 4).read([[0.5]])
+    with raises_code("serve.inputs-not-numbers"):
+        InputForm.parse("int64", 4).read([[2**63]])  # which would become negative
     assert InputForm.parse("int64:1", 4).read([[7]]).dtype == torch.int64
     for text in ("float8", "float32:", "float32:0", "float32:a,b"):
         with raises_code("serve.input-form"):

@@ -33,7 +33,7 @@ from lamina.ledger.writer import Ledger
 from lamina.release.certificate import Certificate, certify, ledger_reference
 from lamina.release.model_card import ml_bom, model_card
 from lamina.release.model_signing import MODEL_SIGNATURE, check_model_signature, sign_model
-from lamina.release.posture import Posture, read_posture
+from lamina.release.posture import ClassPosture, Posture, read_posture
 from lamina.release.run_evidence import WEIGHTS, RunEvidence, RunFacts, file_digest
 from lamina.release.signed import make_statement, read_statement, sign_statement
 
@@ -336,6 +336,7 @@ def _subjects(listed: object) -> dict[str, str]:
             name, digest = each["name"], each["digest"]["sha256"]
             plain = PurePosixPath(name)
             inside = not plain.is_absolute() and ".." not in plain.parts and str(plain) == name and "\\" not in name
+            inside = inside and bool(plain.parts)
         except (TypeError, KeyError):
             raise EncodingError(
                 "release.manifest-malformed", "a file has no name or no SHA-256", "fetch it again"
@@ -385,15 +386,17 @@ def _check_files(folder: Path, manifest: Manifest, note: Note) -> None:
     expected = {*manifest.subjects, MANIFEST}
     if "model_signing" in manifest.predicate:
         expected.add(MODEL_SIGNATURE)
+    folders = {str(above) for name in manifest.subjects for above in PurePosixPath(name).parents}
     there = set()
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
+        shown = name if name.isprintable() else ascii(name)  # a name may hold commands to a terminal
         if path.is_symlink():
-            note("release.link", "it is a link, and a release has none", name)
-        elif path.is_dir():
+            note("release.link", "it is a link, and a release has none", shown)
+        elif path.is_dir() and name in folders:
             continue
-        elif name not in expected:
-            note("release.extra-file", "it is not in the manifest", name)
+        elif path.is_dir() or name not in expected:
+            note("release.extra-file", "it is not in the manifest", shown)
         there.add(name)
     for name, digest in manifest.subjects.items():
         if name not in there:
@@ -435,9 +438,11 @@ def _check_certificates(folder: Path, manifest: Manifest, note: Note) -> None:
     entries, certified = manifest.predicate["certificates"], []
     for each in entries if type(entries) is list else []:
         try:
+            if {each["file"], each["signed"]} - manifest.subjects.keys():
+                raise NotVerified("release.certificate-wrong", "it is not among the files of the manifest")
             plain, cose = (read_file(folder, each[kind]) for kind in ("file", "signed"))
             found = Certificate.read(cose, (manifest.signer,))
-            if found.json() != plain or {each["file"], each["signed"]} - manifest.subjects.keys():
+            if found.json() != plain:
                 raise NotVerified("release.certificate-differs", "its JSON is not what was signed")
             if not found.private or found.content["run"]["id"] != each["run"]:
                 raise NotVerified("release.certificate-wrong", "it is of another run, or of one that is not private")
@@ -453,11 +458,12 @@ def _check_certificates(folder: Path, manifest: Manifest, note: Note) -> None:
     elif certified[-1].content["model"]["sha256"] != manifest.subjects.get(WEIGHTS):
         note("release.weights-not-certified", "the certificate is about other weights", WEIGHTS)
     else:
-        _check_posture(manifest, certified[-1], note)
+        for found in certified:
+            _check_posture(manifest, found, note)
 
 
 def _check_posture(manifest: Manifest, certificate: Certificate, note: Note) -> None:
-    """The posture says no less than the certificate of the last run."""
+    """The posture says no less than the certificate of a run."""
     layers = {layer.name: layer for layer in manifest.posture.layers}
     for each in certificate.content["layers"]:
         mine = layers.get(each["name"])
@@ -465,10 +471,19 @@ def _check_posture(manifest: Manifest, certificate: Certificate, note: Note) -> 
             note("release.posture-differs", f"layer {each['name'][:80]!r} has another posture than certified", MANIFEST)
     for name, figures in certificate.classes.items():
         stated = manifest.posture.classes.get(name)
-        spent = figures["epsilon"]
-        lower = stated is not None and spent is not None and stated.epsilon is not None and stated.epsilon < spent
-        if stated is None or stated.public != figures["public"] or lower or (spent is None) > (stated.epsilon is None):
+        if stated is None or not _says_as_much(stated, figures):
             note("release.posture-differs", f"class {name[:80]!r} has another posture than certified", MANIFEST)
+
+
+def _says_as_much(stated: ClassPosture, figures: Mapping[str, Any]) -> bool:
+    """Whether the posture of a class says no less than a certificate of it."""
+    spent, sigma = figures["epsilon"], figures["noise_multiplier"]
+    return (
+        (not stated.public or figures["public"])
+        and (stated.epsilon is None or (spent is not None and stated.epsilon >= spent))
+        and (stated.noise_multiplier is None or sigma is None or stated.noise_multiplier <= sigma)
+        and (stated.public or figures["public"] or (stated.delta, stated.unit) == (figures["delta"], figures["unit"]))
+    )
 
 
 def _check_ledger_head(
@@ -485,7 +500,12 @@ def _check_ledger_head(
     except LaminaError as error:
         note("release.ledger-head-not-verified", error.problem, CHECKPOINT)
         return
-    for known in seen:
-        if known.head.origin == checkpoint.origin and known.head.size > checkpoint.size:
-            reason = f"it stands on {checkpoint.size} leaves of the ledger, {known.head.size} were seen before"
+    for head in (known.head for known in seen):
+        if head.origin != checkpoint.origin:
+            note("release.other-ledger", f"seen before was {head.origin!r}, it stands on another ledger", CHECKPOINT)
+        elif head.size > checkpoint.size:
+            reason = f"it stands on {checkpoint.size} leaves of the ledger, {head.size} were seen before"
             note("release.ledger-head-older", reason, CHECKPOINT)
+        elif head.size == checkpoint.size and head.root != checkpoint.root:
+            reason = f"the ledger of {head.size} leaves that was seen before has another root"
+            note("release.ledger-forked", reason, CHECKPOINT)

@@ -23,6 +23,7 @@ from lamina.release.gate import Decision, DenialReason, Query, ReleaseGate, Righ
 from lamina.validate import one_of
 
 _TYPES = {"float32": torch.float32, "float64": torch.float64, "int64": torch.int64}
+_MAX_DEPTH = 64  # axes, as many as numpy has
 _ANYONE = Rights(classes=frozenset(), max_epsilon=0.0, min_noise_multiplier=0.0, purpose="")
 
 
@@ -54,11 +55,12 @@ class InputForm:
         """Nested lists of finite numbers, the first axis counting the inputs; InputsRefused for anything else."""
         if type(inputs) is not list or not 0 < len(inputs) <= self.most:
             raise InputsRefused("serve.inputs-count", f"inputs must be a list of 1 to {self.most}", "send fewer")
+        numbers = _only_numbers(inputs)
         try:
-            found = np.array(inputs)
+            found = np.array(inputs) if numbers else np.array(None)
         except ValueError:
             raise InputsRefused("serve.inputs-ragged", "inputs differ in shape", "send one shape a request") from None
-        if found.dtype.kind not in ("iu" if self.dtype == "int64" else "iuf"):
+        if found.dtype.kind not in ("i" if self.dtype == "int64" else "iuf"):
             wanted = "whole numbers" if self.dtype == "int64" else "numbers"
             raise InputsRefused("serve.inputs-not-numbers", f"inputs must be {wanted}", "send nested lists of them")
         if found.ndim < 2 or (self.shape is not None and found.shape[1:] != self.shape):
@@ -70,6 +72,13 @@ class InputForm:
         if not np.isfinite(found).all():
             raise InputsRefused("serve.inputs-not-finite", f"an input is no finite {self.dtype}", "scale the inputs")
         return torch.from_numpy(found)
+
+
+def _only_numbers(values: list[Any], depth: int = 0) -> bool:
+    """Whether nested lists hold numbers alone. Of text, numpy would give every place the room of the longest."""
+    kinds = set(map(type, values))
+    deeper = depth < _MAX_DEPTH and all(_only_numbers(v, depth + 1) for v in values if type(v) is list)
+    return kinds <= {int, float, list} and (list not in kinds or deeper)
 
 
 class Inference:
