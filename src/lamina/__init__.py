@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from lamina.plan.coverage import fix
     from lamina.release import Certificate, Query, ReleaseGate, Rights, certify, make_release, verify_release
     from lamina.sensitivity.measure import Measure, measure
-    from lamina.train import Callback, Evaluation, Outcome, RunFigures, Trainer, make_private
+    from lamina.train import Callback, Evaluation, Outcome, RunFigures, Trainer, make_private, pretrain
 
 __version__ = "0.1.0"
 
@@ -45,7 +45,7 @@ __all__ = [
     "measure", "Measure", "make_plan", "StepPlan", "Clipping",
     "Engine", "Batch", "route", "rows", "examples",
     "PrivateKey", "PublicKey", "KeyRing", "Gate",
-    "make_private", "Corpus", "Trainer", "Evaluation", "Callback", "RunFigures", "Outcome", "Ledger",
+    "make_private", "pretrain", "Corpus", "Trainer", "Evaluation", "Callback", "RunFigures", "Outcome", "Ledger",
     "certify", "Certificate", "make_release", "verify_release", "ReleaseGate", "Query", "Rights",
     "NoiseSource", "SecureNoise", "SeededNoise",
     "LaminaError",
@@ -66,7 +66,7 @@ _HOME = {
         "certify", "Certificate", "make_release", "verify_release", "ReleaseGate", "Query", "Rights",
     ),
     "lamina.corpus": ("Gate", "Corpus"),
-    "lamina.train": ("make_private", "Trainer", "Evaluation", "Callback", "RunFigures", "Outcome"),
+    "lamina.train": ("make_private", "pretrain", "Trainer", "Evaluation", "Callback", "RunFigures", "Outcome"),
 }  # fmt: skip
 
 

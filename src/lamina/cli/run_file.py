@@ -271,6 +271,8 @@ class RunFile(BaseModel):
     segment: Count | None = None
     microbatches: Count = 1
     ema: Annotated[float, Field(gt=0, lt=1)] | None = None
+    augment: Text | None = None
+    views: Count = 1
     threads: Count | None = None
     max_occurrences: Annotated[int | dict[str, int], _per_class(int, "> 0")] | None = None
     hardened: bool = False
@@ -346,7 +348,7 @@ def check_settings_of_finished_run(folder: Path, settings: Mapping[str, Any]) ->
         trained = json.loads((folder / _SETTINGS_FILE).read_text(encoding="utf-8"))["settings"]
     except (OSError, ValueError, KeyError, TypeError):
         return
-    for key in ("model", "data", "loss", "optimizer", "scheduler", "ema", "microbatches"):
+    for key in ("model", "data", "loss", "optimizer", "scheduler", "ema", "microbatches", "augment", "views"):
         if (then := trained.get(key)) != (now := settings.get(key)):
             problem = (
                 f"the run in '{folder}' has finished with {key} = {short_repr(then)}; {short_repr(now)} has no effect"

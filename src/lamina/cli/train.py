@@ -130,6 +130,8 @@ class PlannedRun:
             folder=folder, ledger=ledger if opened is None else opened,
             key=None if look or opened is not None else self.key(),
             scheduler=schedule, interval=interval, microbatches=file.microbatches, ema=file.ema, log=file.log,
+            augment=None if file.augment is None else by_name.import_by_name(file.augment, "augment", beside=self.beside),
+            views=file.views,
             evaluate=None if file.evaluate is None else make_evaluation(file.evaluate, self.beside),
             segment=file.segment, max_occurrences=self._caps(), hardened=file.hardened, inside=inside,
         )  # fmt: skip

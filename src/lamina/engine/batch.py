@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -118,6 +118,22 @@ class Batch:
                 last=self.last and i == parts - 1,
                 draw=self.draw,
             )
+
+    def views(self, count: int) -> Batch:
+        """The same batch with every example `count` times in a row, for as many random views of it.
+
+        Augmentation multiplicity (De et al., "Unlocking high-accuracy differentially private image classification through
+        scale", 2022): the gradient of a contribution is the mean over its views, clipped once, so neither C nor the noise
+        changes.
+        """
+        validate.whole(EngineError, "engine.views", views=count)
+        if count == 1:
+            return self
+        assert self.unit is not None and self.weight is not None
+        rows = torch.arange(self.examples).repeat_interleave(count)
+        x, y = take_rows((self.x, self.y), rows)
+        cls = self.cls if self.classified else None
+        return replace(self, x=x, y=y, unit=self.unit[rows], cls=cls, weight=self.weight[rows])
 
 
 def _check_limits(name: str, value: Any, size: int, *, most: float) -> Tensor:

@@ -105,6 +105,8 @@ class Trainer:
     max_occurrences  by class: how often one contribution may be used in all
     filters          by class: asked for a whole segment before it begins
     augment          x -> x, one example by itself, drawing from the global generators
+    views            so many random views of every example in each step (augmentation multiplicity): their gradients are
+                     averaged within the contribution before it is clipped, so ε is the same
     on_withdrawal    "finish" the segment in which somebody withdrew, or "abandon" it; both are charged
     hardened         float64 noise on a public grid: docs/decisions/noise.md
     probe            check on simulated input, or on public examples (x, y), that examples do not influence each other
@@ -120,7 +122,7 @@ class Trainer:
         ema: float | None = None, evaluate: Evaluation | None = None, callbacks: Sequence[Callback] = (),
         log: str | None = None, segment: int | None = None,
         max_occurrences: Mapping[str, int] | None = None, filters: Mapping[str, PrivacyFilter] | None = None,
-        augment: Callable[[Any], Any] | None = None, on_withdrawal: str = "finish", hardened: bool = False,
+        augment: Callable[[Any], Any] | None = None, views: int = 1, on_withdrawal: str = "finish", hardened: bool = False,
         probe: ProbeArgument = True, inside: bool = False, progress: bool | Progress = True,
     ) -> None:  # fmt: skip
         check_trainer_arguments(model, optimizer, loss_fn, corpus, plan)
@@ -143,6 +145,10 @@ class Trainer:
         self.microbatches = whole(RunError, "train.not-a-count", microbatches=microbatches)
         segment = min(1000, math.ceil(plan.steps / 10)) if segment is None else segment
         self.segment = whole(RunError, "train.not-a-count", segment=segment)
+        self.views = whole(RunError, "train.not-a-count", views=views)
+        if self.views > 1 and augment is None:
+            problem = f"views is {views} without an augmentation, so all of them would be alike"
+            raise RunError("train.views-without-augment", problem, "give augment, or leave views out")
         self.evaluate, self.augment, self.probe, self.inside = evaluate, augment, probe, inside
         self.callbacks = (*callbacks, *([] if log is None else [LogFile(self.folder, log)]))
         self.max_occurrences = dict(occurrence_caps(plan, max_occurrences) or {})
@@ -176,6 +182,7 @@ class Trainer:
         functions = {"loss": self.loss_fn, "augment": self.augment}
         options = {
             "microbatches": self.microbatches,
+            "views": self.views,
             "interval": self.interval,
             "ema": None if self.state.ema is None else self.state.ema.decay,
             "hardened": self.hardened,
@@ -385,6 +392,7 @@ class Trainer:
             seed_step(seed, step=step, purpose=StreamPurpose.AUGMENT)
             batch = sampler.draw(step)
             if len(batch):
+                batch = batch.views(self.views)
                 batch = replace(batch, x=self._augmented(batch.x))
             batch = self._targets.mask(batch)
             seed_step(seed, step=step, purpose=StreamPurpose.DROPOUT)

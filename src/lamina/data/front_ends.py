@@ -1,0 +1,235 @@
+"""Fixed front ends: features of one record by itself, which cost no privacy, for a small model to learn on.
+
+Each function maps one record to one row by public constants and by what is in that record. Nothing is read from other
+private records: means, scales and directions come from public or simulated data (`Directions`), or from nowhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy import ndimage
+from scipy.signal import find_peaks
+from torch import Tensor, nn
+
+from lamina import validate
+from lamina.errors import LaminaError
+
+Array = NDArray[np.float64]
+
+BEFORE_R, AFTER_R = 0.30, 0.50  # seconds of a beat
+MILLIVOLT = 2.0  # 1 / (0.5 mV): the unit of a feature; a public constant, never a statistic of the patients
+
+
+def r_waves(strip: Array, *, rate: float) -> NDArray[np.int64]:
+    """Where the R waves of one lead are: peaks of the slope's energy, moved to the largest deflection within 60 ms."""
+    strip = np.asarray(strip, dtype=np.float64)
+    if strip.ndim != 1 or len(strip) < rate or not np.isfinite(strip).all():
+        problem = f"a strip of shape {strip.shape} at {rate:g} samples per second, or with values that are not finite"
+        raise LaminaError("data.strip-not-valid", problem, "give one lead of a second or more, gaps filled")
+    energy = ndimage.uniform_filter1d(np.gradient(strip) ** 2, max(1, round(0.08 * rate)))
+    found, _ = find_peaks(energy, height=0.3 * np.quantile(energy, 0.99), distance=max(1, round(0.3 * rate)))
+    level, near = np.abs(strip - np.median(strip)), round(0.06 * rate)
+    moved = [max(0, p - near) + int(level[max(0, p - near) : p + near + 1].argmax()) for p in found]
+    return np.unique(np.array(moved, dtype=np.int64))
+
+
+def median_beat(leads: Array, peaks: NDArray[np.int64], *, rate: float, starts: Sequence[int] | None = None) -> Array:
+    """(L, samples) of one record -> (L, beat): the median over its beats, sample by sample, R at 0.3 s; 0 where none is.
+
+    starts  the sample of the strip that `peaks` count in at which each lead begins, where leads were not recorded
+            at one time, as on a printed page; default: all at 0
+
+    The isoelectric line of a lead is the median of its own samples.
+    """
+    leads = np.asarray(leads, dtype=np.float64)
+    begins = [0] * len(leads) if starts is None else list(starts)
+    before, after = round(BEFORE_R * rate), round(AFTER_R * rate)
+    level = leads - np.median(leads, axis=1, keepdims=True)
+    padded = np.pad(level, ((0, 0), (before, after)), constant_values=np.nan)
+    beat = np.zeros((len(leads), before + after))
+    for row, begin in enumerate(begins):
+        inside = [int(p) - begin for p in peaks if 0 <= p - begin < leads.shape[1]]
+        if inside:
+            windows = np.stack([padded[row, p : p + before + after] for p in inside])
+            seen = ~np.isnan(windows).all(0)
+            beat[row, seen] = np.nanmedian(windows[:, seen], axis=0)
+    return beat
+
+
+def lead_features(beats: Array, *, rate: float) -> Array:
+    """(N, L, beat) in millivolt -> (N, 7·L): per lead the largest and least value of QRS, its area and that of its
+    absolute value, the ST level 80 to 120 ms after R, the T wave's extreme and its area.
+    """
+    r = round(BEFORE_R * rate)
+
+    def part(first: float, last: float) -> Array:
+        piece: Array = beats[..., r + round(first * rate) : r + round(last * rate)]
+        return piece
+
+    qrs, st, t = part(-0.06, 0.08), part(0.08, 0.12), part(0.14, AFTER_R)
+    extreme = np.where(t.max(-1) > -t.min(-1), t.max(-1), t.min(-1))
+    rows = [qrs.max(-1), qrs.min(-1), 7.0 * qrs.mean(-1), 7.0 * np.abs(qrs).mean(-1), 3.0 * st.mean(-1)]
+    return np.concatenate([*rows, extreme, 3.0 * t.mean(-1)], axis=-1)
+
+
+def rhythm_features(peaks: Sequence[NDArray[np.int64]], *, rate: float) -> Array:
+    """(N, 3): seconds between beats, less 0.8; how much they vary, as root mean square of successive differences;
+    and the share of intervals that are a fifth off their median. 0 where there are fewer than three beats.
+    """
+    found = np.zeros((len(peaks), 3))
+    for row, of_record in enumerate(peaks):
+        if len(of_record) >= 3:
+            gaps = np.diff(of_record) / rate
+            middle = float(np.median(gaps))
+            odd = np.abs(gaps - middle) > 0.2 * middle
+            found[row] = middle - 0.8, math.sqrt(float(np.mean(np.diff(gaps) ** 2))), float(odd.mean())
+    return found
+
+
+def bounded(x: Array, *, unit: float = MILLIVOLT) -> Array:
+    """tanh(unit·x): in (-1, 1), so that no artefact outweighs a record's other features."""
+    return np.tanh(unit * np.asarray(x, dtype=np.float64))
+
+
+def unit_norm(x: Array) -> Array:
+    """Every row over its own L2 norm; a row of zeros stays."""
+    size = np.linalg.norm(x, axis=1, keepdims=True)
+    return np.asarray(x / np.where(size > 0, size, 1.0))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
+class Directions:
+    """Mean and principal directions of public or simulated features: x -> (x - mean)·axes/scale.
+
+    mean (d,), axes (d, k), scale (k,): the deviation along each axis to the power of `whiten` (0: axes only turn the
+    features, 1: all get deviation 1). `proxy` says what they were learned from. A number read from private records would be
+    a release that somebody has to pay for: such data are refused by what they are called.
+    """
+
+    proxy: str
+    mean: Array
+    axes: Array
+    scale: Array
+
+    @classmethod
+    def of(cls, x: Array, *, proxy: str, count: int, whiten: float = 0.0) -> Directions:
+        """The `count` directions of most variance."""
+        if proxy.partition(":")[0].strip() not in ("public", "simulated"):
+            problem = f"the directions are to be those of data called {proxy!r}"
+            remedy = "give public or simulated data and say so, as in proxy='simulated: ECG'; private ones cost ε, and none is paid here"
+            raise LaminaError("data.directions-not-public", problem, remedy)
+        x = np.asarray(x, dtype=np.float64)
+        validate.whole(LaminaError, "data.directions-count", most=min(x.shape), count=count)
+        mean = x.mean(0)
+        _, size, axes = np.linalg.svd(x - mean, full_matrices=False)
+        deviation = np.maximum(size[:count] / math.sqrt(len(x)), 1e-6 * size[0] / math.sqrt(len(x)))
+        return cls(proxy=proxy, mean=mean, axes=axes[:count].T.copy(), scale=deviation**whiten)
+
+    def __call__(self, x: Array) -> Array:
+        return np.asarray((np.asarray(x, dtype=np.float64) - self.mean) @ self.axes / self.scale)
+
+
+class Scattering2D(nn.Module):
+    """Scattering transform of images: (N, 1, H, W) -> (N, channels, H/2^scales, W/2^scales). Nothing in it is learned.
+
+        S0 = x∗φ,   S1[λ] = |x∗ψ_λ|∗φ,   S2[λ, μ] = ||x∗ψ_λ|∗ψ_μ|∗φ,  μ coarser than λ
+
+    with Morlet wavelets ψ of `scales` octaves and `angles` directions, φ a Gaussian of the coarsest scale, in periodic
+    Fourier form on a reflected border: 1 + J·A + A²·J(J-1)/2 channels, 81 for J = 2 and A = 8 (Bruna and Mallat,
+    "Invariant scattering convolution networks", IEEE TPAMI 35, 2013). Every image by itself.
+    """
+
+    psi: Tensor
+    phi: Tensor
+
+    def __init__(self, shape: tuple[int, int] = (28, 28), *, scales: int = 2, angles: int = 8) -> None:
+        super().__init__()
+        self.shape, self.scales, self.angles = shape, scales, angles
+        cell = 2**scales
+        if any(side % cell or side < cell for side in shape):
+            problem = f"images of {shape[0]} x {shape[1]}, whose sides are no multiples of {cell}"
+            raise LaminaError("data.scattering-shape", problem, "pad the images, or use fewer scales")
+        self.border = cell
+        full = (shape[0] + 2 * self.border, shape[1] + 2 * self.border)
+        waves = [
+            [
+                _morlet(full, 0.8 * 2**j, 3.0 / 4.0 * math.pi / 2**j, math.pi * a / angles, 4.0 / angles)
+                for a in range(angles)
+            ]
+            for j in range(scales)
+        ]
+        self.register_buffer("psi", torch.stack([torch.stack(row) for row in waves]), persistent=False)
+        self.register_buffer("phi", _gaussian(full, 0.8 * 2 ** (scales - 1)), persistent=False)
+
+    @property
+    def channels(self) -> int:
+        return 1 + self.scales * self.angles + self.angles**2 * self.scales * (self.scales - 1) // 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[-2:] != self.shape or x.dim() != 4 or x.shape[1] != 1:
+            problem = f"images of shape {tuple(x.shape)}, not (N, 1, {self.shape[0]}, {self.shape[1]})"
+            raise LaminaError("data.scattering-shape", problem, "reshape them, or make the transform for their shape")
+        b = self.border
+        spectrum = torch.fft.fft2(nn.functional.pad(x, (b, b, b, b), mode="reflect").squeeze(1))  # (N, H, W)
+        found = [self._smooth(spectrum, 1).unsqueeze(1)]
+        for j in range(self.scales):
+            first = self._wavelets(spectrum.unsqueeze(1), self.psi[j], 2**j)  # (N, A, h, w)
+            found.append(self._smooth(first, 2**j))
+            for k in range(j + 1, self.scales):
+                second = self._wavelets(first.unsqueeze(2), _decimated(self.psi[k], 2**j), 2 ** (k - j))
+                found.append(self._smooth(second, 2**k).flatten(1, 2))  # (N, A, A, …)
+        return torch.cat(found, dim=1)
+
+    def _wavelets(self, spectrum: Tensor, psi: Tensor, by: int) -> Tensor:
+        """The spectrum of |x∗ψ|, of which one sample in `by` is kept: a wavelet of scale j needs no more."""
+        found: Tensor = torch.fft.fft2(torch.fft.ifft2(_decimated(spectrum * psi, by)).abs())
+        return found
+
+    def _smooth(self, spectrum: Tensor, by: int) -> Tensor:
+        """∗φ, without the border, one sample in 2^scales; `by` samples of the image lie between two of the spectrum's."""
+        cell, begin = 2**self.scales // by, (self.border + 2 ** (self.scales - 1)) // by
+        smooth: Tensor = torch.fft.ifft2(spectrum * by**2 * _decimated(self.phi, by)).real
+        end = self.border // by
+        return smooth[..., begin : smooth.shape[-2] - end : cell, begin : smooth.shape[-1] - end : cell]
+
+
+def _decimated(spectrum: Tensor, by: int) -> Tensor:
+    """The spectrum of one sample in `by` along both axes: the mean over its aliases."""
+    if by == 1:
+        return spectrum
+    rows, columns = spectrum.shape[-2] // by, spectrum.shape[-1] // by
+    aliases: Tensor = spectrum.unflatten(-2, (by, rows)).unflatten(-1, (by, columns))
+    return aliases.mean((-4, -2))
+
+
+def _frequencies(shape: tuple[int, int]) -> tuple[Tensor, ...]:
+    across, down = (2.0 * math.pi * torch.fft.fftfreq(side, dtype=torch.float64) for side in shape)
+    return torch.meshgrid(across, down, indexing="ij")
+
+
+def _gaussian(shape: tuple[int, int], sigma: float) -> Tensor:
+    """The spectrum of a Gaussian of standard deviation `sigma` samples, 1 at frequency 0."""
+    u, v = _frequencies(shape)
+    return torch.exp(-0.5 * sigma**2 * (u**2 + v**2)).float()
+
+
+def _morlet(shape: tuple[int, int], sigma: float, frequency: float, angle: float, slant: float) -> Tensor:
+    """The spectrum of a Morlet wavelet, 0 at frequency 0: a Gaussian round `frequency` in direction `angle`, less one
+    round 0. `slant` is the ratio of its widths. Summed over the aliases of a sampled wavelet.
+    """
+    u, v = _frequencies(shape)
+    found, low = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.float64)
+    for i in (-1, 0, 1):
+        for j in (-1, 0, 1):
+            p, q = u + 2 * math.pi * i, v + 2 * math.pi * j
+            along = math.cos(angle) * p + math.sin(angle) * q
+            across = (-math.sin(angle) * p + math.cos(angle) * q) / slant
+            found += torch.exp(-0.5 * sigma**2 * ((along - frequency) ** 2 + across**2))
+            low += torch.exp(-0.5 * sigma**2 * (along**2 + across**2))
+    return (found - found[0, 0] / low[0, 0] * low).float()
