@@ -18,6 +18,7 @@ from scipy.stats import norm
 from torch import Tensor, nn
 
 from lamina.models.autoencoders import MLPAutoencoder, ResidualAutoencoder, ResidualClassifier, TransformerAutoencoder
+from lamina.models.signal_autoencoders import VAE, ResAE
 from lamina.plan.layer_stack import LayerStack
 from lamina.sensitivity.bounds import PropagationState, SensitivityBounds, apply_rule, bounds
 from lamina.sensitivity.gains import expected_slope
@@ -164,6 +165,19 @@ def repeated() -> nn.Module:
     return Net(forward, a=nn.Linear(4, 3), b=nn.Linear(4, 3), head=nn.Linear(3, 2))
 
 
+def reparameterised() -> nn.Module:
+    """The draw of a variational autoencoder: mean + exp(log-variance / 2) · noise, both ranges bounded."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        h = torch.tanh(self.encoder(x))
+        mean, log_variance = self.mean(h), (3.0 * self.log_variance(h)).clamp(-2.0, 2.0)
+        y: Tensor = self.decoder(mean + torch.exp(0.5 * log_variance) * torch.randn_like(mean).clamp(-3.0, 3.0))
+        return y
+
+    parts = {"encoder": nn.Linear(4, 6), "mean": nn.Linear(6, 3), "log_variance": nn.Linear(6, 3)}
+    return Net(forward, **parts, decoder=nn.Linear(3, 4))
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "mlp": (lambda: MLPAutoencoder((6, 5, 4)), (6,)),
     "residual": (lambda: ResidualAutoencoder(2, (4,), groups=2), (2, 8)),
@@ -188,6 +202,9 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "gated": (gated, (4,)),
     "dropout": (lambda: nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.5), nn.Linear(6, 3)), (4,)),
     "repeated": (repeated, (4,)),
+    "reparameterised": (reparameterised, (4,)),
+    "vae": (lambda: VAE(1, 6, depth=4, latent=3, width=8), (1, 6)),
+    "residual signal": (lambda: ResAE(2, 8, depth=8, latent=3, width=8, kernel=3), (2, 8)),
 }  # fmt: skip
 
 
@@ -215,6 +232,7 @@ def pairs(x: Tensor, radius: float, count: int) -> list[tuple[Tensor, Tensor]]:
 
 
 RADIUS = 2.0
+RANDOM_OR_SEVERAL = ("dropout", "classifier", "reparameterised", "vae", "residual signal")
 
 
 @cache
@@ -242,7 +260,8 @@ def test_no_two_inputs_within_the_radius_move_a_layer_further_than_worst(name: s
 
 
 @pytest.mark.parametrize(
-    "name", ["residual", "cnn", "activations", "transformer", "attention by hand", "gated", "dropout"]
+    "name",
+    ["residual", "cnn", "activations", "transformer", "attention by hand", "gated", "dropout", "reparameterised"],
 )
 def test_no_value_within_the_radius_is_larger_than_its_size(name: str) -> None:
     """What `worst` of attention and of products is made of."""
@@ -259,7 +278,7 @@ def test_no_value_within_the_radius_is_larger_than_its_size(name: str) -> None:
                 assert float(value.norm()) <= state.sensitivities[node].size * (1 + 1e-5) + 1e-6, node
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name not in ("dropout", "classifier")])
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in RANDOM_OR_SEVERAL])
 def test_no_jacobian_within_the_radius_is_steeper_than_worst(name: str) -> None:
     model, zero, found = prepared(name)
     model = copy.deepcopy(model).double().train()
@@ -424,6 +443,38 @@ def test_unknown_operations_are_refused_by_name_only_where_they_matter() -> None
         stacked(clamped, (4,))
     harmless = Net(lambda self, x: self.a(x).cumsum(1), a=nn.Linear(4, 4))
     assert len(stacked(harmless, (4,))) == 1
+
+
+@pytest.mark.parametrize(
+    ("between", "code"),
+    [
+        (lambda h: h.exp(), "sensitivity.exp-unbounded"),
+        (lambda h: h.clamp(min=-4.0).exp(), "sensitivity.exp-unbounded"),
+        (lambda h: (-0.5 * h.clamp(-4.0, 4.0)).exp(), "sensitivity.exp-unbounded"),
+        (lambda h: (h.clamp(-4.0, 4.0) + h).exp(), "sensitivity.exp-unbounded"),
+        (lambda h: h * torch.randn_like(h), "sensitivity.slope-unknown"),
+        (lambda h: h * torch.randn_like(h).clamp(max=3.0), "sensitivity.slope-unknown"),
+        (lambda h: h * (1.0 + torch.randn_like(h).clamp(-3.0, 3.0)), "sensitivity.slope-unknown"),
+        (lambda h: h / torch.rand_like(h).clamp(0.5, 1.0), "sensitivity.slope-unknown"),
+    ],
+)
+def test_exponentials_and_noise_without_bounds_are_refused(between: Callable[[Tensor], Tensor], code: str) -> None:
+    model = Net(lambda self, x: self.b(between(self.a(x))), a=nn.Linear(4, 4), b=nn.Linear(4, 4))
+    with raises_code(code):
+        measured(model, torch.zeros(1, 4))
+
+
+def test_the_exponential_and_the_noise_have_their_exact_factors() -> None:
+    def factor(between: Callable[[Tensor], Tensor]) -> float:
+        model = Net(lambda self, x: self.b(between(self.a(x))), a=nn.Linear(4, 4), b=nn.Linear(4, 4))
+        torch.manual_seed(0)
+        found, _ = measured(model, torch.zeros(1, 4))
+        norms = [float(torch.linalg.matrix_norm(layer.weight.detach().double(), 2)) for layer in (model.a, model.b)]
+        return found["b"].worst / (2.0 * found.radius * math.prod(norms))
+
+    assert factor(lambda h: h.clamp(-4.0, 1.5).exp()) == pytest.approx(math.exp(1.5))
+    assert factor(lambda h: (0.5 * h.clamp(-4.0, 4.0)).exp()) == pytest.approx(0.5 * math.exp(2.0))
+    assert factor(lambda h: h * torch.randn_like(h).clamp(-3.0, 2.0)) == pytest.approx(3.0)
 
 
 def test_layers_without_effect_and_foreign_profiles_are_refused() -> None:

@@ -261,6 +261,7 @@ def slope(f: Callable[[Tensor], Tensor], mean: float, std: float = 1.0, largest:
 
 def test_every_activation_has_an_oracle_and_a_supremum() -> None:
     traced = {name for name, kind in OPERATION_KINDS.items() if kind is OperationKind.ACTIVATION}
+    traced -= {"exp"}  # has none: it takes that of the clamp before it, or is refused (test_bounds.py)
     assert {name for name, _, _ in TORCH} | {"clamp", "clamp_min", "clamp_max"} == traced
     assert set(_LARGEST_SLOPES) | {"leaky_relu", "prelu", "elu"} == traced
 

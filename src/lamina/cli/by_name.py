@@ -20,7 +20,7 @@ from torch.optim import lr_scheduler
 from lamina.allocate.make_plan import ALLOCATIONS, find_allocation
 from lamina.allocate.problem import Allocator
 from lamina.errors import EngineError, LaminaError, PlanError
-from lamina.models import autoencoders
+from lamina.models import autoencoders, signal_autoencoders
 from lamina.plan.depth_profile import DepthProfile
 from lamina.plan.selection import did_you_mean
 from lamina.train.run_output import user_code
@@ -29,8 +29,15 @@ BUILT_IN_MODELS: dict[str, Callable[..., nn.Module]] = {
     "residual": autoencoders.ResidualAutoencoder,
     "transformer": partial(autoencoders.TransformerAutoencoder, features=48),
     "mlp": autoencoders.MLPAutoencoder,
+    "stacked-ae": signal_autoencoders.StackedAE,
+    "conv-ae": signal_autoencoders.ConvAE,
+    "res-ae": signal_autoencoders.ResAE,
+    "trans-ae": signal_autoencoders.TransAE,
+    "vae": signal_autoencoders.VAE,
 }
-MODEL_INPUT_SHAPES: dict[str, tuple[int, ...]] = {"residual": (12, 256), "transformer": (64, 48), "mlp": (864,)}
+MODEL_INPUT_SHAPES: dict[str, tuple[int, ...]] = {
+    **dict.fromkeys(BUILT_IN_MODELS, (12, 256)), "transformer": (64, 48), "mlp": (864,)
+}  # fmt: skip
 """One example of each, without the batch axis."""
 
 

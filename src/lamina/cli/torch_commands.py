@@ -14,7 +14,7 @@ from lamina.errors import RunError
 from lamina.plan.policy import Policy
 
 # Names that the help lists. The code behind them needs torch; a test compares them.
-BUILT_IN_MODEL_NAMES = ("residual", "transformer", "mlp")
+BUILT_IN_MODEL_NAMES = ("residual", "transformer", "mlp", "stacked-ae", "conv-ae", "res-ae", "trans-ae", "vae")
 ALLOCATION_NAMES = (
     "flat", "uniform", "proportional", "pareto", "lsab", "ladp", "ladp-budget", "quantile", "automatic", "printed-lsab",
     "printed-ladp",

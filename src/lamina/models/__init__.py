@@ -9,5 +9,9 @@ from lamina.models.autoencoders import (
     ResidualClassifier,
     TransformerAutoencoder,
 )
+from lamina.models.signal_autoencoders import VAE, ConvAE, ResAE, SignalLoss, StackedAE, TransAE
 
-__all__ = ["MLPAutoencoder", "ResidualAutoencoder", "ResidualClassifier", "ClassifierLoss", "TransformerAutoencoder"]
+__all__ = [
+    "StackedAE", "ConvAE", "ResAE", "TransAE", "VAE", "SignalLoss",
+    "MLPAutoencoder", "ResidualAutoencoder", "ResidualClassifier", "ClassifierLoss", "TransformerAutoencoder",
+]  # fmt: skip

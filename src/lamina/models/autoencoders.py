@@ -171,9 +171,11 @@ class ClassifierLoss:
 class TransformerBlock(nn.Module):
     """Pre-norm attention and feed-forward. The projections are plain Linears, one layer each."""
 
-    def __init__(self, width: int, heads: int, hidden: int) -> None:
+    def __init__(
+        self, width: int, heads: int, hidden: int, *, act: nn.Module | None = None, dropout: float = 0.0
+    ) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.act, self.dropout = heads, act or nn.GELU(), nn.Dropout(dropout)
         self.norm1 = nn.LayerNorm(width)
         self.query = nn.Linear(width, width)
         self.key = nn.Linear(width, width)
@@ -194,7 +196,7 @@ class TransformerBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attend(self.norm1(x))
-        h: Tensor = self.down(F.gelu(self.up(self.norm2(x))))
+        h: Tensor = self.down(self.dropout(self.act(self.up(self.norm2(x)))))
         return x + h
 
 

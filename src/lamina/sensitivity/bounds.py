@@ -165,6 +165,9 @@ def scale_rule(node: Node, state: PropagationState) -> NodeSensitivity:
         other = given["other"] if moving_first else given["self"]
         sizes = torch.as_tensor(other).detach().double().abs()
         factor = float(sizes.max()) if node.base == "mul" else float(1 / sizes.min())
+        if node.drawn_below is not None:  # noise: its size for tight, what it cannot exceed for worst
+            drawn = copies * math.sqrt(float(sizes.square().mean()))
+            return stretch(state.inputs_of(node)[0], copies * node.drawn_below, tight=drawn)
     else:
         factor = 1.0
     return stretch(state.inputs_of(node)[0], factor * copies, rest=gains.norm_at_zero(node, at))
@@ -206,14 +209,40 @@ def activation_rule(node: Node, state: PropagationState) -> NodeSensitivity:
     before = state.profile[node.name].pre_activation
     if before is None:
         raise NoBound("sensitivity.activation-not-profiled", f"the profile lacks the input of {node}", _AGAIN)
-    tight, most = gains.activation_slopes(node, before.mean, math.sqrt(before.variance + EPSILON_N))
+    limit = _largest_exponent(node, state.graph) if node.base == "exp" else 0.0
+    tight, most = gains.activation_slopes(node, before.mean, math.sqrt(before.variance + EPSILON_N), limit)
     printed = tight
     if node.base == "relu":
         printed = float(paper_relu_slope(before.mean, before.variance, EPSILON_N))
     elif node.base == "gelu" and node.arguments["approximate"] != "tanh":  # eq. 10 can be negative, a Δ cannot
         printed = max(float(paper_gelu_slope(before.mean, before.variance)), EPSILON_N)
     rest = gains.norm_at_zero(node, state.zeros(node))
-    return stretch(state.inputs_of(node)[0], most, tight=tight, printed=printed, rest=rest)
+    made = stretch(state.inputs_of(node)[0], most, tight=tight, printed=printed, rest=rest)
+    if node.base == "exp":
+        made = replace(made, size=min(made.size, most * math.sqrt(math.prod(node.shape))))
+    return made
+
+
+def _largest_exponent(node: Node, graph: TracedGraph) -> float:
+    """What the input of exp cannot exceed, by a clamp before it; between them only factors > 0 and reshapes."""
+    factor, source = 1.0, graph[node.inputs[0]]
+    while source.base in SAME_ENTRIES or source.base == "mul":
+        if source.base == "mul":
+            given = [
+                value for value in (source.arguments["self"], source.arguments["other"]) if not isinstance(value, str)
+            ]
+            scale = gains.single_number(given[0]) if given else None
+            if scale is None or scale <= 0:
+                break
+            factor *= scale
+        source = graph[source.inputs[0]]
+    limit = source.arguments.get({"clamp": "max", "clamp_max": "max", "hardtanh": "max_val"}.get(source.base, ""))
+    if not isinstance(limit, int | float):
+        problem = f"{node} has no largest slope: nothing bounds its input from above"
+        raise NoBound(
+            "sensitivity.exp-unbounded", problem, "clamp it: x.clamp(-4, 4).exp(), or (0.5 * x.clamp(-4, 4)).exp()"
+        )
+    return factor * float(limit)
 
 
 def normalisation_rule(node: Node, state: PropagationState) -> NodeSensitivity:

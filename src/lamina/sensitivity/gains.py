@@ -193,9 +193,17 @@ def expected_slope(
     return min(max(float(slope.abs().mean()), largest / (2 * SLOPE_POINTS)), largest)
 
 
-def activation_slopes(node: Node, mean: float, std: float) -> tuple[float, float]:
-    """E|f'(Z)|, Z ~ N(mean, std²), and sup|f'| of an activation node."""
-    given, largest = node.arguments, largest_slope(node.base, node.arguments)
+def single_number(value: Any) -> float | None:
+    """A number, or a tensor that holds one; None for anything else."""
+    if isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1):
+        return float(value)
+    return None
+
+
+def activation_slopes(node: Node, mean: float, std: float, exponent: float = 0.0) -> tuple[float, float]:
+    """E|f'(Z)|, Z ~ N(mean, std²), and sup|f'| of an activation node; exp's is at the largest `exponent` it can get."""
+    given = node.arguments
+    largest = math.exp(exponent) if node.base == "exp" else largest_slope(node.base, given)
     if any(isinstance(given.get(limit), Tensor | str) for limit in ("min", "max")):
         raise NoBound("sensitivity.clamp-to-tensors", f"{node} clamps to tensors", "clamp to two numbers")
     channels = given["weight"].numel() if node.base == "prelu" else 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import logging
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -51,7 +52,7 @@ def _kinds_by_operation() -> dict[str, OperationKind]:
         OperationKind.CONV: "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d convolution",
         OperationKind.ACTIVATION: (
             "relu relu6 gelu silu tanh sigmoid elu softplus leaky_relu hardtanh clamp clamp_min clamp_max "
-            "selu celu mish hardswish hardsigmoid log_sigmoid softshrink prelu abs sin cos atan erf"
+            "selu celu mish hardswish hardsigmoid log_sigmoid softshrink prelu abs sin cos atan erf exp"
         ),
         OperationKind.ATTENTION: "scaled_dot_product_attention",
         OperationKind.SOFTMAX: "softmax _softmax",
@@ -363,6 +364,7 @@ class Node:
     module      the module in whose forward it stands
     shape       of one patient; () if it gives several tensors
     dtype       of its entries; None if it gives several tensors
+    drawn_below of a product with noise: what the noise, drawn anew in every pass, cannot exceed
     arguments   everything it is called with, by name: tensors that do not depend on the input are there as
                 tensors, the others as the names of nodes
     call        the operation itself, with other values for the nodes it reads
@@ -376,6 +378,7 @@ class Node:
     module: str
     shape: tuple[int, ...]
     dtype: torch.dtype | None = None
+    drawn_below: float | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
     call: NodeCall | None = field(default=None, repr=False, compare=False)
 
@@ -462,7 +465,7 @@ def read_graph(model: nn.Module, program: TracedProgram, constants: Mapping[str,
     """The graph of a traced program; with the values of its constants, `arguments` and `call` are there too."""
     owners: dict[str, tuple[str, ...]] = {}  # tensors of the model that a constant node is made of
     moving: dict[str, Node] = {}
-    random: set[str] = set()  # constants that are drawn anew in every pass
+    random: dict[str, float] = {}  # constants that are drawn anew in every pass, and what they cannot exceed
     canonical = _canonical_names(model)
     for placeholder, origin, name in program.leaves:
         owners[placeholder] = (canonical[name],) if origin == "parameter" else ()
@@ -483,17 +486,18 @@ def read_graph(model: nn.Module, program: TracedProgram, constants: Mapping[str,
             inside = inside[: int(bool(reads) and reads[0] in moving)]
         parameters = tuple(dict.fromkeys(p for name in reads for p in owners.get(name, ())))
         operation = str(node.target)
-        chance = not random.isdisjoint(reads)
+        chance = not random.keys().isdisjoint(reads)
+        below = max((random[name] for name in reads if name in random), default=None)
         if node.op != "call_function" or not inside or base_operation(operation) in SHAPE_ONLY:
             owners.setdefault(node.name, parameters)
             if chance or base_operation(operation) in RANDOM:
-                random.add(node.name)
+                random[node.name] = _clamped_to(node)
             continue
         operation = "getitem" if "getitem" in operation else operation
         moving[node.name] = Node(
-            name=node.name, operation=operation, kind=_kind_in_context(operation, inside, moving, made, chance), inputs=inside,
+            name=node.name, operation=operation, kind=_kind_in_context(operation, inside, moving, made, below), inputs=inside,
             parameters=parameters, module=_module_path(node), shape=tuple(made.shape) if isinstance(made, Tensor) else (),
-            dtype=made.dtype if isinstance(made, Tensor) else None,
+            dtype=made.dtype if isinstance(made, Tensor) else None, drawn_below=below,
             arguments={} if constants is None else _node_arguments(node, constants),
             call=None if constants is None else _node_call(node, constants),
         )  # fmt: skip
@@ -504,13 +508,22 @@ def read_graph(model: nn.Module, program: TracedProgram, constants: Mapping[str,
     return TracedGraph(model=type(model).__name__, nodes=tuple(moving.values()))
 
 
+def _clamped_to(node: fx.Node) -> float:
+    """What the entries of noise cannot exceed: the larger limit of a clamp to two numbers, else infinity."""
+    given = arguments_by_name(node, node.args, node.kwargs)
+    limits = [given.get("min"), given.get("max")]
+    if base_operation(str(node.target)) != "clamp" or not all(isinstance(limit, int | float) for limit in limits):
+        return math.inf
+    return max(abs(float(limit)) for limit in limits if isinstance(limit, int | float))
+
+
 def _kind_in_context(
-    operation: str, inside: tuple[str, ...], moving: Mapping[str, Node], made: Any, chance: bool
+    operation: str, inside: tuple[str, ...], moving: Mapping[str, Node], made: Any, drawn_below: float | None
 ) -> OperationKind:
     """The kind of an operation from what it reads.
 
-    Whole numbers may only be moved about and looked up in a table. What is drawn anew in every pass may only be added:
-    a factor that was drawn once bounds nothing.
+    Whole numbers may only be moved about and looked up in a table. What is drawn anew in every pass may be added, and
+    multiplied by if it is clamped to two numbers: a factor that was drawn once bounds nothing.
     """
     kind = classify(operation, len(inside))
     whole = any(not moving[name].floating for name in inside)
@@ -518,7 +531,10 @@ def _kind_in_context(
         return kind if whole else OperationKind.OTHER
     if whole and (kind is not OperationKind.RESHAPE or (isinstance(made, Tensor) and made.is_floating_point())):
         return OperationKind.OTHER
-    return OperationKind.OTHER if chance and kind not in (OperationKind.ADD, OperationKind.CONCAT) else kind
+    if drawn_below is None or kind in (OperationKind.ADD, OperationKind.CONCAT):
+        return kind
+    bounded = base_operation(operation) == "mul" and kind is OperationKind.SCALE and drawn_below < math.inf
+    return kind if bounded else OperationKind.OTHER
 
 
 def _names_read(node: fx.Node) -> list[str]:
