@@ -93,6 +93,7 @@ def number(
     """
     ((name, value),) = named.items()
     fits = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    fits = fits and not (isinstance(value, int) and value.bit_length() > 1023)  # no float is that large
     if not fits or not (infinite or -math.inf < value < math.inf) or not (least <= value <= most) or value != value \
             or (above > -math.inf and value <= above) or (below < math.inf and value >= below):  # fmt: skip
         limits = [f"> {above:g}"] * (above > -math.inf) + [f">= {least:g}"] * (least > -math.inf)

@@ -228,6 +228,7 @@ MALFORMED: list[Any] = [
     {"rights": {"classes": [], "max_epsilon": 1, "min_noise_multiplier": 0, "purpose": 7}},
     {"rights": {"classes": "clinical", "max_epsilon": 1, "min_noise_multiplier": 0, "purpose": "care"}},
     {"rights": {"classes": [], "max_epsilon": -1, "min_noise_multiplier": 0, "purpose": "care"}},
+    {"rights": {"classes": [], "max_epsilon": 10**400, "min_noise_multiplier": 0, "purpose": "care"}},
     {"rights": {"classes": [], "max_epsilon": "1", "min_noise_multiplier": 0, "purpose": "care"}},
     {"rights": {"classes": [], "max_epsilon": True, "min_noise_multiplier": 0, "purpose": "care"}},
     {"rights": {"classes": [], "max_epsilon": float("nan"), "min_noise_multiplier": 0, "purpose": "care"}},

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import threading
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 from browser import browse
+from making import RUN, admitted, attestation, create
 from trained_run import Trained, copied_run
 
+from lamina.ledger.governance_records import Release
 from lamina.ledger.reader import LedgerReader
 from lamina.release.certificate import certify
 from lamina.report.charts import budget_chart, evaluation_chart, house_of_layers, ticks
@@ -90,6 +94,39 @@ def test_charts_escape_names(trained: Trained) -> None:
     for drawn in (budget_chart({EVIL: evil}), evaluation_chart([{"step": s, "figures": {EVIL: 0.1}} for s in (1, 2)])):
         assert "<script" not in drawn and "<img" not in drawn
     assert house_of_layers(found[0]).count("<rect") == 3 * 3 + 3
+
+
+def test_leaves_count_once_however_many_pages_are_made(trained: Trained) -> None:
+    with LedgerReader.read_only(trained.ledger) as ledger:
+        alone = LedgerView(ledger)
+        alone.follow()
+        for _ in range(5):
+            view, start = LedgerView(ledger), threading.Barrier(6)
+
+            def follow(view: LedgerView = view, start: threading.Barrier = start) -> None:
+                start.wait()
+                view.follow()
+
+            threads = [threading.Thread(target=follow) for _ in range(6)]
+            for each in threads:
+                each.start()
+            for each in threads:
+                each.join()
+            assert (view.epochs, view.run_list()) == (alone.epochs, alone.run_list())
+
+
+def test_pages_lead_past_a_stretch_without_contributions(tmp_path: Path) -> None:
+    with create(str(tmp_path / "ledger.db")) as ledger:
+        ledger.append([admitted(i) for i in range(3)], [attestation(i) for i in range(3)])
+        papers = [b"manifest %d" % i for i in range(30)]
+        ledger.append([Release(manifest=hashlib.sha256(each).digest(), runs=(RUN,)) for each in papers], papers)
+        ledger.append([admitted(3)], [attestation(3)])
+        view, found = LedgerView(ledger), list[int]()
+        first: int | None = 0
+        while first is not None:
+            rows, first = view.rows(first, 1)
+            found += [row.index for row in rows]
+    assert found == [1, 2, 3, 34]
 
 
 def test_ticks_reach_what_they_must() -> None:

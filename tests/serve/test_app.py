@@ -207,7 +207,8 @@ def test_keys(client: Client, tmp_path: Path) -> None:
         assert "Basic" in answer.headers["www-authenticate"]
     assert code(served.get("/metrics")) == (401, "serve.key-missing")
     assert served.get("/healthz").json() == {"status": "ok"}
-    for text in ("", "alice wonder", f"alice {'0' * 64}\nalice {'1' * 64}"):
+    of_nothing = hashlib.sha256(b"").hexdigest()
+    for text in ("", "alice wonder", f"alice {'0' * 64}\nalice {'1' * 64}", f"alice {of_nothing}"):
         file.write_text(text)
         with raises_code("serve.keys-file"):
             ApiKeys.load(file)
@@ -216,6 +217,22 @@ def test_keys(client: Client, tmp_path: Path) -> None:
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", "", "localhost:80:80"])
 def test_a_page_elsewhere_cannot_ask_a_local_service(client: Client, host: str) -> None:
     assert code(client().get("/v1/ledger/head", headers={"host": host})) == (421, "serve.host-unknown")
+
+
+@pytest.mark.parametrize(
+    ("headers", "refused"),
+    [
+        ({"origin": "https://evil.example"}, True),
+        ({"origin": "null"}, True),
+        ({"origin": "http://localhost:8001", "sec-fetch-site": "same-site"}, True),
+        ({"origin": "http://localhost", "sec-fetch-site": "same-origin"}, False),
+        ({"origin": "http://localhost"}, False),
+        ({}, False),
+    ],
+)
+def test_a_page_elsewhere_cannot_send_a_form(client: Client, headers: dict[str, str], refused: bool) -> None:
+    found = code(client().post("/v1/decide", content=b"{}", headers={"content-type": "application/json", **headers}))
+    assert found == ((403, "serve.cross-site") if refused else (400, "serve.fields"))
 
 
 def test_the_rate_of_a_key_is_limited(client: Client) -> None:

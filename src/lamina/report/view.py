@@ -5,6 +5,7 @@ Everything here is public: it is in the ledger, or follows from it.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -94,17 +95,19 @@ class LedgerView:
         self.withdrawals: list[WithdrawalView] = []
         self.releases: list[dict[str, Any]] = []
         self.size = self.epochs = self.contributions = self.time = 0
+        self._turn = threading.Lock()  # pages are made in several threads, and each leaf counts once
         self._plans: dict[bytes, StepPlan | None] = {}
         self._read_policy(ledger.header)
 
     def follow(self, most: int | None = None) -> bool:
         """Read on, at most so many leaves; whether it is up to date."""
-        end = self.ledger.size
-        stop = end if most is None else min(end, self.size + most)
-        for _, data in self.ledger.raw_leaves(self.size, stop):
-            self._see(decode_leaf(data))
-        self.size = stop
-        return stop == end
+        with self._turn:
+            end = self.ledger.size
+            stop = end if most is None else min(end, self.size + most)
+            for _, data in self.ledger.raw_leaves(self.size, stop):
+                self._see(decode_leaf(data))
+            self.size = stop
+            return stop == end
 
     def _see(self, leaf: Leaf) -> None:
         record = leaf.record
@@ -193,18 +196,16 @@ class LedgerView:
             return None
         return (read_posture(self.ledger, [evidence]), evidence.plan) if evidence.closed() else None
 
-    def rows(self, first: int, count: int = PAGE_ROWS) -> list[ContributionRow]:
-        """Contributions from a leaf on."""
-        found = []
+    def rows(self, first: int, count: int = PAGE_ROWS) -> tuple[list[ContributionRow], int | None]:
+        """Contributions from a leaf on, and the leaf from which the next page goes on; None after the last leaf."""
+        found: list[ContributionRow] = []
         for seq, data in self.ledger.raw_leaves(max(0, first)):
+            if len(found) == count or seq - first > 20 * count:  # enough, or a stretch with few
+                return found, seq
             leaf = decode_leaf(data)
             if isinstance(leaf.record, ContributionRecord | KeptContribution):
                 found.append(self.row(leaf))
-                if len(found) == count:
-                    break
-            if seq - first > 20 * count:  # a stretch without any: go on from the next page
-                break
-        return found
+        return found, None
 
     def row(self, leaf: Leaf) -> ContributionRow:
         """A contribution as a list shows it."""

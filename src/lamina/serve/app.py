@@ -218,6 +218,9 @@ class Guard:
             if _PORT.sub("", host) not in _LOOPBACK_NAMES:
                 problem = "the request is for another name than this machine's own"
                 raise RequestRefused(421, "serve.host-unknown", problem, "ask http://localhost, or serve with --keys")
+        if scope["method"] == "POST" and not _same_site(headers):
+            problem = "a page elsewhere sent this through a browser"
+            raise RequestRefused(403, "serve.cross-site", problem, "use the pages of this service")
         if wait := self._buckets.wait(who, time.monotonic()):
             later = {"Retry-After": str(int(wait) + 1)}
             problem = f"more than {service.limits.rate:g} requests a second"
@@ -225,6 +228,14 @@ class Guard:
         if service.metrics.in_flight > service.limits.concurrent:
             problem = f"{service.limits.concurrent} requests are being answered"
             raise RequestRefused(503, "serve.busy", problem, "try again", headers={"Retry-After": "1"})
+
+
+def _same_site(headers: Mapping[bytes, bytes]) -> bool:
+    """Whether a request is of no browser, or of a page of this service."""
+    site, origin = headers.get(b"sec-fetch-site"), headers.get(b"origin")
+    if site is not None:
+        return site in (b"same-origin", b"none")
+    return origin is None or origin.partition(b"://")[2] == headers.get(b"host")
 
 
 def _problem(error: Exception, scope: Scope) -> Response:

@@ -20,6 +20,7 @@ from lamina.admit.keys import read_small
 from lamina.errors import BadKey, LaminaError
 
 _KEY_LINE = re.compile(r"([A-Za-z0-9._-]{1,64})\s+([0-9a-f]{64})")
+_NO_KEY = hashlib.sha256(b"").hexdigest()  # what a script writes that had no key to hash: everybody would have it
 _MAX_BUCKETS = 10_000
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 
@@ -68,8 +69,10 @@ class ApiKeys:
             if not (line := line.partition("#")[0].strip()):
                 continue
             match = _KEY_LINE.fullmatch(line)
-            if match is None or match[1] in found:
-                problem = f"line {number} of '{path}' is no name with the SHA-256 of a key, or has a name again"
+            if match is None or match[1] in found or match[2] == _NO_KEY:
+                problem = (
+                    f"line {number} of '{path}' is no name with the SHA-256 of a key, has a name again, or an empty key"
+                )
                 raise BadKey("serve.keys-file", problem, "write NAME and 64 hex digits, as docs/service.md shows")
             found[match[1]] = bytes.fromhex(match[2])
         if not found:

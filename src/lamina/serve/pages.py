@@ -139,7 +139,7 @@ class Dashboard:
         return self.page("layers.html", "/layers", posture=posture, plan=plan, charts=drawn)
 
     def contributions(self, request: Request) -> Response:
-        asked, problem, rows = request.query_params.get("find", "").strip(), "", []
+        asked, problem, rows, following = request.query_params.get("find", "").strip(), "", [], None
         first = _number(request.query_params.get("from", "0"))
         if asked:
             try:
@@ -147,8 +147,7 @@ class Dashboard:
             except LaminaError as error:
                 problem = f"{error.problem}. {error.remedy}"
         else:
-            rows = self.view.rows(first)
-        following = rows[-1].index + 1 if len(rows) == PAGE_ROWS and not asked else None
+            rows, following = self.view.rows(first)
         return self.page(
             "contributions.html", "/contributions", rows=rows, asked=asked, problem=problem, first=first,
             following=following, before=max(0, first - PAGE_ROWS) if first else None,
