@@ -64,6 +64,19 @@ def test_a_run_that_is_not_private_has_no_signature(trained: Trained, lamina: Ca
     assert not (trained.folder / "certificate.cose").exists()
 
 
+def test_no_page_of_an_earlier_certificate_stays(
+    trained: Trained, lamina: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without typst there is no new PDF, and the old one says that the run is private."""
+    succeeded(lamina("certify", str(trained.folder)))
+    assert (trained.folder / "certificate.pdf").exists()
+    path = trained.folder / "metrics.json"
+    path.write_text(path.read_text().replace('"probed": true', '"probed": false'))
+    monkeypatch.setattr("lamina.cli.certify.pdf_or_note", lambda certificate, signer: None)
+    assert lamina("certify", str(trained.folder))[0] == 1
+    assert not (trained.folder / "certificate.pdf").exists()
+
+
 def test_generation_classes_are_read(trained: Trained, tmp_path: Path, lamina: Call) -> None:
     code, _, err = lamina(
         "release", "make", str(trained.folder), "-o", str(tmp_path / "r"), "--generation-class", "x=y:z"

@@ -236,6 +236,7 @@ MALFORMED: list[Any] = [
     {"rights": {"classes": [[]], "max_epsilon": 1, "min_noise_multiplier": 0, "purpose": "care"}},
     {"rights": {"classes": ["x" * 513], "max_epsilon": 1, "min_noise_multiplier": 0, "purpose": "care"}},
     {"rights": {"classes": [], "max_epsilon": 1, "min_noise_multiplier": 0, "purpose": "x" * 513}},
+    {"rights": {"classes": [f"{i:0200}" for i in range(400)], "max_epsilon": 1, "min_noise_multiplier": 0, "purpose": "x"}},
 ]  # fmt: skip
 GOOD = {"classes": ["clinical"], "max_epsilon": 1, "min_noise_multiplier": 0, "purpose": "care"}
 MALFORMED += [

@@ -247,3 +247,9 @@ def test_the_papers(release: Path) -> None:
     assert card.startswith("---\nlibrary_name: pytorch\n") and "## Privacy" in card and "| sensitive |" in card
     assert (bom["bomFormat"], bom["specVersion"]) == ("CycloneDX", "1.7")
     assert bom["metadata"]["component"]["type"] == "machine-learning-model"
+
+
+def test_the_name_of_a_model_commands_no_terminal(trained: Trained, key: PrivateKey, tmp_path: Path) -> None:
+    with trained.open() as ledger:
+        make_release(tmp_path / "release", [trained.folder], ledger, key, name="a\x1b[2Jb\n# c")
+    assert "# a\\[2Jb \\# c\n" in (tmp_path / "release" / "README.md").read_text()

@@ -10,10 +10,14 @@ import pytest
 import torch
 from refusals import raises_code
 from torch import nn
+from trained_run import Trained
 
 import lamina
+from lamina.admit.keys import PrivateKey
 from lamina.ledger.reader import LedgerReader
 from lamina.release.certificate import Certificate, certify
+from lamina.release.gate import Query, ReleaseGate, Rights
+from lamina.release.manifest import GatePolicy, make_release
 
 POLICY = """
 [corpus]
@@ -107,6 +111,18 @@ def test_noise_that_was_hardened_only_at_the_end_is_not_hardened(tmp_path: Path)
     for _ in range(2):
         found = trainer(tmp_path, hardened=True).fit().certificate
         assert found.private and any("floating-point" in each for each in found.content["not_covered"])
+
+
+def test_purposes_without_a_common_one_are_not_unstated(tmp_path: Path, key: PrivateKey) -> None:
+    half_of_a_run(tmp_path, POLICY + 'purposes = ["care"]\n')
+    folder = trainer(tmp_path, POLICY + 'purposes = ["research"]\n').fit().folder
+    with Trained(folder, None, "example.org-resumed.ledger.db").open() as ledger:  # type: ignore[arg-type]
+        with raises_code("release.purposes-differ"):
+            make_release(tmp_path / "any", [folder], ledger, key, gate=GatePolicy(unstated_purposes=True))
+        make_release(tmp_path / "stated", [folder], ledger, key)
+    rights = Rights(classes=frozenset(["clinical"]), max_epsilon=9.0, min_noise_multiplier=0.0, purpose="research")
+    denied = ReleaseGate(tmp_path / "stated", key.public).decide(Query(rights=rights))
+    assert {each.code for each in denied.reasons} == {"purpose-not-allowed"}
 
 
 def test_the_steps_are_those_of_the_ledger(tmp_path: Path) -> None:

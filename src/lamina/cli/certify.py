@@ -76,6 +76,8 @@ def certify(
     if (pdf := pdf_or_note(found, None if signer is None else signer.public.name)) is not None:
         paths["pdf"] = out / "certificate.pdf"
         replace_file(paths["pdf"], pdf, "the certificate", mode=0o644)
+    else:
+        (out / "certificate.pdf").unlink(missing_ok=True)  # of an earlier time, which says something else
     written = {kind: str(path) for kind, path in paths.items()}
     text = "\n".join([str(found), *(f"  written: {path}" for path in written.values())])
     print_answer({**found.content, "files": written}, text, as_json)

@@ -40,7 +40,7 @@ from lamina.validate import number
 
 MAX_PATTERNS = 64
 MAX_PATTERN_CHARACTERS = 4096  # of all patterns together: each is tried on every layer
-_MAX_NAME = 512  # characters
+_MAX_NAME, _MAX_RIGHTS = 512, 1 << 16  # characters, of one and of all together: a line of the log must hold them
 _MAX_REMEMBERED = 4096  # of what queries draw on, if all of them differ
 REFRESH_SECONDS = 0.25  # between two looks at the ledger: a fresh withdrawal counts within a second
 
@@ -70,6 +70,8 @@ class Rights:
         texts = (*self.classes, self.purpose)
         if not all(isinstance(each, str) and len(each) <= _MAX_NAME for each in texts) or len(self.classes) > 1024:
             raise _invalid(f"classes and purpose must be texts of at most {_MAX_NAME} characters, 1024 classes at most")
+        if sum(map(len, texts)) > _MAX_RIGHTS:
+            raise _invalid(f"classes and purpose have more than {_MAX_RIGHTS} characters together")
         if type(self.accept_withdrawn) is not bool:
             raise _invalid(f"accept_withdrawn is {self.accept_withdrawn!r}, must be true or false")
         for name in ("max_epsilon", "min_noise_multiplier"):

@@ -117,6 +117,8 @@ def make_release(
     evidence = [RunEvidence.read(ledger, RunFacts.load(each).run) for each in runs]
     signed = [each.signed(key) for each in certificates]
     posture = read_posture(ledger, evidence)
+    if gate is not None and gate.unstated_purposes:
+        _check_purposes(posture, evidence)
     last = evidence[-1]
     not_after = last.time + 365 * 86_400 if not_after is None else not_after
     made = out.with_name(f".{out.name}.{os.getpid()}.lamina-tmp")
@@ -168,6 +170,14 @@ def make_release(
     finally:
         shutil.rmtree(made, ignore_errors=True)
     return out / MANIFEST
+
+
+def _check_purposes(posture: Posture, runs: Iterable[RunEvidence]) -> None:
+    """NotVerified if a class states purposes, but none in common: that is not the same as stating none."""
+    for entry in (entry for run in runs for plan in run.plans.values() for entry in plan.classes):
+        if entry.purposes and not posture.classes[entry.name].purposes:
+            problem = f"class {entry.name!r} was trained on for several purposes, and none is common to all its plans"
+            raise NotVerified("release.purposes-differ", problem, "leave out --any-purpose: nobody may use the class")
 
 
 def _copy_weights(source: Path, target: Path, certificate: Certificate) -> None:

@@ -109,8 +109,8 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _text(text: str) -> str:
-    """A name as Markdown shows it, whatever is in it: no mark-up, no table cell, no line of its own."""
-    flat = " ".join(text.split())
+    """A name as Markdown shows it, whatever is in it: no mark-up, no table cell, no line of its own, no command."""
+    flat = "".join(c for c in " ".join(text.split()) if c.isprintable())
     return "".join(f"\\{c}" if c in "\\`*_{}[]<>#|!" else c for c in flat)
 
 
