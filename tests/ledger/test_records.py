@@ -43,6 +43,7 @@ from lamina.ledger.governance_records import (
     Withdrawal,
     WithdrawalEffect,
     WithdrawalReason,
+    WithdrawalRule,
     governing_message,
     loosened,
 )
@@ -528,8 +529,16 @@ def test_the_documented_schema_is_the_schema() -> None:
 
 
 def test_terms_and_enumerations_have_their_documented_numbers() -> None:
-    assert [each.value for each in (*SegmentOutcome, *WithdrawalEffect)] == [1, 2, 1, 2]
-    assert [each.name for each in Role] == ["LEDGER", "CONTRIBUTOR", "AUDITOR", "WITNESS", "RELEASE", "GOVERNING"]
+    assert [each.value for each in (*SegmentOutcome, *WithdrawalEffect, *WithdrawalRule)] == [1, 2] * 3
+    assert [each.name for each in Role] == [
+        "LEDGER",
+        "CONTRIBUTOR",
+        "AUDITOR",
+        "WITNESS",
+        "RELEASE",
+        "GOVERNING",
+        "OPERATOR",
+    ]
     assert [each.value for each in WithdrawalReason] == list(range(1, 8))
     assert TERMS.bound == ("clinical", 1_000_000, 4_000_000) == admitted(1).bound
     assert epoch().accounts[0].bound == TERMS.bound

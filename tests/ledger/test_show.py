@@ -45,7 +45,7 @@ def test_every_record_in_words(story: Story) -> None:
     assert told["terms"] == f"1 cosignature of witnesses, kept 400 days, by {owner}"
     assert all("\n" not in line and 10 < len(line) < 250 for line in told.values())
     assert told["header"].startswith("clinic.example/ledger: rdp at δ = 1e-05")
-    assert told["withdrawal"] == "of leaf 9: consent, open segment: abandon"
+    assert told["withdrawal"] == "of leaf 9: consent, open segment: abandon, by the keeper alone"
     assert told["policy"] == f"floors: clip norm 0.2, noise multiplier 0.5; 2 classes, by {owner}"
     assert told["key"].startswith("revoke ") and told["key"].endswith(f", by {owner}")
     lines = [describe_leaf(leaf) for leaf in story.ledger.of_kind(Epoch)]

@@ -19,7 +19,8 @@ from lamina.errors import LedgerError, StoreError
 from lamina.ledger import withdrawal as boxes
 from lamina.ledger.governance_records import Withdrawal, WithdrawalEffect, WithdrawalReason
 from lamina.ledger.verify.verifier import verify
-from lamina.ledger.withdrawal import WithdrawalInbox, parse_effect, parse_reason, withdraw
+from lamina.ledger.withdrawal import WithdrawalInbox, withdraw
+from lamina.ledger.withdrawal_request import parse_effect, parse_reason
 from lamina.ledger.writer import Ledger
 
 

@@ -29,6 +29,7 @@ def test_a_deletion_request_is_reconciled(ward: Trained, served: Path) -> None:
     with ward.open() as ledger:
         withdraw(ledger, str(seq), WithdrawalReason.CONSENT)
         found = reconcile(ledger, ledger.leaf(seq))
+    assert found["withdrawn"]["by"] == "keeper" and "by the keeper alone" in reconciliation_page(found)
     assert found["withdrawn"]["reason"] == "consent" and found["contribution"]["index"] == seq
     assert [each["name"] for each in found["releases"]] == ["model"] and served.is_dir()
     assert found["runs"][0]["steps"] == 12 and found["runs"][0]["epsilon"] == found["epsilon"] > 0

@@ -25,9 +25,10 @@ from lamina.ledger.reader import LedgerReader
 from lamina.ledger.receipt import TlogProof, verify_receipt
 from lamina.ledger.records import ContributionRecord
 from lamina.ledger.signed_checkpoint import NoteKey, verify_checkpoint
+from lamina.ledger.verify.verifier import verify
 from lamina.ledger.withdrawal import WithdrawalInbox
+from lamina.ledger.withdrawal_request import sign_withdrawal
 from lamina.ledger.writer import Ledger
-from lamina.release.withdrawal_request import sign_withdrawal
 from lamina.serve.app import Service, make_app
 from lamina.serve.limits import ApiKeys, Limits, Metrics, TokenBuckets
 
@@ -178,15 +179,17 @@ def test_a_withdrawal_needs_the_contributors_signature(tmp_path: Path) -> None:
         forged = sign_withdrawal(record.descriptor, "consent", PrivateKey.generate(), ledger=header)
         signed = sign_withdrawal(record.descriptor, "consent", hospital.key, ledger=header)
         refused = served.post("/v1/withdrawals", content=forged, headers=COSE)
-        assert code(refused) == (403, "release.request-not-signed")
+        assert code(refused) == (403, "ledger.request-not-signed")
         for body in (b"", b"{}", b"\xa0", signed[:-1]):
             assert served.post("/v1/withdrawals", content=body, headers=COSE).status_code == 400
         assert code(served.post("/v1/withdrawals", content=b"x" * 9999, headers=COSE)) == (413, "serve.body-too-large")
-        assert not list(inbox.glob("*.json"))
+        assert not [path for path in inbox.iterdir() if path.is_file()]
         taken = served.post("/v1/withdrawals", content=signed, headers=COSE)
         assert (taken.status_code, taken.json()["state"]) == (202, "pending")
         (result,) = watched.take()
         assert result.withdrawn[0].target.record == record
+        assert result.withdrawn[0].leaf.record.signed == signed  # type: ignore[union-attr]
+        assert verify(tmp_path / "corpus.db").verified
         again = served.post("/v1/withdrawals", content=signed, headers=COSE)
         assert (again.status_code, again.json()["state"]) == (200, "done")
         assert served.get(f"/v1/withdrawals/{taken.json()['name']}").json()["state"] == "done"

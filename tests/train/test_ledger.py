@@ -39,7 +39,8 @@ from lamina.ledger.records import ContributionRecord, Epoch, SegmentOutcome
 from lamina.ledger.verify.report import Verification
 from lamina.ledger.verify.tree_checks import Trust
 from lamina.ledger.verify.verifier import verify
-from lamina.ledger.withdrawal import WithdrawalInbox, withdraw
+from lamina.ledger.withdrawal import WithdrawalInbox, withdraw, withdraw_signed
+from lamina.ledger.withdrawal_request import sign_withdrawal
 from lamina.ledger.writer import Ledger
 from lamina.spend.spend_ledger import SpendLedger
 from lamina.train.journal import Journal
@@ -318,6 +319,29 @@ def test_a_file_in_a_watched_folder_reaches_a_run(ward: hospital.Hospital) -> No
     trainer.fit()
     assert len(trainer.corpus) == 56
     sound(ward.root / "l.db")
+
+
+def test_nobody_leaves_through_the_corpus_where_requests_are_signed(ward: hospital.Hospital) -> None:
+    """A contributor's request is another matter: the ledger takes it, and the next segment is without it."""
+    ward.policy = lamina.Policy.parse(hospital.POLICY.replace("delta", 'withdraw = "signed"\ndelta', 1))
+    corpus = ward.admit()
+    corpus.withdraw("c03")
+    with raises_code("ledger.withdrawal-not-signed"):
+        ward.trainer(corpus=corpus).fit()
+    where, corpus = ward.root / "runs" / "ward-7.ledger.db", ward.admit()
+    (digest,) = corpus.stable_ids(["c03"])
+
+    def ask() -> None:
+        with raises_code("ledger.withdrawal-not-signed"):
+            corpus.withdraw("c04")
+        with Ledger.open(where) as ledger:
+            asked = {"ledger": ledger.header_hash, "time": ledger.now()}
+            withdraw_signed(ledger, sign_withdrawal(bytes.fromhex(digest), "consent", ward.key, **asked))
+
+    ward.trainer(corpus=corpus, progress=During({5: ask})).fit()
+    sound(where)
+    refused = ward.admit(ledger=where).admission.refused
+    assert {(each.id, str(each.reason)) for each in refused} == {("c03", "withdrawn")}
 
 
 def test_who_leaves_through_the_corpus_leaves_the_ledger(ward: hospital.Hospital) -> None:

@@ -193,6 +193,9 @@ def check_may_follow(
     if len(governing) > 1:
         problem = f"the batch has {len(governing)} governing records, each of which must name the leaf before it"
         raise LedgerError("ledger.several-governing-records", problem, "append one after the other")
+    if governing and any(isinstance(record, Withdrawal) for record in records):
+        problem = "the batch has a withdrawal beside a governing record, which may change who may withdraw"
+        raise LedgerError("ledger.withdrawal-beside-governing-record", problem, "append one after the other")
     for record in governing:
         governance().check(record, head.size, now, checkpoint_roots(rows))
     for each in records:
@@ -206,7 +209,7 @@ class AppendContext:
 
     `header_hash` is that of leaf 0, once it is there.
 
-    `check` refuses contributions, by their positions in the batch, that may not come next.
+    `check` refuses records, by their positions in the batch, that may not come next.
     """
 
     head: LedgerHead
@@ -265,8 +268,7 @@ class AppendBatch:
         head, there = stand.head, self._find_repeated(rows, stand)
         new = [at for at in range(len(self.records)) if at not in there] if there else range(len(self.records))
         if new:
-            if len(self.others) < len(self.records):
-                stand.check(new)
+            stand.check(new)
             self._write(rows, stand, new)
         fresh = iter(range(head.size, head.size + len(new)))
         return [there[at] if at in there else next(fresh) for at in range(len(self.records))]

@@ -113,7 +113,7 @@ class ContributionTrace:
             "epsilon_remaining": None if self.remaining is None else epsilon_or_none(self.remaining),
             "epochs": [_exposure_to_dict(each) for each in self.epochs],
             "not_used_in": self.unused,
-            "withdrawn": None if gone is None else leaf_excerpt(gone, "reason", "effect", "request"),
+            "withdrawn": None if gone is None else leaf_excerpt(gone, "reason", "effect", "request", "by"),
             "releases": [leaf_excerpt(each, "manifest", "runs", "not_after") for each in self.releases],
         }
 

@@ -28,6 +28,7 @@ from lamina.ledger.governance_records import (
     PolicyChange,
     Preset,
     Role,
+    WithdrawalRule,
     sign_header,
 )
 from lamina.ledger.key_state import GovernanceState
@@ -47,7 +48,8 @@ class CorpusTerms:
 
     `policy` is the digest that contributors sign (admit.checks.floors_hash); NO_POLICY where there is none. `ledger` is the
     hash of the header leaf of the only ledger that the policy admits into, if it names one. `retention` (seconds),
-    `granularity` and `witnesses` (None: as many as there are) are for the header of a new ledger, and nothing after it.
+    `granularity`, `witnesses` (None: as many as there are) and `withdraw` are for the header of a new ledger, and nothing
+    after it.
     """
 
     origin: str
@@ -60,6 +62,7 @@ class CorpusTerms:
     retention: int = SECONDS_PER_YEAR
     granularity: int = 1
     witnesses: int | None = None
+    withdraw: WithdrawalRule = WithdrawalRule.KEEPER
 
     def __post_init__(self) -> None:
         if not ORIGIN.fits(self.origin):
@@ -88,6 +91,7 @@ class CorpusTerms:
             retention=corpus.retention * DAY_SECONDS,
             granularity=corpus.granularity,
             witnesses=corpus.witnesses,
+            withdraw=WithdrawalRule[corpus.withdraw.upper()],
         )
 
     @classmethod
@@ -109,7 +113,8 @@ class CorpusTerms:
     def header(self, key: PublicKey, parties: Sequence[Key], **other: Any) -> Header:
         """Leaf 0 of a ledger whose checkpoints `key` signs, with its owners and witnesses; to be signed by the owners."""
         witnesses = sum(each.role is Role.WITNESS for each in parties)
-        terms = {"retention": self.retention, "granularity": self.granularity}
+        terms: dict[str, Any] = {"retention": self.retention, "granularity": self.granularity}
+        terms["withdraw"] = None if self.withdraw is WithdrawalRule.KEEPER else self.withdraw
         terms["witnesses"] = witnesses if self.witnesses is None else self.witnesses
         return Header(
             origin=self.origin,

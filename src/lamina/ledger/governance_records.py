@@ -32,6 +32,7 @@ from lamina.ledger.schema import (
     SPEND,
     TIME,
     VERSION,
+    bytes_up_to,
     check_fields,
     enum_member,
     exact_float_in,
@@ -77,6 +78,14 @@ class Role(enum.Enum):
     WITNESS = 4  # cosignatures of checkpoints
     RELEASE = 5  # manifests and certificates
     GOVERNING = 6  # the header and governing records
+    OPERATOR = 7  # withdrawals for contributors who asked in another way
+
+
+class WithdrawalRule(enum.Enum):
+    """Who may withdraw a contribution."""
+
+    KEEPER = 1  # whoever keeps the ledger, with a signed request or without
+    SIGNED = 2  # who contributed it, or an operator who has a request of theirs: signed in both cases
 
 
 class KeyChange(enum.Enum):
@@ -245,15 +254,16 @@ class PolicyChange:
 
 @ledger_record()
 class TermsChange:
-    """Another number of cosignatures that a checkpoint needs, or another retention; what is left out stays."""
+    """Another number of cosignatures that a checkpoint needs, retention, or who may withdraw; what is left out stays."""
 
     witnesses: int | None = stored(1, integer(0, MAX_KEYS), default=None)
     retention: int | None = stored(2, COUNT, default=None)
     authorization: Authorization | None = stored(3, nested(Authorization), default=None)
+    withdraw: WithdrawalRule | None = stored(4, enum_member(WithdrawalRule), default=None)
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.witnesses is None and self.retention is None:
+        if self.witnesses is None and self.retention is None and self.withdraw is None:
             raise LedgerError("ledger.terms-change-empty", "the change of terms changes nothing", "give one of them")
 
 
@@ -334,6 +344,7 @@ class Header:
     witnesses       how many cosignatures a checkpoint needs
     parent          the ledger before this one, if there was one
     signatures      by every governing key that it names: nobody can put a key into a header without its holder
+    withdraw        who may withdraw; None: the keeper
     """
 
     origin: str = stored(1, ORIGIN)
@@ -353,6 +364,7 @@ class Header:
     witnesses: int = stored(15, integer(0, MAX_KEYS), default=0)
     parent: ParentLedger | None = stored(16, nested(ParentLedger), default=None)
     signatures: tuple[PartySignature, ...] = stored(17, _SIGNATURES, default=())
+    withdraw: WithdrawalRule | None = stored(18, enum_member(WithdrawalRule), default=None)
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -432,12 +444,16 @@ class WithdrawalEffect(enum.Enum):
     ABANDON = 2  # it is given up and done again without
 
 
+MAX_REQUEST_BYTES = 4096
+
+
 @ledger_record()
 class Withdrawal:
     """The contribution in leaf `target` is in no segment that opens after this leaf.
 
-    `run` and `segment` name the first segment without it in a run that was at work; `request` is the digest of a
-    signed request, if there is one.
+    `run` and `segment` name the first segment without it in a run that was at work. `signed` is the request that a
+    contributor or an operator signed (`withdrawal_request`); without it, the keeper of the ledger alone withdrew.
+    `request` is the digest of it or, of an operator's, of what the contributor handed in.
     """
 
     target: int = stored(1, SEQ)
@@ -446,6 +462,7 @@ class Withdrawal:
     run: bytes | None = stored(4, RUN, default=None)
     segment: int | None = stored(5, COUNT, default=None)
     request: bytes | None = stored(6, DIGEST, default=None)
+    signed: bytes | None = stored(7, bytes_up_to(MAX_REQUEST_BYTES), default=None)
 
     def __post_init__(self) -> None:
         check_fields(self)

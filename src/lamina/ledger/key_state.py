@@ -11,6 +11,7 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Self, TypeVar
 
+from lamina.admit.key_ring import KeyRing, KeyStatus
 from lamina.admit.keys import PrivateKey, PublicKey, format_utc
 from lamina.errors import LedgerError
 from lamina.ledger.governance_records import (
@@ -28,6 +29,7 @@ from lamina.ledger.governance_records import (
     Preset,
     Role,
     TermsChange,
+    WithdrawalRule,
     check_policy_digest,
     governing_message,
     loosened,
@@ -65,6 +67,7 @@ class KeyHistory:
     since: int = 0
     replaced: int | None = None  # from then on it signs nothing new
     revoked: int | None = None  # from then on nothing counts that it ever signed
+    heir: bytes | None = None  # the key that took over from it
     public: PublicKey = field(init=False)
 
     def __post_init__(self) -> None:
@@ -117,6 +120,7 @@ class KeyState:
             if target.replaced is None:
                 self._uncovered_rotations[event.target] = seq
             target.replaced = _earlier(target.replaced, event.effective)
+            target.heir = None if key is None else key.id
         else:
             target.revoked = _earlier(target.revoked, event.effective)
 
@@ -138,6 +142,15 @@ class KeyState:
     def history(self, kid: bytes) -> KeyHistory | None:
         """The key with that id and what became of it, whether it counts or not."""
         return self._keys.get(kid)
+
+    def heirs(self, kid: bytes) -> set[bytes]:
+        """The key with that id, and those that took over from it one after the other."""
+        found: set[bytes] = set()
+        at: bytes | None = kid
+        while at is not None and at not in found:
+            found.add(at)
+            at = None if (known := self._keys.get(at)) is None else known.heir
+        return found
 
     def get(self, kid: bytes) -> Key | None:
         """The key with that id, whether it counts or not."""
@@ -237,6 +250,31 @@ class KeyState:
         return [each.key for each in self.histories(role) if each.problem(time, time) is None]
 
 
+CONTRIBUTOR_ROLE = Role.CONTRIBUTOR.name.lower()
+
+
+def contributor_key(
+    keys: KeyState, ring: KeyRing | None, kid: bytes, at: int, issued: int | None
+) -> PublicKey | Violation:
+    """The key of a contribution of that time, signed at `issued` if that is known; or why it does not count.
+
+    Both the ledger and the ring of an auditor, if there is one, must accept it; who is in the ring alone counts too.
+    """
+    name, known = f"key {kid.hex()[:16]}", keys.history(kid)
+    entry = None if ring is None else ring.get(kid)
+    if ring is not None and entry is None:
+        return Violation("verify.key-not-trusted", f"{name} is not among the trusted keys")
+    if entry is not None and entry.role != CONTRIBUTOR_ROLE:
+        return Violation("verify.key-wrong-role", f"{name} has role {entry.role} among the trusted keys")
+    if entry is not None:
+        status = entry.standing(at, entry.valid_from if issued is None else issued)
+        if status is not KeyStatus.USABLE:
+            return Violation("verify.trusted-key-unusable", f"{name} is {status.value} among the trusted keys")
+    if known is not None:
+        return known.contributor_problem(at, issued) or known.public
+    return Violation("verify.key-unknown", f"{name} is not in the ledger") if entry is None else entry.key
+
+
 RootAt = Callable[[int], bytes | None]
 
 
@@ -258,7 +296,7 @@ class GovernanceState(KeyState):
     header_hash  of leaf 0
     last         hash of the leaf of the last governing record; of leaf 0 before the first
     policy       header or policy change in force
-    witnesses, retention   in force
+    witnesses, retention, withdraw   in force
     owners       by governing key the first key of its owner: each of the header, and each that two owners let in, is an
                  owner; whom one owner let in, or rotated to, is the same owner
     """
@@ -271,6 +309,7 @@ class GovernanceState(KeyState):
         self.header_hash = self.last = leaf_hash(leaf)
         self.policy: Header | PolicyChange = header
         self.witnesses, self.retention = header.witnesses, header.retention
+        self.withdraw = header.withdraw or WithdrawalRule.KEEPER
         self.additions: list[KeyAddition] = []
         self.owners = {each.id: each.id for each in header.keys if each.role is Role.GOVERNING}
 
@@ -306,6 +345,7 @@ class GovernanceState(KeyState):
         else:
             self.witnesses = self.witnesses if record.witnesses is None else record.witnesses
             self.retention = self.retention if record.retention is None else record.retention
+            self.withdraw = record.withdraw or self.withdraw
         self.last = leaf_hash(data)
 
     # ----------------------------------------------------------------------------------- authority
@@ -391,6 +431,8 @@ class GovernanceState(KeyState):
                 found.append(f"{record.witnesses} cosignatures are fewer than {self.witnesses}")
             if record.retention is not None and record.retention < self.retention:
                 found.append(f"a retention of {record.retention} s is shorter than {self.retention} s")
+            if record.withdraw is WithdrawalRule.KEEPER and self.withdraw is WithdrawalRule.SIGNED:
+                found.append("the keeper may withdraw alone, and before only signed requests did")
             return found
         governing = any(Role.GOVERNING in self._roles_of(event) for event in record.events)
         several = len(self.standing(Role.GOVERNING, time)) > 1

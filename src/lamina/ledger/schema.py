@@ -118,6 +118,10 @@ def fixed_bytes(size: int) -> FieldType:
     return FieldType(f"{size} bytes", lambda value: type(value) is bytes and len(value) == size)
 
 
+def bytes_up_to(size: int) -> FieldType:
+    return FieldType(f"1 to {size} bytes", lambda value: type(value) is bytes and 0 < len(value) <= size)
+
+
 def pattern_text(pattern: str) -> FieldType:
     """ASCII text that a pattern describes."""
     match = re.compile(pattern, re.ASCII).fullmatch

@@ -21,6 +21,7 @@ from lamina.ledger.governance_records import (
     Release,
     TermsChange,
     Withdrawal,
+    WithdrawalRule,
 )
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.records import (
@@ -34,6 +35,7 @@ from lamina.ledger.records import (
     SegmentOutcome,
 )
 from lamina.ledger.schema import MICRO, NANO, SPEND, TIME, UNBOUNDED, FieldType, pluralize, schema_of
+from lamina.ledger.withdrawal_request import describe_signer
 
 _MAX_BOUNDS_SHOWN = 4  # signed bounds of an epoch that are told in its line
 KINDS_BY_NAME = {word: kind for kind, word in KIND_NAMES.items()}
@@ -119,6 +121,8 @@ def leaf_to_dict(leaf: Leaf) -> dict[str, Any]:
     body = _record_to_dict(leaf.record)
     if leaf.kind is ContributionRecord:
         body["pruned"] = isinstance(leaf.record, KeptContribution)
+    if isinstance(leaf.record, Withdrawal):
+        body["by"] = describe_signer(leaf.record)
     if isinstance(leaf.record, KeptContribution):  # in the form of the whole record
         terms = {
             name: body.pop(name, None) for name in ("class", "data_class", "clip_norm", "noise_multiplier", "profile")
@@ -179,7 +183,8 @@ def describe_leaf(leaf: Leaf) -> str:
     match leaf.record:
         case Header() as r:
             kept = f"kept {r.retention / 86400:g} day{'' if r.retention == 86400 else 's'}"
-            return f"{r.origin}: {r.accountant} at δ = {r.delta:g}, {kept}, {pluralize(len(r.keys), 'key')}"
+            rule = "" if r.withdraw is None else f", {describe_rule(r.withdraw)}"
+            return f"{r.origin}: {r.accountant} at δ = {r.delta:g}, {kept}, {pluralize(len(r.keys), 'key')}{rule}"
         case ContributionRecord(terms=t) as r:
             return f"{r.descriptor.hex()[:16]}  {_describe_signed(t)}, {t.profile or 'any depth'}"
         case KeptContribution() as r:
@@ -188,7 +193,8 @@ def describe_leaf(leaf: Leaf) -> str:
             word = "segment" if len(r.segments) == 1 else "segments"
             return f"run {r.run.hex()[:8]}, {word} {_describe_segments(r)}: {_describe_spends(r)}"
         case Withdrawal() as r:
-            return f"of leaf {r.target}: {r.reason.name.lower()}, open segment: {r.effect.name.lower()}"
+            what = f"of leaf {r.target}: {r.reason.name.lower()}, open segment: {r.effect.name.lower()}"
+            return f"{what}, {describe_by(r)}"
         case KeyEvents() as r:
             more = f", and {len(r.events) - 1} more" if len(r.events) > 1 else ""
             return f"{describe_event(r.events[0])}{more}{_describe_signers(r)}"
@@ -224,7 +230,18 @@ def describe_terms(record: TermsChange) -> str:
     """What a change of terms says."""
     parts = [] if record.witnesses is None else [f"{pluralize(record.witnesses, 'cosignature')} of witnesses"]
     parts += [] if record.retention is None else [f"kept {pluralize(record.retention // 86400, 'day')}"]
+    parts += [] if record.withdraw is None else [describe_rule(record.withdraw)]
     return ", ".join(parts)
+
+
+def describe_by(record: Withdrawal) -> str:
+    """Who withdrew."""
+    return "by the keeper alone" if record.signed is None else f"signed by the {describe_signer(record)}"
+
+
+def describe_rule(rule: WithdrawalRule) -> str:
+    """Who may withdraw."""
+    return "withdrawn by signed requests alone" if rule is WithdrawalRule.SIGNED else "the keeper may withdraw"
 
 
 def _describe_signers(record: GoverningRecord) -> str:

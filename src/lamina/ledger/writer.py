@@ -43,6 +43,7 @@ from lamina.ledger.store.rows import (
 )
 from lamina.ledger.store.sqlite import make_store
 from lamina.ledger.verify.verifier import verify_rows
+from lamina.ledger.withdrawal_request import check_withdrawals
 
 T = TypeVar("T")
 Clock = Callable[[], float]
@@ -239,13 +240,16 @@ class Ledger(LedgerReader):
             signed = rows.checkpoint() if batch.others else None  # only epochs name it
             previous = None if signed is None else checkpoint_digest(signed.text)
 
-            def check_contributions(at: Sequence[int]) -> None:
-                self._checked.check_next(batch.records, at, governance(), now)
+            def check_new(at: Sequence[int]) -> None:
+                if len(batch.others) < len(batch.records):
+                    self._checked.check_next(batch.records, at, governance(), now)
+                if batch.others:
+                    check_withdrawals(rows, (batch.records[each] for each in at), governance, now)
 
             if len(batch.others) < len(batch.records):
                 self.check_index(rows)
             step, ledger = self.header.epoch_clock, self.header_hash
-            context = AppendContext(head, now, step, previous, self._tail, ledger, check_contributions)
+            context = AppendContext(head, now, step, previous, self._tail, ledger, check_new)
             seqs = batch.write(rows, context)
             before.append(head)
             if self._key is not None and batch.after is not None:

@@ -82,8 +82,9 @@ class CorpusPolicy(BaseModel):
     retention       days for which the ledger keeps contributions whole
     granularity     segments that an epoch of the ledger closes at most
     witnesses       cosignatures that a checkpoint of the ledger needs
+    withdraw        who may withdraw: "keeper", whoever keeps the ledger, or "signed", requests that somebody signed alone
 
-    The last three are read when the ledger is made; afterwards its owner changes them (`lamina ledger terms`).
+    The last four are read when the ledger is made; afterwards its owner changes them (`lamina ledger terms`).
     """
 
     model_config = _STRICT
@@ -97,6 +98,7 @@ class CorpusPolicy(BaseModel):
     retention: Annotated[int, Field(ge=1, le=36_500)] = 365
     granularity: Annotated[int, Field(ge=1, le=1 << 20)] = 1
     witnesses: Annotated[int, Field(ge=0, le=1024)] | None = None
+    withdraw: Literal["keeper", "signed"] = "keeper"
 
     @model_validator(mode="after")
     def _floors_only_rise(self) -> Self:

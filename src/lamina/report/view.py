@@ -15,7 +15,7 @@ from lamina.ledger.governance_records import Header, PolicyChange, Release, With
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.records import ContributionRecord, Epoch, KeptContribution, Leaf, SegmentOutcome, decode_leaf
 from lamina.ledger.schema import UNBOUNDED
-from lamina.ledger.show import describe_leaf, epsilon_or_none
+from lamina.ledger.show import describe_by, describe_leaf, epsilon_or_none
 from lamina.ledger.signed_checkpoint import parse_checkpoint
 from lamina.ledger.spending import signed_spend
 from lamina.plan.step_plan import StepPlan
@@ -63,13 +63,14 @@ class RunView:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WithdrawalView:
-    """A withdrawal: in which leaf, of which leaf and class, when and why."""
+    """A withdrawal: in which leaf, of which leaf and class, when, why, and who signed it."""
 
     index: int
     target: int
     cls: str
     time: str
     reason: str
+    by: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,7 +126,7 @@ class LedgerView:
                 self.classes[name].withdrawn += 1
             told = WithdrawalView(
                 index=leaf.seq, target=record.target, cls=name, time=format_utc(leaf.time),
-                reason=record.reason.name.lower(),
+                reason=record.reason.name.lower(), by=describe_by(record),
             )  # fmt: skip
             self.withdrawals.append(told)
         elif isinstance(record, PolicyChange):

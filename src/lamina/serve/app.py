@@ -34,6 +34,7 @@ from lamina import __version__
 from lamina.admit.keys import format_utc
 from lamina.admit.signed_json import parse_json
 from lamina.errors import EncodingError, LaminaError, LedgerDamaged, NotVerified, StoreBusy, StoreError
+from lamina.ledger.governance_records import MAX_REQUEST_BYTES
 from lamina.ledger.merkle import leaf_hash
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.receipt import TlogProof
@@ -41,10 +42,10 @@ from lamina.ledger.records import decode_leaf
 from lamina.ledger.show import leaf_to_dict
 from lamina.ledger.signed_checkpoint import parse_checkpoint
 from lamina.ledger.store.rows import StoredLeaf
+from lamina.ledger.withdrawal import check_withdrawal, drop_withdrawal, withdrawal_state
 from lamina.release.decision_log import DecisionLog
 from lamina.release.gate import Decision, DenialReason, Query, ReleaseGate
 from lamina.release.manifest import MANIFEST, read_file
-from lamina.release.withdrawal_request import MAX_REQUEST_BYTES, check_withdrawal, drop_withdrawal, withdrawal_state
 from lamina.serve.limits import ApiKeys, Limits, Metrics, RequestRefused, TokenBuckets
 from lamina.serve.openapi import openapi
 
@@ -71,7 +72,7 @@ _PORT = re.compile(r":[0-9]*$")
 _LOOPBACK_NAMES = {"localhost", "127.0.0.1", "[::1]"}
 _OPEN_PATHS = {"/healthz"}  # without a key
 _UNKNOWN = {"ledger.leaf-unknown", "ledger.size-not-reached", "ledger.not-covered", "ledger.tree-too-small"}
-_UNAVAILABLE = {"release.log-not-written", "release.withdrawals-waiting", "admit.file-not-written"}
+_UNAVAILABLE = {"release.log-not-written", "ledger.withdrawals-waiting", "admit.file-not-written"}
 _LEDGER_WRONG = DenialReason(
     code="ledger-not-verified", text="withdrawals are not known: the ledger cannot be verified"
 )
@@ -355,7 +356,8 @@ class _Api:
         if ledger is None:
             raise _no_ledger()
         request = check_withdrawal(body, ledger)
-        return {"name": request.name, "state": drop_withdrawal(folder, body, request), "request": request.digest}
+        state = drop_withdrawal(folder, body, request)
+        return {"name": request.name, "state": state, "request": request.digest.hex()}
 
     def _withdrawals(self) -> Path:
         if self._service.withdrawals is None:

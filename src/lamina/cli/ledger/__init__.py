@@ -10,7 +10,8 @@ from lamina.cli.ledger.governing_commands import init, sign, submit, terms
 from lamina.cli.ledger.policy_key_commands import key, policy
 from lamina.cli.ledger.proof_commands import checkpoint, copy, prove, receipt, verify
 from lamina.cli.ledger.reconcile_command import reconcile
-from lamina.cli.ledger.record_commands import prune, show, trace, withdraw
+from lamina.cli.ledger.record_commands import prune, show, trace
+from lamina.cli.ledger.withdraw_commands import request, withdraw
 from lamina.cli.terminal import PlainCommand, PlainGroup, help_text
 
 _HELP = """The record of what was admitted, spent, withdrawn and released: append-only, signed, and checkable.
@@ -27,17 +28,18 @@ To check one:
 If you contributed:
 
   lamina ledger receipt ledger.db DIGEST -o mine      a proof to keep
-  lamina ledger withdraw ledger.db DIGEST --reason consent
+  lamina ledger request FOLDER --reason consent --key alice.key
   lamina ledger reconcile ledger.db DIGEST -o DIR     what a deletion request comes to
 
 To maintain one:
 
   lamina ledger checkpoint ledger.db --key ledger.key sign all records
+  lamina ledger withdraw ledger.db --request mine.cose
   lamina ledger copy ledger.db auditor.db             copy it while runs write
   lamina ledger prune ledger.db --key ledger.key      replace old records by totals
   lamina ledger policy ledger.db                      floors and classes
   lamina ledger key ledger.db                         its keys
-  lamina ledger terms ledger.db                       witnesses and retention
+  lamina ledger terms ledger.db                       witnesses, retention, who may withdraw
 
 To own one, with governing keys that stay offline:
 
@@ -51,7 +53,7 @@ or the number of a leaf, works too. For the ε that every class has spent: lamin
 
 app = typer.Typer(cls=PlainGroup, no_args_is_help=True, add_completion=False, help=help_text(_HELP))
 _COMMANDS: tuple[Callable[..., None], ...] = (
-    show, verify, prove, receipt, trace, reconcile, withdraw, prune, checkpoint, copy, policy, key, init, terms, sign, submit,
+    show, verify, prove, receipt, trace, reconcile, request, withdraw, prune, checkpoint, copy, policy, key, init, terms, sign, submit,
 )  # fmt: skip
 for _command in _COMMANDS:
     app.command(_command.__name__, cls=PlainCommand, help=help_text(_command.__doc__))(_command)

@@ -40,13 +40,14 @@ from lamina.ledger.governance_records import (
     PartySignature,
     Role,
     TermsChange,
+    WithdrawalRule,
     governing_message,
     parse_proposal,
     sign_header,
 )
 from lamina.ledger.key_state import G, GovernanceState, checkpoint_roots, signed_record
 from lamina.ledger.schema import pluralize
-from lamina.ledger.show import describe_event, describe_terms, format_micro
+from lamina.ledger.show import describe_event, describe_rule, describe_terms, format_micro
 from lamina.ledger.store.sqlite import is_postgres_url, ledger_exists, printable_location
 from lamina.ledger.writer import DAY_SECONDS, Ledger
 from lamina.plan.policy import Policy
@@ -251,35 +252,46 @@ def _create(ledger: str, header: Header, signer: PrivateKey, result: dict[str, A
 
 # ------------------------------------------------------------------------------ terms
 
+_WITHDRAWAL_RULES = {rule.name.lower(): rule for rule in WithdrawalRule}
+
 
 def terms(
     ledger: LedgerArgument,
     quorum: Annotated[int | None, option("cosignatures that a checkpoint needs from now on", min=0)] = None,
     retention: Annotated[int | None, option("days for which contributions are kept from now on", min=1)] = None,
+    withdraw: Annotated[
+        str | None, option("who may withdraw from now on: signed or keeper", choices=_WITHDRAWAL_RULES)
+    ] = None,
     key: KeysOption = None,
     propose: ProposeOption = None,
     days: DaysOption = 7,
     passphrase_file: PassphraseOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show or change how many witnesses must cosign a checkpoint, and how long contributions are kept.
+    """Show or change how many witnesses must cosign a checkpoint, how long contributions are kept, and who may withdraw.
 
-    A governing key authorises it; fewer cosignatures or a shorter time take two.
+    A governing key authorises it; fewer cosignatures, a shorter time, or leave for the keeper to withdraw without a signed
+    request take two.
 
     Examples:
 
       lamina ledger terms ledger.db
       lamina ledger terms ledger.db --quorum 2 --key owner.key --key ledger.key
       lamina ledger terms ledger.db --retention 30 --propose shorter.msg
+      lamina ledger terms ledger.db --withdraw signed --key owner.key
     """
-    if quorum is None and retention is None:
+    if withdraw is not None and withdraw not in _WITHDRAWAL_RULES:
+        raise typer.BadParameter(f"{withdraw!r} is not one of {', '.join(_WITHDRAWAL_RULES)}", param_hint="--withdraw")
+    if quorum is None and retention is None and withdraw is None:
         with open_ledger(ledger) as book:
             now = book.parties()
-        found = {"quorum": now.witnesses, "retention": now.retention}
+        found = {"quorum": now.witnesses, "retention": now.retention, "withdraw": now.withdraw.name.lower()}
         text = f"{pluralize(now.witnesses, 'cosignature')} of witnesses, kept {now.retention / DAY_SECONDS:g} days"
+        text += f", {describe_rule(now.withdraw)}"
         print_answer({"ledger": printable_location(ledger), **found}, text, as_json)
         return
-    change = TermsChange(witnesses=quorum, retention=None if retention is None else retention * DAY_SECONDS)
+    seconds, rule = None if retention is None else retention * DAY_SECONDS, _WITHDRAWAL_RULES.get(withdraw or "")
+    change = TermsChange(witnesses=quorum, retention=seconds, withdraw=rule)
     _, result = make_change(
         ledger, lambda book: change, keys_at_hand(ledger, key or (), passphrase_file), propose, days
     )
@@ -414,5 +426,6 @@ def describe_change(record: Header | GoverningRecord) -> list[str]:
         lines.append(f"class {each.cls}: {'public' if each.public else bound}, {each.profile}")
     if isinstance(record, Header):
         lines = [f"header of {record.origin}: {record.accountant} at δ = {record.delta:g}", *lines]
+        lines += [] if record.withdraw is None else [describe_rule(record.withdraw)]
         lines += [f"{each.role.name.lower()} key {each.name} ({each.id.hex()[:16]})" for each in record.keys]
     return lines

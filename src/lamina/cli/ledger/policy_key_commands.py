@@ -232,7 +232,8 @@ def key(
     """List, add, rotate or revoke keys of a ledger. A governing key authorises a change.
 
     add: the key is valid from now on, in one role. A ledger key signs checkpoints, a contributor attestations, an
-    auditor aggregates, a witness checkpoints that it has seen, a release key manifests and certificates. A governing key
+    auditor aggregates, a witness checkpoints that it has seen, a release key manifests and certificates, an operator
+    withdrawals for contributors who asked in another way. A governing key
     authorises changes like this one; where two or more govern, two must agree on another.
 
     rotate: a new key takes over in the same role. What the old one signed stays valid. The ledger's own key may let

@@ -1,13 +1,11 @@
-"""`lamina ledger show, trace, withdraw, prune`: the records of a ledger."""
+"""`lamina ledger show, trace, prune`: the records of a ledger."""
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import math
 import re
 import textwrap
-import time
 from collections import deque
 from collections.abc import Iterable
 from itertools import islice
@@ -18,8 +16,8 @@ import typer
 
 from lamina import cbor
 from lamina.admit import keys
-from lamina.admit.keys import PrivateKey, format_utc, parse_time, read_small
-from lamina.cli.open_ledger import DIGEST_HELP, contribution_digest, open_ledger, open_view, print_compared
+from lamina.admit.keys import PrivateKey, format_utc, parse_time
+from lamina.cli.open_ledger import DIGEST_HELP, contribution_digest, open_view, print_compared
 from lamina.cli.terminal import (
     JsonOption,
     KeyOption,
@@ -47,6 +45,7 @@ from lamina.ledger.schema import pluralize, schema_of
 from lamina.ledger.show import (
     KINDS_BY_NAME,
     RecordFilter,
+    describe_by,
     describe_leaf,
     epsilon_or_none,
     format_epsilon,
@@ -56,16 +55,6 @@ from lamina.ledger.show import (
 )
 from lamina.ledger.store.sqlite import printable_location
 from lamina.ledger.verify.verifier import verify
-from lamina.ledger.withdrawal import (
-    WITHDRAWAL_EFFECTS,
-    WITHDRAWAL_REASONS,
-    InboxResult,
-    WithdrawalInbox,
-    WithdrawnContribution,
-    parse_effect,
-    parse_reason,
-)
-from lamina.ledger.withdrawal import withdraw as append
 from lamina.ledger.writer import Ledger
 from lamina.plan.table import at_least
 
@@ -271,102 +260,8 @@ def _withdrawal_text(found: ContributionTrace) -> str:
         return "no"
     record = found.withdrawal.record
     assert isinstance(record, Withdrawal)
-    return f"leaf {found.withdrawal.seq}, {format_utc(found.withdrawal.time)}: {record.reason.name.lower()}"
-
-
-_MAX_REQUEST_BYTES = 1 << 24
-
-
-def withdraw(
-    ledger: LedgerArgument,
-    name: Annotated[str | None, argument("DIGEST", DIGEST_HELP)] = None,
-    reason: Annotated[str | None, option(f"one of {', '.join(WITHDRAWAL_REASONS)}", choices=WITHDRAWAL_REASONS)] = None,
-    effect: Annotated[str, option("finish or abandon an open segment; it is charged in both cases")] = "finish",
-    request: Annotated[Path | None, option("a signed request; the record holds its digest", metavar="FILE")] = None,
-    folder: Annotated[Path | None, option("record the withdrawals in its JSON files", metavar="FOLDER")] = None,
-    watch: Annotated[float | None, option("with --folder: look again every so often", metavar="SECONDS")] = None,
-    key: KeyOption = None,
-    passphrase_file: PassphraseOption = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Withdraw a contribution: no segment that opens after this uses it. Nothing is erased.
-
-    Shows the ε that it has lost so far, and the releases that it is in. A withdrawal stops further loss; models do not
-    unlearn it. With --key, a checkpoint covers the record at once; otherwise the next one does.
-
-    With --folder, every file NAME.json there with {"withdraw": "64 hex digits", "reason": "consent"} becomes a record,
-    exactly once, and is moved to done/. A file that is refused is moved to refused/, with the reason beside it.
-
-    Examples:
-
-      lamina ledger withdraw ledger.db 9f86d081 --reason consent
-      lamina ledger withdraw ledger.db 9f86d081 --reason legal --key ledger.key
-      lamina ledger withdraw ledger.db --folder withdrawals --watch 10
-    """
-    if (name is None) == (folder is None):
-        raise typer.BadParameter("give a digest, or --folder", param_hint="DIGEST")
-    if effect not in WITHDRAWAL_EFFECTS:
-        raise typer.BadParameter(f"{effect!r} is not one of {', '.join(WITHDRAWAL_EFFECTS)}", param_hint="--effect")
-    if name is not None and reason not in WITHDRAWAL_REASONS:
-        raise typer.BadParameter(f"give one of {', '.join(WITHDRAWAL_REASONS)}", param_hint="--reason")
-    with open_ledger(ledger, key, passphrase_file) as book:
-        if key is not None:
-            book.check_signs()
-        if folder is not None:
-            _take_from_folder(WithdrawalInbox(book, folder), ledger, watch, as_json)
-            return
-        data = None if request is None else read_small(request, "the request", most=_MAX_REQUEST_BYTES)
-        digest = None if data is None else hashlib.sha256(data).digest()
-        why, what = parse_reason(str(reason)), parse_effect(effect)
-        found = append(book, contribution_digest(str(name)), why, effect=what, request=digest)
-        signed = book.signs
-        with book.store.read() as rows:
-            still = sum(hold.segment >= 0 for hold in rows.holds())
-    lines = [_withdrawal_page(each) for each in found]
-    if still:
-        lines.append(f"{pluralize(still, 'open segment')} may add to that: lamina ledger trace shows it once recorded")
-    if not signed:
-        lines.append("not signed yet: lamina ledger checkpoint --key, or the next epoch")
-    withdrawn = [each.to_dict() for each in found]
-    machine = {"ledger": printable_location(ledger), "signed": signed, "withdrawn": withdrawn}
-    print_answer(machine, "\n".join(lines), as_json)
-
-
-def _withdrawal_page(found: WithdrawnContribution) -> str:
-    again = "already withdrawn: " if found.again else ""
-    known, signed, record = found.lost, found.lost.signed, found.target.record
-    assert isinstance(record, ContributionRecord | KeptContribution)
-    of = "" if signed is None else f" of the {format_epsilon(signed)} that was signed"
-    lost = f"ε {format_epsilon(known.spend)}{of}"
-    lines = [
-        f"{again}contribution {record.descriptor.hex()}",
-        f"  withdrawn    leaf {found.target.seq}, by leaf {found.leaf.seq}",
-        f"  lost so far  {lost}, in {pluralize(known.epochs, 'epoch')}",
-    ]
-    for release in known.releases:
-        lines.append(f"  is in        the release of leaf {release.seq}")
-    return "\n".join(lines)
-
-
-def _take_from_folder(inbox: WithdrawalInbox, ledger: str, watch: float | None, as_json: bool) -> None:
-    taken: list[InboxResult] = []
-    try:
-        while True:
-            for each in inbox.take():
-                taken.append(each)
-                if not as_json:
-                    leaves = ", ".join(str(one.leaf.seq) for one in each.withdrawn)
-                    done = f"refused: {each.refused}" if each.refused else f"withdrawn in leaf {leaves}"
-                    print_line(f"{each.name}: {done}")
-            if watch is None:
-                break
-            time.sleep(watch)
-    except KeyboardInterrupt:
-        pass
-    if as_json:
-        print_json({"ledger": printable_location(ledger), "files": [each.to_dict() for each in taken]})
-    if any(each.refused for each in taken):
-        raise typer.Exit(1)
+    by = describe_by(record)
+    return f"leaf {found.withdrawal.seq}, {format_utc(found.withdrawal.time)}: {record.reason.name.lower()}, {by}"
 
 
 _MAX_PROPOSAL_BYTES = 1 << 20

@@ -24,7 +24,7 @@ from lamina.ledger.contribution_columns import (
     read_columns,
 )
 from lamina.ledger.governance_records import Role, Withdrawal
-from lamina.ledger.key_state import KeyState, PolicyInForce, Violation
+from lamina.ledger.key_state import GovernanceState, KeyState, PolicyInForce, Violation, contributor_key
 from lamina.ledger.records import (
     KIND_NAMES,
     ContributionRecord,
@@ -38,7 +38,8 @@ from lamina.ledger.records import (
 )
 from lamina.ledger.schema import pluralize
 from lamina.ledger.store.rows import LeafBlock, StoreReader
-from lamina.ledger.verify.tree_checks import AggregateTallies, Finding, contributor_key, fail, fail_unreadable
+from lamina.ledger.verify.tree_checks import AggregateTallies, Finding, fail, fail_unreadable
+from lamina.ledger.withdrawal_request import withdrawal_target, withdrawal_violation
 
 if TYPE_CHECKING:
     from lamina.ledger.spending import Bound
@@ -454,8 +455,9 @@ def check_position(leaf: Leaf, index: int, time: int, epoch: int, latest: int) -
 class WithdrawalChecks:
     """Checks of withdrawals. `targets` maps a withdrawn leaf to the leaf that withdraws it."""
 
-    def __init__(self, rows: StoreReader) -> None:
-        self._rows = rows
+    def __init__(self, rows: StoreReader, keys: GovernanceState, ring: KeyRing | None) -> None:
+        self._rows, self._keys, self._ring = rows, keys, ring
+        self.unsigned = self.of_pruned = 0  # by the keeper alone; signed, of a contribution whose body is gone
         self.targets: dict[int, int] = {}
         self._excluded_from: dict[
             bytes, list[tuple[int, int, int]]
@@ -475,6 +477,11 @@ class WithdrawalChecks:
         if data is not None and sha256(data).digest() != record.request:
             reason = "its stored request does not have the digest in the leaf"
             fail(seq, Withdrawal, "verify.withdrawal-request-swapped", reason)
+        of = withdrawal_target(self._rows, record)
+        if (wrong := withdrawal_violation(record, of, leaf.time, self._keys, self._ring)) is not None:
+            fail(seq, Withdrawal, *wrong)
+        self.unsigned += record.signed is None
+        self.of_pruned += isinstance(of, KeptContribution)
         if record.run is not None and record.segment is not None:
             self._excluded_from.setdefault(record.run, []).append((record.segment, seq, record.target))
 

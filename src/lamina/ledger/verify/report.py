@@ -167,6 +167,11 @@ def _report_notes(replay: LedgerReplay, trust: Trust | None) -> Iterable[str]:
             pruned, "contribution is pruned: its attestation", "contributions are pruned: their attestations"
         )
         yield f"{bodies} can no longer be checked"
+    if count := replay.withdrawals.unsigned:
+        yield f"{pluralize(count, 'withdrawal is', 'withdrawals are')} the word of the keeper alone: nobody signed"
+    if count := replay.withdrawals.of_pruned:
+        signed = pluralize(count, "withdrawal of a pruned contribution is", "withdrawals of pruned contributions are")
+        yield f"{signed} signed by a contributor or an operator: whose contribution it was can no longer be checked"
     if count := replay.aggregates.not_countersigned:
         why = "" if trust is None else ": the ledger is self-consistent, and not trusted"
         yield f"{pluralize(count, 'aggregate is', 'aggregates are')} countersigned by nobody{why}"

@@ -24,7 +24,7 @@ from lamina.admit.keys import PublicKey, format_utc, read_small
 from lamina.errors import EncodingError, LaminaError, LedgerError, NotVerified
 from lamina.ledger import signed_checkpoint as notes
 from lamina.ledger.governance_records import Aggregate, Header, LeafSpan, Role
-from lamina.ledger.key_state import GovernanceState, KeyState, Violation
+from lamina.ledger.key_state import CONTRIBUTOR_ROLE, GovernanceState, Violation
 from lamina.ledger.merkle import HASH_SIZE, TILE_HEIGHT, TILE_WIDTH, Frontier, tile_path
 from lamina.ledger.records import KIND_NAMES, Leaf, Record
 from lamina.ledger.signed_checkpoint import (
@@ -162,38 +162,13 @@ class Trust:
 
     def contributors(self) -> KeyRing | None:
         """The ring, if it has keys of contributors: then no others count."""
-        known = self.ring is not None and any(each.role == _CONTRIBUTOR_ROLE for each in self.ring)
+        known = self.ring is not None and any(each.role == CONTRIBUTOR_ROLE for each in self.ring)
         return self.ring if known else None
 
     def _of_role(self, role: Role, now: int | None) -> list[KeyEntry]:
         at = int(system.time()) if now is None else now
         mine = () if self.ring is None else (each for each in self.ring if each.role == role.name.lower())
         return [each for each in mine if each.standing(at, each.valid_from) is KeyStatus.USABLE]
-
-
-_CONTRIBUTOR_ROLE = Role.CONTRIBUTOR.name.lower()
-
-
-def contributor_key(
-    keys: KeyState, ring: KeyRing | None, kid: bytes, at: int, issued: int | None
-) -> PublicKey | Violation:
-    """The key of a contribution of that time, signed at `issued` if that is known; or why it does not count.
-
-    Both the ledger and the ring of an auditor, if there is one, must accept it; who is in the ring alone counts too.
-    """
-    name, known = f"key {kid.hex()[:16]}", keys.history(kid)
-    entry = None if ring is None else ring.get(kid)
-    if ring is not None and entry is None:
-        return Violation("verify.key-not-trusted", f"{name} is not among the trusted keys")
-    if entry is not None and entry.role != _CONTRIBUTOR_ROLE:
-        return Violation("verify.key-wrong-role", f"{name} has role {entry.role} among the trusted keys")
-    if entry is not None:
-        status = entry.standing(at, entry.valid_from if issued is None else issued)
-        if status is not KeyStatus.USABLE:
-            return Violation("verify.trusted-key-unusable", f"{name} is {status.value} among the trusted keys")
-    if known is not None:
-        return known.contributor_problem(at, issued) or known.public
-    return Violation("verify.key-unknown", f"{name} is not in the ledger") if entry is None else entry.key
 
 
 def _no_keys(path: Path, why: str = "") -> LedgerError:

@@ -230,7 +230,7 @@ class LedgerReplay:
         self.attestations = checks if signatures else None
         self._tallies = AggregateTallies(read_aggregates(rows, self.head))
         self.tree = ReplayedTree(rows, self._tallies)
-        self.withdrawals = WithdrawalChecks(rows)
+        self.withdrawals = WithdrawalChecks(rows, self.keys, ring)
         self._members = AdmittedMembers(self.policy, self.keys, self.withdrawals.targets)
         self.contributions = ContributionChecks(
             self.policy, self.keys, self.attestations, self._tallies, ring, self._members, self._latest

@@ -16,15 +16,9 @@ from lamina.admit.signed_json import read_cose, sign_json
 from lamina.ledger.merkle import leaf_hash
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.records import ContributionRecord
-from lamina.ledger.withdrawal import WithdrawalInbox
+from lamina.ledger.withdrawal import WithdrawalInbox, check_withdrawal, drop_withdrawal, withdrawal_state
+from lamina.ledger.withdrawal_request import REQUEST_TYPE, sign_withdrawal
 from lamina.ledger.writer import Ledger
-from lamina.release.withdrawal_request import (
-    REQUEST_TYPE,
-    check_withdrawal,
-    drop_withdrawal,
-    sign_withdrawal,
-    withdrawal_state,
-)
 
 
 @pytest.fixture
@@ -60,24 +54,24 @@ def test_a_signed_request_becomes_a_record(hospital: Hospital, ledger: LedgerRea
     with Ledger.open(tmp_path / "corpus.db") as book:
         (taken,) = WithdrawalInbox(book, inbox).take()
     assert taken.withdrawn[0].leaf.record.request is not None  # type: ignore[union-attr]
-    assert taken.withdrawn[0].leaf.record.request.hex() == request.digest  # type: ignore[union-attr]
+    assert taken.withdrawn[0].leaf.record.request == request.digest  # type: ignore[union-attr]
     assert drop_withdrawal(inbox, data, request) == withdrawal_state(inbox, request.name) == "done"
 
 
 def test_what_is_not_the_contributors_is_refused(hospital: Hospital, ledger: LedgerReader) -> None:
     record, header = first_of(ledger), header_of(ledger)
     stranger = PrivateKey.generate()
-    with raises_code("release.request-not-signed"):
+    with raises_code("ledger.request-not-signed"):
         check_withdrawal(sign_withdrawal(record.descriptor, "consent", stranger, ledger=header), ledger)
-    with raises_code("release.request-not-signed"):
+    with raises_code("ledger.request-not-signed"):
         check_withdrawal(sign_withdrawal(b"\0" * 32, "consent", hospital.key, ledger=header), ledger)
-    with raises_code("release.request-other-ledger"):
+    with raises_code("ledger.request-other-ledger"):
         check_withdrawal(sign_withdrawal(record.descriptor, "consent", hospital.key, ledger=b"\0" * 32), ledger)
     late = int(time.time()) + 3600
-    with raises_code("release.request-from-the-future"):
+    with raises_code("ledger.request-from-the-future"):
         check_withdrawal(sign_withdrawal(record.descriptor, "consent", hospital.key, ledger=header, time=late), ledger)
     data = sign_withdrawal(record.descriptor, "consent", hospital.key, ledger=header)
-    with raises_code("release.request-not-signed"):
+    with raises_code("ledger.request-not-signed"):
         check_withdrawal(data[:-1] + bytes([data[-1] ^ 1]), ledger)
     with raises_code("release.cose-malformed"):
         check_withdrawal(sign_json({}, hospital.key, "application/json"), ledger)
@@ -90,7 +84,7 @@ def test_what_is_not_the_contributors_is_refused(hospital: Hospital, ledger: Led
 def test_what_is_no_request_is_refused(hospital: Hospital, ledger: LedgerReader, change: dict[str, Any]) -> None:
     data = sign_withdrawal(first_of(ledger).descriptor, "consent", hospital.key, ledger=header_of(ledger))
     plain = json.loads(read_cose(data, REQUEST_TYPE).payload)
-    with raises_code("release.request-malformed"):
+    with raises_code("ledger.request-malformed"):
         check_withdrawal(sign_json(plain | change, hospital.key, REQUEST_TYPE), ledger)
-    with raises_code("release.request-malformed"):
+    with raises_code("ledger.request-malformed"):
         check_withdrawal(b"\0" * 5000, ledger)

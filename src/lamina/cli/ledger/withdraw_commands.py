@@ -1,0 +1,250 @@
+"""`lamina ledger request, withdraw`: sign a request to withdraw a contribution, and withdraw it."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lamina.admit.attestation import Attestation
+from lamina.admit.keys import PrivateKey, read_small, replace_file
+from lamina.cli.open_ledger import DIGEST_HELP, contribution_digest, contributor_folder, open_ledger, open_view
+from lamina.cli.terminal import (
+    JsonOption,
+    LedgerArgument,
+    OutputOption,
+    PassphraseOption,
+    argument,
+    open_private_key,
+    option,
+    print_answer,
+    print_json,
+    print_line,
+)
+from lamina.errors import LedgerError
+from lamina.ledger.governance_records import Withdrawal
+from lamina.ledger.records import ContributionRecord, KeptContribution
+from lamina.ledger.schema import pluralize
+from lamina.ledger.show import describe_by, format_epsilon
+from lamina.ledger.store.sqlite import printable_location
+from lamina.ledger.withdrawal import InboxResult, WithdrawalInbox, WithdrawnContribution, withdraw_signed
+from lamina.ledger.withdrawal import withdraw as append
+from lamina.ledger.withdrawal_request import (
+    OPERATOR_ROLES,
+    WITHDRAWAL_EFFECTS,
+    WITHDRAWAL_REASONS,
+    is_hex_digest,
+    parse_effect,
+    parse_reason,
+    sign_withdrawal,
+)
+
+_MAX_HANDED_IN_BYTES = 1 << 24
+_COSE_SIGN1 = b"\xd2"  # how a signed request begins; no text and no PDF does
+
+ReasonOption = Annotated[str | None, option(f"one of {', '.join(WITHDRAWAL_REASONS)}", choices=WITHDRAWAL_REASONS)]
+EffectOption = Annotated[str, option("finish or abandon an open segment; it is charged in both cases")]
+
+
+def _check_words(reason: str | None, effect: str) -> None:
+    if effect not in WITHDRAWAL_EFFECTS:
+        raise typer.BadParameter(f"{effect!r} is not one of {', '.join(WITHDRAWAL_EFFECTS)}", param_hint="--effect")
+    if reason not in WITHDRAWAL_REASONS:
+        raise typer.BadParameter(f"give one of {', '.join(WITHDRAWAL_REASONS)}", param_hint="--reason")
+
+
+def request(
+    name: Annotated[str, argument("DIGEST", "your contribution: its folder, or the whole digest of its descriptor")],
+    key: Annotated[Path, option("the key that signed the contribution; asks for its passphrase", metavar="FILE")],
+    reason: ReasonOption = None,
+    effect: EffectOption = "finish",
+    ledger: Annotated[
+        str | None,
+        option("the ledger, a copy, or the hash of its header; default: the one that the folder's attestation names",
+               metavar="LEDGER"),
+    ] = None,
+    handed_in: Annotated[
+        Path | None, option("as an operator of the ledger: what the contributor handed in", metavar="FILE")
+    ] = None,
+    output: OutputOption = None,
+    passphrase_file: PassphraseOption = None,
+    as_json: JsonOption = False,
+) -> None:  # fmt: skip
+    """Sign a request to withdraw your contribution. Needs no network: send the file to who keeps the ledger.
+
+    The keeper records it with lamina ledger withdraw LEDGER --request FILE, or puts it into the folder of --folder; a
+    service takes it at /v1/withdrawals. It counts for this contribution, this reason and this ledger alone, and
+    everybody who verifies the ledger verifies it. If your key was rotated, sign with the new one.
+
+    Examples:
+
+      lamina ledger request data/p001 --reason consent --key alice.key
+      lamina ledger request DIGEST --reason consent --key alice.key --ledger copy.db -o mine.cose
+      lamina ledger request DIGEST --reason consent --key operator.key --ledger ledger.db --handed-in letter.pdf
+    """
+    _check_words(reason, effect)
+    digest = contribution_digest(name)
+    if not is_hex_digest(digest):
+        raise typer.BadParameter("give a folder of lamina attest, or all 64 hex digits", param_hint="DIGEST")
+    header, private = _header_hash(name, ledger), open_private_key(key, passphrase_file)
+    asked = None if handed_in is None else _digest_of(handed_in)
+    data = sign_withdrawal(
+        bytes.fromhex(digest), str(reason), private, ledger=header, effect=effect, request=asked
+    )  # fmt: skip
+    output = output or Path(f"withdrawal-{digest[:8]}.cose")
+    replace_file(output, data, "the request", mode=0o644)
+    made = {"request": str(output), "withdraw": digest, "reason": reason, "effect": effect, "ledger": header.hex()}
+    text = f"{output}: signed by {private.public.name[:16]}, to withdraw {digest[:16]} from ledger {header.hex()[:16]}"
+    print_answer(made | {"key": private.public.name, "digest": hashlib.sha256(data).hexdigest()}, text, as_json)
+
+
+def _header_hash(name: str, ledger: str | None) -> bytes:
+    """The hash of the header of the ledger that is meant."""
+    if ledger is not None and is_hex_digest(ledger):
+        return bytes.fromhex(ledger)
+    if ledger is not None:
+        with open_view(ledger) as book:
+            return book.header_hash
+    given = contributor_folder(name)
+    named = None if given is None or given.attestation is None else Attestation.decode(given.attestation).ledger
+    if named is None:
+        problem = "which ledger is meant is not known: no attestation here names one"
+        raise LedgerError(
+            "cli.request-ledger-missing", problem, "give --ledger: a copy of it, or the hash of its header"
+        )
+    return named
+
+
+def _digest_of(path: Path) -> bytes:
+    return hashlib.sha256(read_small(path, "the request", most=_MAX_HANDED_IN_BYTES)).digest()
+
+
+def withdraw(
+    ledger: LedgerArgument,
+    name: Annotated[str | None, argument("DIGEST", DIGEST_HELP)] = None,
+    reason: ReasonOption = None,
+    effect: EffectOption = "finish",
+    request: Annotated[
+        Path | None,
+        option("a signed request; or, with a DIGEST, what was handed in: the record holds its digest", metavar="FILE"),
+    ] = None,
+    folder: Annotated[Path | None, option("record the withdrawals in its files", metavar="FOLDER")] = None,
+    watch: Annotated[float | None, option("with --folder: look again every so often", metavar="SECONDS")] = None,
+    key: Annotated[
+        list[Path] | None,
+        option("private key: the ledger's own signs a checkpoint, an operator's the withdrawal; repeatable", "--key",
+               metavar="FILE"),
+    ] = None,
+    passphrase_file: PassphraseOption = None,
+    as_json: JsonOption = False,
+) -> None:  # fmt: skip
+    """Withdraw a contribution: no segment that opens after this uses it. Nothing is erased.
+
+    Shows the ε that it has lost so far, and the releases that it is in. A withdrawal stops further loss; models do not
+    unlearn it. With the ledger's key, a checkpoint covers the record at once; otherwise the next one does.
+
+    The record holds the request that its contributor signed (lamina ledger request). For who asked in another way, a key
+    with role operator, or a governing one, signs with the digest of what was handed in. Otherwise the record says that
+    the keeper alone withdrew, which a ledger with withdraw = "signed" refuses (lamina ledger terms).
+
+    With --folder, every file there becomes a record, exactly once, and is moved to done/: NAME.cose, a signed request, or
+    NAME.json with {"withdraw": "64 hex digits", "reason": "consent"}, which nobody signed. A file that is refused is
+    moved to refused/, with the reason beside it.
+
+    Examples:
+
+      lamina ledger withdraw ledger.db --request mine.cose
+      lamina ledger withdraw ledger.db 9f86d081 --reason consent --request letter.pdf --key operator.key
+      lamina ledger withdraw ledger.db 9f86d081 --reason legal --key ledger.key
+      lamina ledger withdraw ledger.db --folder withdrawals --watch 10
+    """
+    data = None if request is None else read_small(request, "the request", most=_MAX_HANDED_IN_BYTES)
+    signed = data is not None and data.startswith(_COSE_SIGN1)
+    if sum((name is not None, folder is not None, signed)) != 1:
+        raise typer.BadParameter("give a digest, a signed request alone, or --folder", param_hint="DIGEST")
+    if name is not None:
+        _check_words(reason, effect)
+    signer, operator = _keys(ledger, [open_private_key(path, passphrase_file) for path in key or ()])
+    if operator is not None and (name is None or data is None):
+        problem = "an operator signs for one contributor who asked: give DIGEST and --request"
+        raise typer.BadParameter(problem, param_hint="--key")
+    with open_ledger(ledger, signer=signer) as book:
+        if signer is not None:
+            book.check_signs()
+        if folder is not None:
+            _take_from_folder(WithdrawalInbox(book, folder), ledger, watch, as_json)
+            return
+        if signed and data is not None:
+            found = withdraw_signed(book, data)
+        else:
+            why, what = parse_reason(str(reason)), parse_effect(effect)
+            digest = None if data is None else hashlib.sha256(data).digest()
+            found = append(
+                book, contribution_digest(str(name)), why, effect=what, request=digest, operator=operator
+            )  # fmt: skip
+        with book.store.read() as rows:
+            still = sum(hold.segment >= 0 for hold in rows.holds())
+    lines = [_withdrawal_page(each) for each in found]
+    if still:
+        lines.append(f"{pluralize(still, 'open segment')} may add to that: lamina ledger trace shows it once recorded")
+    if signer is None:
+        lines.append("not signed yet: lamina ledger checkpoint --key, or the next epoch")
+    withdrawn = [each.to_dict() for each in found]
+    machine = {"ledger": printable_location(ledger), "signed": signer is not None, "withdrawn": withdrawn}
+    print_answer(machine, "\n".join(lines), as_json)
+
+
+def _keys(ledger: str, given: list[PrivateKey]) -> tuple[PrivateKey | None, PrivateKey | None]:
+    """The ledger's key, and the operator's or governing one, among these."""
+    if not given:
+        return None, None
+    with open_ledger(ledger) as book:
+        state = book.governance()
+    roles = [None if (known := state.get(each.public.id)) is None else known.role for each in given]
+    operators = [each for each, role in zip(given, roles, strict=True) if role in OPERATOR_ROLES]
+    others = [each for each in given if each not in operators]
+    if len(operators) > 1 or len(others) > 1:
+        raise typer.BadParameter("give the ledger's key, an operator's, or one of each", param_hint="--key")
+    return next(iter(others), None), next(iter(operators), None)
+
+
+def _withdrawal_page(found: WithdrawnContribution) -> str:
+    again = "already withdrawn: " if found.again else ""
+    known, signed, record = found.lost, found.lost.signed, found.target.record
+    withdrawal = found.leaf.record
+    assert isinstance(record, ContributionRecord | KeptContribution)
+    assert isinstance(withdrawal, Withdrawal)
+    of = "" if signed is None else f" of the {format_epsilon(signed)} that was signed"
+    lost = f"ε {format_epsilon(known.spend)}{of}"
+    lines = [
+        f"{again}contribution {record.descriptor.hex()}",
+        f"  withdrawn    leaf {found.target.seq}, by leaf {found.leaf.seq}, {describe_by(withdrawal)}",
+        f"  lost so far  {lost}, in {pluralize(known.epochs, 'epoch')}",
+    ]
+    for release in known.releases:
+        lines.append(f"  is in        the release of leaf {release.seq}")
+    return "\n".join(lines)
+
+
+def _take_from_folder(inbox: WithdrawalInbox, ledger: str, watch: float | None, as_json: bool) -> None:
+    taken: list[InboxResult] = []
+    try:
+        while True:
+            for each in inbox.take():
+                taken.append(each)
+                if not as_json:
+                    leaves = ", ".join(str(one.leaf.seq) for one in each.withdrawn)
+                    done = f"refused: {each.refused}" if each.refused else f"withdrawn in leaf {leaves}"
+                    print_line(f"{each.name}: {done}")
+            if watch is None:
+                break
+            time.sleep(watch)
+    except KeyboardInterrupt:
+        pass
+    if as_json:
+        print_json({"ledger": printable_location(ledger), "files": [each.to_dict() for each in taken]})
+    if any(each.refused for each in taken):
+        raise typer.Exit(1)
