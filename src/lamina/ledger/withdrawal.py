@@ -250,15 +250,13 @@ class WithdrawalInbox:
 
     def _unsigned(self, path: Path) -> Callable[[], list[WithdrawnContribution]]:
         name, reason, effect, request = _read_request(path)
-        state, now = self._ledger.parties(), self._ledger.now()
         for leaf in find_contributions(self._ledger, name):
-            if self._ledger.withdrawn(leaf.seq) is not None:
-                continue
-            if not isinstance(leaf.record, ContributionRecord):
-                raise _bad_request(path, f"names leaf {leaf.seq}, which is pruned")
-            record = Withdrawal(target=leaf.seq, reason=reason, effect=effect, request=request)
-            if (wrong := withdrawal_violation(record, leaf.record, now, state)) is not None:
-                raise withdrawal_refused(record, wrong)
+            record = Withdrawal(target=leaf.seq, reason=reason, effect=effect)
+            if self._ledger.withdrawn(leaf.seq) is None:
+                if not isinstance(leaf.record, ContributionRecord):
+                    raise _bad_request(path, f"names leaf {leaf.seq}, which is pruned")
+                if (wrong := withdrawal_violation(record, None, leaf.time, self._ledger.parties())) is not None:
+                    raise withdrawal_refused(record, wrong)
         return partial(withdraw, self._ledger, name, reason, effect=effect, request=request)
 
     def _move_answered(self, path: Path, where: str, taken: InboxResult) -> None:

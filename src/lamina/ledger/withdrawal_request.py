@@ -231,9 +231,11 @@ def withdrawal_target(rows: StoreReader, record: Withdrawal) -> Target | None:
 
 def withdrawal_refused(record: Withdrawal, wrong: Violation) -> LedgerError:
     """The refusal of a withdrawal."""
-    code = "ledger.withdrawal-not-signed" if record.signed is None else "ledger.withdrawal-not-allowed"
-    remedy = (
-        "have its contributor sign (lamina ledger request), or sign as an operator: lamina ledger withdraw --request "
-        "LETTER --key operator.key"
-    )
-    return LedgerError(code, f"leaf {record.target} cannot be withdrawn so: {wrong.reason}", remedy)
+    problem = f"leaf {record.target} cannot be withdrawn so: {wrong.reason}"
+    if record.signed is None:
+        remedy = (
+            "have its contributor sign (lamina ledger request), or an operator: withdraw --request LETTER --key KEY"
+        )
+        return LedgerError("ledger.withdrawal-not-signed", problem, remedy)
+    remedy = "have it signed for this contribution, ledger, reason and effect, with a key that counts now"
+    return LedgerError("ledger.withdrawal-not-allowed", problem, remedy)

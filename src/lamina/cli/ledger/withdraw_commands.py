@@ -90,10 +90,9 @@ def request(
     if not is_hex_digest(digest):
         raise typer.BadParameter("give a folder of lamina attest, or all 64 hex digits", param_hint="DIGEST")
     header, private = _header_hash(name, ledger), open_private_key(key, passphrase_file)
-    asked = None if handed_in is None else _digest_of(handed_in)
-    data = sign_withdrawal(
-        bytes.fromhex(digest), str(reason), private, ledger=header, effect=effect, request=asked
-    )  # fmt: skip
+    letter, target = _read_handed_in(handed_in), bytes.fromhex(digest)
+    asked = None if letter is None else hashlib.sha256(letter).digest()
+    data = sign_withdrawal(target, str(reason), private, ledger=header, effect=effect, request=asked)
     output = output or Path(f"withdrawal-{digest[:8]}.cose")
     replace_file(output, data, "the request", mode=0o644)
     made = {"request": str(output), "withdraw": digest, "reason": reason, "effect": effect, "ledger": header.hex()}
@@ -111,15 +110,16 @@ def _header_hash(name: str, ledger: str | None) -> bytes:
     given = contributor_folder(name)
     named = None if given is None or given.attestation is None else Attestation.decode(given.attestation).ledger
     if named is None:
-        problem = "which ledger is meant is not known: no attestation here names one"
-        raise LedgerError(
-            "cli.request-ledger-missing", problem, "give --ledger: a copy of it, or the hash of its header"
+        problem, remedy = (
+            "no attestation here names the ledger that is meant",
+            "give --ledger: a copy, or its header's hash",
         )
+        raise LedgerError("cli.request-ledger-missing", problem, remedy)
     return named
 
 
-def _digest_of(path: Path) -> bytes:
-    return hashlib.sha256(read_small(path, "the request", most=_MAX_HANDED_IN_BYTES)).digest()
+def _read_handed_in(path: Path | None) -> bytes | None:
+    return None if path is None else read_small(path, "the request", most=_MAX_HANDED_IN_BYTES)
 
 
 def withdraw(
@@ -161,7 +161,7 @@ def withdraw(
       lamina ledger withdraw ledger.db 9f86d081 --reason legal --key ledger.key
       lamina ledger withdraw ledger.db --folder withdrawals --watch 10
     """
-    data = None if request is None else read_small(request, "the request", most=_MAX_HANDED_IN_BYTES)
+    data = _read_handed_in(request)
     signed = data is not None and data.startswith(_COSE_SIGN1)
     if sum((name is not None, folder is not None, signed)) != 1:
         raise typer.BadParameter("give a digest, a signed request alone, or --folder", param_hint="DIGEST")
@@ -182,9 +182,8 @@ def withdraw(
         else:
             why, what = parse_reason(str(reason)), parse_effect(effect)
             digest = None if data is None else hashlib.sha256(data).digest()
-            found = append(
-                book, contribution_digest(str(name)), why, effect=what, request=digest, operator=operator
-            )  # fmt: skip
+            target = contribution_digest(str(name))
+            found = append(book, target, why, effect=what, request=digest, operator=operator)
         with book.store.read() as rows:
             still = sum(hold.segment >= 0 for hold in rows.holds())
     lines = [_withdrawal_page(each) for each in found]
