@@ -110,11 +110,8 @@ def _header_hash(name: str, ledger: str | None) -> bytes:
     given = contributor_folder(name)
     named = None if given is None or given.attestation is None else Attestation.decode(given.attestation).ledger
     if named is None:
-        problem, remedy = (
-            "no attestation here names the ledger that is meant",
-            "give --ledger: a copy, or its header's hash",
-        )
-        raise LedgerError("cli.request-ledger-missing", problem, remedy)
+        problem = "no attestation here names the ledger that is meant"
+        raise LedgerError("cli.request-ledger-missing", problem, "give --ledger: a copy, or the hash of its header")
     return named
 
 
