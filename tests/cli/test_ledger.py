@@ -224,7 +224,7 @@ def test_first_digits_are_enough(call: Call, story: Story) -> None:
     for command in ("prove", "receipt"):
         refused(call(command, "ledger.db", anchor[:8]), "ledger.digest-ambiguous")
     printed = succeeded(call("withdraw", "ledger.db", name[:8], "--reason", "consent"))
-    assert f"contribution {name}\n  withdrawn    leaf 11, by leaf 55\n" in printed
+    assert f"contribution {name}\n  withdrawn    leaf 11, by leaf 55, by the keeper alone\n" in printed
     refused(call("withdraw", "ledger.db", name[:7], "--reason", "consent"), "ledger.name-not-understood")
 
 
