@@ -457,7 +457,7 @@ def test_watching_ends_when_it_is_told_to(
         name = contribution(len(looks), _who(len(looks))).record.descriptor.hex()
         (tmp_path / "inbox" / f"{len(looks)}.json").write_text(json.dumps({"withdraw": name, "reason": "data"}))
 
-    monkeypatch.setattr(sys.modules["lamina.cli.ledger.record_commands"].time, "sleep", sleep)
+    monkeypatch.setattr(sys.modules["lamina.cli.ledger.withdraw_commands"].time, "sleep", sleep)
     found = answer(call("withdraw", "ledger.db", "--folder", "inbox", "--watch", "7", "--json"))
     assert [each["file"] for each in found["files"]] == ["1.json", "2.json"]
     assert looks == [7.0, 7.0, 7.0]
