@@ -50,12 +50,19 @@ class LedgerReader:
     @classmethod
     def read_only(cls, where: str | os.PathLike[str]) -> LedgerReader:
         """A ledger that is there, for who must not change it; also a copy that cannot be written."""
-        store = make_store(where, readonly=True)
+        return cls._over(make_store(where, readonly=True))
+
+    @staticmethod
+    def _over(store: Store) -> LedgerReader:
         try:
             return LedgerReader(store)
         except BaseException:
             store.close()
             raise
+
+    def another(self) -> LedgerReader:
+        """The same ledger through a connection of its own: whoever reads for long keeps nobody waiting."""
+        return self._over(self.store.another())
 
     def close(self) -> None:
         self.store.close()
@@ -277,15 +284,15 @@ _MAX_LEAF_DIGITS = 18  # digits of a leaf
 _MAX_LISTED = 5  # of several that a name could be
 
 
-def find_contributions(ledger: LedgerReader, name: str) -> list[Leaf]:
+def find_contributions(ledger: LedgerReader, name: str, *, only_index: bool = False) -> list[Leaf]:
     """The contributions of this descriptor digest or content anchor (64 hex digits, or the first 8 or more), of this
     subject tag (64 hex digits), or of this leaf.
 
     First digits must be those of one digest alone. The index of the store is asked first. If it knows nothing, all
-    leaves are read: an index is no evidence.
+    leaves are read: an index is no evidence. With `only_index` they are not, which a page cannot wait for.
     """
     number = _leaf_number(ledger, name)
-    return _find_by_digits(ledger, name) if number is None else [_contribution_leaf(ledger, number)]
+    return _find_by_digits(ledger, name, only_index) if number is None else [_contribution_leaf(ledger, number)]
 
 
 def find_leaf(ledger: LedgerReader, name: str) -> int:
@@ -315,7 +322,7 @@ def _leaf_number(ledger: LedgerReader, name: str) -> int | None:
     return number
 
 
-def _find_by_digits(ledger: LedgerReader, name: str) -> list[Leaf]:
+def _find_by_digits(ledger: LedgerReader, name: str, only_index: bool = False) -> list[Leaf]:
     digits = name.lower()
     if _HEX_DIGITS.fullmatch(digits) is None:
         problem = f"{name[:80]!r} is not the name of a contribution"
@@ -323,9 +330,16 @@ def _find_by_digits(ledger: LedgerReader, name: str) -> list[Leaf]:
             f"give its folder, its leaf, or its digest ({_DIGEST_DIGITS} hex digits, or the first {MIN_DIGITS} or more)"
         )
         raise LedgerError("ledger.name-not-understood", problem, remedy)
-    found = (
-        _find_digest(ledger, bytes.fromhex(digits)) if len(digits) == _DIGEST_DIGITS else _find_prefix(ledger, digits)
-    )
+    whole = len(digits) == _DIGEST_DIGITS
+    found = _find_digest(ledger, bytes.fromhex(digits)) if whole else _find_indexed_prefix(ledger, digits)
+    if not found and not only_index:
+        part = bytes.fromhex(digits[: len(digits) // 2 * 2])
+        for leaf in _leaves_containing(ledger, part):
+            if part in _contribution_digests(leaf) if whole else _digests_with_prefix(leaf, digits):
+                found.append(leaf)
+    if not found and only_index:
+        problem = f"the index of the ledger knows no contribution {digits[:16]}{'…' if len(digits) > 16 else ''}"
+        raise LedgerError("ledger.contribution-not-indexed", problem, "lamina ledger trace reads every leaf for it")
     if not found:
         problem = f"the ledger {ledger.name} has no contribution {digits[:16]}{'…' if len(digits) > 16 else ''}"
         remedy = "check the digest; a pruned contribution is found by that of its descriptor alone"
@@ -336,17 +350,8 @@ def _find_by_digits(ledger: LedgerReader, name: str) -> list[Leaf]:
 
 
 def _find_digest(ledger: LedgerReader, digest: bytes) -> list[Leaf]:
-    found = [_contribution_leaf(ledger, seq) for seq in ledger.find(digest)]
-    found = [leaf for leaf in found if digest in _contribution_digests(leaf)]
-    return found or [leaf for leaf in _leaves_containing(ledger, digest) if digest in _contribution_digests(leaf)]
-
-
-def _find_prefix(ledger: LedgerReader, digits: str) -> list[Leaf]:
-    """Those of which a digest begins so."""
-    part = bytes.fromhex(digits[: len(digits) // 2 * 2])
-    return _find_indexed_prefix(ledger, digits) or [
-        leaf for leaf in _leaves_containing(ledger, part) if _digests_with_prefix(leaf, digits)
-    ]
+    found = (_contribution_leaf(ledger, seq) for seq in ledger.find(digest))
+    return [leaf for leaf in found if digest in _contribution_digests(leaf)]
 
 
 def _find_indexed_prefix(ledger: LedgerReader, digits: str) -> list[Leaf]:

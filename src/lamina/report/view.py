@@ -100,12 +100,13 @@ class LedgerView:
         self._plans: dict[bytes, StepPlan | None] = {}
         self._read_policy(ledger.header)
 
-    def follow(self, most: int | None = None) -> bool:
-        """Read on, at most so many leaves; whether it is up to date."""
+    def follow(self, most: int | None = None, ledger: LedgerReader | None = None) -> bool:
+        """Read on, at most so many leaves; whether it is up to date. `ledger`: through another connection."""
+        ledger = ledger or self.ledger
         with self._turn:
-            end = self.ledger.size
+            end = ledger.size
             stop = end if most is None else min(end, self.size + most)
-            for _, data in self.ledger.raw_leaves(self.size, stop):
+            for _, data in ledger.raw_leaves(self.size, stop):
                 self._see(decode_leaf(data))
             self.size = stop
             return stop == end
@@ -200,13 +201,16 @@ class LedgerView:
     def rows(self, first: int, count: int = PAGE_ROWS) -> tuple[list[ContributionRow], int | None]:
         """Contributions from a leaf on, and the leaf from which the next page goes on; None after the last leaf."""
         found: list[ContributionRow] = []
-        for seq, data in self.ledger.raw_leaves(max(0, first)):
-            if len(found) == count or seq - first > 20 * count:  # enough, or a stretch with few
-                return found, seq
-            leaf = decode_leaf(data)
-            if isinstance(leaf.record, ContributionRecord | KeptContribution):
-                found.append(self.row(leaf))
-        return found, None
+        first, size = max(0, first), self.ledger.size
+        end = min(size, first + 20 * count)  # enough of a stretch with few
+        for at in range(first, end, count):
+            for seq, data in self.ledger.raw_leaves(at, min(end, at + count)):
+                if len(found) == count:
+                    return found, seq
+                leaf = decode_leaf(data)
+                if leaf.kind is ContributionRecord:
+                    found.append(self.row(leaf))
+        return found, end if end < size else None
 
     def row(self, leaf: Leaf) -> ContributionRow:
         """A contribution as a list shows it."""
@@ -225,14 +229,9 @@ class LedgerView:
     def recent(self, count: int = 20) -> Iterator[tuple[int, str, str]]:
         """The newest leaves that are no contributions: (index, time, what it says)."""
         size = self.ledger.size
-        shown = 0
-        for seq in range(size - 1, max(-1, size - 400), -1):
-            leaf = self.ledger.leaf(seq)
-            if not isinstance(leaf.record, ContributionRecord | KeptContribution):
-                yield seq, format_utc(leaf.time), describe_leaf(leaf)
-                shown += 1
-            if shown == count:
-                return
+        leaves = [leaf for leaf in self.ledger.leaves(max(0, size - 400), size) if leaf.kind is not ContributionRecord]
+        for leaf in leaves[: -count - 1 : -1]:
+            yield leaf.seq, format_utc(leaf.time), describe_leaf(leaf)
 
 
 NOTE_ON_REACH = NOT_REACHED

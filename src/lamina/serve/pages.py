@@ -25,8 +25,8 @@ from lamina.release.certificate import certify
 from lamina.release.gate import Query
 from lamina.release.reconciliation import reconcile
 from lamina.report.charts import budget_chart, house_of_layers, share_bars
-from lamina.report.pages import render, stylesheet
-from lamina.report.view import PAGE_ROWS, LedgerView
+from lamina.report.pages import environment, render, stylesheet
+from lamina.report.view import PAGE_ROWS, ContributionRow, LedgerView
 from lamina.serve.app import Service
 
 _CHUNK = 20_000  # leaves that are counted at a time
@@ -54,12 +54,14 @@ class BackgroundVerification:
         with self._lock:
             if self.running:
                 return
-            self.running, self.done, self.total = True, 0, self.ledger.size
-        threading.Thread(target=self._run, daemon=True, name="verification").start()
+            own = self.ledger.another()  # a verification is one long view: others must not wait for it
+            self.running, self.done, self.total = True, 0, own.size
+        threading.Thread(target=self._run, args=(own,), daemon=True, name="verification").start()
 
-    def _run(self) -> None:
+    def _run(self, own: LedgerReader) -> None:
         try:
-            self.result = verify(self.ledger.store, trust=self.trust, progress=self._progress)
+            with own:
+                self.result = verify(own.store, trust=self.trust, progress=self._progress)
             self.at = format_utc(int(time.time()))
         finally:
             self.running = False
@@ -82,12 +84,17 @@ class Dashboard:
         self.view, self.checking = LedgerView(self.ledger), BackgroundVerification(self.ledger, trust)
         self.counted = threading.Event()
         self._certified: dict[str, Any] | None = None
-        threading.Thread(target=self._count, daemon=True, name="counting").start()
+        for name in (made := environment()).list_templates(
+            ["html"]
+        ):  # compiled here: the first page does not wait for it
+            made.get_template(name)
+        threading.Thread(target=self._count, args=(self.ledger.another(),), daemon=True, name="counting").start()
         self.checking.start()
 
-    def _count(self) -> None:
-        while not self.view.follow(_CHUNK):
-            pass
+    def _count(self, own: LedgerReader) -> None:
+        with own:
+            while not self.view.follow(_CHUNK, own):
+                pass
         self.counted.set()
 
     def page(self, template: str, here: str, **values: Any) -> Response:
@@ -139,11 +146,14 @@ class Dashboard:
         return self.page("layers.html", "/layers", posture=posture, plan=plan, charts=drawn)
 
     def contributions(self, request: Request) -> Response:
-        asked, problem, rows, following = request.query_params.get("find", "").strip(), "", [], None
+        asked, problem, following = request.query_params.get("find", "").strip(), "", None
+        rows: list[ContributionRow] = []
         first = _number(request.query_params.get("from", "0"))
         if asked:
             try:
-                rows = [self.view.row(leaf) for leaf in find_contributions(self.ledger, asked)[:PAGE_ROWS]]
+                large = self.ledger.size > _CHUNK
+                found = find_contributions(self.ledger, asked, only_index=large)[:PAGE_ROWS]
+                rows = [self.view.row(leaf) for leaf in found]
             except LaminaError as error:
                 problem = f"{error.problem}. {error.remedy}"
         else:

@@ -218,7 +218,7 @@ class PostgresStore(Store):
 
     def __init__(self, where: str, *, create: bool = False, readonly: bool = False, patience: float = 30.0) -> None:
         super().__init__(readonly, patience)
-        self._address = PostgresAddress.parse(where)
+        self._where, self._address = where, PostgresAddress.parse(where)
         self._schema = self._address.schema or "lamina"
         if not _SCHEMA_NAME.fullmatch(self._schema):
             problem = "the schema after the # of the address is not a plain name"
@@ -234,6 +234,9 @@ class PostgresStore(Store):
             raise
 
     # ----------------------------------------------------------------------------------- transactions
+
+    def another(self) -> PostgresStore:
+        return PostgresStore(self._where, readonly=True, patience=self._patience)
 
     @contextmanager
     def read(self) -> Iterator[StoreReader]:

@@ -558,6 +558,10 @@ class Store(ABC):
         """A transaction; StoreBusy if the others do not let go."""
 
     @abstractmethod
+    def another(self) -> Store:
+        """The same rows through a connection of its own, to read: whoever reads for long keeps nobody waiting."""
+
+    @abstractmethod
     def compact(self) -> None:
         """Give space back that dropped rows took, and leave nothing of them in free pages."""
 

@@ -102,6 +102,9 @@ class SqliteStore(Store):
 
     # ----------------------------------------------------------------------------------- the file
 
+    def another(self) -> SqliteStore:
+        return SqliteStore(self.path, readonly=True, patience=self._patience, vfs=self._vfs)
+
     def compact(self) -> None:
         with self._locks["write"], _sqlite_errors(self.name):
             db = self._connection("write")
