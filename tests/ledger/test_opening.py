@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import stat
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ from lamina.ledger.governance_records import (
     Role,
     TermsChange,
 )
+from lamina.ledger.store.sqlite import ledger_exists
 from lamina.ledger.verify.verifier import verify
 from lamina.ledger.writer import Ledger
 from lamina.plan.policy import Policy
@@ -254,6 +256,23 @@ def test_what_a_process_left_that_was_killed_before_there_was_a_wal_is_undone(tm
         assert ledger.size == 1
     with raises_code("store.no-ledger"):
         verify(tmp_path / "b.db")
+
+
+def test_who_looks_waits_for_who_is_making_it(tmp_path: Path) -> None:
+    """Before a file has a WAL, its maker holds all of it for a moment."""
+    where = str(tmp_path / "a.db")
+    open_or_create(where, contract()).close()
+    maker = apsw.Connection(where)
+    maker.pragma("journal_mode", "delete")
+    maker.execute("BEGIN EXCLUSIVE; CREATE TABLE more (x)")
+    assert (tmp_path / "a.db-journal").exists()
+    done = threading.Timer(0.5, lambda: maker.execute("ROLLBACK"))
+    done.start()
+    try:
+        assert ledger_exists(where)
+    finally:
+        done.join()
+        maker.close()
 
 
 # ------------------------------------------------------------------------------------------------ following

@@ -129,6 +129,7 @@ class SqliteStore(Store):
         if os.path.exists(f"{self.path}-journal") and os.access(self.path, os.W_OK):
             db = apsw.Connection(self._address(), flags=apsw.SQLITE_OPEN_READWRITE | _OPEN_FLAGS, vfs=self._vfs)
             try:
+                db.set_busy_timeout(int(self._patience * 1000))  # it may be at work still
                 db.pragma("user_version")
             finally:
                 db.close(True)
