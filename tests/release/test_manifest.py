@@ -17,6 +17,7 @@ from securesystemslib.dsse import Envelope
 from securesystemslib.signer import SSlibKey
 from trained_run import Trained
 
+from lamina.admit.key_ring import KeyRing
 from lamina.admit.keys import PrivateKey, parse_utc
 from lamina.ledger.governance_records import Release
 from lamina.ledger.verify.tree_checks import KnownCheckpoint, Trust
@@ -145,6 +146,15 @@ def test_foreign_keys(release: Path, key: PrivateKey) -> None:
     resign(release, thief, lambda p: p.update(signer=thief.public.x.hex()))
     assert codes(release, key) == {"release.foreign-key"}
     assert codes(release) >= {"release.certificate-wrong"}  # whose key is another one
+
+
+def test_a_key_that_was_replaced_signs_nothing_new(release: Path, key: PrivateKey) -> None:
+    created = parse_utc(statement(release)["predicate"]["created"])
+    for at, code in ((created + 1, set[str]()), (created, {"release.key-retired"})):
+        ring = KeyRing()
+        ring.add(key.public, label="release", role="release")
+        ring.rotate(key.public.id, PrivateKey.generate().public, at=at)
+        assert {each.code for each in verify_release(release, trust=Trust(ring=ring)).problems} == code
 
 
 def test_a_signature_that_does_not_hold_is_named(release: Path, key: PrivateKey) -> None:

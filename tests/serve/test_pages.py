@@ -167,3 +167,27 @@ def test_a_run_has_pages_without_a_gate(tmp_path: Path) -> None:
         assert "Is this model private?" in client.get("/").text
         for path in ("/contributions/999999", "/contributions/x", "/contributions?from=-1", "/contributions?find=%00"):
             assert client.get(path).status_code < 500, path
+
+
+def verified(client: TestClient) -> str:
+    """The first page once no verification is running."""
+    for _ in range(1000):
+        if not client.get("/verification/state").json()["running"]:
+            break
+        time.sleep(0.02)
+    return client.get("/").text
+
+
+def test_the_certificate_of_a_run_is_by_the_newest_verification(tmp_path: Path) -> None:
+    trained = copied_run(tmp_path)
+    with LedgerReader.read_only(trained.ledger) as ledger:
+        service = Service(folder=trained.folder, ledger=ledger)
+        client = TestClient(make_app(service, pages(service)), base_url="http://localhost")
+        assert '<span class="badge good">private</span>' in verified(client)
+        metrics = trained.folder / "metrics.json"
+        metrics.write_text(metrics.read_text().replace('"probed": true', '"probed": false'))
+        client.post("/verification")
+        assert '<span class="badge bad">not private</span>' in verified(client)
+        metrics.unlink()  # as before a run has written anything: no certificate, and no path of ours in a refusal
+        client.post("/verification")
+        assert "No run here has a signed record yet" in verified(client)

@@ -291,6 +291,10 @@ def verify_release(
         _check_ledger_head(manifest, trust, seen, now, note)
     except (KeyError, TypeError, ValueError, AttributeError) as error:  # fields of other types than we write
         note("release.manifest-malformed", f"a field has a wrong type: {error}", MANIFEST)
+    entry = None if trust is None or trust.ring is None else trust.ring.get(manifest.signer.id)
+    if entry is not None and entry.standing(now, max(manifest.created, entry.valid_from)) is not KeyStatus.USABLE:
+        reason = f"its key signs nothing new any more, and it is of {format_utc(manifest.created)}"
+        note("release.key-retired", reason, MANIFEST)
     if manifest.not_after <= now:
         note("release.expired", f"it might be served until {format_utc(manifest.not_after)}, which is past", MANIFEST)
     if manifest.created > now + CLOCK_SKEW:

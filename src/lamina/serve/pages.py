@@ -16,7 +16,7 @@ from starlette.routing import BaseRoute, Route
 
 from lamina.admit.keys import format_utc
 from lamina.admit.signed_json import parse_json
-from lamina.errors import LaminaError
+from lamina.errors import LaminaError, RunError
 from lamina.ledger.reader import LedgerReader, find_contributions
 from lamina.ledger.verify.report import Verification
 from lamina.ledger.verify.tree_checks import Trust
@@ -84,6 +84,7 @@ class Dashboard:
         self.view, self.checking = LedgerView(self.ledger), BackgroundVerification(self.ledger, trust)
         self.counted = threading.Event()
         self._certified: dict[str, Any] | None = None
+        self._certified_by: Verification | None = None
         for name in (made := environment()).list_templates(
             ["html"]
         ):  # compiled here: the first page does not wait for it
@@ -123,13 +124,17 @@ class Dashboard:
         )  # fmt: skip
 
     def _certificate(self) -> dict[str, Any] | None:
-        """Of a release as it was signed; of a run as soon as its ledger was verified."""
-        if self._certified is None:
-            if self.service.gate is not None:
+        """Of a release as it was signed; of a run by the newest verification of its ledger, if the run has begun."""
+        result = self.checking.result
+        if self.service.gate is not None:
+            if self._certified is None:
                 self._certified = parse_json(self.service.papers()["certificate"], "the certificate")
-            elif self.checking.result is not None:
-                found = certify(self.service.folder, self.ledger, verification=self.checking.result)
-                self._certified = dict(found.content)
+        elif result is not None and result is not self._certified_by:
+            try:
+                self._certified = dict(certify(self.service.folder, self.ledger, verification=result).content)
+            except RunError:
+                self._certified = None
+            self._certified_by = result
         return self._certified
 
     def budget(self, request: Request) -> Response:
