@@ -93,10 +93,10 @@ def serve(
         import uvicorn
 
         from lamina.serve.app import Service, make_app
-        from lamina.serve.limits import ApiKeys, Limits
+        from lamina.serve.limits import ApiKeys, BoundedHttp, Limits
         from lamina.serve.pages import pages
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in ("starlette", "uvicorn", "anyio"):
+        if (error.name or "").partition(".")[0] not in ("starlette", "uvicorn", "anyio", "httptools"):
             raise
         problem = f"lamina serve needs {error.name}, which is not installed"
         raise MissingPackage("cli.serve-missing", problem, "pip install 'lamina[serve]'") from None
@@ -145,7 +145,7 @@ def serve(
         print_answer(told, f"serving {'release' if is_release else 'run'} '{folder}' at {url}", as_json)
         sys.stdout.flush()
         config = uvicorn.Config(
-            app, lifespan="off", ws="none", access_log=False, server_header=False, proxy_headers=False,
+            app, http=BoundedHttp, lifespan="off", ws="none", access_log=False, server_header=False, proxy_headers=False,
             log_level="warning", limit_concurrency=16 * concurrent, timeout_keep_alive=5,
             timeout_graceful_shutdown=int(timeout) + 1, ssl_certfile=tls_cert, ssl_keyfile=tls_key,
             ssl_ca_certs=None if tls_clients is None else str(tls_clients),

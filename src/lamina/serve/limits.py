@@ -16,12 +16,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
 from lamina.admit.keys import read_small
 from lamina.errors import BadKey, LaminaError
 
 _KEY_LINE = re.compile(r"([A-Za-z0-9._-]{1,64})\s+([0-9a-f]{64})")
 _NO_KEY = hashlib.sha256(b"").hexdigest()  # what a script writes that had no key to hash: everybody would have it
 _MAX_BUCKETS = 10_000
+_MAX_HEAD = 1 << 16  # bytes
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 
 
@@ -114,6 +117,27 @@ class TokenBuckets:
         enough = tokens >= 1.0
         self._state[who] = (tokens - enough, now)
         return 0.0 if enough else (1.0 - tokens) / self._rate
+
+
+class BoundedHttp(HttpToolsProtocol):
+    """HTTP whose requests have a bounded head. The parser keeps first line and headers before anybody is asked for a key."""
+
+    _head: int | None = 0  # bytes of a head that is not complete; None while a body arrives
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._head is not None:
+            self._head += len(data)
+            if self._head > _MAX_HEAD and not self.transport.is_closing():
+                self.send_400_response(f"First line and headers have more than {_MAX_HEAD} bytes.")
+
+    def on_headers_complete(self) -> None:
+        self._head = None
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._head = 0
+        super().on_message_complete()
 
 
 class Metrics:
