@@ -17,6 +17,7 @@ from build import ALICE, BOB, BOBBY, CAROL, YEAR, Story, begin, build, contribut
 from making import AUDITOR, GOVERNING, LEDGER, OTHER, SECOND, START, TWO_OWNERS, authorised, digest, key
 from refusals import raises_code
 
+from lamina import cbor
 from lamina.admit.signed_json import sign_json
 from lamina.ledger import append, writer
 from lamina.ledger import withdrawal as boxes
@@ -413,6 +414,29 @@ def test_a_kill_between_the_record_and_the_file(story: Story, folder: Path, monk
 
 
 # ------------------------------------------------------------------------------ the message
+
+
+@pytest.mark.parametrize("kid", [7, "alice", [1], {}])
+def test_a_key_is_named_by_bytes(kid: Any) -> None:
+    """Whoever sends something else gets a refusal, and no service or verifier falls over it."""
+    message = cbor.decode(sign_json({}, ALICE, REQUEST_TYPE), tags=(18,))
+    header = cbor.decode(message.value[0])
+    protected = cbor.encode({**header, 4: kid})
+    data = cbor.encode(cbor.Tag(number=18, value=[protected, *message.value[1:]]), tags=(18,))
+    with raises_code("release.cose-malformed"):
+        parse_request(data)
+
+
+def test_no_byte_of_a_request_can_be_changed(tmp_path: Path) -> None:
+    story = started(str(tmp_path / "ledger.db"))
+    data, state, target = asked(story, 0), story.ledger.parties(), story.ledger.leaf(story.at["first"]).record
+    draw = random.Random(3)
+    for place in range(len(data)):
+        wrong = data[:place] + bytes([data[place] ^ draw.randrange(1, 256)]) + data[place + 1 :]
+        found = withdrawal_violation(recorded(story, 0, wrong), target, START, state)  # type: ignore[arg-type]
+        assert found is not None and found.code.startswith("verify."), place
+    assert withdrawal_violation(recorded(story, 0, data), target, START, state) is None  # type: ignore[arg-type]
+    story.ledger.close()
 
 
 def test_a_request_says_what_it_was_made_of() -> None:

@@ -86,6 +86,8 @@ def read_cose(data: bytes, typ: str) -> SignedPayload:
         raise _malformed("its header must say algorithm, content type, key and type, and nothing else")
     if header[_ALG] not in ALGORITHMS or header[_CONTENT_TYPE] != _JSON:
         raise _malformed(f"its algorithm is {header[_ALG]!r} and its content {header[_CONTENT_TYPE]!r}")
+    if type(header[_KID]) is not bytes:
+        raise _malformed("the id of its key is no byte string")
     if header[_TYP] != typ:
         raise _malformed(f"it is a {header[_TYP]!r}, expected was a {typ!r}")
     return SignedPayload(header[_KID], payload, _to_be_signed(protected, payload), signature)
