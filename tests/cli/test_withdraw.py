@@ -138,3 +138,18 @@ def test_who_may_withdraw_is_a_term_of_the_ledger(ledger_call: Call, story: Stor
         assert [leaf.record.withdraw for leaf in ledger.of_kind(TermsChange)] == [  # type: ignore[union-attr]
             WithdrawalRule.KEEPER, WithdrawalRule.SIGNED,
         ]  # fmt: skip
+
+
+def test_the_policy_says_who_may_withdraw(ledger_call: Call, tmp_path: Path) -> None:
+    text = '[corpus]\norigin = "ward"\ndelta = 1e-5\n{}\n[class.open]\npublic = true\n'
+    GOVERNING.save(tmp_path / "owner.key", None)
+    found = {}
+    for name, line in (("none", ""), ("keeper", 'withdraw = "keeper"'), ("signed", 'withdraw = "signed"')):
+        (tmp_path / f"{name}.toml").write_text(text.format(line))
+        answer(ledger_call("init", f"{name}.db", f"{name}.toml", "--governing-key", "owner.key", "--json"))
+        with Ledger.open(f"{name}.db") as ledger:
+            found[name] = ledger.header.withdraw
+    assert found == {"none": None, "keeper": None, "signed": WithdrawalRule.SIGNED}
+    assert "withdrawn by signed requests alone" in succeeded(ledger_call("show", "signed.db"))
+    (tmp_path / "wrong.toml").write_text(text.format('withdraw = "anybody"'))
+    refused(ledger_call("init", "wrong.db", "wrong.toml", "--governing-key", "owner.key"), "plan.policy-invalid")
