@@ -78,6 +78,7 @@ def test_unknown_accountant_is_refused() -> None:
     assert {name: each.amplified for name, each in ACCOUNTANTS.items()} == {
         "pld": True,
         "rdp": True,
+        "rdp-integer": True,
         "moments": True,
         "zcdp": False,
         "gaussian": False,
@@ -98,7 +99,7 @@ def test_grouping_and_prefix() -> None:
 def test_asking_again_costs_nothing() -> None:
     schedule = [Event(sigma=1.5, q=0.01, steps=500), Event(sigma=1.7, q=0.01, steps=500)]
     for name, asked in ACCOUNTANTS.items():
-        for adjacency in Adjacency if name not in ("rdp", "moments") else (Adjacency.ADD_REMOVE,):
+        for adjacency in Adjacency if name not in ("rdp", "rdp-integer", "moments") else (Adjacency.ADD_REMOVE,):
             asked.epsilon(schedule, 1e-5, adjacency)
             begun = time.process_time()
             for _ in range(1000):

@@ -16,6 +16,8 @@ from lamina import validate
 from lamina.account import gaussian_rdp, pld
 from lamina.account.gaussian_rdp import Array, hockey_stick, step_rdp
 from lamina.account.schedule import (
+    INTEGER_ORDERS,
+    INTEGER_RDP,
     RDP_ORDERS,
     Adjacency,
     Event,
@@ -76,6 +78,7 @@ ACCOUNTANTS: dict[str, Accountant] = {
     for each in (
         _cached_accountant("pld", True, pld.pld_epsilon, pld.pld_delta),
         _cached_accountant("rdp", True, gaussian_rdp.rdp_epsilon, gaussian_rdp.rdp_delta),
+        _cached_accountant(INTEGER_RDP, True, gaussian_rdp.integer_rdp_epsilon, gaussian_rdp.integer_rdp_delta),
         _cached_accountant("moments", True, gaussian_rdp.moments_epsilon, gaussian_rdp.moments_delta),
         _cached_accountant("zcdp", False, gaussian_rdp.zcdp_epsilon, gaussian_rdp.zcdp_delta),
         _cached_accountant("gaussian", False, gaussian_rdp.gaussian_epsilon, gaussian_rdp.gaussian_delta),
@@ -84,10 +87,11 @@ ACCOUNTANTS: dict[str, Accountant] = {
 
 
 def find_accountant(name: str) -> Accountant:
-    """The accountant called `name`: pld, rdp, moments, zcdp, gaussian, or rdp@ORDER.
+    """The accountant called `name`: pld, rdp, rdp-integer, moments, zcdp, gaussian, or rdp@ORDER.
 
-    The last is RDP at one order that is fixed in advance: looser, and the only one here that also prices steps whose
-    noise was chosen on the way, under a `RenyiFilter` of that order.
+    `rdp-integer` is RDP at integer orders, which also hold for noise on a grid of integers. `rdp@ORDER` is RDP at one
+    order that is fixed in advance: looser, and the only one here that also prices steps whose noise was chosen on the
+    way, under a `RenyiFilter` of that order.
 
     >>> round(find_accountant("gaussian").epsilon([Event(sigma=37.3, q=1.0, steps=100)], 1e-5), 2)
     1.0
@@ -209,7 +213,7 @@ class Cost:
     epsilon, epsilon_replace_one: by `accountant`. If `amplified` they assume Poisson sampling, secret coins,
         noise and divisor independent of the batch.
     rho, epsilon_unamplified: hold even if every occurrence is disclosed. ρ = N/(2 sigma²), N the cap on
-        occurrences or else every step, and its exact ε.
+        occurrences or else every step, and its exact ε (by integer orders: an upper bound of it).
     epsilon_unamplified_replace_one: the same with twice the radius.
     epsilon_disclosed: uncapped only; occurrences disclosed, averaged over the coins (zero-out adjacency).
     """
@@ -234,7 +238,15 @@ def cost(schedule: Iterable[Event], *, delta: float, accountant: str = "pld", oc
     own = parts if priced_by.amplified else known
     # RDP and moments have no replace-one figure for subsampled steps; PLD has.
     replacing = priced_by if priced_by.name not in ("rdp", "moments") else find_accountant("pld")
-    exact = find_accountant("gaussian")
+    whole = priced_by.name == INTEGER_RDP  # the events may be of discrete noise, which no Gaussian figure bounds
+    if whole:
+        known = tuple(Event(sigma=each.sigma, q=1.0, steps=each.steps) for each in known)
+        twice = tuple(Event(sigma=each.sigma / 2, q=1.0, steps=each.steps) for each in known)
+        sure, sure_replaced = priced_by.epsilon(known, delta), priced_by.epsilon(twice, delta)
+    else:
+        exact = find_accountant("gaussian")
+        sure, sure_replaced = exact.epsilon(known, delta), exact.epsilon(known, delta, Adjacency.REPLACE_ONE)
+    disclosed = sure if whole else DISCLOSED.epsilon(parts, delta) if occurrences is None else None
     return Cost(
         accountant=priced_by.name,
         amplified=priced_by.amplified,
@@ -243,18 +255,18 @@ def cost(schedule: Iterable[Event], *, delta: float, accountant: str = "pld", oc
         epsilon=priced_by.epsilon(own, delta),
         epsilon_replace_one=_replace_one_epsilon(replacing, own, delta),
         rho=gaussian_rdp.zcdp_rho(known),
-        epsilon_unamplified=exact.epsilon(known, delta),
-        epsilon_unamplified_replace_one=exact.epsilon(known, delta, Adjacency.REPLACE_ONE),
-        epsilon_disclosed=DISCLOSED.epsilon(parts, delta) if occurrences is None else None,
+        epsilon_unamplified=sure,
+        epsilon_unamplified_replace_one=sure_replaced,
+        epsilon_disclosed=disclosed if occurrences is None else None,
     )
 
 
 def _replace_one_epsilon(priced_by: Accountant, schedule: Schedule, delta: float) -> float:
-    """ε of replacing one contribution. Steps that are proven at one order only have it from add/remove:
+    """ε of replacing one contribution. Steps that are proven at some orders only have it from add/remove:
 
     (ε, δ') twice is (2ε, (1 + e^ε)δ'), at the δ' for which that is `delta`.
     """
-    if rdp_order_of(priced_by.name) is None:
+    if rdp_order_of(priced_by.name) is None and priced_by.name != INTEGER_RDP:
         return priced_by.epsilon(schedule, delta, Adjacency.REPLACE_ONE)
     share = 0.5 * delta
     for _ in range(200):
@@ -373,7 +385,12 @@ def pooled_epsilon(events: EventCounts, *, delta: float, name: str) -> float:
     least = min(order for _, _, order in followed)
     whole = math.fsum(n * step_rdp(q, sigma, order) for (sigma, q, order), n in followed.items())
     schedule = grouped(fixed)
-    orders = (least, *(order for order in RDP_ORDERS if order < least))
+    if name == INTEGER_RDP:
+        orders = tuple(order for order in INTEGER_ORDERS if order <= least)
+    else:
+        orders = (least, *(order for order in RDP_ORDERS if order < least))
+    if not orders:
+        return math.inf
     best = min(gaussian_rdp.rdp_at_order(schedule, order) + gaussian_rdp.order_offset(order, delta) for order in orders)
     return float(max(0.0, whole + best)) * (1 + 1e-12)
 

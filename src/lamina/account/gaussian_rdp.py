@@ -14,7 +14,15 @@ import numpy as np
 import numpy.typing as npt
 
 from lamina import validate
-from lamina.account.schedule import CHOICE_EPSILON, RDP_ORDERS, Adjacency, Schedule, bisect_float
+from lamina.account.schedule import (
+    CHOICE_EPSILON,
+    INTEGER_ORDERS,
+    INTEGER_RDP,
+    RDP_ORDERS,
+    Adjacency,
+    Schedule,
+    bisect_float,
+)
 from lamina.errors import AccountingError
 
 # The exact cost of Gaussian noise when nothing is credited to sampling.
@@ -345,21 +353,21 @@ def rdp_curve(schedule: Schedule) -> Array:
     return total
 
 
-def epsilon_of_rdp(rdp: Array, delta: float) -> float:
-    """The best conversion over ORDERS."""
+def epsilon_of_rdp(rdp: Array, delta: float, orders: tuple[float, ...] = RDP_ORDERS) -> float:
+    """The best conversion over the orders."""
     if delta == 0:
         return 0.0 if not rdp.any() else math.inf
     if float(-np.expm1(-rdp.min())) <= delta * delta:
         return 0.0
-    return max(0.0, float(np.min(rdp + order_offset(np.asarray(RDP_ORDERS), delta))))
+    return max(0.0, float(np.min(rdp + order_offset(np.asarray(orders), delta))))
 
 
-def delta_of_rdp(rdp: Array, epsilon: float) -> float:
-    """The best conversion over ORDERS, in the other direction."""
+def delta_of_rdp(rdp: Array, epsilon: float, orders: tuple[float, ...] = RDP_ORDERS) -> float:
+    """The best conversion over the orders, in the other direction."""
     if math.isinf(epsilon):
         return 0.0
-    orders = np.asarray(RDP_ORDERS)
-    logs = (orders - 1) * (rdp - epsilon + np.log1p(-1 / orders)) - np.log(orders)
+    alpha = np.asarray(orders)
+    logs = (alpha - 1) * (rdp - epsilon + np.log1p(-1 / alpha)) - np.log(alpha)
     by_kl = math.sqrt(float(-np.expm1(-rdp.min())))
     return min(1.0, by_kl, math.exp(min(0.0, float(logs.min()))))
 
@@ -379,6 +387,29 @@ def rdp_delta(schedule: Schedule, epsilon: float, adjacency: Adjacency) -> float
     """δ of a grouped schedule with amplification."""
     _add_remove_only(adjacency, "rdp")
     return delta_of_rdp(rdp_curve(schedule), epsilon)
+
+
+# The same at integer orders alone, which also price the discrete Gaussian. On the integers, with P(x) ∝ exp(-x²/2s²) in
+# every coordinate and a shift by a whole vector y, RDP(α) ≤ α‖y‖²/(2s²) as for the Gaussian itself (Canonne, Kamath and
+# Steinke 2020, Thm. 4 and Prop. 5); and for any symmetric noise, sampled at rate q, both directions are at most
+#
+#     1/(α-1) · log Σ_j binom(α,j) (1-q)^(α-j) q^j e^((j-1)·RDP(j))          (Mironov, Talwar and Zhang 2019)
+#
+# which is the sum above. At fractional orders, and for a PLD, the discrete law costs what only itself would tell.
+
+_INTEGER_AT = np.isin(np.asarray(RDP_ORDERS), np.asarray(INTEGER_ORDERS))
+
+
+def integer_rdp_epsilon(schedule: Schedule, delta: float, adjacency: Adjacency) -> float:
+    """ε of a grouped schedule with amplification, by integer orders."""
+    _add_remove_only(adjacency, INTEGER_RDP)
+    return epsilon_of_rdp(rdp_curve(schedule)[_INTEGER_AT], delta, INTEGER_ORDERS)
+
+
+def integer_rdp_delta(schedule: Schedule, epsilon: float, adjacency: Adjacency) -> float:
+    """δ of a grouped schedule with amplification, by integer orders."""
+    _add_remove_only(adjacency, INTEGER_RDP)
+    return delta_of_rdp(rdp_curve(schedule)[_INTEGER_AT], epsilon, INTEGER_ORDERS)
 
 
 def rdp_at_order(schedule: Schedule, order: float) -> float:

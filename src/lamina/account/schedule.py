@@ -143,6 +143,10 @@ RDP_ORDERS: tuple[float, ...] = tuple(
 )
 """The orders at which RDP is computed."""
 
+INTEGER_ORDERS: tuple[float, ...] = tuple(order for order in RDP_ORDERS if order == int(order))
+INTEGER_RDP = "rdp-integer"
+"""The accountant that uses these alone: it also holds for noise on a grid of integers."""
+
 CHOICE_EPSILON = (1e-6, 50.0)
 """ε of one choice by the exponential mechanism. With less it is a toss-up, whose price floats do not tell from 0."""
 

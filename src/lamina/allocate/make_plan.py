@@ -21,7 +21,7 @@ from lamina.errors import AccountingError, PlanError
 from lamina.plan.layer_stack import LayerStack
 from lamina.plan.policy import Policy
 from lamina.plan.profile_reach import Reach
-from lamina.plan.rules import FollowBudget, FollowQuantile, rescale_noise
+from lamina.plan.rules import FollowBudget, FollowQuantile, NoiseKind, rescale_noise
 from lamina.plan.selection import did_you_mean, noised_sizes
 from lamina.plan.step_plan import Clipping, PlannedClass, PlannedLayer, StepPlan
 from lamina.sensitivity.measure import Measure
@@ -419,6 +419,7 @@ def explained_plan(
         allocation=str(getattr(chooser, "name", None) or getattr(chooser, "__name__", "function")),
         rules=rules,
         injection=policy.noise.as_injection,
+        noise_kind=NoiseKind(policy.noise.kind),
         slices=slices,
         claimed=chosen.claimed,
         blocks=len(stack.blocks),

@@ -12,12 +12,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from lamina.account.schedule import INTEGER_RDP
 from lamina.engine.batch import Batch
 from lamina.engine.engine import Engine
 from lamina.engine.noise import NoiseSource, SeededNoise
 from lamina.engine.paper_step import ReproductionWarning
 from lamina.engine.slices import zero_outside_slices
-from lamina.plan.rules import Choose, FollowBudget, FollowQuantile, Rule
+from lamina.plan.rules import Choose, FollowBudget, FollowQuantile, NoiseKind, Rule
 from lamina.plan.step_plan import StepPlan
 
 
@@ -134,7 +135,8 @@ class AuditTarget:
             noise=tuple(s * noise for s in self.plan.noise),
             clip=tuple(tuple(c * clip for c in row) for row in self.plan.clip),
             rules=tuple(_rules_within_a_step(self.plan.rules, noise)),
-            accountant="rdp",  # a step is taken here, not priced
+            # A step is taken here, not priced.
+            accountant="rdp" if self.plan.noise_kind is NoiseKind.GAUSSIAN else INTEGER_RDP,
         )
         source = SeededNoise(seed, hardened=self.hardened)
         with _state_restored(self.model):

@@ -11,7 +11,7 @@ from lamina.account.accountants import SpendCurve
 from lamina.account.filters import PrivacyFilter, RenyiFilter
 from lamina.account.gaussian_rdp import choice_noise_multiplier
 from lamina.errors import BudgetExceeded, PlanError
-from lamina.plan.rules import Choose, FollowBudget
+from lamina.plan.rules import Choose, FollowBudget, NoiseKind
 from lamina.plan.step_plan import StepPlan
 from lamina.validate import short_repr
 
@@ -36,6 +36,7 @@ class Budget:
             if plan.classes[k].public:
                 problem = f"filters has class '{name}', which is public and has no budget"
                 raise PlanError("engine.filter-for-public-class", problem, "leave it out of filters")
+            refuse_filter(plan, name, filter_)
             self._given.append((k, filter_))
         self._own: dict[int, RenyiFilter] = {}
         if (follow := plan.rule(FollowBudget)) is not None:
@@ -166,6 +167,14 @@ class Budget:
         if type(state["spent"]) is not int or not 0 <= state["spent"] <= int(whole["limit"]):
             raise _state_error(f"has {short_repr(state['spent'])} units spent by class '{name}'")
         return RenyiFilter.from_state(state)
+
+
+def refuse_filter(plan: StepPlan, name: str, filter_: PrivacyFilter) -> None:
+    """Refuse a filter that does not count what the noise of the plan costs."""
+    if plan.noise_kind is NoiseKind.GAUSSIAN or (isinstance(filter_, RenyiFilter) and filter_.order % 1 == 0):
+        return
+    problem = f"the filter of class '{name}' does not hold for {plan.noise_kind.value} noise"
+    raise PlanError("engine.filter-for-other-noise", problem, "use a RenyiFilter of an integer order, e.g. 32")
 
 
 def _state_error(why: str) -> PlanError:

@@ -21,6 +21,7 @@ from lamina.engine.grads import (
     MaskedGrads,
     SummedGrads,
 )
+from lamina.engine.integer_noise import GridGrads
 from lamina.engine.layers.layer_rule import RuleCall, hidden_backward_error
 from lamina.engine.safety_checks import CheckedBatch
 from lamina.engine.slices import NO_MASKS, TensorMasks
@@ -86,6 +87,7 @@ class Collector(ABC):
         self, part: CheckedBatch, reached: Sequence[bool], sums: Mapping[str, Tensor], masks: TensorMasks = NO_MASKS
     ) -> None:
         self.layouts, self.reached, self.sums, self.masks = part.layouts, reached, sums, masks
+        self.grid: Mapping[str, float] = {}  # by tensor: the unit in whole numbers of which it is added up
         self._expected = Counter(layer for use in part.graph.uses for layer in use.layers)
         self._arrived: Counter[int] = Counter()
         self._waiting: dict[int, dict[str, list[ContributionGrads]]] = {}
@@ -122,7 +124,8 @@ class Collector(ABC):
     def _masked(self, name: str, uses: Sequence[ContributionGrads]) -> ContributionGrads:
         """The gradient of a tensor over all its uses, 0 where a contribution may not move it."""
         grad = uses[0] if len(uses) == 1 else SummedGrads(uses)
-        return self.masks[name].of(grad) if name in self.masks else grad
+        grad = self.masks[name].of(grad) if name in self.masks else grad
+        return GridGrads(grad, self.grid[name]) if name in self.grid else grad
 
     @abstractmethod
     def complete(self, layer: int, parts: LayerGrads) -> None:
@@ -234,6 +237,13 @@ class ClipBounds:
 
     def collector(
         self, part: CheckedBatch, into: ClippedSums, reached: Sequence[bool], masks: TensorMasks = NO_MASKS
+    ) -> Collector:
+        made = self._collector(part, into, reached, masks)
+        made.grid = into.grid
+        return made
+
+    def _collector(
+        self, part: CheckedBatch, into: ClippedSums, reached: Sequence[bool], masks: TensorMasks
     ) -> Collector:
         bounds, scale = self.clip[part.classes], into.scale  # (P, L)
         stricter = self._stricter(part)

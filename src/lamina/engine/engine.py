@@ -34,9 +34,10 @@ from lamina.engine.safety_checks import (
     refuse_float16,
 )
 from lamina.engine.slices import NO_MASKS, PlanSlices, RestoreUnreached, TensorMasks, trained_tensors
-from lamina.engine.step import ClippedSums, OpenStep, check_is_batch, parts_out_of_order_error, zero_sums
+from lamina.engine.step import ClippedSums, IntegerStep, OpenStep, check_is_batch, parts_out_of_order_error, zero_sums
 from lamina.errors import CouplingError, EngineError
 from lamina.plan.coverage import check_coverage, find_hazards
+from lamina.plan.rules import NoiseKind
 from lamina.plan.step_plan import Clipping, StepPlan
 
 _engines: WeakSet[Engine] = WeakSet()
@@ -160,6 +161,8 @@ class Engine:
             self.adaptation.apply_proposed_factor()
             factor = self.adaptation.factor
         made = PaperStep if self._elementwise else OpenStep
+        if self.plan.noise_kind is not NoiseKind.GAUSSIAN:
+            made = IntegerStep
         return made(self.applied, self.noise, self._tensors, self._layer_of, self.budget.charge(factor))
 
     @property

@@ -18,6 +18,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from numpy.typing import NDArray
 
 from lamina.engine import native
+from lamina.engine.integer_noise import WordSource, discrete_gaussian
 from lamina.engine.random_stream import (
     BLOCK_BYTES,
     CELL_ELEMENTS,
@@ -309,6 +310,20 @@ class NoiseSource:
             raise NoiseError("noise.hardened-not-float64", problem, "use float64")
         rounded = rounded and self._hardened
         self._apply(totals, stds, step=step, tensors=tensors, part=part, fill=False, rounded=rounded)
+
+    def add_integers_(self, totals: Sequence[torch.Tensor], bits: Sequence[int], *, step: int) -> None:
+        """totals[i] <- totals[i] + x, int64: x discrete Gaussian of standard deviation 2^bits[i], none for 0 bits.
+
+        Exact: drawn and added in integers (engine/integer_noise.py).
+        """
+        indices = list(range(len(totals)))
+        key = step_key(self._seed, step=step, rank=self._rank, purpose=StreamPurpose.INTEGER_NOISE)
+        assert all(total.dtype == torch.int64 and total.is_contiguous() for total in totals)
+        self._claim(step, indices)
+        for index, total, scale in zip(indices, totals, bits, strict=True):
+            if scale:
+                draws = discrete_gaussian(WordSource(key, index), total.numel(), scale)
+                total.view(-1).add_(torch.from_numpy(draws))
 
     def _apply(
         self, totals: Sequence[torch.Tensor], stds: Sequence[float], *,

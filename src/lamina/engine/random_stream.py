@@ -41,6 +41,7 @@ class StreamPurpose(enum.Enum):
     """What a stream is for. Streams of different purposes have different keys."""
 
     NOISE = "noise"
+    INTEGER_NOISE = "integer noise"
     COINS = "coins"
     DROPOUT = "dropout"
     AUGMENT = "augment"

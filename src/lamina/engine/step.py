@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from lamina.engine.batch import Batch
+from lamina.engine.integer_noise import grid_bits, grid_unit
 from lamina.engine.noise import NoiseSource, add_rounded_many_
 from lamina.engine.safety_checks import CheckedBatch
 from lamina.engine.slices import trained_tensors, unreached_ranges, zero_outside_slices
 from lamina.errors import EngineError, NoiseError
-from lamina.plan.rules import FollowQuantile, InjectionForm
+from lamina.plan.rules import FollowQuantile, InjectionForm, NoiseKind
 from lamina.plan.selection import Range
 from lamina.plan.step_plan import Clipping, StepPlan
 
@@ -130,6 +131,7 @@ class ClippedSums:
 
     def __init__(self, sums: dict[str, Tensor], scale: float = 1.0, counts: Tensor | None = None) -> None:
         self.sums, self.scale, self.counts = sums, scale, counts
+        self.grid: Mapping[str, float] = {}  # by tensor: the unit in whole numbers of which it is added up, if it is
 
     def prepare(self, part: CheckedBatch) -> CheckedBatch:
         """The part as it is to be differentiated."""
@@ -210,6 +212,28 @@ class OpenStep(ClippedSums):
             raise NoiseError("noise.forked-step", problem, "fork between steps, not within one")
 
 
+class IntegerStep(OpenStep):
+    """The running sum of a step whose noise is on a grid of integers: int64, in units of each layer's own grid."""
+
+    def __init__(
+        self, plan: StepPlan, noise: NoiseSource, tensors: Mapping[str, Tensor], layer_of: Mapping[str, int], step: int
+    ) -> None:
+        self.plan, self.noise, self.step, self.process = plan, noise, step, os.getpid()
+        self._injected = None
+        ClippedSums.__init__(self, {name: torch.zeros(p.shape, dtype=torch.int64) for name, p in tensors.items()})
+        bits = grid_bits(plan)
+        self._bits = {name: bits[layer_of[name]] for name in tensors}
+        self.grid = {name: grid_unit(plan.noise[layer_of[name]], self._bits[name]) for name in tensors}
+        self._dtypes = {name: _sum_dtype(p.dtype) for name, p in tensors.items()}
+
+    def release(self) -> dict[str, Tensor]:
+        """(clipped sum + noise) / B: whole numbers until here."""
+        self._same_process()
+        self.noise.add_integers_(list(self.sums.values()), list(self._bits.values()), step=self.step)
+        made = {name: total.double() * (self.grid[name] / self.plan.batch) for name, total in self.sums.items()}
+        return {name: total.to(self._dtypes[name]) for name, total in made.items()}
+
+
 def check_is_batch(batch: Any) -> Batch:
     if not isinstance(batch, Batch):
         raise EngineError(
@@ -285,16 +309,21 @@ def route(
         once = torch.where(whole > 0, radius / whole.sqrt(), torch.inf).clamp(max=1.0)
         factor = torch.where(torch.isfinite(whole).unsqueeze(1) & (bound > 0), once.unsqueeze(1), 0.0)
 
-    sums = {}
+    clipped = {}
     for name, grads in grads_of.items():
         weight = factor[:, layer_of[name]].view(-1, *[1] * (grads.dim() - 1))
-        sums[name] = torch.where(weight > 0, grads.double() * weight, 0.0).sum(0)
+        clipped[name] = torch.where(weight > 0, grads.double() * weight, 0.0)
+    sums = {name: each.sum(0) for name, each in clipped.items()}
     if noise is None:
         return sums
-    opened = OpenStep(plan, noise, sums, layer_of, step)
+    made = OpenStep if plan.noise_kind is NoiseKind.GAUSSIAN else IntegerStep
+    opened = made(plan, noise, sums, layer_of, step)
     opened.add_noise_for(classes)
     for name, total in sums.items():
-        opened.sums[name].add_(total, alpha=opened.scale)
+        if name in opened.grid:
+            opened.sums[name].add_((clipped[name] / opened.grid[name]).trunc().to(torch.int64).sum(0))
+        else:
+            opened.sums[name].add_(total, alpha=opened.scale)
     released = opened.release()
     for name, total in released.items():
         if (places := unreached_ranges(plan, name)) is not None:

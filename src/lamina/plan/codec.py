@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lamina import cbor
 from lamina.errors import EncodingError, PlanError
-from lamina.plan.rules import RULE_KINDS, Injection, Rule
+from lamina.plan.rules import RULE_KINDS, Injection, NoiseKind, Rule
 from lamina.plan.selection import Slice
 from lamina.validate import distinct_fields, short_repr
 
@@ -75,6 +75,7 @@ def slice_to_dict(part: Slice) -> dict[str, Any]:
 
 def _plan_to_fields(plan: StepPlan) -> dict[str, Any]:
     state = {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)}
+    kind = state.pop("noise_kind")
     return {
         "kind": KIND,
         "version": VERSION,
@@ -87,6 +88,7 @@ def _plan_to_fields(plan: StepPlan) -> dict[str, Any]:
         "injection": plan.injection.to_dict(),
         "slices": [slice_to_dict(part) for part in plan.slices],
         "claimed": [_INF if math.isinf(e) else e for e in plan.claimed],
+        **({} if kind is NoiseKind.GAUSSIAN else {"noise_kind": kind.value}),
     }
 
 
@@ -98,6 +100,7 @@ def _read_plan(data: Any) -> dict[str, Any]:
         remedy = "give a plan that this version of Lamina wrote"
         raise PlanError("plan.version-unknown", f"this is not a {KIND} of version {VERSION}", remedy)
     state = {key: value for key, value in data.items() if key not in ("kind", "version")}
+    state.setdefault("noise_kind", NoiseKind.GAUSSIAN.value)  # left out by every plan of the ordinary noise
     for name in ("clip", "claimed"):
         state[name] = _inf_from_text(state.get(name))
     state = _read_fields(StepPlan, state, "the plan")
@@ -151,6 +154,7 @@ _TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {  # by a field's annotat
     "str": ("text", _is_text),
     "Clipping": ("text", _is_text),
     "InjectionForm": ("text", _is_text),
+    "NoiseKind": ("text", _is_text),
     "bool": ("true or false", lambda value: type(value) is bool),
     "int": ("a whole number", _is_int),
     "int | None": ("a whole number or null", lambda value: value is None or _is_int(value)),

@@ -152,6 +152,7 @@ class ClassPolicy(BaseModel):
 class NoisePolicy(BaseModel):
     """Which noise, and where it enters (plan/rules.py).
 
+    kind         gaussian; or discrete_gaussian, exact on integers, with accountant = "rdp-integer" in [corpus]
     injection    per_step, per_microbatch, per_sample (by shares) or per_sample_raw
     bins         of per_microbatch: how many fixed parts
     slots        of per_sample: how many contributions of a batch carry a share
@@ -159,7 +160,7 @@ class NoisePolicy(BaseModel):
     """
 
     model_config = _STRICT
-    kind: Literal["gaussian"] = "gaussian"
+    kind: Literal["gaussian", "discrete_gaussian"] = "gaussian"
     injection: Literal["per_step", "per_microbatch", "per_sample", "per_sample_raw"] = "per_step"
     bins: Annotated[int, Field(ge=1, le=MAX_INJECTION_PARTS)] | None = None
     slots: Annotated[int, Field(ge=1, le=MAX_INJECTION_PARTS)] | None = None

@@ -94,6 +94,14 @@ class Injection:
 PER_STEP_INJECTION = Injection()
 
 
+class NoiseKind(enum.Enum):
+    """gaussian: N(0, S²), drawn and added in floating point. discrete_gaussian: whole multiples of a unit, S = 2^b of them,
+    P(x) ∝ exp(-x²/2S²), drawn in integer arithmetic and added in int64 to gradients that were cut to the same grid."""
+
+    GAUSSIAN = "gaussian"
+    DISCRETE_GAUSSIAN = "discrete_gaussian"
+
+
 Row = Sequence[float]
 
 

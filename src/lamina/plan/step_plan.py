@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from lamina import validate
 from lamina.account.accountants import find_accountant
 from lamina.account.gaussian_rdp import choice_noise_multiplier
-from lamina.account.schedule import Adjacency, Event, Schedule, check_adjacency, rdp_order_of
+from lamina.account.schedule import INTEGER_RDP, Adjacency, Event, Schedule, check_adjacency, rdp_order_of
 from lamina.errors import PlanError
 from lamina.plan import codec
 from lamina.plan.rules import (
@@ -26,6 +26,7 @@ from lamina.plan.rules import (
     FollowBudget,
     FollowQuantile,
     Injection,
+    NoiseKind,
     Rule,
     clip_radius,
     effective_sigma,
@@ -142,6 +143,9 @@ class StepPlan:
     and what no class reaches gets no noise. `injection` (plan/rules.py) says where the noise enters: once per step,
     as above, or in parts of the same sum at the same price; or per contribution, raw, which is another claim.
 
+    `noise_kind` says which noise. On a grid of integers (engine/integer_noise.py) a contribution is cut to whole units,
+    which makes it no longer, and the claim holds at integer Rényi orders: accountant rdp-integer.
+
     It holds only if C > 0 never meets S = 0 in a private class (refused here), if C, S, q, B, T do not depend
     on private data, and if every layer with S > 0 is noised at every step, whoever was sampled.
     """
@@ -160,6 +164,7 @@ class StepPlan:
     slices: tuple[Slice, ...] = ()
     claimed: tuple[float, ...] = ()  # of a printed allocation: the ε that its document claims, by class
     blocks: int = 0
+    noise_kind: NoiseKind = NoiseKind.GAUSSIAN
 
     def __post_init__(self) -> None:
         def put(name: str, value: object) -> None:
@@ -176,6 +181,8 @@ class StepPlan:
             put(
                 "clipping", Clipping(validate.one_of(PlanError, "plan.clipping-unknown", forms, clipping=self.clipping))
             )
+        kinds, kind = [each.value for each in NoiseKind], getattr(self.noise_kind, "value", self.noise_kind)
+        put("noise_kind", NoiseKind(validate.one_of(PlanError, "plan.noise-kind-unknown", kinds, noise_kind=kind)))
         find_accountant(self.accountant)
         _check_plan(self)
 
@@ -406,6 +413,7 @@ def _check_plan(plan: StepPlan) -> None:
         )
     _check_rules(plan)
     _check_injection(plan)
+    _check_noise_kind(plan)
     _check_slices(plan)
 
 
@@ -488,6 +496,22 @@ def _check_injection(plan: StepPlan) -> None:
             f"{form} noise cannot be used with the rule {type(plan.rules[0]).__name__}: its size tells who was sampled",
             "use per_step, per_microbatch or per_sample; or an allocation without rules",
         )
+
+
+def _check_noise_kind(plan: StepPlan) -> None:
+    """Noise on integers is priced by integer orders alone, enters once per step, and hides private classes."""
+    if plan.noise_kind is NoiseKind.GAUSSIAN:
+        return
+    kind = plan.noise_kind.value
+    if plan.accountant != INTEGER_RDP:
+        problem = f"accountant {plan.accountant!r} does not hold for {kind} noise"
+        raise PlanError("plan.noise-kind-accountant", problem, f"use accountant {INTEGER_RDP!r} (in [corpus])")
+    if plan.injection != PER_STEP_INJECTION or plan.rules or plan.claimed or plan.clipping is Clipping.ELEMENTWISE:
+        problem = f"{kind} noise does not fit injection {plan.injection}, rules or the allocation {plan.allocation!r}"
+        raise PlanError("plan.noise-kind-alone", problem, "use injection per_step and an allocation without rules")
+    if public := [entry.name for entry in plan.classes if entry.public]:
+        problem = f"class {public[0]!r} is public: what is not clipped does not fit the grid of {kind} noise"
+        raise PlanError("plan.noise-kind-public-class", problem, "leave the class out (batch 0), or use gaussian noise")
 
 
 def _check_slices(plan: StepPlan) -> None:

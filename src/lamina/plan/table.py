@@ -9,7 +9,7 @@ from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 from typing import TYPE_CHECKING, Any
 
 from lamina.plan.codec import rule_to_dict, slice_to_dict
-from lamina.plan.rules import PER_STEP_INJECTION
+from lamina.plan.rules import PER_STEP_INJECTION, NoiseKind
 from lamina.plan.selection import Range, Slice, common_path
 
 if TYPE_CHECKING:
@@ -61,6 +61,7 @@ def plan_summary(plan: StepPlan) -> dict[str, Any]:
         "allocation": plan.allocation,
         "rules": [rule_to_dict(rule) for rule in plan.rules],
         "injection": plan.injection.to_dict(),
+        "noise_kind": plan.noise_kind.value,
         "slices": [_slice_summary(part) for part in plan.slices],
         "digest": plan.digest().hex(),
     }
@@ -159,6 +160,8 @@ def _batch_text(plan: StepPlan) -> str:
 
 
 def _injection_text(plan: StepPlan) -> str:
+    if plan.noise_kind is not NoiseKind.GAUSSIAN:
+        return f"; {plan.noise_kind.value} noise"
     return "" if plan.injection == PER_STEP_INJECTION else f"; noise {plan.injection}"
 
 

@@ -33,6 +33,7 @@ from lamina.ledger.spending import signed_spend
 from lamina.ledger.verify.report import Verification
 from lamina.ledger.verify.tree_checks import Trust
 from lamina.ledger.verify.verifier import verify
+from lamina.plan.rules import NoiseKind
 from lamina.plan.step_plan import Clipping, PlannedClass, StepPlan
 from lamina.release.run_evidence import WEIGHTS, RunEvidence, RunFacts, file_digest
 
@@ -138,7 +139,7 @@ def certify(
         "accountant": {"name": header.accountant, "version": header.version},
         "plan": {
             "sha256": plan.digest().hex(), "allocation": plan.allocation, "clipping": plan.clipping.value,
-            "expected_batch": plan.batch, "steps": plan.steps, "noise": f"gaussian, {plan.injection.form.value}",
+            "expected_batch": plan.batch, "steps": plan.steps, "noise": f"{plan.noise_kind.value}, {plan.injection.form.value}",
         },
         "classes": classes,
         "layers": _layers(evidence),
@@ -345,7 +346,8 @@ def _not_covered(facts: RunFacts, evidence: RunEvidence) -> list[str]:
     ]
     if public := ", ".join(entry.name for entry in evidence.classes() if entry.public):
         found.append(f"Data of public classes ({public}): it has no protection.")
-    if not facts.conditions.get("hardened"):
+    gaussian = any(plan.noise_kind is NoiseKind.GAUSSIAN for plan in evidence.plans.values())
+    if gaussian and not facts.conditions.get("hardened"):
         found.append("Attacks on floating-point rounding of the noise: the run did not use hardened noise.")
     return found
 

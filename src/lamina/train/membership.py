@@ -32,7 +32,7 @@ from lamina.ledger.admission_batch import LedgerRegister
 from lamina.ledger.corpus_terms import policy_in_force
 from lamina.ledger.governance_records import Withdrawal, WithdrawalEffect, WithdrawalReason
 from lamina.ledger.records import ContributionRecord, KeptContribution
-from lamina.ledger.verify.plan_checks import difference_from_policy, sampling_violation
+from lamina.ledger.verify.plan_checks import accountant_violation, difference_from_policy, sampling_violation
 from lamina.ledger.writer import Ledger
 from lamina.plan.step_plan import StepPlan
 from lamina.spend.accounts import account_bound
@@ -154,7 +154,7 @@ class LedgerMembership:
         """Refuse, before the first segment of a run, a plan that the policy in force does not allow."""
         policy = self._ledger.retry_while_lost(lambda: policy_in_force(self._ledger))
         presets, delta = {each.cls: each for each in policy.presets}, self._ledger.header.delta
-        contradiction = sampling_violation(plan)
+        contradiction = sampling_violation(plan) or accountant_violation(plan, self._ledger.header.accountant)
         for entry in plan.classes:
             preset = presets.get(entry.name)
             found = contradiction or (preset and difference_from_policy(plan, entry, preset, delta))

@@ -23,6 +23,7 @@ from lamina.corpus.corpus import Corpus, ProbeArgument
 from lamina.corpus.example_sources import DATALOADER_REFUSAL
 from lamina.corpus.sampler import Sampler
 from lamina.engine.batch import Batch
+from lamina.engine.budget import refuse_filter
 from lamina.engine.engine import Engine
 from lamina.engine.simulated_input import simulate_for
 from lamina.errors import LaminaError, PlanError, RunError
@@ -176,6 +177,8 @@ def check_filters(plan: StepPlan, filters: Mapping[str, Any]) -> None:
         problem = "filters are given, and the plan adapts its noise under a filter of its own"
         remedy = "leave filters out, or plan with a fixed sigma: LADP(mode='shares')"
         raise RunError("train.filters-with-adaptive-noise", problem, remedy)
+    for name, each in filters.items():
+        refuse_filter(plan, name, each)
 
 
 def check_accounts_signed(signed: Sequence[SignedAccount], further: Sequence[SignedAccount]) -> None:

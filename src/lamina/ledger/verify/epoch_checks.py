@@ -260,7 +260,11 @@ class EpochChecks:
         members: AdmittedMembers,
     ) -> None:  # fmt: skip
         """`members` are the contributions so far."""
-        self._header, self._plans, self._policy = header, PlanChecks(rows, policy, header.delta), policy
+        self._header, self._plans, self._policy = (
+            header,
+            PlanChecks(rows, policy, header.delta, header.accountant),
+            policy,
+        )
         self._withdrawals, self._members = withdrawals, members
         self.spending = Spending(header)
         self.claims: list[SpendClaim] = []

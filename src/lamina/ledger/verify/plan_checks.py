@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from functools import lru_cache
 
+from lamina.account.schedule import INTEGER_RDP
 from lamina.errors import LaminaError, PlanError
 from lamina.ledger.governance_records import Preset, parse_profile
 from lamina.ledger.key_state import PolicyInForce, Violation
@@ -27,9 +28,9 @@ _BATCH_TOLERANCE = 1e-9  # relative: a batch size as the sum of rates times popu
 class PlanChecks:
     """Checks of plans. Each plan is read once."""
 
-    def __init__(self, rows: StoreReader, policy: PolicyInForce, delta: float) -> None:
-        """`delta` is the header's δ."""
-        self._rows, self._policy, self._delta = rows, policy, delta
+    def __init__(self, rows: StoreReader, policy: PolicyInForce, delta: float, accountant: str) -> None:
+        """`delta` and `accountant` are the header's."""
+        self._rows, self._policy, self._delta, self._accountant = rows, policy, delta, accountant
         self._read = lru_cache(maxsize=64)(self._load)
         self._differs = lru_cache(maxsize=1024)(self._compared)
         self._began: dict[bytes, int] = {}  # run → leaves that its first segment had read
@@ -65,7 +66,7 @@ class PlanChecks:
             plan = StepPlan.from_cbor(data)
         except LaminaError as error:
             return Violation("verify.plan-unreadable", f"{name} cannot be read: {error.problem}")
-        return sampling_violation(plan) or plan
+        return sampling_violation(plan) or accountant_violation(plan, self._accountant) or plan
 
     def _class(self, digest: bytes, entry: PlannedClass, began: int) -> Violation | None:
         """A class of the plan must agree with the policy when its run began, or with a later one."""
@@ -97,6 +98,16 @@ def sampling_violation(plan: StepPlan) -> Violation | None:
         return None
     reason = f"its plan divides by {plan.batch:.9g}, and draws {least:.9g} contributions in a step on average"
     return Violation("verify.batch-size-differs", reason)
+
+
+def accountant_violation(plan: StepPlan, accountant: str) -> Violation | None:
+    """Noise on integers is priced by integer orders, and so is all that is added to it: both count so, or neither."""
+    if (plan.accountant == INTEGER_RDP) == (accountant == INTEGER_RDP):
+        return None
+    reason = (
+        f"its plan has {plan.noise_kind.value} noise priced by {plan.accountant}, and the ledger counts by {accountant}"
+    )
+    return Violation("verify.noise-not-priced", reason)
 
 
 def difference_from_policy(plan: StepPlan, entry: PlannedClass, preset: Preset, delta: float) -> Violation | None:

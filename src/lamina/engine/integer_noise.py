@@ -1,0 +1,193 @@
+"""Noise on a grid of integers: the discrete Gaussian, drawn in integer arithmetic alone, and the grid of a plan.
+
+A step with such noise rounds every clipped gradient to a grid, adds up in int64 and adds integers: no floating-point
+number is released that depends on a contribution other than through them (docs/decisions/integer_noise.md).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lamina.engine.grads import CHUNK_ELEMENTS, ClipWeights, ContributionGrads, row_norm_sq
+from lamina.engine.random_stream import BLOCK_BYTES, MAX_CALL_BYTES, KeyStream, Words
+from lamina.plan.step_plan import StepPlan
+
+# The grid of a layer. S is 2^b units of it, so that one unit is g = S/2^b. It depends on the plan alone:
+#
+#     b = ⌈log2(2^8 √d S / C)⌉, at least 12 and at most 25        C: the smallest threshold of a class that reaches it
+#
+# A clipped gradient of norm C then has coordinates of 2^8 units on average. Coordinates are cut toward zero, which never
+# makes a vector longer: whatever a contribution was clipped to, ‖y‖·g is at most that, in box and joint clipping, under
+# any scale. What is cut off is below one unit a coordinate, at most C/2^8 in norm (more where b is at its limit).
+
+LEAST_BITS, MOST_BITS = 12, 25
+_UNITS_PER_COORDINATE = 2.0**8
+
+
+def grid_bits(plan: StepPlan) -> tuple[int, ...]:
+    """b of every layer, 0 where it has no noise."""
+    found = []
+    for i, (layer, s) in enumerate(zip(plan.layers, plan.noise, strict=True)):
+        reached = [row[i] for row in plan.clip if row[i] > 0]
+        wanted = math.log2(_UNITS_PER_COORDINATE * math.sqrt(layer.size) * s / min(reached)) if reached and s else 0.0
+        found.append(min(MOST_BITS, max(LEAST_BITS, math.ceil(wanted))) if s else 0)
+    return tuple(found)
+
+
+def grid_unit(std: float, bits: int) -> float:
+    """g = S/2^b."""
+    return math.ldexp(std, -bits)
+
+
+class GridGrads(ContributionGrads):
+    """A gradient that is added up in whole units: what each contribution adds is cut toward zero, then summed in int64.
+
+    It is measured on the very numbers that are cut.
+    """
+
+    def __init__(self, inner: ContributionGrads, unit: float) -> None:
+        self.inner, self.unit, self.units, self.shape = inner, unit, inner.units, inner.shape
+
+    def _chunks(self) -> Iterator[tuple[int, int]]:
+        size = max(1, CHUNK_ELEMENTS // max(1, self.shape.numel()))
+        return ((low, min(low + size, self.units)) for low in range(0, self.units, size))
+
+    def norm_sq(self) -> Tensor:
+        parts = [row_norm_sq(self.inner.dense(low, high)) for low, high in self._chunks()]
+        return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
+
+    def add_to(self, out: Tensor, weights: ClipWeights) -> None:
+        for low, high in self._chunks():
+            part = weights.slice(low, high)
+            scaled = part.clean(self.inner.dense(low, high)).double() * (part.factor / self.unit).unsqueeze(1)
+            whole = torch.where((part.factor > 0).unsqueeze(1), scaled, 0.0).trunc_().to(torch.int64)
+            out.view(-1).add_(whole.sum(0))
+
+    def dense(self, low: int, high: int) -> Tensor:
+        return self.inner.dense(low, high)
+
+
+# The samplers of Canonne, Kamath and Steinke (2020) for a scale of s = 2^b, many draws at a time. Every probability is
+# a fraction of whole numbers, compared with uniform bits of its own: nothing is rounded, so nothing is approximated.
+#
+#     Bernoulli(exp(-γ)), γ in [0, 1]   the first K ≥ 1 with a Bernoulli(γ/K) that fails is odd
+#     Laplace, P(x) ∝ exp(-|x|/s)       U of b bits, kept by Bernoulli(exp(-U/s)); V successes of Bernoulli(exp(-1));
+#                                       ±(U + sV), a negative 0 thrown away
+#     Gaussian, P(x) ∝ exp(-x²/2s²)     a Laplace draw, kept by Bernoulli(exp(-(|x| - s)²/2s²))
+
+Integers = NDArray[np.int64]
+_DRAWS_AT_ONCE = 1 << 14
+_MOST_WRAPS = 90  # (|x| - s)² fits int64 up to here, and V is larger with a probability of e^-90
+
+
+class WordSource:
+    """The words of one tensor's key stream, one after another."""
+
+    def __init__(self, key: bytes, tensor: int) -> None:
+        self._stream, self._tensor, self._block = KeyStream(key), tensor, 0
+        self._buffer: Words = np.empty(MAX_CALL_BYTES // 8, dtype=np.uint64)
+        self._left = 0
+
+    def take(self, count: int) -> Words:
+        out = np.empty(count, dtype=np.uint64)
+        done = 0
+        while done < count:
+            if self._left == 0:
+                self._stream.run(self._tensor, self._block, self._buffer)
+                self._block += self._buffer.nbytes // BLOCK_BYTES
+                self._left = self._buffer.size
+            size = min(count - done, self._left)
+            at = self._buffer.size - self._left
+            out[done : done + size] = self._buffer[at : at + size]
+            done, self._left = done + size, self._left - size
+        return out
+
+    def bits(self, count: int, bits: int) -> Integers:
+        """Uniform in [0, 2^bits), bits ≤ 62."""
+        if bits == 0:
+            return np.zeros(count, dtype=np.int64)
+        return (self.take(count) >> np.uint64(64 - bits)).view(np.int64)
+
+    def one_in(self, count: int, k: int) -> NDArray[np.bool_]:
+        """Bernoulli(1/k)."""
+        limit = (1 << 64) // k * k
+        words = self.take(count)
+        while limit < 1 << 64 and bool((over := words >= np.uint64(limit)).any()):
+            words[over] = self.take(int(over.sum()))
+        return np.asarray(words % np.uint64(k) == 0)
+
+
+def bernoulli_exp(words: WordSource, numerator: Integers, bits: int) -> NDArray[np.bool_]:
+    """Bernoulli(exp(-numerator/2^bits)) for numerators up to 2^bits."""
+    odd, k = np.ones(numerator.size, dtype=np.bool_), 1
+    going = np.arange(numerator.size)
+    while going.size:
+        going = going[words.bits(going.size, bits) < numerator[going]]
+        if k > 1:
+            going = going[words.one_in(going.size, k)]
+        odd[going] ^= True
+        k += 1
+    return odd
+
+
+def _bernoulli_of_whole(words: WordSource, times: Integers) -> NDArray[np.bool_]:
+    """Bernoulli(exp(-times)) for whole numbers."""
+    held, left = np.ones(times.size, dtype=np.bool_), times.copy()
+    going = np.flatnonzero(left)
+    while going.size:
+        kept = bernoulli_exp(words, np.ones(going.size, dtype=np.int64), 0)
+        held[going[~kept]] = False
+        left[going] -= 1
+        going = going[kept & (left[going] > 0)]
+    return held
+
+
+def _some_laplace(words: WordSource, tries: int, bits: int) -> Integers:
+    """Laplace draws of scale 2^bits from so many tries."""
+    low = words.bits(tries, bits)
+    low = low[bernoulli_exp(words, low, bits)]
+    high = np.zeros(low.size, dtype=np.int64)
+    going = np.arange(low.size)
+    while going.size:
+        going = going[bernoulli_exp(words, np.ones(going.size, dtype=np.int64), 0)]
+        high[going] += 1
+    if high.size and int(high.max()) > _MOST_WRAPS:
+        raise AssertionError("a draw of the discrete Laplace distribution beyond 90 scales")
+    size = low + (high << bits)
+    minus = words.bits(size.size, 1) == 1
+    return np.asarray(np.where(minus, -size, size)[~(minus & (size == 0))])
+
+
+def _some_gaussian(words: WordSource, tries: int, bits: int) -> Integers:
+    """Gaussian draws of standard deviation 2^bits from so many tries."""
+    draws = _some_laplace(words, tries, bits)
+    square, shift = (np.abs(draws) - (1 << bits)) ** 2, 2 * bits + 1
+    draws_kept = bernoulli_exp(words, square & ((1 << shift) - 1), shift)
+    draws, square = draws[draws_kept], square[draws_kept]
+    return np.asarray(draws[_bernoulli_of_whole(words, square >> shift)])
+
+
+def _fill(some: Callable[[WordSource, int, int], Integers], words: WordSource, count: int, bits: int) -> Integers:
+    out, done = np.empty(count, dtype=np.int64), 0
+    while done < count:
+        wanted = min(count - done, _DRAWS_AT_ONCE)
+        made = some(words, 2 * wanted + 8, bits)[:wanted]
+        out[done : done + made.size] = made
+        done += made.size
+    return out
+
+
+def discrete_laplace(words: WordSource, count: int, bits: int) -> Integers:
+    """P(x) ∝ exp(-|x|/2^bits), x whole."""
+    return _fill(_some_laplace, words, count, bits)
+
+
+def discrete_gaussian(words: WordSource, count: int, bits: int) -> Integers:
+    """P(x) ∝ exp(-x²/(2·4^bits)), x whole."""
+    return _fill(_some_gaussian, words, count, bits)

@@ -1,0 +1,300 @@
+"""Noise on integers: the samplers against their laws, the grid, the step against the reference, refusals, the audit."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from refusals import raises_code
+from scipy import stats
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lamina import Batch, Engine, LayerStack, Policy, SecureNoise, SeededNoise, StepPlan, make_plan, route
+from lamina.account.filters import GaussianFilter, RenyiFilter
+from lamina.audit.step_audit import Verdict, audit_step
+from lamina.audit.target import AuditTarget
+from lamina.engine.clipping import clip_weights, safe_bounds
+from lamina.engine.grads import DenseGrads
+from lamina.engine.integer_noise import (
+    LEAST_BITS,
+    MOST_BITS,
+    GridGrads,
+    WordSource,
+    bernoulli_exp,
+    discrete_gaussian,
+    discrete_laplace,
+    grid_bits,
+    grid_unit,
+)  # fmt: skip
+from lamina.plan.rules import Injection, InjectionForm, NoiseKind
+
+POLICY = """
+[corpus]
+origin = "tests"
+delta = 1e-5
+accountant = "rdp-integer"
+[class.clinical]
+population = 300
+epsilon = 4.0
+[class.sensitive]
+population = 120
+epsilon = 2.0
+profile = { top = 0.5 }
+[noise]
+kind = "discrete_gaussian"
+"""
+
+
+def words(seed: int = 1) -> WordSource:
+    return WordSource(seed.to_bytes(16, "big"), 0)
+
+
+# ----------------------------------------------------------------------------------------------- samplers
+
+
+def chi_square(draws: np.ndarray, log_mass: np.ndarray, reach: int) -> float:
+    """p-value of the counts of -reach … reach against the law, everything beyond in one cell."""
+    mass = np.exp(log_mass - log_mass.max())
+    mass /= mass.sum()
+    middle = mass.size // 2
+    inside = mass[middle - reach : middle + reach + 1]
+    seen = np.array([np.count_nonzero(draws == x) for x in range(-reach, reach + 1)])
+    expected = np.append(inside, 1 - inside.sum()) * draws.size
+    return float(stats.chisquare(np.append(seen, draws.size - seen.sum()), expected).pvalue)
+
+
+LAWS = {
+    "gaussian": (discrete_gaussian, lambda x, s: -(x**2) / (2 * s * s), lambda s: s * s),
+    "laplace": (discrete_laplace, lambda x, s: -np.abs(x) / s, lambda s: 2 * s * s),
+}
+
+
+@pytest.mark.parametrize("count", [200_000, pytest.param(10_000_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("bits", [0, 1, 3])
+@pytest.mark.parametrize("law", LAWS)
+def test_draws_have_the_discrete_law(law: str, bits: int, count: int) -> None:
+    draw, log_mass, _ = LAWS[law]
+    x = np.arange(-3000, 3001).astype(np.float64)
+    found = draw(words(bits + 1), count, bits)
+    assert chi_square(found, log_mass(x, 2.0**bits), 3 * 2**bits) > 1e-3
+    assert found.dtype == np.int64
+
+
+@pytest.mark.parametrize("count", [300_000, pytest.param(10_000_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("bits", [LEAST_BITS, MOST_BITS])
+@pytest.mark.parametrize("law", LAWS)
+def test_moments_and_shape_at_the_scales_in_use(law: str, bits: int, count: int) -> None:
+    draw, _, variance = LAWS[law]
+    z = draw(words(7), count, bits) / 2.0**bits
+    root = math.sqrt(variance(1.0))
+    kurtosis = 3 if law == "gaussian" else 6
+    assert abs(z.mean()) < 4 * root / math.sqrt(count)
+    assert abs((z**2).mean() / root**2 - 1) < 4 * math.sqrt((kurtosis - 1) / count)
+    assert abs((z**3).mean()) < 4 * math.sqrt((15 if law == "gaussian" else 720) / count)
+    within = (np.random.default_rng(0).random(count) - 0.5) / 2.0**bits
+    assert stats.kstest(z + within, stats.norm.cdf if law == "gaussian" else stats.laplace.cdf).pvalue > 1e-3
+
+
+@pytest.mark.parametrize(("numerator", "bits"), [(0, 5), (32, 5), (7, 5), (1, 0), (1 << 50, 51), (3, 2)])
+def test_bernoulli_of_an_exponential(numerator: int, bits: int) -> None:
+    n = 200_000
+    held = int(bernoulli_exp(words(3), np.full(n, numerator, dtype=np.int64), bits).sum())
+    assert stats.binomtest(held, n, math.exp(-numerator / 2**bits)).pvalue > 1e-3
+
+
+def test_one_in_k_is_exact_at_the_end_of_the_words() -> None:
+    """A word above the largest multiple of k is drawn again."""
+    source = words()
+    given_words = [np.array([2**64 - 1, 3], dtype=np.uint64), np.array([9], dtype=np.uint64)]
+    source.take = lambda count: given_words.pop(0)  # type: ignore[method-assign]
+    assert source.one_in(2, 3).tolist() == [True, True] and not given_words
+
+
+def test_words_come_in_the_order_of_the_stream() -> None:
+    whole = words().take(200_000)
+    other = words()
+    assert np.array_equal(whole, np.concatenate([other.take(n) for n in (1, 65_535, 70_000, 64_464)]))
+
+
+def test_integer_noise_is_replayed_and_never_drawn_twice() -> None:
+    def noise(source: SecureNoise | SeededNoise, step: int = 0) -> list[Tensor]:
+        totals = [torch.zeros(50, dtype=torch.int64), torch.zeros(3, 7, dtype=torch.int64), torch.zeros(4).long()]
+        source.add_integers_(totals, [12, 14, 0], step=step)
+        return totals
+
+    first, again, later = noise(SeededNoise(1)), noise(SeededNoise(1)), noise(SeededNoise(1), 1)
+    assert all(map(torch.equal, first, again)) and not torch.equal(first[0], later[0])
+    assert not first[2].any() and first[1].unique().numel() > 15
+    source = SecureNoise()
+    noise(source)
+    with raises_code("noise.drawn-twice"):
+        noise(source)
+    assert not torch.equal(noise(SecureNoise())[0], noise(SecureNoise())[0])
+
+
+# --------------------------------------------------------------------------------------------------- grid
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), rows=st.integers(1, 5), width=st.integers(1, 40), bound=st.floats(1e-3, 1e3))
+def test_no_contribution_is_longer_than_its_threshold_in_exact_arithmetic(
+    data: st.DataObject, rows: int, width: int, bound: float
+) -> None:
+    numbers = st.floats(-1e6, 1e6, width=32) | st.sampled_from([0.0, math.nan, math.inf, 1e30, -1e-30])
+    values = data.draw(st.lists(numbers, min_size=rows * width, max_size=rows * width))
+    grads, unit = torch.tensor(values).view(rows, width), grid_unit(data.draw(st.floats(1e-2, 1e2)) * bound, 14)
+    for row in range(rows):
+        total = torch.zeros(width, dtype=torch.int64)
+        limit = safe_bounds(torch.full((1,), bound, dtype=torch.float64), 1.0)
+        GridGrads(DenseGrads(grads[row : row + 1]), unit).clip_and_add(
+            total, None, lambda norm_sq, low, high, limit=limit: clip_weights(norm_sq, limit, 1.0)
+        )
+        assert sum(y * y for y in total.tolist()) * Fraction(unit) ** 2 <= Fraction(bound) ** 2
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 3))
+
+
+def plan_of(model: nn.Module, **options: object) -> StepPlan:
+    return make_plan(LayerStack.from_model(model), Policy.parse(POLICY), batch=30, steps=10, **options)  # type: ignore[arg-type]
+
+
+def test_the_grid_is_fine_and_depends_on_the_plan_alone() -> None:
+    plan = plan_of(net())
+    for i, (layer, bits) in enumerate(zip(plan.layers, grid_bits(plan), strict=True)):
+        least = min(row[i] for row in plan.clip if row[i] > 0)
+        assert LEAST_BITS <= bits <= MOST_BITS
+        assert least / grid_unit(plan.noise[i], bits) >= 2**8 * math.sqrt(layer.size)
+    wide = replace(plan, noise=tuple(1e6 * s for s in plan.noise))
+    assert set(grid_bits(wide)) == {MOST_BITS}
+
+
+# --------------------------------------------------------------------------------------------------- step
+
+
+def batch_of(count: int = 20) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x, y = torch.randn(count, 6, generator=generator), torch.randint(0, 3, (count,), generator=generator)
+    return x, y, torch.arange(count) % 2
+
+
+def losses(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return 30 * F.cross_entropy(model(x), y, reduction="none")
+
+
+def grads_of(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+    rows = [
+        torch.autograd.grad(losses(model, x[i : i + 1], y[i : i + 1]).sum(), list(model.parameters()))
+        for i in range(len(x))
+    ]
+    return {
+        name: torch.stack(each)
+        for (name, _), each in zip(model.named_parameters(), zip(*rows, strict=True), strict=True)
+    }
+
+
+@pytest.mark.parametrize("clipping", ["box", "joint"])
+def test_the_step_is_that_of_the_reference_in_whole_units(clipping: str) -> None:
+    model = net()
+    plan, (x, y, cls) = plan_of(model, clipping=clipping), batch_of()
+    expected = route(grads_of(model, x, y), cls, plan, noise=SeededNoise(3))
+    found = {}
+    for parts in (1, 3):
+        with Engine(model, plan, noise=SeededNoise(3)) as engine:
+            for part in Batch(x, y, cls=cls).split(parts):
+                engine.backward(losses(model, part.x, part.y), part)
+            found[parts] = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        model.zero_grad()
+    bits = grid_bits(plan)
+    for i, layer in enumerate(plan.layers):
+        unit = grid_unit(plan.noise[i], bits[i]) / plan.batch
+        for name in layer.parameters:
+            assert torch.equal(found[1][name], found[3][name])  # whole numbers add up the same in any order
+            whole = found[1][name].double() / unit
+            assert torch.allclose(whole, whole.round(), atol=1e-2)  # of float32, which holds 24 bits
+            assert float((found[1][name] - expected[name]).abs().max()) <= 3 * unit
+
+
+def test_an_empty_batch_gets_noise_of_the_planned_size() -> None:
+    model = net()
+    plan = plan_of(model)
+    squares: dict[int, float] = {}
+    for seed in range(40):
+        with Engine(model, plan, noise=SeededNoise(seed)) as engine:
+            engine.backward(None, Batch(torch.zeros(0, 6), torch.zeros(0, dtype=torch.long), cls=torch.zeros(0).long()))
+            for i, layer in enumerate(plan.layers):
+                grads = [model.get_parameter(name).grad for name in layer.parameters]
+                squares[i] = squares.get(i, 0.0) + sum(float(g.double().square().sum()) for g in grads if g is not None)
+        model.zero_grad()
+    for i, layer in enumerate(plan.layers):
+        n = 40 * layer.size
+        assert squares[i] * plan.batch**2 / (n * plan.noise[i] ** 2) == pytest.approx(1, abs=5 * math.sqrt(2 / n))
+
+
+@pytest.mark.parametrize("clipping", ["box", "joint"])
+def test_paired_steps_find_no_more_than_was_claimed(clipping: str) -> None:
+    model = net()
+    x, y, cls = batch_of(6)
+    subject = AuditTarget(
+        model=model, plan=plan_of(model, clipping=clipping), losses_of=lambda x, y: losses(model, x, y)
+    )
+    checks = audit_step(subject, Batch(x, y, cls=cls), quick=True)
+    assert [check.name for check in checks if check.verdict is not Verdict.PASSED] == []
+
+
+# ----------------------------------------------------------------------------------------------- the plan
+
+
+def test_plans_are_written_and_read_and_those_of_gaussian_noise_stay_as_they_were() -> None:
+    plan = plan_of(net())
+    assert plan.noise_kind is NoiseKind.DISCRETE_GAUSSIAN and "discrete_gaussian noise" in str(plan)
+    assert StepPlan.from_cbor(plan.to_cbor()) == plan == StepPlan.from_json(plan.to_json())
+    plain = replace(plan, noise_kind=NoiseKind.GAUSSIAN)
+    assert "noise_kind" not in plain.to_json() and plain.digest() != plan.digest()
+    assert plan.epsilon("clinical") == pytest.approx(4.0, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        ({"accountant": "pld"}, "plan.noise-kind-accountant"),
+        ({"accountant": "zcdp"}, "plan.noise-kind-accountant"),
+        ({"injection": Injection(form=InjectionForm.MICROBATCH, parts=4)}, "plan.noise-kind-alone"),
+        ({"injection": Injection(form=InjectionForm.RAW)}, "plan.noise-kind-alone"),
+        ({"noise_kind": "cauchy"}, "plan.noise-kind-unknown"),
+    ],
+)
+def test_what_does_not_fit_is_refused(changes: dict[str, object], code: str) -> None:
+    plan = plan_of(net())
+    with raises_code(code):
+        replace(plan, **changes)  # type: ignore[arg-type]
+
+
+def test_rules_and_public_classes_are_refused() -> None:
+    with raises_code("plan.noise-kind-alone"):
+        plan_of(net(), allocate="quantile")
+    public = Policy.parse(POLICY.replace("epsilon = 2.0\n", "public = true\n"))
+    with raises_code("plan.noise-kind-public-class"):
+        make_plan(LayerStack.from_model(net()), public, batch=30, steps=10)
+
+
+def test_filters_must_count_at_an_integer_order() -> None:
+    model = net()
+    plan = plan_of(model)
+    fits = RenyiFilter.for_schedule(plan.schedule("clinical"), order=16.0)
+    Engine(model, plan, filters={"clinical": fits}).detach()
+    for wrong in (
+        GaussianFilter.for_target(4.0, delta=1e-5),
+        RenyiFilter.for_schedule(plan.schedule("clinical"), order=16.5),
+    ):
+        with raises_code("engine.filter-for-other-noise"):
+            Engine(model, plan, filters={"clinical": wrong})
