@@ -15,9 +15,11 @@ from trained_run import Trained
 import lamina
 from lamina.admit.keys import PrivateKey
 from lamina.ledger.reader import LedgerReader
+from lamina.ledger.verify.tree_checks import Trust
 from lamina.release.certificate import Certificate, certify
 from lamina.release.gate import Query, ReleaseGate, Rights
-from lamina.release.manifest import GatePolicy, make_release
+from lamina.release.manifest import PREDICATE_TYPE, GatePolicy, make_release, verify_release
+from lamina.release.signed import read_statement, sign_statement
 
 POLICY = """
 [corpus]
@@ -54,19 +56,21 @@ class Shown:
         return lambda *given, **named: None
 
 
-def trainer(folder: Path, policy: str = POLICY, **options: Any) -> lamina.Trainer:
+def trainer(
+    folder: Path, policy: str = POLICY, *, run: str = "first", epsilon: float = 2.0, **options: Any
+) -> lamina.Trainer:
     (folder / "policy.toml").write_text(policy)
     terms = lamina.Policy.load(folder / "policy.toml")
     torch.manual_seed(0)
     classes = ["clinical"] * 60 + ["sensitive"] * 40 * ("sensitive" in policy)
     model, x = nn.Linear(4, 2), torch.randn(len(classes), 4)
     corpus = lamina.Corpus(x, (x.sum(1) > 0).long(), policy=terms, cls=classes)
-    epsilon = dict.fromkeys(dict.fromkeys(classes), 2.0)
-    plan = lamina.make_plan(lamina.LayerStack.from_model(model), terms, batch=20, steps=6, epsilon=epsilon)
+    each = dict.fromkeys(dict.fromkeys(classes), epsilon)
+    plan = lamina.make_plan(lamina.LayerStack.from_model(model), terms, batch=20, steps=6, epsilon=each)
     options = {"progress": False, "segment": 1, **options}
     return lamina.Trainer(
         model, torch.optim.SGD(model.parameters(), 0.1), nn.CrossEntropyLoss(reduction="none"), corpus, plan,
-        folder=folder / "runs" / "first", **options,
+        folder=folder / "runs" / run, **options,
     )  # fmt: skip
 
 
@@ -123,6 +127,21 @@ def test_purposes_without_a_common_one_are_not_unstated(tmp_path: Path, key: Pri
     rights = Rights(classes=frozenset(["clinical"]), max_epsilon=9.0, min_noise_multiplier=0.0, purpose="research")
     denied = ReleaseGate(tmp_path / "stated", key.public).decide(Query(rights=rights))
     assert {each.code for each in denied.reasons} == {"purpose-not-allowed"}
+
+
+def test_a_posture_says_no_less_than_the_certificate_of_an_earlier_run(tmp_path: Path, key: PrivateKey) -> None:
+    """The first run had less noise than the second, whose weights are released."""
+    outcomes = [trainer(tmp_path).fit(), trainer(tmp_path, run="second", epsilon=1.0).fit()]
+    out, trust = tmp_path / "release", Trust(plain=(key.public,))
+    with Trained(outcomes[0].folder, None, "example.org-resumed.ledger.db").open() as ledger:  # type: ignore[arg-type]
+        make_release(out, [each.folder for each in outcomes], ledger, key)
+    assert verify_release(out, trust=trust).trusted
+    statement, _ = read_statement((out / "manifest.json").read_bytes(), [key.public], PREDICATE_TYPE)
+    layer, second = statement["predicate"]["posture"]["layers"][0], outcomes[1].certificate.content["layers"][0]
+    assert layer["noise_std"] < second["noise_std"]
+    layer["noise_std"] = second["noise_std"]
+    (out / "manifest.json").write_bytes(sign_statement(statement, key))
+    assert {each.code for each in verify_release(out, trust=trust).problems} == {"release.posture-differs"}
 
 
 def test_the_steps_are_those_of_the_ledger(tmp_path: Path) -> None:
