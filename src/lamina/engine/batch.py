@@ -264,6 +264,15 @@ class RowLayout:
         filler[owner, place] = False
         return index, filler
 
+    @cached_property
+    def segments(self) -> tuple[Tensor, Tensor]:
+        """Row numbers in the order of their contributions, padding left out, and where each contribution begins (P + 1)."""
+        if self._per_unit and self._padding is None:
+            return torch.arange(self.rows), torch.arange(0, self.rows + 1, self._per_unit)
+        kept = (self.owner >= 0).nonzero().flatten()
+        owner, order = torch.sort(self.owner[kept], stable=True)
+        return kept[order], torch.searchsorted(owner, torch.arange(self.units + 1))
+
     def fold(self, t: Tensor) -> Tensor:
         """(R, …) → (P, m, …)."""
         if self._per_unit:

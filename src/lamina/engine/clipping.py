@@ -23,6 +23,7 @@ from lamina.engine.grads import (
 )
 from lamina.engine.integer_noise import GridGrads
 from lamina.engine.layers.layer_rule import RuleCall, hidden_backward_error
+from lamina.engine.native.products import NativeBias, NativeGrads
 from lamina.engine.safety_checks import CheckedBatch
 from lamina.engine.slices import NO_MASKS, TensorMasks
 from lamina.engine.step import ClippedSums
@@ -44,14 +45,29 @@ def safe_bounds(bound: Tensor, scale: float) -> Tensor:
     return bound * (NORM_SAFETY * scale)
 
 
+def least_factor(scale: float) -> float:
+    """Below it a factor is 0, before it becomes a denormal in float32."""
+    return max(scale * _MIN_FACTOR, _MIN_NORMAL)
+
+
 def clip_weights(norm_sq: Tensor, bound: Tensor, scale: float) -> ClipWeights:
     """scale · min(1, bound/norm), for squared norms and `safe_bounds` (0: not reached, inf: public)."""
     factor = norm_sq.clamp(min=_MIN_NORM_SQ).rsqrt_().mul_(bound).clamp_(max=scale)
-    torch.threshold_(factor, max(scale * _MIN_FACTOR, _MIN_NORMAL), 0.0)  # before it becomes a denormal in float32
+    torch.threshold_(factor, least_factor(scale), 0.0)
     if math.isfinite(norm_sq.sum().item()):
         return ClipWeights(factor, None)
     finite = torch.isfinite(norm_sq)
     return ClipWeights(torch.where(finite, factor, 0.0), ~finite)
+
+
+class BoxClip:
+    """The `ClipFunction` of one layer: its safe bounds, by contribution."""
+
+    def __init__(self, bound: Tensor, scale: float) -> None:
+        self.bound, self.scale, self.least = bound, scale, least_factor(scale)
+
+    def __call__(self, norm_sq: Tensor, low: int, high: int) -> ClipWeights:
+        return clip_weights(norm_sq, self.bound[low:high], self.scale)
 
 
 def clip_layer(parts: Sequence[tuple[ContributionGrads, Tensor]], clip: ClipFunction) -> ClipWeights:
@@ -65,6 +81,9 @@ def clip_layer(parts: Sequence[tuple[ContributionGrads, Tensor]], clip: ClipFunc
     *rest, (last, out) = parts
     others: Tensor | None = None
     for grad, _ in rest:
+        if isinstance(grad, NativeBias) and grad.weight is last:
+            grad.weight.joined = True  # measured on the way
+            continue
         others = grad.norm_sq() if others is None else others + grad.norm_sq()
     weights = last.clip_and_add(out, others, clip)
     for grad, target in rest:
@@ -152,7 +171,7 @@ class BoxCollector(Collector):
 
     def complete(self, layer: int, parts: LayerGrads) -> None:
         pairs, bound = [(grad, self.sums[name]) for name, grad in parts.items()], self.bounds[layer]
-        weights = clip_layer(pairs, lambda norm_sq, low, high: clip_weights(norm_sq, bound[low:high], self.scale))
+        weights = clip_layer(pairs, BoxClip(bound, self.scale))
         if self.counts is not None:
             self._factors[layer] = weights.factor
 
@@ -217,6 +236,8 @@ def _form_if_smaller(grad: ContributionGrads) -> ContributionGrads:
     made_of = sum(t.numel() for t in stuff if isinstance(t, Tensor))
     if not grad.formed or size > made_of:
         return grad
+    if isinstance(grad, NativeGrads):
+        return grad.form()
     return DenseGrads(grad.dense(0, grad.units).view(grad.units, *grad.shape).clone())
 
 

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -197,7 +198,7 @@ def _ranges_of_true(flags: Tensor) -> tuple[Range, ...]:
 #
 # A rule describes what each contribution's gradient *is*; the classes here know how to measure and sum
 # it. All work in float32 or better, and the norm is always that of the numbers that are summed.
-# A native kernel for a layer kind is a new subclass with its own `clip_and_add`.
+# Native kernels are subclasses with a `clip_and_add` of their own: native/products.py.
 
 # Elements of per-contribution gradient formed at a time: large enough to keep both cores busy, small
 # enough to stay in cache and to leave peak memory alone.
@@ -224,7 +225,14 @@ class ClipWeights:
         return t.masked_fill(self.broken.view(-1, *[1] * (t.dim() - 1)), 0)
 
 
-ClipFunction = Callable[[Tensor, int, int], ClipWeights]  # (norm², first, last) of some contributions → weights
+class ClipFunction(Protocol):
+    """scale · min(1, bound/norm), and 0 below `least`; for norm² of contributions low … high."""
+
+    bound: Tensor  # (P,) float64
+    scale: float
+    least: float
+
+    def __call__(self, norm_sq: Tensor, low: int, high: int) -> ClipWeights: ...
 
 
 class ContributionGrads(ABC):

@@ -12,7 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lamina.engine.batch import RowLayout
-from lamina.engine.grads import CHUNK_ELEMENTS, ChunkedGrads, DenseGrads, at_least_float32, take_buffer
+from lamina.engine.grads import (
+    CHUNK_ELEMENTS,
+    ChunkedGrads,
+    ContributionGrads,
+    DenseGrads,
+    at_least_float32,
+    take_buffer,
+)
 from lamina.engine.layers.layer_rule import (
     ApplyRule,
     LayerForward,
@@ -26,6 +33,7 @@ from lamina.engine.layers.layer_rule import (
     made_if_needed,
     weight_and_bias,
 )
+from lamina.engine.native.products import NativeBias, NativeGrads, Windows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +128,8 @@ class ConvolutionRule(LayerRule):
         return cast(Tensor, grads[0])
 
     def contribution_grads(self, saved: SavedTensors, g: Tensor, layout: RowLayout, need: Needed) -> ParameterGrads:
+        if need[0] and (made := self._native(saved[0], g, layout, need)) is not None:
+            return made
         geo, x = self.geometry, layout.fold(saved[0])
         g = layout.fold(g)
         u, v = (g, x) if geo.transposed else (x, g)
@@ -129,6 +139,28 @@ class ConvolutionRule(LayerRule):
             lambda: ConvolutionGrads(u, v, geo, shape),
             lambda: DenseGrads(at_least_float32(g).sum((1, *range(3, g.dim())))),
         )
+
+    def _native(self, x: Tensor, g: Tensor, layout: RowLayout, need: Needed) -> ParameterGrads | None:
+        geo = self.geometry
+        u, v = (g, x) if geo.transposed else (x, g)
+        shape = torch.Size((v.shape[1], u.shape[1] // geo.groups, *geo.kernel))
+        if not NativeGrads.can(u, v, shape):
+            return None
+        windows = Windows(
+            kernel=geo.kernel, stride=geo.stride, padding=geo.padding, dilation=geo.dilation, groups=geo.groups
+        )
+
+        def rules() -> ContributionGrads:
+            return ConvolutionGrads(layout.fold(u), layout.fold(v), geo, shape)
+
+        def bias() -> Tensor:
+            folded = layout.fold(g)
+            return folded.sum((1, *range(3, folded.dim())))
+
+        weight = NativeGrads(u, v, layout, shape, rules, windows)
+        if not any(need[1:]):
+            return [weight, *[None] * (len(need) - 1)]
+        return [weight, DenseGrads(bias()) if geo.transposed else NativeBias(weight, shape[0], bias)]
 
 
 class ConvForward(LayerForward):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import cast
 
 import torch
@@ -9,7 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lamina.engine.batch import RowLayout
-from lamina.engine.grads import DenseGrads, OuterProductGrads, ScatterGrads, SequenceProductGrads, at_least_float32
+from lamina.engine.grads import (
+    ContributionGrads,
+    DenseGrads,
+    OuterProductGrads,
+    ScatterGrads,
+    SequenceProductGrads,
+    at_least_float32,
+)
 from lamina.engine.layers.layer_rule import (
     ApplyRule,
     LayerForward,
@@ -23,6 +31,7 @@ from lamina.engine.layers.layer_rule import (
     made_if_needed,
     weight_and_bias,
 )
+from lamina.engine.native.products import NativeBias, NativeGrads
 from lamina.errors import UnsupportedLayer
 
 
@@ -45,8 +54,10 @@ class LinearRule(LayerRule):
         return g.matmul(weight.t() if self.transposed else weight)
 
     def contribution_grads(self, saved: SavedTensors, g: Tensor, layout: RowLayout, need: Needed) -> ParameterGrads:
-        if layout.plain and g.dim() == 2:
-            return self._one_position(g, saved[0], need)
+        if layout.plain and prod(g.shape[1:-1]) == 1:
+            return self._one_position(g.flatten(0, -2), saved[0].flatten(0, -2), need)
+        if need[0] and (made := self._native(g, saved[0], layout, need)) is not None:
+            return made
         g, a = _flatten_positions(layout.fold(g)), _flatten_positions(layout.fold(saved[0]))
         if g.shape[1] == 1:
             return self._one_position(g[:, 0], a[:, 0], need)
@@ -54,6 +65,22 @@ class LinearRule(LayerRule):
         return made_if_needed(
             need, lambda: SequenceProductGrads(*factors), lambda: DenseGrads(at_least_float32(g).sum(1))
         )
+
+    def _native(self, g: Tensor, a: Tensor, layout: RowLayout, need: Needed) -> ParameterGrads | None:
+        v, u = (a, g) if self.transposed else (g, a)
+        shape = torch.Size((v.shape[-1], u.shape[-1]))
+        if not NativeGrads.can(u, v, shape):
+            return None
+
+        def rules() -> ContributionGrads:
+            return SequenceProductGrads(*(_flatten_positions(layout.fold(t)) for t in (v, u)))
+
+        weight = NativeGrads(u, v, layout, shape, rules)
+        if not any(need[1:]):
+            return [weight, *[None] * (len(need) - 1)]
+        if self.transposed:
+            return [weight, DenseGrads(_flatten_positions(layout.fold(g)).sum(1))]
+        return [weight, NativeBias(weight, shape[0], lambda: _flatten_positions(layout.fold(g)).sum(1))]
 
     def _one_position(self, g: Tensor, a: Tensor, need: Needed) -> ParameterGrads:
         outer = None

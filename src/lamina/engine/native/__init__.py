@@ -18,6 +18,7 @@ from torch import Tensor
 
 ABI = 2  # of parallel.h
 _PROCESSORS = ("portable", "avx2", "avx512")
+_most = len(_PROCESSORS) - 1
 _allowed = os.environ.get("LAMINA_NATIVE", "1") != "0"
 
 
@@ -37,6 +38,9 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
     library.lamina_use_threads.argtypes = [ctypes.c_void_p]
     threads = getattr(ctypes.CDLL(None), "GOMP_parallel", None)  # of the OpenMP runtime that torch uses
     library.lamina_use_threads(ctypes.cast(threads, ctypes.c_void_p) if threads is not None else None)
+    library.lamina_product_memory.restype = ctypes.c_int64
+    for name in ("lamina_product", "lamina_product_memory"):
+        getattr(library, name).argtypes = [ctypes.c_void_p, ctypes.c_int64]
     return library, ""
 
 
@@ -50,13 +54,19 @@ def missing() -> str | None:
     return (_load()[1] or None) if _allowed else "the native kernels are switched off by LAMINA_NATIVE=0"
 
 
+def processor() -> int:
+    """The instructions that kernels use: an index of `_PROCESSORS`. Every smaller one runs here, too."""
+    found = _load()[0]
+    return 0 if found is None else min(int(found.lamina_processor()), _most)
+
+
 def kind() -> str:
     """What forms gradients here: 'torch', or 'native' with the instructions that are used.
 
     Two kinds differ by roundings: a step that was begun with one cannot be repeated with the other.
     """
     found = library()
-    return "torch" if found is None else f"native-{ABI}-{_PROCESSORS[found.lamina_processor()]}"
+    return "torch" if found is None else f"native-{ABI}-{_PROCESSORS[processor()]}"
 
 
 @contextmanager

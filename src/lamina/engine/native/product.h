@@ -1,0 +1,204 @@
+/* One contribution's gradient G = Σ over its positions of v ⊗ u, for one instruction set.
+
+   Included by product.c once for each, with NAME, LANES, ROWS, VECTORS and FMA set. Tiles of ROWS × COLUMNS numbers are
+   summed in registers from operands packed as [panel][position][ROWS or COLUMNS], zeros where a panel is not full. G and
+   the accumulators stay in the order of tiles until the end: [group][panel of columns][panel of rows][ROWS][COLUMNS]. */
+
+#define COLUMNS (LANES * VECTORS)
+typedef float NAME(vec) __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef double NAME(wide) __attribute__((vector_size(8 * LANES)));
+#define VEC NAME(vec)
+
+static inline VEC NAME(load)(const float *p) { return *(const VEC *)p; }
+static inline void NAME(store)(float *p, VEC x) { *(VEC *)p = x; }
+
+static void NAME(tile)(int64_t depth, const float *a, const float *b, float *c, int add) {
+    VEC sum[ROWS][VECTORS];
+#pragma GCC unroll 16
+    for (int m = 0; m < ROWS; m++)
+#pragma GCC unroll 4
+        for (int n = 0; n < VECTORS; n++) sum[m][n] = add ? NAME(load)(c + m * COLUMNS + n * LANES) : (VEC){0};
+    for (int64_t k = 0; k < depth; k++, a += ROWS, b += COLUMNS) {
+        VEC right[VECTORS];
+#pragma GCC unroll 4
+        for (int n = 0; n < VECTORS; n++) right[n] = NAME(load)(b + n * LANES);
+#pragma GCC unroll 16
+        for (int m = 0; m < ROWS; m++)
+#pragma GCC unroll 4
+            for (int n = 0; n < VECTORS; n++) sum[m][n] = FMA(a[m], right[n], sum[m][n]);
+    }
+#pragma GCC unroll 16
+    for (int m = 0; m < ROWS; m++)
+#pragma GCC unroll 4
+        for (int n = 0; n < VECTORS; n++) NAME(store)(c + m * COLUMNS + n * LANES, sum[m][n]);
+}
+
+/* Four squares per lane in float32, all else in float64: see "Norms that do not read low" in grads.py. */
+static double NAME(squares)(const float *x, int64_t n) {
+    NAME(wide) total = {0};
+    for (int64_t i = 0; i < n; i += 4 * LANES) {
+        VEC a = NAME(load)(x + i), b = NAME(load)(x + i + LANES), c = NAME(load)(x + i + 2 * LANES), d = NAME(load)(x + i + 3 * LANES);
+        total += __builtin_convertvector((a * a + b * b) + (c * c + d * d), NAME(wide));
+    }
+    double sum = 0;
+    for (int i = 0; i < LANES; i++) sum += total[i];
+    return sum;
+}
+
+static void NAME(add_scaled)(float *out, const float *x, float factor, int64_t n, int first) {
+    if (first)
+        for (int64_t i = 0; i < n; i += LANES) NAME(store)(out + i, factor * NAME(load)(x + i));
+    else
+        for (int64_t i = 0; i < n; i += LANES) NAME(store)(out + i, NAME(load)(out + i) + factor * NAME(load)(x + i));
+}
+
+/* `count` positions of v, from `from` of row `row`, into panels of ROWS, times `factor`; their sum is added to `sums`. */
+static void NAME(pack_v)(const struct product *job, const float *v, int64_t from, int64_t count, float *to, float factor, float *sums) {
+    const int64_t outputs = job->outputs;
+    for (int64_t panel = 0; panel * ROWS < outputs; panel++, to += DEPTH * ROWS) {
+        const int64_t here = outputs - panel * ROWS < ROWS ? outputs - panel * ROWS : ROWS;
+        if (job->convolution) {
+            const float *x = v + panel * ROWS * job->positions + from;
+            int64_t k = 0;
+            if (here == ROWS && ROWS % 4 == 0)
+                for (; k + 4 <= count; k += 4)
+                    for (int m = 0; m < ROWS; m += 4) transpose4(x + m * job->positions + k, job->positions, to + k * ROWS + m, ROWS);
+            for (; k < count; k++)
+                for (int m = 0; m < ROWS; m++) to[k * ROWS + m] = m < here ? x[m * job->positions + k] : 0;
+        } else {
+            const float *x = v + from * outputs + panel * ROWS;
+            if (here == ROWS)
+                for (int64_t k = 0; k < count; k++)
+                    for (int m = 0; m < ROWS; m++) to[k * ROWS + m] = x[k * outputs + m];
+            else
+                for (int64_t k = 0; k < count; k++)
+                    for (int m = 0; m < ROWS; m++) to[k * ROWS + m] = m < here ? x[k * outputs + m] : 0;
+        }
+        if (sums != NULL) {
+            float sum[ROWS] = {0};
+            for (int64_t k = 0; k < count; k++)
+                for (int m = 0; m < ROWS; m++) sum[m] += to[k * ROWS + m];
+            for (int m = 0; m < here; m++) sums[panel * ROWS + m] += sum[m];
+        }
+        if (factor != 1)
+            for (int64_t i = 0; i < count * ROWS; i++) to[i] *= factor;
+    }
+}
+
+/* `count` positions of u into panels of COLUMNS. Of a convolution, `u` is the padded input with channels last. */
+static void NAME(pack_u)(const struct product *job, const float *u, int64_t from, int64_t count, float *to, float *line) {
+    const int64_t columns = job->inputs * job->taps;
+    for (int64_t k = 0; k < count; k++) {
+        const float *x = job->convolution ? line : u + (from + k) * columns;
+        if (job->convolution) gather_window(job, u, from + k, line);
+        float *place = to + k * COLUMNS;
+        int64_t c = 0;
+        for (; c + COLUMNS <= columns; c += COLUMNS, place += DEPTH * COLUMNS)
+            for (int n = 0; n < VECTORS; n++) NAME(store)(place + n * LANES, NAME(load)(x + c + n * LANES));
+        if (c < columns)
+            for (int n = 0; n < COLUMNS; n++) place[n] = c + n < columns ? x[c + n] : 0;
+    }
+}
+
+/* G of contribution p into `grad`, or added to it if `add`. */
+static void NAME(form)(const struct product *job, int64_t p, struct memory *m, float *grad, int add, float factor, float *sums) {
+    const int64_t row_panels = (job->outputs + ROWS - 1) / ROWS, column_panels = (job->inputs * job->taps + COLUMNS - 1) / COLUMNS;
+    const int64_t size = row_panels * column_panels * ROWS * COLUMNS;
+    for (int64_t group = 0; group < job->groups; group++, grad += size) {
+        int64_t filled = 0, some = add;
+        for (int64_t j = job->start[p]; j < job->start[p + 1]; j++) {
+            const int64_t width = job->outputs * job->positions, row = job->rows[j] * job->groups + group;
+            const float *v = job->v + row * width, *u = job->u + row * job->inputs * job->space_size;
+            if (job->convolution) u = channels_last(job, u, m->padded);
+            for (int64_t from = 0, count; from < job->positions; from += count) {
+                count = job->positions - from < DEPTH - filled ? job->positions - from : DEPTH - filled;
+                NAME(pack_v)(job, v, from, count, m->left + filled * ROWS, factor, sums == NULL ? NULL : sums + group * job->outputs);
+                NAME(pack_u)(job, u, from, count, m->right + filled * COLUMNS, m->line);
+                filled += count;
+                if (filled < DEPTH && (from + count < job->positions || j + 1 < job->start[p + 1])) continue;
+                float *c = grad;
+                for (int64_t n = 0; n < column_panels; n++)
+                    for (int64_t k = 0; k < row_panels; k++, c += ROWS * COLUMNS)
+                        NAME(tile)(filled, m->left + k * DEPTH * ROWS, m->right + n * DEPTH * COLUMNS, c, (int)some);
+                filled = 0, some = 1;
+            }
+        }
+        if (!some) memset(grad, 0, sizeof(float) * (size_t)size);
+    }
+}
+
+/* Row o of G, from the order of tiles, summed over `parts` accumulators, added to (or put into) `out`. */
+static void NAME(untile)(const struct product *job, int64_t o, const float *grad, int64_t parts, int64_t apart, float *out, float *line, int add) {
+    const int64_t columns = job->inputs * job->taps, row_panels = (job->outputs + ROWS - 1) / ROWS;
+    const int64_t column_panels = (columns + COLUMNS - 1) / COLUMNS, group = o / job->outputs, row = o % job->outputs;
+    const float *x = grad + (group * column_panels * row_panels + row / ROWS) * ROWS * COLUMNS + row % ROWS * COLUMNS;
+    for (int64_t c = 0; c < columns; c += COLUMNS, x += row_panels * ROWS * COLUMNS) {
+        VEC sum[VECTORS];
+        for (int n = 0; n < VECTORS; n++) {
+            sum[n] = NAME(load)(x + n * LANES);
+            for (int64_t part = 1; part < parts; part++) sum[n] += NAME(load)(x + part * apart + n * LANES);
+            NAME(store)(line + c + n * LANES, sum[n]);
+        }
+    }
+    out += o * columns;
+    for (int64_t tap = 0, c = 0; tap < job->taps; tap++) /* of a convolution channels come last here, taps there */
+        for (int64_t i = 0; i < job->inputs; i++, c++) {
+            float *place = out + i * job->taps + tap;
+            *place = add ? *place + line[c] : line[c];
+        }
+}
+
+static void NAME(part)(int part, void *context) {
+    const struct product *job = context;
+    struct memory m;
+    const int slot = take_memory(job, &m);
+    float *sum = job->accumulators + part * job->grad_size, *grad = m.grad;
+    const int64_t outputs = job->groups * job->outputs, low = job->units * part / job->parts, high = job->units * (part + 1) / job->parts;
+    int first = 1;
+    for (int64_t p = low; p < high; p++) {
+        float *sums = job->sums == NULL ? NULL : job->sums + p * outputs;
+        if (job->mode == ADD) {
+            if (job->factor[p] == 0) continue;
+            NAME(form)(job, p, &m, sum, !first, (float)job->factor[p], NULL);
+            first = 0;
+            continue;
+        }
+        if (sums != NULL) memset(sums, 0, sizeof(float) * (size_t)outputs);
+        NAME(form)(job, p, &m, grad, 0, 1, sums);
+        double norm_sq = NAME(squares)(grad, job->grad_size);
+        job->norm_sq[p] = norm_sq;
+        if (job->mode == FORM)
+            for (int64_t o = 0; o < outputs; o++) NAME(untile)(job, o, grad, 1, 0, job->out + p * outputs * job->inputs * job->taps, m.line, 0);
+        if (job->mode != CLIP) continue;
+        if (job->joined)
+            for (int64_t o = 0; o < outputs; o++) norm_sq += (double)sums[o] * sums[o];
+        if (job->others != NULL) norm_sq += job->others[p];
+        job->norm_sq[p] = norm_sq;
+        job->factor[p] = clip_factor(job, norm_sq, job->bound[p]);
+        if (job->factor[p] == 0) continue;
+        NAME(add_scaled)(sum, grad, (float)job->factor[p], job->grad_size, first);
+        first = 0;
+    }
+    if (first && (job->mode == CLIP || job->mode == ADD)) memset(sum, 0, sizeof(float) * (size_t)job->grad_size);
+    give_back(job, slot);
+}
+
+static void NAME(sum_rows)(int part, void *context) { /* of all accumulators, into out: rows of one share */
+    const struct product *job = context;
+    struct memory m;
+    const int slot = take_memory(job, &m);
+    const int64_t outputs = job->groups * job->outputs;
+    for (int64_t o = outputs * part / SHARES; o < outputs * (part + 1) / SHARES; o++)
+        NAME(untile)(job, o, job->accumulators, job->parts, job->grad_size, job->out, m.line, 1);
+    give_back(job, slot);
+}
+
+static const struct kernels NAME(kernels) = {NAME(part), NAME(sum_rows), ROWS, COLUMNS};
+
+#undef COLUMNS
+#undef VEC
+#undef NAME
+#undef LANES
+#undef ROWS
+#undef VECTORS
+#undef FMA

@@ -1,0 +1,243 @@
+"""`NativeGrads`: per-contribution gradients of linear maps and convolutions, formed, clipped and added by native kernels."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from math import prod
+
+import torch
+from torch import Tensor
+
+from lamina.engine import native
+from lamina.engine.batch import RowLayout
+from lamina.engine.grads import (
+    AxisRanges,
+    ClipFunction,
+    ClipWeights,
+    ContributionGrads,
+    DenseGrads,
+    SliceMask,
+    row_norm_sq,
+    take_buffer,
+)
+
+MAX_ELEMENTS = 1 << 22  # of a larger tensor torch's own product uses all cores, and accumulators would be large
+_ACCUMULATOR_ELEMENTS = 1 << 20
+_MIN_EXACT_FACTOR = 1e-20  # smaller ones times a factor of the product could lose bits before they meet the other
+_MAX_THREADS = 64
+
+
+class _Mode(IntEnum):
+    """In the order of product.c."""
+
+    NORM = 0
+    CLIP = 1
+    ADD = 2
+    FORM = 3
+
+
+_THREE = ctypes.c_int64 * 3
+
+
+class _Product(ctypes.Structure):
+    """`struct product` of product.c."""
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("mode", "threads", "parts", "units", "convolution", "joined")),
+        *((name, ctypes.c_int64) for name in ("outputs", "inputs", "taps", "groups", "positions", "space_size")),
+        *((name, _THREE) for name in ("space", "places", "kernel", "stride", "padding", "dilation")),
+        *((name, ctypes.c_void_p) for name in ("u", "v", "rows", "start", "bound", "others")),
+        *((name, ctypes.c_double) for name in ("scale", "least")),
+        *((name, ctypes.c_void_p) for name in ("norm_sq", "factor", "out", "sums", "workspace", "accumulators")),
+        *((name, ctypes.c_int64) for name in ("grad_size", "padded_size", "line_size", "left_size", "right_size")),
+        ("used", ctypes.c_void_p),
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Windows:
+    """How a convolution looks at its input: one to three numbers each, and the groups of channels."""
+
+    kernel: Sequence[int]
+    stride: Sequence[int]
+    padding: Sequence[int]
+    dilation: Sequence[int]
+    groups: int
+
+
+def _three(values: Sequence[int], fill: int) -> tuple[int, ...]:
+    return (*[fill] * (3 - len(values)), *values)
+
+
+class NativeGrads(ContributionGrads):
+    """G[p] = Σ over rows of p and their positions of v ⊗ u, or of v ⊗ windows of u.
+
+    `u` is (R, T, inputs) and `v` (R, T, outputs); with `windows` they are (R, channels, *space) and (R, channels,
+    *places). Rows belong to contributions as `layout` says, as many as there are: nothing is padded. `rules` makes
+    the same of torch operations, for what kernels do not do: slices, and gradients that are wanted as they are.
+    `sums` also gives Σ v, the gradient of a bias.
+    """
+
+    def __init__(
+        self, u: Tensor, v: Tensor, layout: RowLayout, shape: torch.Size, rules: Callable[[], ContributionGrads],
+        windows: Windows | None = None,
+    ) -> None:  # fmt: skip
+        self.u, self.v, self.layout, self.shape, self.windows = u.contiguous(), v.contiguous(), layout, shape, windows
+        self.units, self._make = layout.units, rules
+        self._rules: ContributionGrads | None = None
+        self.bias: NativeBias | None = None
+        self.joined = False
+
+    @staticmethod
+    def can(u: Tensor, v: Tensor, shape: torch.Size) -> bool:
+        """Whether the kernels are there and made for such tensors."""
+        return (
+            native.library() is not None
+            and u.dtype == v.dtype == torch.float32
+            and 0 < shape.numel() <= MAX_ELEMENTS
+            and u.numel() > 0
+            and v.numel() > 0
+        )
+
+    @property
+    def rules(self) -> ContributionGrads:
+        if self._rules is None:
+            self._rules = self._make()
+        return self._rules
+
+    @property
+    def formed(self) -> bool:
+        return True
+
+    def norm_sq(self) -> Tensor:
+        norm_sq = torch.empty(self.units, dtype=torch.float64)
+        self._run(_Mode.NORM, norm_sq=norm_sq)
+        return norm_sq
+
+    def add_to(self, out: Tensor, weights: ClipWeights) -> None:
+        smallest = torch.where(weights.factor > 0, weights.factor, 1.0).min().item() if self.units else 1.0
+        if smallest < _MIN_EXACT_FACTOR or not _plain(out):
+            self.rules.add_to(out, weights)
+        else:
+            self._run(_Mode.ADD, factor=weights.factor.contiguous(), out=out)
+
+    def clip_and_add(self, out: Tensor, others: Tensor | None, clip: ClipFunction) -> ClipWeights:
+        joined, self.joined = self.joined, False
+        if not _plain(out):
+            if joined and self.bias is not None:
+                others = self.bias.norm_sq() if others is None else others + self.bias.norm_sq()
+            return self.rules.clip_and_add(out, others, clip)
+        norm_sq, factor = torch.empty(2, self.units, dtype=torch.float64)
+        self._run(_Mode.CLIP, norm_sq=norm_sq, factor=factor, out=out, others=others, clip=clip, joined=joined)
+        finite = torch.isfinite(norm_sq)
+        return ClipWeights(factor, None if bool(finite.all()) else ~finite)
+
+    def form(self) -> DenseGrads:
+        """Every gradient by itself, as (P, *shape)."""
+        grads = torch.empty(self.units, *self.shape)
+        norm_sq = torch.empty(self.units, dtype=torch.float64)
+        self._run(_Mode.FORM, norm_sq=norm_sq, out=grads)
+        return DenseGrads(grads, lambda: norm_sq)
+
+    def dense(self, low: int, high: int) -> Tensor:
+        return self.rules.dense(low, high)
+
+    def where(self, axis: int, mask: SliceMask) -> ContributionGrads:
+        return self.rules.where(axis, mask)
+
+    def pick(self, span: AxisRanges) -> ContributionGrads | None:
+        return self.rules.pick(span)
+
+    def _run(
+        self, mode: _Mode, *, norm_sq: Tensor | None = None, factor: Tensor | None = None, out: Tensor | None = None,
+        others: Tensor | None = None, clip: ClipFunction | None = None, joined: bool = False,
+    ) -> None:  # fmt: skip
+        library = native.library()
+        assert library is not None
+        rows, start = self.layout.segments
+        job, units, f64, f32 = _Product(), self.units, torch.float64, torch.float32
+        job.mode, job.units, job.joined = mode, units, joined
+        self._describe(job)
+        job.u, job.v = native.pointer(self.u, f32, *self.u.shape), native.pointer(self.v, f32, *self.v.shape)
+        job.rows = native.pointer(rows, torch.int64, len(rows))
+        job.start = native.pointer(start, torch.int64, units + 1)
+        if norm_sq is not None:
+            job.norm_sq = native.pointer(norm_sq, f64, units)
+        if factor is not None:
+            job.factor = native.pointer(factor, f64, units)
+        if others is not None:
+            job.others = native.pointer(others, f64, units)
+        if clip is not None:
+            job.bound, job.scale, job.least = native.pointer(clip.bound, f64, units), clip.scale, clip.least
+        if out is not None:
+            shape = (units, *self.shape) if mode is _Mode.FORM else self.shape
+            job.out = native.pointer(out, f32, *shape)
+        if self.bias is not None and mode is not _Mode.ADD:
+            self.bias.sums = torch.empty(units, job.groups * job.outputs)
+            job.sums = self.bias.sums.data_ptr()
+        job.threads = min(torch.get_num_threads(), _MAX_THREADS)
+        share = max(4, min(16, _ACCUMULATOR_ELEMENTS // self.shape.numel())) if mode in (_Mode.CLIP, _Mode.ADD) else 64
+        job.parts = max(1, min(units, share))
+        job.threads = min(job.threads, max(job.parts, 8))
+        processor = native.processor()
+        size = library.lamina_product_memory(ctypes.byref(job), processor)
+        workspace = take_buffer("native", (size,), f32)
+        job.workspace = workspace.data_ptr()
+        library.lamina_product(ctypes.byref(job), processor)
+
+    def _describe(self, job: _Product) -> None:
+        """Shapes, and that they fit together."""
+        geo, rows = self.windows, self.layout.rows
+        assert self.u.shape[0] == self.v.shape[0] == rows
+        if geo is None:
+            positions, inputs = prod(self.u.shape[1:-1]), self.u.shape[-1]
+            outputs, groups, taps = self.v.shape[-1], 1, 1
+            assert prod(self.v.shape[1:-1]) == positions and self.shape == (outputs, inputs)
+            job.space_size = positions
+        else:
+            space, places, groups, taps = self.u.shape[2:], self.v.shape[2:], geo.groups, prod(geo.kernel)
+            inputs, outputs, positions = self.u.shape[1] // groups, self.v.shape[1] // groups, prod(places)
+            assert self.u.shape[1] % groups == 0 == self.v.shape[1] % groups
+            assert self.shape == (outputs * groups, inputs, *geo.kernel) and len(space) == len(geo.kernel) <= 3
+            for n, m, k, s, p, d in zip(space, places, geo.kernel, geo.stride, geo.padding, geo.dilation, strict=True):
+                assert (m - 1) * s + (k - 1) * d < n + 2 * p and min(m, k, s, d) > 0 <= p  # no window leaves the input
+            job.convolution, job.space_size = 1, prod(space)
+            job.space, job.places = _THREE(*_three(space, 1)), _THREE(*_three(places, 1))
+            job.kernel, job.stride = _THREE(*_three(geo.kernel, 1)), _THREE(*_three(geo.stride, 1))
+            job.padding, job.dilation = _THREE(*_three(geo.padding, 0)), _THREE(*_three(geo.dilation, 1))
+        job.outputs, job.inputs, job.taps, job.groups, job.positions = outputs, inputs, taps, groups, positions
+
+
+def _plain(out: Tensor) -> bool:
+    return out.dtype == torch.float32 and out.is_contiguous()
+
+
+class NativeBias(ContributionGrads):
+    """The bias beside a `NativeGrads`: Σ v, which the kernel finds on its way. `make` sums by torch where none ran."""
+
+    def __init__(self, weight: NativeGrads, outputs: int, make: Callable[[], Tensor]) -> None:
+        self.weight, self._make = weight, make
+        self.units, self.shape = weight.units, torch.Size((outputs,))
+        self.sums: Tensor | None = None
+        weight.bias = self
+
+    @property
+    def grads(self) -> DenseGrads:
+        if self.sums is None:
+            self.sums = self._make()
+        return DenseGrads(self.sums)
+
+    def norm_sq(self) -> Tensor:
+        return row_norm_sq(self.grads.grads)
+
+    def add_to(self, out: Tensor, weights: ClipWeights) -> None:
+        self.grads.add_to(out, weights)
+
+    def dense(self, low: int, high: int) -> Tensor:
+        return self.grads.dense(low, high)
+
+    def where(self, axis: int, mask: SliceMask) -> ContributionGrads:
+        return self.grads.where(axis, mask)

@@ -1,0 +1,163 @@
+"""Native kernels against the torch rules: random shapes, unequal numbers of rows, what is not finite, tiny or huge."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from lamina.engine import native
+from lamina.engine.batch import RowLayout
+from lamina.engine.clipping import BoxClip, clip_layer
+from lamina.engine.grads import ClipWeights
+from lamina.engine.layers import layer_forward_for
+from lamina.engine.native.products import NativeBias, NativeGrads
+
+SPECIAL = (0.0, float("nan"), float("inf"), 1e-41, 1e-30, 1e25)
+
+
+@st.composite
+def layers(draw: st.DrawFn) -> tuple[nn.Module, tuple[int, ...]]:
+    """A layer and the shape of one row of its input."""
+    bias, size = draw(st.booleans()), st.integers(1, 9)
+    kind = draw(st.sampled_from(["linear", "linear", "conv", "conv", "transposed"]))
+    if kind == "linear":
+        inputs, outputs = draw(st.integers(1, 70)), draw(st.integers(1, 40))
+        positions = draw(st.sampled_from([(2,), (3, 2), (1,), (37,), (150,)]))
+        return nn.Linear(inputs, outputs, bias=bias), (*positions, inputs)
+    rank, groups = draw(st.integers(1, 3)), draw(st.sampled_from([1, 1, 2, 3]))
+    inputs, outputs = (groups * draw(st.integers(1, 12)) for _ in range(2))
+    few = st.integers(1, 3)
+    kernel, stride, dilation = ([draw(few) for _ in range(rank)] for _ in range(3))
+    padding = [draw(st.integers(0, 2)) for _ in range(rank)]
+    space = [k * d + draw(size) for k, d in zip(kernel, dilation, strict=True)]
+    settings = {"padding": padding, "dilation": dilation, "groups": groups, "bias": bias}
+    made: Any = getattr(nn, f"Conv{'Transpose' if kind == 'transposed' else ''}{rank}d")
+    if kind == "transposed":
+        space = [n + 1 for n in space]
+    return made(inputs, outputs, kernel, stride, **settings), (inputs, *space)
+
+
+def grads_of(layer: nn.Module, row: tuple[int, ...], layout: RowLayout, odd: list[tuple[int, float]], seed: int) -> Any:
+    """Per-contribution gradients of weight and bias, as the engine asks for them, with some rows of odd values."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(layout.rows, *row, generator=generator)
+    rule = (
+        layer_forward_for(layer).rule
+        if not isinstance(layer, nn.modules.conv._ConvTransposeNd)
+        else transposed_rule(layer, x)
+    )
+    params = list(layer.parameters())
+    y, saved = rule.run(x, [p.detach() for p in params])
+    g = torch.randn(y.shape, generator=generator)
+    for where, value in odd:
+        (x if where % 2 else g).flatten(1)[where % len(x), where % 3 :: 7] = value
+    return rule.contribution_grads(saved, g, layout, [True] * len(params))
+
+
+def transposed_rule(layer: Any, x: Tensor) -> Any:
+    found: list[Any] = []
+    layer_forward_for(layer).forward(lambda rule, *_: found.append(rule), x)
+    return found[0]
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> RowLayout:
+    """Contributions with none, one or several rows each, in any order, and rows of padding."""
+    units = draw(st.integers(1, 9))
+    owner = draw(st.lists(st.integers(-1, units - 1), min_size=1, max_size=12)) if draw(st.booleans()) else range(units)
+    return RowLayout(torch.tensor(list(owner)), units)
+
+
+def same(a: Tensor, b: Tensor, size: float = 0.0) -> None:
+    assert torch.equal(torch.isfinite(a), torch.isfinite(b))
+    a, b = (torch.where(torch.isfinite(t), t, 0).double() for t in (a, b))
+    assert float((a - b).abs().max()) <= 1e-5 * max(float(b.abs().max()), size) + 1e-38
+
+
+def compare(case: Any, processor: int, threads: int) -> None:
+    (layer, row), layout, odd, seed, bound = case
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        with native.switched(True), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(native, "_most", processor)
+            check(layer, row, layout, odd, seed, bound)
+    finally:
+        torch.set_num_threads(before)
+
+
+def check(layer: nn.Module, row: tuple[int, ...], layout: RowLayout, odd: Any, seed: int, bound: float) -> None:
+    with torch.no_grad():
+        mine = grads_of(layer, row, layout, odd, seed)
+        with native.switched(False):
+            theirs = grads_of(layer, row, layout, odd, seed)
+        one_position = not isinstance(mine[0], NativeGrads)
+        assert one_position == (isinstance(layer, nn.Linear) and row[:-1] == (1,) and layout.plain)
+        clip = BoxClip(torch.full((layout.units,), bound, dtype=torch.float64), 0.5)
+        outs = [[torch.ones_like(p) for p in layer.parameters()] for _ in range(4)]
+        found = clip_layer(list(zip(mine, outs[0], strict=True)), clip)
+        wanted = clip_layer(list(zip(theirs, outs[1], strict=True)), clip)
+        same(found.factor, wanted.factor)
+        assert (found.broken is None) == (wanted.broken is None)
+        for a, b in zip(mine, theirs, strict=True):
+            same(a.norm_sq(), b.norm_sq())
+            a.add_to(outs[2][mine.index(a)], wanted)
+            b.add_to(outs[3][mine.index(a)], wanted)
+        size = bound * layout.units
+        for a, b, c, d in zip(*outs, strict=True):
+            same(a, b, size), same(c, d, size)
+        if not one_position:
+            same(mine[0].form().grads.flatten(1), theirs[0].dense(0, layout.units))
+
+
+cases = st.tuples(
+    layers(), layouts(), st.lists(st.tuples(st.integers(0, 11), st.sampled_from(SPECIAL)), max_size=2),
+    st.integers(0, 10**6), st.sampled_from([1e-3, 1.0, 1e6, 1e-20]),
+)  # fmt: skip
+
+
+@given(case=cases, processor=st.integers(0, 2), threads=st.sampled_from([1, 1, 2]))
+@settings(max_examples=250)
+def test_as_the_torch_rules(case: Any, processor: int, threads: int) -> None:
+    compare(case, processor, threads)
+
+
+@pytest.mark.slow
+@given(case=cases, processor=st.integers(0, 2), threads=st.sampled_from([1, 2, 4]))
+@settings(max_examples=4000)
+def test_as_the_torch_rules_often(case: Any, processor: int, threads: int) -> None:
+    compare(case, processor, threads)
+
+
+@pytest.mark.parametrize("clip", [True, False], ids=["clip and add", "add"])
+def test_the_sum_is_the_same_bits_for_any_number_of_threads(clip: bool) -> None:
+    layer, layout, sums = nn.Conv1d(12, 20, 5, padding=2), RowLayout(torch.arange(50) // 2, 25), []
+    for threads in (1, 2, 4):
+        torch.set_num_threads(threads)
+        try:
+            weight = grads_of(layer, (12, 40), layout, [], 0)[0]
+            out = torch.zeros_like(layer.weight)
+            bound = torch.ones(25, dtype=torch.float64)
+            if clip:
+                weight.clip_and_add(out, None, BoxClip(bound, 1.0))
+            else:
+                weight.add_to(out, ClipWeights(bound, None))
+        finally:
+            torch.set_num_threads(1)
+        sums.append(out)
+    assert torch.equal(sums[0], sums[1]) and torch.equal(sums[0], sums[2])
+
+
+def test_large_tensors_and_other_types_keep_the_torch_rules() -> None:
+    layout = RowLayout(torch.arange(2), 2)
+    assert not isinstance(grads_of(nn.Linear(2048, 2049, bias=False), (2, 2048), layout, [], 0)[0], NativeGrads)
+    rule = layer_forward_for(nn.Linear(3, 4)).rule
+    double = rule.contribution_grads(
+        [torch.zeros(2, 5, 3).double()], torch.zeros(2, 5, 4).double(), layout, [True, True]
+    )
+    assert not isinstance(double[0], NativeGrads) and not isinstance(double[1], NativeBias)
