@@ -273,6 +273,11 @@ class RowLayout:
         owner, order = torch.sort(self.owner[kept], stable=True)
         return kept[order], torch.searchsorted(owner, torch.arange(self.units + 1))
 
+    @cached_property
+    def most_rows(self) -> int:
+        """The number of rows of the contribution that has most, or 1."""
+        return self._per_unit or max(1, int(self.segments[1].diff().max()) if self.units else 1)
+
     def fold(self, t: Tensor) -> Tensor:
         """(R, …) → (P, m, …)."""
         if self._per_unit:

@@ -56,7 +56,8 @@ class LinearRule(LayerRule):
     def contribution_grads(self, saved: SavedTensors, g: Tensor, layout: RowLayout, need: Needed) -> ParameterGrads:
         if layout.plain and prod(g.shape[1:-1]) == 1:
             return self._one_position(g.flatten(0, -2), saved[0].flatten(0, -2), need)
-        if need[0] and (made := self._native(g, saved[0], layout, need)) is not None:
+        several = prod(g.shape[1:-1]) * layout.most_rows > 1  # else nobody's rounding depends on who is padding
+        if several and need[0] and (made := self._native(g, saved[0], layout, need)) is not None:
             return made
         g, a = _flatten_positions(layout.fold(g)), _flatten_positions(layout.fold(saved[0]))
         if g.shape[1] == 1:

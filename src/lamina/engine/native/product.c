@@ -13,6 +13,7 @@
 
 #define DEPTH 128 /* positions that are packed at a time */
 #define SHARES 8  /* into which rows of the sum are cut */
+#define MIN_EXACT_FACTOR 1e-20 /* a smaller one times v could lose bits before it meets u: it waits for the product */
 
 enum mode { NORM, CLIP, ADD, FORM }; /* norms · clip and add · add with given factors · every gradient by itself */
 

@@ -159,7 +159,11 @@ static void NAME(part)(int part, void *context) {
         float *sums = job->sums == NULL ? NULL : job->sums + p * outputs;
         if (job->mode == ADD) {
             if (job->factor[p] == 0) continue;
-            NAME(form)(job, p, &m, sum, !first, (float)job->factor[p], NULL);
+            if (job->factor[p] < MIN_EXACT_FACTOR) {
+                NAME(form)(job, p, &m, grad, 0, 1, NULL);
+                NAME(add_scaled)(sum, grad, (float)job->factor[p], job->grad_size, first);
+            } else
+                NAME(form)(job, p, &m, sum, !first, (float)job->factor[p], NULL);
             first = 0;
             continue;
         }

@@ -26,7 +26,6 @@ from lamina.engine.grads import (
 
 MAX_ELEMENTS = 1 << 22  # of a larger tensor torch's own product uses all cores, and accumulators would be large
 _ACCUMULATOR_ELEMENTS = 1 << 20
-_MIN_EXACT_FACTOR = 1e-20  # smaller ones times a factor of the product could lose bits before they meet the other
 _MAX_THREADS = 64
 
 
@@ -118,11 +117,10 @@ class NativeGrads(ContributionGrads):
         return norm_sq
 
     def add_to(self, out: Tensor, weights: ClipWeights) -> None:
-        smallest = torch.where(weights.factor > 0, weights.factor, 1.0).min().item() if self.units else 1.0
-        if smallest < _MIN_EXACT_FACTOR or not _plain(out):
-            self.rules.add_to(out, weights)
-        else:
+        if _plain(out):
             self._run(_Mode.ADD, factor=weights.factor.contiguous(), out=out)
+        else:
+            self.rules.add_to(out, weights)
 
     def clip_and_add(self, out: Tensor, others: Tensor | None, clip: ClipFunction) -> ClipWeights:
         joined, self.joined = self.joined, False
