@@ -289,6 +289,10 @@ class RowLayout:
             return t.new_zeros(self.units, 1, *t.shape[1:])
         return t[index].masked_fill(filler.view(*filler.shape, *[1] * (t.dim() - 1)), 0)
 
+    def sum_rows(self, t: Tensor) -> Tensor:
+        """(R, …) → (P, …): the sum over a contribution's rows."""
+        return t if self.plain else self.fold(t).sum(1)
+
     def through(self, example_of_row: Tensor) -> RowLayout:
         """The layout of rows that each come from one example of this layout (-1: from none)."""
         known = example_of_row >= 0

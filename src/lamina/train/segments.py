@@ -38,6 +38,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lamina.corpus.corpus import Corpus
+from lamina.engine import native
 from lamina.engine.noise import noise_version
 from lamina.errors import RunError
 from lamina.ledger.records import MAX_NOISE_VALUES
@@ -69,7 +70,7 @@ _MISMATCH_TEXTS = {
     "data": "the data changed",
     "world_size": "the number of ranks changed",
     "threads": "the number of threads changed",
-    "code": "the version of the program, what draws its noise, or the kind of processor changed",
+    "code": "the version of the program, what draws its noise, its kernels or the kind of processor changed",
 }
 
 
@@ -502,10 +503,9 @@ def _scheduler_functions(scheduler: Any) -> list[Any]:
 
 
 def code_version() -> str:
-    """Versions, noise and processor: sums of floats are the same again only where all of these are."""
+    """Versions, noise, kernels and processor: sums of floats are the same again only where all of these are."""
     from lamina import __version__
 
     processor = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
-    return (
-        f"lamina {__version__}; torch {torch.__version__}; numpy {np.__version__}; noise {noise_version()}; {processor}"
-    )
+    versions = f"lamina {__version__}; torch {torch.__version__}; numpy {np.__version__}"
+    return f"{versions}; noise {noise_version()}; kernels {native.kind()}; {processor}"

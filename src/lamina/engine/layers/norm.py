@@ -39,14 +39,14 @@ class NormRule(LayerRule):
 
     @abstractmethod
     def per_parameter(self, t: Tensor) -> Tensor:
-        """(P, m, …) → (P, *parameter shape): sum over everything that shares a parameter."""
+        """(R, …) → (R, *parameter shape): sum over everything in a row that shares a parameter."""
 
     def contribution_grads(self, saved: SavedTensors, g: Tensor, layout: RowLayout, need: Needed) -> ParameterGrads:
         wide = at_least_float32(g)
         return made_if_needed(
             need,
-            lambda: DenseGrads(self.per_parameter(layout.fold(wide * self.normalised(saved)))),
-            lambda: DenseGrads(self.per_parameter(layout.fold(wide))),
+            lambda: DenseGrads(layout.sum_rows(self.per_parameter(wide * self.normalised(saved)))),
+            lambda: DenseGrads(layout.sum_rows(self.per_parameter(wide))),
         )
 
 
@@ -57,7 +57,7 @@ class TrailingNormRule(NormRule):
         self.shape, self.eps = list(shape), eps
 
     def per_parameter(self, t: Tensor) -> Tensor:
-        return t.reshape(t.shape[0], -1, prod(self.shape)).sum(1).view(-1, *self.shape)
+        return t.reshape(t.shape[0], prod(t.shape[1:]) // prod(self.shape), *self.shape).sum(1)
 
 
 class LayerNormRule(TrailingNormRule):
@@ -133,7 +133,7 @@ class GroupNormRule(NormRule):
         return ((grouped - mean.unsqueeze(2)) * rstd.unsqueeze(2)).view(x.shape)
 
     def per_parameter(self, t: Tensor) -> Tensor:
-        return t.sum((1, *range(3, t.dim())))
+        return t.sum(tuple(range(2, t.dim()))) if t.dim() > 2 else t
 
 
 class NormForward(LayerForward):

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-ABI = 2  # of parallel.h
+ABI = 3  # of parallel.h
 _PROCESSORS = ("portable", "avx2", "avx512")
 _most = len(_PROCESSORS) - 1
 _allowed = os.environ.get("LAMINA_NATIVE", "1") != "0"
@@ -33,14 +33,14 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
         library = ctypes.CDLL(str(found[0]))
         if library.lamina_abi() != ABI:
             return None, f"the native kernels were built from other sources: {again}"
+        library.lamina_product_memory.restype = ctypes.c_int64
+        for name in ("lamina_product", "lamina_product_memory"):
+            getattr(library, name).argtypes = [ctypes.c_void_p, ctypes.c_int64]
     except (OSError, AttributeError) as error:
         return None, f"the native kernels cannot be loaded ({error}): {again}"
     library.lamina_use_threads.argtypes = [ctypes.c_void_p]
     threads = getattr(ctypes.CDLL(None), "GOMP_parallel", None)  # of the OpenMP runtime that torch uses
     library.lamina_use_threads(ctypes.cast(threads, ctypes.c_void_p) if threads is not None else None)
-    library.lamina_product_memory.restype = ctypes.c_int64
-    for name in ("lamina_product", "lamina_product_memory"):
-        getattr(library, name).argtypes = [ctypes.c_void_p, ctypes.c_int64]
     return library, ""
 
 
