@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 from refusals import raises_code
 
-from lamina.cli.run_file import AdmitTable, DataTable, EvaluateTable, ModelTable, NamedTable, RunFile
+from lamina.cli.run_file import AdmitTable, DataTable, EvaluateTable, ModelTable, NamedTable, ProxyTable, RunFile
 from lamina.cli.torch_commands import run_template_text
 from lamina.errors import LaminaError
 
@@ -191,13 +191,14 @@ def test_no_unknown_key_passes(table: str, key: str) -> None:
         "": RunFile,
         "data": DataTable,
         "evaluate": EvaluateTable,
+        "proxy": ProxyTable,
         "model": ModelTable,
     }
     known = {field.alias or name for name, field in schema[table].model_fields.items()}
     if key in known | {"cls"}:
         return
     text = LEAST.replace('model = "nets:build"', 'model = { factory = "nets:build" }')
-    text += '[evaluate]\nfunction = "a:b"\non = "public"\n'
+    text += '[evaluate]\nfunction = "a:b"\non = "public"\n[proxy]\nfunction = "a:b"\non = "public"\n'
     if table == "model":
         text = text.replace("{ factory", f"{{ {key} = 1, factory")
     else:
@@ -239,7 +240,7 @@ def test_the_template_is_a_run_file() -> None:
 
 def test_the_template_shows_every_key() -> None:
     text = run_template_text()
-    for schema in (RunFile, DataTable, AdmitTable, EvaluateTable, ModelTable):
+    for schema in (RunFile, DataTable, AdmitTable, EvaluateTable, ProxyTable, ModelTable):
         for name, entry in schema.model_fields.items():
             key = entry.alias or name
             assert re.search(rf"\b{key} = |\[{key}\]", text), f"{schema.__name__}.{key}"

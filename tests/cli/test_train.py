@@ -87,6 +87,19 @@ def test_json_has_the_keys_of_the_contract(project: Project) -> None:
         assert SpendLedger(ledger).total("clinical", delta=1e-5).spent == pytest.approx(figures["total"])
 
 
+def test_views_and_a_proxy_that_the_shares_follow(project: Project) -> None:
+    module = "\ndef shaken(x):\n    return x + 0.1 * torch.randn_like(x)\n\ndef proxy():\n    return PUBLIC, torch.arange(20) % 2\n"
+    path = project.folder / f"{project.module}.py"
+    path.write_text(path.read_text() + module)
+    live = '{ name = "ladp", estimator = "fisher", proxy = "public", every = 1 }'
+    run = f'augment = "{project.module}:shaken"\nviews = 2\nallocate = {live}\n' + project.run
+    code, _, err = project.train(run=run)
+    assert code == 1
+    assert "engine.proxy-misplaced" in err
+    code, _, err = project.train(run=run + f'[proxy]\nfunction = "{project.module}:proxy"\non = "public"\n')
+    assert code == 0, err
+
+
 def test_the_ledger_says_what_the_run_did_and_verifies(project: Project) -> None:
     found = project.train_json()
     where = Path(found["ledger"])

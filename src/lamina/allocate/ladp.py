@@ -34,6 +34,7 @@ from lamina.plan.rules import (
     Choose,
     FollowBudget,
     FollowEnergy,
+    FollowProxy,
     Rule,
     clip_radius,
     effective_sigma,
@@ -372,6 +373,10 @@ class LADP:
       price         λ, how many kept contributions a unit of relative noise is worth; by default a quarter of the batch:
                     where half is kept, the exchange that leaves signal to noise unchanged
       decay, least, every   of `FollowEnergy`
+      estimator     what w follows: "energy" of what was released; or "fisher" information, or "influence" functions, of
+                    `examples` of `proxy` data ("public" or "simulated") at the current weights, every `every` steps
+                    (`FollowProxy`; the engine or trainer is given the data). With every = 1 these are the algorithm's lines
+                    3 and 4, on data that may be read
       clipping      box; joint with choices, because a box of fixed thresholds keeps the same whatever S is
     """
 
@@ -383,6 +388,9 @@ class LADP:
     decay: float = 0.9
     least: float = 0.1
     every: int = 10
+    estimator: str = "energy"
+    proxy: str = "simulated"
+    examples: int = 64
     lower: float = 0.7
     upper: float = 1.5
     choose_every: int | None = None
@@ -400,6 +408,10 @@ class LADP:
         for option in ("thresholds", "parts"):
             object.__setattr__(self, option, _number_pair(option, getattr(self, option)))
         check_one_of(who, "mode", self.mode, ("shares", "budget"))
+        check_one_of(who, "estimator", self.estimator, ("energy", "fisher", "influence"))
+        if self.choose_every is not None and self.estimator != "energy":
+            problem = f"ladp is to choose the shape of S and to follow {self.estimator}"
+            raise PlanError("allocate.choice-with-estimator", problem, "leave choose_every or estimator out")
         if self.clipping is not None:
             object.__setattr__(self, "clipping", check_clipping(who, self.clipping))
         if self.price is not None:
@@ -442,7 +454,11 @@ class LADP:
         return Allocation(clip=clip, noise=noise, clipping=clipping, rules=rules, why=(because, *self._why(problem)))
 
     def _rules(self) -> tuple[Rule, ...]:
-        energy = FollowEnergy(decay=self.decay, least=self.least, every=self.every)
+        energy: Rule = FollowEnergy(decay=self.decay, least=self.least, every=self.every)
+        if self.estimator != "energy":
+            energy = FollowProxy(
+                estimator=self.estimator, proxy=self.proxy, examples=self.examples, least=self.least, every=self.every
+            )
         if not self.follows_budget:
             return (energy,)
         # the order is the plan's: it depends on the schedule
@@ -462,11 +478,16 @@ class LADP:
             price=price,
         )
 
+    def _followed(self) -> str:
+        if self.estimator == "energy":
+            return "the energy of what was released"
+        return f"the {self.estimator} of {self.proxy} data at the current weights"
+
     def _why(self, problem: AllocationProblem) -> tuple[str, ...]:
         (c, c_other), (w, w_other) = self.thresholds, self.parts
         lines = [
             f"A sensitive layer has threshold {c:g} and {w:g} part of the budget, another {c_other:g} and {w_other:g}; "
-            "thresholds are scaled to the class's norm. Shares then follow the energy of what was released."
+            f"thresholds are scaled to the class's norm. Shares then follow {self._followed()}."
         ]
         if self.follows_budget:
             lines.append(

@@ -27,7 +27,7 @@ from lamina.cli.layer_figures import (
 from lamina.cli.terminal import columns
 from lamina.errors import AccountingError, PlanError
 from lamina.plan.policy import Policy
-from lamina.plan.rules import RULE_KINDS, Choose, FollowBudget, FollowEnergy, FollowQuantile, Rule
+from lamina.plan.rules import RULE_KINDS, Choose, FollowBudget, FollowEnergy, FollowProxy, FollowQuantile, Rule
 from lamina.plan.step_plan import Clipping, StepPlan
 from lamina.plan.table import at_least, at_most, epsilon_text, finite_or_none, reach_text
 
@@ -131,6 +131,13 @@ def _rule_sentence(rule: Rule, plan: StepPlan) -> str:
             f"Shares follow the energy of the noised gradient, read every {_steps_text(rule.every)}, averaged with decay "
             f"{rule.decay:g}, no layer below {rule.least:g}/L of the budget. That gradient is already released: reading it "
             "costs nothing, and sigma stays."
+        )
+    if isinstance(rule, FollowProxy):
+        what = "Fisher information" if rule.estimator == "fisher" else "influence functions"
+        return (
+            f"Shares follow the {what} of {rule.examples:,} {rule.proxy} examples at the current weights, measured every "
+            f"{_steps_text(rule.every)}, no layer below {rule.least:g}/L of the budget. Neither the weights nor the data are "
+            "private: it costs nothing, and sigma stays."
         )
     if isinstance(rule, FollowQuantile):
         private = [k for k, entry in enumerate(plan.classes) if not entry.public]

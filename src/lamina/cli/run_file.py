@@ -247,6 +247,14 @@ class EvaluateTable(BaseModel):
         return self
 
 
+class ProxyTable(BaseModel):
+    """Data that is not protected, on which `allocate = { name = "ladp", estimator = "fisher" }` measures the layers."""
+
+    model_config = _STRICT
+    function: Text
+    on: Annotated[Literal["public", "simulated"], BeforeValidator(_not_private)]
+
+
 class RunFile(BaseModel):
     """The tables and keys of a RUN.toml; run_template.toml explains each. Paths are relative to the file."""
 
@@ -277,6 +285,7 @@ class RunFile(BaseModel):
     max_occurrences: Annotated[int | dict[str, int], _per_class(int, "> 0")] | None = None
     hardened: bool = False
     evaluate: EvaluateTable | None = None
+    proxy: ProxyTable | None = None
     log: Literal["csv", "jsonl"] | None = None
     output: Text | None = None
     ledger: Text | None = None

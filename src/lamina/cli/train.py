@@ -21,7 +21,7 @@ from lamina.cli.admit import admission_page
 from lamina.cli.by_name import make_loss, make_optimizer, make_scheduler
 from lamina.cli.explain import NOT_SIGNED, plan_notes, requested_epsilon, rules_in_words
 from lamina.cli.open_ledger import check_policy_not_looser, read_only_register, read_spend
-from lamina.cli.run_file import AdmitTable, DataTable, EvaluateTable, RunFile
+from lamina.cli.run_file import AdmitTable, DataTable, EvaluateTable, ProxyTable, RunFile
 from lamina.cli.terminal import (
     columns,
     open_private_key,
@@ -33,6 +33,7 @@ from lamina.cli.terminal import (
 )
 from lamina.corpus.admitted import AdmittedCorpus, Gate
 from lamina.corpus.corpus import Corpus
+from lamina.engine.proxy_shares import Proxy
 from lamina.errors import CorpusError, LaminaError, RunError
 from lamina.ledger.corpus_terms import CorpusTerms, ledger_key_path, open_or_create
 from lamina.ledger.store.sqlite import is_postgres_url, ledger_exists, printable_location
@@ -133,6 +134,7 @@ class PlannedRun:
             augment=None if file.augment is None else by_name.import_by_name(file.augment, "augment", beside=self.beside),
             views=file.views,
             evaluate=None if file.evaluate is None else make_evaluation(file.evaluate, self.beside),
+            proxy=None if file.proxy is None else read_proxy(file.proxy, loss_fn, self.beside),
             segment=file.segment, max_occurrences=self._caps(), hardened=file.hardened, inside=inside,
         )  # fmt: skip
 
@@ -228,6 +230,14 @@ def _corpus_of_factory(name: str, data: DataTable, common: Mapping[str, Any], be
 
 
 _FACTORY_RETURNS = "return a lamina.Corpus, a torch Dataset, or (x, y)"
+
+
+def read_proxy(table: ProxyTable, loss_fn: Callable[[Any, Any], Any], beside: Path) -> Proxy:
+    """The examples of a [proxy] table, with the run's own loss."""
+    name = f"proxy.function '{table.function}'"
+    found = by_name.call_factory(by_name.import_by_name(table.function, "proxy.function", beside=beside), name)
+    x, y = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
+    return Proxy(source=f"{table.on}: {table.function}", x=x, y=y, loss_fn=loss_fn)
 
 
 def make_evaluation(table: EvaluateTable, beside: Path) -> Evaluation:

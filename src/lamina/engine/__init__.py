@@ -5,6 +5,7 @@ from __future__ import annotations
 from lamina.engine.batch import Batch, examples, rows
 from lamina.engine.engine import Engine
 from lamina.engine.noise import NoiseSource, SecureNoise, SeededNoise
+from lamina.engine.proxy_shares import Proxy
 from lamina.engine.step import route
 
-__all__ = ["Batch", "Engine", "NoiseSource", "SecureNoise", "SeededNoise", "examples", "route", "rows"]
+__all__ = ["Batch", "Engine", "NoiseSource", "Proxy", "SecureNoise", "SeededNoise", "examples", "route", "rows"]

@@ -17,6 +17,7 @@ from lamina.allocate.ladp import Candidate, draw, plan_candidates, utilities
 from lamina.engine.clipping import nonempty_contributions
 from lamina.engine.grads import row_norm_sq
 from lamina.engine.noise import NoiseSource
+from lamina.engine.proxy_shares import ProxyShares
 from lamina.engine.safety_checks import CheckedBatch
 from lamina.errors import EngineError, LaminaError, PlanError
 from lamina.plan.rules import (
@@ -25,6 +26,7 @@ from lamina.plan.rules import (
     Choose,
     FollowBudget,
     FollowEnergy,
+    FollowProxy,
     FollowQuantile,
     rescale_noise,
 )
@@ -57,6 +59,8 @@ def _check_state(state: Mapping[str, Any], mine: Mapping[str, Any], plan: StepPl
         "counts": lambda v: v == [] or (counted > 0 and _is_list(v, counted, _is_number)),
         "chosen": lambda v: type(v) is int and -1 <= v <= last,
         "choice": lambda v: isinstance(v, str) and v in ("", *names),
+        "proxy": lambda v: v == [] or (_is_list(v, len(mine["base"]), _is_finite)
+        and all(share > 0 for share in v) and abs(sum(v) - 1.0) <= 1e-9),
         "pace": lambda v: isinstance(v, Mapping) and set(v) == {"seen", "reference"} and type(v["seen"]) is int
         and v["seen"] >= 0 and _is_finite(v["reference"]) and v["reference"] >= 0,
     }  # fmt: skip
@@ -316,6 +320,8 @@ class Adaptation:
         self._base = self._shares.shares(plan.clip, plan.noise) if len(self._shares.noised) else np.zeros(0)
         budget, energy = plan.rule(FollowBudget), plan.rule(FollowEnergy)
         self._follow, self._quantile, self._choose = energy, plan.rule(FollowQuantile), plan.rule(Choose)
+        self.follows_proxy = plan.rule(FollowProxy) is not None
+        self._proxy_shares: FloatArray | None = None  # None: not measured yet
         if self._choose is not None:
             _check_candidates(plan)
         if budget is not None and energy is None:
@@ -364,11 +370,24 @@ class Adaptation:
         shares = self._base
         if self._follow is not None and self._energy is not None:
             shares = self._energy.shares(self._base)
+        if self._proxy_shares is not None:
+            shares = self._proxy_shares
         made = self._shares.plan_with(clip, shares, wanted)
         if made is None:
             return False
         self.applied, self.factor = made, wanted
         return True
+
+    def follow_proxy(self, proxy: ProxyShares, step: int) -> None:
+        """Before a step: apply the shares that the proxy says; where it says none, or no plan can be made, nothing moves."""
+        if not len(self._shares.noised):
+            return
+        before = self._proxy_shares
+        found = proxy.shares(step, self._shares.noised, np.asarray(self._shares.sizes, dtype=np.float64))
+        if found is not None:
+            self._proxy_shares = found
+            if not self._move(self.applied.clip):
+                self._proxy_shares = before
 
     def due(self, step: int) -> bool:
         """Whether a choice must be made before this step."""
@@ -429,6 +448,8 @@ class Adaptation:
             "chosen": self.chosen,
             "choice": self.choice,
         }
+        if self.follows_proxy:
+            state["proxy"] = [] if self._proxy_shares is None else self._proxy_shares.tolist()
         if self._energy is not None:
             state["energy"] = self._energy.estimate.to_state()
         if self._pace is not None:
@@ -459,6 +480,7 @@ class Adaptation:
         if self._energy is not None:
             self._load_energy(self._energy, state["energy"], base)
         self._base, self._drift = base, tuple(float(d) for d in state["drift"])
+        self._proxy_shares = np.asarray(state["proxy"], dtype=np.float64) if state.get("proxy") else None
         self.applied, self.factor, self.proposed_factor = applied, factor, float(state["proposed"])
         self.counts = tuple(float(count) for count in state["counts"]) or None
         self.chosen, self.choice = state["chosen"], state["choice"]

@@ -24,6 +24,7 @@ from lamina.engine.layers.layer_rule import Target
 from lamina.engine.noise import NoiseSource, SecureNoise
 from lamina.engine.paper_step import PaperStep, UnclippedSums, warn_if_reproduction
 from lamina.engine.probe import Measured, NotProbed, Probe, ProbeBatch, preserve_schedules
+from lamina.engine.proxy_shares import Proxy, ProxyShares
 from lamina.engine.safety_checks import (
     CheckedBatch,
     GradWriter,
@@ -37,7 +38,7 @@ from lamina.engine.slices import NO_MASKS, PlanSlices, RestoreUnreached, TensorM
 from lamina.engine.step import ClippedSums, IntegerStep, OpenStep, check_is_batch, parts_out_of_order_error, zero_sums
 from lamina.errors import CouplingError, EngineError
 from lamina.plan.coverage import check_coverage, find_hazards
-from lamina.plan.rules import NoiseKind
+from lamina.plan.rules import FollowProxy, NoiseKind
 from lamina.plan.step_plan import Clipping, StepPlan
 
 _engines: WeakSet[Engine] = WeakSet()
@@ -64,7 +65,7 @@ class Engine:
     def __init__(
         self, model: nn.Module, plan: StepPlan, *, noise: NoiseSource | None = None,
         filters: Mapping[str, PrivacyFilter] | None = None, rows: Mapping[str, str] | None = None,
-        per_contribution: Sequence[str] = (), constant_time: bool = False, taken: int = 0,
+        per_contribution: Sequence[str] = (), constant_time: bool = False, taken: int = 0, proxy: Proxy | None = None,
     ) -> None:  # fmt: skip
         """
         noise             where the noise comes from: a secure stream unless a test says otherwise
@@ -73,10 +74,13 @@ class Engine:
         per_contribution  names of modules to run once per contribution
         constant_time     do not skip arithmetic where no sampled contribution reaches
         taken             steps of this plan that an earlier engine took on the same data: ε counts from there
+        proxy             of a plan whose shares follow a proxy (`FollowProxy`): its public or simulated examples
         """
         per_contribution = list(per_contribution)
         self.options: dict[str, Any] = {"rows": dict(rows or {}), "per_contribution": per_contribution}
         self.options["constant_time"] = constant_time
+        if proxy is not None:
+            self.options["proxy"] = proxy
         refuse_scripted(model)
         self.coverage = check_coverage(model, plan)
         self.model, self.plan, self.constant_time = model, plan, constant_time
@@ -91,6 +95,13 @@ class Engine:
         self.adaptation = Adaptation.of(plan, self._slices.sizes)
         refuse_float16(parameters)
         refuse_extra_state(model)
+        rule, self._proxy_step = plan.rule(FollowProxy), -1
+        if (rule is None) != (proxy is None):
+            problem = "the plan's shares follow a proxy, and none is given" if rule else "the plan follows no proxy"
+            raise EngineError(
+                "engine.proxy-misplaced", problem, "give proxy to such plans: allocate=LADP(estimator='fisher')"
+            )
+        self._proxy = None if rule is None or proxy is None else ProxyShares(model, plan, rule, proxy)
         warn_if_reproduction(plan)
         self._elementwise = plan.clipping is Clipping.ELEMENTWISE
         self._bounds = ClipBounds(plan)
@@ -157,6 +168,7 @@ class Engine:
 
     def _begin(self) -> OpenStep:
         factor = 1.0
+        self.follow_proxy()
         if self.adaptation is not None:
             self.adaptation.apply_proposed_factor()
             factor = self.adaptation.factor
@@ -164,6 +176,18 @@ class Engine:
         if self.plan.noise_kind is not NoiseKind.GAUSSIAN:
             made = IntegerStep
         return made(self.applied, self.noise, self._tensors, self._layer_of, self.budget.charge(factor))
+
+    def follow_proxy(self) -> None:
+        """Move S as the plan's proxy says, if it is due before the next step; `backward` does so where nobody did."""
+        step = self.budget.taken
+        if (
+            self._proxy is not None
+            and self.adaptation is not None
+            and self._proxy.due(step)
+            and self._proxy_step != step
+        ):
+            self.adaptation.follow_proxy(self._proxy, step)
+            self._proxy_step = step
 
     @property
     def choice_due(self) -> bool:
@@ -326,6 +350,7 @@ class Engine:
         else:
             refuse_factor(factor)
         self._open = self._choice = None
+        self._proxy_step = -1
         self.noise = noise
         self.budget.set_taken(step)
 

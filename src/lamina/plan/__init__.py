@@ -16,7 +16,16 @@ if TYPE_CHECKING:
     from lamina.plan.heads_experts import Heads
     from lamina.plan.layer_stack import Layer, LayerStack
     from lamina.plan.policy import ClassPolicy, CorpusPolicy, NoisePolicy, Policy, PolicyFloors
-    from lamina.plan.rules import Choose, FollowBudget, FollowEnergy, FollowQuantile, Injection, InjectionForm, Rule
+    from lamina.plan.rules import (
+        Choose,
+        FollowBudget,
+        FollowEnergy,
+        FollowProxy,
+        FollowQuantile,
+        Injection,
+        InjectionForm,
+        Rule,
+    )
     from lamina.plan.selection import ROOT, Slice
     from lamina.plan.step_plan import Clipping, PlannedClass, PlannedLayer, StepPlan
 
@@ -26,7 +35,16 @@ _HOME = {
     "heads_experts": ("Heads",),
     "layer_stack": ("Layer", "LayerStack"),
     "policy": ("ClassPolicy", "CorpusPolicy", "NoisePolicy", "Policy", "PolicyFloors"),
-    "rules": ("Choose", "FollowBudget", "FollowEnergy", "FollowQuantile", "Injection", "InjectionForm", "Rule"),
+    "rules": (
+        "Choose",
+        "FollowBudget",
+        "FollowEnergy",
+        "FollowProxy",
+        "FollowQuantile",
+        "Injection",
+        "InjectionForm",
+        "Rule",
+    ),
     "selection": ("ROOT", "Slice"),
     "step_plan": ("Clipping", "PlannedClass", "PlannedLayer", "StepPlan"),
 }
@@ -34,8 +52,8 @@ _HOME = {
 __all__ = [
     "Coverage", "check_coverage", "PROFILE_SCHEMA", "DepthProfile", "ProfileKind", "Heads", "Layer", "LayerStack",
     "ClassPolicy", "CorpusPolicy", "NoisePolicy", "Policy", "PolicyFloors", "Choose", "FollowBudget", "FollowEnergy",
-    "FollowQuantile", "Injection", "InjectionForm", "Rule", "ROOT", "Slice", "Clipping", "PlannedClass", "PlannedLayer",
-    "StepPlan",
+    "FollowProxy", "FollowQuantile", "Injection", "InjectionForm", "Rule", "ROOT", "Slice", "Clipping", "PlannedClass",
+    "PlannedLayer", "StepPlan",
 ]  # fmt: skip
 
 

@@ -184,6 +184,35 @@ class FollowEnergy:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class FollowProxy:
+    """Shares of the budget follow what public or simulated examples say of the layers at the current weights. Free.
+
+    estimator  "fisher": the root mean square of an example's gradient; "influence": how strongly single examples act
+               on the loss of others (influence functions)
+    proxy      what the data are: "public" or "simulated"
+    examples   of the proxy at each measurement, drawn afresh
+    least      no layer's share falls below least/L
+    every      measure before steps 0, every, 2·every, …
+
+    w_l ∝ n_l·√d_l, the optimum for layers whose typical gradient is n_l (docs/theory.md). The weights are released already
+    and the data are nobody's, so this is post-processing; sigma is restored after every move.
+    """
+
+    estimator: str = "fisher"
+    proxy: str = "simulated"
+    examples: int = 64
+    least: float = 0.1
+    every: int = 10
+
+    def __post_init__(self) -> None:
+        validate.one_of(PlanError, "plan.rule-out-of-range", ("fisher", "influence"), estimator=self.estimator)
+        validate.one_of(PlanError, "plan.rule-out-of-range", ("public", "simulated"), proxy=self.proxy)
+        _check_between("least", self.least, 0, 1)
+        _check_step_count(examples=self.examples)
+        _check_step_count(every=self.every)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class FollowQuantile:
     """Thresholds follow a quantile of the gradient norms, read from noised counts that the plan pays for.
 
@@ -267,9 +296,10 @@ class FollowBudget:
 
 
 _MAX_STEPS = 2**53 - 1  # whole numbers that every codec carries
-Rule = FollowEnergy | FollowQuantile | Choose | FollowBudget
+Rule = FollowEnergy | FollowProxy | FollowQuantile | Choose | FollowBudget
 RULE_KINDS: dict[str, type[Rule]] = {
     "follow energy": FollowEnergy,
+    "follow proxy": FollowProxy,
     "follow quantile": FollowQuantile,
     "choose": Choose,
     "follow budget": FollowBudget,

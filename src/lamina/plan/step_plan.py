@@ -24,6 +24,8 @@ from lamina.plan.rules import (
     PER_STEP_INJECTION,
     Choose,
     FollowBudget,
+    FollowEnergy,
+    FollowProxy,
     FollowQuantile,
     Injection,
     NoiseKind,
@@ -472,6 +474,9 @@ def _check_rules(plan: StepPlan) -> None:
         problem = f"clip norms cannot follow a quantile under {form} clipping"
         raise PlanError("plan.quantile-needs-box", problem, "use clipping='box'")
     choose, budget = plan.rule(Choose), plan.rule(FollowBudget)
+    if plan.rule(FollowProxy) is not None and (choose is not None or plan.rule(FollowEnergy) is not None):
+        problem = "shares cannot follow a proxy and also the energy of what was released, or a choice"
+        raise PlanError("plan.shares-follow-two-rules", problem, "keep one of the rules")
     for row in choose.noise if choose is not None else ():
         if len(row) != len(plan.layers) or any((s > 0) != (t > 0) for s, t in zip(row, plan.noise, strict=True)):
             problem = "a candidate must have noise at exactly the layers where the plan has noise"

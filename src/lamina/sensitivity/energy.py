@@ -124,7 +124,7 @@ class EnergyEstimate:
             mixed = mix * left * target / target.sum() + (1.0 - mix) * base[measured]
             if (total := mixed.sum()) > 0:
                 w[measured] = mixed * (left / total)
-        return tuple(_raise_to_floor(w, least / len(self)).tolist()), tuple(bool(m) for m in measured)
+        return tuple(raise_shares_to_floor(w, least / len(self)).tolist()), tuple(bool(m) for m in measured)
 
     def to_state(self) -> dict[str, Any]:
         """Plain floats; JSON or CBOR carry them exactly."""
@@ -171,7 +171,7 @@ class EnergyEstimate:
         return row
 
 
-def _raise_to_floor(w: Array, floor: float) -> Array:
+def raise_shares_to_floor(w: Array, floor: float) -> Array:
     """The shares with every one at least `floor`: those below are raised, the others shrink in proportion.
 
     Shrinking can push another share below, so it is repeated; each round fixes one more, or ends.

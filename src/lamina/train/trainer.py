@@ -23,6 +23,7 @@ from lamina.engine.batch import Batch
 from lamina.engine.engine import Engine
 from lamina.engine.noise import SecureNoise
 from lamina.engine.probe import preserve_global_generators
+from lamina.engine.proxy_shares import Proxy
 from lamina.engine.random_stream import StreamPurpose
 from lamina.errors import RunError
 from lamina.ledger.writer import Ledger
@@ -110,6 +111,7 @@ class Trainer:
     on_withdrawal    "finish" the segment in which somebody withdrew, or "abandon" it; both are charged
     hardened         float64 noise on a public grid: docs/decisions/noise.md
     probe            check on simulated input, or on public examples (x, y), that examples do not influence each other
+    proxy            public or simulated examples for a plan whose shares follow them (`LADP(estimator="fisher")`)
     inside           show the raw loss on the terminal; it is never written
     """
 
@@ -123,7 +125,7 @@ class Trainer:
         log: str | None = None, segment: int | None = None,
         max_occurrences: Mapping[str, int] | None = None, filters: Mapping[str, PrivacyFilter] | None = None,
         augment: Callable[[Any], Any] | None = None, views: int = 1, on_withdrawal: str = "finish", hardened: bool = False,
-        probe: ProbeArgument = True, inside: bool = False, progress: bool | Progress = True,
+        probe: ProbeArgument = True, proxy: Proxy | None = None, inside: bool = False, progress: bool | Progress = True,
     ) -> None:  # fmt: skip
         check_trainer_arguments(model, optimizer, loss_fn, corpus, plan)
         self.interval = check_scheduler(scheduler, plan, interval)
@@ -168,7 +170,7 @@ class Trainer:
         self.state = TrainingState(
             model=model, optimizer=optimizer, scheduler=scheduler, ema=average, filters=dict(filters or {})
         )
-        self._engine = engine if engine is not None else Engine(model, plan)
+        self._engine = engine if engine is not None else Engine(model, plan, proxy=proxy)
         self._notes += [self._engine.claim] if self._engine.claim else []
         self.state.adaptation = self._engine.adaptation
         self._renewal = AdmissionRenewal(corpus, plan, self.folder / "admitted")
@@ -388,6 +390,7 @@ class Trainer:
         try:
             if self._engine.choice_due:
                 self._choose(sampler, seed, step)
+            self._engine.follow_proxy()
             self._note_noise(step)
             seed_step(seed, step=step, purpose=StreamPurpose.AUGMENT)
             batch = sampler.draw(step)
