@@ -165,6 +165,8 @@ def test_a_run_has_pages_without_a_gate(tmp_path: Path) -> None:
         for path in PATHS[:5]:
             assert client.get(path).status_code == 200, path
         assert "Is this model private?" in client.get("/").text
+        missing = client.get("/contributions?find=" + "ab" * 32).text
+        assert 'role="alert"' in missing and str(tmp_path) not in missing
         for path in ("/contributions/999999", "/contributions/x", "/contributions?from=-1", "/contributions?find=%00"):
             assert client.get(path).status_code < 500, path
 

@@ -159,8 +159,8 @@ class Dashboard:
                 large = self.ledger.size > _CHUNK
                 found = find_contributions(self.ledger, asked, only_index=large)[:PAGE_ROWS]
                 rows = [self.view.row(leaf) for leaf in found]
-            except LaminaError as error:
-                problem = f"{error.problem}. {error.remedy}"
+            except LaminaError as error:  # its text names the file
+                problem = f"{error.problem}. {error.remedy}".replace(f" {self.ledger.name}", "")
         else:
             rows, following = self.view.rows(first)
         return self.page(
