@@ -19,6 +19,7 @@ from trained_run import Trained
 
 from lamina.admit.key_ring import KeyRing
 from lamina.admit.keys import PrivateKey, parse_utc
+from lamina.admit.signed_json import canonical_json
 from lamina.ledger.governance_records import Release
 from lamina.ledger.verify.tree_checks import KnownCheckpoint, Trust
 from lamina.ledger.verify.verifier import verify
@@ -81,6 +82,25 @@ def test_every_byte_counts(release: Path, key: PrivateKey) -> None:
             assert codes(release), (path.name, at)
         path.write_bytes(data)
     assert codes(release, key) == set()
+
+
+def test_the_manifest_has_one_form(release: Path, key: PrivateKey) -> None:
+    """Its digest is in the ledger: what says the same in other bytes is not that manifest."""
+    path, other = release / "manifest.json", PrivateKey.generate()
+    kept, envelope = path.read_bytes(), json.loads(path.read_bytes())
+    twice = {
+        **envelope,
+        "signatures": [*envelope["signatures"], {**envelope["signatures"][0], "keyid": other.public.name}],
+    }
+    unnamed = {**envelope, "signatures": [{**envelope["signatures"][0], "keyid": ["x"]}]}
+    for data, code in (
+        (kept + b"\n", "release.manifest-malformed"),
+        (kept.replace(b"\n", b"\r\n"), "release.manifest-malformed"),
+        (canonical_json(twice), "release.manifest-malformed"),
+        (canonical_json(unnamed), "release.envelope-malformed"),
+    ):
+        path.write_bytes(data)
+        assert codes(release, key) == {code}
 
 
 def test_files_that_do_not_belong_there(release: Path, key: PrivateKey, tmp_path: Path) -> None:

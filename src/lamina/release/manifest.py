@@ -25,6 +25,7 @@ from typing import Any
 
 from lamina.admit.key_ring import KeyStatus
 from lamina.admit.keys import CLOCK_SKEW, P256Key, PrivateKey, PublicKey, format_utc, parse_utc, write_new
+from lamina.admit.signed_json import canonical_json, parse_json
 from lamina.errors import BadKey, EncodingError, LaminaError, NotVerified
 from lamina.ledger.governance_records import Release, Role
 from lamina.ledger.signed_checkpoint import NoteKey, parse_checkpoint, verify_checkpoint
@@ -311,6 +312,12 @@ def read_manifest(folder: Path, keys: tuple[PublicKey, ...] | None) -> Manifest:
     """The manifest, if its signature holds: by one of `keys`, or without keys by the one that it names itself."""
     data = read_file(folder, MANIFEST)
     statement, key = read_statement(data, keys or (), PREDICATE_TYPE)
+    envelope = parse_json(data, "the envelope")
+    if (
+        data != canonical_json(envelope) or len(envelope["signatures"]) != 1
+    ):  # the ledger records the digest of these bytes
+        problem = "the manifest has other bytes than its signer wrote: spaces, ends of lines, or a second signature"
+        raise EncodingError("release.manifest-malformed", problem, "fetch the release again")
     predicate, subjects = statement["predicate"], _subjects(statement["subject"])
     try:
         if predicate.keys() - {"model_signing"} != _PREDICATE_FIELDS or predicate["version"] != 1:

@@ -68,7 +68,7 @@ def read_statement(
     if type(signatures) is not list or not 0 < len(signatures) <= 16:
         raise _not_an_envelope("it must have one to sixteen signatures")
     for each in signatures:
-        if type(each) is not dict or each.keys() != {"keyid", "sig"}:
+        if type(each) is not dict or each.keys() != {"keyid", "sig"} or type(each["keyid"]) is not str:
             raise _not_an_envelope("each signature must have keyid and sig")
         key, value = known.get(each["keyid"]), _from_base64(each["sig"])
         if key is not None and not key.verify(message, value):
