@@ -44,6 +44,8 @@ def test_keys_of_the_contract(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {"mask_overhead", "restricted_ratio"} <= result["routing"].keys()
     assert result["worst_time_ratio"] >= result["median_time_ratio"] > 0
     assert result["routing"]["restricted_ratio"] > 0
+    assert result["units"]["ratio"] > 0 and set(result["units"]["detail"]) == {"resae", "cnn"}
+    assert result["torch_rules"]["median_time_ratio"] > 0 and result["about"]["kernels"]
     for found in result["workloads"].values():
         assert {"time_ratio", "memory_ratio", "peers"} <= found.keys()
         assert found["time_ratio"] >= found["detail"]["box"]["time"]["median"]
@@ -65,7 +67,8 @@ def test_a_step_of_ours_that_fails_is_a_failure_with_its_reason(monkeypatch: pyt
 
 
 def test_every_variant_of_ours_trains() -> None:
-    for name, make in {**step_variants.LAMINA, **step_variants.ROUTING, "plain": step_variants.plain_step}.items():
+    own = {**step_variants.LAMINA, **step_variants.TORCH_RULES, **step_variants.UNITS, **step_variants.ROUTING}
+    for name, make in {**own, "plain": step_variants.plain_step}.items():
         step = make(tiny("cnn"))
         step()
         step()

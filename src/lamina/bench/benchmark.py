@@ -21,8 +21,9 @@ import torch
 
 from lamina.bench import step_cost, step_variants
 from lamina.bench.step_cost import PairedRatio, Step, StepTimes, interleave, paired_ratio
-from lamina.bench.step_variants import BASELINE, LAMINA, PEERS, ROUTING, build_step
+from lamina.bench.step_variants import BASELINE, LAMINA, PEERS, ROUTING, TORCH_RULES, UNITS, build_step
 from lamina.bench.workloads import WORKLOADS, Workload, find_workload
+from lamina.engine import native
 from lamina.errors import LaminaError
 
 # The outcome of a benchmark as one JSON object. The keys are a contract: machines read them.
@@ -31,6 +32,7 @@ from lamina.errors import LaminaError
 # a peer's figure is its median. `memory_ratio` is the quotient of the peaks. Everything else is under `detail`.
 
 ROUTING_WORKLOADS = ("resae", "tfae")  # the two deep workloads on which routing is measured
+UNIT_WORKLOADS = ("resae", "cnn")  # on which patients of one to six records are compared with records by themselves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +72,7 @@ class WorkloadResult:
             "time_ratio": self.upper("box"),
             "memory_ratio": self.memory_ratio("box"),
             "joint": {"time_ratio": self.upper("joint"), "memory_ratio": self.memory_ratio("joint")},
+            "torch_rules": {name: self.upper(f"{name}_torch") for name in LAMINA},
             "peers": {name: None if (r := self.time(name)) is None else round(r.median, 4) for name in PEERS},
             "reasons": dict(self.reasons),
             "detail": detail,
@@ -82,6 +85,15 @@ def benchmark_json(measured: list[WorkloadResult], about: Mapping[str, Any]) -> 
     return {
         **_summary_json(measured, "box"),
         "joint": _summary_json(measured, "joint"),
+        "torch_rules": _summary_json(measured, "box_torch"),
+        "units": {
+            "ratio": _largest_known([m.upper("patients", "box") for m in measured]),
+            "detail": {
+                m.name: None if (ratio := m.time("patients", "box")) is None else ratio.as_json()
+                for m in measured
+                if m.name in UNIT_WORKLOADS
+            },
+        },
         "workloads": {m.name: m.as_json() for m in measured},
         "routing": {
             "mask_overhead": None if overhead is None else round(overhead - 1, 4),
@@ -135,7 +147,8 @@ class BenchSettings:
     def variants(self, name: str) -> list[str]:
         """Everything timed on a workload, the baseline first."""
         routing = list(ROUTING) if name in ROUTING_WORKLOADS else []
-        return [BASELINE, *LAMINA, *routing, *PEERS]
+        units = list(UNITS) if name in UNIT_WORKLOADS else []
+        return [BASELINE, *LAMINA, *TORCH_RULES, *units, *routing, *PEERS]
 
 
 def run_benchmark(settings: BenchSettings, say: ReportProgress = lambda text: None) -> dict[str, Any]:
@@ -219,7 +232,7 @@ def _build_steps(
 
 def lamina_failures(result: dict[str, Any]) -> list[str]:
     """What Lamina itself could not do, one line each: a benchmark with such a line has failed."""
-    own = {BASELINE, *LAMINA, *ROUTING}
+    own = {BASELINE, *LAMINA, *TORCH_RULES, *UNITS, *ROUTING}
     return [
         f"{name}: {variant}: {reason}"
         for name, found in result["workloads"].items()
@@ -235,6 +248,8 @@ def _about_json(settings: BenchSettings, seconds: float) -> dict[str, Any]:
         "threads": settings.threads,
         "cores": os.cpu_count(),
         "processor": _processor(),
+        "kernels": native.missing() or native.kind(),
+        "load": round(os.getloadavg()[0], 1),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "opacus": _version("opacus"),
@@ -260,11 +275,13 @@ def _processor() -> str:
 _VARIANT_LABELS = {
     "box": "Lamina, box",
     "joint": "Lamina, joint",
+    "box_torch": "Lamina, box, torch rules",
+    "joint_torch": "Lamina, joint, torch rules",
     "opacus_hooks": "Opacus hooks",
     "opacus_per_layer": "Opacus per layer",
     "opacus_ghost": "Opacus ghost",
 }
-_COLOURS = ("#0b6e4f", "#6bbf9c", "#8c2d04", "#d94801", "#fdae6b")
+_COLOURS = ("#0b6e4f", "#6bbf9c", "#5b7f95", "#a8c0cc", "#8c2d04", "#d94801", "#fdae6b")
 
 
 def draw_benchmark(result: dict[str, Any], path: Path) -> Path:

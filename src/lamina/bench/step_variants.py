@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lamina.allocate.make_plan import make_plan
 from lamina.bench.workloads import Workload
+from lamina.engine import native
 from lamina.engine.batch import Batch
 from lamina.engine.engine import Engine
 from lamina.errors import LaminaError
@@ -152,9 +153,29 @@ def masked_step(workload: Workload) -> Step:
     return _private_step(workload, "box", {"open": {}, "sensitive": {"profile": {"top": 0.25}}}, cls)
 
 
+def patients_step(workload: Workload) -> Step:
+    """Lamina, box: the same examples, but one to six of them are a patient's, clipped together."""
+    records = torch.arange(workload.batch) % 6 + 1
+    unit = torch.arange(workload.batch).repeat_interleave(records)[: workload.batch]
+    return _private_step(workload, "box", {"everyone": {}}, unit=unit)
+
+
+def _with_torch_rules(make: Callable[[Workload], Step], workload: Workload) -> Step:
+    """The same without native kernels: what runs where nothing could be built."""
+    with native.switched(False):
+        step = make(workload)
+
+    def slower() -> None:
+        with native.switched(False):
+            step()
+
+    return slower
+
+
 def _private_step(
-    workload: Workload, clipping: str, classes: dict[str, dict[str, Any]], cls: Tensor | None = None
-) -> Step:
+    workload: Workload, clipping: str, classes: dict[str, dict[str, Any]], cls: Tensor | None = None,
+    unit: Tensor | None = None,
+) -> Step:  # fmt: skip
     """Classes of equal size, whose Poisson sampling would give this workload's batch on average."""
     model = workload.model()
     common = {"population": workload.batch * 100 // len(classes), "clip_norm": 1.0, "noise_multiplier": 1.0}
@@ -167,7 +188,7 @@ def _private_step(
     x, target = workload.example()
 
     def step() -> None:
-        batch = Batch(x, target, cls=cls)  # each step is a draw of its own
+        batch = Batch(x, target, cls=cls, unit=unit)  # each step is a draw of its own
         engine.backward(workload.losses(model(batch.x), batch.y), batch)
         optimizer.step()
         optimizer.zero_grad()
@@ -178,11 +199,17 @@ def _private_step(
 LAMINA: dict[str, Callable[[Workload], Step]] = {
     clipping: partial(_private_step, clipping=clipping, classes={"everyone": {}}) for clipping in ("box", "joint")
 }  # each layer clipped at its own threshold, or the whole scaled gradient at once; secure noise
+TORCH_RULES: dict[str, Callable[[Workload], Step]] = {
+    f"{name}_torch": partial(_with_torch_rules, make) for name, make in LAMINA.items()
+}
+UNITS: dict[str, Callable[[Workload], Step]] = {"patients": patients_step}
 ROUTING: dict[str, Callable[[Workload], Step]] = {
     "masked": masked_step,
     "restricted": partial(_private_step, clipping="box", classes={"everyone": {"profile": {"top": 0.25}}}),
 }  # restricted: the whole plan reaches only the top 25 % of the layers
-VARIANTS: dict[str, Callable[[Workload], Step]] = {BASELINE: plain_step, **LAMINA, **ROUTING, **PEERS}
+VARIANTS: dict[str, Callable[[Workload], Step]] = {
+    BASELINE: plain_step, **LAMINA, **TORCH_RULES, **UNITS, **ROUTING, **PEERS,
+}  # fmt: skip
 
 
 def build_step(workload: Workload, variant: str) -> Step:

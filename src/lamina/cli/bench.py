@@ -58,7 +58,8 @@ def _write(result: dict[str, Any], folder: Path) -> None:
 def _table(result: dict[str, Any]) -> str:
     table = [["time / plain step", *result["workloads"]]]
     rows = {"Lamina box (upper limit)": ("box", "high"), "Lamina box": ("box", "median")}
-    rows |= {"Lamina joint": ("joint", "median"), **{name: (name, "median") for name in PEERS}}
+    rows |= {"Lamina joint": ("joint", "median"), "box, torch rules": ("box_torch", "median")}
+    rows |= {"joint, torch rules": ("joint_torch", "median"), **{name: (name, "median") for name in PEERS}}
     for label, (variant, field) in rows.items():
         times = [(w["detail"].get(variant) or {}).get("time") for w in result["workloads"].values()]
         table.append([label, *(_ratio_text(time and time[field]) for time in times)])
@@ -79,6 +80,10 @@ def _summary_lines(result: dict[str, Any]) -> str:
         f"routing: mask overhead {_ratio_text(routing['mask_overhead'])}, "
         f"restricted to the top 25 % {_ratio_text(routing['restricted_ratio'])} of the full private step"
     )
+    lines.append(
+        f"patients of one to six records: {_ratio_text(result['units']['ratio'])} of the step with each record by itself"
+    )
+    lines.append(f"kernels: {result['about']['kernels']}; load of the machine {result['about']['load']}")
     for name, found in result["workloads"].items():
         lines += [f"{name}, {what}: {reason}" for what, reason in found["reasons"].items()]
     return "\n".join(lines)
