@@ -88,7 +88,7 @@ def _plan(stack: LayerStack, steps: int, policy: str, batch: int) -> StepPlan:
 
 
 def trainer(folder: Path, *, steps: int = 24, segment: int = 5, seed: int = 0, **options: Any) -> Trainer:
-    """The run of these tests; any part can be replaced."""
+    """The run of these tests; any part can be replaced. `seed` is of the first weights, `run_seed` the trainer's."""
     torch.manual_seed(seed)
     model = options.pop("model", None) or net()
     made = options.pop("plan", None) or plan(model, steps)
@@ -96,5 +96,5 @@ def trainer(folder: Path, *, steps: int = 24, segment: int = 5, seed: int = 0, *
     if "scheduler" not in options:
         options["scheduler"] = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, made.steps)
     data = options.pop("corpus", None) or (corpus() if options.get("bounds") is None else unpromised())
-    options = {"progress": False, "segment": segment, **options}
+    options = {"progress": False, "segment": segment, "seed": options.pop("run_seed", None), **options}
     return lamina.Trainer(model, optimizer, options.pop("loss_fn", loss), data, made, folder=folder, **options)

@@ -284,6 +284,7 @@ class RunFile(BaseModel):
     threads: Count | None = None
     max_occurrences: Annotated[int | dict[str, int], _per_class(int, "> 0")] | None = None
     hardened: bool = False
+    seed: Annotated[int, Field(ge=0)] | None = None
     evaluate: EvaluateTable | None = None
     proxy: ProxyTable | None = None
     log: Literal["csv", "jsonl"] | None = None

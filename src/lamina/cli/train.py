@@ -136,6 +136,7 @@ class PlannedRun:
             evaluate=None if file.evaluate is None else make_evaluation(file.evaluate, self.beside),
             proxy=None if file.proxy is None else read_proxy(file.proxy, loss_fn, self.beside),
             segment=file.segment, max_occurrences=self._caps(), hardened=file.hardened, inside=inside,
+            seed=file.seed,
         )  # fmt: skip
 
     def _caps(self) -> Mapping[str, int] | None:

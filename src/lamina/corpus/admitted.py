@@ -32,7 +32,7 @@ from lamina.corpus.payload_admission import REFUSED_REMEDY, admit_payloads, read
 from lamina.corpus.payloads import PayloadChanged, Payloads
 from lamina.corpus.sampler import Sampler
 from lamina.engine.batch import Batch
-from lamina.engine.random_stream import SEED_BYTES
+from lamina.engine.random_stream import segment_seed
 from lamina.errors import AdmissionError, CorpusError
 from lamina.ledger.admission_batch import open_register
 from lamina.ledger.writer import Ledger
@@ -222,8 +222,9 @@ class AdmittedCorpus(Corpus):
         return dict(Counter(lapse.reasons))
 
     def batches(
-        self, plan: StepPlan, *, max_occurrences: Mapping[str, int] | None = None, probe: ProbeArgument = True
-    ) -> Iterator[Batch]:
+        self, plan: StepPlan, *, max_occurrences: Mapping[str, int] | None = None, probe: ProbeArgument = True,
+        seed: int | None = None,
+    ) -> Iterator[Batch]:  # fmt: skip
         """As `Corpus.batches`; at each pass over the declared population windows and keys are looked at again."""
         rates = [entry.sampling_rate for entry in plan.classes if entry.sampling_rate > 0]
         length = max(1, round(1 / max(rates, default=1.0)))
@@ -231,7 +232,10 @@ class AdmittedCorpus(Corpus):
         yield from self.probe_batches(plan, probe)
         for first in range(0, plan.steps, length):
             self.revalidate()
-            sampler = Sampler(self, plan, seed=os.urandom(SEED_BYTES), max_occurrences=max_occurrences, counts=counts)
+            sampler = Sampler(
+                self, plan, seed=segment_seed(seed, first), max_occurrences=max_occurrences, counts=counts,
+                seeded=seed is not None,
+            )  # fmt: skip
             for step in range(first, min(first + length, plan.steps)):
                 yield sampler.draw(step)
             counts = sampler.counts

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, pairwise
 from pathlib import Path
@@ -34,7 +33,7 @@ from lamina.corpus.payloads import FolderPayloads
 from lamina.corpus.sampler import Sampler
 from lamina.engine.batch import Batch
 from lamina.engine.engine import unprobed_engines
-from lamina.engine.random_stream import SEED_BYTES
+from lamina.engine.random_stream import segment_seed
 from lamina.errors import CorpusError
 from lamina.plan.policy import Policy
 from lamina.plan.step_plan import Clipping, StepPlan
@@ -361,16 +360,19 @@ class Corpus:
                 raise CorpusError("corpus.population-too-small", problem, remedy)
 
     def batches(
-        self, plan: StepPlan, *, max_occurrences: Mapping[str, int] | None = None, probe: ProbeArgument = True
-    ) -> Iterator[Batch]:
+        self, plan: StepPlan, *, max_occurrences: Mapping[str, int] | None = None, probe: ProbeArgument = True,
+        seed: int | None = None,
+    ) -> Iterator[Batch]:  # fmt: skip
         """The batches of all steps of a plan, with fresh secret coins: exactly `plan.steps`, some maybe empty.
 
         If an engine of the plan was not probed, a few small batches of simulated input come before them: treat them
         like the others. `engine.backward` compares what was computed, charges nothing and leaves `.grad` None;
         schedules of the learning rate do not count them. `probe=(x, y)` makes them from public examples instead, for
-        a model that takes no others; `probe=False` leaves them out.
+        a model that takes no others; `probe=False` leaves them out. With a `seed` the coins can be repeated, and an
+        engine with secret noise refuses the batches: no ε holds for somebody who knows who was drawn.
         """
-        sampler = Sampler(self, plan, seed=os.urandom(SEED_BYTES), max_occurrences=max_occurrences)
+        drawn_from, chosen = segment_seed(seed), seed is not None
+        sampler = Sampler(self, plan, seed=drawn_from, max_occurrences=max_occurrences, seeded=chosen)
         return chain(self.probe_batches(plan, probe), (sampler.draw(step) for step in range(plan.steps)))
 
     def probe_batches(self, plan: StepPlan, probe: ProbeArgument = True) -> Iterator[Batch]:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from lamina.account.schedule import Schedule
 from lamina.corpus.example_sources import Rows
-from lamina.engine.batch import Batch
+from lamina.engine.batch import Batch, Draw
 from lamina.engine.random_stream import CELL_ELEMENTS, KeyStream, StreamPurpose, Words, step_key
 from lamina.errors import CorpusError
 from lamina.plan.step_plan import StepPlan
@@ -145,7 +145,7 @@ class Sampler:
 
     def __init__(
         self, corpus: Corpus, plan: StepPlan, *, seed: bytes, rank: int = 0,
-        max_occurrences: Mapping[str, int] | None = None, counts: Any = None,
+        max_occurrences: Mapping[str, int] | None = None, counts: Any = None, seeded: bool = False,
     ) -> None:  # fmt: skip
         corpus.check(plan)
         step_key(seed, step=0, rank=rank, purpose=StreamPurpose.COINS)  # refuses a bad seed or rank now
@@ -155,7 +155,7 @@ class Sampler:
         self._limits = corpus.limits_of(plan, max_occurrences)
         self._caps = _caps_by_class_index(occurrence_caps(plan, max_occurrences), plan)
         self._counts = _check_counts(counts, len(corpus.layout), capped=self._caps is not None)
-        self._last = -1
+        self._last, self._seeded = -1, seeded
 
     @property
     def counts(self) -> OccurrenceCounts | None:
@@ -194,7 +194,8 @@ class Sampler:
         cls = np.repeat(np.arange(len(sampled)), [len(part) for part in sampled])
         unit = np.repeat(np.arange(len(units)), sizes)
         scale, ceiling = self._limits(units)
-        return Batch(x, y, unit=torch.from_numpy(unit), cls=torch.from_numpy(cls), scale=scale, ceiling=ceiling)
+        draw, owner, kind = Draw(seeded=self._seeded), torch.from_numpy(unit), torch.from_numpy(cls)
+        return Batch(x, y, unit=owner, cls=kind, scale=scale, ceiling=ceiling, draw=draw)
 
     def _sampled(self, step: int, purpose: StreamPurpose) -> list[Rows]:
         """The sampled contributions of each class."""

@@ -20,7 +20,13 @@ from lamina.errors import EngineError, OwnershipError
 
 
 class Draw:
-    """One draw of a sampler: what is made from a batch (parts, copies with another x) carries the same."""
+    """One draw of a sampler: what is made from a batch (parts, copies with another x) carries the same.
+
+    `seeded` is whether the coins came from a number that somebody chose.
+    """
+
+    def __init__(self, *, seeded: bool = False) -> None:
+        self.seeded = seeded
 
 
 @dataclass(frozen=True, eq=False)

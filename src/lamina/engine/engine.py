@@ -230,6 +230,10 @@ class Engine:
 
     def _refuse_second_use(self, batch: Batch) -> None:
         """Each step is priced as a draw of its own; where everybody is in every draw, all draws are the same."""
+        if batch.draw.seeded and self.noise.private:
+            problem = "this batch was drawn with a seed that somebody chose, and ε is priced with secret coins"
+            remedy = "draw without seed=; or, where nothing has to be private, Engine(…, noise=SeededNoise(0))"
+            raise EngineError("engine.seeded-batch", problem, remedy)
         if not batch.first or all(entry.sampling_rate == 1 for entry in self.plan.classes):
             return
         if batch.draw in self._charged_draws:

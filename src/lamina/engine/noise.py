@@ -426,6 +426,13 @@ class SeededNoise(NoiseSource):
         derived = HKDF(algorithm=SHA256(), length=SEED_BYTES, salt=None, info=b"lamina/test seed").derive(raw)
         super().__init__(derived, rank=rank, hardened=hardened, threads=threads)
 
+    @classmethod
+    def of_segment(cls, seed: bytes, *, hardened: bool = False) -> SeededNoise:
+        """The source of a segment whose seed follows from one that somebody chose."""
+        source = cls.__new__(cls)
+        NoiseSource.__init__(source, seed, rank=0, hardened=hardened, threads=None)
+        return source
+
 
 def add_rounded_many_(totals: Sequence[torch.Tensor], noises: Sequence[torch.Tensor], stds: Sequence[float]) -> None:
     """totals[i] <- the multiple of grid(stds[i]) nearest to totals[i] + noises[i]: a hardened sum of gathered noise.

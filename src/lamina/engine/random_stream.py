@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import enum
 import functools
+import hashlib
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +51,14 @@ class StreamPurpose(enum.Enum):
     CHOICE_COINS = "choice coins"
     CHOICE_WINDOWS = "choice windows"
     CHOICE_DROPOUT = "choice dropout"
+
+
+def segment_seed(chosen: int | None, *place: int) -> bytes:
+    """The seed of all streams of a segment: from the system; or from a number that somebody chose, and the place of
+    the segment, which makes the run repeatable and not private."""
+    if chosen is None:
+        return os.urandom(SEED_BYTES)
+    return hashlib.sha256(f"lamina/chosen seed {chosen} {' '.join(map(str, place))}".encode()).digest()
 
 
 def step_key(

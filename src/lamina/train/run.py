@@ -43,7 +43,7 @@ from lamina.account.schedule import Event, Schedule, grouped, rdp_order_of
 from lamina.admit.attestation import MICRO
 from lamina.admit.keys import PrivateKey
 from lamina.corpus.corpus import Corpus
-from lamina.engine.random_stream import SEED_BYTES
+from lamina.engine.random_stream import segment_seed
 from lamina.errors import BudgetExceeded, LaminaError, LedgerError, RunError, StorageError
 from lamina.ledger.corpus_terms import CorpusTerms, adopt_policy, check_named_ledger, open_or_create, origin_slug
 from lamina.ledger.reader import LedgerReader
@@ -216,9 +216,11 @@ class Run:
     """
 
     def __init__(
-        self, folder: Path, *, spend: SpendLedger, bounds: Mapping[str, float], accounts: Sequence[SignedAccount] = ()
-    ) -> None:
+        self, folder: Path, *, spend: SpendLedger, bounds: Mapping[str, float], accounts: Sequence[SignedAccount] = (),
+        seed: int | None = None,
+    ) -> None:  # fmt: skip
         self.folder, self.spend, self.accounts = folder, spend, tuple(accounts)
+        self._chosen_seed = seed
         self.plan: StepPlan | None = None  # the one that it goes on with
         self.bounds = {**bounds, **{each.name: each.epsilon for each in accounts}}
         path = folder / "journal"
@@ -282,7 +284,7 @@ class Run:
             opened = AttemptOpened(
                 segment=segment, generation=generation, nonce=os.urandom(16), first=first, last=last, **asdict(facts),
                 charges=tuple(due), eligibility=eligibility, after=after, variance=tuple(variance),
-                scales=self.scales(due), seed=self._seed(),
+                scales=self.scales(due), seed=self._seed(segment, generation),
             )  # fmt: skip
             self.journal.append(opened)
             try:
@@ -294,9 +296,9 @@ class Run:
             self.abandon(opened, charged=False)
             generation = max(generation + 1, self.spend.next_generation(self.id, segment))
 
-    def _seed(self) -> bytes:
-        """Thirty-two bytes from the system: coins, noise and dropout of a segment."""
-        return os.urandom(SEED_BYTES)
+    def _seed(self, segment: int, generation: int) -> bytes:
+        """Thirty-two bytes for coins, noise and dropout of a segment: from the system, or from a seed that was chosen."""
+        return segment_seed(self._chosen_seed, segment, generation)
 
     def charge(self, opened: AttemptOpened, *, already: bool = False) -> bool:
         """Charge an attempt in the ledger; False if a copy of the run charged this very generation first."""

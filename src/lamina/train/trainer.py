@@ -21,7 +21,7 @@ from lamina.corpus.payloads import PayloadChanged
 from lamina.corpus.sampler import Sampler, occurrence_caps
 from lamina.engine.batch import Batch
 from lamina.engine.engine import Engine
-from lamina.engine.noise import SecureNoise
+from lamina.engine.noise import NoiseSource, SecureNoise, SeededNoise
 from lamina.engine.probe import preserve_global_generators
 from lamina.engine.proxy_shares import Proxy
 from lamina.engine.random_stream import StreamPurpose
@@ -50,6 +50,7 @@ from lamina.train.target_check import TARGETS_NOT_COMPARED, TargetCheck
 from lamina.train.trainer_checks import (
     NOT_PROBED_NOTE,
     RAW_SHOWN_NOTE,
+    SEEDED_NOTE,
     ZERO_OUT,
     check_accounts_signed,
     check_caps,
@@ -113,6 +114,8 @@ class Trainer:
     probe            check on simulated input, or on public examples (x, y), that examples do not influence each other
     proxy            public or simulated examples for a plan whose shares follow them (`LADP(estimator="fisher")`)
     inside           show the raw loss on the terminal; it is never written
+    seed             draw samples, noise and dropout from this number, so that the run can be repeated. It is then **not
+                     private**: whoever knows the number can subtract the noise
     """
 
     def __init__(
@@ -125,7 +128,7 @@ class Trainer:
         log: str | None = None, segment: int | None = None,
         max_occurrences: Mapping[str, int] | None = None, filters: Mapping[str, PrivacyFilter] | None = None,
         augment: Callable[[Any], Any] | None = None, views: int = 1, on_withdrawal: str = "finish", hardened: bool = False,
-        probe: ProbeArgument = True, proxy: Proxy | None = None, inside: bool = False, progress: bool | Progress = True,
+        probe: ProbeArgument = True, proxy: Proxy | None = None, inside: bool = False, progress: bool | Progress = True, seed: int | None = None,
     ) -> None:  # fmt: skip
         check_trainer_arguments(model, optimizer, loss_fn, corpus, plan)
         self.interval = check_scheduler(scheduler, plan, interval)
@@ -165,6 +168,8 @@ class Trainer:
         check_accounts_signed(signed, accounts or ())
         check_caps(corpus, plan, self.max_occurrences)
         self.on_withdrawal, self.hardened = on_withdrawal, hardened
+        self.seed = None if seed is None else whole(RunError, "train.not-a-count", least=0, seed=seed)
+        self._notes += [] if seed is None else [SEEDED_NOTE]
         self.progress = make_progress(wanted=progress, inside=inside) if isinstance(progress, bool) else progress
         average = None if ema is None else MovingAverage(model, ema)
         self.state = TrainingState(
@@ -192,6 +197,7 @@ class Trainer:
             "filters": {name: getattr(f, "budget", None) for name, f in self.state.filters.items()},
             "autocast": [torch.is_autocast_enabled("cpu"), str(torch.get_autocast_dtype("cpu"))],
             "engine": self._engine.options,
+            **({} if self.seed is None else {"seed": self.seed}),
         }
         state = self.state
         return settings_digest(
@@ -261,7 +267,7 @@ class Trainer:
         members.enter_ledger(publisher.note)
         self.corpus.on_withdrawal_request = members.withdraw
         link_ledger(self.ledger, self.folder)
-        run = Run(self.folder, spend=self.spend, bounds=self.bounds, accounts=self.accounts)
+        run = Run(self.folder, spend=self.spend, bounds=self.bounds, accounts=self.accounts, seed=self.seed)
         keep_charging_bounds(run, self.plan, members.standing)
         segments = Segments(
             run, self.state, plan=self.plan, corpus=self.corpus, members=members, settings=self._settings(),
@@ -288,7 +294,7 @@ class Trainer:
         trained = {name for name, tensor in self.model.named_parameters() if tensor.requires_grad}
         notes = self.state.notes  # of every session of the run, not of the last one alone
         return {
-            "noise": "secure" if self._engine.private else "seeded",
+            "noise": "seeded" if SEEDED_NOTE in notes or not self._engine.private else "secure",
             "sampling": "poisson",
             "adjacency": ZERO_OUT if self.corpus.public_number else self.plan.adjacency,
             "probed": NOT_PROBED_NOTE not in notes,
@@ -371,7 +377,9 @@ class Trainer:
         sampler = Sampler(self.corpus, self.plan, seed=opened.seed, max_occurrences=caps, counts=counts)
         if self.corpus.revision != revision:  # between the charge and now: these are not the members that were frozen
             return False
-        noise = SecureNoise.of_journal(opened.seed, hardened=self.hardened)
+        noise: NoiseSource = SecureNoise.of_journal(opened.seed, hardened=self.hardened)
+        if self.seed is not None:
+            noise = SeededNoise.of_segment(opened.seed, hardened=self.hardened)
         self._engine.continue_at(opened.first, noise, factor=self.state.factor)
         self.model.train()
         self._noise_applied = []
