@@ -65,7 +65,7 @@ def clipped(gradient: dict[str, Tensor], plan: StepPlan, row: int) -> dict[str, 
 
 @pytest.mark.parametrize("steps", [1, 4])
 def test_a_segment_is_what_the_plan_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
-    monkeypatch.setattr(Run, "_seed", lambda self: SEED)
+    monkeypatch.setattr(Run, "_seed", lambda self, *place: SEED)
     data = problem.data()
     torch.manual_seed(0)
     model = problem.net(dropout=0.0)

@@ -50,8 +50,8 @@ def secrets(monkeypatch: pytest.MonkeyPatch) -> Secrets:
             known.losses.append(losses.detach().clone())
         backward(self, losses, batch)
 
-    def seeded(self: Run) -> bytes:
-        known.seeds.append(seed(self))
+    def seeded(self: Run, *place: int) -> bytes:
+        known.seeds.append(seed(self, *place))
         return known.seeds[-1]
 
     monkeypatch.setattr(Sampler, "draw", drawn)
