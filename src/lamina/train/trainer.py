@@ -128,7 +128,8 @@ class Trainer:
         log: str | None = None, segment: int | None = None,
         max_occurrences: Mapping[str, int] | None = None, filters: Mapping[str, PrivacyFilter] | None = None,
         augment: Callable[[Any], Any] | None = None, views: int = 1, on_withdrawal: str = "finish", hardened: bool = False,
-        probe: ProbeArgument = True, proxy: Proxy | None = None, inside: bool = False, progress: bool | Progress = True, seed: int | None = None,
+        probe: ProbeArgument = True, proxy: Proxy | None = None, inside: bool = False, progress: bool | Progress = True,
+        seed: int | None = None,
     ) -> None:  # fmt: skip
         check_trainer_arguments(model, optimizer, loss_fn, corpus, plan)
         self.interval = check_scheduler(scheduler, plan, interval)
