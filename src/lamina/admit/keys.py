@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import lru_cache
 from pathlib import Path
 from typing import NoReturn
 
@@ -33,6 +34,7 @@ LAST_SECOND = 253_402_300_799  # the end of the year 9999: what a calendar can s
 _UTC_FORMAT = "%Y-%m-%dT%H:%M:%SZ"
 
 
+@lru_cache(1024)
 def format_utc(seconds: int) -> str:
     """A time in UTC, to the second.
 

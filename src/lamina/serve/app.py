@@ -16,10 +16,12 @@ import hashlib
 import json
 import re
 import sys
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Generator, Mapping, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from pathlib import Path
@@ -76,6 +78,8 @@ _UNAVAILABLE = {"release.log-not-written", "ledger.withdrawals-waiting", "admit.
 _LEDGER_WRONG = DenialReason(
     code="ledger-not-verified", text="withdrawals are not known: the ledger cannot be verified"
 )
+_TOGETHER, _MOST_TOGETHER = 0.004, 16  # seconds and number of requests that are computed together
+_MOST_QUERIES, _MOST_QUERY_CHARACTERS = 256, 4096  # that are remembered
 _JSON, _COSE, _TEXT = "application/json", "application/cose", "text/plain; charset=utf-8"
 
 
@@ -294,14 +298,82 @@ def _json(value: object, status: int = 200) -> Response:
     return Response(value if isinstance(value, bytes) else _encode(value), status, media_type=_JSON)
 
 
+Task = Generator[None, None, bytes]  # computes up to each yield, and then its answer
+Outcome = tuple[asyncio.Future[bytes], bytes, BaseException | None]
+
+
+class _ModelThread:
+    """One thread for what computes. Of quick requests that wait it does several together, step by step: what each step needs
+    of the processor's caches is then there, and thread and loop wake each other seldom. Each has an answer of its own."""
+
+    def __init__(self) -> None:
+        self._threads, self._lock, self._working = ThreadPoolExecutor(1, "model"), threading.Lock(), False
+        self._waiting: deque[tuple[asyncio.Future[bytes], Callable[[bytes], Task], bytes]] = deque()
+        self._seconds = _TOGETHER  # that one took of late
+
+    async def run(self, task: Callable[[bytes], Task], body: bytes) -> bytes:
+        """The answer of the task, or what it raised. A task that nobody waits for any more is not begun."""
+        future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        with self._lock:
+            self._waiting.append((future, task, body))
+            begin, self._working = not self._working, True
+        if begin:
+            self._threads.submit(self._work)
+        return await future
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                most = int(min(_MOST_TOGETHER, max(1.0, _TOGETHER / self._seconds)))
+                taken = [self._waiting.popleft() for _ in range(min(most, len(self._waiting)))]
+                self._working = bool(taken)
+            if not taken:
+                return
+            began = time.perf_counter()
+            going, done = (
+                [(future, task(body)) for future, task, body in taken if not future.cancelled()],
+                list[Outcome](),
+            )
+            while going:
+                going = [each for each in going if _goes_on(*each, done)]
+            self._seconds = (time.perf_counter() - began) / len(taken)
+            for loop in {future.get_loop() for future, _, _ in done}:
+                with suppress(RuntimeError):  # a loop that is closed: nobody waits
+                    loop.call_soon_threadsafe(_give, [each for each in done if each[0].get_loop() is loop])
+
+
+def _goes_on(future: asyncio.Future[bytes], task: Task, done: list[Outcome]) -> bool:
+    """Whether there is another step after the next one."""
+    try:
+        next(task)
+    except StopIteration as end:
+        done.append((future, end.value, None))
+    except BaseException as error:
+        done.append((future, b"", error))
+    else:
+        return True
+    return False
+
+
+def _give(outcomes: list[Outcome]) -> None:
+    for future, found, error in outcomes:
+        if future.done():  # its time was over meanwhile
+            continue
+        if error is None:
+            future.set_result(found)
+        else:
+            future.set_exception(error)
+
+
 class _Api:
     """The endpoints. Whatever reads a disk or computes runs in a thread."""
 
     def __init__(self, service: Service) -> None:
         self._service, self._limits = service, service.limits
-        self._model_thread = ThreadPoolExecutor(1, "model")
+        self._model_thread = _ModelThread()
         self._ledger_threads = ThreadPoolExecutor(2, "ledger")
         self._papers = service.papers()
+        self._queries: dict[str, Query] = {}
         self._openapi = _encode(openapi(__version__))
 
     async def _body(self, request: Request, kind: str, most: int | None = None) -> bytes:
@@ -322,13 +394,13 @@ class _Api:
 
     async def infer(self, request: Request) -> Response:
         body = await self._body(request, _JSON)
-        return _json(await self._run(self._model_thread, self._infer, body))
+        return _json(await self._model_thread.run(self._infer, body))
 
-    def _infer(self, body: bytes) -> bytes:
+    def _infer(self, body: bytes) -> Task:
         service = self._service
         if service.inference is None:
             raise RequestRefused(404, "serve.no-model", "no model is served here", "serve a release with --model")
-        query, asked = _read_query(body, {"query", "inputs"})
+        query, asked = self._read_query(body, {"query", "inputs"})
         inputs = service.inference.form.read(asked["inputs"])
         decision = service.decide(query, answering=True)
         if not decision.allowed:
@@ -336,15 +408,37 @@ class _Api:
             raise RequestRefused(
                 403, "serve.denied", problem, "ask for what the release allows", more=decision.to_dict()
             )
-        return _encode({"outputs": service.inference.answer(query, inputs), "decision": decision.to_dict()})
+        yield
+        outputs = service.inference.answer(query, inputs)
+        yield
+        return _encode({"outputs": outputs, "decision": decision.to_dict()})
 
     async def decide(self, request: Request) -> Response:
         body = await self._body(request, _JSON)
-        return _json(await self._run(self._model_thread, self._decide, body))
+        return _json(await self._model_thread.run(self._decide, body))
 
-    def _decide(self, body: bytes) -> bytes:
-        query, _ = _read_query(body, {"query"})
-        return _encode(self._service.decide(query, answering=False).to_dict())
+    def _decide(self, body: bytes) -> Task:
+        query, _ = self._read_query(body, {"query"})
+        decision = self._service.decide(query, answering=False)
+        yield
+        return _encode(decision.to_dict())
+
+    def _read_query(self, body: bytes, fields: set[str]) -> tuple[Query, dict[str, Any]]:
+        asked = parse_json(body, "the request")
+        if type(asked) is not dict or asked.keys() != fields:
+            problem = f"the request must have {' and '.join(sorted(fields))}"
+            raise RequestRefused(400, "serve.fields", problem, "send these")
+        try:
+            text = repr(asked["query"])  # of JSON: equal texts are equal values
+        except RecursionError:  # too deep for a query
+            return Query.from_dict(asked["query"]), asked
+        if (found := self._queries.get(text)) is None:
+            found = Query.from_dict(asked["query"])
+            if len(self._queries) >= _MOST_QUERIES:
+                self._queries.clear()
+            if len(text) <= _MOST_QUERY_CHARACTERS:
+                self._queries[text] = found
+        return found, asked
 
     async def withdraw(self, request: Request) -> Response:
         body = await self._body(request, _COSE, MAX_REQUEST_BYTES)
@@ -402,13 +496,6 @@ class _Api:
         ledger = self._service.ledger
         size = None if ledger is None else await self._run(self._ledger_threads, lambda: ledger.size)
         return Response(self._service.metrics.text(size), media_type="text/plain; version=0.0.4")
-
-
-def _read_query(body: bytes, fields: set[str]) -> tuple[Query, dict[str, Any]]:
-    asked = parse_json(body, "the request")
-    if type(asked) is not dict or asked.keys() != fields:
-        raise RequestRefused(400, "serve.fields", f"the request must have {' and '.join(sorted(fields))}", "send these")
-    return Query.from_dict(asked["query"]), asked
 
 
 def _no_ledger() -> RequestRefused:
