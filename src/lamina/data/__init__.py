@@ -11,6 +11,7 @@ from lamina.data.datasets import (
     ohio_corpus,
     ohio_records,
     ohio_signal,
+    paper_run,
     ptbxl_corpus,
     ptbxl_records,
     read_ohio,
@@ -27,5 +28,5 @@ __all__ = [
     "Signal", "read_wfdb", "segments", "read_edf", "read_csv_signal", "read_npz_signal", "read_ohio",
     "ptbxl_corpus", "ohio_corpus", "mimic_corpus", "ptbxl_records", "ohio_records", "mimic_records",
     "ecg_windows", "ohio_signal", "PatientRecord", "PreparedPart", "prepare", "part_of",
-    "class_weights", "noisy_class_counts", "PTBXL_COUNTS",
+    "class_weights", "noisy_class_counts", "PTBXL_COUNTS", "paper_run",
 ]  # fmt: skip

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
+from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from xml.parsers import expat
@@ -40,10 +41,21 @@ def _folder(path: str | Path, needs: str) -> Path:
     return folder
 
 
-def _corpus(parts: dict[str, PreparedPart], part: str, policy: Policy | None, labels: bool) -> Corpus:
+def _corpus(parts: dict[str, PreparedPart], part: str, **options: Any) -> Corpus:
     if part not in PARTS:
         raise LaminaError("data.part-not-known", f"part is {part!r}", f"choose from {', '.join(PARTS)}")
-    return parts[part].corpus(labels=labels, policy=policy)
+    return parts[part].corpus(**options)
+
+
+def paper_run(name: str) -> str:
+    """A run file with the settings of Tables 3 and 4 of the LSAB paper, such as 'ptbxl-res-ae': its text."""
+    folder = resources.files("lamina.data") / "paper_runs"
+    known = sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
+    if name not in known:
+        raise LaminaError(
+            "data.paper-run-not-known", f"there is no paper run {name!r}", f"choose from {', '.join(known)}"
+        )
+    return (folder / f"{name}.toml").read_text(encoding="utf-8")
 
 
 # ---------------------------------------------------------------------------------------------------------- PTB-XL
@@ -103,12 +115,15 @@ def ecg_windows(record: Signal, length: int = WINDOW, overlap: float = OVERLAP) 
 
 def ptbxl_corpus(
     folder: str, policy: Policy | None = None, *, part: str = "train", rate: int = 100, labels: bool = True,
-    cache: str | None = None, oversample: str | None = None,
+    cache: str | None = None, oversample: str | None = None, **options: Any,
 ) -> Corpus:  # fmt: skip
-    """Windows of PTB-XL, patients as contributions. In RUN.toml: kind = "factory", factory = "lamina.data:ptbxl_corpus"."""
+    """Windows of PTB-XL, patients as contributions; options are those of `lamina.Corpus`.
+
+    In RUN.toml: kind = "factory", factory = "lamina.data:ptbxl_corpus", and all of these in args.
+    """
     settings = {"data": "ptbxl", "rate": rate, "length": WINDOW, "overlap": OVERLAP}
     made = prepare(ptbxl_records(folder, rate=rate), settings=settings, cache=cache, oversample=oversample)
-    return _corpus(made, part, policy, labels)
+    return _corpus(made, part, policy=policy, labels=labels, **options)
 
 
 # -------------------------------------------------------------------------------------------------------- OhioT1DM
@@ -271,17 +286,13 @@ def ohio_records(
 
 def ohio_corpus(
     folder: str, policy: Policy | None = None, *, part: str = "train", channels: list[str] | None = None,
-    cache: str | None = None, length: int = WINDOW,
+    cache: str | None = None, length: int = WINDOW, **options: Any,
 ) -> Corpus:  # fmt: skip
     """Windows of 5-minute readings in [0, 1], patients as contributions: for autoencoders, there are no labels."""
     names = tuple(channels or ("glucose_level",))
     settings = {"data": "ohio", "channels": names, "length": length, "overlap": OVERLAP}
-    return _corpus(
-        prepare(ohio_records(folder, channels=names, length=length), settings=settings, cache=cache),
-        part,
-        policy,
-        False,
-    )
+    made = prepare(ohio_records(folder, channels=names, length=length), settings=settings, cache=cache)
+    return _corpus(made, part, policy=policy, labels=False, **options)
 
 
 # ----------------------------------------------------------------------------------------------- MIMIC-III waveforms
@@ -340,10 +351,9 @@ def mimic_records(
 
 def mimic_corpus(
     folder: str, policy: Policy | None = None, *, part: str = "train", stream: str = "ECG", cache: str | None = None,
-    most: int = 500,
+    most: int = 500, **options: Any,
 ) -> Corpus:  # fmt: skip
     """Windows of one stream (ECG, ABP or PPG), patients as contributions; no labels."""
     settings = {"data": "mimic", "stream": stream, "length": WINDOW, "overlap": OVERLAP, "most": most}
-    return _corpus(
-        prepare(mimic_records(folder, stream=stream, most=most), settings=settings, cache=cache), part, policy, False
-    )
+    made = prepare(mimic_records(folder, stream=stream, most=most), settings=settings, cache=cache)
+    return _corpus(made, part, policy=policy, labels=False, **options)
