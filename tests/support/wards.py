@@ -32,14 +32,19 @@ def plan_of(form: str, steps: int, noise: str) -> StepPlan:
     return make_plan(stack, policy, batch=24, steps=steps, epsilon=2.0, allocate=RULES.get(form, "flat"))
 
 
-def policy_of(noise: str) -> str:
-    return POLICY + (f"\n[noise]\n{NOISE[noise]}\n" if NOISE[noise] else "")
+def policy_of(noise: str, exhausted: str = "refuse") -> str:
+    policy = POLICY.replace("[corpus]", f'[corpus]\nexhausted = "{exhausted}"')
+    return policy + (f"\n[noise]\n{NOISE[noise]}\n" if NOISE[noise] else "")
 
 
 @lru_cache
-def first_day(root: Path, noise: str) -> hospital.Hospital:
-    """Four volunteers, twelve clinical and six sensitive patients; four of these signed for less than their class."""
-    made = hospital.Hospital(root / noise, policy=Policy.parse(policy_of(noise)))
+def first_day(root: Path, noise: str, exhausted: str) -> hospital.Hospital:
+    """Four volunteers, twelve clinical and six sensitive patients; four of these signed for less than their class.
+
+    Where an exhausted bound stops nobody, theirs soon are: a run takes ε = 2.
+    """
+    made = hospital.Hospital(root / f"{noise}-{exhausted}", policy=Policy.parse(policy_of(noise, exhausted)))
+    signed = (0.3, 0.5, 0.4) if exhausted == "refuse" else (1.2, 1.6, 0.8)
     made.trust()
     classes = {f"o{i:02d}": "open" for i in range(4)}
     classes |= {f"c{i:02d}": "clinical" for i in range(12)} | {f"s{i:02d}": "sensitive" for i in range(6)}
@@ -47,22 +52,23 @@ def first_day(root: Path, noise: str) -> hospital.Hospital:
         made.write(name, seed)
     until: dict[str, Any] = {"expires": hospital.NOW + VALID}
     made.sign(classes, **until)
-    made.sign({"c01": "clinical", "c02": "clinical"}, noise_multiplier=0.3, **until)
-    made.sign({"c03": "clinical"}, noise_multiplier=0.5, **until)
-    made.sign({"s01": "sensitive"}, noise_multiplier=0.4, **until)
+    made.sign({"c01": "clinical", "c02": "clinical"}, noise_multiplier=signed[0], **until)
+    made.sign({"c03": "clinical"}, noise_multiplier=signed[1], **until)
+    made.sign({"s01": "sensitive"}, noise_multiplier=signed[2], **until)
     return made
 
 
 @dataclass
 class Ward(World):
-    """`noise` is that of its policy; `first` is where its first day is made, once for all."""
+    """`noise` and `exhausted` are its policy's; `first` is where its first day is made, once for all."""
 
     noise: str = "exact"
     first: Path = Path()
+    exhausted: str = "refuse"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        made = first_day(self.first, self.noise)
+        made = first_day(self.first, self.noise, self.exhausted)
         shutil.copytree(made.root, self.root / "ward")
         self.ward = hospital.Hospital(self.root / "ward", policy=made.policy, key=made.key)
         self.clock = self.ward.clock

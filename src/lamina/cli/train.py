@@ -36,6 +36,7 @@ from lamina.corpus.corpus import Corpus
 from lamina.engine.proxy_shares import Proxy
 from lamina.errors import CorpusError, LaminaError, RunError
 from lamina.ledger.corpus_terms import CorpusTerms, ledger_key_path, open_or_create
+from lamina.ledger.show import describe_factor
 from lamina.ledger.store.sqlite import is_postgres_url, ledger_exists, printable_location
 from lamina.ledger.writer import Ledger
 from lamina.plan.layer_stack import LayerStack
@@ -340,6 +341,13 @@ def _bound_lines(outcome: Outcome) -> list[str]:
         promised = "–" if signed is None else epsilon_text(signed)
         rows.append([name, f"{row['delta']:g}", promised, *figures, "–" if scale is None else at_most(scale)])
     more = [f"… and {len(bounds) - _MAX_BOUNDS_SHOWN} more, in metrics.json"] if len(bounds) > _MAX_BOUNDS_SHOWN else []
+    kinds = {"steps_left_out": "left out of", "steps_scaled": "scaled in"}
+    more += [
+        f"{name} was exhausted: {how} {row[key]} steps"
+        for name, row in bounds.items()
+        for key, how in kinds.items()
+        if row.get(key)
+    ]
     return [columns(rows), *more, ""]
 
 
@@ -353,9 +361,13 @@ def print_plan_only(
             check_policy_not_looser(spends.ledger, planned.contract())
         standing = _spend_by_class(planned, spends, begun=begun is not None)
         refused = [] if begun is not None or spends is None else _over_budget(planned, trainer, spends)
+        exhausted: dict[str, float] = {}
+        if spends is not None and begun is None and trainer.factors:
+            first = min(trainer.segment, planned.plan.steps)
+            exhausted = spends.exhausted(planned.plan, 0, first, trainer.accounts, trainer.factors)
     admission = None if trainer.corpus.admission is None else trainer.corpus.admission.to_dict()
     facts = {"folder": str(folder), "begun": begun, "ledger": printable_location(where), "standing": standing}
-    facts |= {"refused": refused, "admission": admission, "notes": list(notes)}
+    facts |= {"refused": refused, "exhausted": exhausted, "admission": admission, "notes": list(notes)}
     rows = [["class", "ε planned", "ε spent by all runs", "with what is reserved", "bound", "remains after"]]
     for name, row in standing.items():
         bound = (
@@ -368,6 +380,9 @@ def print_plan_only(
         state = f"would be refused: the ledger has too little ε left for {', '.join(map(describe_account, refused))}"
     place = f"ledger: {printable_location(where)}{'' if there else ' (not there yet)'}"
     lines = [columns(rows), "", f"{folder}: {state}", place, *([] if refused else after_run(standing))]
+    for name, factor in exhausted.items():
+        count, done = trainer.corpus.count_signed(name), describe_factor(factor)
+        lines.append(f"{describe_account(name)}, {count} contributions, in the first segment{done}")
     lines.append("nothing was spent or written")
     print_answer({**planned.plan.to_dict(), **facts}, "\n".join(lines), as_json)
     return not refused
@@ -409,8 +424,9 @@ def _over_budget(planned: PlannedRun, trainer: Trainer, spends: SpendLedger) -> 
     """Classes and signed bounds that have too little left for a new run of this plan."""
     plan, found = planned.plan, []
     bounds = {entry.name: planned.policy.bound(entry.name) for entry in plan.classes}
-    bounds |= {each.name: each.epsilon for each in trainer.accounts}
-    every = plan_charges(plan, 0, plan.steps, trainer.accounts)
+    accounts = () if trainer.factors else trainer.accounts  # exhausted bounds do not stop it
+    bounds |= {each.name: each.epsilon for each in accounts}
+    every = plan_charges(plan, 0, plan.steps, accounts)
     for name, bound in bounds.items():
         due = [c for c in every if c.cls == name]
         if due and bound is not None:

@@ -25,7 +25,7 @@ from lamina.admit.key_ring import KeyRing
 from lamina.admit.keys import read_small
 from lamina.admit.resolver import Resolution
 from lamina.admit.verdicts import Bound, ContributionRefused, PackedTexts, Reason, Register
-from lamina.corpus.corpus import Corpus, LimitsOfRows, ProbeArgument
+from lamina.corpus.corpus import Corpus, Factors, LimitsOfRows, ProbeArgument
 from lamina.corpus.example_sources import PayloadSource, dtype_name
 from lamina.corpus.files import Hasher, hash_parts
 from lamina.corpus.payload_admission import REFUSED_REMEDY, admit_payloads, read_whole, refusal_counts_text
@@ -155,9 +155,9 @@ class AdmittedCorpus(Corpus):
             self._resolved[key] = self._signed.resolve(plan, max_occurrences=max_occurrences)
         return self._resolved[key]
 
-    def members_of(self, plan: StepPlan) -> tuple[NDArray[np.int64], ...]:
+    def members_of(self, plan: StepPlan, factors: Factors = None) -> tuple[NDArray[np.int64], ...]:
         """As `Corpus.members_of`, without those whose bound no scale keeps under this plan."""
-        kept = self.resolution(plan).scale > 0
+        kept = self.resolution(plan).scale * self._factor_by_bound(factors) > 0
         found = super().members_of(plan)
         return found if kept.all() else tuple(rows[kept[self._signed.bound[rows]]] for rows in found)
 
@@ -165,10 +165,21 @@ class AdmittedCorpus(Corpus):
         """How many signed a bound that no scale keeps under this plan."""
         return int(np.count_nonzero(self.resolution(plan).scale[self._signed.bound] == 0))
 
-    def limits_of(self, plan: StepPlan, max_occurrences: Mapping[str, int] | None = None) -> LimitsOfRows:
+    def _factor_by_bound(self, factors: Factors) -> NDArray[np.float64]:
+        names = (account_name(_bound_key(each)) for each in self._signed.bounds)
+        return np.array([(factors or {}).get(name, 1.0) for name in names])
+
+    def count_signed(self, account: str) -> int:
+        """How many eligible contributions signed the bound of an account."""
+        mine = self._factor_by_bound({account: 0.0}) == 0
+        return int(np.count_nonzero(mine[self._signed.bound[self.eligible]]))
+
+    def limits_of(
+        self, plan: StepPlan, max_occurrences: Mapping[str, int] | None = None, factors: Factors = None
+    ) -> LimitsOfRows:
         """Scale and ceiling of contributions, by row."""
         found = self.resolution(plan, max_occurrences)
-        scale, ceiling, bound = found.scale, found.ceiling, self._signed.bound
+        scale, ceiling, bound = found.scale * self._factor_by_bound(factors), found.ceiling, self._signed.bound
         norm = np.array([plan.norm(each.cls) for each in self._signed.bounds])
         if not plan.rules and (scale == 1).all() and (np.isinf(norm) | (ceiling >= norm)).all():
             return lambda rows: (None, None)  # nobody is stricter than the class

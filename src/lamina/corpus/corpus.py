@@ -56,6 +56,7 @@ def _check_listing_matches_folders(root: Path, listed: list[str], there: list[st
 
 
 LimitsOfRows = Callable[[NDArray[np.int64]], tuple[torch.Tensor | None, torch.Tensor | None]]
+Factors = Mapping[str, float] | None  # by account of a signed bound, where it is exhausted
 EACH_EXAMPLE = "each"  # every example is a contribution of its own, and that is meant
 ProbeArgument = bool | tuple[Any, Any]  # by simulated input, not at all, or by public (x, y)
 UNITS_OF_ONE_EXAMPLE = ("contribution", "example", "record", "row", "sample")
@@ -202,8 +203,11 @@ class Corpus:
         """The eligible contributions of a class, by row. Rows count contributions in order of first appearance."""
         return self._index.members(name)
 
-    def members_of(self, plan: StepPlan) -> tuple[NDArray[np.int64], ...]:
-        """The eligible contributions of each class of a plan; none where the corpus has nobody of the class."""
+    def members_of(self, plan: StepPlan, factors: Factors = None) -> tuple[NDArray[np.int64], ...]:
+        """The eligible contributions of each class of a plan; none where the corpus has nobody of the class.
+
+        `factors` are of signed bounds that are exhausted, by account: who signed one with factor 0 is left out.
+        """
         if not self._index.named:
             return (self.members(self.names[0]),)
         nobody = np.empty(0, dtype=np.int64)
@@ -217,7 +221,13 @@ class Corpus:
             None if ceiling is None else torch.from_numpy(ceiling[rows]),
         )
 
-    def limits_of(self, plan: StepPlan, max_occurrences: Mapping[str, int] | None = None) -> LimitsOfRows:
+    def count_signed(self, account: str) -> int:
+        """How many eligible contributions signed the bound of an account; here nobody signed."""
+        return 0
+
+    def limits_of(
+        self, plan: StepPlan, max_occurrences: Mapping[str, int] | None = None, factors: Factors = None
+    ) -> LimitsOfRows:
         """`limits` as a plan has them: here they are given, and the same for every plan."""
         return self.limits
 

@@ -140,19 +140,23 @@ class Sampler:
     occurrences become known: `account.capped(sampler.schedule(k), cap)`. The counts are as secret as the coins. A plan
     whose price counts occurrences (raw noise) brings its own cap for every private class.
 
+    `factors` are those of exhausted signed bounds (`AttemptOpened`): who signed one takes part with clip norms times it,
+    and not at all at 0. Rates, noise and divisor are the plan's for everybody.
+
     `corpus.examples_per_unit` limits the examples of a contribution per step; `choose_examples` draws them.
     """
 
     def __init__(
         self, corpus: Corpus, plan: StepPlan, *, seed: bytes, rank: int = 0,
         max_occurrences: Mapping[str, int] | None = None, counts: Any = None, seeded: bool = False,
+        factors: Mapping[str, float] | None = None,
     ) -> None:  # fmt: skip
         corpus.check(plan)
         step_key(seed, step=0, rank=rank, purpose=StreamPurpose.COINS)  # refuses a bad seed or rank now
         self._seed, self._rank, self._plan = seed, rank, plan
         self._source, self._layout, self._most = corpus.source, corpus.layout, corpus.examples_per_unit
-        self._members = corpus.members_of(plan)
-        self._limits = corpus.limits_of(plan, max_occurrences)
+        self._members = corpus.members_of(plan, factors)
+        self._limits = corpus.limits_of(plan, max_occurrences, factors)
         self._caps = _caps_by_class_index(occurrence_caps(plan, max_occurrences), plan)
         self._counts = _check_counts(counts, len(corpus.layout), capped=self._caps is not None)
         self._last, self._seeded = -1, seeded

@@ -47,6 +47,7 @@ class EpochExposure:
     account     what the ledger states for its bound; not less, since others were eligible before it
     own         whether its bound has an account here. If not, it counts with its class as a whole, or with a stricter
                 bound where the class has no account: then `spend` is the most that it can have lost, if it was used
+    factor      below 1 where its bound was exhausted: its clip norms were multiplied by it; 0: it was left out
     """
 
     leaf: Leaf
@@ -57,6 +58,7 @@ class EpochExposure:
     spend: int
     account: int
     own: bool = True
+    factor: float = 1.0
 
     @property
     def steps(self) -> int:
@@ -159,6 +161,7 @@ def trace_contribution(ledger: LedgerReader, leaf: Leaf) -> ContributionTrace:
                 spend=_epsilon_in_nano(ledger, events),
                 account=0 if each.account is None else each.account.spend,
                 own=each.account is None or each.account.bound == story.record.bound,
+                factor=1.0 if each.account is None else each.account.factor,
             )
         )
     return ContributionTrace(
@@ -250,7 +253,8 @@ class _ContributionHistory:
             elif segments:
                 plan = self._plan(epoch)
                 charges = () if account is None else _own_charges(plan, account, segments)
-                if any(each.outcome is SegmentOutcome.CLOSED for each in segments):
+                used = account is None or account.factor > 0
+                if used and any(each.outcome is SegmentOutcome.CLOSED for each in segments):
                     self._closed.append((epoch.run, leaf.seq))
                 yield _EligibleEpoch(leaf, epoch, segments, plan, account, charges)
 
@@ -299,7 +303,7 @@ def _own_charges(plan: StepPlan | None, account: EpochAccount, segments: Sequenc
     """What it was charged itself: for the segments in which it was eligible, where that can be told apart."""
     if plan is None or adaptive_order(plan) is not None or plan.injection.occurrences is not None:
         return account.charges
-    return planned_charges(plan, account.cls, account.scale, segments)
+    return planned_charges(plan, account.cls, account.scaled, segments)
 
 
 def _reached_variance(plan: StepPlan | None, epoch: Epoch, cls: str) -> dict[str, float]:
@@ -329,4 +333,5 @@ def _exposure_to_dict(each: EpochExposure) -> dict[str, Any]:
         "epsilon": epsilon_or_none(each.spend),
         "epsilon_account": epsilon_or_none(each.account),
         "own_account": each.own,
+        "factor": each.factor,
     }  # fmt: skip

@@ -248,7 +248,8 @@ class EpochAccount:
 
     The bound is (clip_norm, noise_multiplier) in 1e-6, 0 and 0 where a class has members without one. Their thresholds
     are the plan's times `scale`. `spend` is ε in 1e-9, rounded up, over all runs and generations of the ledger, for a
-    contribution that was eligible all the time: at the header's δ, by its accountant.
+    contribution that was eligible all the time: at the header's δ, by its accountant. `factor` is below 1 where earlier
+    charges had used up the bound (`Spending.exhausted`): thresholds were multiplied by it too; 0: they were left out.
     """
 
     cls: str = stored(1, CLASS)
@@ -257,6 +258,17 @@ class EpochAccount:
     scale: float = stored(4, exact_float_in(5e-324, 1.0), default=1.0)
     charges: tuple[EpochCharge, ...] = stored(5, tuple_of(nested(EpochCharge), 0, 1024))
     spend: int = stored(6, SPEND)
+    factor: float = stored(7, exact_float_in(0.0, 1.0), default=1.0)
+
+    @property
+    def scaled(self) -> float:
+        """What the thresholds of its contributions were multiplied by in all; 0: they were left out."""
+        return self.scale * self.factor
+
+    @property
+    def next_factor(self) -> float:
+        """The next larger factor of the list; 1 for who was left out, since the list may be 1 and 0 alone."""
+        return min(1.0, 2 * self.factor or 1.0)
 
     @property
     def bound(self) -> tuple[str, int, int]:

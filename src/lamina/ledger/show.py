@@ -263,12 +263,22 @@ def _describe_spends(record: Epoch) -> str:
     classes = [each for each in record.accounts if not each.noise_multiplier]
     signed = sorted((each for each in record.accounts if each.noise_multiplier), key=lambda each: -each.spend)
     told = [
-        f"{describe_bound(each.bound)} ε {format_epsilon(each.spend)}"
+        f"{describe_bound(each.bound)} ε {format_epsilon(each.spend)}{describe_factor(each.factor)}"
         for each in (*classes, *signed[:_MAX_BOUNDS_SHOWN])
     ]
     if (more := len(signed) - _MAX_BOUNDS_SHOWN) > 0:
-        told.append(f"and {pluralize(more, 'more bound')}")
+        out = sum(not each.factor for each in signed[_MAX_BOUNDS_SHOWN:])
+        told.append(f"and {pluralize(more, 'more bound')}{f', {out} left out' if out else ''}")
     return "; ".join(told) or "nobody was charged"
+
+
+def describe_factor(factor: float) -> str:
+    """What an epoch did with a bound that was exhausted.
+
+    >>> describe_factor(1.0), describe_factor(0.25), describe_factor(0.0)
+    ('', ' (exhausted: scaled by 0.25)', ' (exhausted: left out)')
+    """
+    return "" if factor == 1 else f" (exhausted: {f'scaled by {factor:g}' if factor else 'left out'})"
 
 
 def describe_bound(bound: tuple[str, int, int]) -> str:

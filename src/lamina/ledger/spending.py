@@ -8,6 +8,7 @@ twice.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
@@ -17,7 +18,7 @@ from lamina.account.gaussian_rdp import epsilon_of_noise_multiplier
 from lamina.account.schedule import EventCounts, EventKey, grouped, rdp_order_of
 from lamina.ledger.governance_records import Header
 from lamina.ledger.records import EpochAccount, EpochCharge, Segment
-from lamina.ledger.schema import exact_text, nano_epsilon
+from lamina.ledger.schema import NANO, exact_text, nano_epsilon
 from lamina.plan.rules import FollowBudget
 from lamina.plan.step_plan import StepPlan
 
@@ -25,6 +26,7 @@ Bound = tuple[str, int, int]  # class, clip norm, noise multiplier: what names a
 
 CLASS_TOLERANCE = 1e-6  # relative: the bound of a class is kept in 1e-6
 _MICRO = 1_000_000
+_MACHINES = 1e-7  # relative: an ε computed on two machines
 _SPENDING_CONTEXT = b"lamina/spending/1\n"
 
 
@@ -32,6 +34,11 @@ _SPENDING_CONTEXT = b"lamina/spending/1\n"
 def signed_spend(noise_multiplier: int, delta: float) -> int:
     """The most that a contribution may lose that signed this multiplier, in 1e-9: exact, μ = 1/z."""
     return nano_epsilon(epsilon_of_noise_multiplier(noise_multiplier / _MICRO, delta))
+
+
+def signed_limit(noise_multiplier: int, delta: float) -> float:
+    """The largest ε that a ledger states as at most `signed_spend`: what the filter of a signed bound admits."""
+    return math.nextafter(signed_spend(noise_multiplier, delta) / NANO, 0.0)
 
 
 def adaptive_order(plan: StepPlan) -> float | None:
@@ -45,6 +52,8 @@ def planned_charges(plan: StepPlan, cls: str, scale: float, segments: Iterable[S
     Where noise follows a budget this is no upper bound: the whole budget is charged when its run begins.
     """
     order = adaptive_order(plan)
+    if not scale:  # left out
+        return ()
     schedule = [event for each in segments for event in plan.schedule_between(cls, each.first, each.last, scale)]
     return tuple(
         EpochCharge(sigma=event.sigma, rate=event.q, steps=event.steps, order=order) for event in grouped(schedule)
@@ -112,9 +121,15 @@ class Spending:
         ]
         return hashlib.sha256(_SPENDING_CONTEXT + cbor.encode(rows, max_size=1 << 28)).digest()
 
-    def copy(self) -> Spending:
-        """To try a charge on."""
+    def exhausted(self, account: EpochAccount, plan: StepPlan, segments: Iterable[Segment]) -> bool:
+        """Whether what was charged before forbids the next larger factor than the account has."""
+        more = planned_charges(plan, account.cls, account.scale * account.next_factor, segments)
+        limit = signed_limit(account.noise_multiplier, self.delta)
+        return self.epsilon(account.bound, more) > limit * (1 - _MACHINES)
+
+    def copy(self, *only: Bound) -> Spending:
+        """To try a charge on; of some accounts alone, if they are named."""
         made = object.__new__(Spending)
         made.accountant, made.delta = self.accountant, self.delta
-        made._events = {bound: dict(events) for bound, events in self._events.items()}
+        made._events = {bound: dict(found) for bound, found in self._events.items() if not only or bound in only}
         return made

@@ -83,8 +83,11 @@ class CorpusPolicy(BaseModel):
     granularity     segments that an epoch of the ledger closes at most
     witnesses       cosignatures that a checkpoint of the ledger needs
     withdraw        who may withdraw: "keeper", whoever keeps the ledger, or "signed", requests that somebody signed alone
+    exhausted       what a run does about a signed bound that earlier charges have used up: "refuse" to run, "leave-out"
+                    who signed it of the segments that it does not cover, or "scale" them to what remains of it
 
-    The last four are read when the ledger is made; afterwards its owner changes them (`lamina ledger terms`).
+    Retention, granularity, witnesses and withdraw are read when the ledger is made; afterwards its owner changes them
+    (`lamina ledger terms`).
     """
 
     model_config = _STRICT
@@ -99,6 +102,7 @@ class CorpusPolicy(BaseModel):
     granularity: Annotated[int, Field(ge=1, le=1 << 20)] = 1
     witnesses: Annotated[int, Field(ge=0, le=1024)] | None = None
     withdraw: Literal["keeper", "signed"] = "keeper"
+    exhausted: Literal["refuse", "leave-out", "scale"] = "refuse"
 
     @model_validator(mode="after")
     def _floors_only_rise(self) -> Self:

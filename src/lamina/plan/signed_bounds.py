@@ -18,6 +18,7 @@ Dividing by z instead of sigma_acc would take a figure of the whole horizon for 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lamina import validate
@@ -26,6 +27,16 @@ from lamina.account.gaussian_rdp import epsilon_of_noise_multiplier
 from lamina.errors import AccountingError, PlanError
 from lamina.plan.rules import clip_radius
 from lamina.plan.step_plan import StepPlan
+
+REMAINING_FACTORS: Mapping[str, tuple[float, ...]] = {
+    "refuse": (),
+    "leave-out": (1.0, 0.0),
+    "scale": (1.0, 0.5, 0.25, 0.125, 0.0),
+}
+"""By `[corpus] exhausted`: what the thresholds of a bound may be multiplied by in a segment, the largest that fits first.
+
+The list is public, and which of it applies follows from recorded charges alone, so ε is that of the charges as made.
+"""
 
 _SCALE_STEP = 2e-5  # by which a scale shrinks where rounding left it too large: the tolerance of `calibrate`
 _MAX_TRIES = 50

@@ -165,8 +165,8 @@ class RunEvidence:
         return sorted({account.bound for _, epoch in self.epochs for account in epoch.accounts})
 
     def scale(self, bound: tuple[str, int, int]) -> float:
-        """The largest scale at which contributions of an account took part."""
-        return max(a.scale for _, epoch in self.epochs for a in epoch.accounts if a.bound == bound)
+        """The largest scale at which contributions of an account took part; 0 if they were left out of every segment."""
+        return max(a.scaled for _, epoch in self.epochs for a in epoch.accounts if a.bound == bound)
 
     def abandoned_steps(self) -> list[int]:
         """How many steps each attempt had whose steps are not in the model."""

@@ -159,6 +159,12 @@ def plan_charges(plan: StepPlan, first: int, last: int, accounts: Sequence[Signe
     return (*classes, *bound_charges(plan, first, last, accounts))
 
 
+def remaining_accounts(accounts: Sequence[SignedAccount], factors: Mapping[str, float]) -> tuple[SignedAccount, ...]:
+    """The accounts with their scales multiplied by the factors of those that are exhausted; without who is left out."""
+    pairs = [(each, factors.get(each.name, 1.0)) for each in accounts]
+    return tuple(replace(each, scale=each.scale * factor) for each, factor in pairs if factor)
+
+
 def bound_charges(plan: StepPlan, first: int, last: int, accounts: Sequence[SignedAccount]) -> tuple[Charge, ...]:
     """What these steps take from signed bounds, each at the sigma that follows from its scale."""
     return tuple(

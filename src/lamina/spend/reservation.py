@@ -15,7 +15,7 @@ from lamina.account.schedule import EventCounts, EventKey
 from lamina.errors import EncodingError, LedgerDamaged
 from lamina.ledger.records import Segment, SegmentOutcome
 from lamina.ledger.schema import NANO, UNBOUNDED
-from lamina.ledger.spending import CLASS_TOLERANCE, signed_spend
+from lamina.ledger.spending import CLASS_TOLERANCE, Spending, signed_limit, signed_spend
 from lamina.ledger.store.rows import RESERVATION_SEGMENT, RunHold, RunRow, StoreReader, StoreWriter
 from lamina.ledger.writer import Ledger
 from lamina.plan.step_plan import StepPlan
@@ -55,10 +55,11 @@ class OpenAttempt:
 class OpenCharges:
     """Charges of an attempt or a reservation that no leaf records yet.
 
-    scales  of the signed bounds among them
-    plan    its digest
-    begun   the attempt; None for a reservation or a whole budget
-    place   inode of the run's journal
+    scales   of the signed bounds among them
+    plan     its digest
+    begun    the attempt; None for a reservation or a whole budget
+    place    inode of the run's journal
+    factors  of the signed bounds that are exhausted; 0: left out
     """
 
     charges: tuple[Charge, ...]
@@ -66,23 +67,25 @@ class OpenCharges:
     plan: bytes = b""
     begun: OpenAttempt | None = None
     place: int = 0
+    factors: Mapping[str, float] = field(default_factory=dict)
 
     def encode(self) -> bytes:
         rows = [list(astuple(each)) for each in self.charges]
         begun = [] if self.begun is None else [*astuple(self.begun)[:4], list(self.begun.variance)]
         whole = [rows, dict(self.scales), self.plan, begun, self.place]
+        whole += [dict(self.factors)] if self.factors else []
         return cbor.encode(whole, floats=True, max_size=_MOST_BYTES)
 
     @classmethod
     def decode(cls, data: bytes) -> OpenCharges:
         try:
-            rows, scales, plan, begun, place = cbor.decode(data, floats=True, max_size=_MOST_BYTES)
+            rows, scales, plan, begun, place, *factors = cbor.decode(data, floats=True, max_size=_MOST_BYTES)
             charges = tuple(_charge_from_row(*row) for row in rows)
             attempt = None
             if begun:
                 first, last, eligibility, after, variance = begun
                 attempt = OpenAttempt(first, last, eligibility, after, tuple(variance))
-            return cls(charges, dict(scales), plan, attempt, place)
+            return cls(charges, dict(scales), plan, attempt, place, *map(dict, factors))
         except (EncodingError, TypeError, ValueError):
             raise _unreadable("the open charges of a run") from None
 
@@ -134,6 +137,14 @@ class SpendView:
         """All that was ever charged to an account, recorded in a leaf or not."""
         events = dict(self._recorded.spending.events(account_bound(name)))
         return add_charges(events, (each for *_, each in self._held(name, reserved=False)))
+
+    def spending(self, *names: str, without: tuple[bytes, int, int] | None = None) -> Spending:
+        """All that was ever charged to these accounts, except by one attempt: what leaves will say of it."""
+        found = self._recorded.spending.copy(*map(account_bound, names))
+        for name in names:
+            held = ((key, each) for *key, each in self._held(name, reserved=False))
+            found.charge(account_bound(name), [each.recorded() for key, each in held if tuple(key) != without])
+        return found
 
     def standing(self, name: str, *, without: str = "") -> EventCounts:
         """All that was charged, and all that is reserved except by the run `without`."""
@@ -286,8 +297,7 @@ class SpendLimits:
             promised = next((each.noise_multiplier for each in presets if each.cls == cls), 0)
         found = list(asked)
         if promised and (most := signed_spend(promised, header.delta)) < UNBOUNDED:
-            most_epsilon = most / NANO
-            bound = math.nextafter(most_epsilon, 0.0) if noise else most_epsilon * (1 + CLASS_TOLERANCE)
+            bound = signed_limit(noise, header.delta) if noise else most / NANO * (1 + CLASS_TOLERANCE)
             found.append(AccountBudget(bound=bound, delta=header.delta, accountant=header.accountant))
         return [t for t in found if not any(o is not t and o.within(t) and o != t for o in found)]
 

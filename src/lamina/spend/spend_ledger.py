@@ -14,6 +14,7 @@ from lamina.account.schedule import EventCounts, bisect_int
 from lamina.errors import LedgerDamaged, RunError
 from lamina.ledger import records as leaves
 from lamina.ledger.records import Epoch, EpochAccount, EpochCharge, NoiseChange, Segment, SegmentOutcome
+from lamina.ledger.spending import planned_charges, signed_limit
 from lamina.ledger.store.rows import WHOLE_BUDGET_SEGMENT, RunHold, StoreReader, StoreWriter, head_of
 from lamina.ledger.writer import Ledger
 from lamina.plan.step_plan import StepPlan
@@ -22,7 +23,9 @@ from lamina.spend.accounts import (
     AccountTotal,
     Charge,
     RecordedSpend,
+    SignedAccount,
     account_bound,
+    bound_charges,
     budget_exceeded,
     checked_bounds,
     checked_charges,
@@ -32,6 +35,7 @@ from lamina.spend.accounts import (
     follows_budget,
     is_bound,
     plan_charges,
+    remaining_accounts,
 )
 from lamina.spend.reservation import (
     BoundExceeded,
@@ -111,6 +115,10 @@ class EpochBuilder:
         if unknown := [name for name in taken if is_bound(name) and name not in known]:
             problem = f"the scale of account {unknown[0]!r} in this run is not known"
             raise RunError("spend.scale-unknown", problem, "give the accounts that the run was charged with")
+        factors = {}
+        for name, factor in held[mine].factors.items():
+            factors[name], charges = self._shown_factor(SpendView(rows, recorded), name, known[name], factor)
+            taken[name] = list(charges)
         after = recorded.spending.copy()
         for name, mine_of in taken.items():
             after.charge(account_bound(name), mine_of)
@@ -120,7 +128,7 @@ class EpochBuilder:
             scale = known[name] if is_bound(name) else 1.0
             made = EpochAccount(
                 cls=cls, clip_norm=clip, noise_multiplier=noise, scale=scale, charges=tuple(taken[name]),
-                spend=after.spend(bound),
+                spend=after.spend(bound), factor=factors.get(name, 1.0),
             )  # fmt: skip
             accounts.append(made)
         earlier = [(*key[:2], generation) for generation in range(self.segment.generation)]
@@ -135,6 +143,25 @@ class EpochBuilder:
             changes=tuple(NoiseChange(step=step, variance=noise) for step, noise in self.changes) or None,
         )
         return epoch, tuple(held)
+
+    def _shown_factor(
+        self, view: SpendView, name: str, scale: float, factor: float
+    ) -> tuple[float, tuple[EpochCharge, ...]]:
+        """The factor of an exhausted bound, and its charges.
+
+        A ledger that was put back may lack the charges that exhausted it. Then the bound has room, and is charged for
+        the next larger factor: more than was taken, and nobody who verifies has to believe what the ledger lacks.
+        """
+        (cls, clip, noise), segments = account_bound(name), [self.segment]
+        before = view.spending(name, without=(self.run, self.segment.index, self.segment.generation))
+        while factor < 1:
+            asked = EpochAccount(
+                cls=cls, clip_norm=clip, noise_multiplier=noise, scale=scale, charges=(), spend=0, factor=factor
+            )
+            if before.exhausted(asked, self.plan, segments):
+                break
+            factor = asked.next_factor
+        return factor, planned_charges(self.plan, cls, scale * factor, segments)
 
     def settle(self, rows: StoreWriter, seq: int, parts: Sequence[RunHold], epochs: int) -> None:
         """In the transaction of the leaf: replace the open charges by the leaf."""
@@ -319,6 +346,26 @@ class SpendLedger:
 
         return self._ask(look)
 
+    def exhausted(
+        self, plan: StepPlan, first: int, last: int, accounts: Sequence[SignedAccount], factors: Sequence[float]
+    ) -> dict[str, float]:
+        """The signed bounds that are exhausted for the steps first … last-1, each with the largest factor that fits.
+
+        A factor fits if all that was ever charged, and the steps at that factor, keep the signed bound, as `charge` asks.
+        Reservations have no part in it: who reads the ledger finds the same.
+        """
+        spending, found = self._ask(lambda view, _: view.spending(*(each.name for each in accounts))), {}
+        for each in accounts:
+            bound = account_bound(each.name)
+            for factor in factors:
+                scaled = remaining_accounts([each], {each.name: factor})
+                more = [one.recorded() for one in bound_charges(plan, first, last, scaled)]
+                if not more or spending.epsilon(bound, more) <= signed_limit(bound[2], spending.delta):
+                    break
+            if factor < 1:
+                found[each.name] = factor
+        return found
+
     def digest(self, plan: StepPlan) -> bytes:
         """The digest of a plan. The last plan is encoded only once."""
         return hashlib.sha256(self._encoded(plan)).digest()
@@ -364,6 +411,7 @@ class SpendLedger:
         self, run: str, *, segment: int, generation: int, nonce: bytes, charges: Sequence[Charge],
         bounds: Mapping[str, float], scales: Mapping[str, float] | None = None, plan: bytes = b"",
         begun: OpenAttempt | None = None, place: int = 0, already: bool = False,
+        factors: Mapping[str, float] | None = None,
     ) -> bool:  # fmt: skip
         """Charge a segment before its first random draw; its steps come off the run's reservation.
 
@@ -373,13 +421,15 @@ class SpendLedger:
             begun: the attempt, for the record.
             place: inode of the run's journal.
             already: noise was drawn before, so the charge counts whatever the bounds are now.
+            factors: of the signed bounds that are exhausted, for the record.
 
         Returns:
             True if it is charged, now or earlier with the same nonce. False if this generation was charged with another
             nonce: somebody runs a copy of this run, and nothing is charged. Raises BudgetExceeded, and charges nothing,
             if an account would exceed its bound.
         """
-        run, held = (checked_run(run), OpenCharges(checked_charges(charges), dict(scales or {}), plan, begun, place))
+        held = OpenCharges(checked_charges(charges), dict(scales or {}), plan, begun, place, dict(factors or {}))
+        run = checked_run(run)
         limits = checked_bounds(bounds)
         segment = validate.whole(RunError, "spend.number-out-of-range", least=0, most=_MOST, segment=segment)
         generation = validate.whole(RunError, "spend.number-out-of-range", least=0, most=_MOST, generation=generation)

@@ -106,7 +106,7 @@ class AttemptOpened(_Attempt):
     A replay is allowed only if plan, settings, membership, checkpoint, data, ranks, threads and code are still what
     they were. `eligibility` is the number of leaves of the ledger when its members were frozen, `after` the generation
     of the segment whose weights it goes on from, `variance` S² per layer at its first step where the plan's rules move
-    it, `scales` those of the signed bounds that are charged. `seed` is b"" once it was erased.
+    it, `scales` those of the signed bounds that are charged, `factors` of those that are exhausted. `seed` is b"" once it was erased.
     """
 
     first: int
@@ -124,6 +124,7 @@ class AttemptOpened(_Attempt):
     after: int = 0
     variance: tuple[float, ...] = ()
     scales: dict[str, float] = field(default_factory=dict)
+    factors: dict[str, float] = field(default_factory=dict)
     seed: bytes = field(repr=False)
 
     def __post_init__(self) -> None:
@@ -191,6 +192,8 @@ _KIND_NUMBERS = {kind: number for number, kind in JOURNAL_KINDS.items()}
 def to_body(record: JournalRecord) -> tuple[int, bytes]:
     """The number of the record's kind and its CBOR, the seed left out."""
     fields = {f.name: getattr(record, f.name) for f in dataclasses.fields(record) if f.name != "seed"}
+    if not fields.get("factors"):
+        fields.pop("factors", None)
     if isinstance(record, AttemptOpened):
         fields["charges"] = [dataclasses.asdict(charge) for charge in record.charges]
         fields["variance"] = list(record.variance)

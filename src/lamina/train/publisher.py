@@ -233,6 +233,10 @@ def signed_bound_figures(run: Run, plan: StepPlan) -> dict[str, dict[str, Any]]:
         found[name] = {"delta": delta, "epsilon": epsilon, "total": _epsilon_total(run, plan, name, delta, epsilon)}
     for each in run.accounts:
         found[each.name] |= {"class": each.cls, "scale": each.scale, "signed": each.epsilon}
+        if steps := [(o.last - o.first, o.factors[each.name]) for o in run.attempts if each.name in o.factors]:
+            left_out = sum(count for count, factor in steps if not factor)
+            scaled = sum(count for count, factor in steps if factor)
+            found[each.name] |= {"steps_left_out": left_out, "steps_scaled": scaled}
     return found
 
 

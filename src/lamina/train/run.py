@@ -217,9 +217,10 @@ class Run:
 
     def __init__(
         self, folder: Path, *, spend: SpendLedger, bounds: Mapping[str, float], accounts: Sequence[SignedAccount] = (),
-        seed: int | None = None,
+        factors: Sequence[float] = (), seed: int | None = None,
     ) -> None:  # fmt: skip
         self.folder, self.spend, self.accounts = folder, spend, tuple(accounts)
+        self.factors = tuple(factors)  # of exhausted bounds, the largest first; none: a run that exceeds one is refused
         self._chosen_seed = seed
         self.plan: StepPlan | None = None  # the one that it goes on with
         self.bounds = {**bounds, **{each.name: each.epsilon for each in accounts}}
@@ -276,7 +277,7 @@ class Run:
 
     def open(
         self, *, segment: int, first: int, last: int, facts: SegmentInputs, due: Sequence[Charge], eligibility: int,
-        after: int, variance: Sequence[float] = (),
+        after: int, variance: Sequence[float] = (), factors: Mapping[str, float] | None = None,
     ) -> AttemptOpened:  # fmt: skip
         """Draw a seed, write it down with what the segment takes, and charge it. Only then may anything be drawn."""
         generation = self.generation(segment)
@@ -284,7 +285,8 @@ class Run:
             opened = AttemptOpened(
                 segment=segment, generation=generation, nonce=os.urandom(16), first=first, last=last, **asdict(facts),
                 charges=tuple(due), eligibility=eligibility, after=after, variance=tuple(variance),
-                scales=self.scales(due), seed=self._seed(segment, generation),
+                scales=self.scales(due, factors or {}), factors=dict(factors or {}),
+                seed=self._seed(segment, generation),
             )  # fmt: skip
             self.journal.append(opened)
             try:
@@ -305,12 +307,21 @@ class Run:
         return self.spend.charge(
             self.id, segment=opened.segment, generation=opened.generation, nonce=opened.nonce,
             charges=charges_to_record(opened), bounds=self.bounds, scales=opened.scales, plan=opened.plan,
-            begun=_opened_attempt(opened), place=self.journal.place, already=already,
+            begun=_opened_attempt(opened), place=self.journal.place, already=already, factors=opened.factors,
         )  # fmt: skip
 
-    def scales(self, due: Sequence[Charge]) -> dict[str, float]:
+    def exhausted(self, plan: StepPlan, first: int, last: int) -> dict[str, float]:
+        """The signed bounds that earlier charges have used up for these steps, each with the factor that remains."""
+        return self.spend.exhausted(plan, first, last, self.accounts, self.factors) if self.factors else {}
+
+    @property
+    def reserved_accounts(self) -> tuple[SignedAccount, ...]:
+        """The signed bounds that are reserved with the plan: none where each segment finds out what is left of them."""
+        return () if self.factors else self.accounts
+
+    def scales(self, due: Sequence[Charge], factors: Mapping[str, float]) -> dict[str, float]:
         """Scales of the signed bounds among these charges; of all where occurrences are capped and may cost nothing."""
-        names = {charge.cls for charge in due}
+        names = {*factors, *(charge.cls for charge in due)}
         capped = self.plan is not None and self.plan.injection.occurrences is not None
         return {each.name: each.scale for each in self.accounts if capped or each.name in names}
 
@@ -496,7 +507,7 @@ def reserve_plan(run: Run, plan: StepPlan) -> None:
     """Reserve the whole plan in the ledger; if that is refused, the new journal is removed."""
     run.plan = plan
     try:
-        _reserve(run, plan, plan_charges(plan, 0, plan.steps, run.accounts))
+        _reserve(run, plan, plan_charges(plan, 0, plan.steps, run.reserved_accounts))
     except BudgetExceeded:
         (run.folder / "journal").unlink()
         raise
@@ -510,13 +521,13 @@ def reserve_rest(run: Run, plan: StepPlan, first: int) -> int:
     a whole: `adaptive_budget_fits` says how far it goes.
     """
     run.plan = plan
-    steps, rest = max(0, plan.steps - first), charges_due(run, plan, first, plan.steps)
+    steps, rest = max(0, plan.steps - first), charges_due(run, plan, first, plan.steps, run.reserved_accounts)
     if not follows_budget(plan):
         for name in {charge.cls: None for charge in rest}:
             most, *besides = [charge for charge in rest if charge.cls == name]
             events = _events_within_bounds(run, plan, most, besides)
             steps = min(steps, _steps_within_events(run, plan, first, events, name) if events < most.steps else steps)
-        rest = charges_due(run, plan, first, first + steps) if steps else ()
+        rest = charges_due(run, plan, first, first + steps, run.reserved_accounts) if steps else ()
     _reserve(run, plan, rest)
     _write_plan(run, plan)
     return first + steps
@@ -530,11 +541,13 @@ def _write_plan(run: Run, plan: StepPlan) -> None:
     write_atomically(path, data)
 
 
-def charges_due(run: Run, plan: StepPlan, first: int, last: int) -> tuple[Charge, ...]:
+def charges_due(
+    run: Run, plan: StepPlan, first: int, last: int, accounts: Sequence[SignedAccount]
+) -> tuple[Charge, ...]:
     """What the steps first … last-1 take, by class and signed bound, after all that the run has tried so far."""
     if plan.injection.occurrences is None:
-        return plan_charges(plan, first, last, run.accounts)
-    once = plan_charges(plan, 0, 1, run.accounts)
+        return plan_charges(plan, first, last, accounts)
+    once = plan_charges(plan, 0, 1, accounts)
     due = (each.times(events_due(run, plan, first, last, each.cls)) for each in once)
     return tuple(each for each in due if each.steps)
 

@@ -40,11 +40,17 @@ from torch.optim import Optimizer
 from lamina.corpus.corpus import Corpus
 from lamina.engine import native
 from lamina.engine.noise import noise_version
-from lamina.errors import RunError
+from lamina.errors import BudgetExceeded, RunError
 from lamina.ledger.records import MAX_NOISE_VALUES
 from lamina.plan.rules import FollowBudget, FollowQuantile
 from lamina.plan.step_plan import StepPlan
-from lamina.spend.accounts import Charge, charges_in_declared_steps, follows_budget
+from lamina.spend.accounts import (
+    Charge,
+    charges_in_declared_steps,
+    describe_account,
+    follows_budget,
+    remaining_accounts,
+)
 from lamina.spend.reservation import NoiseByStep
 from lamina.train.journal import AttemptClosed, AttemptOpened, SegmentInputs
 from lamina.train.membership import LedgerMembership
@@ -132,10 +138,22 @@ class Segments:
         if self.run.fresh or not (self.run.checkpoints.indices() or self.run.journal.opens):
             self.members.check(self.plan)
             self.run.checkpoints.room(self.state.capture(self._header(None)))  # before anything is reserved
+            self._refuse_exhausted()
             reserve_plan(self.run, self.plan)
             self._save(None)  # also after a kill before the first checkpoint: nothing was drawn then
         else:
             self._resume()
+
+    def _refuse_exhausted(self) -> None:
+        """Refuse to begin a run in which everybody would be left out."""
+        factors = self.run.exhausted(self.plan, 0, self._end_of_segment(0))
+        if factors and not any(map(len, self.corpus.members_of(self.plan, factors))):
+            (self.run.folder / "journal").unlink()
+            problem = f"the signed bounds of all contributions of corpus {self.run.origin!r} are exhausted"
+            raise BudgetExceeded("train.everybody-exhausted", problem, "admit contributions that signed another bound")
+
+    def _end_of_segment(self, first: int) -> int:
+        return min(self.end, first + min(self.length, most_steps(self.plan)))
 
     def _resume(self) -> None:
         run, state = self.run, self.state
@@ -205,9 +223,13 @@ class Segments:
         if self._replay is not None:
             opened, self._replay = self._replay, None
             return opened
-        first, last = self.state.step, min(self.end, self.state.step + min(self.length, most_steps(self.plan)))
-        last, due = self._due(first, last)
+        first, last = self.state.step, self._end_of_segment(self.state.step)
+        factors = self.run.exhausted(self.plan, first, last)
+        last, due = self._due(first, last, factors)
         if first >= last:
+            return None
+        if factors and not any(map(len, self.corpus.members_of(self.plan, factors))):
+            self.note(f"the signed bounds of all contributions are exhausted for steps {first} to {last - 1}")
             return None
         filters = self.state.filters
         for c in due:
@@ -223,10 +245,21 @@ class Segments:
             self.note(f"{gone} contributions withdrew and are not used from step {first} on")
         if not self.run.attempts:
             self.members.check(self.plan)
+        self._tell_exhausted(first, factors)
         return self.run.open(
             segment=self.state.segments, first=first, last=last, facts=self._facts(), due=due, eligibility=eligibility,
-            after=self._after, variance=self._variance(),
+            after=self._after, variance=self._variance(), factors=factors,
         )  # fmt: skip
+
+    def _tell_exhausted(self, first: int, factors: Mapping[str, float]) -> None:
+        """On the screen and in the notes, by signed bound: how many are left out or scaled from here on."""
+        before = self.run.attempts[-1].factors if self.run.attempts else {}
+        for name in sorted({*factors, *before}):
+            if (factor := factors.get(name, 1.0)) != before.get(name, 1.0):
+                done = f"is exhausted by earlier charges: {f'scaled by {factor:g}' if factor else 'left out'}"
+                done = done if factor < 1 else "covers the next steps: not scaled"
+                who = f"{describe_account(name)} (contributions: {self.corpus.count_signed(name)})"
+                self.note(f"{who} {done} from step {first} on")
 
     def _variance(self) -> list[float]:
         """S² per layer at the next step, where the plan's rules move it. What they move it by was released."""
@@ -249,13 +282,13 @@ class Segments:
         )
         raise RunError("train.stopped-before", problem, remedy)
 
-    def _due(self, first: int, last: int) -> tuple[int, tuple[Charge, ...]]:
+    def _due(self, first: int, last: int, factors: Mapping[str, float]) -> tuple[int, tuple[Charge, ...]]:
         """Where the segment ends, and what it takes.
 
         An adaptive budget fixes the noise for a segment, and the segment ends where the budget does.
         """
         if not follows_budget(self.plan):
-            return last, charges_due(self.run, self.plan, first, last)
+            return last, charges_due(self.run, self.plan, first, last, remaining_accounts(self.run.accounts, factors))
         factor = self.state.factor
         while last > first:
             due = charges_in_declared_steps(self.plan, first, last, factor)

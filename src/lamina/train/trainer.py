@@ -63,6 +63,7 @@ from lamina.train.trainer_checks import (
     epsilon_bounds_of_policy,
     raw_shown_before,
     rehearse,
+    remaining_factors,
 )
 from lamina.train.training_checkpoint import MovingAverage, TrainingState
 from lamina.validate import one_of, whole
@@ -167,6 +168,7 @@ class Trainer:
         signed = corpus.accounts(plan, self.max_occurrences)
         self.accounts = check_accounts(plan, (*signed, *(accounts or ())))
         check_accounts_signed(signed, accounts or ())
+        self.factors = remaining_factors(corpus, plan, accounts or ())
         check_caps(corpus, plan, self.max_occurrences)
         self.on_withdrawal, self.hardened = on_withdrawal, hardened
         self.seed = None if seed is None else whole(RunError, "train.not-a-count", least=0, seed=seed)
@@ -268,7 +270,10 @@ class Trainer:
         members.enter_ledger(publisher.note)
         self.corpus.on_withdrawal_request = members.withdraw
         link_ledger(self.ledger, self.folder)
-        run = Run(self.folder, spend=self.spend, bounds=self.bounds, accounts=self.accounts, seed=self.seed)
+        run = Run(
+            self.folder, spend=self.spend, bounds=self.bounds, accounts=self.accounts, factors=self.factors,
+            seed=self.seed,
+        )  # fmt: skip
         keep_charging_bounds(run, self.plan, members.standing)
         segments = Segments(
             run, self.state, plan=self.plan, corpus=self.corpus, members=members, settings=self._settings(),
@@ -375,7 +380,9 @@ class Trainer:
         """The steps of a segment. False if somebody withdrew and it must be abandoned."""
         counts = None if self.state.counts is None else self.state.counts.copy()
         caps = self.max_occurrences or None
-        sampler = Sampler(self.corpus, self.plan, seed=opened.seed, max_occurrences=caps, counts=counts)
+        sampler = Sampler(
+            self.corpus, self.plan, seed=opened.seed, max_occurrences=caps, counts=counts, factors=opened.factors
+        )
         if self.corpus.revision != revision:  # between the charge and now: these are not the members that were frozen
             return False
         noise: NoiseSource = SecureNoise.of_journal(opened.seed, hardened=self.hardened)

@@ -32,6 +32,7 @@ from lamina.plan.policy import Policy
 from lamina.plan.profile_reach import Reach
 from lamina.plan.rules import Choose, FollowBudget
 from lamina.plan.selection import complement_ranges
+from lamina.plan.signed_bounds import REMAINING_FACTORS
 from lamina.plan.step_plan import Clipping, StepPlan
 from lamina.spend.accounts import SignedAccount
 from lamina.train.publisher import Evaluation
@@ -189,6 +190,24 @@ def check_accounts_signed(signed: Sequence[SignedAccount], further: Sequence[Sig
             f"nobody signed the bound of account {unsigned[0].name!r}, and its class has members who signed theirs"
         )
         raise RunError("train.account-not-signed", problem, "leave it out, or admit contributions that sign it")
+
+
+def remaining_factors(corpus: Corpus, plan: StepPlan, further: Sequence[SignedAccount]) -> tuple[float, ...]:
+    """The factors that the policy allows for exhausted bounds; none: a run that exceeds one is refused, as a whole.
+
+    Refuses what a smaller threshold, or leaving somebody out, is not known to make cheaper for them.
+    """
+    chosen = "refuse" if corpus.policy is None else corpus.policy.corpus.exhausted
+    unproven = {
+        "the plan moves clip norms or noise by rules": bool(plan.rules),
+        "occurrences are charged one by one": plan.injection.occurrences is not None,
+        "accounts are given, and nobody knows whose they are": bool(further),
+    }
+    if chosen != "refuse" and any(unproven.values()):
+        problem = f"the policy has exhausted = {chosen!r}, and {next(why for why, holds in unproven.items() if holds)}"
+        remedy = 'use exhausted = "refuse" under [corpus], or leave that out'
+        raise RunError("train.exhausted-not-provable", problem, remedy)
+    return REMAINING_FACTORS[chosen]
 
 
 def check_caps(corpus: Corpus, plan: StepPlan, caps: Mapping[str, int]) -> None:

@@ -244,6 +244,10 @@ def _remark_lines(found: ContributionTrace) -> list[str]:
     if found.unused:
         epochs = pluralize(found.unused, "epoch")
         lines.append(f"not used   in {epochs} nobody with its bound was charged: it stayed out")
+    if out := sum(not each.factor for each in found.epochs):
+        lines.append(f"left out   of {pluralize(out, 'epoch')}: its bound was exhausted, and it lost nothing there")
+    if scaled := sum(0 < each.factor < 1 for each in found.epochs):
+        lines.append(f"scaled     in {pluralize(scaled, 'epoch')}, to what remained of its bound")
     if found.shared:
         has = pluralize(found.shared, "epoch has", "epochs have")
         lines.append(f"with *     {has} no account for its bound: counted with its class")

@@ -31,6 +31,7 @@ from lamina.ledger.verify.contribution_checks import AdmittedMembers, Withdrawal
 from lamina.ledger.verify.plan_checks import ADAPTED_TOLERANCE, PlanChecks, clip_norms_stay
 from lamina.ledger.verify.tree_checks import Finding, fail
 from lamina.plan.rules import FollowBudget, effective_sigma
+from lamina.plan.signed_bounds import REMAINING_FACTORS
 from lamina.plan.step_plan import StepPlan
 
 _MULTIPLIER_TOLERANCE = 1e-12  # a noise multiplier computed on two machines
@@ -173,7 +174,7 @@ class ChargeChecks:
         """What to count for an account; or why its charges are wrong."""
         cap = plan.injection.occurrences
         if adaptive_order(plan) is None and cap is None:
-            expected = planned_charges(plan, account.cls, account.scale, epoch.segments)
+            expected = planned_charges(plan, account.cls, account.scaled, epoch.segments)
             wrong = _charge_difference(steps_by_kind(account.charges), steps_by_kind(expected), exact=True)
             return expected if wrong is None else wrong
         run = self._runs[epoch.run, epoch.plan]
@@ -252,6 +253,20 @@ class SpendClaim:
         return None if wrong is None else Finding(self.seq, KIND_NAMES[Epoch], *wrong)
 
 
+@dataclass(frozen=True, slots=True)
+class ExhaustionClaim:
+    """A bound that an epoch says is exhausted, and what was charged to it: in leaves before, or open then."""
+
+    seq: int
+    account: EpochAccount
+    plan: StepPlan
+    segments: tuple[Segment, ...]
+    spending: Spending
+
+    def holds(self, spending: Spending) -> bool:
+        return spending.exhausted(self.account, self.plan, self.segments)
+
+
 class EpochChecks:
     """Checks of epochs. The spends that they state are collected in `claims`, to be computed after the replay."""
 
@@ -280,6 +295,7 @@ class EpochChecks:
         self._previous = -1
         self.epochs_without_account = 0  # epochs without an account for a bound that somebody eligible signed
         self.unsure_epochs = 0  # epochs that are right only if a pruned contribution had a key that was revoked
+        self._exhaustion_claims: list[ExhaustionClaim] = []  # those that the leaves before them do not show
         self._left_out: dict[Bound, list[EpochCharge]] = {}  # what their class was charged there
 
     def see(self, leaf: Leaf, time: int, digests: Mapping[bytes, int]) -> None:
@@ -317,6 +333,20 @@ class EpochChecks:
                 lost = f"ε = {_epsilon_text(spend)}, and signed {_epsilon_text(most)}"
                 found.append(f"bound {'/'.join(map(str, bound))} lost up to {lost}")
         return found
+
+    def check_exhausted(self, held: bool) -> int:
+        """Check the bounds that were scaled, or left out, before the ledger shows that they were exhausted.
+
+        Attempts of other runs that were open then are charges too; they are recorded later. Returns for how many it is
+        not shown that they were open then: only the store says so, or the ledger was put back from a copy.
+        """
+        unsure = [claim for claim in self._exhaustion_claims if not claim.holds(claim.spending)]
+        for claim in unsure:
+            if not held and not claim.holds(self.spending):
+                name, factor = claim.account.name, claim.account.factor
+                reason = f"account {name} has factor {factor:g}, and its charges leave room for more"
+                fail(claim.seq, Epoch, "verify.not-exhausted", reason)
+        return len(unsure)
 
     def check_generations(self, held: Iterable[tuple[bytes, int, int]]) -> int:
         """Check that the generations of every segment are there: in a leaf, said to be unrecorded, or `held`.
@@ -395,10 +425,12 @@ class EpochChecks:
         unsigned = members.signed(account.cls, read) and not members.signed(account.bound, read)
         if account.noise_multiplier and unsigned:
             wrong("verify.account-bound-unsigned", "names a bound that nobody signed who was admitted")
-        if account.bound == (account.cls, 0, 0) and account.scale != 1.0:
+        if account.bound == (account.cls, 0, 0) and account.scaled != 1.0:
             wrong(
-                "verify.class-account-scaled", f"is a whole class, and its clip norms are scaled by {account.scale:g}"
+                "verify.class-account-scaled", f"is a whole class, and its clip norms are scaled by {account.scaled:g}"
             )
+        if account.factor < 1:
+            self._check_exhausted(seq, record, plan, account)
         scale = self._scales.setdefault((record.run, record.plan, account.bound), account.scale)
         if account.scale != scale:
             wrong("verify.account-scale-changed", f"has scale {account.scale:g}, earlier in the same run {scale:g}")
@@ -410,6 +442,9 @@ class EpochChecks:
         if isinstance(counted, Violation):
             wrong(*counted)
         self.spending.charge(account.bound, counted)
+        for claim in self._exhaustion_claims:
+            if claim.account.bound == account.bound and any(each.eligibility <= claim.seq for each in record.segments):
+                claim.spending.charge(account.bound, counted)
         if account.spend < self._stated.get(account.bound, 0):
             wrong("verify.spend-falls", "has lost less than an earlier epoch states")
         self._stated[account.bound] = account.spend
@@ -417,6 +452,18 @@ class EpochChecks:
         most = [self._most(account, each.eligibility) for each in record.segments] if counted else []
         bound = min((each for each in most if each is not None), default=None)
         self.claims.append(SpendClaim(seq, account, self.spending.events(account.bound), bound))
+
+    def _check_exhausted(self, seq: int, record: Epoch, plan: StepPlan, account: EpochAccount) -> None:
+        """Check that a bound was scaled down, or left out, because of what was charged before, by a factor of the list."""
+        if account.factor not in REMAINING_FACTORS["scale"]:
+            reason = f"account {account.name} has factor {account.factor:g}, which is not on the public list"
+            fail(seq, Epoch, "verify.factor-not-listed", reason)
+        if plan.rules or plan.injection.occurrences is not None:
+            reason = f"account {account.name} has factor {account.factor:g} under a plan that cannot scale one by one"
+            fail(seq, Epoch, "verify.factor-not-provable", reason)
+        if not self.spending.exhausted(account, plan, record.segments):
+            claim = ExhaustionClaim(seq, account, plan, record.segments, self.spending.copy(account.bound))
+            self._exhaustion_claims.append(claim)
 
     def _most(self, account: EpochAccount, opened: int) -> int | None:
         """The bound: what was signed, or what the policy promised the class when the members were read."""

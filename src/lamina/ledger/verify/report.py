@@ -110,7 +110,8 @@ def report(replay: LedgerReplay, problem: Finding | None, trust: Trust | None) -
         and replay.attestations is not None
         and not replay.aggregates.not_countersigned
         and not replay.beyond_signed
-        and not replay.epochs.unsure_epochs,
+        and not replay.epochs.unsure_epochs
+        and not replay.unsure_exhaustions,
         origin=replay.header.origin,
         size=replay.head.size,
         root=replay.tree.root() if whole else None,
@@ -185,6 +186,9 @@ def _report_notes(replay: LedgerReplay, trust: Trust | None) -> Iterable[str]:
         yield f"{charge} too little, unless keys of pruned contributions were revoked, which nobody can see: not trusted"
     for wrong in replay.beyond_signed:
         yield f"{wrong}, if nobody was left out where only its class is charged: what the ledger says of it is not trusted"
+    if count := replay.unsure_exhaustions:
+        bounds = pluralize(count, "exhausted bound was", "exhausted bounds were")
+        yield f"{bounds} scaled or left out because of attempts that no leaf shows to have been open then: not trusted"
     if count := replay.unrecorded:
         yield (
             f"{pluralize(count, 'attempt was', 'attempts were')} left out by later generations: only the ledger says that a "

@@ -239,6 +239,7 @@ class LedgerReplay:
         self.aggregates = AggregateChecks(self.header, self.keys, self._tallies)
         self.pinned: set[bytes] = set() if trust is None else trust.governing(self.header, now)
         self.beyond_signed: list[str] = []
+        self.unsure_exhaustions = 0  # bounds that were scaled or left out before the leaves show why
         trusted = None  # the ledger's own keys count
         if trust is not None:
             mine = [each for each in trust.keys(self.header.origin, now) if each.id not in self.pinned]
@@ -364,6 +365,7 @@ class LedgerReplay:
         held = [(each.run, each.segment, each.generation) for each in self._rows.holds() if each.attempt]
         self.unrecorded = self.epochs.check_generations(held if self._trust is None else ())
         self.beyond_signed = self.epochs.beyond_signed()
+        self.unsure_exhaustions = self.epochs.check_exhausted(any(each.attempts or each.budgets for each in self.held))
         self._check_pruned()
         self._seen.finish(size, self.checkpoints.accepted(self.keys).values())
         self._check_trust()
