@@ -471,3 +471,72 @@ def test_another_program_is_noted(tmp_path: Path) -> None:
         found = verify(story.ledger.store)
         assert found.verified and any(version in note for note in found.notes) is noted
         story.ledger.close()
+
+
+# ------------------------------------------------------------------------------------------- exhausted bounds
+
+
+@pytest.fixture
+def patient(tmp_path: Path) -> Iterator[Story]:
+    """Who signed for little, in a class that is promised less."""
+    presets = (dataclasses.replace(PRESETS[0], noise_multiplier=500_000), PRESETS[1])
+    made = begin(str(tmp_path / "b.db"), presets=presets)
+    made.admit([contribution(2, BOB, STRICT)])
+    yield made
+    made.ledger.close()
+
+
+def exhausting(story: Story, factors: dict[ContributionTerms, float], *, noise: float = 0.6) -> None:
+    """Two epochs of a run; the second one says that bounds were exhausted, and charges what the factors take."""
+    of = plan(100, noise=(0.0, 0.0, noise, noise))
+    for index, given in enumerate(({}, factors)):
+        story.later(HOUR)
+        parts = [segment(index, read=story.ledger.size, length=20)]
+        story.epoch(RUNS[0], parts, of, {WHOLE_CLASS: 1.0, STRICT: 0.5}, factors=given)
+
+
+@pytest.mark.parametrize(
+    ("factors", "noise", "code"),
+    [
+        ({STRICT: 0.0}, 0.6, None),
+        ({STRICT: 0.5}, 0.6, None),
+        ({STRICT: 0.25}, 0.6, "verify.not-exhausted"),  # half would fit
+        ({STRICT: 0.0}, 4.0, "verify.not-exhausted"),
+        ({STRICT: 0.5}, 4.0, "verify.not-exhausted"),
+        ({STRICT: 0.3}, 0.6, "verify.factor-not-listed"),
+        ({WHOLE_CLASS: 0.5}, 0.6, "verify.class-account-scaled"),
+        ({}, 0.6, "verify.bound-exceeded"),
+    ],
+)
+def test_a_bound_is_scaled_or_left_out_only_if_earlier_charges_have_used_it_up(
+    patient: Story, factors: dict[ContributionTerms, float], noise: float, code: str | None
+) -> None:
+    exhausting(patient, factors, noise=noise)
+    assert code_of(patient) == code
+
+
+def test_a_factor_that_is_not_charged_as_such(patient: Story) -> None:
+    """Who was scaled by a half is charged for a half, neither less nor more; and who was left out, nothing."""
+    exhausting(patient, {STRICT: 0.5})
+    last = patient.ledger.size - 1
+    record = patient.ledger.leaf(last).record
+    assert isinstance(record, Epoch)
+    accounts = tuple(
+        dataclasses.replace(a, factor=0.0) if a.noise_multiplier == 4_000_000 else a for a in record.accounts
+    )
+    rewritten(patient.ledger.name, replacing(last, accounts=accounts))
+    found = verify(patient.ledger.name)
+    assert found.problem is not None and found.problem.code == "verify.charge-differs-from-plan"
+
+
+def test_a_bound_that_was_used_up_later_is_not_trusted(patient: Story) -> None:
+    """By its order, the ledger does not show that it was exhausted when it was left out: only that it was in the end."""
+    of = plan(100, noise=(0.0, 0.0, 0.6, 0.6))
+    for index, factor in enumerate((0.0, 1.0)):
+        patient.later(HOUR)
+        parts = [segment(index, read=patient.ledger.size, length=20)]
+        patient.epoch(RUNS[0], parts, of, {WHOLE_CLASS: 1.0, STRICT: 0.5}, factors={STRICT: factor})
+    patient.sign()
+    found = verify(patient.ledger.store, trust=Trust(plain=(GOVERNING.public, LEDGER.public)))
+    assert found.verified and not found.trusted
+    assert any("no leaf shows to have been open" in note for note in found.notes)

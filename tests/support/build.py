@@ -210,14 +210,17 @@ class Story:
         of: StepPlan | None = None,
         scales: dict[ContributionTerms, float] | None = None,
         change: Callable[[Epoch], Epoch] = lambda made: made,
+        factors: dict[ContributionTerms, float] | None = None,
     ) -> int:
-        """Close an epoch, with what it really spends."""
+        """Close an epoch, with what it really spends; `factors` are of exhausted bounds."""
         used = plan() if of is None else of
         accounts = []
         for terms, scale in sorted((scales or {USUAL: 1.0, STRICT: 0.5}).items(), key=lambda pair: pair[0].bound):
-            charges = planned_charges(used, terms.cls, scale, segments)
+            factor = (factors or {}).get(terms, 1.0)
+            charges = planned_charges(used, terms.cls, scale * factor, segments)
             self.spending.charge(terms.bound, charges)
-            accounts.append(account(terms, scale, charges, self.spending.spend(terms.bound)))
+            made_of = account(terms, scale, charges, self.spending.spend(terms.bound))
+            accounts.append(dataclasses.replace(made_of, factor=factor))
         made = Epoch(
             run=run,
             segments=tuple(segments),
