@@ -329,7 +329,7 @@ def budget_exceeded(
         f"would make it {epsilon_text(epsilon)} (accountant {budget.accountant})"
     )
     remedy = "plan with a smaller epsilon or fewer steps; " + (
-        "or leave out those who signed this bound, for whom it is final"
+        "or leave out those who signed this bound, for whom it is final: exhausted = 'leave-out' or 'scale' in policy.toml"
         if is_bound(account)
         else "whoever answers for the corpus may set a new bound in the policy"
     )
