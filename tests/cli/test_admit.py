@@ -548,6 +548,11 @@ def test_a_run_that_would_pass_a_signed_bound_is_refused_by_name(clinic: Clinic)
     looked = clinic.project.call("train", str(clinic.folder / "first.toml"), "--fresh", "--plan-only", "--json")
     assert looked[0] == 1 and json.loads(looked[1])["refused"] == [name]
     refused(clinic.project.train("--fresh"), "spend.budget-exceeded")
+    clinic.project.write("policy.toml", POLICY.replace("[corpus]", '[corpus]\nexhausted = "leave-out"'))
+    looked = clinic.project.train_json("--fresh", "--plan-only")  # the policy lets the run go on without them
+    assert looked["refused"] == [] and looked["exhausted"] == {name: 0.0}
+    out = succeeded(clinic.project.train("--fresh"))
+    assert f"{name} was exhausted: left out of" in out and "(contributions: 1) is exhausted" in out
 
 
 @pytest.mark.parametrize(

@@ -303,12 +303,3 @@ def test_what_cannot_be_proven_is_refused(root: Path, tmp_path: Path) -> None:
     with raises_code("train.exhausted-not-provable"):
         remaining_factors(corpus, replace(plan, injection=Injection(form=InjectionForm.RAW, occurrences=3)), ())
     assert remaining_factors(corpus, plan, ()) == REMAINING_FACTORS["scale"]
-
-
-def test_only_plan_says_who_would_be_left_out(root: Path, tmp_path: Path) -> None:
-    made = hospital(root, tmp_path, "scale")
-    for name in "ab":
-        run = trainer(made, name)
-        run.fit()
-    assert run.spend.exhausted(run.plan, 0, 3, run.accounts, run.factors) == {STRICT: 0.0, TOP: 0.5}
-    run.ledger.close()

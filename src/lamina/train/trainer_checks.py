@@ -199,7 +199,7 @@ def remaining_factors(corpus: Corpus, plan: StepPlan, further: Sequence[SignedAc
     """
     chosen = "refuse" if corpus.policy is None else corpus.policy.corpus.exhausted
     unproven = {
-        "the plan moves clip norms or noise by rules": bool(plan.rules),
+        "the plan moves clip norms or noise by rules": bool(plan.rules) or not plan.scales,
         "occurrences are charged one by one": plan.injection.occurrences is not None,
         "accounts are given, and nobody knows whose they are": bool(further),
     }

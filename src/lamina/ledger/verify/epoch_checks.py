@@ -458,7 +458,7 @@ class EpochChecks:
         if account.factor not in REMAINING_FACTORS["scale"]:
             reason = f"account {account.name} has factor {account.factor:g}, which is not on the public list"
             fail(seq, Epoch, "verify.factor-not-listed", reason)
-        if plan.rules or plan.injection.occurrences is not None:
+        if plan.rules or not plan.scales or plan.injection.occurrences is not None:
             reason = f"account {account.name} has factor {account.factor:g} under a plan that cannot scale one by one"
             fail(seq, Epoch, "verify.factor-not-provable", reason)
         if not self.spending.exhausted(account, plan, record.segments):
