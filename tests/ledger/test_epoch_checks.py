@@ -522,7 +522,7 @@ def test_a_factor_that_is_not_charged_as_such(patient: Story) -> None:
     record = patient.ledger.leaf(last).record
     assert isinstance(record, Epoch)
     accounts = tuple(
-        dataclasses.replace(a, factor=0.0) if a.noise_multiplier == 4_000_000 else a for a in record.accounts
+        dataclasses.replace(a, exhausted=0.0) if a.noise_multiplier == 4_000_000 else a for a in record.accounts
     )
     rewritten(patient.ledger.name, replacing(last, accounts=accounts))
     found = verify(patient.ledger.name)

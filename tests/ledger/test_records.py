@@ -501,7 +501,7 @@ def test_an_epoch_has_no_field_for_what_is_secret() -> None:
         Epoch: {"run", "segments", "plan", "variance", "accounts", "state", "previous", "changes"},
         Segment: {"index", "generation", "nonce", "first", "last", "eligibility", "outcome", "after", "unrecorded"},
         NoiseChange: {"step", "variance"},
-        EpochAccount: {"cls", "clip_norm", "noise_multiplier", "scale", "charges", "spend"},
+        EpochAccount: {"cls", "clip_norm", "noise_multiplier", "scale", "charges", "spend", "exhausted"},
         EpochCharge: {"sigma", "rate", "steps", "order"},
     }
 

@@ -196,9 +196,9 @@ def test_open_charges_keep_their_factors() -> None:
 
 
 def test_what_an_account_says_of_its_factor() -> None:
-    made = EpochAccount(cls="a", clip_norm=1, noise_multiplier=1, scale=0.8, charges=(), spend=0, factor=0.25)
+    made = EpochAccount(cls="a", clip_norm=1, noise_multiplier=1, scale=0.8, charges=(), spend=0, exhausted=0.25)
     assert (made.scaled, made.next_factor) == (0.2, 0.5)
-    assert replace(made, factor=0.0).next_factor == 1.0 and replace(made, factor=1.0).next_factor == 1.0
+    assert replace(made, exhausted=0.0).next_factor == 1.0 and replace(made, exhausted=None).next_factor == 1.0
     assert set(LEFT_OUT) <= set(FACTORS) and REMAINING_FACTORS["refuse"] == ()
-    for factor in FACTORS:  # so `next_factor` finds the next larger of the list
-        assert not factor or replace(made, factor=factor).next_factor in FACTORS
+    for factor in FACTORS[1:]:  # so `next_factor` finds the next larger of the list
+        assert replace(made, exhausted=factor).next_factor in FACTORS

@@ -220,7 +220,7 @@ class Story:
             charges = planned_charges(used, terms.cls, scale * factor, segments)
             self.spending.charge(terms.bound, charges)
             made_of = account(terms, scale, charges, self.spending.spend(terms.bound))
-            accounts.append(dataclasses.replace(made_of, factor=factor))
+            accounts.append(dataclasses.replace(made_of, exhausted=None if factor == 1 else factor))
         made = Epoch(
             run=run,
             segments=tuple(segments),

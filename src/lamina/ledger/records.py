@@ -248,8 +248,8 @@ class EpochAccount:
 
     The bound is (clip_norm, noise_multiplier) in 1e-6, 0 and 0 where a class has members without one. Their thresholds
     are the plan's times `scale`. `spend` is ε in 1e-9, rounded up, over all runs and generations of the ledger, for a
-    contribution that was eligible all the time: at the header's δ, by its accountant. `factor` is below 1 where earlier
-    charges had used up the bound (`Spending.exhausted`): thresholds were multiplied by it too; 0: they were left out.
+    contribution that was eligible all the time: at the header's δ, by its accountant. `exhausted` is there if earlier
+    charges had used up the bound (`Spending.exhausted`): the factor that its thresholds had beside the scale; 0: left out.
     """
 
     cls: str = stored(1, CLASS)
@@ -258,7 +258,12 @@ class EpochAccount:
     scale: float = stored(4, exact_float_in(5e-324, 1.0), default=1.0)
     charges: tuple[EpochCharge, ...] = stored(5, tuple_of(nested(EpochCharge), 0, 1024))
     spend: int = stored(6, SPEND)
-    factor: float = stored(7, exact_float_in(0.0, 1.0), default=1.0)
+    exhausted: float | None = stored(7, exact_float_in(0.0, 0.5), default=None)
+
+    @property
+    def factor(self) -> float:
+        """That of an exhausted bound; 1 for every other one."""
+        return 1.0 if self.exhausted is None else self.exhausted
 
     @property
     def scaled(self) -> float:

@@ -115,7 +115,7 @@ class EpochBuilder:
         if unknown := [name for name in taken if is_bound(name) and name not in known]:
             problem = f"the scale of account {unknown[0]!r} in this run is not known"
             raise RunError("spend.scale-unknown", problem, "give the accounts that the run was charged with")
-        factors = {}
+        factors: dict[str, float | None] = {}
         for name, factor in held[mine].factors.items():
             factors[name], charges = self._shown_factor(SpendView(rows, recorded), name, known[name], factor)
             taken[name] = list(charges)
@@ -128,7 +128,7 @@ class EpochBuilder:
             scale = known[name] if is_bound(name) else 1.0
             made = EpochAccount(
                 cls=cls, clip_norm=clip, noise_multiplier=noise, scale=scale, charges=tuple(taken[name]),
-                spend=after.spend(bound), factor=factors.get(name, 1.0),
+                spend=after.spend(bound), exhausted=factors.get(name),
             )  # fmt: skip
             accounts.append(made)
         earlier = [(*key[:2], generation) for generation in range(self.segment.generation)]
@@ -146,8 +146,8 @@ class EpochBuilder:
 
     def _shown_factor(
         self, view: SpendView, name: str, scale: float, factor: float
-    ) -> tuple[float, tuple[EpochCharge, ...]]:
-        """The factor of an exhausted bound, and its charges.
+    ) -> tuple[float | None, tuple[EpochCharge, ...]]:
+        """The factor of an exhausted bound, and its charges; None if it is not exhausted.
 
         A ledger that was put back may lack the charges that exhausted it. Then the bound has room, and is charged for
         the next larger factor: more than was taken, and nobody who verifies has to believe what the ledger lacks.
@@ -156,12 +156,12 @@ class EpochBuilder:
         before = view.spending(name, without=(self.run, self.segment.index, self.segment.generation))
         while factor < 1:
             asked = EpochAccount(
-                cls=cls, clip_norm=clip, noise_multiplier=noise, scale=scale, charges=(), spend=0, factor=factor
+                cls=cls, clip_norm=clip, noise_multiplier=noise, scale=scale, charges=(), spend=0, exhausted=factor
             )
             if before.exhausted(asked, self.plan, segments):
                 break
             factor = asked.next_factor
-        return factor, planned_charges(self.plan, cls, scale * factor, segments)
+        return factor if factor < 1 else None, planned_charges(self.plan, cls, scale * factor, segments)
 
     def settle(self, rows: StoreWriter, seq: int, parts: Sequence[RunHold], epochs: int) -> None:
         """In the transaction of the leaf: replace the open charges by the leaf."""
