@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pages
-
 from lamina.admit.admission import Admission
 
 PAGE = Path(__file__).parents[2] / "docs" / "admission.md"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pages
 import pytest
 
+import pages
 from lamina.allocate.make_plan import ALLOCATIONS
 
 FOLDER = Path(__file__).parents[2] / "docs" / "allocations"

@@ -7,7 +7,6 @@ import tomllib
 from pathlib import Path
 
 import pages
-
 from lamina.plan.adapters import VOLATILE_CONFIG_FIELDS
 from lamina.plan.depth_profile import DepthProfile
 

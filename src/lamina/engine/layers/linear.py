@@ -31,7 +31,7 @@ from lamina.engine.layers.layer_rule import (
     made_if_needed,
     weight_and_bias,
 )
-from lamina.engine.native.products import NativeBias, NativeGrads
+from lamina.engine.native.products import NativeBias, NativeGrads, NativeOuterGrads
 from lamina.errors import UnsupportedLayer
 
 
@@ -86,7 +86,10 @@ class LinearRule(LayerRule):
     def _one_position(self, g: Tensor, a: Tensor, need: Needed) -> ParameterGrads:
         outer = None
         if need[0]:
-            outer = OuterProductGrads(a, g) if self.transposed else OuterProductGrads(g, a)
+            kind = NativeOuterGrads if NativeOuterGrads.can(g, a) else OuterProductGrads
+            outer = kind(a, g) if self.transposed else kind(g, a)
+        if isinstance(outer, NativeOuterGrads) and any(need[1:]) and not self.transposed:
+            return [outer, NativeBias(outer, g.shape[1], lambda: g)]
         if len(need) == 1:
             return [outer]
         measure = outer.g_norm_sq if outer is not None and not self.transposed else None

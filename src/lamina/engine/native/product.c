@@ -13,6 +13,8 @@
 
 #define DEPTH 128 /* positions that are packed at a time */
 #define SHARES 8  /* into which rows of the sum are cut */
+#define MIN_SAFE_NORM 1e-15 /* norms between which products in float32 lose nothing */
+#define MAX_SAFE_NORM 1e15
 #define MIN_EXACT_FACTOR 1e-20 /* a smaller one times v could lose bits before it meets u: it waits for the product */
 
 enum mode { NORM, CLIP, ADD, FORM }; /* norms · clip and add · add with given factors · every gradient by itself */
@@ -34,12 +36,23 @@ struct product {
     atomic_ullong *used;
 };
 
+/* In the order of `_Outer` in products.py: G[p] = g[p] ⊗ a[p]. */
+struct outer {
+    int64_t units, outputs, inputs, parts, joined; /* joined: the norm of g counts too, for a bias */
+    const float *g, *a;
+    const double *bound, *others;
+    double scale, least;
+    double *norm_sq, *factor;
+    float *scaled, *unit; /* factor · g; where `odd`, a row of a with length 1 */
+    int8_t *odd;
+};
+
 struct memory {
     float *left, *right, *grad, *padded, *line;
 };
 
 struct kernels {
-    lamina_body part, sum_rows;
+    lamina_body part, sum_rows, outer_rows;
     int64_t rows, columns;
 };
 
@@ -58,11 +71,10 @@ static int take_memory(const struct product *job, struct memory *m) {
 static void give_back(const struct product *job, int slot) { atomic_fetch_and(job->used, ~(1ull << slot)); }
 
 /* `clip_weights` of clipping.py, for one contribution. */
-static double clip_factor(const struct product *job, double norm_sq, double bound) {
+static double clip_factor(double norm_sq, double bound, double scale, double least) {
     if (!isfinite(norm_sq)) return 0;
-    double factor = bound / sqrt(norm_sq < 1e-300 ? 1e-300 : norm_sq);
-    factor = factor > job->scale ? job->scale : factor;
-    return factor > job->least ? factor : 0;
+    const double factor = bound / sqrt(norm_sq < 1e-300 ? 1e-300 : norm_sq);
+    return factor > scale ? scale : factor > least ? factor : 0;
 }
 
 typedef float four __attribute__((vector_size(16), aligned(4), may_alias));
@@ -175,6 +187,14 @@ static int64_t plan_memory(struct product *job, const struct kernels *with) {
     const int64_t each = job->left_size + job->right_size + job->grad_size + job->line_size + job->padded_size;
     const int64_t sums = job->mode == CLIP || job->mode == ADD ? job->parts * job->grad_size : 0;
     return job->threads * each + sums;
+}
+
+/* Returns how many rows of `unit` are in use. */
+LAMINA_EXPORT int64_t lamina_outer(struct outer *job, int64_t threads, int64_t processor) {
+    lamina_parallel((int)job->parts, (int)threads, chosen(processor)->outer_rows, job);
+    int64_t odd = 0;
+    for (int64_t p = 0; p < job->units; p++) odd += job->odd[p];
+    return odd;
 }
 
 LAMINA_EXPORT int64_t lamina_product_memory(struct product *job, int64_t processor) { return plan_memory(job, chosen(processor)); }

@@ -178,7 +178,7 @@ static void NAME(part)(int part, void *context) {
             for (int64_t o = 0; o < outputs; o++) norm_sq += (double)sums[o] * sums[o];
         if (job->others != NULL) norm_sq += job->others[p];
         job->norm_sq[p] = norm_sq;
-        job->factor[p] = clip_factor(job, norm_sq, job->bound[p]);
+        job->factor[p] = clip_factor(norm_sq, job->bound[p], job->scale, job->least);
         if (job->factor[p] == 0) continue;
         NAME(add_scaled)(sum, grad, (float)job->factor[p], job->grad_size, first);
         first = 0;
@@ -197,7 +197,47 @@ static void NAME(sum_rows)(int part, void *context) { /* of all accumulators, in
     give_back(job, slot);
 }
 
-static const struct kernels NAME(kernels) = {NAME(part), NAME(sum_rows), ROWS, COLUMNS};
+static double NAME(row_norm)(const float *x, int64_t n) {
+    NAME(wide) total = {0};
+    double sum = 0;
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES) {
+        const NAME(wide) v = __builtin_convertvector(NAME(load)(x + i), NAME(wide));
+        total += v * v;
+    }
+    for (int k = 0; k < LANES; k++) sum += total[k];
+    for (; i < n; i++) sum += (double)x[i] * x[i];
+    return sqrt(sum);
+}
+
+/* `OuterProductGrads` of grads.py, some rows of it: norms in float64, the factor, and g times it. */
+static void NAME(outer_rows)(int part, void *context) {
+    const struct outer *job = context;
+    for (int64_t p = job->units * part / job->parts; p < job->units * (part + 1) / job->parts; p++) {
+        const float *g = job->g + p * job->outputs, *a = job->a + p * job->inputs;
+        float *scaled = job->scaled + p * job->outputs, *unit = job->unit + p * job->inputs;
+        const double g_norm = NAME(row_norm)(g, job->outputs), a_norm = NAME(row_norm)(a, job->inputs);
+        double norm_sq = g_norm * g_norm * (a_norm * a_norm);
+        if (job->joined) norm_sq += g_norm * g_norm;
+        if (job->others != NULL) norm_sq += job->others[p];
+        job->norm_sq[p] = norm_sq;
+        job->factor[p] = clip_factor(norm_sq, job->bound[p], job->scale, job->least);
+        const double factor = job->factor[p];
+        job->odd[p] = !(g_norm > MIN_SAFE_NORM && g_norm < MAX_SAFE_NORM && a_norm > MIN_SAFE_NORM && a_norm < MAX_SAFE_NORM);
+        if (factor == 0) { /* also what is not finite */
+            memset(scaled, 0, sizeof(float) * (size_t)job->outputs);
+            if (job->odd[p]) memset(unit, 0, sizeof(float) * (size_t)job->inputs);
+        } else if (job->odd[p]) { /* both of unit length, so that nothing vanishes before they meet */
+            const double size = g_norm > 1e-300 ? g_norm : 1e-300, other = a_norm > 1e-300 ? a_norm : 1e-300;
+            const float length = (float)(factor * (g_norm * a_norm));
+            for (int64_t i = 0; i < job->outputs; i++) scaled[i] = (float)(g[i] / size) * length;
+            for (int64_t i = 0; i < job->inputs; i++) unit[i] = (float)(a[i] / other);
+        } else
+            for (int64_t i = 0; i < job->outputs; i++) scaled[i] = g[i] * (float)factor;
+    }
+}
+
+static const struct kernels NAME(kernels) = {NAME(part), NAME(sum_rows), NAME(outer_rows), ROWS, COLUMNS};
 
 #undef COLUMNS
 #undef VEC

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -19,8 +20,8 @@ from lamina.engine.grads import (
     ClipWeights,
     ContributionGrads,
     DenseGrads,
+    OuterProductGrads,
     SliceMask,
-    row_norm_sq,
     take_buffer,
 )
 
@@ -209,18 +210,62 @@ class NativeGrads(ContributionGrads):
         job.outputs, job.inputs, job.taps, job.groups, job.positions = outputs, inputs, taps, groups, positions
 
 
+class _Outer(ctypes.Structure):
+    """`struct outer` of product.c."""
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("units", "outputs", "inputs", "parts", "joined")),
+        *((name, ctypes.c_void_p) for name in ("g", "a", "bound", "others")),
+        *((name, ctypes.c_double) for name in ("scale", "least")),
+        *((name, ctypes.c_void_p) for name in ("norm_sq", "factor", "scaled", "unit", "odd")),
+    ]
+
+
+class NativeOuterGrads(OuterProductGrads):
+    """`OuterProductGrads` of float32, whose norms, factors and scaled rows come from one call."""
+
+    joined = False  # whether the bias beside it, whose gradient is g, is measured with it
+
+    @staticmethod
+    def can(g: Tensor, a: Tensor) -> bool:
+        return native.library() is not None and g.dtype == a.dtype == torch.float32 and g.numel() * a.numel() > 0
+
+    def clip_and_add(self, out: Tensor, others: Tensor | None, clip: ClipFunction) -> ClipWeights:
+        joined, self.joined = self.joined, False
+        library, job, units, f64 = native.library(), _Outer(), self.units, torch.float64
+        assert library is not None
+        g, a = self.g.contiguous(), self.a.contiguous()
+        numbers, unit = torch.empty(2, units, dtype=f64), torch.empty_like(a)
+        scaled, odd = torch.empty_like(g), torch.empty(units, dtype=torch.int8)
+        job.units, job.outputs, job.inputs, job.joined = units, *self.shape, joined
+        job.parts = max(1, min(units, g.numel() + a.numel() >> 14))
+        job.g, job.a = (native.pointer(t, torch.float32, units, n) for t, n in zip((g, a), self.shape, strict=True))
+        job.bound, job.scale, job.least = native.pointer(clip.bound, f64, units), clip.scale, clip.least
+        if others is not None:
+            job.others = native.pointer(others, f64, units)
+        job.norm_sq, job.factor, job.scaled = numbers.data_ptr(), numbers[1].data_ptr(), scaled.data_ptr()
+        job.unit, job.odd = unit.data_ptr(), odd.data_ptr()
+        if library.lamina_outer(ctypes.byref(job), torch.get_num_threads(), native.processor()):
+            a = torch.where(odd.bool().unsqueeze(1), unit, a)
+        broken = None if math.isfinite(numbers[0].sum().item()) else ~torch.isfinite(numbers[0])
+        weights = ClipWeights(numbers[1], broken if broken is not None and bool(broken.any()) else None)
+        out.addmm_(scaled.t(), weights.clean(a))
+        return weights
+
+
 def _plain(out: Tensor) -> bool:
     return out.dtype == torch.float32 and out.is_contiguous()
 
 
 class NativeBias(ContributionGrads):
-    """The bias beside a `NativeGrads`: Σ v, which the kernel finds on its way. `make` sums by torch where none ran."""
+    """The bias beside a weight: Σ v, which the kernel finds on its way. `make` sums by torch where none ran."""
 
-    def __init__(self, weight: NativeGrads, outputs: int, make: Callable[[], Tensor]) -> None:
+    def __init__(self, weight: NativeGrads | NativeOuterGrads, outputs: int, make: Callable[[], Tensor]) -> None:
         self.weight, self._make = weight, make
         self.units, self.shape = weight.units, torch.Size((outputs,))
         self.sums: Tensor | None = None
-        weight.bias = self
+        if isinstance(weight, NativeGrads):
+            weight.bias = self
 
     @property
     def grads(self) -> DenseGrads:
@@ -229,7 +274,7 @@ class NativeBias(ContributionGrads):
         return DenseGrads(self.sums)
 
     def norm_sq(self) -> Tensor:
-        return row_norm_sq(self.grads.grads)
+        return self.weight.g_norm_sq() if isinstance(self.weight, NativeOuterGrads) else self.grads.norm_sq()
 
     def add_to(self, out: Tensor, weights: ClipWeights) -> None:
         self.grads.add_to(out, weights)
