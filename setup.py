@@ -10,7 +10,16 @@ from glob import glob
 from setuptools import Extension, setup
 
 FOLDER = "src/lamina/engine/native"
-FLAGS = ["-std=gnu11", "-O3", "-fvisibility=hidden", "-ffp-contract=off", "-Wall", "-Wextra", "-fno-math-errno", "-fno-trapping-math"]
+FLAGS = [
+    "-std=gnu11",
+    "-O3",
+    "-fvisibility=hidden",
+    "-ffp-contract=off",
+    "-Wall",
+    "-Wextra",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+]
 
 setup(
     ext_modules=[

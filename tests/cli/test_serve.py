@@ -143,6 +143,10 @@ def test_mutual_tls(trained: Trained, tmp_path: Path) -> None:
         ("release --trust release.pub --host 0.0.0.0 --tls-cert c --tls-key k", "cli.open-door"),
         ("release --trust release.pub --tls-cert c", "cli.tls-incomplete"),
         ("release --trust release.pub --tls-clients c", "cli.tls-incomplete"),
+        ("release --trust release.pub --tls-cert c --tls-key k", "cli.tls-files"),
+        ("release --trust release.pub --tls-cert server.pem --tls-key client-key.pem", "cli.tls-files"),
+        ("release --trust release.pub --tls-cert log.pub --tls-key server-key.pem", "cli.tls-files"),
+        ("release --trust release.pub --tls-cert server.pem --tls-key server-key.pem --tls-clients c", "cli.tls-files"),
         ("release --trust release.pub --log x", "cli.log-key"),
         ("release --trust release.pub --withdrawals .", "cli.withdrawals-folder"),
         ("release --trust release.pub --model nets:none", "cli.attribute-not-found"),
@@ -154,4 +158,7 @@ def test_mutual_tls(trained: Trained, tmp_path: Path) -> None:
 def test_what_it_does_not_start_with(trained: Trained, tmp_path: Path, words: str, code: str, lamina: Call) -> None:
     write_new(tmp_path / "log.pub", PrivateKey.generate().public.pem(), "the key", mode=0o644)
     (tmp_path / "empty").write_text("")
+    if "server.pem" in words or "server-key.pem" in words:
+        for name, by in (("authority", None), ("server", "authority"), ("client", "authority")):
+            certificate(tmp_path, name, by)
     assert answer(lamina("serve", *words.split(), "--port", "0", "--json"), 1)["code"] == code

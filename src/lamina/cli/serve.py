@@ -81,12 +81,14 @@ def serve(
     --ledger a withdrawal counts within a second; without it, every query is denied once the release is too old.
 
     Ctrl-C stops it. It listens on this machine alone. Any other --host needs --keys, or certificates of clients (--tls-clients).
+    A key is any secret text, such as openssl rand -hex 32 prints; its line in --keys is a name and printf %s KEY | sha256sum.
 
     Examples:
 
       lamina serve release-1 --trust release.pub --ledger runs/ecg.ledger.db --model nets:triage --inputs float32:12,256
       lamina serve release-1 --trust release.pub --model residual --log decisions.jsonl --log-key log.key
       lamina serve release-1 --trust release.pub --host 0.0.0.0 --keys apikeys.txt --tls-cert c.pem --tls-key k.pem
+      lamina serve release-1 --trust release.pub --host 0.0.0.0 --tls-clients ca.pem --tls-cert c.pem --tls-key k.pem
       lamina serve runs/first
     """
     try:
@@ -181,6 +183,14 @@ def _check_door(host: str, keys: Path | None, cert: Path | None, key: Path | Non
         raise PlanError("cli.open-door", problem, "give --keys, or --tls-clients with --tls-cert and --tls-key")
     if not local and cert is None:
         print_note("API keys travel in the clear: put TLS in front, or give --tls-cert and --tls-key")
+    try:
+        if cert is not None:
+            context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=clients)
+            context.load_cert_chain(cert, key)
+    except (OSError, ValueError) as error:  # SSLError is an OSError
+        problem = f"the files for TLS cannot be used: {getattr(error, 'strerror', None) or error}"
+        remedy = "give a certificate and its own key in PEM, and with --tls-clients the certificate of their authority"
+        raise PlanError("cli.tls-files", problem, remedy) from None
     return local and clients is None
 
 
