@@ -116,6 +116,28 @@ def check(layer: nn.Module, row: tuple[int, ...], layout: RowLayout, odd: Any, s
             same(mine[0].form().grads.flatten(1), theirs[0].dense(0, layout.units))
 
 
+@given(
+    kind=st.sampled_from(["layer", "rms", "group", "instance"]), layout=layouts(), seed=st.integers(0, 10**6),
+    width=st.sampled_from([1, 3, 8, 20]), place=st.sampled_from([(1,), (5,), (40,), (6, 7)]),
+    odd=st.lists(st.tuples(st.integers(0, 11), st.sampled_from(SPECIAL[:3])), max_size=1),
+)  # fmt: skip
+@settings(max_examples=60)
+def test_norm_layers_as_the_torch_rules(
+    kind: str, layout: RowLayout, seed: int, width: int, place: Any, odd: Any
+) -> None:
+    groups = 2 if width % 2 == 0 else 1
+    made = {"layer": lambda: nn.LayerNorm(width), "rms": lambda: nn.RMSNorm(width)}
+    made |= {"group": lambda: nn.GroupNorm(groups, width)}
+    made |= {"instance": lambda: (nn.InstanceNorm1d if len(place) == 1 else nn.InstanceNorm2d)(width, affine=True)}
+    row = (*place, width) if kind in ("layer", "rms") else (width, *place)
+    with torch.no_grad():
+        mine = grads_of(made[kind](), row, layout, odd, seed)
+        with native.switched(False):
+            theirs = grads_of(made[kind](), row, layout, odd, seed)
+    for a, b in zip(mine, theirs, strict=True):
+        same(a.grads, b.grads, size=10.0)
+
+
 cases = st.tuples(
     layers(), layouts(), st.lists(st.tuples(st.integers(0, 11), st.sampled_from(SPECIAL)), max_size=2),
     st.integers(0, 10**6), st.sampled_from([1e-3, 1.0, 1e6, 1e-22]),

@@ -24,6 +24,7 @@ from lamina.engine.layers.layer_rule import (
     made_if_needed,
     weight_and_bias,
 )
+from lamina.engine.native.norm_sums import norm_sums
 from lamina.errors import CouplingError
 
 
@@ -41,7 +42,13 @@ class NormRule(LayerRule):
     def per_parameter(self, t: Tensor) -> Tensor:
         """(R, …) → (R, *parameter shape): sum over everything in a row that shares a parameter."""
 
+    @abstractmethod
+    def native_sums(self, saved: SavedTensors, g: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Σ g·x̂ and Σ g of every row, by a native kernel where it can."""
+
     def contribution_grads(self, saved: SavedTensors, g: Tensor, layout: RowLayout, need: Needed) -> ParameterGrads:
+        if (sums := self.native_sums(saved, g)) is not None:
+            return [DenseGrads(layout.sum_rows(t)) if n else None for t, n in zip(sums, need, strict=False)]
         wide = at_least_float32(g)
         return made_if_needed(
             need,
@@ -58,6 +65,10 @@ class TrailingNormRule(NormRule):
 
     def per_parameter(self, t: Tensor) -> Tensor:
         return t.reshape(t.shape[0], prod(t.shape[1:]) // prod(self.shape), *self.shape).sum(1)
+
+    def _native(self, g: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor) -> tuple[Tensor, Tensor] | None:
+        sums = norm_sums(g, x, mean, rstd, width=prod(self.shape), groups=0)
+        return None if sums is None else (sums[0].view(-1, *self.shape), sums[1].view(-1, *self.shape))
 
 
 class LayerNormRule(TrailingNormRule):
@@ -81,6 +92,9 @@ class LayerNormRule(TrailingNormRule):
         x, mean, rstd = saved
         return (x.to(mean.dtype) - mean) * rstd
 
+    def native_sums(self, saved: SavedTensors, g: Tensor) -> tuple[Tensor, Tensor] | None:
+        return self._native(g, *saved)
+
 
 class RMSNormRule(TrailingNormRule):
     """x̂ = x / √(mean x² + eps). No shift."""
@@ -103,6 +117,9 @@ class RMSNormRule(TrailingNormRule):
     def normalised(self, saved: SavedTensors) -> Tensor:
         x, rstd = saved
         return x.to(rstd.dtype) * rstd
+
+    def native_sums(self, saved: SavedTensors, g: Tensor) -> tuple[Tensor, Tensor] | None:
+        return self._native(g, saved[0], None, saved[1])
 
 
 class GroupNormRule(NormRule):
@@ -131,6 +148,9 @@ class GroupNormRule(NormRule):
         x, mean, rstd = saved
         grouped = x.to(mean.dtype).view(x.shape[0], self.groups, -1)
         return ((grouped - mean.unsqueeze(2)) * rstd.unsqueeze(2)).view(x.shape)
+
+    def native_sums(self, saved: SavedTensors, g: Tensor) -> tuple[Tensor, Tensor] | None:
+        return norm_sums(g, *saved, width=g.shape[1], groups=self.groups)
 
     def per_parameter(self, t: Tensor) -> Tensor:
         return t.sum(tuple(range(2, t.dim()))) if t.dim() > 2 else t

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-ABI = 4  # of parallel.h
+ABI = 5  # of parallel.h
 _PROCESSORS = ("portable", "avx2", "avx512")
 _most = len(_PROCESSORS) - 1
 _allowed = os.environ.get("LAMINA_NATIVE", "1") != "0"
@@ -34,6 +34,7 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
         if library.lamina_abi() != ABI:
             return None, f"the native kernels were built from other sources: {again}"
         library.lamina_product_memory.restype = library.lamina_outer.restype = ctypes.c_int64
+        library.lamina_norms.argtypes = [ctypes.c_void_p, ctypes.c_int64]
         library.lamina_outer.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
         for name in ("lamina_product", "lamina_product_memory"):
             getattr(library, name).argtypes = [ctypes.c_void_p, ctypes.c_int64]

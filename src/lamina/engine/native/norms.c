@@ -1,0 +1,59 @@
+/* Norm layers: Σ g·x̂ and Σ g of every row, in one pass over g and x, where torch operations need four. */
+#include "parallel.h"
+
+#include <stdint.h>
+#include <string.h>
+
+#define LANES 16
+typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+
+/* In the order of `_Norms` in norm_sums.py. x̂ = (x - mean) · rstd; mean may be NULL. */
+struct norms {
+    int64_t rows, parts, positions, width, groups; /* groups: 0 if statistics belong to positions, else to groups of channels */
+    const float *x, *g, *mean, *rstd;
+    float *gain, *shift; /* (rows, width) */
+};
+
+/* Channels last: x and g are (rows, positions, width), statistics (rows, positions). */
+static void positions_of_row(const struct norms *job, int64_t row) {
+    float *gain = job->gain + row * job->width, *shift = job->shift + row * job->width;
+    memset(gain, 0, sizeof(float) * (size_t)job->width);
+    memset(shift, 0, sizeof(float) * (size_t)job->width);
+    for (int64_t t = 0; t < job->positions; t++) {
+        const int64_t at = row * job->positions + t;
+        const float mean = job->mean == NULL ? 0 : job->mean[at], rstd = job->rstd[at];
+        const float *x = job->x + at * job->width, *g = job->g + at * job->width;
+        for (int64_t i = 0; i < job->width; i++) {
+            gain[i] += g[i] * ((x[i] - mean) * rstd);
+            shift[i] += g[i];
+        }
+    }
+}
+
+/* Channels first: x and g are (rows, width, positions), statistics (rows, groups). */
+static void channels_of_row(const struct norms *job, int64_t row) {
+    for (int64_t c = 0; c < job->width; c++) {
+        const int64_t at = row * job->width + c, group = row * job->groups + c / (job->width / job->groups);
+        const float mean = job->mean[group], rstd = job->rstd[group];
+        const float *x = job->x + at * job->positions, *g = job->g + at * job->positions;
+        vec gains = {0}, shifts = {0};
+        float gain = 0, shift = 0;
+        int64_t i = 0;
+        for (; i + LANES <= job->positions; i += LANES) {
+            const vec a = *(const vec *)(g + i), b = *(const vec *)(x + i);
+            gains += a * ((b - mean) * rstd);
+            shifts += a;
+        }
+        for (; i < job->positions; i++) gain += g[i] * ((x[i] - mean) * rstd), shift += g[i];
+        for (int k = 0; k < LANES; k++) gain += gains[k], shift += shifts[k];
+        job->gain[at] = gain, job->shift[at] = shift;
+    }
+}
+
+static void some_rows(int part, void *context) {
+    const struct norms *job = context;
+    for (int64_t row = job->rows * part / job->parts; row < job->rows * (part + 1) / job->parts; row++)
+        job->groups ? channels_of_row(job, row) : positions_of_row(job, row);
+}
+
+LAMINA_EXPORT void lamina_norms(struct norms *job, int64_t threads) { lamina_parallel((int)job->parts, (int)threads, some_rows, job); }
