@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from lamina import Batch, Engine, LayerStack, Policy, SecureNoise, SeededNoise, StepPlan, make_plan, route
 from lamina.account.filters import GaussianFilter, RenyiFilter
+from lamina.allocate.make_plan import explained_plan
 from lamina.audit.step_audit import Verdict, audit_step
 from lamina.audit.target import AuditTarget
 from lamina.engine.clipping import clip_weights, safe_bounds
@@ -25,13 +26,13 @@ from lamina.engine.grads import DenseGrads
 from lamina.engine.integer_noise import (
     LEAST_BITS,
     MOST_BITS,
+    Grid,
     GridGrads,
     WordSource,
     bernoulli_exp,
     discrete_gaussian,
     discrete_laplace,
-    grid_bits,
-    grid_unit,
+    layer_grids,
 )  # fmt: skip
 from lamina.plan.rules import Injection, InjectionForm, NoiseKind
 
@@ -142,21 +143,23 @@ def test_integer_noise_is_replayed_and_never_drawn_twice() -> None:
 # --------------------------------------------------------------------------------------------------- grid
 
 
-@settings(max_examples=60, deadline=None)
+@pytest.mark.parametrize("taxicab", [False, True], ids=["L2", "L1"])
+@settings(max_examples=40, deadline=None)
 @given(data=st.data(), rows=st.integers(1, 5), width=st.integers(1, 40), bound=st.floats(1e-3, 1e3))
 def test_no_contribution_is_longer_than_its_threshold_in_exact_arithmetic(
-    data: st.DataObject, rows: int, width: int, bound: float
+    taxicab: bool, data: st.DataObject, rows: int, width: int, bound: float
 ) -> None:
     numbers = st.floats(-1e6, 1e6, width=32) | st.sampled_from([0.0, math.nan, math.inf, 1e30, -1e-30])
     values = data.draw(st.lists(numbers, min_size=rows * width, max_size=rows * width))
-    grads, unit = torch.tensor(values).view(rows, width), grid_unit(data.draw(st.floats(1e-2, 1e2)) * bound, 14)
+    grads, unit = torch.tensor(values).view(rows, width), data.draw(st.floats(1e-2, 1e2)) * bound / 2**14
     for row in range(rows):
         total = torch.zeros(width, dtype=torch.int64)
         limit = safe_bounds(torch.full((1,), bound, dtype=torch.float64), 1.0)
-        GridGrads(DenseGrads(grads[row : row + 1]), unit).clip_and_add(
+        GridGrads(DenseGrads(grads[row : row + 1]), Grid(14, unit, taxicab)).clip_and_add(
             total, None, lambda norm_sq, low, high, limit=limit: clip_weights(norm_sq, limit, 1.0)
         )
-        assert sum(y * y for y in total.tolist()) * Fraction(unit) ** 2 <= Fraction(bound) ** 2
+        length = sum(map(abs, total.tolist())) ** 2 if taxicab else sum(y * y for y in total.tolist())
+        assert length * Fraction(unit) ** 2 <= Fraction(bound) ** 2
 
 
 def net() -> nn.Sequential:
@@ -164,18 +167,27 @@ def net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 3))
 
 
-def plan_of(model: nn.Module, **options: object) -> StepPlan:
-    return make_plan(LayerStack.from_model(model), Policy.parse(POLICY), batch=30, steps=10, **options)  # type: ignore[arg-type]
+def plan_of(model: nn.Module, kind: str = "discrete_gaussian", **options: object) -> StepPlan:
+    policy = POLICY.replace('kind = "discrete_gaussian"', f'kind = "{kind}"')
+    if kind == "laplace":
+        policy = policy.replace("rdp-integer", "pld")
+    return make_plan(LayerStack.from_model(model), Policy.parse(policy), batch=30, steps=10, **options)  # type: ignore[arg-type]
+
+
+KINDS = pytest.mark.parametrize("kind", ["discrete_gaussian", "laplace"])
 
 
 def test_the_grid_is_fine_and_depends_on_the_plan_alone() -> None:
-    plan = plan_of(net())
-    for i, (layer, bits) in enumerate(zip(plan.layers, grid_bits(plan), strict=True)):
-        least = min(row[i] for row in plan.clip if row[i] > 0)
-        assert LEAST_BITS <= bits <= MOST_BITS
-        assert least / grid_unit(plan.noise[i], bits) >= 2**8 * math.sqrt(layer.size)
-    wide = replace(plan, noise=tuple(1e6 * s for s in plan.noise))
-    assert set(grid_bits(wide)) == {MOST_BITS}
+    for kind in ("discrete_gaussian", "laplace"):
+        plan = plan_of(net(), kind)
+        for i, (layer, grid) in enumerate(zip(plan.layers, layer_grids(plan), strict=True)):
+            least = min(row[i] for row in plan.clip if row[i] > 0)
+            assert LEAST_BITS <= grid.bits <= MOST_BITS
+            assert least / grid.unit >= 2**8 * (layer.size if kind == "laplace" else math.sqrt(layer.size))
+            scale = math.sqrt(math.pi / 2) if kind == "laplace" else 1.0
+            assert grid.unit * 2**grid.bits == pytest.approx(scale * plan.noise[i], rel=1e-15)
+        wide = replace(plan, noise=tuple(1e6 * s for s in plan.noise))
+        assert {grid.bits for grid in layer_grids(wide)} == {MOST_BITS}
 
 
 # --------------------------------------------------------------------------------------------------- step
@@ -202,10 +214,11 @@ def grads_of(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor]:
     }
 
 
+@KINDS
 @pytest.mark.parametrize("clipping", ["box", "joint"])
-def test_the_step_is_that_of_the_reference_in_whole_units(clipping: str) -> None:
+def test_the_step_is_that_of_the_reference_in_whole_units(clipping: str, kind: str) -> None:
     model = net()
-    plan, (x, y, cls) = plan_of(model, clipping=clipping), batch_of()
+    plan, (x, y, cls) = plan_of(model, kind, clipping=clipping), batch_of()
     expected = route(grads_of(model, x, y), cls, plan, noise=SeededNoise(3))
     found = {}
     for parts in (1, 3):
@@ -214,19 +227,21 @@ def test_the_step_is_that_of_the_reference_in_whole_units(clipping: str) -> None
                 engine.backward(losses(model, part.x, part.y), part)
             found[parts] = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
         model.zero_grad()
-    bits = grid_bits(plan)
-    for i, layer in enumerate(plan.layers):
-        unit = grid_unit(plan.noise[i], bits[i]) / plan.batch
+    for layer, grid in zip(plan.layers, layer_grids(plan), strict=True):
+        unit = grid.unit / plan.batch
         for name in layer.parameters:
             assert torch.equal(found[1][name], found[3][name])  # whole numbers add up the same in any order
             whole = found[1][name].double() / unit
-            assert torch.allclose(whole, whole.round(), atol=1e-2)  # of float32, which holds 24 bits
-            assert float((found[1][name] - expected[name]).abs().max()) <= 3 * unit
+            assert torch.allclose(whole, whole.round(), rtol=2.0**-23, atol=1e-2)  # float32 holds 24 bits
+            assert float((found[1][name].double() - expected[name].double()).abs().max()) <= unit * (
+                3 + 2**-22 * float(whole.abs().max())
+            )
 
 
-def test_an_empty_batch_gets_noise_of_the_planned_size() -> None:
+@KINDS
+def test_an_empty_batch_gets_noise_of_the_planned_size(kind: str) -> None:
     model = net()
-    plan = plan_of(model)
+    plan = plan_of(model, kind)
     squares: dict[int, float] = {}
     for seed in range(40):
         with Engine(model, plan, noise=SeededNoise(seed)) as engine:
@@ -237,16 +252,17 @@ def test_an_empty_batch_gets_noise_of_the_planned_size() -> None:
         model.zero_grad()
     for i, layer in enumerate(plan.layers):
         n = 40 * layer.size
-        assert squares[i] * plan.batch**2 / (n * plan.noise[i] ** 2) == pytest.approx(1, abs=5 * math.sqrt(2 / n))
+        std = plan.noise[i] * plan.noise_kind.std_ratio
+        assert squares[i] * plan.batch**2 / (n * std**2) == pytest.approx(1, abs=5 * math.sqrt(5 / n))
 
 
+@KINDS
 @pytest.mark.parametrize("clipping", ["box", "joint"])
-def test_paired_steps_find_no_more_than_was_claimed(clipping: str) -> None:
+def test_paired_steps_find_no_more_than_was_claimed(clipping: str, kind: str) -> None:
     model = net()
     x, y, cls = batch_of(6)
-    subject = AuditTarget(
-        model=model, plan=plan_of(model, clipping=clipping), losses_of=lambda x, y: losses(model, x, y)
-    )
+    plan = plan_of(model, kind, clipping=clipping)
+    subject = AuditTarget(model=model, plan=plan, losses_of=lambda x, y: losses(model, x, y))
     checks = audit_step(subject, Batch(x, y, cls=cls), quick=True)
     assert [check.name for check in checks if check.verdict is not Verdict.PASSED] == []
 
@@ -285,6 +301,28 @@ def test_rules_and_public_classes_are_refused() -> None:
     public = Policy.parse(POLICY.replace("epsilon = 2.0\n", "public = true\n"))
     with raises_code("plan.noise-kind-public-class"):
         make_plan(LayerStack.from_model(net()), public, batch=30, steps=10)
+    with raises_code("plan.noise-kind-alone"):
+        plan_of(net(), "laplace", allocate="quantile")
+
+
+def test_auto_takes_exact_noise_where_nothing_stands_against_it_and_says_why() -> None:
+    auto, stack = POLICY.replace('"discrete_gaussian"', '"auto"'), LayerStack.from_model(net())
+
+    def chosen(policy: str, **options: object) -> tuple[NoiseKind, str]:
+        plan, allocation = explained_plan(stack, Policy.parse(policy), batch=30, steps=10, **options)  # type: ignore[arg-type]
+        return plan.noise_kind, " ".join(allocation.why)
+
+    kind, why = chosen(auto)
+    assert kind is NoiseKind.DISCRETE_GAUSSIAN and "rdp-integer prices it" in why
+    for policy, options, reason in (
+        (auto.replace("rdp-integer", "pld"), {}, "accountant pld does not price"),
+        (auto.replace("epsilon = 2.0\n", "public = true\n"), {}, "a public class"),
+        (auto + 'injection = "per_microbatch"\nbins = 3\n', {}, "once per step"),
+        (auto, {"allocate": "quantile"}, "moves C or S"),
+    ):
+        kind, why = chosen(policy, **options)
+        assert kind is NoiseKind.GAUSSIAN and reason in why
+    assert plan_of(net()).noise_kind is NoiseKind.DISCRETE_GAUSSIAN
 
 
 def test_filters_must_count_at_an_integer_order() -> None:
@@ -292,6 +330,8 @@ def test_filters_must_count_at_an_integer_order() -> None:
     plan = plan_of(model)
     fits = RenyiFilter.for_schedule(plan.schedule("clinical"), order=16.0)
     Engine(model, plan, filters={"clinical": fits}).detach()
+    gaussian = GaussianFilter.for_target(400.0, delta=1e-5)
+    Engine(model, plan_of(model, "laplace"), filters={"clinical": gaussian}).detach()
     for wrong in (
         GaussianFilter.for_target(4.0, delta=1e-5),
         RenyiFilter.for_schedule(plan.schedule("clinical"), order=16.5),

@@ -26,24 +26,30 @@ DISCRETE = (
 )
 
 
+LAPLACE = GAUSSIAN + '\n[noise]\nkind = "laplace"\n'
+
+
 def parts(policy: str = DISCRETE) -> dict[str, object]:
     return {"plan": problem.plan(problem.net(), policy=policy), "corpus": problem.corpus(policy=policy)}
 
 
-def test_a_killed_run_resumes_exactly_and_its_certificate_names_the_noise(tmp_path: Path) -> None:
-    whole = problem.trainer(tmp_path / "whole" / "a", **parts())
+@pytest.mark.parametrize("kind", ["discrete_gaussian", "laplace"])
+def test_a_killed_run_resumes_exactly_and_its_certificate_names_the_noise(tmp_path: Path, kind: str) -> None:
+    policy, accountant = (DISCRETE, INTEGER_RDP) if kind == "discrete_gaussian" else (LAPLACE, "pld")
+    whole = problem.trainer(tmp_path / "whole" / "a", **parts(policy))
     expected = whole.fit()
-    killed(tmp_path / "cut" / "a", 13, **parts())
-    resumed = problem.trainer(tmp_path / "cut" / "a", seed=9, **parts())
+    killed(tmp_path / "cut" / "a", 13, **parts(policy))
+    resumed = problem.trainer(tmp_path / "cut" / "a", seed=9, **parts(policy))
     outcome = resumed.fit()
     assert same(weights(whole), weights(resumed)) and outcome.notes == ()
     assert outcome.epsilon == expected.epsilon
     assert outcome.epsilon["clinical"] == pytest.approx(4.0, rel=1e-3)
     with LedgerReader.read_only(next((tmp_path / "cut").glob("*.ledger.db"))) as ledger:
-        assert ledger.header.accountant == INTEGER_RDP
+        assert ledger.header.accountant == accountant
         found = certify(tmp_path / "cut" / "a", ledger).content
-    assert found["plan"]["noise"] == "discrete_gaussian, per_step"
-    assert found["accountant"]["name"] == INTEGER_RDP
+    assert found["plan"]["noise"] == f"{kind}, per_step" and found["accountant"]["name"] == accountant
+    ratio = whole.plan.noise_kind.std_ratio
+    assert [each["noise_std"] for each in found["layers"]] == pytest.approx([ratio * s for s in whole.plan.noise])
     figures = found["classes"]["clinical"]
     assert figures["epsilon"] <= figures["epsilon_replace_one"] and figures["epsilon"] < figures["epsilon_unamplified"]
     assert not any("floating-point" in line for line in found["not_covered"])

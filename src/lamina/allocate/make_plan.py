@@ -12,7 +12,7 @@ from lamina import validate
 from lamina.account.accountants import calibrate, find_accountant
 from lamina.account.filters import choose_order
 from lamina.account.gaussian_rdp import step_rdp
-from lamina.account.schedule import Event, bisect_float
+from lamina.account.schedule import INTEGER_RDP, Event, bisect_float
 from lamina.allocate.basic import automatic, flat, lsab, pareto, proportional, quantile, uniform
 from lamina.allocate.ladp import LADP, ladp
 from lamina.allocate.paper import paper_ladp, paper_lsab
@@ -365,6 +365,12 @@ def explained_plan(
                 "allocate.measure-type", f"measure is a {type(measure).__name__}", "give lamina.Measure.load(path)"
             )
         measure.check(stack)
+        if policy.noise.kind == NoiseKind.LAPLACE.value:
+            raise PlanError(
+                "allocate.measure-of-other-norm",
+                "laplace noise clips L1 norms, and what was measured of the layers are L2 norms",
+                "leave measure out, or use other noise",
+            )
     chooser = find_allocation(allocate)
     rates = {name: float(size / _population(policy, name)) for name, size in sizes.items()}
     declared = calibrate_classes(
@@ -400,6 +406,8 @@ def explained_plan(
         rules = tuple(
             _with_order_and_range(r, declared.order, pace) if isinstance(r, FollowBudget) else r for r in rules
         )
+    kind, reasons = _choose_noise_kind(policy, list(sizes), chosen, declared.accountant)
+    chosen = replace(chosen, why=(*chosen.why, *reasons))
     form = Clipping.ELEMENTWISE if chosen.clipping is Clipping.ELEMENTWISE else clipping or chosen.clipping
     _refuse_unsupported_profiles(reaches, chosen, form)
     plan = StepPlan(
@@ -419,7 +427,7 @@ def explained_plan(
         allocation=str(getattr(chooser, "name", None) or getattr(chooser, "__name__", "function")),
         rules=rules,
         injection=policy.noise.as_injection,
-        noise_kind=NoiseKind(policy.noise.kind),
+        noise_kind=kind,
         slices=slices,
         claimed=chosen.claimed,
         blocks=len(stack.blocks),
@@ -465,6 +473,26 @@ def _refuse_unsupported_profiles(reaches: Mapping[str, Reach], chosen: Allocatio
         if chosen.claimed and (weighed or reach.openings):
             problem = f"the profile of class {name!r} has weights or slices, which a paper method lacks"
             raise PlanError("allocate.weights-paper-method", problem, "use whole layers, or another allocation")
+
+
+def _choose_noise_kind(
+    policy: Policy, names: list[str], chosen: Allocation, accountant: str
+) -> tuple[NoiseKind, tuple[str, ...]]:
+    """The kind of noise, and why, where the policy leaves it open: exact noise if nothing of the plan stands against it."""
+    if policy.noise.kind != "auto":
+        return NoiseKind(policy.noise.kind), ()
+    against = {
+        f"accountant {accountant} does not price noise on integers ({INTEGER_RDP} does)": accountant != INTEGER_RDP,
+        "noise on integers enters once per step": policy.noise.injection != "per_step",
+        "the allocation moves C or S while it runs": bool(chosen.rules),
+        "the allocation reproduces a paper": bool(chosen.claimed),
+        "a public class is not clipped, so it does not fit a grid": any(policy.classes[n].public for n in names),
+    }
+    found = [reason for reason, holds in against.items() if holds]
+    if found:
+        return NoiseKind.GAUSSIAN, (f"The noise is Gaussian, in floating point: {'; '.join(found)}.",)
+    reason = f"The noise is discrete Gaussian, exact on integers: accountant {accountant} prices it."
+    return NoiseKind.DISCRETE_GAUSSIAN, (reason,)
 
 
 def _with_order_and_range(rule: FollowBudget, order: float, pace: tuple[float, float]) -> FollowBudget:

@@ -26,7 +26,7 @@ from lamina.audit.target import COUNTS_KEY, AuditTarget, moved_outside_slices
 from lamina.engine.batch import Batch, take_rows
 from lamina.engine.step import clip_norm_factor
 from lamina.errors import EngineError
-from lamina.plan.rules import FollowQuantile
+from lamina.plan.rules import FollowQuantile, NoiseKind
 from lamina.plan.selection import planned_noised_sizes
 from lamina.plan.step_plan import Clipping, StepPlan
 
@@ -149,10 +149,11 @@ def contribution_scale(batch: Batch, unit: int, plan: StepPlan) -> float:
 
 
 def moved_by_noise_std(plan: StepPlan, moved: Mapping[str, Tensor]) -> tuple[float, ...]:
-    """‖D_l‖/S_l by layer. Infinite where it is not finite, or where D ≠ 0 meets S = 0."""
-    found = []
+    """‖D_l‖/S_l by layer, in the norm that the plan clips. Infinite where it is not finite, or where D ≠ 0 meets S = 0."""
+    found, order = [], 1 if plan.noise_kind is NoiseKind.LAPLACE else 2
     for layer, s in zip(plan.layers, plan.noise, strict=True):
-        norm = math.hypot(*(float(moved[name].norm()) for name in layer.parameters if name in moved), 0.0)
+        each = (moved[name].flatten() for name in layer.parameters if name in moved)
+        norm = math.hypot(*(float(torch.linalg.vector_norm(part, order)) for part in each), 0.0)
         if norm == 0:
             found.append(0.0)
         else:

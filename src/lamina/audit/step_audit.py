@@ -19,7 +19,7 @@ from lamina.audit.paired_step import PairedStep, Without, coupling_to_others, pa
 from lamina.audit.target import COUNTS_KEY, AuditTarget, Region, plan_regions
 from lamina.engine.batch import Batch, take_rows
 from lamina.errors import EngineError
-from lamina.plan.rules import FollowQuantile, effective_sigma
+from lamina.plan.rules import FollowQuantile, NoiseKind, effective_sigma
 from lamina.plan.step_plan import StepPlan
 
 
@@ -148,6 +148,9 @@ def noise_levels(
     made = []
     for part, total, n in zip(parts, squares, counts, strict=False):
         sources = len(part.classes.intersection(private)) if private else 1
+        ratio = plan.noise_kind.std_ratio  # of its standard deviation to S, as which everything here is stated
+        worth = 0.4 if plan.noise_kind is NoiseKind.LAPLACE else 1.0  # the squares of 5 such draws vary as those of 2
+        total, n = worth * total / ratio**2, round(worth * n)
         made.append(_noise_level(part, plan.noise[part.layer], total, n, alpha, sources))
     if rule is not None:
         made.append(_noise_level(None, rule.noise, squares[-1], counts[-1], alpha))

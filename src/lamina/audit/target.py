@@ -136,7 +136,7 @@ class AuditTarget:
             clip=tuple(tuple(c * clip for c in row) for row in self.plan.clip),
             rules=tuple(_rules_within_a_step(self.plan.rules, noise)),
             # A step is taken here, not priced.
-            accountant="rdp" if self.plan.noise_kind is NoiseKind.GAUSSIAN else INTEGER_RDP,
+            accountant=INTEGER_RDP if self.plan.noise_kind is NoiseKind.DISCRETE_GAUSSIAN else "rdp",
         )
         source = SeededNoise(seed, hardened=self.hardened)
         with _state_restored(self.model):

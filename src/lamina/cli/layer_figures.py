@@ -80,7 +80,8 @@ def layer_figures(plan: StepPlan, measure: Measure | None, sizes: ReachedSizes =
 def signal_to_noise(plan: StepPlan, measure: Measure | None, sizes: ReachedSizes = None) -> tuple[float | None, ...]:
     """signal_l/(S_l·√d_l) of every layer; None where there is no noise."""
     found = zip(layer_signal(plan, measure, sizes).tolist(), plan.noise, _reached_sizes(plan, sizes), strict=True)
-    return tuple(up / (s * math.sqrt(d)) if s > 0 else None for up, s, d in found)
+    ratio = plan.noise_kind.std_ratio
+    return tuple(up / (ratio * s * math.sqrt(d)) if s > 0 else None for up, s, d in found)
 
 
 def whole_signal_to_noise(plan: StepPlan, measure: Measure | None, sizes: ReachedSizes = None) -> float | None:
@@ -137,7 +138,8 @@ def _typical_norms(plan: StepPlan, k: int, n: Array | None) -> Array:
 
 
 def _noise_power(plan: StepPlan, sizes: ReachedSizes) -> float:
-    return math.fsum(d * s * s for d, s in zip(_reached_sizes(plan, sizes), plan.noise, strict=True))
+    power = math.fsum(d * s * s for d, s in zip(_reached_sizes(plan, sizes), plan.noise, strict=True))
+    return power * plan.noise_kind.std_ratio**2
 
 
 def _reached_sizes(plan: StepPlan, sizes: ReachedSizes) -> tuple[int, ...]:

@@ -171,7 +171,8 @@ class Budget:
 
 def refuse_filter(plan: StepPlan, name: str, filter_: PrivacyFilter) -> None:
     """Refuse a filter that does not count what the noise of the plan costs."""
-    if plan.noise_kind is NoiseKind.GAUSSIAN or (isinstance(filter_, RenyiFilter) and filter_.order % 1 == 0):
+    whole = plan.noise_kind is NoiseKind.DISCRETE_GAUSSIAN
+    if not whole or (isinstance(filter_, RenyiFilter) and filter_.order % 1 == 0):
         return
     problem = f"the filter of class '{name}' does not hold for {plan.noise_kind.value} noise"
     raise PlanError("engine.filter-for-other-noise", problem, "use a RenyiFilter of an integer order, e.g. 32")

@@ -21,7 +21,7 @@ from lamina.engine.grads import (
     MaskedGrads,
     SummedGrads,
 )
-from lamina.engine.integer_noise import GridGrads
+from lamina.engine.integer_noise import Grid, GridGrads
 from lamina.engine.layers.layer_rule import RuleCall, hidden_backward_error
 from lamina.engine.native.products import NativeBias, NativeGrads
 from lamina.engine.safety_checks import CheckedBatch
@@ -106,7 +106,7 @@ class Collector(ABC):
         self, part: CheckedBatch, reached: Sequence[bool], sums: Mapping[str, Tensor], masks: TensorMasks = NO_MASKS
     ) -> None:
         self.layouts, self.reached, self.sums, self.masks = part.layouts, reached, sums, masks
-        self.grid: Mapping[str, float] = {}  # by tensor: the unit in whole numbers of which it is added up
+        self.grid: Mapping[str, Grid] = {}  # by tensor: the grid on which it is added up, if it is
         self._expected = Counter(layer for use in part.graph.uses for layer in use.layers)
         self._arrived: Counter[int] = Counter()
         self._waiting: dict[int, dict[str, list[ContributionGrads]]] = {}

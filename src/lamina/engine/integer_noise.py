@@ -1,4 +1,4 @@
-"""Noise on a grid of integers: the discrete Gaussian, drawn in integer arithmetic alone, and the grid of a plan.
+"""Noise on a grid of integers: discrete Gaussian and Laplace, drawn in integer arithmetic alone; the grid of a plan.
 
 A step with such noise rounds every clipped gradient to a grid, adds up in int64 and adds integers: no floating-point
 number is released that depends on a contribution other than through them (docs/decisions/integer_noise.md).
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,33 +17,57 @@ from torch import Tensor
 
 from lamina.engine.grads import CHUNK_ELEMENTS, ClipWeights, ContributionGrads, row_norm_sq
 from lamina.engine.random_stream import BLOCK_BYTES, MAX_CALL_BYTES, KeyStream, Words
+from lamina.plan.rules import NoiseKind
 from lamina.plan.step_plan import StepPlan
 
-# The grid of a layer. S is 2^b units of it, so that one unit is g = S/2^b. It depends on the plan alone:
+# The grid of a layer. The scale s of its noise (S of the discrete Gaussian, √(π/2)·S of Laplace noise) is 2^b units of it,
+# so that one unit is g = s/2^b. It depends on the plan alone:
 #
-#     b = ⌈log2(2^8 √d S / C)⌉, at least 12 and at most 25        C: the smallest threshold of a class that reaches it
+#     b = ⌈log2(2^8 √d s / C)⌉, at least 12 and at most 25        C: the smallest threshold of a class that reaches it
 #
-# A clipped gradient of norm C then has coordinates of 2^8 units on average. Coordinates are cut toward zero, which never
-# makes a vector longer: whatever a contribution was clipped to, ‖y‖·g is at most that, in box and joint clipping, under
-# any scale. What is cut off is below one unit a coordinate, at most C/2^8 in norm (more where b is at its limit).
+# with d for √d where norms are L1. A clipped gradient of norm C then has coordinates of 2^8 units on average. Coordinates
+# are cut toward zero, which never makes a vector longer in any norm: whatever a contribution was clipped to, ‖y‖·g is at
+# most that, in box and joint clipping, under any scale. What is cut off is below one unit a coordinate, at most C/2^8 in
+# norm (more where b is at its limit).
+#
+# Laplace noise costs what Gaussian noise of std S costs. A shift by n units of noise of scale 2^b changes every
+# probability by a factor of at most e^ε, ε = n/2^b. What does that is a post-processing of two answers with odds e^ε
+# and e^-ε (Kairouz, Oh and Viswanath 2015), and these of N(μ, 1) against N(0, 1), cut at μ/2, with Φ(μ/2) = 1/(1 + e^-ε):
+# so μ ≤ √(π/2)·ε = n·g/S. Tensors are noised apart, so a step is a post-processing of Gaussians side by side, of
+# μ² = Σ_t (‖g_t‖₁/S_t)². A layer's norm is therefore √Σ_t ‖g_t‖₁², and everything else is as for Gaussian noise.
 
 LEAST_BITS, MOST_BITS = 12, 25
 _UNITS_PER_COORDINATE = 2.0**8
 
 
-def grid_bits(plan: StepPlan) -> tuple[int, ...]:
-    """b of every layer, 0 where it has no noise."""
+class Grid(NamedTuple):
+    """The grid of a layer: 2^bits units are the scale of its noise. `taxicab`: its norms are L1. No bits: no noise."""
+
+    bits: int
+    unit: float
+    taxicab: bool
+
+
+def layer_grids(plan: StepPlan) -> tuple[Grid, ...]:
+    """The grid of every layer."""
+    taxicab = plan.noise_kind is NoiseKind.LAPLACE
     found = []
     for i, (layer, s) in enumerate(zip(plan.layers, plan.noise, strict=True)):
+        scale = math.sqrt(math.pi / 2) * s if taxicab else s
+        if taxicab:
+            scale = math.nextafter(scale, math.inf)
         reached = [row[i] for row in plan.clip if row[i] > 0]
-        wanted = math.log2(_UNITS_PER_COORDINATE * math.sqrt(layer.size) * s / min(reached)) if reached and s else 0.0
-        found.append(min(MOST_BITS, max(LEAST_BITS, math.ceil(wanted))) if s else 0)
+        spread = float(layer.size) if taxicab else math.sqrt(layer.size)
+        wanted = math.log2(_UNITS_PER_COORDINATE * spread * scale / min(reached)) if reached and s else 0.0
+        bits = min(MOST_BITS, max(LEAST_BITS, math.ceil(wanted))) if s else 0
+        found.append(Grid(bits, math.ldexp(scale, -bits), taxicab))
     return tuple(found)
 
 
-def grid_unit(std: float, bits: int) -> float:
-    """g = S/2^b."""
-    return math.ldexp(std, -bits)
+def row_taxicab_sq(rows: Tensor) -> Tensor:
+    """(P, n) → (P,) squared L1 norms in float64."""
+    length: Tensor = torch.linalg.vector_norm(rows, 1, dim=1, dtype=torch.float64)
+    return length.square_()
 
 
 class GridGrads(ContributionGrads):
@@ -51,21 +76,22 @@ class GridGrads(ContributionGrads):
     It is measured on the very numbers that are cut.
     """
 
-    def __init__(self, inner: ContributionGrads, unit: float) -> None:
-        self.inner, self.unit, self.units, self.shape = inner, unit, inner.units, inner.shape
+    def __init__(self, inner: ContributionGrads, grid: Grid) -> None:
+        self.inner, self.grid, self.units, self.shape = inner, grid, inner.units, inner.shape
 
     def _chunks(self) -> Iterator[tuple[int, int]]:
         size = max(1, CHUNK_ELEMENTS // max(1, self.shape.numel()))
         return ((low, min(low + size, self.units)) for low in range(0, self.units, size))
 
     def norm_sq(self) -> Tensor:
-        parts = [row_norm_sq(self.inner.dense(low, high)) for low, high in self._chunks()]
+        measure = row_taxicab_sq if self.grid.taxicab else row_norm_sq
+        parts = [measure(self.inner.dense(low, high)) for low, high in self._chunks()]
         return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
 
     def add_to(self, out: Tensor, weights: ClipWeights) -> None:
         for low, high in self._chunks():
             part = weights.slice(low, high)
-            scaled = part.clean(self.inner.dense(low, high)).double() * (part.factor / self.unit).unsqueeze(1)
+            scaled = part.clean(self.inner.dense(low, high)).double() * (part.factor / self.grid.unit).unsqueeze(1)
             whole = torch.where((part.factor > 0).unsqueeze(1), scaled, 0.0).trunc_().to(torch.int64)
             out.view(-1).add_(whole.sum(0))
 
@@ -181,6 +207,11 @@ def _fill(some: Callable[[WordSource, int, int], Integers], words: WordSource, c
         out[done : done + made.size] = made
         done += made.size
     return out
+
+
+def integer_noise(kind: NoiseKind, words: WordSource, count: int, bits: int) -> Integers:
+    """Draws of this kind, of scale 2^bits."""
+    return (discrete_laplace if kind is NoiseKind.LAPLACE else discrete_gaussian)(words, count, bits)
 
 
 def discrete_laplace(words: WordSource, count: int, bits: int) -> Integers:

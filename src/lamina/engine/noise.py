@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from numpy.typing import NDArray
 
 from lamina.engine import native
-from lamina.engine.integer_noise import WordSource, discrete_gaussian
+from lamina.engine.integer_noise import WordSource, integer_noise
 from lamina.engine.random_stream import (
     BLOCK_BYTES,
     CELL_ELEMENTS,
@@ -32,6 +32,7 @@ from lamina.engine.random_stream import (
     step_key,
 )
 from lamina.errors import NoiseError
+from lamina.plan.rules import NoiseKind
 
 # Normal draws from uniform words: Box–Muller with the tail kept, in float32 or float64.
 #
@@ -260,6 +261,9 @@ def noise_version() -> str:
 STD_RANGE = (1e-30, 1e30)
 
 
+_DISCRETE_GAUSSIAN = NoiseKind.DISCRETE_GAUSSIAN
+
+
 class NoiseSource:
     """N(0, std²) for tensors, determined by (seed, step, rank, part, tensor index, element index) alone.
 
@@ -311,8 +315,10 @@ class NoiseSource:
         rounded = rounded and self._hardened
         self._apply(totals, stds, step=step, tensors=tensors, part=part, fill=False, rounded=rounded)
 
-    def add_integers_(self, totals: Sequence[torch.Tensor], bits: Sequence[int], *, step: int) -> None:
-        """totals[i] <- totals[i] + x, int64: x discrete Gaussian of standard deviation 2^bits[i], none for 0 bits.
+    def add_integers_(
+        self, totals: Sequence[torch.Tensor], bits: Sequence[int], *, step: int, kind: NoiseKind = _DISCRETE_GAUSSIAN
+    ) -> None:
+        """totals[i] <- totals[i] + x, int64: x discrete Gaussian or Laplace of scale 2^bits[i], none for 0 bits.
 
         Exact: drawn and added in integers (engine/integer_noise.py).
         """
@@ -322,7 +328,7 @@ class NoiseSource:
         self._claim(step, indices)
         for index, total, scale in zip(indices, totals, bits, strict=True):
             if scale:
-                draws = discrete_gaussian(WordSource(key, index), total.numel(), scale)
+                draws = integer_noise(kind, WordSource(key, index), total.numel(), scale)
                 total.view(-1).add_(torch.from_numpy(draws))
 
     def _apply(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lamina.engine.batch import Batch
-from lamina.engine.integer_noise import grid_bits, grid_unit
+from lamina.engine.integer_noise import Grid, layer_grids, row_taxicab_sq
 from lamina.engine.noise import NoiseSource, add_rounded_many_
 from lamina.engine.safety_checks import CheckedBatch
 from lamina.engine.slices import trained_tensors, unreached_ranges, zero_outside_slices
@@ -131,7 +131,7 @@ class ClippedSums:
 
     def __init__(self, sums: dict[str, Tensor], scale: float = 1.0, counts: Tensor | None = None) -> None:
         self.sums, self.scale, self.counts = sums, scale, counts
-        self.grid: Mapping[str, float] = {}  # by tensor: the unit in whole numbers of which it is added up, if it is
+        self.grid: Mapping[str, Grid] = {}  # by tensor: the grid on which it is added up, if it is
 
     def prepare(self, part: CheckedBatch) -> CheckedBatch:
         """The part as it is to be differentiated."""
@@ -221,16 +221,16 @@ class IntegerStep(OpenStep):
         self.plan, self.noise, self.step, self.process = plan, noise, step, os.getpid()
         self._injected = None
         ClippedSums.__init__(self, {name: torch.zeros(p.shape, dtype=torch.int64) for name, p in tensors.items()})
-        bits = grid_bits(plan)
-        self._bits = {name: bits[layer_of[name]] for name in tensors}
-        self.grid = {name: grid_unit(plan.noise[layer_of[name]], self._bits[name]) for name in tensors}
+        grids = layer_grids(plan)
+        self.grid = {name: grids[layer_of[name]] for name in tensors}
         self._dtypes = {name: _sum_dtype(p.dtype) for name, p in tensors.items()}
 
     def release(self) -> dict[str, Tensor]:
         """(clipped sum + noise) / B: whole numbers until here."""
         self._same_process()
-        self.noise.add_integers_(list(self.sums.values()), list(self._bits.values()), step=self.step)
-        made = {name: total.double() * (self.grid[name] / self.plan.batch) for name, total in self.sums.items()}
+        bits = [self.grid[name].bits for name in self.sums]
+        self.noise.add_integers_(list(self.sums.values()), bits, step=self.step, kind=self.plan.noise_kind)
+        made = {name: total.double() * (self.grid[name].unit / self.plan.batch) for name, total in self.sums.items()}
         return {name: total.to(self._dtypes[name]) for name, total in made.items()}
 
 
@@ -295,7 +295,9 @@ def route(
         grads_of[name] = torch.stack(routed) if routed else grads
     norm_sq = torch.zeros(bound.shape, dtype=torch.float64)
     for name, grads in grads_of.items():
-        norm_sq[:, layer_of[name]] += grads.double().reshape(len(grads), grads.shape[1:].numel()).square().sum(1)
+        rows = grads.double().reshape(len(grads), grads.shape[1:].numel())
+        taxicab = plan.noise_kind is NoiseKind.LAPLACE
+        norm_sq[:, layer_of[name]] += row_taxicab_sq(rows) if taxicab else rows.square().sum(1)
 
     if plan.clipping is Clipping.BOX:
         bound = torch.where(bound > 0, bound * strict.unsqueeze(1), 0.0)
@@ -321,7 +323,7 @@ def route(
     opened.add_noise_for(classes)
     for name, total in sums.items():
         if name in opened.grid:
-            opened.sums[name].add_((clipped[name] / opened.grid[name]).trunc().to(torch.int64).sum(0))
+            opened.sums[name].add_((clipped[name] / opened.grid[name].unit).trunc().to(torch.int64).sum(0))
         else:
             opened.sums[name].add_(total, alpha=opened.scale)
     released = opened.release()

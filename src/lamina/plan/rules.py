@@ -95,11 +95,24 @@ PER_STEP_INJECTION = Injection()
 
 
 class NoiseKind(enum.Enum):
-    """gaussian: N(0, S²), drawn and added in floating point. discrete_gaussian: whole multiples of a unit, S = 2^b of them,
-    P(x) ∝ exp(-x²/2S²), drawn in integer arithmetic and added in int64 to gradients that were cut to the same grid."""
+    """
+      gaussian           N(0, S²), drawn and added in floating point
+      discrete_gaussian  P(x) ∝ exp(-x²/2S²) on the whole multiples of a unit
+      laplace            P(x) ∝ exp(-|x|/b) on the whole multiples of a unit, b = √(π/2)·S, for gradients of bounded L1 norm
+
+    The last two are drawn in integer arithmetic and added in int64 to gradients that were cut to the same grid
+    (engine/integer_noise.py). S of laplace noise is that of the Gaussian which dominates it: its standard deviation is
+    √2·b = √π·S.
+    """
 
     GAUSSIAN = "gaussian"
     DISCRETE_GAUSSIAN = "discrete_gaussian"
+    LAPLACE = "laplace"
+
+    @property
+    def std_ratio(self) -> float:
+        """The standard deviation of the noise over S."""
+        return math.sqrt(math.pi) if self is NoiseKind.LAPLACE else 1.0
 
 
 Row = Sequence[float]

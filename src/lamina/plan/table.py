@@ -161,7 +161,12 @@ def _batch_text(plan: StepPlan) -> str:
 
 def _injection_text(plan: StepPlan) -> str:
     if plan.noise_kind is not NoiseKind.GAUSSIAN:
-        return f"; {plan.noise_kind.value} noise"
+        std = (
+            f" of standard deviation {at_least(plan.noise_kind.std_ratio)} S"
+            if plan.noise_kind is NoiseKind.LAPLACE
+            else ""
+        )
+        return f"; {plan.noise_kind.value} noise{std}"
     return "" if plan.injection == PER_STEP_INJECTION else f"; noise {plan.injection}"
 
 

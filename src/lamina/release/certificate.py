@@ -242,12 +242,13 @@ def _bound_figures(evidence: RunEvidence, header: Header, bound: tuple[str, int,
 def _layers(evidence: RunEvidence) -> list[dict[str, Any]]:
     """Noise and classes by layer, as the steps in the model had them."""
     noise, reached = evidence.least_noise(), evidence.reached()
+    ratio = min(plan.noise_kind.std_ratio for plan in evidence.plans.values())
     return [
         {
             "name": layer.name,
             "depth": layer.depth,
             "parameters": layer.size,
-            "noise_std": noise.get(layer.name, 0.0),
+            "noise_std": noise.get(layer.name, 0.0) * ratio,
             "classes": list(reached.get(layer.name, ())),
         }
         for layer in evidence.plan.layers
