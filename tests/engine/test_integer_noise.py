@@ -21,8 +21,9 @@ from lamina.account.filters import GaussianFilter, RenyiFilter
 from lamina.allocate.make_plan import explained_plan
 from lamina.audit.step_audit import Verdict, audit_step
 from lamina.audit.target import AuditTarget
+from lamina.engine import native
 from lamina.engine.clipping import clip_weights, safe_bounds
-from lamina.engine.grads import DenseGrads
+from lamina.engine.grads import ClipWeights, DenseGrads
 from lamina.engine.integer_noise import (
     LEAST_BITS,
     MOST_BITS,
@@ -160,6 +161,21 @@ def test_no_contribution_is_longer_than_its_threshold_in_exact_arithmetic(
         )
         length = sum(map(abs, total.tolist())) ** 2 if taxicab else sum(y * y for y in total.tolist())
         assert length * Fraction(unit) ** 2 <= Fraction(bound) ** 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_kernel_and_torch_cut_to_the_same_integers(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(2)
+    grads = torch.randn(7, 9001, generator=generator, dtype=dtype) * 1e3
+    grads[2, 5], grads[3, 7] = math.nan, math.inf
+    factor = torch.tensor([1.0, 0.3, 0.0, 0.0, 7.7, 1e-6, 1e8], dtype=torch.float64)
+    found = []
+    for on in (True, False):
+        with native.switched(on):
+            out = torch.zeros(9001, dtype=torch.int64)
+            GridGrads(DenseGrads(grads), Grid(14, 1.0, False)).add_to(out, ClipWeights(factor, factor == 0))
+            found.append(out)
+    assert torch.equal(*found) and bool(found[0].any())
 
 
 def net() -> nn.Sequential:

@@ -81,7 +81,7 @@ def test_the_template_restricts_sensitive_data_to_the_top_quarter() -> None:
         ("top = 0.25", "head = [1]", ["'head'", "did you mean 'heads'", "top = 0.25", "layers"]),
         ("public = true", "public = true\nepsilon = 1.0", ["class.open", "public class has no epsilon"]),
         ("public = true", "public = 1", ["class.open.public", "true or false"]),
-        ('kind = "gaussian"', 'kind = "laplace"', ["noise.kind", "laplace", "'gaussian'"]),
+        ('kind = "gaussian"', 'kind = "cauchy"', ["noise.kind", "cauchy", "'gaussian'"]),
         ('"per_step"', '"per_head"', ["noise.injection", "per_head", "'per_step'", "'per_sample_raw'"]),
         ('"per_step"', '"per_sample"', ["noise", "'per_sample' needs slots"]),
         ('"per_step"', '"per_microbatch"', ["noise", "'per_microbatch' needs bins"]),

@@ -6,6 +6,7 @@ number is released that depends on a contribution other than through them (docs/
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -15,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lamina.engine import native
 from lamina.engine.grads import CHUNK_ELEMENTS, ClipWeights, ContributionGrads, row_norm_sq
 from lamina.engine.random_stream import BLOCK_BYTES, MAX_CALL_BYTES, KeyStream, Words
 from lamina.plan.rules import NoiseKind
@@ -70,6 +72,26 @@ def row_taxicab_sq(rows: Tensor) -> Tensor:
     return length.square_()
 
 
+def _add_cut(grads: Tensor, factor: Tensor, out: Tensor) -> None:
+    """out += Σ_p trunc(factor[p]·grads[p]) for grads (P, n), out (n,) int64. Who has factor 0 is left out, finite or not.
+
+    The kernel and torch give the same integers.
+    """
+    library, shape = native.library(), tuple(grads.shape)
+    if library is None:
+        scaled = torch.where((factor > 0).unsqueeze(1), grads.double() * factor.unsqueeze(1), 0.0)
+        out.add_(scaled.trunc_().to(torch.int64).sum(0))
+        return
+    at = native.pointer(grads, grads.dtype, *shape), native.pointer(out, torch.int64, shape[1])
+    factors = native.pointer(factor.contiguous(), torch.float64, shape[0])
+    sizes = ctypes.c_int64(shape[0]), ctypes.c_int64(shape[1])
+    threads, wide = torch.get_num_threads(), int(grads.dtype == torch.float64)
+    assert grads.dtype in (torch.float32, torch.float64)
+    library.lamina_cut_add(
+        ctypes.c_void_p(at[0]), wide, *sizes, ctypes.c_void_p(factors), ctypes.c_void_p(at[1]), threads
+    )
+
+
 class GridGrads(ContributionGrads):
     """A gradient that is added up in whole units: what each contribution adds is cut toward zero, then summed in int64.
 
@@ -90,10 +112,8 @@ class GridGrads(ContributionGrads):
 
     def add_to(self, out: Tensor, weights: ClipWeights) -> None:
         for low, high in self._chunks():
-            part = weights.slice(low, high)
-            scaled = part.clean(self.inner.dense(low, high)).double() * (part.factor / self.grid.unit).unsqueeze(1)
-            whole = torch.where((part.factor > 0).unsqueeze(1), scaled, 0.0).trunc_().to(torch.int64)
-            out.view(-1).add_(whole.sum(0))
+            factor = weights.factor[low:high] / self.grid.unit
+            _add_cut(self.inner.dense(low, high).contiguous(), factor, out.view(-1))
 
     def dense(self, low: int, high: int) -> Tensor:
         return self.inner.dense(low, high)
