@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-ABI = 5  # of parallel.h
+ABI = 6  # of parallel.h
 _PROCESSORS = ("portable", "avx2", "avx512")
 _most = len(_PROCESSORS) - 1
 _allowed = os.environ.get("LAMINA_NATIVE", "1") != "0"
