@@ -17,6 +17,8 @@ from lamina.bench.workloads import WORKLOADS
 from lamina.cli import torch_commands
 from lamina.cli.app import COMMANDS
 from lamina.cli.by_name import BUILT_IN_MODELS
+from lamina.study.cells import SIZES
+from lamina.study.runner import NAMES
 
 BLOCKER = """
 import sys
@@ -164,4 +166,5 @@ def test_names_in_the_help_are_those_of_the_code() -> None:
     assert tuple(BUILT_IN_MODELS) == torch_commands.BUILT_IN_MODEL_NAMES
     assert tuple(ALLOCATIONS) == torch_commands.ALLOCATION_NAMES
     assert tuple(WORKLOADS) == torch_commands.WORKLOAD_NAMES
+    assert torch_commands.STUDY_NAMES == NAMES and tuple(SIZES) == torch_commands.STUDY_SIZES
     assert DEFAULT_ALLOCATION == "pareto"  # the default of `lamina plan --allocate`

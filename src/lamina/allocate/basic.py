@@ -275,6 +275,19 @@ WIDEST_SPREAD = 1e12
 """The widest range of Δ that is still a shape: beyond, float32 carries some layers and not others."""
 
 
+def refuse_wide_spread(delta: np.ndarray, bound: str) -> None:
+    """PlanError if Δ of the layers spans so much that thresholds in proportion to it would stop some of them."""
+    low, high = float(delta.min()), float(delta.max())
+    spread = high / low if math.isfinite(high) else math.inf  # plain floats: a quotient may overflow
+    if not spread <= WIDEST_SPREAD:
+        raise PlanError(
+            "allocate.delta-spread",
+            f"Δ ({bound}) of the layers spans a factor of {spread:.1e}, above {WIDEST_SPREAD:.0e}: the lowest "
+            "thresholds would stop their layers",
+            "use bound='tight', a smaller or better normalised model, or allocate='pareto'",
+        )
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LSAB:
     """C_l ∝ Δ_l, the layer's tight bound by recursion through depth on proxy inputs; ‖C[k]‖ = c_k.
@@ -304,15 +317,7 @@ class LSAB:
 
     def __call__(self, problem: AllocationProblem) -> Allocation:
         delta = measured_row(problem, self.bound, self.name)
-        low, high = float(delta.min()), float(delta.max())
-        spread = high / low if math.isfinite(high) else math.inf  # plain floats: a quotient may overflow
-        if not spread <= WIDEST_SPREAD:
-            raise PlanError(
-                "allocate.delta-spread",
-                f"Δ ({self.bound}) of the layers spans a factor of {spread:.1e}, above {WIDEST_SPREAD:.0e}: the lowest "
-                "thresholds would stop their layers",
-                "use bound='tight', a smaller or better normalised model, or allocate='pareto'",
-            )
+        refuse_wide_spread(delta, self.bound)
         clip = clip_of_shape(problem, delta)
         return Allocation(
             clip=clip,

@@ -74,6 +74,10 @@ COMMANDS = {
         "lamina.cli.serve:serve",
         "Serve a release: every query passes its gate first. Or a run: its ledger, with proofs. Spends nothing.",
     ),
+    "study": (
+        "lamina.cli.torch_commands:study",
+        "Measure the tables and figures of the LSAB-zCDP document again, on simulated patients or on your data.",
+    ),
     "bench": (
         "lamina.cli.torch_commands:bench",
         "Measure time and peak memory of a private step on this machine, against an ordinary step and Opacus.",

@@ -1,4 +1,4 @@
-"""demo, plan, train and bench: their options and help. torch is imported when one of them runs, not for --help."""
+"""demo, plan, train, study and bench: their options and help. torch is imported when one of them runs, not for --help."""
 
 from __future__ import annotations
 
@@ -19,6 +19,11 @@ ALLOCATION_NAMES = (
     "flat", "uniform", "proportional", "pareto", "lsab", "ladp", "ladp-budget", "quantile", "automatic", "printed-lsab",
     "printed-ladp",
 )  # fmt: skip
+STUDY_NAMES = (
+    "table1", "table5", "table6", "table7", "table8", "table9",
+    "figure1", "figure2", "figure3", "figure4", "figure5", "figure6", "figure7",
+)  # fmt: skip
+STUDY_SIZES = ("quick", "full", "paper")
 WORKLOAD_NAMES = ("resae", "tfae", "bert1k", "mlp_b32", "mlp_b256", "cnn")
 
 
@@ -193,6 +198,45 @@ def train(
     from lamina.cli.train import run_training
 
     run_training(run, plan_only=plan_only, fresh=fresh, inside=inside, threads=threads, as_json=as_json)
+
+
+def study(
+    names: Annotated[
+        list[str] | None, argument("NAMES", f"all, or any of {', '.join(STUDY_NAMES)}; default: all")
+    ] = None,
+    size: Annotated[
+        str,
+        option(
+            "quick: minutes, not evidence; full: some hours; paper: the document's own size, days", choices=STUDY_SIZES
+        ),
+    ] = "quick",
+    data: Annotated[
+        Path | None, option("folder with PTB-XL, OhioT1DM or MIMIC-III waveforms; default: simulated patients")
+    ] = None,
+    folder: Annotated[
+        Path, option("where results, tables and figures go; what is there already is not measured again")
+    ] = Path("runs/study"),
+    workers: Annotated[int, option("trainings at a time, one thread each", min=1, max=64)] = 2,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure the tables and figures of the LSAB-zCDP document again, on simulated patients or on your data.
+
+    Every method has the same true ε, first weights, samples and optimiser. The page that is written has the document's
+    figures beside the measured ones, and the reason for every difference. Interrupt it at any time: the same command
+    goes on where it was.
+
+    Spends nothing of a ledger: noise comes from seeds, so that a result can be repeated. Such models are measurements;
+    never release one that was trained on private data. The folder holds figures that were computed from --data.
+
+    Examples:
+
+      lamina study                            all of it, quick: shows that it runs
+      lamina study table5 --size full         one table, five seeds
+      lamina study table5 figure2 --data ptb-xl
+    """
+    from lamina.cli.study import show_study
+
+    show_study(names or ["all"], size=size, data=data, folder=folder, workers=workers, as_json=as_json)
 
 
 def bench(

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from lamina import validate
 from lamina.errors import NoBound, PlanError
 from lamina.plan.layer_stack import LayerStack
 from lamina.sensitivity import gains
@@ -47,11 +48,12 @@ NO_CHANGE = NodeSensitivity(tight=0.0, worst=0.0, printed=0.0, size=0.0)
 
 @dataclass(frozen=True, kw_only=True)
 class PropagationState:
-    """The recursion as far as it has come."""
+    """The recursion as far as it has come. `gamma` says at which layers the printed one has its γ; 1 at the others."""
 
     graph: TracedGraph
     profile: ActivationProfile
     sensitivities: dict[str, NodeSensitivity]
+    gamma: str = "all"
 
     def inputs_of(self, node: Node) -> list[NodeSensitivity]:
         return [self.sensitivities[name] for name in node.inputs]
@@ -73,6 +75,8 @@ class PropagationState:
 
     def compression(self, node: Node) -> float:
         """γ of eq. 12 for a layer, its activation included, forced into (0, 1]."""
+        if self.gamma not in ("all", "norm" if node.kind is OperationKind.NORM else "elsewhere"):
+            return 1.0
         before = self.profile[node.inputs[0]].std
         after = self.profile[self.graph.output_of(node).name].std
         if before == 0:
@@ -463,16 +467,23 @@ class SensitivityBounds:
         return tuple(layer.printed for layer in self.layers)
 
 
-def bounds(graph: TracedGraph, profile: ActivationProfile, stack: LayerStack) -> SensitivityBounds:
+GAMMA = ("all", "norm", "elsewhere", "none")
+
+
+def bounds(
+    graph: TracedGraph, profile: ActivationProfile, stack: LayerStack, *, gamma: str = "all"
+) -> SensitivityBounds:
     """Δ of every layer of `stack`, by recursion through the traced graph.
 
     `profile` must be of the same model; the weights are those of `graph`. An operation between the input and a layer
     whose slope is not known is refused by name, as is a layer that the input does not reach, or that is zero.
+    `gamma` says where the printed recursion has its factor γ: everywhere, at norm layers, at the others, or nowhere.
     """
+    validate.one_of(PlanError, "sensitivity.gamma-unknown", GAMMA, gamma=gamma)
     ends = {layer.name: _last_use(graph, layer.name, layer.parameters) for layer in stack}
     needed = _nodes_before(graph, [node.name for node in ends.values()])
     refuse_unknown_operations(needed)
-    state = PropagationState(graph=graph, profile=profile, sensitivities={})
+    state = PropagationState(graph=graph, profile=profile, sensitivities={}, gamma=gamma)
     for node in needed:
         _refuse_other_model(node, profile)
         state.sensitivities[node.name] = apply_rule(node, state)

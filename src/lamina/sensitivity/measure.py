@@ -315,6 +315,7 @@ def measure(
     proxy: str = GAUSSIAN,
     examples: int = 256,
     draws: int = 16,
+    gamma: str = "all",
 ) -> Measure:
     """Measure Δ, noise cost, gradient norms and Fisher information of every layer, on made-up, public or simulated data.
 
@@ -325,6 +326,7 @@ def measure(
       radius     public L2 radius of an input, for the sensitivities Δ; noise cost and norms take the data as they are.
                  Default: as large as the largest proxy input
       proxy      where x comes from: 'public' or 'simulated', a remark may follow ("simulated: ECG")
+      gamma      where `printed` has its factor γ of eq. 12: "all" layers, "norm" layers, "elsewhere", or "none"
       examples   at most so many for norms and Fisher information; the noise cost takes its `draws` from them too
 
     The model is measured at its present weights and left as it was. Equal arguments give an equal measure. Where no Δ
@@ -349,7 +351,7 @@ def measure(
     try:
         graph = trace(model, example if x is None else x)
         seen = profile(model, example=example, inputs=x, proxy=proxy, passes=passes, radius=radius, seed=seed)
-        found = bounds(graph, seen, stack)
+        found = bounds(graph, seen, stack, gamma=gamma)
         missing = ""
     except NoBound as error:
         missing = error.problem

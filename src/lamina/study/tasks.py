@@ -1,0 +1,187 @@
+"""What is trained on: patients with windows of a signal, split by patient; a model and a loss for each kind of data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from lamina.data import CGMSimulator, ECGSimulator, PulseSimulator
+from lamina.data.datasets import mimic_records, ohio_records, ptbxl_records
+from lamina.data.prepared import PARTS, PatientRecord
+from lamina.engine.batch import Batch
+from lamina.errors import RunError
+from lamina.models.signal_autoencoders import VAE, ConvAE, ResAE, SignalLoss, StackedAE, TransAE
+from lamina.study.cells import StudySize
+
+SIMULATED = "simulated"
+WINDOW = 256
+LEAST_PATIENTS = 5  # of a part
+PROXY_SEED = 1_000_003  # between the patients of a seed and those of its proxy
+GLUCOSE = (40.0, 400.0)  # mg/dL → 0 … 1
+LOSS = SignalLoss(classification=0.1)  # beside the squared error of the reconstruction
+ARCHITECTURES: dict[str, tuple[Callable[..., nn.Module], int]] = {  # and how much wider than a convolution it is
+    "stacked": (StackedAE, 8), "convolutional": (ConvAE, 1), "residual": (ResAE, 1), "transformer": (TransAE, 2), "vae": (VAE, 8),
+}  # fmt: skip
+_CHUNK = 512  # windows at a time when a model is judged
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Windows `x` (P, W, channels, samples) of P patients with W windows each, and a label (P,) for each patient."""
+
+    x4: Tensor
+    label: Tensor
+
+    @property
+    def patients(self) -> int:
+        return len(self.label)
+
+    @property
+    def x(self) -> Tensor:
+        """(P·W, channels, samples)"""
+        return self.x4.flatten(0, 1)
+
+    @property
+    def y(self) -> Tensor:
+        """(P·W,)"""
+        return self.label.repeat_interleave(self.x4.shape[1])
+
+    def take_patients(self, count: int) -> Part:
+        """The first patients."""
+        return Part(self.x4[:count], self.label[:count])
+
+    def first_windows(self) -> Part:
+        """The same patients with one window each."""
+        return Part(self.x4[:, :1], self.label)
+
+    def by_patient(self, chosen: Tensor) -> tuple[Tensor, Tensor]:
+        """Windows (p, W, …) and labels (p, W) of these patients; a proxy may have fewer than were asked for."""
+        chosen = chosen[chosen < self.patients]
+        return self.x4[chosen], self.label[chosen][:, None].expand(-1, self.x4.shape[1])
+
+    def batch(self, chosen: Tensor | None = None, cls: Tensor | None = None) -> Batch:
+        """All windows of these patients, or of all; each patient is one contribution."""
+        part = self if chosen is None else Part(self.x4[chosen], self.label[chosen])
+        unit = torch.arange(part.patients).repeat_interleave(self.x4.shape[1])
+        return Batch(part.x, part.y, unit=unit, cls=cls)
+
+    def labels(self) -> NDArray[np.int64]:
+        return self.label.numpy()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """Parts of one data set. `proxy` are simulated patients of another seed, who protect nobody and cost nothing."""
+
+    train: Part
+    held_out: Part
+    test: Part
+    proxy: Part
+    classes: int
+
+    def model(self, architecture: str, *, depth: int, activation: str, width: int) -> nn.Module:
+        """An autoencoder for these windows; where there are classes, with a classifier of the code."""
+        channels, samples = self.train.x4.shape[2:]
+        if architecture not in ARCHITECTURES:
+            problem = f"architecture {architecture!r} is not known"
+            raise RunError("study.unknown-architecture", problem, f"choose from {', '.join(ARCHITECTURES)}")
+        made, factor = ARCHITECTURES[architecture]
+        return made(channels, samples, depth=depth, activation=activation, width=factor * width, classes=self.classes)
+
+    def losses(self, output: tuple[Tensor, ...], y: Tensor) -> Tensor:
+        """One for each window: squared error of the reconstruction, cross entropy of the classifier, KL of the VAE."""
+        return LOSS(output, y)
+
+    def figures(self, model: nn.Module, part: Part) -> tuple[NDArray[np.float64], float]:
+        """Scores of each patient for each class (the mean over windows), and the mean squared error."""
+        outputs = [model(x) for x in part.x.split(_CHUNK)]
+        error = torch.cat([output[0].square().flatten(1).mean(1) for output in outputs])
+        scores = torch.cat([output[-1].softmax(1) for output in outputs]).view(part.patients, -1, self.classes)
+        return scores.mean(1).double().numpy(), float(error.double().mean())
+
+    def patient_losses(self, model: nn.Module, part: Part) -> NDArray[np.float64]:
+        """The mean loss of each patient's windows."""
+        found = torch.cat(
+            [self.losses(model(x), y) for x, y in zip(part.x.split(_CHUNK), part.y.split(_CHUNK), strict=True)]
+        )
+        return found.view(part.patients, -1).mean(1).double().numpy()
+
+
+@lru_cache(maxsize=2)
+def load_task(data: str, size: StudySize, source: str, seed: int, share: float) -> Task:
+    """The parts of a data set, by patient: 70 % train, 15 % are held out for the attack, 15 % test.
+
+    `seed` draws simulated patients anew, so that seeds differ in everything that is drawn.
+    """
+    if source == SIMULATED:
+        everybody = simulated(data, size.patients, size.windows, seed)
+        cuts = [0, round(0.7 * everybody.patients), round(0.85 * everybody.patients), everybody.patients]
+        parts = [Part(everybody.x4[a:b], everybody.label[a:b]) for a, b in pairwise(cuts)]
+    else:
+        parts = recorded(data, Path(source), size.windows, size.patients)
+    train, held_out, test = (part.take_patients(round(share * part.patients)) for part in parts)
+    proxy = simulated(data, max(64, size.passes // size.windows), size.windows, seed + PROXY_SEED)
+    if proxy.x4.shape[2:] != train.x4.shape[2:]:
+        problem = f"windows of '{source}' are {tuple(train.x4.shape[2:])}, simulated ones {tuple(proxy.x4.shape[2:])}"
+        raise RunError("study.other-channels", problem, "use records with the leads that docs/study.md names")
+    classes = int(max(part.label.max() for part in (*parts, proxy))) + 1
+    return Task(train=train, held_out=held_out, test=test, proxy=proxy, classes=classes)
+
+
+def simulated(data: str, patients: int, windows: int, seed: int) -> Part:
+    """Patients of a simulator, prepared as the document prepares its records."""
+    samples = WINDOW + (WINDOW // 2) * (windows - 1)  # windows overlap by a half
+    if data == "ecg":
+        found = ECGSimulator(samples=samples).records(patients=patients, seed=seed, seconds=samples / 100)
+    elif data == "waves":
+        found = PulseSimulator(rate=125.0, seconds=samples / 125).records(patients=patients, seed=seed)
+    elif data == "cgm":
+        found = CGMSimulator(days=windows).draw(patients=patients, seed=seed)
+    else:
+        raise RunError("study.unknown-data", f"{data!r} is no data of the study", "choose ecg, cgm or waves")
+    x = torch.from_numpy(found.x)
+    if data == "cgm":
+        x = ((x[:, :, :WINDOW] - GLUCOSE[0]) / (GLUCOSE[1] - GLUCOSE[0])).clamp(0, 1)
+        return Part(x.view(patients, windows, 1, WINDOW), torch.from_numpy(found.label[::windows].copy()))
+    x = (x - x.mean(2, keepdim=True)) / x.std(2, keepdim=True).clamp(min=1e-6)  # of each lead of a record by itself
+    return Part(x.unfold(2, WINDOW, WINDOW // 2).transpose(1, 2).contiguous(), torch.from_numpy(found.label))
+
+
+RECORDS: dict[str, Callable[[Path], list[PatientRecord]]] = {  # what `--data` may hold, by kind of data
+    "ecg": ptbxl_records, "cgm": ohio_records, "waves": mimic_records,
+}  # fmt: skip
+
+
+def recorded(data: str, folder: Path, windows: int, most: int) -> list[Part]:
+    """Train, validation and test patients of a folder, each with its first `windows` windows; at most `most` in all.
+
+    Who has fewer windows is left out, so that everybody weighs the same. A patient's label is the first superclass of
+    the first record that has one; where records have no labels all are 0, and no AUC can be had.
+    """
+    held: dict[str, tuple[str, list[NDArray[np.float32]], int | None]] = {}
+    for record in RECORDS[data](folder):
+        part, found, label = held.setdefault(record.patient, (record.part, [], None))
+        if label is None and record.label is not None and record.label.any():
+            held[record.patient] = (part, found, int(record.label.argmax()))
+        if sum(map(len, found)) < windows:
+            found.append(record.windows())
+    whole = [(part, np.concatenate(x)[:windows], label or 0) for part, x, label in held.values()]
+    whole = [each for each in whole if len(each[1]) == windows][:most]
+    made = []
+    for name in PARTS:
+        mine = [(x, label) for part, x, label in whole if part == name]
+        if len(mine) < LEAST_PATIENTS:
+            problem = f"'{folder}' has {len(mine)} patients of part {name} with {windows} windows"
+            raise RunError(
+                "study.too-few-patients", problem, f"give a folder with {LEAST_PATIENTS} or more in each part"
+            )
+        made.append(Part(torch.from_numpy(np.stack([x for x, _ in mine])), torch.tensor([label for _, label in mine])))
+    return made
