@@ -155,8 +155,19 @@ def test_a_measure_of_another_model_is_refused(asked: Project) -> None:
 def test_built_in_models_know_their_input(name: str) -> None:
     shape = parse_shape(None, name)
     with torch.no_grad():
-        assert by_name.make_model(name).eval()(torch.zeros(1, *shape)).shape == (1, *shape)
+        output = by_name.make_model(name).eval()(torch.zeros(1, *shape))
+    assert (output[0] if isinstance(output, tuple) else output).shape == (1, *shape)
     assert parse_shape("3,4", name) == parse_shape("3x4", name) == (3, 4)
+
+
+def test_a_model_of_several_outputs_is_measured_by_a_loss_of_its_own(asked: Project) -> None:
+    vae = "from lamina.models import VAE\ndef wave():\n    return VAE(1, 8, depth=4, latent=2, width=8)\n"
+    asked.write(f"{asked.module}.py", MODULE + vae)
+    words = ("--allocate", "lsab", "--proxy", "gaussian", "--input", "1,8", "--passes", "20")
+    refused(ask(asked, "wave", *words), "cli.output-not-tensor")
+    code, out, err = ask(asked, "wave", *words, "--loss", "lamina.models:SignalLoss")
+    assert code in (0, None), err
+    assert "log_variance" in out
 
 
 def test_labels_fit_the_loss() -> None:

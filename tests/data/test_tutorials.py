@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from signal_files import write_ohio, write_ptbxl
 
+from lamina import LayerStack, Measure
 from lamina.cli.app import main
 from lamina.cli.by_name import make_model
 from lamina.cli.run_file import RunFile
@@ -70,6 +71,18 @@ def test_from_glucose_readings_to_a_certified_autoencoder(
     assert "0.0% missing" in printed
     assert "before the private run" in printed and "after the private run" in printed
     assert (tmp_path / "runs" / "RUN" / "certificate.cose").exists()
+
+
+def test_the_layers_of_a_paper_run_are_measured_on_simulated_patients(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = (DOCS / "signals.md").read_text(encoding="utf-8").replace("patients=100", "patients=8")
+    (body,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    exec(compile(body, "signals.md", "exec"), {})
+    found = RunFile.parse(paper_run("ptbxl-res-ae"))
+    stack = LayerStack.from_model(make_model(found.model.factory, found.model.args))
+    assert Measure.load(tmp_path / str(found.measure)).layers == tuple(layer.name for layer in stack)
 
 
 @pytest.mark.parametrize(

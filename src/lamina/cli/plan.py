@@ -90,12 +90,13 @@ class MeasureOptions:
         if source == "gaussian":
             generator = torch.Generator().manual_seed(self.seed)
             example = torch.randn(2, *parse_shape(self.shape, name), generator=generator)
-            output = _model_output(model, example)
+            own = self.loss is not None and ":" in self.loss  # a function of one's own takes any output
+            output = _model_output(model, example, several=own)
             if self.loss is None:
                 _check_autoencoder(output, example)
                 return measure(model, stack, example=example, proxy="gaussian", **common)
             x = torch.randn(_LABELLED_EXAMPLES, *example.shape[1:], generator=generator)
-            y = random_labels(self.loss, output, x, generator)
+            y = random_labels(self.loss, output, x, generator) if isinstance(output, Tensor) else x
             proxy = "simulated: Gaussian inputs, labels at random"
             return measure(model, stack, x=x, y=y, losses_of=self._losses(model), proxy=proxy, **common)
         if self.shape is not None:
@@ -149,15 +150,15 @@ def random_labels(loss: str, output: Tensor, x: Tensor, generator: torch.Generat
     return x if inner == x.shape[1:] else torch.randn(n, *inner, generator=generator)
 
 
-def _model_output(model: nn.Module, example: Tensor) -> Tensor:
+def _model_output(model: nn.Module, example: Tensor, *, several: bool) -> Any:
     training = model.training
     refused = f"the model does not take an input of shape {tuple(example.shape[1:])}"
     with user_code(refused, "give the shape of one example without the batch axis: --input 12,256"), torch.no_grad():
         output = model.eval()(example)
     model.train(training)
-    if not isinstance(output, Tensor):
+    if not (several or isinstance(output, Tensor)):
         problem = f"the model gives a {type(output).__name__}, not a tensor"
-        remedy = "measure it in Python: lamina.sensitivity.measure(model, stack, x=…, losses_of=…).save(FILE)"
+        remedy = "give a loss that takes it, --loss lamina.models:SignalLoss; or measure it in Python: lamina.sensitivity.measure"
         raise PlanError("cli.output-not-tensor", problem, remedy)
     return output
 

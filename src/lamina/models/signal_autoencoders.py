@@ -69,9 +69,14 @@ class SignalAutoencoder(nn.Module):
         code: Tensor = self.encoder(x)
         return code
 
+    def decode(self, code: Tensor) -> Tensor:
+        """(N, latent) -> (N, channels, samples)."""
+        y: Tensor = self.decoder(code)
+        return y
+
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
         code = self.encode(x)
-        y: Tensor = self.decoder(code)
+        y = self.decode(code)
         return y if self.classifier is None else (x - y, self.classifier(code))
 
 
@@ -243,18 +248,17 @@ class TransAE(SignalAutoencoder):
         code: Tensor = self.encoder(self.embed(patches) + self.positions)
         return code
 
-    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
-        code = self.encode(x)
-        patches: Tensor = self.head(self.decoder(code))
-        y = patches.unflatten(2, (-1, self.patch)).transpose(1, 2).flatten(2)
-        return y if self.classifier is None else (x - y, self.classifier(code))
+    def decode(self, code: Tensor) -> Tensor:
+        patches = self.head(self.decoder(code))
+        y: Tensor = patches.unflatten(2, (-1, self.patch)).transpose(1, 2).flatten(2)
+        return y
 
 
 class VAE(SignalAutoencoder):
     """Linear layers; the code is drawn from N(mean, exp(log-variance)), both of which are functions of the example.
 
     The draw is mean + exp(log-variance / 2) · noise, one noise per example and number, from torch's generator as dropout
-    has it. In evaluation mode the code is the mean, and without classes only the reconstruction is given.
+    has it. In evaluation mode the code is the mean.
     """
 
     mean: nn.Module
@@ -277,14 +281,11 @@ class VAE(SignalAutoencoder):
         code: Tensor = self.mean(self.encoder(x))
         return code
 
-    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         h = self.encoder(x)
         mean, log_variance = self.mean(h), self.log_variance(h).clamp(-LOG_VARIANCE, LOG_VARIANCE)
-        if not self.training and self.classifier is None:
-            y: Tensor = self.decoder(mean)
-            return y
         noise = torch.randn_like(mean).clamp(-NOISE, NOISE) if self.training else 0.0
         code = mean + torch.exp(0.5 * log_variance) * noise
         divergence = 0.5 * (log_variance.exp() + mean.square() - 1.0 - log_variance).sum(1)
-        parts = (x - self.decoder(code), divergence)
+        parts = (x - self.decode(code), divergence)
         return parts if self.classifier is None else (*parts, self.classifier(mean))
