@@ -33,7 +33,9 @@ def norm_sums(
     g, x, rstd = g.contiguous(), x.contiguous(), rstd.contiguous()
     rows, positions = g.shape[0], g.shape[1:].numel() // width
     statistics = rows * (groups or positions)
-    assert g.shape == x.shape and positions * width == g.shape[1:].numel() and (not groups or width % groups == 0)
+    fits = positions * width == g.shape[1:].numel() and (not groups or (width % groups == 0 and mean is not None))
+    if not fits:
+        raise AssertionError(f"a kernel got {tuple(g.shape)} for {width} channels in {groups} groups")
     gain, shift = torch.empty(rows, width), torch.empty(rows, width)
     job = _Norms(rows=rows, parts=min(rows, 64), positions=positions, width=width, groups=groups)
     job.g, job.x = native.pointer(g, f32, *g.shape), native.pointer(x, f32, *g.shape)
@@ -41,7 +43,6 @@ def norm_sums(
     if mean is not None:
         mean = mean.contiguous().view(-1)
         job.mean = native.pointer(mean, f32, statistics)
-    assert mean is not None or not groups
     job.gain, job.shift = gain.data_ptr(), shift.data_ptr()
     library.lamina_norms(ctypes.byref(job), torch.get_num_threads())
     return gain, shift

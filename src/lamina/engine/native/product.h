@@ -100,10 +100,11 @@ static void NAME(pack_u)(const struct product *job, const float *u, int64_t from
     }
 }
 
-/* G of contribution p into `grad`, or added to it if `add`. */
-static void NAME(form)(const struct product *job, int64_t p, struct memory *m, float *grad, int add, float factor, float *sums) {
+/* G of contribution p into `grad`, or added to it if `add`. Returns the squared norm of what is there then. */
+static double NAME(form)(const struct product *job, int64_t p, struct memory *m, float *grad, int add, float factor, float *sums) {
     const int64_t row_panels = (job->outputs + ROWS - 1) / ROWS, column_panels = (job->inputs * job->taps + COLUMNS - 1) / COLUMNS;
     const int64_t size = row_panels * column_panels * ROWS * COLUMNS;
+    double norm_sq = 0;
     for (int64_t group = 0; group < job->groups; group++, grad += size) {
         int64_t filled = 0, some = add;
         for (int64_t j = job->start[p]; j < job->start[p + 1]; j++) {
@@ -115,16 +116,20 @@ static void NAME(form)(const struct product *job, int64_t p, struct memory *m, f
                 NAME(pack_v)(job, v, from, count, m->left + filled * ROWS, factor, sums == NULL ? NULL : sums + group * job->outputs);
                 NAME(pack_u)(job, u, from, count, m->right + filled * COLUMNS, m->line);
                 filled += count;
-                if (filled < DEPTH && (from + count < job->positions || j + 1 < job->start[p + 1])) continue;
+                const int last = from + count == job->positions && j + 1 == job->start[p + 1];
+                if (filled < DEPTH && !last) continue;
                 float *c = grad;
                 for (int64_t n = 0; n < column_panels; n++)
-                    for (int64_t k = 0; k < row_panels; k++, c += ROWS * COLUMNS)
+                    for (int64_t k = 0; k < row_panels; k++, c += ROWS * COLUMNS) {
                         NAME(tile)(filled, m->left + k * DEPTH * ROWS, m->right + n * DEPTH * COLUMNS, c, (int)some);
+                        if (last && job->mode != ADD) norm_sq += NAME(squares)(c, ROWS * COLUMNS);
+                    }
                 filled = 0, some = 1;
             }
         }
         if (!some) memset(grad, 0, sizeof(float) * (size_t)size);
     }
+    return norm_sq;
 }
 
 /* Row o of G, from the order of tiles, summed over `parts` accumulators, added to (or put into) `out`. */
@@ -168,8 +173,7 @@ static void NAME(part)(int part, void *context) {
             continue;
         }
         if (sums != NULL) memset(sums, 0, sizeof(float) * (size_t)outputs);
-        NAME(form)(job, p, &m, grad, 0, 1, sums);
-        double norm_sq = NAME(squares)(grad, job->grad_size);
+        double norm_sq = NAME(form)(job, p, &m, grad, 0, 1, sums);
         job->norm_sq[p] = norm_sq;
         if (job->mode == FORM)
             for (int64_t o = 0; o < outputs; o++) NAME(untile)(job, o, grad, 1, 0, job->out + p * outputs * job->inputs * job->taps, m.line, 0);

@@ -178,7 +178,12 @@ class NativeGrads(ContributionGrads):
             self.bias.sums = torch.empty(units, job.groups * job.outputs)
             job.sums = self.bias.sums.data_ptr()
         job.threads = min(torch.get_num_threads(), _MAX_THREADS)
-        share = max(4, min(16, _ACCUMULATOR_ELEMENTS // self.shape.numel())) if mode in (_Mode.CLIP, _Mode.ADD) else 64
+        share = 64
+        if mode in (
+            _Mode.CLIP,
+            _Mode.ADD,
+        ):  # an accumulator each: not many for few contributions, or for a large tensor
+            share = max(4, min(16, units // 16, _ACCUMULATOR_ELEMENTS // self.shape.numel()))
         job.parts = max(1, min(units, share))
         job.threads = min(job.threads, max(job.parts, 8))
         processor = native.processor()
@@ -190,23 +195,28 @@ class NativeGrads(ContributionGrads):
     def _describe(self, job: _Product) -> None:
         """Shapes, and that they fit together."""
         geo, rows = self.windows, self.layout.rows
-        assert self.u.shape[0] == self.v.shape[0] == rows
+        fits = self.u.shape[0] == self.v.shape[0] == rows
         if geo is None:
             positions, inputs = prod(self.u.shape[1:-1]), self.u.shape[-1]
             outputs, groups, taps = self.v.shape[-1], 1, 1
-            assert prod(self.v.shape[1:-1]) == positions and self.shape == (outputs, inputs)
+            fits = fits and prod(self.v.shape[1:-1]) == positions and self.shape == (outputs, inputs)
             job.space_size = positions
         else:
             space, places, groups, taps = self.u.shape[2:], self.v.shape[2:], geo.groups, prod(geo.kernel)
             inputs, outputs, positions = self.u.shape[1] // groups, self.v.shape[1] // groups, prod(places)
-            assert self.u.shape[1] % groups == 0 == self.v.shape[1] % groups
-            assert self.shape == (outputs * groups, inputs, *geo.kernel) and len(space) == len(geo.kernel) <= 3
+            fits = fits and self.u.shape[1] % groups == 0 == self.v.shape[1] % groups
+            fits = fits and self.shape == (outputs * groups, inputs, *geo.kernel) and len(space) == len(geo.kernel) <= 3
             for n, m, k, s, p, d in zip(space, places, geo.kernel, geo.stride, geo.padding, geo.dilation, strict=True):
-                assert (m - 1) * s + (k - 1) * d < n + 2 * p and min(m, k, s, d) > 0 <= p  # no window leaves the input
+                fits = (
+                    fits and (m - 1) * s + (k - 1) * d < n + 2 * p and min(m, k, s, d) > 0 <= p
+                )  # no window leaves it
             job.convolution, job.space_size = 1, prod(space)
             job.space, job.places = _THREE(*_three(space, 1)), _THREE(*_three(places, 1))
             job.kernel, job.stride = _THREE(*_three(geo.kernel, 1)), _THREE(*_three(geo.stride, 1))
             job.padding, job.dilation = _THREE(*_three(geo.padding, 0)), _THREE(*_three(geo.dilation, 1))
+        if not fits:
+            given = tuple(self.u.shape), tuple(self.v.shape), tuple(self.shape), rows
+            raise AssertionError(f"a kernel got tensors that do not fit together: {given}, {geo}")
         job.outputs, job.inputs, job.taps, job.groups, job.positions = outputs, inputs, taps, groups, positions
 
 
