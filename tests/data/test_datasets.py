@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from refusals import raises_code
-from signal_files import ohio_xml, write_ohio, write_ptbxl, write_wfdb
+from signal_files import ohio_xml, write_edf, write_ohio, write_ptbxl, write_wfdb
 
 from lamina.data import (
     PTBXL_COUNTS,
@@ -28,6 +28,8 @@ from lamina.data import (
     ptbxl_records,
     read_ohio,
     read_wfdb,
+    signal_corpus,
+    signal_records,
 )
 
 # --------------------------------------------------------------------------------------------------- preprocessing
@@ -295,6 +297,38 @@ def test_mimic_streams_come_from_segments_at_their_rates(tmp_path: Path) -> None
     with raises_code("data.no-records"):
         (tmp_path / "none").mkdir()
         mimic_records(tmp_path / "none")
+
+
+# --------------------------------------------------------------------------------------------------- other folders
+
+
+def test_any_recordings_with_one_folder_per_patient(tmp_path: Path) -> None:
+    generator = np.random.default_rng(0)
+    x = generator.normal(size=(2, 1000)).astype(np.float32)
+    for i in range(20):
+        (tmp_path / f"p{i}").mkdir()
+        write_wfdb(tmp_path / f"p{i}" / "a", np.rint(100 * x).astype(int), rate=100, channels=("II", "V5"))
+        write_edf(tmp_path / f"p{i}" / "b.edf", np.clip(x[::-1], -3, 3), rate=100, channels=("V5", "II"))
+        np.savez(tmp_path / f"p{i}" / "c.npz", x=np.repeat(x, 2, axis=1), rate=200.0, channels=np.array(["II", "V5"]))
+        rows = "\n".join(",".join(f"{v:.4f}" for v in row) for row in x.T)
+        (tmp_path / f"p{i}" / "d.csv").write_text(f"II,V5\n{rows}\n")
+        (tmp_path / f"p{i}" / "notes.txt").write_text("not a recording")
+    records = signal_records(tmp_path, rate=100, channels=("II",), band=(0.5, 40.0))
+    assert len(records) == 80
+    made = prepare(records, settings={})
+    assert sum(map(len, made.values())) == 80 * 6 and made["train"].x.shape[1:] == (1, 256)
+    one, *others = (record.windows() for record in records[:4])  # the same signal, four ways
+    for other in (others[0], others[2]):
+        assert np.corrcoef(one.ravel(), other.ravel())[0, 1] > 0.99
+    corpus = signal_corpus(str(tmp_path), rate=100, channels=["V5"], band=[0.5, 40.0], cache=str(tmp_path / ".cache"))
+    assert len(corpus) == len(set(made["train"].patient))
+    with raises_code("data.channel-missing"):
+        signal_corpus(str(tmp_path), rate=100, channels=["aVF"])
+    (tmp_path / "p0" / "d.csv").write_text("II,V5\n1,x\n")
+    with raises_code("corpus.value-not-a-number"):
+        prepare(signal_records(tmp_path, rate=100), settings={})
+    with raises_code("data.no-records"):
+        signal_records(tmp_path / "p0", rate=100)
 
 
 # ---------------------------------------------------------------------------------------------------- class weights

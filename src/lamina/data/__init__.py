@@ -15,6 +15,8 @@ from lamina.data.datasets import (
     ptbxl_corpus,
     ptbxl_records,
     read_ohio,
+    signal_corpus,
+    signal_records,
 )
 from lamina.data.ecg_simulator import CLASSES, ECGSimulator, Recordings
 from lamina.data.heart_model import LEADS
@@ -26,7 +28,7 @@ from lamina.data.wfdb import read_wfdb, segments
 __all__ = [
     "ECGSimulator", "PulseSimulator", "CGMSimulator", "Recordings", "CLASSES", "LEADS",
     "Signal", "read_wfdb", "segments", "read_edf", "read_csv_signal", "read_npz_signal", "read_ohio",
-    "ptbxl_corpus", "ohio_corpus", "mimic_corpus", "ptbxl_records", "ohio_records", "mimic_records",
+    "ptbxl_corpus", "ohio_corpus", "mimic_corpus", "signal_corpus", "ptbxl_records", "ohio_records", "mimic_records", "signal_records",
     "ecg_windows", "ohio_signal", "PatientRecord", "PreparedPart", "prepare", "part_of",
     "class_weights", "noisy_class_counts", "PTBXL_COUNTS", "paper_run",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""PTB-XL, OhioT1DM and MIMIC-III waveforms, from the folders that their owners give out to corpora of patients."""
+"""PTB-XL, OhioT1DM, MIMIC-III waveforms and folders of other recordings: from files to corpora of patients."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ast
 import csv
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from importlib import resources
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from lamina.data.ecg_simulator import CLASSES
 from lamina.data.prepared import PARTS, PatientRecord, PreparedPart, part_of, prepare
-from lamina.data.signal import Float32, Signal, refuse_file
+from lamina.data.signal import Float32, Signal, read_csv_signal, read_edf, read_npz_signal, refuse_file
 from lamina.data.wfdb import read_wfdb, segments, wfdb_files
 from lamina.errors import LaminaError
 from lamina.validate import open_regular
@@ -356,4 +356,67 @@ def mimic_corpus(
     """Windows of one stream (ECG, ABP or PPG), patients as contributions; no labels."""
     settings = {"data": "mimic", "stream": stream, "length": WINDOW, "overlap": OVERLAP, "most": most}
     made = prepare(mimic_records(folder, stream=stream, most=most), settings=settings, cache=cache)
+    return _corpus(made, part, policy=policy, labels=False, **options)
+
+
+# ----------------------------------------------------------------------------------------------------- other folders
+
+_READERS: dict[str, Callable[[Path, float], Signal]] = {
+    ".hea": lambda path, rate: read_wfdb(path),
+    ".edf": lambda path, rate: read_edf(path),
+    ".csv": read_csv_signal,
+    ".npz": lambda path, rate: read_npz_signal(path),
+}
+
+
+def signal_records(
+    folder: str | Path, *, rate: float, channels: tuple[str, ...] = (), band: tuple[float, float] | None = None,
+    length: int = WINDOW, overlap: float = OVERLAP,
+) -> list[PatientRecord]:  # fmt: skip
+    """Files PATIENT/….hea, .edf, .csv or .npz: the folder of a file is its patient. No labels.
+
+    rate      of the windows, samples per second; a CSV has no rate of its own and is taken to have this one
+    channels  by name, the same of every file; default: all
+    band      lowest and highest frequency that are kept, in Hz; default: all
+    """
+    found = []
+    for path in sorted(_folder(folder, "one folder per patient").glob("*/*")):
+        reader = _READERS.get(path.suffix.lower())
+        if reader is None:
+            continue
+
+        def windows(path: Path = path, reader: Callable[[Path, float], Signal] = reader) -> Float32:
+            record = reader(path, rate)
+            record = record.pick(*channels) if channels else record
+            cut = [np.empty((0, len(record.x), length), dtype=np.float32)]
+            for run in record.runs(max(1, int(np.ceil(length * record.rate / rate)))):
+                run = run.band_passed(*band) if band else run
+                cut.append(run.resampled(rate).standardised().windows(length, overlap))
+            return np.concatenate(cut)
+
+        files = tuple(wfdb_files(path)) if path.suffix.lower() == ".hea" else (path,)
+        patient = path.parent.name
+        found.append(PatientRecord(patient=patient, part=part_of(patient), label=None, files=files, windows=windows))
+    if not found:
+        problem = f"'{folder}' holds no PATIENT/*.hea, .edf, .csv or .npz"
+        raise LaminaError("data.no-records", problem, "put the files of each patient into a folder of their own")
+    return found
+
+
+def signal_corpus(
+    folder: str, policy: Policy | None = None, *, rate: float, part: str = "train", channels: list[str] | None = None,
+    band: list[float] | None = None, length: int = WINDOW, cache: str | None = None, **options: Any,
+) -> Corpus:  # fmt: skip
+    """Windows of any recordings, one folder per patient, patients as contributions; no labels."""
+    names, limits = tuple(channels or ()), (band[0], band[1]) if band else None
+    settings = {
+        "data": "signals",
+        "rate": rate,
+        "channels": names,
+        "band": limits,
+        "length": length,
+        "overlap": OVERLAP,
+    }
+    records = signal_records(folder, rate=rate, channels=names, band=limits, length=length)
+    made = prepare(records, settings=settings, cache=cache)
     return _corpus(made, part, policy=policy, labels=False, **options)
