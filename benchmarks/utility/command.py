@@ -24,7 +24,7 @@ from lamina import LayerStack
 from lamina.allocate.paper import PaperLADP, PaperLSAB
 from lamina.sensitivity.measure import Measure
 
-from . import clip_norm
+from . import clip_norm, goals
 from .data import Split
 from .policies import ENTRIES, Entry, planned
 from .proxy import measured
@@ -105,8 +105,9 @@ def _saved(measure: Measure, sizes: list[int]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("run", "report", "clip"))
+    parser.add_argument("what", choices=("run", "report", "clip", "goals"))
     parser.add_argument("--task", action="append", choices=tuple(TASKS | clip_norm.COLUMNS), help="default: all")
+    parser.add_argument("--goal", action="append", choices=tuple(goals.GOALS), help="of goals; default: all")
     parser.add_argument("--policy", action="append", choices=tuple(ENTRIES), help="default: all")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--again", action="store_true", help="forget what was measured of these policies before")
@@ -118,7 +119,10 @@ def main() -> None:
     )
     chosen = parser.parse_args()
     torch.set_num_threads(1)
-    if chosen.what == "clip":
+    if chosen.what == "goals":
+        for name in chosen.goal or goals.GOALS:
+            goals.GOALS[name]()
+    elif chosen.what == "clip":
         clip_norm.measure(chosen.task or list(clip_norm.COLUMNS))
         print(clip_norm.report())
     elif chosen.what == "run":

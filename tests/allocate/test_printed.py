@@ -136,7 +136,7 @@ def test_several_classes_get_the_strictest_claim_and_public_ones_none(name: str,
 @pytest.mark.parametrize(
     ("made", "message"),
     [
-        (lambda: PaperLADP(split="influence"), "allocate.option-unknown"),
+        (lambda: PaperLADP(split="guess"), "allocate.option-unknown"),
         (lambda: PaperLADP(share=2.0), "allocate.option-range"),
         (lambda: PaperLADP(sensitive=4), "allocate.sensitive-type"),  # type: ignore[arg-type]
         (lambda: PaperLSAB(weights="norms"), "allocate.option-unknown"),
@@ -151,3 +151,19 @@ def test_wrong_options_are_refused(made: Callable[[], Any], message: str) -> Non
 def test_a_bare_problem_has_nothing_to_claim(policy: Any, problem: Make, measure: Make) -> None:
     with raises_code("allocate.no-target", "allocate.no-target"):
         policy(problem(measure=measure(), targets=(), delta=()))
+
+
+def test_the_switches_of_table_8(measure: Make) -> None:
+    """Without local constants Δ is the global one; without Pareto allocation every layer has an even share."""
+    harm = (1.0,) * 6 + (100.0,) * 6
+    known = measure(NAMES, harm=harm)
+    run = {"batch": 10, "steps": 50, "rho": 0.0208, "measure": known}
+    for bound in ("printed", "worst", "tight"):
+        plan = make_plan(TWELVE, ONE, allocate=PaperLSAB(bound=bound), **run)
+        assert plan.clip[0] == getattr(known, bound)
+    even = make_plan(TWELVE, ONE, allocate=PaperLSAB(pareto=False), **run)
+    ratio = np.array(even.clip[0]) / np.array(even.noise)
+    assert ratio == pytest.approx(np.full(12, ratio[0]))
+    assert even.rho("a") == pytest.approx(0.0208 * 12 * 50, rel=1e-4)
+    with raises_code("allocate.option-unknown"):
+        PaperLSAB(bound="loose")

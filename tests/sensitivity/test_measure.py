@@ -339,3 +339,67 @@ def test_a_spread_that_overflows_is_refused_without_a_warning(worst: tuple[float
     known = made(layers=("0", "1"), worst=worst)
     with raises_code("allocate.delta-spread"):
         make_plan(stack, policy, batch=50, steps=10, allocate=LSAB(bound="worst"), measure=known)
+
+
+def norm_net() -> nn.Sequential:
+    """The first layer widens the spread, so that the norm after it compresses."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 6), nn.LayerNorm(6), nn.GELU(), nn.Linear(6, 5))
+    with torch.no_grad():
+        model[0].weight.mul_(8.0)
+    return model
+
+
+def test_influence_is_measured_where_it_is_asked_for() -> None:
+    model, example = norm_net(), torch.zeros(1, 5)
+    stack = LayerStack.from_model(model)
+    plain = measure(model, stack, example=example, passes=50, draws=2)
+    asked = measure(model, stack, example=example, passes=50, draws=2, influences=True)
+    assert plain.influence == ()
+    assert len(asked.influence) == len(stack)
+    assert all(value > 0 for value in asked.influence)
+    assert dataclasses.replace(asked, influence=()) == plain
+    assert Measure.from_json(asked.to_json()) == asked
+    old = json.loads(plain.to_json())
+    del old["influence"]  # as files of before have it
+    assert Measure.from_json(json.dumps(old)) == plain
+
+
+def test_gamma_of_equation_12_where_it_is_wanted() -> None:
+    """Leaving γ out, at norm layers or elsewhere, can only raise Δ as printed; nothing else changes."""
+    model, example = norm_net(), torch.zeros(1, 5)
+    stack = LayerStack.from_model(model)
+    found = {
+        g: measure(model, stack, example=example, passes=50, draws=2, gamma=g)
+        for g in ("all", "norm", "elsewhere", "none")
+    }
+    last = {g: made.printed[-1] for g, made in found.items()}
+    assert last["all"] < min(last["norm"], last["elsewhere"])
+    assert max(last["norm"], last["elsewhere"]) <= last["none"]
+    assert last["all"] * last["none"] == pytest.approx(last["norm"] * last["elsewhere"])  # two ablations, independent
+    assert len({(made.tight, made.worst, made.harm) for made in found.values()}) == 1
+    with raises_code("sensitivity.gamma-unknown"):
+        measure(model, stack, example=example, gamma="some")
+
+
+def test_delta_over_weights_that_are_drawn_anew() -> None:
+    model, example = norm_net(), torch.zeros(1, 5)
+    stack, before = LayerStack.from_model(model), [p.clone() for p in model.parameters()]
+    plain = measure(model, stack, example=example, passes=50, draws=2)
+    found = measure(model, stack, example=example, passes=50, draws=2, reinitialise=3)
+    assert found == measure(model, stack, example=example, passes=50, draws=2, reinitialise=3)
+    assert found.tight != plain.tight
+    assert (found.harm, found.fisher) == (plain.harm, plain.fisher)  # at the present weights
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gain = nn.Parameter(torch.ones(5))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.gain
+
+    own = nn.Sequential(nn.Linear(5, 5), Own())
+    with raises_code("sensitivity.cannot-reinitialise"):
+        measure(own, LayerStack.from_model(own), example=example, passes=50, reinitialise=2)

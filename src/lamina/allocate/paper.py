@@ -32,6 +32,9 @@ class PaperLSAB:
 
       per_step  puts ρ_cap/T for ρ_cap, as eq. 21 has it and eq. 16 does not: T times less, still L·AM/HM too much
       weights   m_l: "harm" (measured, the document's MSE per unit of noise) or "sizes"
+      bound     which Δ: "printed"; "worst" (Table 8 without local Lipschitz constants); "tight" (sound local constants).
+                Where the printed one has γ of eq. 12 the measure decides (`measure(gamma=…)`)
+      pareto    False: S_l = Δ_l·√(L/(2·ρ_cap)), even shares (Table 8 without Pareto allocation)
 
     ρ_cap is what make_plan was given, or what eq. 4 makes of the target ε. The claim is eq. 22,
     ε = ρ_cap + 2√(ρ_cap log 1/δ). `plan.epsilon` is the true figure: exact for Gaussian noise, no credit for sampling.
@@ -40,13 +43,17 @@ class PaperLSAB:
     name: ClassVar[str] = "printed-lsab"
     per_step: bool = False
     weights: str = "harm"
+    bound: str = "printed"
+    pareto: bool = True
 
     def __post_init__(self) -> None:
         check_one_of(self.name, "weights", self.weights, ("harm", "sizes"))
+        check_one_of(self.name, "bound", self.bound, ("printed", "worst", "tight"))
 
     def __call__(self, problem: AllocationProblem) -> Allocation:
         _check_targets(problem, self.name)
-        delta, m = (measured_row(problem, "printed", self.name), noise_weights(problem, self.weights, self.name))
+        delta = measured_row(problem, self.bound, self.name)
+        m = noise_weights(problem, self.weights, self.name) if self.pareto else np.ones(len(delta))
         cap = min(rho_cap(problem, k) for k in problem.private)
         budget = cap / problem.steps if self.per_step else cap
         noise = delta * np.sqrt(len(m) * m / (2.0 * budget * m.sum()))
@@ -105,7 +112,7 @@ class PaperLADP:
     itself: adding or replacing it can move each of the d_l entries from one edge to the other, an L2 sensitivity of
     C_l = 2·c_l·√d_l. The noise grows with ε, so asking for more privacy gives less. `plan.epsilon` is the true figure.
 
-      split      "even", or "fisher": in proportion to the proxy's Fisher information
+      split      "even"; "fisher" or "influence": in proportion to the proxy's Fisher information or influence
       sensitive  as for `LADP`
     """
 
@@ -117,13 +124,13 @@ class PaperLADP:
     def __post_init__(self) -> None:
         check_sensitive(self.name, self.sensitive)
         check_number(self.name, "share", self.share, 0.0, 1.0)
-        check_one_of(self.name, "split", self.split, ("even", "fisher"))
+        check_one_of(self.name, "split", self.split, ("even", "fisher", "influence"))
 
     def __call__(self, problem: AllocationProblem) -> Allocation:
         _check_targets(problem, self.name)
         picked, because = sensitive_layers(problem, self.sensitive, self.share, self.name)
         layers = len(problem.sizes)
-        parts = np.ones(layers) if self.split == "even" else measured_row(problem, "fisher", self.name)
+        parts = np.ones(layers) if self.split == "even" else measured_row(problem, self.split, self.name)
         target = min(problem.targets[k] for k in problem.private)
         each = target / problem.steps * parts / parts.sum()
         noise = np.where(problem.needs_noise(), each * np.where(picked, 1.0, 0.5), 0.0)

@@ -47,6 +47,9 @@ class MeasureOptions:
     shape: str | None = None
     loss: str | None = None
     passes: int = 1000
+    influences: bool = False
+    reinitialise: int = 0
+    gamma: str = "all"
     radius: float | None = None
     seed: int = 0
     save: Path | None = None
@@ -87,6 +90,7 @@ class MeasureOptions:
         if source not in PROXIES or (source != "gaussian") != bool(data):
             raise PlanError("cli.proxy-not-known", f"proxy '{self.proxy}' is not known", _PROXY_HELP)
         common: dict[str, Any] = {"passes": self.passes, "radius": self.radius, "seed": self.seed}
+        common |= {"influences": self.influences, "reinitialise": self.reinitialise, "gamma": self.gamma}
         if source == "gaussian":
             generator = torch.Generator().manual_seed(self.seed)
             example = torch.randn(2, *parse_shape(self.shape, name), generator=generator)
@@ -187,11 +191,13 @@ def show_plan(
     path: Path, *, model: str | None, batch: int | None, steps: int | None, epochs: float | None, allocate: str | None,
     clipping: str | None, rho: float | None, explain: bool, compare_all: bool, among: str | None, picture: Path | None,
     measure: Path | None, proxy: str | None, shape: str | None, loss: str | None, passes: int, radius: float | None,
+    influences: bool, reinitialise: int, gamma: str,
     seed: int, save_measure: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """`lamina plan policy.toml`, or RUN.toml (options and help: torch_commands.py)."""
     wanted = MeasureOptions(
-        file=measure, proxy=proxy, shape=shape, loss=loss, passes=passes, radius=radius, seed=seed, save=save_measure
+        file=measure, proxy=proxy, shape=shape, loss=loss, passes=passes, radius=radius, seed=seed, save=save_measure,
+        influences=influences, reinitialise=reinitialise, gamma=gamma,
     )  # fmt: skip
     wanted.check()
     if picture is not None:
@@ -202,7 +208,7 @@ def show_plan(
             raise typer.BadParameter(f"there is no file '{path}'", param_hint="policy.toml")
         raise typer.BadParameter("give one of --steps and --epochs", param_hint="--steps")
     rules = Policy.load(path if file is None else beside / file.policy)
-    common: dict[str, Any] = {"batch": 256} if file is None else plan_arguments(file, beside)
+    common: dict[str, Any] = {"batch": 256} if file is None else plan_arguments(file, beside, rules)
     if steps is not None or epochs is not None:
         common |= {"steps": steps, "epochs": epochs}
     if rho is not None:

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
+from lamina import presets
 from lamina.allocate.make_plan import DEFAULT_ALLOCATION
 from lamina.allocate.problem import Allocator
 from lamina.cli import by_name
@@ -34,7 +35,7 @@ _REQUIRED_KEYS = {
 
 def check_required_keys(data: Mapping[str, Any], source: str) -> None:
     """Refuse a run file that lacks a key, perhaps because it is misspelt, or gives its length or budget twice."""
-    missing = [key for key in _REQUIRED_KEYS if key not in data]
+    missing = [key for key in _REQUIRED_KEYS if key not in data and not (key == "batch" and "preset" in data)]
     if missing:
         if unknown := [key for key in data if key not in RunFile.model_fields]:
             told = ", ".join(
@@ -58,6 +59,16 @@ def check_required_keys(data: Mapping[str, Any], source: str) -> None:
             "give one of them: epsilon for the policy's accountant, rho for zCDP, noise_multiplier for a fixed sigma"
         )
         raise PlanError("cli.epsilon-or-rho", problem, remedy)
+
+
+def with_preset(data: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of the preset that the file names, under those of the file itself."""
+    if not isinstance(name := data.get("preset"), str):
+        return dict(data)
+    keys = presets.find(name).run_keys()
+    if "epochs" in data:
+        del keys["steps"]
+    return {**keys, **data}
 
 
 def check_admit_table(data: Mapping[str, Any], source: str) -> None:
@@ -266,7 +277,8 @@ class RunFile(BaseModel):
     loss: Annotated[NamedTable, _as_table("name")]
     optimizer: Annotated[NamedTable, _as_table("name")]
     scheduler: Annotated[NamedTable, _as_table("name")] | None = None
-    batch: Annotated[int | dict[str, int], _per_class(int, ">= 0")]
+    preset: Text | None = None
+    batch: Annotated[int | dict[str, int], _per_class(int, ">= 0")] | None = None
     steps: Count | None = None
     epochs: Positive | None = None
     allocate: Annotated[AllocateTable, _as_table("name")] = AllocateTable(name=DEFAULT_ALLOCATION)
@@ -310,6 +322,7 @@ class RunFile(BaseModel):
             data = tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
             raise PlanError("cli.run-file-not-toml", f"{source} is not TOML: {error}", "correct that line") from None
+        data = with_preset(data)
         check_required_keys(data, source)
         check_admit_table(data, source)
         try:

@@ -102,6 +102,18 @@ def plan(
     radius: Annotated[
         float | None, option("public L2 bound on an example, for Δ; default: that of the proxy", panel=_MEASURE)
     ] = None,
+    influences: Annotated[bool, option("also influence functions", "--influence", panel=_MEASURE)] = False,
+    reinitialise: Annotated[
+        int, option("Δ over so many copies with weights drawn anew; 0: at these weights", panel=_MEASURE, min=0)
+    ] = 0,
+    gamma: Annotated[
+        str,
+        option(
+            "where Δ as printed has γ: all, norm, elsewhere, none",
+            panel=_MEASURE,
+            choices=("all", "norm", "elsewhere", "none"),
+        ),
+    ] = "all",
     seed: Annotated[int, option("seed of weights and proxy inputs", panel=_MEASURE, min=0)] = 0,
     save_measure: Annotated[Path | None, option("save the measure", panel=_MEASURE, metavar="FILE")] = None,
     template: Annotated[bool, option("print an annotated policy.toml to start from, and exit", "--template")] = False,
@@ -149,6 +161,7 @@ def plan(
         policy, model=model, batch=batch, steps=steps, epochs=epochs, allocate=allocate, clipping=clipping, rho=rho,
         explain=explain, compare_all=compare_all, among=among, picture=picture, measure=measure, proxy=proxy,
         shape=shape, loss=loss, passes=passes, radius=radius, seed=seed, save_measure=save_measure, as_json=as_json,
+        influences=influences, reinitialise=reinitialise, gamma=gamma,
     )  # fmt: skip
 
 

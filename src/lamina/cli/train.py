@@ -13,6 +13,7 @@ import torch
 import typer
 from torch import nn
 
+from lamina import presets
 from lamina.admit.keys import PrivateKey
 from lamina.admit.verdicts import Register
 from lamina.allocate.make_plan import make_plan
@@ -71,7 +72,7 @@ class PlannedRun:
         """Read the policy, make the model, make the plan. Paths are relative to `beside`."""
         policy = Policy.load(beside / file.policy)
         model = by_name.make_model(file.model.factory, file.model.args, beside=beside)
-        plan = make_plan(LayerStack.from_model(model), policy, **plan_arguments(file, beside))
+        plan = make_plan(LayerStack.from_model(model), policy, **plan_arguments(file, beside, policy))
         return cls(file=file, beside=beside, policy=policy, model=model, plan=plan)
 
     def output(self, name: str) -> Path:
@@ -150,10 +151,13 @@ class PlannedRun:
         return given
 
 
-def plan_arguments(file: RunFile, beside: Path) -> dict[str, Any]:
+def plan_arguments(file: RunFile, beside: Path, policy: Policy) -> dict[str, Any]:
     """What a run file says for `make_plan`, beside model and policy."""
+    batch = file.batch
+    if batch is None and file.preset is not None:
+        batch = presets.find(file.preset).batch(sum(entry.population or 0 for entry in policy.classes.values()))
     return {
-        "batch": file.batch, "steps": file.steps, "epochs": file.epochs, "allocate": file.allocate.policy,
+        "batch": batch, "steps": file.steps, "epochs": file.epochs, "allocate": file.allocate.policy,
         "epsilon": file.epsilon, "rho": file.rho, "noise_multiplier": file.noise_multiplier,
         "clip_norm": file.clip_norm, "clipping": file.clipping,
         "measure": None if file.measure is None else _load_measure(beside, file.measure),

@@ -5,11 +5,12 @@ In one `Measure` that a file can keep; and what noise in a layer costs.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -37,12 +38,13 @@ from lamina.sensitivity.example_gradients import (
     reconstruction_losses,
     take_examples,
 )
+from lamina.sensitivity.influence import influence
 from lamina.sensitivity.profile import GAUSSIAN, ActivationProfile, gaussian_batches, profile
-from lamina.sensitivity.trace import export, first_patients, map_arguments, trace
+from lamina.sensitivity.trace import export, first_patients, isolated_rng, map_arguments, trace
 from lamina.validate import read_text_file, short_repr
 
 MEASURE_KIND, MEASURE_VERSION = "lamina.measure", 1
-_OPTIONAL_ROWS = ("tight", "worst", "printed")
+_OPTIONAL_ROWS = ("tight", "worst", "printed", "influence")
 _ROW_WITH_INFINITY, _INF = "worst", "inf"  # JSON has no infinity
 
 _WRITTEN = "give what Measure.save wrote"
@@ -53,6 +55,7 @@ _ROW_REMEDIES = {
     "harm": "measure again with more draws, or with a smaller std",
     "norms": "freeze a layer that gets no gradient with requires_grad_(False), or measure on data that reach it",
     "fisher": "freeze a layer that gets no gradient with requires_grad_(False), or measure on data that reach it",
+    "influence": "freeze a layer that gets no gradient with requires_grad_(False), or measure on data that reach it",
 }
 
 
@@ -65,6 +68,8 @@ class Measure:
       harm                   m_l, loss increase per unit of noise variance
       norms                  n_l, the typical norm of an example's gradient
       fisher                 mean squared norm of an example's gradient
+      influence              how strongly single examples act on the loss of others (influence functions); empty where it was
+                             not asked for
 
     `proxy` says what the data were, `notes` what a reader of a plan should know. None of these numbers is a
     guarantee: they shape C and S, and clipping makes the step private whatever they are.
@@ -78,6 +83,7 @@ class Measure:
     harm: tuple[float, ...]
     norms: tuple[float, ...]
     fisher: tuple[float, ...]
+    influence: tuple[float, ...] = ()
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -144,6 +150,8 @@ class Measure:
             problem = f"this is no {MEASURE_KIND} of version {MEASURE_VERSION}"
             raise PlanError("sensitivity.measure-version", problem, "measure again")
         known = {field.name for field in dataclasses.fields(cls)}
+        if isinstance(state, dict):
+            state.setdefault("influence", [])  # measures of before have none
         if (found := set(state) - {"kind", "version"}) != known:
             raise PlanError(
                 "sensitivity.measure-keys", f"the measure has the keys {sorted(found)}", f"it must have {sorted(known)}"
@@ -315,6 +323,8 @@ def measure(
     proxy: str = GAUSSIAN,
     examples: int = 256,
     draws: int = 16,
+    influences: bool = False,
+    reinitialise: int = 0,
     gamma: str = "all",
 ) -> Measure:
     """Measure Δ, noise cost, gradient norms and Fisher information of every layer, on made-up, public or simulated data.
@@ -328,6 +338,9 @@ def measure(
       proxy      where x comes from: 'public' or 'simulated', a remark may follow ("simulated: ECG")
       gamma      where `printed` has its factor γ of eq. 12: "all" layers, "norm" layers, "elsewhere", or "none"
       examples   at most so many for norms and Fisher information; the noise cost takes its `draws` from them too
+      influences    also measure influence functions, which takes Hessian-vector products
+      reinitialise  Δ over so many copies of the model with weights drawn anew, as their geometric mean, instead of at the
+                    present weights; all else is measured at these
 
     The model is measured at its present weights and left as it was. Equal arguments give an equal measure. Where no Δ
     can be had (an operation whose slope is not known, a layer of zeros), the measure has none, and a note says why.
@@ -349,9 +362,12 @@ def measure(
     radius = _largest_norm(part_x) if radius is None else radius
     seen = found = None
     try:
-        graph = trace(model, example if x is None else x)
-        seen = profile(model, example=example, inputs=x, proxy=proxy, passes=passes, radius=radius, seed=seed)
-        found = bounds(graph, seen, stack, gamma=gamma)
+        rows = []
+        for drawn in _drawn_anew(model, reinitialise, seed) if reinitialise else (model,):
+            graph = trace(drawn, example if x is None else x)
+            seen = profile(drawn, example=example, inputs=x, proxy=proxy, passes=passes, radius=radius, seed=seed)
+            rows.append(bounds(graph, seen, stack, gamma=gamma))
+        found = {row: _geometric_mean([getattr(each, row) for each in rows]) for row in ("tight", "worst", "printed")}
         missing = ""
     except NoBound as error:
         missing = error.problem
@@ -360,14 +376,39 @@ def measure(
     return Measure(
         proxy=proxy,
         layers=tuple(layer.name for layer in stack),
-        tight=found.tight if found else (),
-        worst=found.worst if found else (),
-        printed=found.printed if found else (),
+        tight=found["tight"] if found else (),
+        worst=found["worst"] if found else (),
+        printed=found["printed"] if found else (),
         harm=costs.values,
         norms=norms.norms,
         fisher=norms.information,
+        influence=influence(model, losses, part_x, part_y, stack).values if influences else (),
         notes=_reader_notes(seen, missing, costs, norms, part_x, radius),
     )
+
+
+def _drawn_anew(model: nn.Module, count: int, seed: int) -> Iterator[nn.Module]:
+    """Copies of the model whose modules have drawn their weights again."""
+    validate.whole(PlanError, "sensitivity.reinitialise-count", least=0, reinitialise=count)
+    for name, module in model.named_modules():
+        if module._parameters and not hasattr(module, "reset_parameters"):
+            problem = f"module {name!r} is {type(module).__name__}, which cannot draw its weights again"
+            raise PlanError(
+                "sensitivity.cannot-reinitialise", problem, "give it reset_parameters(), or measure as it is"
+            )
+    for draw in range(count):
+        drawn = copy.deepcopy(model)
+        with isolated_rng(seed + draw):
+            for module in drawn.modules():
+                if module._parameters:
+                    module.reset_parameters()  # type: ignore[operator]
+        yield drawn
+
+
+def _geometric_mean(rows: Sequence[Sequence[float]]) -> tuple[float, ...]:
+    if len(rows) == 1:
+        return tuple(rows[0])
+    return tuple(math.exp(math.fsum(map(math.log, column)) / len(column)) for column in zip(*rows, strict=True))
 
 
 def _gaussian_inputs(model: nn.Module, example: Any, examples: int, seed: int) -> Any:

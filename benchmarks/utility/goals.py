@@ -1,0 +1,361 @@
+"""What is reached on real data with front ends, pre-training and presets: `python benchmarks/utility goals`.
+
+`LAMINA_DATA` names the folder with ptbxl_slice/, mnist/ and cgm/. Settings come from `lamina.presets`, which were chosen on
+simulated or public data. Noise comes from seeds, so that a figure can be had again: measurements, not releases. Results go
+to benchmarks/results/goals.json, features to a cache folder.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.stats import rankdata
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import lamina
+from lamina import Batch, Engine, SeededNoise, presets
+from lamina.data.cgm_simulator import CGMSimulator
+from lamina.data.ecg_simulator import ECGSimulator
+from lamina.data.front_ends import Directions, Scattering2D, bounded, median_beat, r_waves, unit_norm
+from lamina.models.signal_autoencoders import StackedAE
+
+from .data import digits, mnist, ptbxl, simulated
+from .tasks import TASKS, autoencoder, single_leads
+
+DATA = Path(os.environ.get("LAMINA_DATA", "."))
+CACHE = Path(os.environ.get("LAMINA_CACHE", "/tmp/lamina-goals"))
+RESULTS = Path(__file__).parent.parent / "results" / "goals.json"
+Losses = Callable[[Any, Any], Tensor]
+
+
+def private(
+    model: nn.Module, loss_fn: Losses, x: Tensor, y: Tensor | None, unit: Tensor, *, epsilon: float, delta: float,
+    preset: presets.Preset, seed: int,
+) -> nn.Module:  # fmt: skip
+    """Train as the preset says; samples and noise from `seed`."""
+    units = int(unit.max()) + 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # many trainings on one data set: that is what a measurement is
+        settings = preset.settings(units)
+        engine, _, plan = lamina.make_private(model, (x, y), unit=unit, epsilon=epsilon, delta=delta, **settings)
+    engine.detach()
+    optimizer, schedule = preset.optimizer_for(model)
+    coins, rate = torch.Generator().manual_seed(seed), plan.classes[0].sampling_rate
+    model.train()
+    torch.manual_seed(seed)
+    with Engine(model, plan, noise=SeededNoise(seed, threads=1)) as engine:
+        for _ in range(plan.steps):
+            chosen = torch.rand(units, generator=coins) < rate
+            rows = chosen[unit].nonzero().flatten()
+            owner = torch.unique(unit[rows], return_inverse=True)[1]
+            batch = Batch(x[rows], None if y is None else y[rows], unit=owner)
+            target = batch.x if y is None else batch.y
+            engine.backward(loss_fn(model(batch.x), target) if len(batch) else None, batch)
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+    return model.eval()
+
+
+def opacus_flat(
+    model: nn.Module, loss_fn: Losses, x: Tensor, y: Tensor | None, unit: Tensor, *, epsilon: float, delta: float,
+    preset: presets.Preset, seed: int,
+) -> nn.Module:  # fmt: skip
+    """Opacus with flat clipping, the same settings and its own accountant; one example of each contribution, since it has
+    no contributions of several.
+    """
+    from opacus import GradSampleModule
+    from opacus.accountants.utils import get_noise_multiplier
+    from opacus.optimizers import DPOptimizer
+
+    first = torch.from_numpy(np.unique(unit.numpy(), return_index=True)[1])
+    x, y, units = x[first], None if y is None else y[first], len(first)
+    rate = min(1.0, preset.batch(units) / units)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        sigma = get_noise_multiplier(
+            target_epsilon=epsilon, target_delta=delta, sample_rate=rate, steps=preset.steps, accountant="prv"
+        )
+        wrapped = GradSampleModule(model)
+        plain, _ = preset.optimizer_for(model)
+        optimizer = DPOptimizer(
+            plain, noise_multiplier=sigma, max_grad_norm=preset.clip_norm, expected_batch_size=preset.batch(units),
+            generator=torch.Generator().manual_seed(seed),
+        )  # fmt: skip
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(plain, preset.steps)
+        coins = torch.Generator().manual_seed(seed)
+        torch.manual_seed(seed)
+        wrapped.train()
+        for _ in range(preset.steps):
+            rows = (torch.rand(units, generator=coins) < rate).nonzero().flatten()
+            if not len(rows):
+                continue
+            target = x[rows] if y is None else y[rows]
+            loss_fn(wrapped(x[rows]), target).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+    return model.eval()
+
+
+def note(task: str, key: str, value: Any) -> None:
+    """Print a figure, and keep it."""
+    print(task, key, value, flush=True)
+    found = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    found.setdefault(task, {})["date"] = datetime.date.today().isoformat()
+    found[task][key] = value
+    RESULTS.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+
+
+# ----------------------------------------------------------------------------------------------- PTB-XL, beats
+
+
+def beat_rows(beats: np.ndarray) -> np.ndarray:
+    """(N, 12, 80) in millivolt -> (N, 480): means of two samples, tanh in units of half a millivolt."""
+    return bounded(beats.reshape(len(beats), 12, -1, 2).mean(3).reshape(len(beats), -1))
+
+
+def simulated_beats(patients: int = 2000, seed: int = 11) -> tuple[np.ndarray, np.ndarray]:
+    drawn = ECGSimulator().draw(patients=patients, seed=seed)
+    beats = np.median(drawn.x.reshape(patients, -1, 12, 96), axis=1)[:, :, 8:88]
+    return beats - np.median(beats, axis=2, keepdims=True), drawn.label.reshape(patients, -1)[:, 0]
+
+
+def ecg_rows(x: np.ndarray, directions: Directions) -> Tensor:
+    """The features of the preset `ecg-linear`: 64 directions, norm 1, and a constant of 0.3 in place of a bias."""
+    rows = unit_norm(directions(x))
+    return torch.tensor(np.c_[rows, np.full(len(rows), 0.3)], dtype=torch.float32)
+
+
+def macro_auc(scores: np.ndarray, y: np.ndarray) -> float:
+    found = []
+    for k in range(y.shape[1]):
+        ill = y[:, k] > 0.5
+        above = rankdata(scores[:, k])[ill].sum() - ill.sum() * (ill.sum() + 1) / 2
+        found.append(above / (ill.sum() * (~ill).sum()))
+    return float(np.mean(found))
+
+
+def binary(output: Tensor, y: Tensor) -> Tensor:
+    return F.binary_cross_entropy_with_logits(output, y, reduction="none").mean(1)
+
+
+def linear(inputs: int, outputs: int) -> nn.Module:
+    model = nn.Linear(inputs, outputs, bias=False)
+    nn.init.zeros_(model.weight)
+    return model
+
+
+def ecg() -> None:
+    with np.load(DATA / "ptbxl_slice" / "ptbxl_slice.npz", allow_pickle=False) as arrays:
+        pages, strips = arrays["x12_uV"] / 1e3, arrays["leadII_uV"] / 1e3
+        kinds, fold, patient = arrays["superclass"], arrays["strat_fold"], arrays["patient_id"]
+    starts = [250 * (i // 3) for i in range(12)]  # as on a printed page
+    keep = (kinds >= 0).all(1) & (fold > 0)
+    beats = [
+        median_beat(p, r_waves(s, rate=100), rate=100, starts=starts)
+        for p, s in zip(pages[keep], strips[keep], strict=True)
+    ]
+    directions = Directions.of(beat_rows(simulated_beats()[0]), proxy="simulated: ECG", count=64, whiten=0.25)
+    x = ecg_rows(beat_rows(np.stack(beats)), directions)
+    y, fold, patient = torch.tensor(kinds[keep], dtype=torch.float32), fold[keep], patient[keep]
+    preset = presets.find("ecg-linear")
+
+    def scores(train: Callable[..., nn.Module], seed: int, **options: Any) -> np.ndarray:
+        out = np.zeros(y.shape)
+        for k in range(1, 9):
+            test = fold == k
+            rows = torch.from_numpy(~test & ~np.isin(patient, patient[test]))
+            unit = torch.from_numpy(np.unique(patient[rows.numpy()], return_inverse=True)[1])
+            model = train(linear(x.shape[1], 5), binary, x[rows], y[rows], unit, seed=100 * seed + k, **options)
+            with torch.no_grad():
+                out[test] = model(x[torch.from_numpy(test)]).numpy()
+        return out
+
+    def interval(found: np.ndarray) -> list[float]:
+        """95 %, over patients."""
+        owner = np.unique(patient, return_inverse=True)[1]
+        rows_of = [np.flatnonzero(owner == u) for u in range(owner.max() + 1)]
+        rng, values = np.random.default_rng(0), []
+        for _ in range(200):
+            rows = np.concatenate([rows_of[u] for u in rng.integers(len(rows_of), size=len(rows_of))])
+            values.append(macro_auc(found[rows], y.numpy()[rows]))
+        return [round(float(v), 4) for v in np.quantile(values, [0.025, 0.975])]
+
+    def plain(model: nn.Module, loss_fn: Losses, x: Tensor, y: Tensor, unit: Tensor, *, seed: int) -> nn.Module:
+        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=60)
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = loss_fn(model(x), y).mean() + 1e-5 * sum(p.square().sum() for p in model.parameters())
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+        return model
+
+    found = scores(plain, 0)
+    note("ecg", "non-private", [round(macro_auc(found, y.numpy()), 4), interval(found)])
+    for epsilon in (1.0, 3.0, 8.0):
+        runs = [scores(private, seed, epsilon=epsilon, delta=1e-4, preset=preset) for seed in range(3)]
+        figures = [round(macro_auc(run, y.numpy()), 4) for run in runs]
+        note("ecg", f"lamina ε={epsilon:g}", [round(float(np.mean(figures)), 4), figures, interval(runs[0])])
+        other = scores(opacus_flat, 0, epsilon=epsilon, delta=1e-4, preset=preset)
+        note("ecg", f"opacus ε={epsilon:g}", [round(macro_auc(other, y.numpy()), 4), interval(other)])
+
+
+# ------------------------------------------------------------------------------------------------------- MNIST
+
+
+def scattered(name: str, images: Tensor) -> Tensor:
+    path, transform = CACHE / f"{name}.npy", Scattering2D()
+    if not path.exists():
+        CACHE.mkdir(parents=True, exist_ok=True)
+        parts = [transform(part).flatten(1).half() for part in images.view(-1, 1, 28, 28).split(500)]
+        np.save(path, torch.cat(parts).numpy())
+    return torch.from_numpy(np.load(path, mmap_mode="r"))
+
+
+def cross_entropy(output: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(output, y, reduction="none")
+
+
+def image() -> None:
+    public = scattered("digits-train", digits(24_000, 4_000).train.x)[:3000]
+    directions = Directions.of(
+        public.float().numpy(), proxy="public: digits of scikit-learn", count=DIRECTIONS, whiten=WHITEN
+    )
+
+    def rows(name: str, images: Tensor) -> Tensor:
+        parts = [unit_norm(directions(part.float().numpy())) for part in scattered(name, images).split(2000)]
+        found = torch.from_numpy(np.concatenate(parts).astype(np.float32))
+        return torch.cat([found, torch.full((len(found), 1), 0.3)], 1)
+
+    split = mnist()
+    x, test = rows("mnist-train", split.train.x), rows("mnist-test", split.test.x)
+    preset = presets.find("image-scattering")
+    for epsilon in (1.0, 3.0):
+        figures = []
+        for seed in range(3):
+            options: dict[str, Any] = {"epsilon": epsilon, "delta": 1e-5, "preset": preset, "seed": seed}
+            model = private(linear(x.shape[1], 10), cross_entropy, x, split.train.y, split.train.unit, **options)
+            with torch.no_grad():
+                figures.append(round(100 * float((model(test).argmax(1) == split.test.y).double().mean()), 2))
+        note("mnist", f"lamina ε={epsilon:g}", [round(float(np.mean(figures)), 2), figures])
+
+
+DIRECTIONS, WHITEN = 500, 0.25
+
+
+# ------------------------------------------------------------------------- autoencoder on beats of single leads
+
+
+def squared_error(output: Tensor, x: Tensor) -> Tensor:
+    return (output - x).square().flatten(1).mean(1)
+
+
+def beats_autoencoder() -> None:
+    """The network, data and split of benchmarks/utility; ε = 1, δ = 1e-5."""
+    split, proxy = single_leads(ptbxl()), single_leads(simulated(CACHE, train=4000, test=100))
+    task, preset = TASKS["autoencoder"], presets.find("autoencoder-pretrained")
+
+    def figure(model: nn.Module) -> float:
+        with torch.no_grad():
+            return round(float(task.figure(model.eval()(split.test.x), split.test)), 4)
+
+    before, after, scratch = [], [], []
+    for seed in range(3):
+        torch.manual_seed(seed)
+        model = autoencoder()
+        fresh = {name: t.clone() for name, t in model.state_dict().items()}
+        lamina.pretrain(model, squared_error, proxy.train.x, proxy="simulated: ECG", steps=3000, lr=3e-3, seed=seed)
+        before.append(figure(model))
+        part = split.train
+        options: dict[str, Any] = {"epsilon": 1.0, "delta": 1e-5, "seed": seed}
+        after.append(figure(private(model, squared_error, part.x, None, part.unit, preset=preset, **options)))
+        best = []
+        for clip, rate in ((0.02, 0.03), (0.02, 0.06), (0.1, 0.03)):
+            own = presets.Preset(
+                name="scratch", task="", clip_norm=clip, sampling_rate=256 / part.units, steps=200, chosen_on="",
+                optimizer={"name": "sgd", "lr": rate / clip, "momentum": 0.9},
+            )  # fmt: skip
+            again = autoencoder()
+            again.load_state_dict(fresh)
+            best.append(figure(private(again, squared_error, part.x, None, part.unit, preset=own, **options)))
+        scratch.append(min(best))
+    ratio = round(float(np.mean(after) / np.mean(scratch)), 3)
+    note("autoencoder", "NMSE", {"before": before, "private": after, "scratch, best": scratch, "ratio": ratio})
+
+
+# ------------------------------------------------------------------------------------------------------ glucose
+
+
+def scaled_glucose(x: np.ndarray) -> Tensor:
+    """[40, 400] mg/dL -> [0, 1]."""
+    return torch.tensor((np.clip(x, 40, 400) - 40) / 360, dtype=torch.float32).reshape(-1, 1, 288)
+
+
+def cgm() -> None:
+    with np.load(DATA / "cgm" / "weinstock_days.npz", allow_pickle=False) as arrays:
+        x, patient = scaled_glucose(arrays["x_mgdl"]), arrays["patient_id"]
+    drawn = CGMSimulator().draw(patients=600, seed=5)
+    proxy, preset = scaled_glucose(drawn.x), presets.find("cgm-pretrained")
+
+    def errors(model: nn.Module, rows: Tensor) -> np.ndarray:
+        with torch.no_grad():
+            return squared_error(model.eval()(x[rows]), x[rows]).numpy()
+
+    for epsilon in (3.0, 8.0):
+        rows_of: dict[str, list[np.ndarray]] = {"before": [], "lamina": [], "opacus": [], "opacus, scratch": []}
+        owners = []
+        for seed in range(3):
+            people = np.random.default_rng(seed).permutation(np.unique(patient))
+            held = np.isin(patient, people[: len(people) // 5])
+            train, test = torch.from_numpy(~held), torch.from_numpy(held)
+            unit = torch.from_numpy(np.unique(patient[~held], return_inverse=True)[1])
+            owners.append(patient[held] + 10_000 * seed)
+
+            def made(seed: int = seed) -> StackedAE:
+                torch.manual_seed(seed)
+                return StackedAE(1, 288, depth=8, dropout=0.0)
+
+            learned = made()
+            lamina.pretrain(learned, squared_error, proxy, proxy="simulated: glucose", steps=2000, seed=seed)
+            weights = {name: t.clone() for name, t in learned.state_dict().items()}
+            rows_of["before"].append(errors(learned, test))
+            options: dict[str, Any] = {"epsilon": epsilon, "delta": 1e-3, "preset": preset, "seed": seed}
+            for name, train_fn, start in (
+                ("lamina", private, weights), ("opacus", opacus_flat, weights), ("opacus, scratch", opacus_flat, None)
+            ):  # fmt: skip
+                model = made()
+                if start is not None:
+                    model.load_state_dict(start)
+                rows_of[name].append(errors(train_fn(model, squared_error, x[train], None, unit, **options), test))
+        means = {name: round(float(np.mean(np.concatenate(rows))), 6) for name, rows in rows_of.items()}
+        owner = np.concatenate(owners)
+        note("cgm", f"ε={epsilon:g}", means)
+        for other in ("opacus", "opacus, scratch"):
+            note("cgm", f"ε={epsilon:g}, 1 - lamina / {other}", paired(rows_of["lamina"], rows_of[other], owner))
+
+
+def paired(mine: list[np.ndarray], other: list[np.ndarray], owner: np.ndarray) -> list[float]:
+    """1 - mine/other, with 95 % over patients."""
+    a, b = np.concatenate(mine), np.concatenate(other)
+    groups = [np.flatnonzero(owner == u) for u in np.unique(owner)]
+    sums = np.array([[a[rows].sum(), b[rows].sum()] for rows in groups])
+    rng = np.random.default_rng(0)
+    drawn = [sums[rng.integers(len(sums), size=len(sums))].sum(0) for _ in range(1000)]
+    ratios = [1 - p / q for p, q in drawn]
+    return [round(float(v), 4) for v in (1 - a.sum() / b.sum(), *np.quantile(ratios, [0.025, 0.975]))]
+
+
+GOALS = {"ecg": ecg, "mnist": image, "autoencoder": beats_autoencoder, "cgm": cgm}
