@@ -10,6 +10,8 @@ from asking import Call, succeeded
 from model_signing import verifying
 from trained_run import Trained, copied_run
 
+from lamina.ledger.corpus_terms import governing_key_path
+
 
 @pytest.fixture
 def trained(tmp_path: Path) -> Trained:
@@ -36,6 +38,7 @@ def test_from_a_run_to_a_query(trained: Trained, tmp_path: Path, lamina: Call) -
     key = str(trained.ledger).replace(".db", ".release.pub")
     told = json.loads(succeeded(lamina("release", "verify", out, "--trust", key, "--json")))
     assert (told["verified"], told["trusted"], told["problems"]) == (True, True, [])
+    assert "ledger  example.org/ecg, " in succeeded(lamina("release", "verify", out, "--trust", key))
     query = asked(tmp_path / "query.json")
     assert succeeded(lamina("release", "ask", out, query, "--trust", key)) == "allowed\n"
     code, text, _ = lamina(
@@ -52,6 +55,13 @@ def test_from_a_run_to_a_query(trained: Trained, tmp_path: Path, lamina: Call) -
     Path(out, "README.md").write_text("changed")
     code, text, _ = lamina("release", "verify", out, "--trust", key)
     assert code == 1 and "[release.file-changed]" in text
+
+
+def test_without_a_release_key_nothing_is_written(trained: Trained, lamina: Call) -> None:
+    governing_key_path(trained.ledger).unlink()  # as in a ledger whose owner is elsewhere
+    code, _, error = lamina("certify", str(trained.folder))
+    assert code == 1 and "cli.release-key-missing" in error
+    assert not list(trained.folder.glob("certificate*"))
 
 
 def test_a_run_that_is_not_private_has_no_signature(trained: Trained, lamina: Call) -> None:

@@ -185,6 +185,8 @@ def test_a_release_is_served_by_its_rights(release: Path, key: PrivateKey) -> No
     assert reasons(gate.decide(query(generation_class="head", max_epsilon=1.5))) == {"epsilon-too-large"}
     assert reasons(gate.decide(query(classes=frozenset(["clinical", "open"])))) == {"class-not-allowed"}
     assert reasons(gate.decide(query(min_noise_multiplier=1e3))) == {"noise-too-small"}
+    nowhere = gate.decide(query(layers=("encoder.*", "head.*"))).reasons  # each pattern, and which layers there are
+    assert [each.code for each in nowhere] == ["draws-on-unknown"] * 3 and nowhere[-1].text.endswith("0, 2, 4")
     assert reasons(gate.decide(query(layers=("0", "2", "encoder.7")))) == {"draws-on-unknown"}  # also beside known ones
     found = gate.decide(query(classes=frozenset(), purpose="ads", max_epsilon=0.1, min_noise_multiplier=99))
     assert len(found.reasons) == 4 * 2 + 2  # every reason of every class; a public one has neither ε nor noise

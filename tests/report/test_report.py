@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import threading
 from html.parser import HTMLParser
 from pathlib import Path
@@ -96,6 +97,18 @@ def test_charts_escape_names(trained: Trained) -> None:
     assert house_of_layers(found[0]).count("<rect") == 3 * 3 + 3
 
 
+@pytest.mark.parametrize(("epochs", "marks"), [(1, "01"), (3, "0123"), (7, "0246"), (10, "0246810"), (12, "0510")])
+def test_epochs_are_marked_where_they_are(epochs: int, marks: str) -> None:
+    points = [(at, 0, 0.1 * at) for at in range(epochs + 1)]
+    one = ClassView(name="c", public=False, profile="", population=1, bound=None, points=points)
+    drawn = budget_chart({"c": one})
+    texts = re.findall(
+        r'<text x="([\d.]+)" y="[\d.]+" class="quiet" font-size="11" text-anchor="middle">([^<]*)<', drawn
+    )
+    assert "".join(text for _, text in texts) == marks
+    assert all(float(x) == pytest.approx(52 + 520 * int(text) / epochs, abs=0.06) for x, text in texts)
+
+
 def test_leaves_count_once_however_many_pages_are_made(trained: Trained) -> None:
     with LedgerReader.read_only(trained.ledger) as ledger:
         alone = LedgerView(ledger)
@@ -137,7 +150,8 @@ def test_ticks_reach_what_they_must() -> None:
 @pytest.mark.parametrize(("width", "scheme"), [("desktop", "light"), ("phone", "dark")])
 def test_in_a_browser(trained: Trained, tmp_path: Path, width: str, scheme: str) -> None:
     path = tmp_path / "report.html"
-    path.write_text(page_of(trained), encoding="utf-8")
+    long = "elsewhere.example/cardiology-of-three-hospitals"  # a name without a blank has to break on a phone
+    path.write_text(page_of(trained).replace("example.org/ecg", long), encoding="utf-8")
     with browse(width, scheme) as browser:
         browser.page.goto(path.as_uri())
         assert browser.errors == [] and len(browser.requests) == 1

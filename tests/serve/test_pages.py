@@ -180,6 +180,25 @@ def verified(client: TestClient) -> str:
     return client.get("/").text
 
 
+def test_a_release_key_neither_vouches_for_the_ledger_nor_speaks_against_it(
+    trained: Trained, key: PrivateKey, tmp_path: Path
+) -> None:
+    older = tmp_path / "older"
+    older.mkdir()
+    before = copied_run(older).ledger
+    with trained.open() as ledger:
+        make_release(tmp_path / "first", [trained.folder], ledger, key)  # a leaf more
+        make_release(tmp_path / "out", [trained.folder], ledger, key)
+    for place, verdict in ((trained.ledger, "self-consistent"), (before, "not verified")):
+        with LedgerReader.read_only(place) as ledger:
+            service = Service(folder=tmp_path / "out", ledger=ledger, gate=ReleaseGate(tmp_path / "out", key.public))
+            client = TestClient(
+                make_app(service, pages(service, Trust(plain=(key.public,)))), base_url="http://localhost"
+            )
+            assert verdict in verified(client).partition("The evidence")[2].partition("</p>")[0]
+            service.close()
+
+
 def test_the_certificate_of_a_run_is_by_the_newest_verification(tmp_path: Path) -> None:
     trained = copied_run(tmp_path)
     with LedgerReader.read_only(trained.ledger) as ledger:

@@ -124,7 +124,10 @@ class Resolution:
                 f"class {name} has more than {MAX_DISTINCT_BOUNDS} distinct bounds: they are rounded to a grid of ratio "
                 f"{ratio:.4g}, c down and z up"
             )
-        depths = [[name, depth.profile, f"{len(depth.layers)} layers"] for name, depth in self.depth.items()]
+        depths = [
+            [name, depth.profile, f"{(n := len(depth.layers))} layer{'s' * (n != 1)}"]
+            for name, depth in self.depth.items()
+        ]
         return "\n".join([*lines, "", *align_columns([["class", "reaches", ""], *depths], left=2)])
 
     def __str__(self) -> str:

@@ -62,13 +62,12 @@ def certify(
     trusted = None if trust is None else Trust.load(trust)
     with LedgerReader.read_only(place) as reader:
         found = make_certificate(run, reader, trust=trusted)
+    signer = release_key(place, key, passphrase_file) if found.private else None
     out = run if folder is None else folder
     paths = {"json": out / "certificate.json"}
     out.mkdir(parents=True, exist_ok=True)
     replace_file(paths["json"], found.json(), "the certificate", mode=0o644)
-    signer = None
-    if found.private:
-        signer = release_key(place, key, passphrase_file)
+    if signer is not None:
         paths["cose"] = out / "certificate.cose"
         replace_file(paths["cose"], found.signed(signer), "the certificate", mode=0o644)
     else:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lamina.admit.keys import P256Key, PrivateKey, PublicKey, parse_time, read_small
+from lamina.admit.keys import P256Key, PrivateKey, PublicKey, format_utc, parse_time, read_small
 from lamina.admit.signed_json import parse_json
 from lamina.cli.certify import LedgerOption, ReleaseKeyOption, TrustOption, pdf_or_note, release_key, run_ledger
 from lamina.cli.open_ledger import open_ledger
@@ -27,6 +27,7 @@ from lamina.cli.terminal import (
 from lamina.errors import PlanError
 from lamina.ledger.corpus_terms import ledger_key_path
 from lamina.ledger.reader import LedgerReader
+from lamina.ledger.schema import pluralize
 from lamina.ledger.store.sqlite import is_postgres_url
 from lamina.ledger.verify.tree_checks import KnownCheckpoint, Trust
 from lamina.release.decision_log import verify_log
@@ -161,6 +162,15 @@ def verify(
     known = [KnownCheckpoint.load(path) for path in seen or ()]
     found = verify_release(folder, trust=None if trust is None else Trust.load(trust), seen=known)
     lines = [f"{folder}: {found.verdict}", *(f"  {each} [{each.code}]" for each in found.problems)]
+    if found.verified and (said := found.manifest) is not None:
+        at = said.ledger
+        lines += [
+            f"  model   {said.predicate['name']}, of {pluralize(len(said.predicate['runs']), 'run')}; "
+            f"may be served until {format_utc(said.not_after)}",
+            f"  key     {said.signer.name}",
+            f"  files   {len(said.subjects)}, as the manifest names them",
+            f"  ledger  {at['origin']}, {at['size']} leaves, root {at['root']}",
+        ]
     print_answer({"folder": str(folder), **found.to_dict()}, "\n".join(lines), as_json)
     if not found.verified:
         raise typer.Exit(1)

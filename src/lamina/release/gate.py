@@ -347,7 +347,11 @@ class GateRule:
             chosen &= self._bits(low <= depth <= high for depth in self._depths)
         chosen |= self._bits(name in own for name in self._names)
         if not chosen:
-            return _unknown("it draws on no layer of the model")
+            names = ", ".join(self._names[:8]) + (", …" if len(self._names) > 8 else "")
+            nothing = DenialReason(
+                code="draws-on-unknown", text=f"it draws on no layer of the model, which has {names}"
+            )
+            return _Drawn(0, 0, (*reasons, nothing))
         return _Drawn(chosen, chosen.bit_count(), tuple(reasons))
 
     def _all_adapters(self) -> list[AdapterPosture]:

@@ -22,10 +22,10 @@ _POINTS = 400  # of a line
 
 
 def svg(width: float, height: float, title: str, drawn: Sequence[str]) -> str:
-    """An SVG that scales with its page; `title` is read aloud."""
+    """An SVG in a box that scrolls where the page is narrow, so that its words stay readable; `title` is read aloud."""
     return (
-        f'<svg class="chart" width="{width:g}" viewBox="0 0 {width:g} {height:g}" role="img" '
-        f'aria-label="{html.escape(title)}">{"".join(drawn)}</svg>'
+        f'<div class="scroll" tabindex="0"><svg class="chart" width="{width:g}" '
+        f'viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{html.escape(title)}">{"".join(drawn)}</svg></div>'
     )
 
 
@@ -70,8 +70,9 @@ def budget_chart(classes: Mapping[str, ClassView]) -> str:
     drawn = [_line(left, at(0, mark)[1], left + wide, at(0, mark)[1]) for mark in marks]
     drawn += [_text(left - 6, at(0, mark)[1] + 4, f"{mark:g}", "end", 11, quiet=True) for mark in marks]
     drawn += [
-        _text(left + wide * share, top + high + 18, f"{round(epochs * share):g}", "middle", 11, quiet=True)
-        for share in (0, 0.25, 0.5, 0.75, 1)
+        _text(at(mark, 0)[0], top + high + 18, f"{mark:g}", "middle", 11, quiet=True)
+        for mark in ticks(epochs)
+        if mark == round(mark) and mark <= epochs
     ]
     drawn.append(_text(left + wide / 2, top + high + 36, "epochs recorded in the ledger", "middle", 12))
     drawn.append(_text(4, top - 2, "ε", "start", 13))

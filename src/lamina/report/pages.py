@@ -93,7 +93,7 @@ def run_report(folder: str | Path, ledger: LedgerReader, *, trust: Trust | None 
         commands="\n".join(
             [
                 f"lamina ledger verify {quote(Path(place).name)} --trust owner.pub",
-                f"lamina certify {quote(folder.name)} --json",
+                f"lamina report {quote(folder.name)} --trust owner.pub",
             ]
         ),
         charts={

@@ -13,7 +13,15 @@ from typing import Any
 from lamina.admit.keys import format_utc
 from lamina.ledger.governance_records import Header, PolicyChange, Release, Withdrawal
 from lamina.ledger.reader import LedgerReader
-from lamina.ledger.records import ContributionRecord, Epoch, KeptContribution, Leaf, SegmentOutcome, decode_leaf
+from lamina.ledger.records import (
+    KIND_NAMES,
+    ContributionRecord,
+    Epoch,
+    KeptContribution,
+    Leaf,
+    SegmentOutcome,
+    decode_leaf,
+)
 from lamina.ledger.schema import UNBOUNDED
 from lamina.ledger.show import describe_by, describe_leaf, epsilon_or_none
 from lamina.ledger.signed_checkpoint import parse_checkpoint
@@ -226,12 +234,12 @@ class LedgerView:
             pruned=isinstance(record, KeptContribution),
         )
 
-    def recent(self, count: int = 20) -> Iterator[tuple[int, str, str]]:
-        """The newest leaves that are no contributions: (index, time, what it says)."""
+    def recent(self, count: int = 20) -> Iterator[tuple[int, str, str, str]]:
+        """The newest leaves that are no contributions: (index, time, kind, what it says)."""
         size = self.ledger.size
         leaves = [leaf for leaf in self.ledger.leaves(max(0, size - 400), size) if leaf.kind is not ContributionRecord]
         for leaf in leaves[: -count - 1 : -1]:
-            yield leaf.seq, format_utc(leaf.time), describe_leaf(leaf)
+            yield leaf.seq, format_utc(leaf.time), KIND_NAMES[leaf.kind], describe_leaf(leaf)
 
 
 NOTE_ON_REACH = NOT_REACHED

@@ -41,6 +41,7 @@ from lamina.ledger.merkle import leaf_hash
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.receipt import TlogProof
 from lamina.ledger.records import decode_leaf
+from lamina.ledger.schema import pluralize
 from lamina.ledger.show import leaf_to_dict
 from lamina.ledger.signed_checkpoint import parse_checkpoint
 from lamina.ledger.store.rows import StoredLeaf
@@ -404,7 +405,7 @@ class _Api:
         inputs = service.inference.form.read(asked["inputs"])
         decision = service.decide(query, answering=True)
         if not decision.allowed:
-            problem = f"the query is denied for {len(decision.reasons)} reasons"
+            problem = f"the query is denied for {pluralize(len(decision.reasons), 'reason')}"
             raise RequestRefused(
                 403, "serve.denied", problem, "ask for what the release allows", more=decision.to_dict()
             )

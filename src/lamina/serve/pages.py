@@ -42,6 +42,7 @@ class BackgroundVerification:
 
     ledger: LedgerReader
     trust: Trust | None
+    seen: tuple[str, ...] = ()  # checkpoints that the ledger must go on from
     done: int = 0
     total: int = 0
     running: bool = False
@@ -61,7 +62,7 @@ class BackgroundVerification:
     def _run(self, own: LedgerReader) -> None:
         try:
             with own:
-                self.result = verify(own.store, trust=self.trust, progress=self._progress)
+                self.result = verify(own.store, trust=self.trust, seen=self.seen, progress=self._progress)
             self.at = format_utc(int(time.time()))
         finally:
             self.running = False
@@ -81,7 +82,15 @@ class Dashboard:
     def __init__(self, service: Service, trust: Trust | None) -> None:
         assert service.ledger is not None
         self.service, self.ledger = service, service.ledger
-        self.view, self.checking = LedgerView(self.ledger), BackgroundVerification(self.ledger, trust)
+        self.view = LedgerView(self.ledger)
+        seen: tuple[str, ...] = ()
+        if service.gate is not None:
+            manifest = service.gate.manifest
+            seen = (str(manifest.ledger["checkpoint"]),)
+            in_header = manifest.signer.id in {each.id for each in self.ledger.header.keys}
+            if trust is not None and trust.plain == (manifest.signer,) and not in_header:
+                trust = None  # a release key signs no ledger: through the manifest it vouches for this checkpoint alone
+        self.checking = BackgroundVerification(self.ledger, trust, seen)
         self.counted = threading.Event()
         self._certified: dict[str, Any] | None = None
         self._certified_by: Verification | None = None
