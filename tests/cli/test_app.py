@@ -49,7 +49,20 @@ def policy(tmp_path: Path) -> str:
 
 
 def test_help_shows_the_stages_in_order(lamina: Call) -> None:
-    order = ["demo", "attest", "admit", "plan", "train", "spend", "certify", "report", "serve", "bench", "doctor"]
+    order = [
+        "demo",
+        "attest",
+        "admit",
+        "plan",
+        "train",
+        "spend",
+        "certify",
+        "report",
+        "serve",
+        "study",
+        "bench",
+        "doctor",
+    ]
     assert order == NAMES
     text = succeeded(lamina("--help"))
     listed = text[text.index("Commands") :]
@@ -282,7 +295,7 @@ def completed(words: str, monkeypatch: pytest.MonkeyPatch, lamina: Call) -> list
         ("pl", {"plan"}),
         ("train --pl", {"--plan-only"}),
         ("plan --model ", {"residual", "transformer", "mlp"}),
-        ("plan --model res", {"residual"}),
+        ("plan --model res", {"res-ae", "residual"}),
         ("plan --allocate ", set(ALLOCATIONS)),
         ("plan --clipping j", {"joint"}),
     ],
