@@ -452,6 +452,7 @@ def test_unknown_operations_are_refused_by_name_only_where_they_matter() -> None
         (lambda h: h.clamp(min=-4.0).exp(), "sensitivity.exp-unbounded"),
         (lambda h: (-0.5 * h.clamp(-4.0, 4.0)).exp(), "sensitivity.exp-unbounded"),
         (lambda h: (h.clamp(-4.0, 4.0) + h).exp(), "sensitivity.exp-unbounded"),
+        (lambda h: (h.clamp(-4.0, 4.0) * torch.rand(1).clamp(0.1, 3.0)).exp(), "sensitivity.exp-unbounded"),
         (lambda h: h * torch.randn_like(h), "sensitivity.slope-unknown"),
         (lambda h: h * torch.randn_like(h).clamp(max=3.0), "sensitivity.slope-unknown"),
         (lambda h: h * (1.0 + torch.randn_like(h).clamp(-3.0, 3.0)), "sensitivity.slope-unknown"),

@@ -235,7 +235,7 @@ def _largest_exponent(node: Node, graph: TracedGraph) -> float:
             given = [
                 value for value in (source.arguments["self"], source.arguments["other"]) if not isinstance(value, str)
             ]
-            scale = gains.single_number(given[0]) if given else None
+            scale = gains.single_number(given[0]) if given and source.drawn_below is None else None
             if scale is None or scale <= 0:
                 break
             factor *= scale
@@ -390,7 +390,8 @@ NODE_RULES: Mapping[OperationKind, NodeRule] = {
 
 _UNKNOWN_SLOPE_REMEDY = (
     "use operations with a known slope (linear and convolution layers, activations, LayerNorm, GroupNorm, RMSNorm, "
-    "pooling, dropout, sums, attention) between the input and the layers, or an allocation that needs no Δ"
+    "pooling, dropout, sums, attention, products with noise that is clamped to two numbers) "
+    "between the input and the layers, or an allocation that needs no Δ"
 )
 
 
