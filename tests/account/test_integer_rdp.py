@@ -73,6 +73,23 @@ def test_epsilon_is_never_below_the_privacy_loss_of_the_discrete_gaussian(scale:
         assert truth <= find_accountant(INTEGER_RDP).epsilon([Event(sigma=scale, q=q, steps=steps)], DELTA)
 
 
+@pytest.mark.parametrize("variance", [4.0, 30.0, 400.0])
+@pytest.mark.parametrize("q", [0.05, 1.0])
+def test_no_divergence_of_skellam_noise_is_larger(variance: float, q: float) -> None:
+    """With sigma² = v/(1 + 3.5/v) for a shift by 1, both directions, by summing over the integers."""
+    x = np.arange(-400, 401)
+    with np.errstate(divide="ignore"):
+        without, moved = (np.log(special.ive(np.abs(x - shift).astype(float), variance)) for shift in (0, 1))
+    seen = np.isfinite(without) & np.isfinite(moved)
+    without, moved = without[seen], moved[seen]
+    mixed = moved if q == 1 else np.logaddexp(without + math.log1p(-q), moved + math.log(q))
+    sigma = math.sqrt(variance / (1 + 3.5 / variance))
+    for order in (2, 3, 4, 8, 16):
+        for p, r in ((mixed, without), (without, mixed)):
+            exact = special.logsumexp(order * p + (1 - order) * r) / (order - 1)
+            assert exact <= step_rdp(q, sigma, float(order)) * (1 + 1e-9)
+
+
 @pytest.mark.parametrize(("sigma", "q", "steps"), SCHEDULES)
 def test_what_else_is_said_bounds_the_gaussian_figures(sigma: float, q: float, steps: int) -> None:
     """Where nothing is known of the discrete law but its Rényi divergences, no exact Gaussian figure is printed."""

@@ -33,9 +33,10 @@ def parts(policy: str = DISCRETE) -> dict[str, object]:
     return {"plan": problem.plan(problem.net(), policy=policy), "corpus": problem.corpus(policy=policy)}
 
 
-@pytest.mark.parametrize("kind", ["discrete_gaussian", "laplace"])
+@pytest.mark.parametrize("kind", ["discrete_gaussian", "skellam", "laplace"])
 def test_a_killed_run_resumes_exactly_and_its_certificate_names_the_noise(tmp_path: Path, kind: str) -> None:
-    policy, accountant = (DISCRETE, INTEGER_RDP) if kind == "discrete_gaussian" else (LAPLACE, "pld")
+    policy, accountant = (LAPLACE, "pld") if kind == "laplace" else (DISCRETE, INTEGER_RDP)
+    policy = policy.replace('"discrete_gaussian"', f'"{kind}"')
     whole = problem.trainer(tmp_path / "whole" / "a", **parts(policy))
     expected = whole.fit()
     killed(tmp_path / "cut" / "a", 13, **parts(policy))

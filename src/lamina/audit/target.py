@@ -18,7 +18,7 @@ from lamina.engine.engine import Engine
 from lamina.engine.noise import NoiseSource, SeededNoise
 from lamina.engine.paper_step import ReproductionWarning
 from lamina.engine.slices import zero_outside_slices
-from lamina.plan.rules import Choose, FollowBudget, FollowQuantile, NoiseKind, Rule
+from lamina.plan.rules import Choose, FollowBudget, FollowQuantile, Rule
 from lamina.plan.step_plan import StepPlan
 
 
@@ -136,7 +136,7 @@ class AuditTarget:
             clip=tuple(tuple(c * clip for c in row) for row in self.plan.clip),
             rules=tuple(_rules_within_a_step(self.plan.rules, noise)),
             # A step is taken here, not priced.
-            accountant=INTEGER_RDP if self.plan.noise_kind is NoiseKind.DISCRETE_GAUSSIAN else "rdp",
+            accountant=INTEGER_RDP if self.plan.noise_kind.integer_orders else "rdp",
         )
         source = SeededNoise(seed, hardened=self.hardened)
         with _state_restored(self.model):

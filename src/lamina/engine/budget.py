@@ -11,7 +11,7 @@ from lamina.account.accountants import SpendCurve
 from lamina.account.filters import PrivacyFilter, RenyiFilter
 from lamina.account.gaussian_rdp import choice_noise_multiplier
 from lamina.errors import BudgetExceeded, PlanError
-from lamina.plan.rules import Choose, FollowBudget, NoiseKind
+from lamina.plan.rules import Choose, FollowBudget
 from lamina.plan.step_plan import StepPlan
 from lamina.validate import short_repr
 
@@ -171,8 +171,7 @@ class Budget:
 
 def refuse_filter(plan: StepPlan, name: str, filter_: PrivacyFilter) -> None:
     """Refuse a filter that does not count what the noise of the plan costs."""
-    whole = plan.noise_kind is NoiseKind.DISCRETE_GAUSSIAN
-    if not whole or (isinstance(filter_, RenyiFilter) and filter_.order % 1 == 0):
+    if not plan.noise_kind.integer_orders or (isinstance(filter_, RenyiFilter) and filter_.order % 1 == 0):
         return
     problem = f"the filter of class '{name}' does not hold for {plan.noise_kind.value} noise"
     raise PlanError("engine.filter-for-other-noise", problem, "use a RenyiFilter of an integer order, e.g. 32")

@@ -1,4 +1,4 @@
-"""Noise on a grid of integers: discrete Gaussian and Laplace, drawn in integer arithmetic alone; the grid of a plan.
+"""Noise on a grid of integers, drawn exactly: discrete Gaussian, Skellam, Laplace; and the grid of a plan.
 
 A step with such noise rounds every clipped gradient to a grid, adds up in int64 and adds integers: no floating-point
 number is released that depends on a contribution other than through them (docs/decisions/integer_noise.md).
@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Callable, Iterator
+from decimal import Decimal, localcontext
 from typing import NamedTuple
 
 import numpy as np
@@ -31,6 +32,10 @@ from lamina.plan.step_plan import StepPlan
 # are cut toward zero, which never makes a vector longer in any norm: whatever a contribution was clipped to, ‖y‖·g is at
 # most that, in box and joint clipping, under any scale. What is cut off is below one unit a coordinate, at most C/2^8 in
 # norm (more where b is at its limit).
+#
+# Skellam noise of variance v = 4^b units costs a little more than Gaussian noise: for whole orders α and a whole shift y,
+# RDP(α) ≤ α‖y‖²/(2v) + ((2α-1)‖y‖² + 6‖y‖₁)/(4v²) (Agarwal, Kairouz and Liu 2021), and ‖y‖₁ ≤ ‖y‖² for whole numbers, so it
+# is at most α‖y‖²/(2v)·(1 + 3.5/v). So its unit is larger by √(1 + 3.5/v), which gives sigma back.
 #
 # Laplace noise costs what Gaussian noise of std S costs. A shift by n units of noise of scale 2^b changes every
 # probability by a factor of at most e^ε, ε = n/2^b. What does that is a post-processing of two answers with odds e^ε
@@ -62,6 +67,8 @@ def layer_grids(plan: StepPlan) -> tuple[Grid, ...]:
         spread = float(layer.size) if taxicab else math.sqrt(layer.size)
         wanted = math.log2(_UNITS_PER_COORDINATE * spread * scale / min(reached)) if reached and s else 0.0
         bits = min(MOST_BITS, max(LEAST_BITS, math.ceil(wanted))) if s else 0
+        if plan.noise_kind is NoiseKind.SKELLAM:
+            scale *= math.sqrt(1 + 3.5 * 4.0**-bits)
         found.append(Grid(bits, math.ldexp(scale, -bits), taxicab))
     return tuple(found)
 
@@ -219,6 +226,54 @@ def _some_gaussian(words: WordSource, tries: int, bits: int) -> Integers:
     return np.asarray(draws[_bernoulli_of_whole(words, square >> shift)])
 
 
+# A Poisson draw of mean λ = 4^b/2, less λ: a Laplace draw k of scale t = 2^b, kept with probability p(λ+k)/p(λ)·e^(|k|/t)/M,
+#
+#     log p(λ)/p(λ+k) = λ·h(k/λ) + ½·log(1 + k/λ) + 1/(12(λ+k)) - 1/(12λ) + …,     h(x) = (1+x)·log(1+x) - x     (Stirling)
+#
+# where log M = 0.251 is above the largest of |k|/t - log p(λ)/p(λ+k), which is 1/4 + O(1/t). A comparison with a uniform
+# word is decided in float64 where that is certain, and by 60 digits and more uniform bits where it is not.
+
+_LOG_M = 0.251
+_SERIES = [(-1) ** n / (n * (n - 1)) for n in range(11, 1, -1)]  # of h, from x^11 to x^2
+_FAR = 2.0**-6  # beyond this k/λ the probability is below e^-700
+_DOUBT = 2.0**-36
+
+
+def _some_poisson(words: WordSource, tries: int, bits: int) -> Integers:
+    """Poisson draws of mean 4^bits/2, less that mean, from so many tries; bits ≥ 12."""
+    mean, k = 1 << (2 * bits - 1), _some_laplace(words, tries, bits)
+    x, word = k / mean, words.take(k.size)
+    loss = k * x * np.polyval(_SERIES, x) + 0.5 * np.log1p(x) + 1 / (12.0 * (mean + k)) - 1 / (12.0 * mean)
+    log_keep = np.where(np.abs(x) > _FAR, -np.inf, np.abs(k) / 2.0**bits - loss - _LOG_M)
+    size = np.maximum(word.astype(np.float64), 1.0)
+    log_word = np.log(size) - 64 * math.log(2)
+    kept = log_word < log_keep
+    for i in np.flatnonzero((np.abs(log_word - log_keep) < _DOUBT + 2 / size) | (size < 2.0**12)):
+        kept[i] = _kept_exactly(int(k[i]), bits, int(word[i]), int(words.take(1)[0]))
+    return np.asarray(k[kept])
+
+
+def _kept_exactly(k: int, bits: int, first: int, second: int) -> bool:
+    """The same decision for a uniform number of 128 bits."""
+    with localcontext() as context:
+        context.prec = 60
+        mean, after = Decimal(1 << (2 * bits - 1)), Decimal((1 << (2 * bits - 1)) + k)
+        correction = sum((1 / after**n - 1 / mean**n) / c for n, c in ((1, Decimal(12)), (3, Decimal(-360))))
+        loss = (after + Decimal("0.5")) * (after / mean).ln() - k + correction
+        log_keep = Decimal(abs(k)) / (1 << bits) - loss - Decimal(str(_LOG_M))
+        low, high = (((Decimal((first << 64) + second + more)) / (1 << 128)) for more in (0, 1))
+        if high.ln() < log_keep - Decimal("1e-33"):
+            return True
+        if low > 0 and low.ln() > log_keep + Decimal("1e-33"):
+            return False
+    raise AssertionError("a draw of Poisson noise is undecided at 128 bits")
+
+
+def discrete_skellam(words: WordSource, count: int, bits: int) -> Integers:
+    """The difference of two Poisson draws of mean 4^bits/2: variance 4^bits."""
+    return _fill(_some_poisson, words, count, bits) - _fill(_some_poisson, words, count, bits)
+
+
 def _fill(some: Callable[[WordSource, int, int], Integers], words: WordSource, count: int, bits: int) -> Integers:
     out, done = np.empty(count, dtype=np.int64), 0
     while done < count:
@@ -229,11 +284,6 @@ def _fill(some: Callable[[WordSource, int, int], Integers], words: WordSource, c
     return out
 
 
-def integer_noise(kind: NoiseKind, words: WordSource, count: int, bits: int) -> Integers:
-    """Draws of this kind, of scale 2^bits."""
-    return (discrete_laplace if kind is NoiseKind.LAPLACE else discrete_gaussian)(words, count, bits)
-
-
 def discrete_laplace(words: WordSource, count: int, bits: int) -> Integers:
     """P(x) ∝ exp(-|x|/2^bits), x whole."""
     return _fill(_some_laplace, words, count, bits)
@@ -242,3 +292,15 @@ def discrete_laplace(words: WordSource, count: int, bits: int) -> Integers:
 def discrete_gaussian(words: WordSource, count: int, bits: int) -> Integers:
     """P(x) ∝ exp(-x²/(2·4^bits)), x whole."""
     return _fill(_some_gaussian, words, count, bits)
+
+
+_SAMPLERS = {
+    NoiseKind.DISCRETE_GAUSSIAN: discrete_gaussian,
+    NoiseKind.SKELLAM: discrete_skellam,
+    NoiseKind.LAPLACE: discrete_laplace,
+}
+
+
+def integer_noise(kind: NoiseKind, words: WordSource, count: int, bits: int) -> Integers:
+    """Draws of this kind, of scale 2^bits."""
+    return _SAMPLERS[kind](words, count, bits)

@@ -156,8 +156,8 @@ class ClassPolicy(BaseModel):
 class NoisePolicy(BaseModel):
     """Which noise, and where it enters (plan/rules.py).
 
-    kind         gaussian; discrete_gaussian, exact on integers, with accountant = "rdp-integer" in [corpus]; or laplace,
-                 exact on integers, which clips L1 norms. auto: discrete_gaussian where the accountant prices it and the
+    kind         gaussian; discrete_gaussian or skellam, exact on integers, with accountant = "rdp-integer" in [corpus]; or
+                 laplace, exact on integers, which clips L1 norms. auto: discrete_gaussian where the accountant prices it and the
                  rest of the plan allows it, else gaussian
     injection    per_step, per_microbatch, per_sample (by shares) or per_sample_raw
     bins         of per_microbatch: how many fixed parts
@@ -166,7 +166,7 @@ class NoisePolicy(BaseModel):
     """
 
     model_config = _STRICT
-    kind: Literal["gaussian", "discrete_gaussian", "laplace", "auto"] = "gaussian"
+    kind: Literal["gaussian", "discrete_gaussian", "skellam", "laplace", "auto"] = "gaussian"
     injection: Literal["per_step", "per_microbatch", "per_sample", "per_sample_raw"] = "per_step"
     bins: Annotated[int, Field(ge=1, le=MAX_INJECTION_PARTS)] | None = None
     slots: Annotated[int, Field(ge=1, le=MAX_INJECTION_PARTS)] | None = None

@@ -98,16 +98,23 @@ class NoiseKind(enum.Enum):
     """
       gaussian           N(0, S²), drawn and added in floating point
       discrete_gaussian  P(x) ∝ exp(-x²/2S²) on the whole multiples of a unit
+      skellam            the difference of two Poisson draws, of variance S², on the whole multiples of a unit
       laplace            P(x) ∝ exp(-|x|/b) on the whole multiples of a unit, b = √(π/2)·S, for gradients of bounded L1 norm
 
-    The last two are drawn in integer arithmetic and added in int64 to gradients that were cut to the same grid
+    The last three are drawn exactly and added in int64 to gradients that were cut to the same grid
     (engine/integer_noise.py). S of laplace noise is that of the Gaussian which dominates it: its standard deviation is
     √2·b = √π·S.
     """
 
     GAUSSIAN = "gaussian"
     DISCRETE_GAUSSIAN = "discrete_gaussian"
+    SKELLAM = "skellam"
     LAPLACE = "laplace"
+
+    @property
+    def integer_orders(self) -> bool:
+        """Whether only integer Rényi orders price it."""
+        return self in (NoiseKind.DISCRETE_GAUSSIAN, NoiseKind.SKELLAM)
 
     @property
     def std_ratio(self) -> float:

@@ -146,7 +146,7 @@ class StepPlan:
     as above, or in parts of the same sum at the same price; or per contribution, raw, which is another claim.
 
     `noise_kind` says which noise. On a grid of integers (engine/integer_noise.py) a contribution is cut to whole units,
-    which makes it no longer. Discrete Gaussian: the claim holds at integer Rényi orders, accountant rdp-integer. Laplace: ‖g_l‖
+    which makes it no longer. Discrete Gaussian and Skellam: the claim holds at integer Rényi orders, accountant rdp-integer. Laplace: ‖g_l‖
     is √Σ_t ‖g_t‖₁² over the tensors t of a layer, and the claim holds for every accountant (docs/theory.md).
 
     It holds only if C > 0 never meets S = 0 in a private class (refused here), if C, S, q, B, T do not depend
@@ -509,7 +509,7 @@ def _check_noise_kind(plan: StepPlan) -> None:
     if plan.noise_kind is NoiseKind.GAUSSIAN:
         return
     kind = plan.noise_kind.value
-    if plan.noise_kind is NoiseKind.DISCRETE_GAUSSIAN and plan.accountant != INTEGER_RDP:
+    if plan.noise_kind.integer_orders and plan.accountant != INTEGER_RDP:
         problem = f"accountant {plan.accountant!r} does not hold for {kind} noise"
         raise PlanError("plan.noise-kind-accountant", problem, f"use accountant {INTEGER_RDP!r} (in [corpus])")
     if plan.injection != PER_STEP_INJECTION or plan.rules or plan.claimed or plan.clipping is Clipping.ELEMENTWISE:
