@@ -395,7 +395,8 @@ def rdp_delta(schedule: Schedule, epsilon: float, adjacency: Adjacency) -> float
 #
 #     1/(α-1) · log Σ_j binom(α,j) (1-q)^(α-j) q^j e^((j-1)·RDP(j))          (Mironov, Talwar and Zhang 2019)
 #
-# which is the sum above. Skellam noise has it too, on a grid that is coarser by 1e-7 (engine/integer_noise.py). At fractional orders, and for a PLD, the discrete law costs what only itself would tell.
+# which is the sum above. Skellam noise has it too, on a grid that is coarser by 1e-7. At fractional orders, and for a
+# PLD, a discrete law costs what only itself would tell.
 
 _INTEGER_AT = np.isin(np.asarray(RDP_ORDERS), np.asarray(INTEGER_ORDERS))
 
