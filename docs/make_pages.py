@@ -14,8 +14,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "lamina"
 FOLDERS = (
-    "", "account", "plan", "sensitivity", "allocate", "engine", "engine/layers", "admit", "ledger", "ledger/store",
-    "ledger/verify", "spend", "release", "corpus", "train", "audit", "models", "data", "report", "serve", "bench", "demo", "cli",
+    "", "account", "plan", "sensitivity", "allocate", "engine", "engine/layers", "engine/native", "admit", "ledger", "ledger/store",
+    "ledger/verify", "spend", "release", "corpus", "train", "audit", "models", "data", "study", "report", "serve", "bench", "demo", "cli",
     "cli/ledger",
 )  # fmt: skip
 BEGIN, END = "<!-- files: make docs writes this -->", "<!-- end of files -->"
@@ -34,7 +34,7 @@ AREAS = {
     "engine": "The private step", "key": "Keys", "ledger": "The ledger", "noise": "Noise", "plan": "Plans and policies",
     "sensitivity": "Sensitivity of layers", "spend": "Accounts of a ledger", "store": "Where a ledger is kept",
     "models": "Ready models", "data": "Simulated signals", "demo": "The demo", "train": "Runs",
-    "release": "Certificates, releases and their gate", "report": "Pages", "serve": "The service",
+    "release": "Certificates, releases and their gate", "report": "Pages", "serve": "The service", "study": "The study",
     "verify": "Findings of `lamina ledger verify`",
 }  # fmt: skip
 
