@@ -165,7 +165,7 @@ class BoxCollector(Collector):
         self, *args: Any, bounds: Tensor, scale: float, counts: Tensor | None = None, counted: Tensor | None = None
     ) -> None:
         super().__init__(*args)
-        self.bounds, self.scale = safe_bounds(bounds, scale).t().contiguous(), scale  # (L, P)
+        self.bounds, self.scale = safe_bounds(bounds.double(), scale).t().contiguous(), scale  # (L, P)
         self.counts, self.counted = counts, counted
         self._factors: dict[int, Tensor] = {}
 
