@@ -94,6 +94,7 @@ HEADERS = {
     "more samples than the file": "r 1 100 5\nr.dat 16 200\n",
     "another checksum": "r 1 100 4\nr.dat 16 200 16 0 1 11\n",
     "two formats in a file": "r 2 100 2\nr.dat 16 200\nr.dat 80 200\n",
+    "samples without a file": "r 1 100 100000000\n~ 16 200\n",
     "a missing file": "r 1 100 4\nq.dat 16 200\n",
     "segments that are missing": "r/3 1 100 4\ns1 4\n",
     "a segment that is not there": "r/1 1 100 4\nnowhere 4\n",

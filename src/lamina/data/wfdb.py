@@ -160,23 +160,23 @@ def _read_single(header: WFDBHeader, most: int) -> Signal:
         raise refuse_file(
             header.path, f"has {samples} samples of {len(header.signals)} signals: more than {most} values"
         )
-    x = np.full((len(header.signals), samples), np.nan, dtype=np.float32)
-    for file in dict.fromkeys(line.file for line in header.signals):
-        rows = [i for i, line in enumerate(header.signals) if line.file == file]
-        lines = [header.signals[i] for i in rows]
-        if file == "~":
-            continue
-        if len({(line.form, line.offset) for line in lines}) > 1 or lines[0].form not in BYTES:
+    if samples and header.signals and all(line.file == "~" for line in header.signals):
+        raise refuse_file(header.path, f"has {samples} samples and no file that holds them")
+    rows: dict[int, NDArray[np.float32]] = {}
+    for file in dict.fromkeys(line.file for line in header.signals if line.file != "~"):
+        own = {i: line for i, line in enumerate(header.signals) if line.file == file}
+        first = next(iter(own.values()))
+        if len({(line.form, line.offset) for line in own.values()}) > 1 or first.form not in BYTES:
             known = ", ".join(map(str, BYTES))
-            raise refuse_file(header.path, f"has signals of format {lines[0].form} in {file!r}; known: {known}")
-        frame = sum(line.per_frame for line in lines)
-        flat = _decode(header.path.with_name(file), lines[0].form, lines[0].offset, samples * frame)
-        frames = flat.reshape(samples, frame)
-        at = 0
-        for i, line in zip(rows, lines, strict=True):
-            own = frames[:, at : at + line.per_frame]
+            raise refuse_file(header.path, f"has signals of format {first.form} in {file!r}; known: {known}")
+        frame, at = sum(line.per_frame for line in own.values()), 0
+        frames = _decode(header.path.with_name(file), first.form, first.offset, samples * frame).reshape(samples, frame)
+        for i, line in own.items():
+            rows[i] = _physical(header.path, frames[:, at : at + line.per_frame], line)
             at += line.per_frame
-            x[i] = _physical(header.path, own, line)
+    x = np.full((len(header.signals), samples), np.nan, dtype=np.float32)
+    for i, row in rows.items():
+        x[i] = row
     return Signal(x=x, rate=header.rate, channels=header.channels, units=tuple(line.unit for line in header.signals))
 
 
@@ -211,8 +211,9 @@ def _decode(path: Path, form: int, offset: int, count: int) -> NDArray[np.int32]
     wanted = 3 * (count // 2) + 2 * (count % 2) if form == 212 else int(BYTES[form]) * count
     try:
         with os.fdopen(open_regular(path), "rb") as file:
+            there = max(0, os.fstat(file.fileno()).st_size - offset)
             file.seek(offset)
-            raw = np.frombuffer(file.read(wanted), dtype=np.uint8)
+            raw = np.frombuffer(file.read(min(wanted, there)), dtype=np.uint8)
     except OSError as error:
         raise refuse_file(path, f"cannot be read: {error}") from None
     if len(raw) < wanted:
