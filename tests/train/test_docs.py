@@ -45,8 +45,10 @@ def test_the_quickstart_runs(
     text = PAGE.read_text(encoding="utf-8")
     (toml,) = re.findall(r"```toml\n(.*?)```", text, re.DOTALL)
     (tmp_path / "policy.toml").write_text(toml, encoding="utf-8")
+    (query,) = re.findall(r"```json\n(.*?)```", text, re.DOTALL)
+    (tmp_path / "query.json").write_text(query, encoding="utf-8")
     blocks = re.findall(r"```(python|sh)\n(.*?)```", text, re.DOTALL)
-    assert [language for language, _ in blocks] == ["python", "python", "sh", "python", "sh", "python"]
+    assert [language for language, _ in blocks] == ["python", "python", "sh", "python", "sh", "sh", "sh", "python"]
     names: dict[str, Any] = {}
     for language, body in blocks:
         if language == "python":
@@ -65,4 +67,6 @@ def test_the_quickstart_runs(
     assert (tmp_path / "runs" / "third" / "model.safetensors").exists()
     assert "60 admitted, 0 refused" in printed
     assert "third.ledger.db: self-consistent, not trusted" in printed
+    assert "release-1: trusted" in printed and "\nallowed\n" in printed and "signed by the contributor" in printed
+    assert (tmp_path / "request-1" / "reconciliation.html").exists()
     assert {path.name for path in (tmp_path / "runs").glob("*.ledger.db")} > {"elsewhere.example-cardiology.ledger.db"}
