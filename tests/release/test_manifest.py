@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import shutil
 from base64 import b64decode, b64encode
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 from refusals import raises_code
 from securesystemslib.dsse import Envelope
+from securesystemslib.exceptions import VerificationError
 from securesystemslib.signer import SSlibKey
 from trained_run import Trained
 
@@ -71,6 +73,21 @@ def test_securesystemslib_verifies_the_envelope(release: Path, key: PrivateKey) 
     envelope = Envelope.from_dict(json.loads((release / "manifest.json").read_text()))
     peer = SSlibKey(key.public.name, "ed25519", "ed25519", {"public": key.public.x.hex()})
     assert envelope.verify([peer], 1)
+
+
+def test_the_auditor_s_page_verifies_the_manifest_as_it_says(
+    release: Path, key: PrivateKey, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "auditing.md").read_text(encoding="utf-8")
+    code = re.findall(r"```python\n(.*?)```", page.partition("## A release\n")[2], re.DOTALL)[0]
+    release.rename(tmp_path / "release-1")
+    monkeypatch.chdir(tmp_path)
+    Path("release.pub").write_bytes(key.public.pem())
+    exec(code, {})
+    assert "'model.safetensors'" in capsys.readouterr().out
+    Path("release.pub").write_bytes(PrivateKey.generate().public.pem())
+    with pytest.raises(VerificationError):
+        exec(code, {})
 
 
 def test_every_byte_counts(release: Path, key: PrivateKey) -> None:
