@@ -115,15 +115,13 @@ def _figure1(axes: Sequence[Axes], store: ResultStore) -> None:
 def _figure3(axes: Sequence[Axes], store: ResultStore) -> None:
     depths = range(2, 17, 2)
     found = [bounds_of("gelu", depth, store.size.passes) for depth in depths]
-    for i, (name, row) in enumerate((("LSAB", 0), ("global", 1))):
-        axes[0].semilogy(
-            depths, [each.layers[-1][row] for each in found], label=f"{name}: Δ of the last layer", **_style(i)
-        )
+    for i, (name, row) in enumerate((("local", 0), ("global", 1))):
+        axes[0].semilogy(depths, [each.layers[-1][row] for each in found], label=f"{name} constants", **_style(i))
         kept = [math.sqrt(sum(layer[row] ** 2 for layer in each.layers)) for each in found]
         axes[1].plot(depths, [each.layers[-1][row] / norm for each, norm in zip(found, kept, strict=True)],
                      label=f"C ∝ Δ, {name}", **_style(i))  # fmt: skip
-    _label(axes[0], "layers", "Δ (input of norm 1)", "Δ grows with depth")
-    _label(axes[1], "layers", "part of the clip norm that the last layer has", "which only shifts the thresholds")
+    _label(axes[0], "layers", "Δ (input of norm 1)", "Δ of the last layer")
+    _label(axes[1], "layers", "last layer's share of the clip norm", "thresholds in proportion to Δ")
 
 
 def _figure4(axes: Sequence[Axes], store: ResultStore) -> None:
@@ -176,6 +174,8 @@ def _figure2(axes: Sequence[Axes], store: ResultStore) -> None:
                 continue
             _line(panel, i, METHODS[method].title, store.size.epsilons, [found(method, e) for e in store.size.epsilons])
         panel.set_xscale("log")
+        panel.set_xticks(store.size.epsilons, [f"{epsilon:g}" for epsilon in store.size.epsilons])
+        panel.set_xticks([], minor=True)
         _label(panel, "true ε (δ = 1e-5, per patient)", "error of reconstruction (MSE)", title)
 
 
