@@ -37,7 +37,7 @@ def plan_of(**changes: Any) -> StepPlan:
 
 
 CHOOSE = Choose(epsilon=0.5, every=30, names=("x", "y"), noise=((1, 1, 1), (3, 2, 1)), price=2)
-RULES = [FollowEnergy(), FollowQuantile(noise=12.0), CHOOSE, FollowBudget(order=24)]
+RULES = [FollowEnergy(), FollowProxy(), FollowQuantile(noise=12.0), CHOOSE, FollowBudget(order=24)]
 
 
 @pytest.mark.parametrize("rule", RULES)
