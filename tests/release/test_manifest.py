@@ -292,6 +292,7 @@ def test_a_release_is_never_written_over_another(release: Path, trained: Trained
 def test_the_papers(release: Path) -> None:
     card, bom = (release / "README.md").read_text(), json.loads((release / "bom.cdx.json").read_text())
     assert card.startswith("---\nlibrary_name: pytorch\n") and "## Privacy" in card and "| sensitive |" in card
+    assert "\n\nClass sensitive: " in card  # a paragraph of its own
     assert (bom["bomFormat"], bom["specVersion"]) == ("CycloneDX", "1.7")
     assert bom["metadata"]["component"]["type"] == "machine-learning-model"
 

@@ -43,7 +43,7 @@ def model_card(name: str, certificates: Sequence[Certificate], posture: Posture,
         "",
         "## Privacy",
         "",
-        last["statement"],
+        last["statement"].replace("\n", "\n\n"),  # a paragraph for each class
         "",
         *_table(_CLASS_COLUMNS, [_class_row(name, posture, certificates) for name in posture.classes]),
         "",

@@ -53,7 +53,10 @@ def reconcile(
         found["statement"],
         *(f"  run {each['run'][:8]}: {each['steps']} steps, ε {each['epsilon']}" for each in found["runs"]),
     ]
-    lines += [f"  model {each['name'] or each['manifest'][:16]}, released {each['time']}" for each in found["releases"]]
+    lines += [
+        f"  model {each['name'] or 'of unknown name'}, released {each['time']}, manifest {each['manifest'][:16]}"
+        for each in found["releases"]
+    ]
     print_answer(
         {**found, "anchor": anchor, "files": written},
         "\n".join([*lines, *(f"  written: {each}" for each in written)]),
