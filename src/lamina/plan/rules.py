@@ -203,6 +203,9 @@ class FollowEnergy:
         _check_step_count(every=self.every)
 
 
+_WRITTEN = "write one of these"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FollowProxy:
     """Shares of the budget follow what public or simulated examples say of the layers at the current weights. Free.
@@ -225,8 +228,10 @@ class FollowProxy:
     every: int = 10
 
     def __post_init__(self) -> None:
-        validate.one_of(PlanError, "plan.rule-out-of-range", ("fisher", "influence"), estimator=self.estimator)
-        validate.one_of(PlanError, "plan.rule-out-of-range", ("public", "simulated"), proxy=self.proxy)
+        validate.one_of(
+            PlanError, "plan.rule-out-of-range", ("fisher", "influence"), remedy=_WRITTEN, estimator=self.estimator
+        )
+        validate.one_of(PlanError, "plan.rule-out-of-range", ("public", "simulated"), remedy=_WRITTEN, proxy=self.proxy)
         _check_between("least", self.least, 0, 1)
         _check_step_count(examples=self.examples)
         _check_step_count(every=self.every)
