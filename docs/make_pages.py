@@ -33,7 +33,7 @@ AREAS = {
     "bench": "The benchmark", "cbor": "Deterministic CBOR", "cli": "The command line", "corpus": "The corpus",
     "engine": "The private step", "key": "Keys", "ledger": "The ledger", "noise": "Noise", "plan": "Plans and policies",
     "sensitivity": "Sensitivity of layers", "spend": "Accounts of a ledger", "store": "Where a ledger is kept",
-    "models": "Ready models", "data": "Simulated signals", "demo": "The demo", "train": "Runs",
+    "models": "Ready models", "data": "Signals", "demo": "The demo", "train": "Runs",
     "release": "Certificates, releases and their gate", "report": "Pages", "serve": "The service", "study": "The study",
     "verify": "Findings of `lamina ledger verify`",
 }  # fmt: skip
