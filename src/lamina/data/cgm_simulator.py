@@ -21,8 +21,9 @@ from lamina.errors import LaminaError
 # Diabetes Care 36, 2013). People eat three meals and perhaps a snack, misjudge carbohydrates (Brazeau et
 # al., Diabetes Res. Clin. Pract. 99, 2013), forget a bolus now and then, correct high glucose and treat low glucose. The
 # sensor's error is a first-order process (Facchinetti et al., IEEE Trans. Biomed. Eng. 61, 2014). Spreads, and how people
-# behave, are ours, set so that means and time in range are of the size that the T1D Exchange reports (Foster et al.,
-# Diabetes Technol. Ther. 21, 2019); `benchmarks/signals.py` puts them beside real readings. No dose may rest on them.
+# behave, are ours: set by hand in three rounds with summary statistics of the Weinstock 2016 days in view (mean, variation, time
+# in range), so the simulator is not independent of that data set: whoever trains privately on it says so beside ε.
+# `benchmarks/signals.py` prints both. No dose may rest on them.
 
 CONTROL = ("usual", "prone to hypoglycaemia")
 STEP = 5  # minutes between readings
