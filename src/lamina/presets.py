@@ -80,6 +80,33 @@ PRESETS: dict[str, Preset] = {
             steps=100,
             chosen_on="lamina.data.ECGSimulator, 1,200 patients",
         ),
+        Preset(
+            name="image-scattering",
+            task="one linear layer on 500 directions of public images after Scattering2D: whiten 0.75, rows of norm 1, a constant 0.3",
+            clip_norm=0.1,
+            optimizer={"name": "sgd", "lr": 256.0, "momentum": 0.9},
+            sampling_rate=0.07,
+            steps=300,
+            chosen_on="scikit-learn's digits, enlarged, moved and turned",
+        ),
+        Preset(
+            name="autoencoder-pretrained",
+            task="a deep autoencoder of beats after lamina.pretrain on simulated ones, all layers private",
+            clip_norm=0.02,
+            optimizer={"name": "adam", "lr": 1e-3},
+            sampling_rate=0.25,
+            steps=200,
+            chosen_on="lamina.data.ECGSimulator: pre-trained on its default, then private on sicker patients with more noise",
+        ),
+        Preset(
+            name="cgm-pretrained",
+            task="a stacked autoencoder of days of glucose after lamina.pretrain on simulated ones, all layers private",
+            clip_norm=0.02,
+            optimizer={"name": "adam", "lr": 3e-4},
+            sampling_rate=1.0,
+            steps=50,
+            chosen_on="lamina.data.CGMSimulator: pre-trained on its default, then private on 140 patients of higher glucose",
+        ),
     )
 }
 
