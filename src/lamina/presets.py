@@ -78,7 +78,7 @@ PRESETS: dict[str, Preset] = {
             optimizer={"name": "sgd", "lr": 320.0},
             sampling_rate=1.0,
             steps=100,
-            chosen_on="lamina.data.ECGSimulator, 1,200 patients",
+            chosen_on="lamina.data.ECGSimulator, 1,200 patients; directions and whitening after a look at the PTB-XL slice",
         ),
         Preset(
             name="image-scattering",
