@@ -231,6 +231,8 @@ def _form_if_smaller(grad: ContributionGrads) -> ContributionGrads:
     """Form the gradient now if that takes no more memory than what it is made of."""
     if isinstance(grad, AxisSliceGrads):
         return AxisSliceGrads(_form_if_smaller(grad.inner), grad.span, grad.shape)
+    if isinstance(grad, NativeBias) and grad.sums is not None:
+        return grad.grads  # which does not hold on to what the weight was formed from
     size = grad.units * grad.shape.numel()
     stuff = vars(grad.inner if isinstance(grad, MaskedGrads) else grad).values()
     made_of = sum(t.numel() for t in stuff if isinstance(t, Tensor))

@@ -146,6 +146,7 @@ class ConvolutionRule(LayerRule):
         shape = torch.Size((v.shape[1], u.shape[1] // geo.groups, *geo.kernel))
         if not NativeGrads.can(u, v, shape):
             return None
+        u, v = u.contiguous(), v.contiguous()  # once: a joint clip keeps them
         windows = Windows(
             kernel=geo.kernel, stride=geo.stride, padding=geo.padding, dilation=geo.dilation, groups=geo.groups
         )
@@ -154,7 +155,7 @@ class ConvolutionRule(LayerRule):
             return ConvolutionGrads(layout.fold(u), layout.fold(v), geo, shape)
 
         def bias() -> Tensor:
-            folded = layout.fold(g)
+            folded = layout.fold(u if geo.transposed else v)
             return folded.sum((1, *range(3, folded.dim())))
 
         weight = NativeGrads(u, v, layout, shape, rules, windows)

@@ -72,6 +72,7 @@ class LinearRule(LayerRule):
         shape = torch.Size((v.shape[-1], u.shape[-1]))
         if not NativeGrads.can(u, v, shape):
             return None
+        v, u = v.contiguous(), u.contiguous()  # once: a joint clip keeps them
 
         def rules() -> ContributionGrads:
             return SequenceProductGrads(*(_flatten_positions(layout.fold(t)) for t in (v, u)))
@@ -81,7 +82,7 @@ class LinearRule(LayerRule):
             return [weight, *[None] * (len(need) - 1)]
         if self.transposed:
             return [weight, DenseGrads(_flatten_positions(layout.fold(g)).sum(1))]
-        return [weight, NativeBias(weight, shape[0], lambda: _flatten_positions(layout.fold(g)).sum(1))]
+        return [weight, NativeBias(weight, shape[0], lambda: _flatten_positions(layout.fold(v)).sum(1))]
 
     def _one_position(self, g: Tensor, a: Tensor, need: Needed) -> ParameterGrads:
         outer = None

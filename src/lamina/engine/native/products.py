@@ -85,7 +85,7 @@ class NativeGrads(ContributionGrads):
         self, u: Tensor, v: Tensor, layout: RowLayout, shape: torch.Size, rules: Callable[[], ContributionGrads],
         windows: Windows | None = None,
     ) -> None:  # fmt: skip
-        self.u, self.v, self.layout, self.shape, self.windows = u.contiguous(), v.contiguous(), layout, shape, windows
+        self.u, self.v, self.layout, self.shape, self.windows = u, v, layout, shape, windows
         self.units, self._make = layout.units, rules
         self._rules: ContributionGrads | None = None
         self.bias: NativeBias | None = None
