@@ -38,7 +38,7 @@ def layers(draw: st.DrawFn) -> tuple[nn.Module, tuple[int, ...]]:
     settings = {"padding": padding, "dilation": dilation, "groups": groups, "bias": bias}
     made: Any = getattr(nn, f"Conv{'Transpose' if kind == 'transposed' else ''}{rank}d")
     if kind == "transposed":
-        space = [n + 1 for n in space]
+        space = [n + 2 * p for n, p in zip(space, padding, strict=True)]  # or nothing would be left of the output
     return made(inputs, outputs, kernel, stride, **settings), (inputs, *space)
 
 
