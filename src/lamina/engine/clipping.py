@@ -6,11 +6,12 @@ import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from lamina.engine.batch import Batch
 from lamina.engine.grads import (
     NORM_SAFETY,
     AxisSliceGrads,
@@ -256,7 +257,18 @@ class ClipBounds:
 
     def reached(self, part: CheckedBatch) -> list[bool]:
         """The layers that some contribution of the part may move."""
-        return [bool(r) for r in (self.clip[part.classes] > 0).any(0)]
+        return self.reached_by(part.classes)
+
+    def reached_by(self, classes: Tensor) -> list[bool]:
+        return [bool(r) for r in (self.clip[classes] > 0).any(0)]
+
+    def of(self, part: CheckedBatch | Batch) -> tuple[Tensor, Tensor]:
+        """Bounds of a box (P, L) and of a joint clip (P,), for the contributions of a part."""
+        classes = part.classes if isinstance(part, CheckedBatch) else cast(Tensor, part.cls)
+        bounds, radius, stricter = self.clip[classes], self.radius[classes], self._stricter(classes, part)
+        if stricter is None:
+            return bounds, radius
+        return torch.where(bounds > 0, bounds * stricter.unsqueeze(1), 0.0), radius * stricter
 
     def collector(
         self, part: CheckedBatch, into: ClippedSums, reached: Sequence[bool], masks: TensorMasks = NO_MASKS
@@ -268,26 +280,22 @@ class ClipBounds:
     def _collector(
         self, part: CheckedBatch, into: ClippedSums, reached: Sequence[bool], masks: TensorMasks
     ) -> Collector:
-        bounds, scale = self.clip[part.classes], into.scale  # (P, L)
-        stricter = self._stricter(part)
+        (bounds, radius), scale, reach = self.of(part), into.scale, self.clip[part.classes] > 0
         start = part, reached, into.sums, masks
         if self.plan.clipping is Clipping.JOINT:
-            radius = self.radius[part.classes]
-            radius = radius if stricter is None else radius * stricter
-            return JointCollector(*start, reach=bounds > 0, noise=self.plan.noise, radius=radius, scale=scale)
+            return JointCollector(*start, reach=reach, noise=self.plan.noise, radius=radius, scale=scale)
         if self.plan.clipping is Clipping.ELEMENTWISE:  # bounded as a whole, when it is released
-            return BoxCollector(*start, bounds=torch.where(bounds > 0, torch.inf, 0.0), scale=scale)
-        bounds = bounds if stricter is None else torch.where(bounds > 0, bounds * stricter.unsqueeze(1), 0.0)
+            return BoxCollector(*start, bounds=torch.where(reach, torch.inf, 0.0), scale=scale)
         counted = None
         if into.counts is not None:
             counted = self.counted[part.classes] & nonempty_contributions(part).unsqueeze(1)
         return BoxCollector(*start, bounds=bounds, scale=scale, counts=into.counts, counted=counted)
 
-    def _stricter(self, part: CheckedBatch) -> Tensor | None:
+    def _stricter(self, classes: Tensor, part: CheckedBatch | Batch) -> Tensor | None:
         """(P,) what thresholds of the class are multiplied by: min(scale, ceiling/‖C[k]‖); a public class by 1."""
         if part.scale is None and part.ceiling is None:
             return None
-        norm = self.norm[part.classes]
+        norm = self.norm[classes]
         factor = torch.ones_like(norm) if part.scale is None else part.scale.clone()
         if part.ceiling is not None:
             factor = torch.minimum(factor, part.ceiling / norm)

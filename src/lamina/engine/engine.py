@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 from weakref import WeakSet
 
 import torch
@@ -31,15 +31,27 @@ from lamina.engine.safety_checks import (
     OwnershipCheck,
     StateGuard,
     check_batch,
+    check_classes,
     refuse_extra_state,
     refuse_float16,
 )
 from lamina.engine.slices import NO_MASKS, PlanSlices, RestoreUnreached, TensorMasks, trained_tensors
-from lamina.engine.step import ClippedSums, IntegerStep, OpenStep, check_is_batch, parts_out_of_order_error, zero_sums
+from lamina.engine.step import (
+    ClippedSums,
+    IntegerStep,
+    OpenStep,
+    check_is_batch,
+    parts_out_of_order_error,
+    sum_scale,
+    zero_sums,
+)
 from lamina.errors import CouplingError, EngineError
 from lamina.plan.coverage import check_coverage, find_hazards
 from lamina.plan.rules import FollowProxy, NoiseKind
 from lamina.plan.step_plan import Clipping, StepPlan
+
+if TYPE_CHECKING:
+    from lamina.engine.compiled import CompiledStep, LossesOf
 
 _engines: WeakSet[Engine] = WeakSet()
 
@@ -66,6 +78,7 @@ class Engine:
         self, model: nn.Module, plan: StepPlan, *, noise: NoiseSource | None = None,
         filters: Mapping[str, PrivacyFilter] | None = None, rows: Mapping[str, str] | None = None,
         per_contribution: Sequence[str] = (), constant_time: bool = False, taken: int = 0, proxy: Proxy | None = None,
+        compiled: bool = False,
     ) -> None:  # fmt: skip
         """
         noise             where the noise comes from: a secure stream unless a test says otherwise
@@ -75,6 +88,7 @@ class Engine:
         constant_time     do not skip arithmetic where no sampled contribution reaches
         taken             steps of this plan that an earlier engine took on the same data: ε counts from there
         proxy             of a plan whose shares follow a proxy (`FollowProxy`): its public or simulated examples
+        compiled          run `step` as a compiled graph where that can be: see `lamina.engine.compiled`
         """
         per_contribution = list(per_contribution)
         self.options: dict[str, Any] = {"rows": dict(rows or {}), "per_contribution": per_contribution}
@@ -122,7 +136,59 @@ class Engine:
             register_optimizer_step_pre_hook(restore.before),
             register_optimizer_step_post_hook(restore.after),
         ]
+        self.compiled: CompiledStep | None = None
+        if compiled:
+            from lamina.engine.compiled import CompiledStep  # torch's tracing is slow to import
+
+            started = model, plan, self._attachment, self._tensors, self._names
+            self.compiled = CompiledStep(*started, adaptive=self.adaptation is not None)
         _engines.add(self)
+
+    def step(self, losses_of: LossesOf, batch: Batch) -> Tensor | None:
+        """`backward` of the losses that `losses_of(x, y)` computes, one per example. Returns them: they are secret.
+
+        With `compiled=True` this is a compiled graph where that can be; `engine.compiled.reason` says why it was not.
+        Give the same function at every step. Numbers that it reads from Python are those of its first steps: what
+        changes must be a tensor.
+        """
+        ready = self._ready_sums(losses_of, check_is_batch(batch))
+        if ready is None:
+            losses = losses_of(batch.x, batch.y) if len(batch) else None
+            self.backward(losses, batch)
+            return None if losses is None else losses.detach()
+        self._say_if_unprobed()
+        if batch.first:
+            self._open = None
+        try:
+            self._take(None, batch, ready[0])
+        except BaseException:
+            self._open = None
+            raise
+        return ready[1]
+
+    def _ready_sums(self, losses_of: LossesOf, batch: Batch) -> tuple[dict[str, Tensor], Tensor] | None:
+        """The clipped sums of a batch from the compiled graph, and its losses; None where there is no graph for it."""
+        compiled, of_probe = self.compiled, isinstance(batch, ProbeBatch) or self._probe is not None
+        if compiled is None or of_probe or self.detached or len(batch) == 0:
+            return None
+        reached = self._limits.reached_by(check_classes(batch, self.plan)) == self._trained or self.constant_time
+        bounds, radius = self._limits.of(batch)
+        graph = compiled.graph_for(losses_of, batch, all_reached=reached)
+        if graph is None:
+            return None
+        self._check_state()
+        self._guard.begin_call()
+        scale = sum_scale(self.plan, self.noise)
+        ready = compiled.sums(graph, batch, bounds, radius, scale)
+        self._guard.check_trained()
+        if ready is None or not graph.compare_now:
+            return ready
+        losses = losses_of(batch.x, batch.y)
+        part, own = self._examine(losses, batch, again=True), ClippedSums(zero_sums(self._tensors), scale)
+        assert part is not None
+        self._accumulate(part, own)
+        compiled.compare(ready[0], own.sums)
+        return own.sums, losses.detach()
 
     def backward(self, losses: Tensor | None, batch: Batch) -> None:
         """One charged event: `.grad` of every trained tensor becomes (clipped sum + noise) / B.
@@ -144,12 +210,12 @@ class Engine:
             self._open = None
             raise
 
-    def _take(self, losses: Tensor | None, batch: Batch) -> None:
+    def _take(self, losses: Tensor | None, batch: Batch, ready: dict[str, Tensor] | None = None) -> None:
         if batch.first and (self.choice_due or self._choice is not None):
             problem = f"the plan must choose the shape of its noise before step {self.budget.taken}"
             remedy = "draw another batch and call engine.choose(losses, batch) first (losses=None if it is empty)"
             raise EngineError("engine.choice-due", problem, remedy)
-        part = self._examine(losses, batch)
+        part = self._examine(losses, batch) if ready is None else None
         self._refuse_second_use(batch)
         if batch.first:
             self._open = self._begin()
@@ -158,6 +224,8 @@ class Engine:
             raise parts_out_of_order_error()
         if part is not None:
             self._accumulate(part, self._open)
+        if ready is not None:
+            torch._foreach_add_([self._open.sums[name] for name in ready], list(ready.values()))
         if batch.last:
             step, self._open = self._open, None
             released = step.release()
@@ -270,16 +338,19 @@ class Engine:
             self._accumulate(part, into)
         return into.sums if unclipped is None else unclipped.mean()
 
-    def _examine(self, losses: Tensor | None, batch: Batch) -> CheckedBatch | None:
-        """Everything that can be refused, before anything is spent."""
+    def _check_state(self) -> None:
         if self.detached:
             remedy = "make a new one: lamina.Engine(model, plan)"
             raise EngineError("engine.detached", "this engine was detached from its model", remedy)
         self._gradients.check()
         self._guard.check(values=False)
+
+    def _examine(self, losses: Tensor | None, batch: Batch, *, again: bool = False) -> CheckedBatch | None:
+        """Everything that can be refused, before anything is spent. `again`: the ownership check, too, due or not."""
+        self._check_state()
         part = check_batch(losses, batch, self.plan, self._names)
         self._guard.check_trained()
-        if part is not None and self._ownership.due(part.graph, part.layout.units):
+        if part is not None and (self._ownership.due(part.graph, part.layout.units) or again):
             self._guard.check(values=True)
             for hazard in find_hazards(self.model):
                 raise CouplingError("engine.hazard-in-model", str(hazard), hazard.remedy)
@@ -444,7 +515,8 @@ class Engine:
     def __repr__(self) -> str:
         taken, steps = self.budget.taken, self.plan.steps
         probed = f"{self.claim or f'ε is {self.plan.adjacency}'}; {'probed' if self.probed else 'not probed'}"
-        return f"Engine({self.coverage}; {taken} of {steps} steps taken; {probed}; {self.noise!r})"
+        how = "" if self.compiled is None else f"; {self.compiled}"
+        return f"Engine({self.coverage}; {taken} of {steps} steps taken; {probed}; {self.noise!r}{how})"
 
     def __enter__(self) -> Self:
         return self

@@ -127,16 +127,7 @@ class CheckedBatch:
 
 def check_batch(losses: Tensor | None, batch: Batch, plan: StepPlan, names: dict[int, str]) -> CheckedBatch | None:
     """Check losses and batch against the plan. None for an empty batch."""
-    if not batch.classified and len(plan.classes) > 1:
-        problem = f"the batch has no classes, and the plan has {len(plan.classes)}"
-        raise EngineError("engine.classes-not-given", problem, "give Batch(..., cls=…), by plan.index('name')")
-    n = batch.examples
-    classes = cast(Tensor, batch.cls)
-    if len(classes) and int(classes.max()) >= len(plan.classes):
-        problem = (
-            f"the batch has a contribution of class {int(classes.max())}, the plan has {len(plan.classes)} classes"
-        )
-        raise EngineError("engine.class-index-unknown", problem, "give cls by plan.index('name')")
+    n, classes = batch.examples, check_classes(batch, plan)
     if n == 0 or len(batch) == 0:
         if losses is not None and losses.numel():
             problem = f"{losses.numel()} losses came with an empty batch"
@@ -153,6 +144,20 @@ def check_batch(losses: Tensor | None, batch: Batch, plan: StepPlan, names: dict
         losses=losses, weights=share.to(losses.dtype), classes=classes, scale=batch.scale, ceiling=batch.ceiling,
         layout=layout, layouts=layouts, graph=graph,
     )  # fmt: skip
+
+
+def check_classes(batch: Batch, plan: StepPlan) -> Tensor:
+    """The class of every contribution, if the plan knows it."""
+    if not batch.classified and len(plan.classes) > 1:
+        problem = f"the batch has no classes, and the plan has {len(plan.classes)}"
+        raise EngineError("engine.classes-not-given", problem, "give Batch(..., cls=…), by plan.index('name')")
+    classes = cast(Tensor, batch.cls)
+    if len(classes) and int(classes.max()) >= len(plan.classes):
+        problem = (
+            f"the batch has a contribution of class {int(classes.max())}, the plan has {len(plan.classes)} classes"
+        )
+        raise EngineError("engine.class-index-unknown", problem, "give cls by plan.index('name')")
+    return classes
 
 
 def check_losses(losses: Tensor | None, n: int) -> Tensor:

@@ -159,7 +159,7 @@ class OpenStep(ClippedSums):
         self._counts_noise: Tensor | None = None  # noise for the counts, added once: parts then add up exactly
         form, parts = plan.injection.form, plan.injection.parts
         filled = not noise.hardened and form is not InjectionForm.RAW
-        scale = 1.0 if noise.hardened else 1.0 / plan.batch
+        scale = sum_scale(plan, noise)
         super().__init__(_empty_sums(tensors) if filled else zero_sums(tensors), scale, counts)
         if filled:
             self._counts_noise = None if counts is None else torch.empty_like(counts)
@@ -232,6 +232,11 @@ class IntegerStep(OpenStep):
         self.noise.add_integers_(list(self.sums.values()), bits, step=self.step, kind=self.plan.noise_kind)
         made = {name: total.double() * (self.grid[name].unit / self.plan.batch) for name, total in self.sums.items()}
         return {name: total.to(self._dtypes[name]) for name, total in made.items()}
+
+
+def sum_scale(plan: StepPlan, noise: NoiseSource) -> float:
+    """What clipped gradients are multiplied by as they are added to an `OpenStep`."""
+    return 1.0 if noise.hardened else 1.0 / plan.batch
 
 
 def check_is_batch(batch: Any) -> Batch:
