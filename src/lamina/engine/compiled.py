@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -391,7 +391,7 @@ def _viewed(node: Any) -> torch.fx.Node:
         if not returns or returns[0].alias_info is None or not isinstance(node.args[0], torch.fx.Node):
             break
         node = node.args[0]
-    return node
+    return cast(torch.fx.Node, node)
 
 
 class CompiledStep:
