@@ -272,11 +272,11 @@ class StepGraph:
     draws: bool
     fits: Callable[[int], bool]
     steps: int = 0
+    compared: int | None = None  # the step when its sums were last held to those of the hook engine
 
     @property
     def compare_now(self) -> bool:
-        """Whether the last sums are to be held to those of the hook engine."""
-        return self.steps % COMPARE_EVERY == 1
+        return self.compared is None or self.steps - self.compared >= COMPARE_EVERY
 
     def run(self, leaves: Sequence[Tensor], bounds: Tensor, radius: Tensor, scale: Tensor) -> Sequence[Tensor]:
         inputs = [t.detach() for t in (*leaves, bounds, radius)]
@@ -514,8 +514,9 @@ class CompiledStep:
     def __repr__(self) -> str:
         return f"{self.steps} steps compiled{f', the last not: {self.reason}' if self.reason else ''}"
 
-    def compare(self, made: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
+    def compare(self, graph: StepGraph, made: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
         """Give up if the graph's sums are not those of the hook engine."""
+        graph.compared = graph.steps
         whole = sum(float(t.double().square().sum()) for t in own.values()) ** 0.5
         for name, t in own.items():
             off = float((t.double() - made[name].double()).norm()) if name in made else float(t.double().norm())

@@ -187,7 +187,7 @@ class Engine:
         part, own = self._examine(losses, batch, again=True), ClippedSums(zero_sums(self._tensors), scale)
         assert part is not None
         self._accumulate(part, own)
-        compiled.compare(ready[0], own.sums)
+        compiled.compare(graph, ready[0], own.sums)
         return own.sums, losses.detach()
 
     def backward(self, losses: Tensor | None, batch: Batch) -> None:
