@@ -7,4 +7,5 @@ from pathlib import Path
 
 from lamina.engine import native
 
-native.__file__ = str(Path(os.environ["SANITIZED"]) / "__init__.py")
+if folder := os.environ.get("SANITIZED"):  # also imported where doctests are looked for
+    native.__file__ = str(Path(folder) / "__init__.py")
