@@ -97,7 +97,9 @@ def test_search_and_a_contribution(served: tuple[str, Trained]) -> None:
         browser.page.goto(address + "/contributions")
         digest = browser.page.locator("tbody tr").nth(3).locator("a").inner_text().removesuffix("…")
         browser.page.fill("#find", digest)
-        browser.page.click("text=Find >> nth=-1")
+        with browser.page.expect_navigation(wait_until="load"):
+            browser.page.click("text=Find >> nth=-1")
+        browser.page.locator("tbody tr").first.wait_for()
         assert browser.page.locator("tbody tr").count() == 1
         browser.page.goto(f"{address}/contributions/{seq}")
         assert "consent" in browser.page.inner_text("main")
