@@ -28,7 +28,7 @@ from typing import Any
 import apsw
 
 from lamina.admit.keys import PrivateKey
-from lamina.ledger.governance_records import Header, Key, LedgerFloors, Preset, Role, sign_header
+from lamina.ledger.governance_records import ClassBounds, Header, Key, LedgerFloors, Role, sign_header
 from lamina.ledger.merkle import Frontier, leaf_hashes
 from lamina.ledger.records import ContributionRecord, ContributionTerms, Record, decode_leaf, encode_leaf
 from lamina.ledger.retention import Retention
@@ -97,7 +97,7 @@ def header(key: PrivateKey) -> Header:
         version="benchmark",
         delta=1e-5,
         floors=LedgerFloors(),
-        presets=(Preset(cls="clinical", clip_norm=1_000_000, noise_multiplier=1_000_000, profile="top 0.25"),),
+        presets=(ClassBounds(cls="clinical", clip_norm=1_000_000, noise_multiplier=1_000_000, profile="top 0.25"),),
         policy=bytes(32),
         retention=100,
         keys=(

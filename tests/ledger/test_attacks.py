@@ -43,6 +43,7 @@ from lamina.admit.keys import PrivateKey
 from lamina.ledger import records as leaves
 from lamina.ledger.governance_records import (
     Aggregate,
+    ClassBounds,
     ClassTotal,
     Key,
     KeyChange,
@@ -51,7 +52,6 @@ from lamina.ledger.governance_records import (
     LeafSpan,
     LedgerFloors,
     PolicyChange,
-    Preset,
     Role,
     Withdrawal,
     WithdrawalReason,
@@ -711,7 +711,7 @@ def test_a_bound_that_the_policy_does_not_allow(story: Story, terms: Contributio
     ids=["private", "public"],
 )
 def test_a_class_that_reaches_outside_its_profile(
-    tmp_path: Path, presets: tuple[Preset, ...], changes: dict[str, Any]
+    tmp_path: Path, presets: tuple[ClassBounds, ...], changes: dict[str, Any]
 ) -> None:
     story = begin(str(tmp_path / "a.db"), presets=presets)
     story.admit(contribution(n) for n in range(3))

@@ -33,12 +33,12 @@ from lamina.ledger.corpus_terms import (
     policy_in_force,
 )
 from lamina.ledger.governance_records import (
+    ClassBounds,
     Key,
     KeyChange,
     KeyEvent,
     KeyEvents,
     LedgerFloors,
-    Preset,
     Role,
     TermsChange,
 )
@@ -66,7 +66,7 @@ def test_the_contract_of_a_policy_is_what_the_gate_demands() -> None:
     clinical, standard, public = made.presets
     assert (clinical.cls, clinical.clip_norm, clinical.profile) == ("clinical", 1_000_000, "top=0.25")
     assert (standard.noise_multiplier, standard.profile, standard.population) == (2_000_000, "all", 100)
-    assert public == Preset(cls="open", clip_norm=0, noise_multiplier=0, public=True, profile="all")
+    assert public == ClassBounds(cls="open", clip_norm=0, noise_multiplier=0, public=True, profile="all")
     assert contract().policy == floors_hash(policy())
 
 
@@ -75,7 +75,9 @@ def test_a_class_that_bounds_nothing_promises_no_noise() -> None:
         {"corpus": {"origin": "a.example", "delta": 1e-5}, "class": {"free": {"population": 10, "clip_norm": 0.5}}}
     )
     made = CorpusTerms.of_policy(free)
-    assert made.presets == (Preset(cls="free", clip_norm=500_000, noise_multiplier=0, profile="all", population=10),)
+    assert made.presets == (
+        ClassBounds(cls="free", clip_norm=500_000, noise_multiplier=0, profile="all", population=10),
+    )
     assert made.floors == LedgerFloors()
 
 
@@ -83,8 +85,8 @@ def test_the_contract_of_a_plan_promises_nothing() -> None:
     made = CorpusTerms.of_plan(plan(), "lab.example/42")
     assert made.policy == NO_POLICY and made.floors == LedgerFloors()
     assert made.presets == (
-        Preset(cls="clinical", clip_norm=0, noise_multiplier=0, profile="top 50 %", population=1000),
-        Preset(cls="open", clip_norm=0, noise_multiplier=0, public=True, profile="all layers"),
+        ClassBounds(cls="clinical", clip_norm=0, noise_multiplier=0, profile="top 50 %", population=1000),
+        ClassBounds(cls="open", clip_norm=0, noise_multiplier=0, public=True, profile="all layers"),
     )
     assert (made.accountant, made.delta) == ("pld", 1e-5)
 

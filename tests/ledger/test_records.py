@@ -25,6 +25,7 @@ from lamina.ledger import records
 from lamina.ledger.governance_records import (
     Aggregate,
     Authorization,
+    ClassBounds,
     ClassTotal,
     Header,
     Key,
@@ -36,7 +37,6 @@ from lamina.ledger.governance_records import (
     ParentLedger,
     PartySignature,
     PolicyChange,
-    Preset,
     Release,
     Role,
     TermsChange,
@@ -507,7 +507,7 @@ def test_an_epoch_has_no_field_for_what_is_secret() -> None:
 
 
 CDDL = {
-    "header": Header, "parent": ParentLedger, "floors": LedgerFloors, "preset": Preset, "key": Key,
+    "header": Header, "parent": ParentLedger, "floors": LedgerFloors, "preset": ClassBounds, "key": Key,
     "contribution": ContributionBody, "contribution-leaf": KeptContribution,
     "epoch": Epoch, "segment": Segment, "noise-change": NoiseChange, "account": EpochAccount, "charge": EpochCharge,
     "withdrawal": Withdrawal, "key-events": KeyEvents, "key-event": KeyEvent, "authorization": Authorization,

@@ -51,11 +51,11 @@ from lamina.ledger import records as leaves
 from lamina.ledger import signed_checkpoint
 from lamina.ledger.contribution_columns import ContributionColumns, other_kinds, read_columns
 from lamina.ledger.governance_records import (
+    ClassBounds,
     Key,
     KeyChange,
     KeyEvent,
     PolicyChange,
-    Preset,
     Role,
     Withdrawal,
     WithdrawalReason,
@@ -574,10 +574,10 @@ def test_raw_noise_with_a_cap_is_charged_for_every_attempt(tmp_path: Path) -> No
     )
 
 
-def _loose() -> tuple[Preset, ...]:
+def _loose() -> tuple[ClassBounds, ...]:
     return (
-        Preset(cls="clinical", clip_norm=1_000_000, noise_multiplier=500_000, profile="top=0.5", population=1000),
-        Preset(cls="open", clip_norm=0, noise_multiplier=0, public=True, profile="all"),
+        ClassBounds(cls="clinical", clip_norm=1_000_000, noise_multiplier=500_000, profile="top=0.5", population=1000),
+        ClassBounds(cls="open", clip_norm=0, noise_multiplier=0, public=True, profile="all"),
     )
 
 

@@ -19,6 +19,7 @@ from lamina.admit.keys import PrivateKey
 from lamina.ledger import append, signed_checkpoint
 from lamina.ledger.checked_leaves import CheckedLeaves, tokens_of
 from lamina.ledger.governance_records import (
+    ClassBounds,
     Header,
     Key,
     KeyChange,
@@ -26,7 +27,6 @@ from lamina.ledger.governance_records import (
     LedgerFloors,
     PartySignature,
     PolicyChange,
-    Preset,
     Release,
     Role,
     Withdrawal,
@@ -54,8 +54,8 @@ RUNS = (digest("run one")[:16], digest("run two")[:16])
 ALICE, BOB, BOBBY, CAROL = (key(name) for name in ("alice", "bob", "bobby", "carol"))
 FLOORS = LedgerFloors(clip_norm=100_000, noise_multiplier=500_000)
 PRESETS = (
-    Preset(cls="clinical", clip_norm=1_000_000, noise_multiplier=1_000_000, profile="top=0.5", population=1000),
-    Preset(cls="open", clip_norm=0, noise_multiplier=0, public=True, profile="all"),
+    ClassBounds(cls="clinical", clip_norm=1_000_000, noise_multiplier=1_000_000, profile="top=0.5", population=1000),
+    ClassBounds(cls="open", clip_norm=0, noise_multiplier=0, public=True, profile="all"),
 )
 USUAL = ContributionTerms("clinical", "ecg", 1_000_000, 1_000_000, "top=0.5")
 STRICT = ContributionTerms("clinical", "ecg", 500_000, 4_000_000, "top=0.5")

@@ -19,7 +19,7 @@ from scipy.special import log_ndtr, ndtr
 
 from lamina.admit.keys import PrivateKey
 from lamina.ledger.corpus_terms import NO_POLICY, CorpusTerms, open_or_create
-from lamina.ledger.governance_records import LedgerFloors, Preset
+from lamina.ledger.governance_records import ClassBounds, LedgerFloors
 from lamina.ledger.records import Epoch, Segment, SegmentOutcome
 from lamina.ledger.verify.report import Verification
 from lamina.ledger.verify.tree_checks import Trust
@@ -51,7 +51,7 @@ def contract(**changes: Any) -> CorpusTerms:
         "delta": DELTA,
         "floors": LedgerFloors(),
         "presets": tuple(
-            Preset(
+            ClassBounds(
                 cls=name,
                 clip_norm=1_000_000 if name in promised else 0,
                 noise_multiplier=promised.get(name, 0),

@@ -11,13 +11,13 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from lamina.admit.checks import hash_of_floors
 from lamina.admit.keys import PrivateKey
 from lamina.ledger.governance_records import (
+    ClassBounds,
     GoverningRecord,
     Header,
     Key,
     KeyEvent,
     KeyEvents,
     LedgerFloors,
-    Preset,
     Role,
     sign_header,
 )
@@ -92,10 +92,10 @@ def header(**changes: Any) -> Header:
         "delta": 1e-5,
         "floors": LedgerFloors(clip_norm=100_000, noise_multiplier=500_000),
         "presets": (
-            Preset(
+            ClassBounds(
                 cls="clinical", clip_norm=1_000_000, noise_multiplier=1_000_000, profile="top 0.25", population=1000
             ),
-            Preset(cls="open", clip_norm=0, noise_multiplier=0, public=True, profile="all layers"),
+            ClassBounds(cls="open", clip_norm=0, noise_multiplier=0, public=True, profile="all layers"),
         ),
         "policy": hash_of_floors(ORIGIN, 100_000, 500_000),
         "retention": 1000,

@@ -22,11 +22,11 @@ from lamina.admit.signing import SECONDS_PER_YEAR
 from lamina.errors import LedgerError
 from lamina.ledger.governance_records import (
     NO_POLICY,
+    ClassBounds,
     Header,
     Key,
     LedgerFloors,
     PolicyChange,
-    Preset,
     Role,
     WithdrawalRule,
     sign_header,
@@ -56,7 +56,7 @@ class CorpusTerms:
     accountant: str
     delta: float
     floors: LedgerFloors
-    presets: tuple[Preset, ...]
+    presets: tuple[ClassBounds, ...]
     policy: bytes
     ledger: bytes | None = None
     retention: int = SECONDS_PER_YEAR
@@ -85,7 +85,7 @@ class CorpusTerms:
                 clip_norm=_floor_in_micro(corpus.floors.clip_norm, ROUND_FLOOR),
                 noise_multiplier=_floor_in_micro(corpus.floors.noise_multiplier, ROUND_CEILING),
             ),
-            presets=tuple(_preset_of_policy(policy, name) for name in policy.classes),
+            presets=tuple(_bounds_of_policy(policy, name) for name in policy.classes),
             policy=floors_hash(policy),
             ledger=corpus.ledger_hash,
             retention=corpus.retention * DAY_SECONDS,
@@ -106,7 +106,7 @@ class CorpusTerms:
             accountant=plan.accountant if rdp_order_of(plan.accountant) is None else "rdp",
             delta=min((each.delta for each in plan.classes if each.delta > 0), default=_DELTA_WITHOUT_NOISE),
             floors=LedgerFloors(),
-            presets=tuple(map(_preset_of_plan, plan.classes)),
+            presets=tuple(map(_bounds_of_plan, plan.classes)),
             policy=NO_POLICY,
         )
 
@@ -130,7 +130,7 @@ class CorpusTerms:
 
     def change(self, now: Header | PolicyChange) -> PolicyChange | None:
         """What makes it the policy in force; None if it is. Classes that it does not name stay as they are."""
-        presets = _merge_presets(now.presets, self.presets)
+        presets = _merge_bounds(now.presets, self.presets)
         if (self.floors, presets, self.policy) == (now.floors, now.presets, now.policy):
             return None
         return PolicyChange(floors=self.floors, presets=presets, policy=self.policy)
@@ -149,19 +149,19 @@ def origin_slug(origin: str) -> str:
     return text or f"corpus-{digest}"
 
 
-def _merge_presets(old: Sequence[Preset], new: Sequence[Preset]) -> tuple[Preset, ...]:
+def _merge_bounds(old: Sequence[ClassBounds], new: Sequence[ClassBounds]) -> tuple[ClassBounds, ...]:
     named = {each.cls: each for each in new}
     known = {each.cls for each in old}
     return (*(named.get(each.cls, each) for each in old), *(each for each in new if each.cls not in known))
 
 
-def _preset_of_policy(policy: Policy, name: str) -> Preset:
+def _bounds_of_policy(policy: Policy, name: str) -> ClassBounds:
     entry = policy.classes[name]
     if not entry.public and policy.bound(name) is None:
         bound = to_micro(entry.clip_norm, ROUND_FLOOR), 0
     else:
         bound = preset(policy, name)
-    return Preset(
+    return ClassBounds(
         cls=name,
         clip_norm=bound[0],
         noise_multiplier=bound[1],
@@ -171,11 +171,11 @@ def _preset_of_policy(policy: Policy, name: str) -> Preset:
     )
 
 
-def _preset_of_plan(entry: PlannedClass) -> Preset:
+def _bounds_of_plan(entry: PlannedClass) -> ClassBounds:
     words = entry.profile
     if not PROFILE.fits(words):
         words = f"sha256:{hashlib.sha256(words.encode()).hexdigest()}"
-    return Preset(
+    return ClassBounds(
         cls=entry.name, clip_norm=0, noise_multiplier=0, public=entry.public, profile=words, population=entry.population
     )
 

@@ -210,7 +210,7 @@ class LedgerFloors:
 
 
 @ledger_record()
-class Preset:
+class ClassBounds:
     """A class: bounds that are more permissive than these are refused, in 1e-6.
 
     A bound is more permissive with a larger clip norm or a smaller noise multiplier. A public class has neither.
@@ -241,7 +241,7 @@ class PolicyChange:
     """The floors and presets that hold from here on, whole. `policy` is the digest that contributors sign from now on."""
 
     floors: LedgerFloors = stored(1, nested(LedgerFloors))
-    presets: tuple[Preset, ...] = stored(2, tuple_of(nested(Preset), 1, MAX_CLASSES))
+    presets: tuple[ClassBounds, ...] = stored(2, tuple_of(nested(ClassBounds), 1, MAX_CLASSES))
     policy: bytes = stored(3, DIGEST)
     authorization: Authorization | None = stored(4, nested(Authorization), default=None)
 
@@ -282,7 +282,7 @@ def governing_message(record: GoverningRecord) -> bytes:
 
 
 def loosened(
-    floors: LedgerFloors, presets: Iterable[Preset], new_floors: LedgerFloors, new_presets: Iterable[Preset]
+    floors: LedgerFloors, presets: Iterable[ClassBounds], new_floors: LedgerFloors, new_presets: Iterable[ClassBounds]
 ) -> list[str]:
     """In what a new table protects less than the old one: empty if it is as strict everywhere.
 
@@ -353,7 +353,7 @@ class Header:
     version: str = stored(4, VERSION)
     delta: float = stored(5, exact_float_in(1e-300, 1 - 1e-9))
     floors: LedgerFloors = stored(6, nested(LedgerFloors))
-    presets: tuple[Preset, ...] = stored(7, tuple_of(nested(Preset), 1, MAX_CLASSES))
+    presets: tuple[ClassBounds, ...] = stored(7, tuple_of(nested(ClassBounds), 1, MAX_CLASSES))
     policy: bytes = stored(8, DIGEST)
     profile_schema: int = stored(9, COUNT, default=1)
     granularity: int = stored(10, integer(1, 1 << 20), default=1)

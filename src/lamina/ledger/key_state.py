@@ -18,6 +18,7 @@ from lamina.ledger.governance_records import (
     GOVERNING_KINDS,
     Aggregate,
     Authorization,
+    ClassBounds,
     GoverningRecord,
     Header,
     Key,
@@ -26,7 +27,6 @@ from lamina.ledger.governance_records import (
     KeyEvents,
     PartySignature,
     PolicyChange,
-    Preset,
     Role,
     TermsChange,
     WithdrawalRule,
@@ -553,7 +553,7 @@ class PolicyInForce:
         last = current or header
         self.floors, self.presets = last.floors, {each.cls: each for each in last.presets}
         self.version = 0
-        self._since: list[tuple[int, dict[str, Preset]]] = [(0, self.presets)]
+        self._since: list[tuple[int, dict[str, ClassBounds]]] = [(0, self.presets)]
 
     def change(self, seq: int, new: PolicyChange) -> None:
         """Apply one policy change that is authorised."""
@@ -569,11 +569,11 @@ class PolicyInForce:
         found = [presets.get(cls) for presets in self._from(leaf)]
         return min(0 if each is None else each.noise_multiplier for each in found)
 
-    def presets_since(self, cls: str, leaf: int) -> list[Preset]:
+    def presets_since(self, cls: str, leaf: int) -> list[ClassBounds]:
         """The presets of a class after so many leaves, and later: a run keeps the plan that it began with."""
         return [presets[cls] for presets in self._from(leaf) if cls in presets]
 
-    def _from(self, leaf: int) -> list[dict[str, Preset]]:
+    def _from(self, leaf: int) -> list[dict[str, ClassBounds]]:
         first = sum(seq < leaf for seq, _ in self._since) - 1
         return [presets for _, presets in self._since[max(first, 0) :]]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Self
@@ -148,7 +149,7 @@ class Note:
 
 
 @dataclass(frozen=True, slots=True)
-class NamedKey:
+class NamedKey(ABC):
     """A public key under a name, for one kind of signature."""
 
     KIND: ClassVar[int]
@@ -162,9 +163,9 @@ class NamedKey:
         blob = self.name.encode("utf-8") + b"\n" + bytes((self.KIND,)) + self.key.x
         object.__setattr__(self, "id", hashlib.sha256(blob).digest()[:4])
 
+    @abstractmethod
     def holds(self, text: str, value: bytes) -> bool:
         """Whether `value` is this key's signature of the text."""
-        raise NotImplementedError
 
     @property
     def text(self) -> str:

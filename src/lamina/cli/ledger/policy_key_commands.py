@@ -39,13 +39,13 @@ from lamina.ledger.admission_batch import missing_key_events
 from lamina.ledger.corpus_terms import CorpusTerms, ledger_key_path, policy_in_force
 from lamina.ledger.governance_records import (
     MAX_KEY_EVENTS,
+    ClassBounds,
     Header,
     Key,
     KeyChange,
     KeyEvent,
     KeyEvents,
     PolicyChange,
-    Preset,
     Role,
     loosened,
 )
@@ -186,7 +186,7 @@ def _print_policy(ledger: str, found: RecordedPolicy, header: Header, as_json: b
     print_line("\n".join(f"{line}  {row[-1]}" for line, row in zip(figures, rows, strict=True)))
 
 
-def _class_epsilon(preset: Preset, delta: float) -> str:
+def _class_epsilon(preset: ClassBounds, delta: float) -> str:
     """The ε over all runs that the policy promises the class."""
     if preset.public:
         return "-"

@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from lamina.account.schedule import INTEGER_RDP
 from lamina.errors import LaminaError, PlanError
-from lamina.ledger.governance_records import Preset, parse_profile
+from lamina.ledger.governance_records import ClassBounds, parse_profile
 from lamina.ledger.key_state import PolicyInForce, Violation
 from lamina.ledger.records import Epoch
 from lamina.ledger.store.rows import StoreReader
@@ -76,7 +76,7 @@ class PlanChecks:
         wrongs = [self._differs(digest, entry, preset) for preset in presets]
         return None if None in wrongs else wrongs[-1]
 
-    def _compared(self, digest: bytes, entry: PlannedClass, preset: Preset) -> Violation | None:
+    def _compared(self, digest: bytes, entry: PlannedClass, preset: ClassBounds) -> Violation | None:
         plan = self._read(digest)
         assert isinstance(plan, StepPlan)
         return difference_from_policy(plan, entry, preset, self._delta)
@@ -110,7 +110,7 @@ def accountant_violation(plan: StepPlan, accountant: str) -> Violation | None:
     return Violation("verify.noise-not-priced", reason)
 
 
-def difference_from_policy(plan: StepPlan, entry: PlannedClass, preset: Preset, delta: float) -> Violation | None:
+def difference_from_policy(plan: StepPlan, entry: PlannedClass, preset: ClassBounds, delta: float) -> Violation | None:
     """In what a class of a plan differs from the policy, which states every ε at `delta`.
 
     A class without a clip norm comes from a plan, and promised nothing at any δ.
