@@ -68,6 +68,10 @@ class UnclippedGradient(EngineError):
     """A path by which a gradient would reach a covered tensor without being clipped."""
 
 
+class RankLost(EngineError):
+    """Another process of the step stopped. Nothing of the step was applied here."""
+
+
 class NoiseError(LaminaError):
     """A noise stream that is misused: exhausted, reused, or not what the plan declares."""
 

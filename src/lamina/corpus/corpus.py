@@ -32,6 +32,7 @@ from lamina.corpus.files import LISTING, ContributionListing, hash_parts, read_n
 from lamina.corpus.payloads import FolderPayloads
 from lamina.corpus.sampler import Sampler
 from lamina.engine.batch import Batch
+from lamina.engine.distributed import Ranks
 from lamina.engine.engine import unprobed_engines
 from lamina.engine.random_stream import segment_seed
 from lamina.errors import CorpusError
@@ -380,9 +381,14 @@ class Corpus:
         schedules of the learning rate do not count them. `probe=(x, y)` makes them from public examples instead, for
         a model that takes no others; `probe=False` leaves them out. With a `seed` the coins can be repeated, and an
         engine with secret noise refuses the batches: no ε holds for somebody who knows who was drawn.
+
+        Under torch.distributed every rank gets its own part of the same sample, whose seed rank 0 draws.
         """
-        drawn_from, chosen = segment_seed(seed), seed is not None
-        sampler = Sampler(self, plan, seed=drawn_from, max_occurrences=max_occurrences, seeded=chosen)
+        ranks, chosen = Ranks.current(), seed is not None
+        drawn_from = ranks.broadcast(segment_seed(seed) if ranks.first else None)
+        if not ranks.alone:
+            ranks.check_same(plan=plan.digest(), contributions=self.order(drawn_from) + self.membership(drawn_from))
+        sampler = Sampler(self, plan, seed=drawn_from, max_occurrences=max_occurrences, seeded=chosen, ranks=ranks)
         return chain(self.probe_batches(plan, probe), (sampler.draw(step) for step in range(plan.steps)))
 
     def probe_batches(self, plan: StepPlan, probe: ProbeArgument = True) -> Iterator[Batch]:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from lamina.account.schedule import Schedule
 from lamina.corpus.example_sources import Rows
 from lamina.engine.batch import Batch, Draw
+from lamina.engine.distributed import ALONE, Ranks
 from lamina.engine.random_stream import CELL_ELEMENTS, KeyStream, StreamPurpose, Words, step_key
 from lamina.errors import CorpusError
 from lamina.plan.step_plan import StepPlan
@@ -144,14 +145,18 @@ class Sampler:
     and not at all at 0. Rates, noise and divisor are the plan's for everybody.
 
     `corpus.examples_per_unit` limits the examples of a contribution per step; `choose_examples` draws them.
+
+    With `ranks`, every process draws the same sample and takes its own part of it: the coins, the examples that a
+    contribution uses and the counts are those of one process. All of them need the same seed.
     """
 
     def __init__(
         self, corpus: Corpus, plan: StepPlan, *, seed: bytes, rank: int = 0,
         max_occurrences: Mapping[str, int] | None = None, counts: Any = None, seeded: bool = False,
-        factors: Mapping[str, float] | None = None,
+        factors: Mapping[str, float] | None = None, ranks: Ranks = ALONE,
     ) -> None:  # fmt: skip
         corpus.check(plan)
+        self._ranks = ranks
         step_key(seed, step=0, rank=rank, purpose=StreamPurpose.COINS)  # refuses a bad seed or rank now
         self._seed, self._rank, self._plan = seed, rank, plan
         self._source, self._layout, self._most = corpus.source, corpus.layout, corpus.examples_per_unit
@@ -192,13 +197,15 @@ class Sampler:
         return self._batch(step, self._sampled(step, StreamPurpose.CHOICE_COINS), StreamPurpose.CHOICE_WINDOWS)
 
     def _batch(self, step: int, sampled: list[Rows], purpose: StreamPurpose) -> Batch:
-        units = np.concatenate(sampled)
+        mine = slice(self._ranks.rank, None, self._ranks.size)
+        units = np.concatenate(sampled)[mine]
         rows, sizes = self._examples(step, units, purpose)
         x, y = self._source.fetch(rows)
-        cls = np.repeat(np.arange(len(sampled)), [len(part) for part in sampled])
+        cls = np.repeat(np.arange(len(sampled)), [len(part) for part in sampled])[mine]
         unit = np.repeat(np.arange(len(units)), sizes)
         scale, ceiling = self._limits(units)
-        draw, owner, kind = Draw(seeded=self._seeded), torch.from_numpy(unit), torch.from_numpy(cls)
+        draw = Draw(seeded=self._seeded, ranks=self._ranks.size)
+        owner, kind = torch.from_numpy(unit), torch.from_numpy(cls)
         return Batch(x, y, unit=owner, cls=kind, scale=scale, ceiling=ceiling, draw=draw)
 
     def _sampled(self, step: int, purpose: StreamPurpose) -> list[Rows]:

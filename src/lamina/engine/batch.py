@@ -22,11 +22,16 @@ from lamina.errors import EngineError, OwnershipError
 class Draw:
     """One draw of a sampler: what is made from a batch (parts, copies with another x) carries the same.
 
-    `seeded` is whether the coins came from a number that somebody chose.
+    `seeded` is whether the coins came from a number that somebody chose; `ranks` over how many processes it is divided.
     """
 
-    def __init__(self, *, seeded: bool = False) -> None:
-        self.seeded = seeded
+    def __init__(self, *, seeded: bool = False, ranks: int = 1) -> None:
+        self.seeded, self.ranks = seeded, ranks
+        self._divided: dict[int, Draw] = {}
+
+    def divided(self, ranks: int) -> Draw:
+        """The same draw, of which this process has the part of one rank."""
+        return self._divided.setdefault(ranks, Draw(seeded=self.seeded, ranks=ranks))
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,6 +129,26 @@ class Batch:
                 last=self.last and i == parts - 1,
                 draw=self.draw,
             )
+
+    def shard(self, rank: int, size: int) -> Batch:
+        """The contributions rank, rank + size, … of the batch: the part of one process where several take the step."""
+        validate.whole(EngineError, "engine.shard", size=size)
+        validate.whole(EngineError, "engine.shard", least=0, most=size - 1, rank=rank)
+        assert self.unit is not None and self.cls is not None and self.weight is not None
+        rows, mine = (self.unit % size == rank).nonzero().flatten(), slice(rank, None, size)
+        x, y = take_rows((self.x, self.y), rows)
+        return Batch(
+            x,
+            y,
+            unit=self.unit[rows] // size,
+            cls=self.cls[mine] if self.classified else None,
+            weight=self.weight[rows],
+            scale=None if self.scale is None else self.scale[mine],
+            ceiling=None if self.ceiling is None else self.ceiling[mine],
+            first=self.first,
+            last=self.last,
+            draw=self.draw.divided(size),
+        )
 
     def views(self, count: int) -> Batch:
         """The same batch with every example `count` times in a row, for as many random views of it.

@@ -20,6 +20,7 @@ from lamina.engine.attach import Attachment, refuse_scripted
 from lamina.engine.batch import Batch, Draw
 from lamina.engine.budget import Budget
 from lamina.engine.clipping import BoxCollector, ClipBounds, Collector, NormCollector
+from lamina.engine.distributed import Ranks, refuse_unsharded, weights_digest
 from lamina.engine.layers.layer_rule import Target
 from lamina.engine.noise import NoiseSource, SecureNoise
 from lamina.engine.paper_step import PaperStep, UnclippedSums, warn_if_reproduction
@@ -72,13 +73,16 @@ class Engine:
 
     Attaching changes nothing that a user of the model can see; `detach` (or leaving a `with` block)
     takes every trace away.
+
+    Under torch.distributed it takes its steps together with the engines of the other ranks: each is given its own part
+    of the batch (`corpus.batches` divides it) and adds its share of the noise, and all get the same gradient.
     """
 
     def __init__(
         self, model: nn.Module, plan: StepPlan, *, noise: NoiseSource | None = None,
         filters: Mapping[str, PrivacyFilter] | None = None, rows: Mapping[str, str] | None = None,
         per_contribution: Sequence[str] = (), constant_time: bool = False, taken: int = 0, proxy: Proxy | None = None,
-        compiled: bool = False,
+        compiled: bool = False, ranks: Ranks | None = None,
     ) -> None:  # fmt: skip
         """
         noise             where the noise comes from: a secure stream unless a test says otherwise
@@ -89,7 +93,10 @@ class Engine:
         taken             steps of this plan that an earlier engine took on the same data: ε counts from there
         proxy             of a plan whose shares follow a proxy (`FollowProxy`): its public or simulated examples
         compiled          run `step` as a compiled graph where that can be: see `lamina.engine.compiled`
+        ranks             the processes that take the steps together: torch.distributed's default group, if there is one
         """
+        self.ranks = Ranks.current() if ranks is None else ranks
+        refuse_unsharded(plan, self.ranks)
         per_contribution = list(per_contribution)
         self.options: dict[str, Any] = {"rows": dict(rows or {}), "per_contribution": per_contribution}
         self.options["constant_time"] = constant_time
@@ -98,7 +105,7 @@ class Engine:
         refuse_scripted(model)
         self.coverage = check_coverage(model, plan)
         self.model, self.plan, self.constant_time = model, plan, constant_time
-        self.noise = SecureNoise() if noise is None else noise
+        self.noise = self._own_noise(SecureNoise(rank=self.ranks.rank) if noise is None else noise)
         self.budget = Budget(plan, filters or {}, taken)
         self._trained = [any(row[i] > 0 for row in plan.clip) for i in range(len(plan.layers))]
         self._layer_of = {name: i for i, layer in enumerate(plan.layers) for name in layer.parameters}
@@ -142,7 +149,16 @@ class Engine:
 
             started = model, plan, self._attachment, self._tensors, self._names
             self.compiled = CompiledStep(*started, adaptive=self.adaptation is not None)
+        if not self.ranks.alone:
+            self.ranks.check_same(plan=plan.digest(), weights=weights_digest(model))
         _engines.add(self)
+
+    def _own_noise(self, noise: NoiseSource) -> NoiseSource:
+        """Refuse noise of another rank: two ranks with one stream would add the same noise twice."""
+        if noise.rank != self.ranks.rank:
+            problem = f"the noise source is of rank {noise.rank}, this is rank {self.ranks.rank} of {self.ranks.size}"
+            raise EngineError("engine.noise-of-other-rank", problem, f"make it with rank={self.ranks.rank}")
+        return noise
 
     def step(self, losses_of: LossesOf, batch: Batch) -> Tensor | None:
         """`backward` of the losses that `losses_of(x, y)` computes, one per example. Returns them: they are secret.
@@ -243,7 +259,8 @@ class Engine:
         made = PaperStep if self._elementwise else OpenStep
         if self.plan.noise_kind is not NoiseKind.GAUSSIAN:
             made = IntegerStep
-        return made(self.applied, self.noise, self._tensors, self._layer_of, self.budget.charge(factor))
+        step = self.budget.charge(factor)
+        return made(self.applied, self.noise, self._tensors, self._layer_of, step, ranks=self.ranks)
 
     def follow_proxy(self) -> None:
         """Move S as the plan's proxy says, if it is due before the next step; `backward` does so where nobody did."""
@@ -302,6 +319,10 @@ class Engine:
             problem = "this batch was drawn with a seed that somebody chose, and ε is priced with secret coins"
             remedy = "draw without seed=; or, where nothing has to be private, Engine(…, noise=SeededNoise(0))"
             raise EngineError("engine.seeded-batch", problem, remedy)
+        if batch.draw.ranks != self.ranks.size:
+            problem = f"the batch is divided over {batch.draw.ranks} ranks, and {self.ranks.size} take the step"
+            remedy = "use corpus.batches(plan), or batch.shard(rank, size) of a batch that is the same on every rank"
+            raise EngineError("engine.batch-of-other-ranks", problem, remedy)
         if not batch.first or all(entry.sampling_rate == 1 for entry in self.plan.classes):
             return
         if batch.draw in self._charged_draws:
@@ -330,7 +351,7 @@ class Engine:
         return sums
 
     def clipped_sums(self, losses: Tensor | None, batch: Batch) -> dict[str, Tensor]:
-        """The routed, clipped sum without noise and without division: for tests and audits only."""
+        """The routed, clipped sum without noise and without division, of this rank: for tests and audits only."""
         part = self._examine(losses, batch)
         unclipped = UnclippedSums(self.plan, self._tensors, self._layer_of) if self._elementwise else None
         into = ClippedSums(zero_sums(self._tensors)) if unclipped is None else unclipped
@@ -426,7 +447,7 @@ class Engine:
             refuse_factor(factor)
         self._open = self._choice = None
         self._proxy_step = -1
-        self.noise = noise
+        self.noise = self._own_noise(noise)
         self.budget.set_taken(step)
 
     def probe(self, losses_of: Callable[[Any, Any], Tensor], x: Any, y: Any = None) -> None:

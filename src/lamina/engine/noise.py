@@ -278,6 +278,11 @@ class NoiseSource:
         step_key(seed, step=0, rank=rank)  # refuses a bad seed or rank now
 
     @property
+    def rank(self) -> int:
+        """Of which process: the ranks of a step have streams of their own."""
+        return self._rank
+
+    @property
     def hardened(self) -> bool:
         """True if sums are taken in float64 and rounded to a public grid; docs/decisions/noise.md has its limits."""
         return self._hardened
@@ -433,10 +438,10 @@ class SeededNoise(NoiseSource):
         super().__init__(derived, rank=rank, hardened=hardened, threads=threads)
 
     @classmethod
-    def of_segment(cls, seed: bytes, *, hardened: bool = False) -> SeededNoise:
+    def of_segment(cls, seed: bytes, *, rank: int = 0, hardened: bool = False) -> SeededNoise:
         """The source of a segment whose seed follows from one that somebody chose."""
         source = cls.__new__(cls)
-        NoiseSource.__init__(source, seed, rank=0, hardened=hardened, threads=None)
+        NoiseSource.__init__(source, seed, rank=rank, hardened=hardened, threads=None)
         return source
 
 

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from lamina.engine.distributed import ALONE, Ranks
 from lamina.engine.noise import NoiseSource
 from lamina.engine.safety_checks import CheckedBatch
 from lamina.engine.step import ClippedSums, OpenStep, zero_sums
@@ -68,8 +69,10 @@ class PaperStep(OpenStep):
     """A step as the paper prints it: noise is added after the clamp, at the release."""
 
     def __init__(
-        self, plan: StepPlan, noise: NoiseSource, tensors: Mapping[str, Tensor], layer_of: Mapping[str, int], step: int
-    ) -> None:
+        self, plan: StepPlan, noise: NoiseSource, tensors: Mapping[str, Tensor], layer_of: Mapping[str, int], step: int,
+        *, ranks: Ranks = ALONE,
+    ) -> None:  # fmt: skip
+        assert ranks.alone  # refuse_unsharded
         self.unclipped = UnclippedSums(plan, tensors, layer_of)
         self.plan, self.noise, self.step, self.process = plan, noise, step, os.getpid()
         self.std = [plan.noise[layer_of[name]] for name in tensors]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lamina.engine.batch import Batch
+from lamina.engine.distributed import ALONE, Ranks
 from lamina.engine.integer_noise import Grid, layer_grids, row_taxicab_sq
 from lamina.engine.noise import NoiseSource, add_rounded_many_
 from lamina.engine.safety_checks import CheckedBatch
@@ -145,26 +146,29 @@ class OpenStep(ClippedSums):
     over the parameters is spent on zeroing, scaling or adding. Hardened, the exact sum is noised and
     rounded at the end, in float64. Counts, where the plan has them, are one more tensor of the step.
 
-    Noise that the plan injects in parts enters with `add_noise_for`, that of the counts once.
+    Noise that the plan injects in parts enters with `add_noise_for`, that of the counts once. Of several ranks each has
+    its share of the noise in its own sums; these are added up when all of them release.
     """
 
     def __init__(
-        self, plan: StepPlan, noise: NoiseSource, tensors: Mapping[str, Tensor], layer_of: Mapping[str, int], step: int
-    ) -> None:
+        self, plan: StepPlan, noise: NoiseSource, tensors: Mapping[str, Tensor], layer_of: Mapping[str, int], step: int,
+        *, ranks: Ranks = ALONE,
+    ) -> None:  # fmt: skip
         self.plan, self.noise, self.step, self.process = plan, noise, step, os.getpid()
+        self.ranks = ranks
         self.std = [plan.noise[layer_of[name]] for name in tensors]
         counted = plan.rule(FollowQuantile)
         counts = None if counted is None else torch.zeros(len(plan.layers), dtype=torch.float64)
         self.extra = 0.0 if counted is None else counted.noise
         self._counts_noise: Tensor | None = None  # noise for the counts, added once: parts then add up exactly
-        form, parts = plan.injection.form, plan.injection.parts
+        form, parts = (plan.injection.form, plan.injection.parts) if ranks.alone else (InjectionForm.STEP, 1)
         filled = not noise.hardened and form is not InjectionForm.RAW
         scale = sum_scale(plan, noise)
         super().__init__(_empty_sums(tensors) if filled else zero_sums(tensors), scale, counts)
         if filled:
             self._counts_noise = None if counts is None else torch.empty_like(counts)
-            share = scale / math.sqrt(parts)
-            outs, stds, places = self._with(self._counts_noise, [s * share for s in self.std])
+            share = scale * ranks.noise_share / math.sqrt(parts)
+            outs, stds, places = self._with(self._counts_noise, [s * share for s in self.std], ranks.noise_share)
             noise.fill_many_(outs, stds, step=step, tensors=places)
         self._injected: NoiseInjection | None = None
         if form is InjectionForm.RAW:
@@ -174,12 +178,14 @@ class OpenStep(ClippedSums):
         elif form is not InjectionForm.STEP:
             self._injected = NoiseInShares(plan, noise, self.sums, self.std, step=step, scale=scale, taken=int(filled))
 
-    def _with(self, counts: Tensor | None, stds: list[float]) -> tuple[list[Tensor], list[float], list[int]]:
+    def _with(
+        self, counts: Tensor | None, stds: list[float], share: float = 1.0
+    ) -> tuple[list[Tensor], list[float], list[int]]:
         """Sums and, as one more tensor in a place of its own, counts."""
         outs, places = list(self.sums.values()), list(range(len(self.sums)))
         if counts is None:
             return outs, stds, places
-        return [*outs, counts], [*stds, self.extra], [*places, COUNTS_TENSOR]
+        return [*outs, counts], [*stds, self.extra * share], [*places, COUNTS_TENSOR]
 
     def add_noise_for(self, classes: Tensor) -> None:
         """Add the noise that comes with contributions of these classes, which are added next."""
@@ -193,18 +199,35 @@ class OpenStep(ClippedSums):
     def release(self) -> dict[str, Tensor]:
         """(clipped sum + noise) / B. `counts` is noised, too, from here on."""
         self._same_process()
+        self.ranks.agree(self.step)
         if self._injected is not None:
             self._injected.finish()
-        if self.noise.hardened:
+        if self.noise.hardened and not self.ranks.alone:
+            self._add_up_hardened()
+        elif self.noise.hardened:
             outs, stds, places = self._with(self.counts, self.std)
             late = 0 if self._injected is None else len(self.sums)  # those of the sums are in already
             self.noise.add_many_(outs[late:], stds[late:], step=self.step, tensors=places[late:])
-            for total in self.sums.values():
-                total.div_(self.plan.batch)
         elif self.counts is not None and self._counts_noise is not None:
             self.counts += self._counts_noise
             self._counts_noise = None
+        if self.noise.hardened:
+            for total in self.sums.values():
+                total.div_(self.plan.batch)
+        else:
+            self.ranks.add_up([*self.sums.values(), *([] if self.counts is None else [self.counts])])
         return self.sums
+
+    def _add_up_hardened(self) -> None:
+        """Sums and shares of the noise in float64 over all ranks; the whole is rounded once, to the grid of S."""
+        share = self.ranks.noise_share
+        outs, stds, places = self._with(self.counts, self.std)
+        whole = [out.double() if out.dtype != torch.float64 else out.clone() for out in outs]
+        self.noise.add_many_(whole, [s * share for s in stds], step=self.step, tensors=places, rounded=False)
+        self.ranks.add_up(whole)
+        for out, total, std in zip(outs, whole, stds, strict=True):
+            out.zero_() if std else out.copy_(total)
+        add_rounded_many_(outs, whole, stds)
 
     def _same_process(self) -> None:
         if os.getpid() != self.process:
@@ -213,12 +236,17 @@ class OpenStep(ClippedSums):
 
 
 class IntegerStep(OpenStep):
-    """The running sum of a step whose noise is on a grid of integers: int64, in units of each layer's own grid."""
+    """The running sum of a step whose noise is on a grid of integers: int64, in units of each layer's own grid.
+
+    Of several ranks only rank 0 adds noise: shares of a discrete Gaussian do not add up to one.
+    """
 
     def __init__(
-        self, plan: StepPlan, noise: NoiseSource, tensors: Mapping[str, Tensor], layer_of: Mapping[str, int], step: int
-    ) -> None:
+        self, plan: StepPlan, noise: NoiseSource, tensors: Mapping[str, Tensor], layer_of: Mapping[str, int], step: int,
+        *, ranks: Ranks = ALONE,
+    ) -> None:  # fmt: skip
         self.plan, self.noise, self.step, self.process = plan, noise, step, os.getpid()
+        self.ranks = ranks
         self._injected = None
         ClippedSums.__init__(self, {name: torch.zeros(p.shape, dtype=torch.int64) for name, p in tensors.items()})
         grids = layer_grids(plan)
@@ -228,8 +256,11 @@ class IntegerStep(OpenStep):
     def release(self) -> dict[str, Tensor]:
         """(clipped sum + noise) / B: whole numbers until here."""
         self._same_process()
+        self.ranks.agree(self.step)
         bits = [self.grid[name].bits for name in self.sums]
-        self.noise.add_integers_(list(self.sums.values()), bits, step=self.step, kind=self.plan.noise_kind)
+        if self.ranks.first:
+            self.noise.add_integers_(list(self.sums.values()), bits, step=self.step, kind=self.plan.noise_kind)
+        self.ranks.add_up(list(self.sums.values()))
         made = {name: total.double() * (self.grid[name].unit / self.plan.batch) for name, total in self.sums.items()}
         return {name: total.to(self._dtypes[name]) for name, total in made.items()}
 

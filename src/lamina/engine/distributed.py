@@ -1,0 +1,204 @@
+"""Several processes, one step: what each rank takes of a batch, and how sums and noise of all ranks are added up.
+
+    batch      every rank draws the same sample, and takes the contributions rank, rank + size, … of it, each of them whole
+    noise      every rank adds N(0, S²/size) from a stream of its own: together N(0, S²)
+    sum        clipped sums, which hold that noise already, are added up over all ranks; each then has the same gradient
+
+Formal guarantee. What the ranks have after `add_up` has the law of one process's step (docs/distributed.md): the clipped
+sum over the whole sample, plus noise of the planned variance. A rank that reveals its own share of the noise takes that
+share away: what is left is N(0, S²·(1 - 1/size)). So all ranks belong to whoever is trusted with the data.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lamina.errors import EngineError, RankLost
+from lamina.plan.rules import Choose, FollowProxy, InjectionForm
+from lamina.plan.step_plan import Clipping, StepPlan
+
+_ADDED_ALONE = 1 << 18  # elements: a larger tensor is added up where it lies, smaller ones together in one message
+_MAX_BYTES = 1 << 31
+
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The processes of torch.distributed's default group, as one of them sees it. A process by itself is rank 0 of 1.
+
+    `device` is where messages have to lie for the group's backend.
+    """
+
+    rank: int = 0
+    size: int = 1
+    device: torch.device = _CPU
+
+    @classmethod
+    def current(cls) -> Ranks:
+        """Those of the default group if there is one, else this process alone."""
+        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+            return ALONE
+        on_gpu = "nccl" in dist.get_backend()
+        device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else _CPU
+        return cls(dist.get_rank(), dist.get_world_size(), device)
+
+    @property
+    def alone(self) -> bool:
+        return self.size == 1
+
+    @property
+    def first(self) -> bool:
+        """Whether this is rank 0, which alone writes journal, checkpoints and ledger."""
+        return self.rank == 0
+
+    @property
+    def noise_share(self) -> float:
+        """What the standard deviation of a rank's own noise is multiplied by: shares of S²/size add up to S²."""
+        return 1.0 / math.sqrt(self.size)
+
+    def agree(self, step: int, *, failed: bool = False) -> None:
+        """Wait for all ranks before their sums are added up; refused on all of them if one failed or is at another step.
+
+        A rank that cannot take the step says so with `failed`, and is then not refused itself.
+        """
+        if self.alone:
+            return
+        told = torch.tensor([int(failed), step, -step], dtype=torch.int64, device=self.device)
+        with _lost():
+            dist.all_reduce(told, dist.ReduceOp.MAX)
+        any_failed, most, least = told.tolist()
+        if failed:
+            return
+        if any_failed:
+            problem = f"another rank could not take step {step}, so rank {self.rank} does not take it either"
+            raise EngineError("engine.rank-failed", problem, "its own message says why")
+        if most != -least:
+            problem = f"rank {self.rank} is at step {step}, other ranks between {-least} and {most}"
+            remedy = (
+                "call engine.backward as often on every rank, with losses=None where its part of the batch is empty"
+            )
+            raise EngineError("engine.ranks-out-of-step", problem, remedy)
+
+    def add_up(self, tensors: Sequence[Tensor]) -> None:
+        """tensors[i] <- its sum over all ranks, in place. Every rank gives tensors of the same shapes and dtypes."""
+        if self.alone:
+            return
+        small: dict[torch.dtype, list[Tensor]] = {}
+        for each in tensors:
+            if each.numel() >= _ADDED_ALONE:
+                with _lost():
+                    dist.all_reduce(each)
+            else:
+                small.setdefault(each.dtype, []).append(each)
+        for group in small.values():
+            flat = torch.cat([each.reshape(-1) for each in group])
+            with _lost():
+                dist.all_reduce(flat)
+            for each, total in zip(group, flat.split([each.numel() for each in group]), strict=True):
+                each.copy_(total.view_as(each))
+
+    def broadcast(self, data: bytes | None) -> bytes:
+        """The bytes that rank 0 gives, on every rank."""
+        if self.alone:
+            assert data is not None
+            return data
+        size = torch.tensor([len(data or b"")], dtype=torch.int64, device=self.device)
+        with _lost():
+            dist.broadcast(size, 0)
+        length = int(size)
+        assert 0 <= length < _MAX_BYTES
+        body = torch.empty(length, dtype=torch.uint8, device=self.device)
+        if self.first and data:
+            body.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        if length:
+            with _lost():
+                dist.broadcast(body, 0)
+        return body.to("cpu").numpy().tobytes()
+
+    def broadcast_tensor(self, tensor: Tensor) -> None:
+        """tensor <- rank 0's, in place."""
+        if not self.alone:
+            with _lost():
+                dist.broadcast(tensor, 0)
+
+    def check_same(self, **facts: bytes) -> None:
+        """Refuse, on every rank, facts in which some rank differs from rank 0."""
+        if self.alone:
+            return
+        mine = b"".join(hashlib.sha256(fact).digest() for fact in facts.values())
+        row = torch.tensor(list(mine), dtype=torch.uint8, device=self.device)
+        every = [torch.empty_like(row) for _ in range(self.size)]
+        with _lost():
+            dist.all_gather(every, row)
+        differs: dict[str, int] = {}
+        for rank, other in enumerate(every):
+            for i, name in enumerate(facts):
+                place = slice(32 * i, 32 * (i + 1))
+                if not torch.equal(other[place], every[0][place]):
+                    differs.setdefault(name, rank)
+        if differs:
+            found = "; ".join(f"{name.replace('_', ' ')} of rank {rank}" for name, rank in differs.items())
+            problem = f"the ranks disagree, so nothing is begun: {found} differs from that of rank 0"
+            remedy = "give every rank the same code, plan, data, options and number of threads"
+            raise EngineError("engine.ranks-differ", problem, remedy)
+
+    def share_weights(self, model: nn.Module) -> None:
+        """Give every rank the parameters and buffers of rank 0."""
+        if self.alone:
+            return
+        with torch.no_grad():
+            for tensor in (*model.parameters(), *model.buffers()):
+                self.broadcast_tensor(tensor.data)
+
+
+ALONE = Ranks()
+
+
+@contextmanager
+def _lost() -> Iterator[None]:
+    """A message that does not come through means that a process of the group is gone."""
+    try:
+        yield
+    except RuntimeError as error:
+        problem = f"another rank stopped, or cannot be reached: {str(error).splitlines()[0]}"
+        remedy = "start all ranks again: what a run had begun is replayed, and charged once"
+        raise RankLost("engine.rank-lost", problem, remedy) from None
+
+
+def weights_digest(model: nn.Module) -> bytes:
+    """SHA-256 of every parameter and buffer, by name."""
+    total = hashlib.sha256()
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        value = tensor.detach().to("cpu").contiguous()
+        total.update(f"{name}:{value.dtype}{tuple(value.shape)}".encode())
+        total.update(value.reshape(-1).view(torch.uint8).numpy().data if value.numel() else b"")
+    return total.digest()
+
+
+def refuse_unsharded(plan: StepPlan, ranks: Ranks) -> None:
+    """Refuse plans whose steps several processes cannot take together."""
+    if ranks.alone:
+        return
+    bins = plan.injection.form is InjectionForm.MICROBATCH and plan.injection.parts == ranks.size
+    unfit = {
+        "clips element by element": plan.clipping is Clipping.ELEMENTWISE,
+        "makes choices on draws of their own": plan.rule(Choose) is not None,
+        "follows a proxy": plan.rule(FollowProxy) is not None,
+        f"injects its noise in {plan.injection.parts} parts": plan.injection.form is not InjectionForm.STEP
+        and not bins,
+    }
+    for why, holds in unfit.items():
+        if holds:
+            problem = f"the plan {why}, and {ranks.size} ranks would take its steps together"
+            remedy = "train it in one process, or plan without that: each rank then adds its share of the noise"
+            raise EngineError("engine.plan-not-for-ranks", problem, remedy)

@@ -1,0 +1,175 @@
+"""Steps of an engine as one of several ranks: what it wrote, and what was refused.
+
+Noise is seeded, so that the test can draw it again; batches and models are the same on every rank.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+import ranks
+import torch
+from oracle import losses_of, plan_of
+from torch import Tensor, nn
+
+from lamina import Batch, Engine, LaminaError, SeededNoise
+from lamina.engine.distributed import Ranks
+from lamina.plan.rules import FollowQuantile, Injection, NoiseKind
+from lamina.plan.step_plan import StepPlan
+
+SEED = 7
+
+
+class Tied(nn.Module):
+    """One matrix used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 5), nn.Linear(5, 5)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x)))
+
+
+def dense() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
+
+
+def batch_of(count: int, *, several: bool = False, classes: int = 1) -> Batch:
+    unit = torch.arange(count).repeat_interleave(2) if several else torch.arange(count)
+    cls = None if classes == 1 else torch.arange(count) % classes
+    return Batch(torch.randn(len(unit), 5), unit=unit, cls=cls)
+
+
+def case(name: str) -> tuple[nn.Module, StepPlan, Batch, dict[str, Any]]:
+    """Model, plan, whole batch, and options of the step: the same in every process."""
+    torch.manual_seed(3)
+    kind, _, form = name.partition(" ")
+    form, _, count = form.partition(" ")
+    model = Tied() if kind == "tied" else dense()
+    several, restricted = kind == "several", kind == "restricted"
+    clip: Any = [[0.3, 0.4, 0.5], [0.0, 0.0, 0.6]] if restricted else 0.3
+    if kind == "tied":
+        clip = 0.4
+    plan = plan_of(model, clip, 0.8, clipping=form or "box")
+    if kind in ("discrete_gaussian", "skellam"):
+        plan = dataclasses.replace(plan, noise_kind=NoiseKind(kind), accountant="rdp-integer")
+    size = int(count) if count else 7
+    options = {"parts": 3 if kind == "parts" else 1, "hardened": kind == "hardened"}
+    return model, plan, batch_of(size, several=several, classes=2 if restricted else 1), options
+
+
+CASES = [f"{kind} {form}" for kind in ("plain", "several", "tied", "restricted", "parts") for form in ("box", "joint")]
+CASES += [
+    "plain box 1",
+    "plain joint 1",
+    "plain box 0",
+    "hardened box",
+    "discrete_gaussian box",
+    "skellam box",
+    "bins box",
+]
+
+
+def step(name: str, rank: int, size: int) -> dict[str, Any]:
+    """The gradient that one step writes, as lists."""
+    model, plan, whole, options = case(name)
+    if name.startswith("bins"):
+        plan = dataclasses.replace(plan, injection=Injection(form="per_microbatch", parts=size))  # type: ignore[arg-type]
+    noise = SeededNoise(SEED, rank=rank, hardened=options["hardened"])
+    with Engine(model, plan, noise=noise) as engine:
+        for part in whole.shard(rank, size).split(options["parts"]):
+            engine.backward(losses_of(model, part.x, None) if len(part) else None, part)
+        return {each: p.grad.tolist() for each, p in model.named_parameters() if p.grad is not None}
+
+
+def variance(steps: int, rank: int, size: int) -> list[float]:
+    """Mean square of what noise-only steps release, of each of three tensors."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 3, bias=False), nn.Linear(3, 1, bias=False))
+    plan = dataclasses.replace(plan_of(model, 1.0, [0.5, 2.0, 8.0]), steps=steps, batch=1.0)
+    total = [0.0, 0.0, 0.0]
+    with Engine(model, plan, noise=SeededNoise(11, rank=rank)) as engine:
+        for _ in range(steps):
+            engine.backward(None, Batch(torch.zeros(0, 2)).shard(rank, size))
+            for i, p in enumerate(model.parameters()):
+                total[i] += float(p.grad.double().square().mean()) / steps
+                p.grad = None
+    return total
+
+
+def refused(act: Any) -> str:
+    try:
+        act()
+    except LaminaError as error:
+        return error.code
+    return ""
+
+
+def refusals(rank: int, size: int) -> dict[str, str]:
+    torch.manual_seed(3)
+    model = dense()
+    plan = plan_of(model, 0.3, 0.8)
+    found = {}
+    with Engine(model, plan, noise=SeededNoise(1, rank=rank)) as engine:
+        whole = batch_of(4)
+        found["whole batch"] = refused(lambda: engine.backward(losses_of(model, whole.x, None), whole))
+        mine = whole.shard(rank, size)
+        again = whole.shard(rank, size)
+        engine.backward(losses_of(model, mine.x, None), mine)
+        found["same draw again"] = refused(lambda: engine.backward(losses_of(model, again.x, None), again))
+        model.zero_grad()
+        if rank == 0:
+            Ranks.current().agree(1, failed=True)
+        else:
+            later = batch_of(4).shard(rank, size)
+            found["another rank failed"] = refused(lambda: engine.backward(losses_of(model, later.x, None), later))
+        if rank == 0:
+            engine.continue_at(5, SeededNoise(2, rank=rank))
+        last = batch_of(4).shard(rank, size)
+        found["out of step"] = refused(lambda: engine.backward(losses_of(model, last.x, None), last))
+    found["noise of rank 7"] = refused(lambda: Engine(dense(), plan, noise=SeededNoise(1, rank=7)))
+    torch.manual_seed(rank)
+    found["other weights"] = refused(lambda: Engine(dense(), plan, noise=SeededNoise(1, rank=rank)))
+    torch.manual_seed(3)
+    other = plan_of(model, 0.3, 0.8 + rank)
+    found["other plan"] = refused(lambda: Engine(dense(), other, noise=SeededNoise(1, rank=rank)))
+    slots = dataclasses.replace(plan, injection=Injection(form="per_sample", parts=5))  # type: ignore[arg-type]
+    found["slots"] = refused(lambda: Engine(dense(), slots))
+    return found
+
+
+def quantile(rank: int, size: int) -> list[float]:
+    """Clip norms after a few steps that follow a quantile: the counts of all ranks move them, on every rank alike."""
+    torch.manual_seed(3)
+    model = dense()
+    plan = plan_of(model, 0.3, 0.8)
+    plan = dataclasses.replace(plan, rules=(FollowQuantile(target=0.5, rate=0.3, noise=4.0),))
+    with Engine(model, plan, noise=SeededNoise(5, rank=rank)) as engine:
+        for _ in range(4):
+            mine = batch_of(9).shard(rank, size)
+            engine.backward(losses_of(model, mine.x, None), mine)
+            model.zero_grad()
+        return [c for row in engine.applied.clip for c in row]
+
+
+def main() -> None:
+    rank, size = ranks.joined()
+    what = sys.argv[1]
+    if what == "variance":
+        found: dict[str, Any] = {"variance": variance(int(sys.argv[2]), rank, size)}
+    else:
+        found = {name: step(name, rank, size) for name in CASES}
+        found["refusals"] = refusals(rank, size)
+        found["quantile"] = quantile(rank, size)
+        found["variance"] = variance(300, rank, size)
+    ranks.answer(found)
+
+
+if __name__ == "__main__":
+    main()
