@@ -56,7 +56,7 @@ SIZES = {
             seeds=SEEDS[:2], depths=(4, 12), epsilons=(1.0, 8.0),
         ),
         StudySize(
-            name="full", evidence=True, patients=3_000, windows=2, steps=250, batch=192, width=32, passes=1_000,
+            name="full", evidence=True, patients=2_000, windows=1, steps=150, batch=128, width=32, passes=1_000,
             seeds=SEEDS, depths=(4, 8, 12, 16), epsilons=(0.5, 1.0, 3.0, 8.0),
         ),
         StudySize(

@@ -253,7 +253,7 @@ def _figure7(axes: Sequence[Axes], store: ResultStore) -> None:
             if all(value is not None for value in values):
                 label = f"{METHODS[method].title}: {'training' if kind == 'train_seconds' else 'profiling'}"
                 axes[0].plot(people, values, label=label, color=COLOURS[i], marker=MARKERS[i], linestyle=style)
-    _label(axes[0], "patients", f"seconds for {store.size.steps:,} steps", "time")
+    _label(axes[0], "patients", f"processor seconds for {store.size.steps:,} steps", "time")
     _bars(axes[1], store, ATTACKED, "mia", "AUC of the membership attack (0.5: guessing)")
     axes[1].axvline(0.5, color="#777777", linewidth=1)
 
