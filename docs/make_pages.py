@@ -34,6 +34,7 @@ AREAS = {
     "engine": "The private step", "key": "Keys", "ledger": "The ledger", "noise": "Noise", "plan": "Plans and policies",
     "sensitivity": "Sensitivity of layers", "spend": "Accounts of a ledger", "store": "Where a ledger is kept",
     "models": "Ready models", "data": "Signals", "demo": "The demo", "train": "Runs",
+    "integrations": "Hugging Face, Lightning, loggers",
     "release": "Certificates, releases and their gate", "report": "Pages", "serve": "The service", "study": "The study",
     "verify": "Findings of `lamina ledger verify`",
 }  # fmt: skip
