@@ -106,7 +106,7 @@ def _seeded() -> None:
 
 
 # folders of tiny models: a second thread only waits
-ONE_THREAD = {"audit", "data", "engine", "models", "properties", "sensitivity"}
+ONE_THREAD = {"audit", "data", "engine", "integrations", "models", "properties", "sensitivity"}
 
 
 @pytest.fixture(autouse=True)
