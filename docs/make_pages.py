@@ -15,7 +15,8 @@ ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "lamina"
 FOLDERS = (
     "", "account", "plan", "sensitivity", "allocate", "engine", "engine/layers", "engine/native", "admit", "ledger", "ledger/store",
-    "ledger/verify", "spend", "release", "corpus", "train", "audit", "models", "data", "study", "report", "serve", "bench", "demo", "cli",
+    "ledger/verify", "spend", "release", "corpus", "train", "integrations", "audit", "models", "data", "study", "report", "serve",
+    "bench", "demo", "cli",
     "cli/ledger",
 )  # fmt: skip
 BEGIN, END = "<!-- files: make docs writes this -->", "<!-- end of files -->"
