@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from refusals import raises_code
 from lamina.bench import step_cost, step_variants, workloads
 from lamina.bench.benchmark import BenchSettings, draw_benchmark, lamina_failures, run_benchmark
 from lamina.bench.workloads import WORKLOADS, Workload, squared_error
+from lamina.engine import compiled
 from lamina.errors import LaminaError
 from lamina.models.autoencoders import MLPAutoencoder
 
@@ -32,7 +34,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(WORKLOADS, name, tiny(name))
 
 
-SMALL = BenchSettings(workloads=("resae", "cnn"), rounds=2, minimum=2, memory=False)
+SMALL = BenchSettings(workloads=("resae", "cnn"), rounds=2, minimum=2, memory=False, compiled=False)
 
 
 @pytest.mark.usefixtures("small")
@@ -64,6 +66,25 @@ def test_a_step_of_ours_that_fails_is_a_failure_with_its_reason(monkeypatch: pyt
     result = run_benchmark(SMALL)
     assert result["median_time_ratio"] is None
     assert any("on fire" in line for line in lamina_failures(result))
+
+
+@pytest.mark.usefixtures("small")
+def test_the_compiled_step_is_measured_or_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "BACKEND", "eager")
+    monkeypatch.setattr(step_variants, "opacus_missing", lambda: "opacus is not installed here")
+    found = run_benchmark(replace(SMALL, workloads=("cnn",), compiled=True))["workloads"]["cnn"]["compiled"]
+    assert found["time_ratio"] > 0 and found["of_torch_rules"] > 0 and found["compile_seconds"] > 0
+    monkeypatch.setattr(compiled, "unsupported_plan", lambda plan, adaptive: "graphs are forbidden")
+    result = run_benchmark(replace(SMALL, workloads=("cnn",), compiled=True))
+    assert "graphs are forbidden" in result["workloads"]["cnn"]["reasons"]["box_compiled"]
+    assert result["workloads"]["cnn"]["compiled"]["time_ratio"] is None and lamina_failures(result) == []
+
+
+def test_processor_time_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(WORKLOADS, "cnn", tiny("cnn"))
+    monkeypatch.setattr(step_variants, "opacus_missing", lambda: "opacus is not installed here")
+    result = run_benchmark(replace(SMALL, workloads=("cnn",), processor_time=True))
+    assert result["about"]["clock"] == "processor" and result["median_time_ratio"] > 0
 
 
 def test_every_variant_of_ours_trains() -> None:

@@ -46,6 +46,11 @@ def test_the_budget_ends_the_run_but_not_before_the_minimum() -> None:
 
 
 def test_a_slower_step_is_seen_as_slower() -> None:
-    steps = {"fast": lambda: time.sleep(0.002), "slow": lambda: time.sleep(0.008)}
-    times = interleave(steps, rounds=8, budget=60)
-    assert paired_ratio(times["slow"], times["fast"]).low > 1.5
+    now = [0.0]
+
+    def takes(seconds: float) -> None:
+        now[0] += seconds
+
+    steps = {"fast": lambda: takes(0.002), "slow": lambda: takes(0.008)}
+    times = interleave(steps, rounds=8, budget=60, clock=lambda: now[0])
+    assert paired_ratio(times["slow"], times["fast"]).low == pytest.approx(4)

@@ -21,7 +21,7 @@ import torch
 
 from lamina.bench import step_cost, step_variants
 from lamina.bench.step_cost import PairedRatio, Step, StepTimes, interleave, paired_ratio
-from lamina.bench.step_variants import BASELINE, LAMINA, PEERS, ROUTING, TORCH_RULES, UNITS, build_step
+from lamina.bench.step_variants import BASELINE, COMPILED, LAMINA, PEERS, ROUTING, TORCH_RULES, UNITS, build_step
 from lamina.bench.workloads import WORKLOADS, Workload, find_workload
 from lamina.engine import native
 from lamina.errors import LaminaError
@@ -43,6 +43,7 @@ class WorkloadResult:
     times: StepTimes | None
     memory: Mapping[str, int]
     reasons: Mapping[str, str] = field(default_factory=dict)
+    compile_seconds: float | None = None
 
     def time(self, variant: str, baseline: str = BASELINE) -> PairedRatio | None:
         if self.times is None or not {variant, baseline} <= self.times.keys():
@@ -73,6 +74,11 @@ class WorkloadResult:
             "memory_ratio": self.memory_ratio("box"),
             "joint": {"time_ratio": self.upper("joint"), "memory_ratio": self.memory_ratio("joint")},
             "torch_rules": {name: self.upper(f"{name}_torch") for name in LAMINA},
+            "compiled": {
+                "time_ratio": self.upper("box_compiled"),
+                "of_torch_rules": self.upper("box_compiled", "box_torch"),
+                "compile_seconds": self.compile_seconds,
+            },
             "peers": {name: None if (r := self.time(name)) is None else round(r.median, 4) for name in PEERS},
             "reasons": dict(self.reasons),
             "detail": detail,
@@ -129,7 +135,10 @@ ReportProgress = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchSettings:
-    """How long to measure. `seconds` is for the whole benchmark; None measures every round."""
+    """How long to measure. `seconds` is for the whole benchmark; None measures every round.
+
+    With `processor_time` a step's time is what it used of all cores: for a machine that other work shares.
+    """
 
     workloads: tuple[str, ...] = tuple(WORKLOADS)
     rounds: int = 25
@@ -138,17 +147,22 @@ class BenchSettings:
     threads: int = 2
     peer_memory: bool = True
     memory: bool = True
+    compiled: bool = True
+    processor_time: bool = False
 
     @classmethod
     def quick(cls, workloads: tuple[str, ...] = tuple(WORKLOADS), threads: int = 2) -> BenchSettings:
-        """Under five minutes for all six: fewer rounds, wider limits, memory of Lamina only."""
-        return cls(workloads=workloads, rounds=20, minimum=3, seconds=220.0, threads=threads, peer_memory=False)
+        """Under five minutes for all six: fewer rounds, wider limits, memory of Lamina only, no compiled step."""
+        return cls(
+            workloads=workloads, rounds=20, minimum=3, seconds=220.0, threads=threads, peer_memory=False, compiled=False
+        )
 
     def variants(self, name: str) -> list[str]:
         """Everything timed on a workload, the baseline first."""
         routing = list(ROUTING) if name in ROUTING_WORKLOADS else []
         units = list(UNITS) if name in UNIT_WORKLOADS else []
-        return [BASELINE, *LAMINA, *TORCH_RULES, *units, *routing, *PEERS]
+        compiled = list(COMPILED) if self.compiled else []
+        return [BASELINE, *LAMINA, *TORCH_RULES, *compiled, *units, *routing, *PEERS]
 
 
 def run_benchmark(settings: BenchSettings, say: ReportProgress = lambda text: None) -> dict[str, Any]:
@@ -196,7 +210,7 @@ def _measure_workload(
     bytes_of = {variant: found for variant, found in mine.items() if isinstance(found, int)}
     reasons = {f"{variant} memory": found for variant, found in mine.items() if isinstance(found, str)}
     began = time.perf_counter()
-    steps = _build_steps(settings, each, reasons, say)
+    steps, compiling = _build_steps(settings, each, reasons, say)
     times: StepTimes | None = None
     if BASELINE in steps:
         budget = float("inf") if seconds is None else seconds - (time.perf_counter() - began)
@@ -206,28 +220,32 @@ def _measure_workload(
             budget=budget,
             minimum=settings.minimum,
             tick=lambda done: say(f"{each.name}: round {done} of at most {settings.rounds}"),
+            clock=time.process_time if settings.processor_time else time.perf_counter,
         )
     steps.clear()
     gc.collect()
-    return WorkloadResult(name=each.name, times=times, memory=bytes_of, reasons=reasons)
+    return WorkloadResult(name=each.name, times=times, memory=bytes_of, reasons=reasons, compile_seconds=compiling)
 
 
 def _build_steps(
     settings: BenchSettings, each: Workload, reasons: dict[str, str], say: ReportProgress
-) -> dict[str, Step]:
-    """Every variant that can run here, warmed up; `reasons` learns about the others."""
+) -> tuple[dict[str, Step], float | None]:
+    """Every variant that can run here, warmed up, and the seconds of compiling; `reasons` learns about the others."""
     steps: dict[str, Step] = {}
+    compiling = None
     for variant in settings.variants(each.name):
         problem = each.missing() or (step_variants.opacus_missing() if variant in step_variants.PEERS else None)
         if problem is None:
             say(f"{each.name}: building {variant}")
+            began = time.perf_counter()
             try:
                 steps[variant] = build_step(each, variant)
+                compiling = round(time.perf_counter() - began, 1) if variant in COMPILED else compiling
             except Exception as error:
                 problem = f"{type(error).__name__}: {error}"
         if problem is not None:
             reasons[variant] = problem
-    return steps
+    return steps, compiling
 
 
 def lamina_failures(result: dict[str, Any]) -> list[str]:
@@ -255,6 +273,7 @@ def _about_json(settings: BenchSettings, seconds: float) -> dict[str, Any]:
         "opacus": _version("opacus"),
         "transformers": _version("transformers"),
         "rounds": settings.rounds,
+        "clock": "processor" if settings.processor_time else "wall",
         "time": "paired ratios within interleaved rounds; time_ratio = upper 95 % bootstrap limit of the median",
         "memory": "peak resident set of a step less parameters, AdamW moments and batch, in a process of its own",
     }
@@ -277,11 +296,12 @@ _VARIANT_LABELS = {
     "joint": "Lamina, joint",
     "box_torch": "Lamina, box, torch rules",
     "joint_torch": "Lamina, joint, torch rules",
+    "box_compiled": "Lamina, box, compiled",
     "opacus_hooks": "Opacus hooks",
     "opacus_per_layer": "Opacus per layer",
     "opacus_ghost": "Opacus ghost",
 }
-_COLOURS = ("#0b6e4f", "#6bbf9c", "#5b7f95", "#a8c0cc", "#8c2d04", "#d94801", "#fdae6b")
+_COLOURS = ("#0b6e4f", "#6bbf9c", "#5b7f95", "#a8c0cc", "#3f4a8a", "#8c2d04", "#d94801", "#fdae6b")
 
 
 def draw_benchmark(result: dict[str, Any], path: Path) -> Path:

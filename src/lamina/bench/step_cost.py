@@ -75,13 +75,14 @@ def interleave(
     minimum: int = 5,
     slice_seconds: float = 0.05,
     tick: Callable[[int], None] | None = None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> StepTimes:
     """`rounds` rounds of every step, or as many as `budget` seconds allow, at least `minimum`.
 
     A step shorter than `slice_seconds` is repeated within its turn, each variant by a count of its own, so that the
-    clock and the first touch of cold caches do not decide.
+    clock and the first touch of cold caches do not decide. `clock` times the steps, `budget` is in seconds of the day.
     """
-    repeats = {name: _repeats(step, slice_seconds) for name, step in steps.items()}
+    repeats = {name: _repeats(step, slice_seconds, clock) for name, step in steps.items()}
     generator = np.random.default_rng(0)
     names = sorted(steps)
     seconds: dict[str, list[float]] = {name: [] for name in names}
@@ -94,10 +95,10 @@ def interleave(
                 break
             for name in generator.permutation(names):
                 step, count = steps[name], repeats[name]
-                begin = time.perf_counter()
+                begin = clock()
                 for _ in range(count):
                     step()
-                seconds[name].append((time.perf_counter() - begin) / count)
+                seconds[name].append((clock() - begin) / count)
             gc.collect()
             if tick is not None:
                 tick(done + 1)
@@ -107,12 +108,12 @@ def interleave(
     return {name: np.asarray(values) for name, values in seconds.items()}
 
 
-def _repeats(step: Step, slice_seconds: float) -> int:
+def _repeats(step: Step, slice_seconds: float, clock: Callable[[], float]) -> int:
     """How often to repeat a step so that a turn lasts about `slice_seconds`; doubles as the second warm-up."""
     step()
-    begin = time.perf_counter()
+    begin = clock()
     step()
-    return max(1, min(50, int(slice_seconds / max(time.perf_counter() - begin, 1e-6))))
+    return max(1, min(50, int(slice_seconds / max(clock() - begin, 1e-6))))
 
 
 # Peak memory of one step, each measurement in a process of its own.

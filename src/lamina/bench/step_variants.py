@@ -174,7 +174,7 @@ def _with_torch_rules(make: Callable[[Workload], Step], workload: Workload) -> S
 
 def _private_step(
     workload: Workload, clipping: str, classes: dict[str, dict[str, Any]], cls: Tensor | None = None,
-    unit: Tensor | None = None,
+    unit: Tensor | None = None, compiled: bool = False,
 ) -> Step:  # fmt: skip
     """Classes of equal size, whose Poisson sampling would give this workload's batch on average."""
     model = workload.model()
@@ -182,18 +182,32 @@ def _private_step(
     table = {name: common | extra for name, extra in classes.items()}
     policy = Policy.from_dict({"corpus": {"origin": "benchmark", "delta": 1e-5}, "class": table})
     plan = make_plan(LayerStack.from_model(model), policy, batch=workload.batch, steps=10_000, clipping=clipping)
-    engine = Engine(model, plan)
+    engine = Engine(model, plan, compiled=compiled)
     engine.decline_probe()
     optimizer = _adamw(model)
     x, target = workload.example()
 
+    def losses_of(x: Tensor, y: Tensor) -> Tensor:
+        return workload.losses(model(x), y)
+
     def step() -> None:
-        batch = Batch(x, target, cls=cls, unit=unit)  # each step is a draw of its own
-        engine.backward(workload.losses(model(batch.x), batch.y), batch)
+        engine.step(losses_of, Batch(x, target, cls=cls, unit=unit))  # each step is a draw of its own
         optimizer.step()
         optimizer.zero_grad()
 
+    if compiled:
+        _compile(engine, step)
     return step
+
+
+def _compile(engine: Engine, step: Step) -> None:
+    """Take steps until the graph is there; LaminaError, with the reason, if the hook engine takes them all."""
+    assert engine.compiled is not None
+    for _ in range(4):
+        step()
+    if engine.compiled.steps == 0:
+        problem = f"the step is no compiled graph: {engine.compiled.reason}"
+        raise LaminaError("bench.not-compiled", problem, "docs/engine.md says what can be compiled")
 
 
 LAMINA: dict[str, Callable[[Workload], Step]] = {
@@ -202,13 +216,16 @@ LAMINA: dict[str, Callable[[Workload], Step]] = {
 TORCH_RULES: dict[str, Callable[[Workload], Step]] = {
     f"{name}_torch": partial(_with_torch_rules, make) for name, make in LAMINA.items()
 }
+COMPILED: dict[str, Callable[[Workload], Step]] = {
+    "box_compiled": partial(_private_step, clipping="box", classes={"everyone": {}}, compiled=True)
+}
 UNITS: dict[str, Callable[[Workload], Step]] = {"patients": patients_step}
 ROUTING: dict[str, Callable[[Workload], Step]] = {
     "masked": masked_step,
     "restricted": partial(_private_step, clipping="box", classes={"everyone": {"profile": {"top": 0.25}}}),
 }  # restricted: the whole plan reaches only the top 25 % of the layers
 VARIANTS: dict[str, Callable[[Workload], Step]] = {
-    BASELINE: plain_step, **LAMINA, **TORCH_RULES, **UNITS, **ROUTING, **PEERS,
+    BASELINE: plain_step, **LAMINA, **TORCH_RULES, **COMPILED, **UNITS, **ROUTING, **PEERS,
 }  # fmt: skip
 
 

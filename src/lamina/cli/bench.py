@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,15 @@ from lamina.errors import LaminaError
 
 
 def show_benchmark(
-    *, quick: bool, only: list[str] | None, rounds: int | None, threads: int, to: Path | None, as_json: bool
-) -> None:
+    *, quick: bool, only: list[str] | None, rounds: int | None, threads: int, processor_time: bool, to: Path | None,
+    as_json: bool,
+) -> None:  # fmt: skip
     """`lamina bench` (options and help: torch_commands.py)."""
     names = tuple(find_workload(name).name for name in only or WORKLOADS)
     settings = BenchSettings.quick(names, threads) if quick else BenchSettings(workloads=names, threads=threads)
     if rounds is not None:
         settings = BenchSettings(workloads=names, threads=threads, rounds=rounds, minimum=rounds)
+    settings = replace(settings, processor_time=processor_time)
     if reason := opacus_missing():
         print_note(f"peers are left out: {reason}")
     with err.status("measuring") as status:
@@ -59,7 +62,8 @@ def _table(result: dict[str, Any]) -> str:
     table = [["time / plain step", *result["workloads"]]]
     rows = {"Lamina box (upper limit)": ("box", "high"), "Lamina box": ("box", "median")}
     rows |= {"Lamina joint": ("joint", "median"), "box, torch rules": ("box_torch", "median")}
-    rows |= {"joint, torch rules": ("joint_torch", "median"), **{name: (name, "median") for name in PEERS}}
+    rows |= {"joint, torch rules": ("joint_torch", "median"), "box, compiled": ("box_compiled", "median")}
+    rows |= {name: (name, "median") for name in PEERS}
     for label, (variant, field) in rows.items():
         times = [(w["detail"].get(variant) or {}).get("time") for w in result["workloads"].values()]
         table.append([label, *(_ratio_text(time and time[field]) for time in times)])

@@ -259,6 +259,10 @@ def bench(
     ] = None,
     rounds: Annotated[int | None, option("rounds per workload, all of them measured")] = None,
     threads: Annotated[int, option("torch threads")] = 2,
+    processor_time: Annotated[
+        bool,
+        option("compare processor time, not the clock: for a busy machine, best with --threads 1", "--processor-time"),
+    ] = False,
     to: Annotated[Path | None, option("folder for step.json and step.png", "--out")] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -278,7 +282,9 @@ def bench(
         raise typer.BadParameter("must be 1 or more", param_hint="--rounds")
     from lamina.cli.bench import show_benchmark
 
-    show_benchmark(quick=quick, only=only, rounds=rounds, threads=threads, to=to, as_json=as_json)
+    show_benchmark(
+        quick=quick, only=only, rounds=rounds, threads=threads, processor_time=processor_time, to=to, as_json=as_json
+    )
 
 
 def run_template_text() -> str:
