@@ -18,6 +18,7 @@ from lamina.allocate.ladp import LADP, ladp
 from lamina.allocate.paper import paper_ladp, paper_lsab
 from lamina.allocate.problem import Allocate, Allocation, AllocationProblem, Allocator, named
 from lamina.errors import AccountingError, PlanError
+from lamina.plan.correlation import block_rate, participations
 from lamina.plan.layer_stack import LayerStack
 from lamina.plan.policy import Policy
 from lamina.plan.profile_reach import Reach
@@ -90,6 +91,10 @@ def calibrate_classes(
             problem = "noise is per_sample_raw, but the allocation needs credit for sampling"
             raise PlanError("allocate.raw-noise", problem, "use injection per_step or another allocation")
         rates, steps = dict.fromkeys(rates, 1.0), policy.noise.as_injection.events(0, steps)
+    if (bands := policy.noise.bands or 1) > 1:
+        private = {name: not policy.classes[name].public for name in rates}
+        rates = {name: block_rate(q, bands, name) if private[name] else q for name, q in rates.items()}
+        steps = participations(steps, bands)
     besides = {name: tuple(Event(sigma=sigma, q=q, steps=calls) for sigma, calls in side) for name, q in rates.items()}
     if epsilon is None and said and getattr(chooser, "follows_budget", False):
         problem = f"{said[0]}, but this allocation sets its noise while training"
@@ -428,6 +433,7 @@ def explained_plan(
         rules=rules,
         injection=policy.noise.as_injection,
         noise_kind=kind,
+        bands=policy.noise.bands or 1,
         slices=slices,
         claimed=chosen.claimed,
         blocks=len(stack.blocks),
@@ -484,6 +490,7 @@ def _choose_noise_kind(
     against = {
         f"accountant {accountant} does not price noise on integers ({INTEGER_RDP} does)": accountant != INTEGER_RDP,
         "noise on integers enters once per step": policy.noise.injection != "per_step",
+        "noise on integers is not correlated over steps": policy.noise.correlation != "none",
         "the allocation moves C or S while it runs": bool(chosen.rules),
         "the allocation reproduces a paper": bool(chosen.claimed),
         "a public class is not clipped, so it does not fit a grid": any(policy.classes[n].public for n in names),

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
-from scipy.stats import chi2
+from scipy.stats import chi2, norm
 from torch import Tensor
 
 from lamina.account.accountants import find_accountant
@@ -19,6 +19,7 @@ from lamina.audit.paired_step import PairedStep, Without, coupling_to_others, pa
 from lamina.audit.target import COUNTS_KEY, AuditTarget, Region, plan_regions
 from lamina.engine.batch import Batch, take_rows
 from lamina.errors import EngineError
+from lamina.plan.correlation import band_coefficients, participations
 from lamina.plan.rules import FollowQuantile, NoiseKind, effective_sigma
 from lamina.plan.step_plan import StepPlan
 
@@ -70,8 +71,8 @@ def epsilon_of_sensitivity(plan: StepPlan, k: str | int, sensitivity: float) -> 
     if not math.isfinite(sensitivity):
         return math.inf
     amplified = find_accountant(plan.accountant).amplified and not plan.injection.raw
-    q = plan.classes[row].sampling_rate if amplified else 1.0
-    steps = plan.injection.events(0, plan.steps) if plan.injection.raw else plan.steps
+    q = plan.step_rate(row) if amplified else 1.0
+    steps = plan.injection.events(0, plan.steps) if plan.injection.raw else participations(plan.steps, plan.bands)
     event = Event(sigma=1.0 / sensitivity, q=q, steps=steps)
     return find_accountant("pld" if amplified else "gaussian").epsilon((event,), plan.delta(row))
 
@@ -149,6 +150,7 @@ def noise_levels(
     for part, total, n in zip(parts, squares, counts, strict=False):
         sources = len(part.classes.intersection(private)) if private else 1
         ratio = plan.noise_kind.std_ratio  # of its standard deviation to S, as which everything here is stated
+        ratio /= band_coefficients(plan.bands)[0]  # a first step has nothing before it
         worth = 0.4 if plan.noise_kind is NoiseKind.LAPLACE else 1.0  # the squares of 5 such draws vary as those of 2
         total, n = worth * total / ratio**2, round(worth * n)
         made.append(_noise_level(part, plan.noise[part.layer], total, n, alpha, sources))
@@ -200,6 +202,7 @@ def audit_step(
       noise        ε with the noise that was seen (its upper confidence limit), against the claimed ε
       untouched    layers, and places of layers, that no class reaches got no gradient and no noise
       independence how far the others' parts move when the canary appears: must be 0 up to rounding
+      correlation  of noise that is correlated over steps: C times the noise of many steps must be independent, of S
     """
     if len(batch) < 2:
         problem = f"the audit got {len(batch)} contributions"
@@ -213,6 +216,8 @@ def audit_step(
     for k, entry in enumerate(subject.plan.classes):
         if not entry.public:
             checks.append(_noise_check(subject.plan, k, levels))
+    if subject.plan.bands > 1:
+        checks.append(_correlation_check(subject, batch, seed + 2))
     return (*checks, _untouched_check(subject, batch), *_independence_checks(subject, batch, unit, fixed))
 
 
@@ -276,6 +281,26 @@ def _routing_check(subject: AuditTarget, k: int, found: PairedSteps) -> Check:
     )
     detail = f"layer '{layer}' is outside the band, or a part of it outside the slices" if layer else ""
     return _make_check(f"routing/{subject.plan.classes[k].name}", worst, 0.0, worst == 0, "noise std", detail)
+
+
+def _correlation_check(subject: AuditTarget, batch: Batch, seed: int, risk: float = 1e-9) -> Check:
+    """Empty steps are noise W alone; C·W must have the S of every layer, and no correlation between steps."""
+    plan = subject.plan
+    std = {name: s for layer, s in zip(plan.layers, plan.noise, strict=True) for name in layer.parameters if s > 0}
+    steps = max(3 * plan.bands, -(-4096 // sum(layer.size for layer in plan.layers)))
+    seen = subject.releases([_batch_without_signal(batch, []) for _ in range(steps)], seed=seed)
+    rows = torch.stack([torch.cat([each[name].flatten() / std[name] for name in std if name in each]) for each in seen])
+    rows = rows[:, (rows != 0).any(0)]  # without places that no class reaches
+    fresh = sum(c * torch.cat([rows.new_zeros(j, rows.shape[1]), rows[: steps - j]])
+                for j, c in enumerate(band_coefficients(plan.bands)))  # fmt: skip
+    assert isinstance(fresh, Tensor)
+    square = float(fresh.square().sum())
+    low, high = (square / chi2.isf(risk, fresh.numel()), square / chi2.ppf(risk, fresh.numel()))
+    limit = -norm.ppf(risk / (2 * plan.bands))
+    lags = [float((fresh[j:] * fresh[: steps - j]).sum()) / math.sqrt(fresh[j:].numel()) for j in range(1, plan.bands)]
+    worst = max(map(abs, lags))
+    detail = f"C·W has {square / fresh.numel():.4g} times the planned variance over {steps} steps"
+    return _make_check("correlation", worst, limit, low <= 1 <= high and worst <= limit, "noise std", detail)
 
 
 def _untouched_check(subject: AuditTarget, batch: Batch) -> Check:

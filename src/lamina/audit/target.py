@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -130,11 +130,18 @@ class AuditTarget:
         clipped, so that a step with little noise shows the same clipped sum, without the rounding.
         Tensors without a gradient are left out. Noised counts that the step released are under `COUNTS_KEY`.
         """
+        return self.releases([batch], seed=seed, noise=noise, clip=clip)[0]
+
+    def releases(
+        self, batches: Sequence[Batch], *, seed: int = 0, noise: float = 1.0, clip: float = 1.0
+    ) -> list[dict[str, Tensor]]:
+        """The same for steps that one stepper takes one after the other; the model stays as it is."""
         plan = replace(
             self.plan,
             noise=tuple(s * noise for s in self.plan.noise),
             clip=tuple(tuple(c * clip for c in row) for row in self.plan.clip),
             rules=tuple(_rules_within_a_step(self.plan.rules, noise)),
+            steps=max(self.plan.steps, len(batches)),
             # A step is taken here, not priced.
             accountant=INTEGER_RDP if self.plan.noise_kind.integer_orders else "rdp",
         )
@@ -142,16 +149,21 @@ class AuditTarget:
         with _state_restored(self.model):
             stepper = self._stepper(plan, source)
             try:
-                for part in batch.split(self.parts):
-                    with torch.enable_grad():
-                        losses = self.losses_of(part.x, part.y) if part.examples else None
-                    stepper.backward(losses, part)
+                return [self._step(stepper, batch, plan.batch) for batch in batches]
             finally:
                 stepper.detach()
-            grads = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
-            seen = {name: grad.detach().double() * plan.batch for name, grad in grads.items()}
-            counts = getattr(getattr(stepper, "adaptation", None), "counts", None)
-            return seen if counts is None else {**seen, COUNTS_KEY: torch.tensor(counts, dtype=torch.float64)}
+
+    def _step(self, stepper: Stepper, batch: Batch, divisor: float) -> dict[str, Tensor]:
+        for p in self.model.parameters():
+            p.grad = None
+        for part in batch.split(self.parts):
+            with torch.enable_grad():
+                losses = self.losses_of(part.x, part.y) if part.examples else None
+            stepper.backward(losses, part)
+        grads = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
+        seen = {name: grad.detach().double() * divisor for name, grad in grads.items()}
+        counts = getattr(getattr(stepper, "adaptation", None), "counts", None)
+        return seen if counts is None else {**seen, COUNTS_KEY: torch.tensor(counts, dtype=torch.float64)}
 
     def _stepper(self, plan: StepPlan, source: NoiseSource) -> Stepper:
         if self.make is not None:

@@ -29,7 +29,7 @@ from lamina.errors import AccountingError, PlanError
 from lamina.plan.policy import Policy
 from lamina.plan.rules import RULE_KINDS, Choose, FollowBudget, FollowEnergy, FollowProxy, FollowQuantile, Rule
 from lamina.plan.step_plan import Clipping, StepPlan
-from lamina.plan.table import at_least, at_most, epsilon_text, finite_or_none, reach_text
+from lamina.plan.table import at_least, at_most, correlation_text, epsilon_text, finite_or_none, reach_text
 
 if TYPE_CHECKING:
     from lamina.sensitivity.measure import Measure
@@ -58,6 +58,8 @@ def plan_reasons(
             reasons.append(f"Class {entry.name} reaches {count} of {len(plan.layers)} layers: {reach_text(plan, k)}.")
     if measure is not None and any(math.isfinite(plan.sigma(k)) for k in range(len(plan.classes))):
         reasons.append(_kept_norm_sentence(plan, measure, sizes))
+    if plan.bands > 1:
+        reasons.append(f"{correlation_text(plan)}.")
     reasons += rules_in_words(plan) or ("C and S are the same in every step.",)
     return (*reasons, *claim_warnings(plan))
 
@@ -97,9 +99,9 @@ def _cost_sentence(plan: StepPlan, k: int) -> str:
             f"{plan.accountant}, ρ = {at_most(plan.rho(k))}."
         )
     amplified = plan.accountant not in ("zcdp", "gaussian")
-    sampled = (
-        f"each {entry.unit} sampled with rate {at_most(entry.sampling_rate)}" if amplified else "sampling not credited"
-    )
+    rate = at_most(plan.step_rate(k))
+    rate = f"{rate} in every {plan.bands}th of them" if plan.bands > 1 else rate
+    sampled = f"each {entry.unit} sampled with rate {rate}" if amplified else "sampling not credited"
     return (
         f"Class {entry.name}: sigma {at_least(sigma)} over {plan.steps:,} steps, {sampled}, is ε = "
         f"{epsilon_text(plan.epsilon(k))} at δ = {entry.delta:g} by {plan.accountant}. Without secret sampling the same "

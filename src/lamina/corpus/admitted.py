@@ -132,6 +132,9 @@ class AdmittedCorpus(Corpus):
     def stable_ids(self, ids: Sequence[str]) -> list[str]:
         return [self.digests[row] for row in self._index.find(ids).tolist()]
 
+    def _all_stable_ids(self) -> Iterable[str]:
+        return self.digests
+
     def ids_of(self, *stable_ids: str) -> list[str]:
         return [self.ids[row] for row in self.digests.find(stable_ids).values()]
 

@@ -16,6 +16,7 @@ from lamina.engine.batch import Batch, Draw
 from lamina.engine.distributed import ALONE, Ranks
 from lamina.engine.random_stream import CELL_ELEMENTS, KeyStream, StreamPurpose, Words, step_key
 from lamina.errors import CorpusError
+from lamina.plan.correlation import participations
 from lamina.plan.step_plan import StepPlan
 from lamina.validate import whole
 
@@ -144,6 +145,9 @@ class Sampler:
     `factors` are those of exhausted signed bounds (`AttemptOpened`): who signed one takes part with clip norms times it,
     and not at all at 0. Rates, noise and divisor are the plan's for everybody.
 
+    A plan with correlated noise (`bands` > 1) has contributions take turns: step t draws from block t mod bands alone
+    (`Corpus.blocks`), at `plan.step_rate`, so two steps that one contribution takes part in are multiples of `bands` apart.
+
     `corpus.examples_per_unit` limits the examples of a contribution per step; `choose_examples` draws them.
 
     With `ranks`, every process draws the same sample and takes its own part of it: the coins, the examples that a
@@ -160,7 +164,11 @@ class Sampler:
         step_key(seed, step=0, rank=rank, purpose=StreamPurpose.COINS)  # refuses a bad seed or rank now
         self._seed, self._rank, self._plan = seed, rank, plan
         self._source, self._layout, self._most = corpus.source, corpus.layout, corpus.examples_per_unit
-        self._members = corpus.members_of(plan, factors)
+        members = corpus.members_of(plan, factors)
+        self._blocks = [members]  # of a step, in turn: the members of every class who may take part in it
+        if plan.bands > 1:
+            turn = corpus.blocks(plan.bands)
+            self._blocks = [_of_block(plan, members, turn, block) for block in range(plan.bands)]
         self._limits = corpus.limits_of(plan, max_occurrences, factors)
         self._caps = _caps_by_class_index(occurrence_caps(plan, max_occurrences), plan)
         self._counts = _check_counts(counts, len(corpus.layout), capped=self._caps is not None)
@@ -204,7 +212,8 @@ class Sampler:
         cls = np.repeat(np.arange(len(sampled)), [len(part) for part in sampled])[mine]
         unit = np.repeat(np.arange(len(units)), sizes)
         scale, ceiling = self._limits(units)
-        draw = Draw(seeded=self._seeded, ranks=self._ranks.size)
+        block = (step % self._plan.bands, self._plan.bands)
+        draw = Draw(seeded=self._seeded, ranks=self._ranks.size, block=block)
         owner, kind = torch.from_numpy(unit), torch.from_numpy(cls)
         return Batch(x, y, unit=owner, cls=kind, scale=scale, ceiling=ceiling, draw=draw)
 
@@ -212,8 +221,8 @@ class Sampler:
         """The sampled contributions of each class."""
         stream = KeyStream(step_key(self._seed, step=step, rank=self._rank, purpose=purpose))
         sampled = []
-        for k, (entry, members) in enumerate(zip(self._plan.classes, self._members, strict=True)):
-            drawn = members[poisson_sample(stream, k, len(members), entry.sampling_rate)]
+        for k, members in enumerate(self._blocks[step % self._plan.bands]):
+            drawn = members[poisson_sample(stream, k, len(members), self._plan.step_rate(k))]
             cap = self._caps.get(k) if self._caps is not None else None
             if cap is not None and self._counts is not None:
                 drawn = drawn[self._counts[drawn] < cap]
@@ -234,8 +243,18 @@ class Sampler:
         return f"Sampler({names})"
 
 
+def _of_block(plan: StepPlan, members: tuple[Rows, ...], turn: Rows, block: int) -> tuple[Rows, ...]:
+    """The members of a block; those of public classes are in all of them."""
+    pairs = zip(plan.classes, members, strict=True)
+    return tuple(rows if entry.public else rows[turn[rows] == block] for entry, rows in pairs)
+
+
 def occurrence_caps(plan: StepPlan, given: Mapping[str, int] | None) -> Mapping[str, int] | None:
     """How often a contribution of a class may be used: as given, and never more than the plan accounts for."""
+    if given and plan.bands > 1:
+        problem = f"max_occurrences is {dict(given)!r}, and the plan correlates its noise over {plan.bands} steps"
+        remedy = f"leave it out: blocks that take turns are used {participations(plan.steps, plan.bands)} times at most"
+        raise CorpusError("corpus.max-occurrences-correlated", problem, remedy)
     most, private = plan.injection.occurrences, [entry.name for entry in plan.classes if not entry.public]
     if most is None or not isinstance(given, Mapping | None):
         return given

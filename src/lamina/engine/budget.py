@@ -49,6 +49,7 @@ class Budget:
         """`step` steps were taken, and every choice that fell on them was made. Nothing is charged."""
         choose = self.plan.rule(Choose)
         self.taken, self._choices = step, 0 if choose is None else choose.calls(0, step)
+        self._begun = step
 
     def _charge_earlier_steps(self, factor: float) -> None:
         """Steps of an earlier engine whose sigma is not known here: charged as if each had been the dearest."""
@@ -76,6 +77,7 @@ class Budget:
         self._refuse_if_finished()
         due = [(k, f, factor * self.plan.sigma(k), self._rate(k)) for k, f in self._asked()]
         free = self.plan.injection.raw and not self.plan.injection.events(self.taken, self.taken + 1)
+        free = free or (self.taken - self._begun) % self.plan.bands != 0  # one turn of all blocks is one event
         self._take([] if free else due, f"step {self.taken + 1}")
         self.taken += 1
         return self.taken - 1
@@ -106,7 +108,7 @@ class Budget:
 
     def _rate(self, k: int) -> float:
         """At which a step is priced: raw noise credits nothing to sampling."""
-        return 1.0 if self.plan.injection.raw else self.plan.classes[k].sampling_rate
+        return 1.0 if self.plan.injection.raw else self.plan.step_rate(k)
 
     def _choice(self, k: int) -> tuple[float, float]:
         choose = self.plan.rule(Choose)

@@ -194,6 +194,7 @@ def refuse_unsharded(plan: StepPlan, ranks: Ranks) -> None:
         "clips element by element": plan.clipping is Clipping.ELEMENTWISE,
         "makes choices on draws of their own": plan.rule(Choose) is not None,
         "follows a proxy": plan.rule(FollowProxy) is not None,
+        "correlates its noise over steps, which only rank 0 could keep": plan.bands > 1,
         f"injects its noise in {plan.injection.parts} parts": plan.injection.form is not InjectionForm.STEP
         and not bins,
     }

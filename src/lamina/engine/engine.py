@@ -20,6 +20,7 @@ from lamina.engine.attach import Attachment, refuse_scripted
 from lamina.engine.batch import Batch, Draw
 from lamina.engine.budget import Budget
 from lamina.engine.clipping import BoxCollector, ClipBounds, Collector, NormCollector
+from lamina.engine.correlated_noise import NoiseWindow
 from lamina.engine.distributed import Ranks, refuse_unsharded, weights_digest
 from lamina.engine.layers.layer_rule import Target
 from lamina.engine.noise import NoiseSource, SecureNoise
@@ -39,6 +40,7 @@ from lamina.engine.safety_checks import (
 from lamina.engine.slices import NO_MASKS, PlanSlices, RestoreUnreached, TensorMasks, trained_tensors
 from lamina.engine.step import (
     ClippedSums,
+    CorrelatedStep,
     IntegerStep,
     OpenStep,
     check_is_batch,
@@ -133,6 +135,7 @@ class Engine:
         self.detached = False
         self.probed = self._unprobed_said = False
         self._probe: Probe | None = None
+        self.window = NoiseWindow(plan, list(self._tensors)) if plan.bands > 1 else None
         self._open: OpenStep | None = None
         self._choice: OpenChoice | None = None
         targets = {name: Target(name, i) if name in self._tensors else None for name, i in self._layer_of.items()}
@@ -256,6 +259,9 @@ class Engine:
         if self.adaptation is not None:
             self.adaptation.apply_proposed_factor()
             factor = self.adaptation.factor
+        if self.window is not None:
+            number = self.budget.charge(factor)
+            return CorrelatedStep(self.plan, self.noise, self._tensors, self._layer_of, number, self.window)
         made = PaperStep if self._elementwise else OpenStep
         if self.plan.noise_kind is not NoiseKind.GAUSSIAN:
             made = IntegerStep
@@ -323,6 +329,13 @@ class Engine:
             problem = f"the batch is divided over {batch.draw.ranks} ranks, and {self.ranks.size} take the step"
             remedy = "use corpus.batches(plan), or batch.shard(rank, size) of a batch that is the same on every rank"
             raise EngineError("engine.batch-of-other-ranks", problem, remedy)
+        turn = (self.budget.taken % self.plan.bands, self.plan.bands)
+        if self.window is not None and self.noise.private and batch.first and batch.draw.block != turn:
+            problem = (
+                f"step {self.budget.taken} is due to block {turn[0]} of {turn[1]}, and this batch was not drawn from it"
+            )
+            remedy = "correlated noise holds for contributions that take turns: use corpus.batches(plan) or a Trainer"
+            raise EngineError("engine.batch-of-other-block", problem, remedy)
         if not batch.first or all(entry.sampling_rate == 1 for entry in self.plan.classes):
             return
         if batch.draw in self._charged_draws:
@@ -433,12 +446,13 @@ class Engine:
         """An ε that holds for class k after the steps and choices so far: cheap enough for a progress bar."""
         return self.budget.epsilon(self.plan.index(k))
 
-    def continue_at(self, step: int, noise: NoiseSource, *, factor: float | None = None) -> None:
+    def continue_at(self, step: int, noise: NoiseSource, *, factor: float | None = None, resumed: bool = False) -> None:
         """The next step is number `step` of the plan, with noise from `noise`.
 
         For a run that is cut into segments with a noise stream each: the journal and the ledger say what was charged.
         `factor`: of a plan that follows its budget, how many times the declared sigma the steps from here on have.
-        The caller has asked the filters for it; the engine does not.
+        The caller has asked the filters for it; the engine does not. `resumed`: of a plan with correlated noise, the
+        window holds the noise of the steps before, which nothing else went on from; otherwise it begins anew.
         """
         validate.whole(EngineError, "engine.step-out-of-range", least=0, most=self.plan.steps, step=step)
         if self.adaptation is not None:
@@ -449,6 +463,8 @@ class Engine:
         self._proxy_step = -1
         self.noise = self._own_noise(noise)
         self.budget.set_taken(step)
+        if self.window is not None and not resumed:
+            self.window.clear()
 
     def probe(self, losses_of: Callable[[Any, Any], Tensor], x: Any, y: Any = None) -> None:
         """Refuse a model or loss in which one example's loss or gradient depends on the other examples.

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lamina.engine.batch import Batch
+from lamina.engine.correlated_noise import NoiseWindow
 from lamina.engine.distributed import ALONE, Ranks
 from lamina.engine.integer_noise import Grid, layer_grids, row_taxicab_sq
 from lamina.engine.noise import NoiseSource, add_rounded_many_
@@ -235,6 +236,30 @@ class OpenStep(ClippedSums):
             raise NoiseError("noise.forked-step", problem, "fork between steps, not within one")
 
 
+class CorrelatedStep(OpenStep):
+    """The running sum of a step whose noise follows from that of the steps before (plan/correlation.py)."""
+
+    def __init__(
+        self, plan: StepPlan, noise: NoiseSource, tensors: Mapping[str, Tensor], layer_of: Mapping[str, int], step: int,
+        window: NoiseWindow,
+    ) -> None:  # fmt: skip
+        super().__init__(plan, noise, tensors, layer_of, step)
+        self._gathered = list(self.sums.values())  # hardened, the sums start as 0 and the noise is kept beside them
+        if noise.hardened:
+            self._gathered = [torch.zeros_like(total, dtype=torch.float64) for total in self._gathered]
+            noise.add_many_(self._gathered, self.std, step=step, rounded=False)
+        window.correlate_(self._gathered, self.scale)
+
+    def release(self) -> dict[str, Tensor]:
+        if not self.noise.hardened:
+            return super().release()
+        self._same_process()
+        add_rounded_many_(list(self.sums.values()), self._gathered, self.std)
+        for total in self.sums.values():
+            total.div_(self.plan.batch)
+        return self.sums
+
+
 class IntegerStep(OpenStep):
     """The running sum of a step whose noise is on a grid of integers: int64, in units of each layer's own grid.
 
@@ -354,6 +379,11 @@ def route(
     sums = {name: each.sum(0) for name, each in clipped.items()}
     if noise is None:
         return sums
+    if plan.bands > 1:
+        problem = f"the plan correlates its noise over {plan.bands} steps, and this is one step by itself"
+        raise EngineError(
+            "engine.route-correlated", problem, "use lamina.Engine, which keeps the noise of earlier steps"
+        )
     made = OpenStep if plan.noise_kind is NoiseKind.GAUSSIAN else IntegerStep
     opened = made(plan, noise, sums, layer_of, step)
     opened.add_noise_for(classes)

@@ -75,7 +75,7 @@ def slice_to_dict(part: Slice) -> dict[str, Any]:
 
 def _plan_to_fields(plan: StepPlan) -> dict[str, Any]:
     state = {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)}
-    kind = state.pop("noise_kind")
+    kind, bands = state.pop("noise_kind"), state.pop("bands")
     return {
         "kind": KIND,
         "version": VERSION,
@@ -89,6 +89,7 @@ def _plan_to_fields(plan: StepPlan) -> dict[str, Any]:
         "slices": [slice_to_dict(part) for part in plan.slices],
         "claimed": [_INF if math.isinf(e) else e for e in plan.claimed],
         **({} if kind is NoiseKind.GAUSSIAN else {"noise_kind": kind.value}),
+        **({} if bands == 1 else {"bands": bands}),
     }
 
 
@@ -100,7 +101,11 @@ def _read_plan(data: Any) -> dict[str, Any]:
         remedy = "give a plan that this version of Lamina wrote"
         raise PlanError("plan.version-unknown", f"this is not a {KIND} of version {VERSION}", remedy)
     state = {key: value for key, value in data.items() if key not in ("kind", "version")}
-    state.setdefault("noise_kind", NoiseKind.GAUSSIAN.value)  # left out by every plan of the ordinary noise
+    state = {
+        "noise_kind": NoiseKind.GAUSSIAN.value,
+        "bands": 1,
+        **state,
+    }  # left out by every plan of the ordinary noise
     for name in ("clip", "claimed"):
         state[name] = _inf_from_text(state.get(name))
     state = _read_fields(StepPlan, state, "the plan")

@@ -15,6 +15,7 @@ from lamina.account.accountants import find_accountant
 from lamina.account.gaussian_rdp import epsilon_of_noise_multiplier
 from lamina.account.schedule import rdp_order_of
 from lamina.errors import AccountingError, PlanError
+from lamina.plan.correlation import MAX_BANDS
 from lamina.plan.depth_profile import DepthProfile
 from lamina.plan.rules import MAX_INJECTION_PARTS, Injection, InjectionForm
 from lamina.plan.selection import did_you_mean
@@ -163,6 +164,8 @@ class NoisePolicy(BaseModel):
     bins         of per_microbatch: how many fixed parts
     slots        of per_sample: how many contributions of a batch carry a share
     occurrences  of per_sample_raw: how often one contribution takes part, at most; else it is priced for every step
+    correlation  none: every step has noise of its own; banded: it is correlated over `bands` steps (plan/correlation.py)
+    bands        of banded: over how many steps, and in how many blocks contributions lie
     """
 
     model_config = _STRICT
@@ -171,9 +174,13 @@ class NoisePolicy(BaseModel):
     bins: Annotated[int, Field(ge=1, le=MAX_INJECTION_PARTS)] | None = None
     slots: Annotated[int, Field(ge=1, le=MAX_INJECTION_PARTS)] | None = None
     occurrences: Annotated[int, Field(ge=1)] | None = None
+    correlation: Literal["none", "banded"] = "none"
+    bands: Annotated[int, Field(ge=2, le=MAX_BANDS)] | None = None
 
     @model_validator(mode="after")
     def _fits_its_form(self) -> Self:
+        if (self.bands is None) == (self.correlation == "banded"):
+            raise ValueError("correlation = 'banded' and bands (over how many steps) go together: give both or none")
         form, needs = self.injection, {"per_microbatch": "bins", "per_sample": "slots"}
         if (need := needs.get(form)) is not None and getattr(self, need) is None:
             raise ValueError(f"injection {form!r} needs {need}: how many parts the noise of a step has")

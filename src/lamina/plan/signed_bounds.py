@@ -25,6 +25,7 @@ from lamina import validate
 from lamina.account.accountants import calibrate
 from lamina.account.gaussian_rdp import epsilon_of_noise_multiplier
 from lamina.errors import AccountingError, PlanError
+from lamina.plan.correlation import participations
 from lamina.plan.rules import clip_radius
 from lamina.plan.step_plan import StepPlan
 
@@ -114,6 +115,8 @@ def scale_for_signed_bound(plan: StepPlan, k: str | int, c: float, z: float) -> 
 def occurrence_count(plan: StepPlan, k: str | int, cap: int | None = None) -> OccurrenceCount:
     """N of the variance ceiling: the cap on how often one contribution is used, or else q·T, the average."""
     caps = [n for n in (cap, plan.injection.occurrences) if n is not None]
+    if plan.bands > 1:  # blocks take turns
+        caps.append(participations(plan.steps, plan.bands))
     if plan.injection.raw or caps:  # without a cap, raw noise is priced for every step
         return OccurrenceCount(float(min([plan.steps, *caps])), True)
     return OccurrenceCount(plan.classes[plan.index(k)].sampling_rate * plan.steps, False)

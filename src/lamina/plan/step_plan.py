@@ -18,6 +18,7 @@ from lamina.account.gaussian_rdp import choice_noise_multiplier
 from lamina.account.schedule import INTEGER_RDP, Adjacency, Event, Schedule, check_adjacency, rdp_order_of
 from lamina.errors import PlanError
 from lamina.plan import codec
+from lamina.plan.correlation import MAX_BANDS, block_rate, participations
 from lamina.plan.rules import (
     LEAST_MAGNITUDE,
     MOST_MAGNITUDE,
@@ -149,6 +150,9 @@ class StepPlan:
     which makes it no longer. Discrete Gaussian and Skellam: the claim holds at integer Rényi orders, accountant rdp-integer. Laplace: ‖g_l‖
     is √Σ_t ‖g_t‖₁² over the tensors t of a layer, and the claim holds for every accountant (docs/theory.md).
 
+    `bands` > 1 correlates the noise over steps (plan/correlation.py): contributions lie in so many blocks that take turns, T steps
+    are ⌈T/bands⌉ events at rate bands·q_k, and S is that of the independent noise from which the correlated one is made.
+
     It holds only if C > 0 never meets S = 0 in a private class (refused here), if C, S, q, B, T do not depend
     on private data, and if every layer with S > 0 is noised at every step, whoever was sampled.
     """
@@ -168,6 +172,7 @@ class StepPlan:
     claimed: tuple[float, ...] = ()  # of a printed allocation: the ε that its document claims, by class
     blocks: int = 0
     noise_kind: NoiseKind = NoiseKind.GAUSSIAN
+    bands: int = 1
 
     def __post_init__(self) -> None:
         def put(name: str, value: object) -> None:
@@ -271,11 +276,16 @@ class StepPlan:
         if self.injection.raw:
             events = [Event(sigma=sigma, q=1.0, steps=self.injection.events(first, last))]
         else:
-            events = [Event(sigma=sigma, q=q, steps=last - first)]
+            events = [Event(sigma=sigma, q=self.step_rate(k), steps=participations(last - first, self.bands))]
         if (choose := self.rule(Choose)) is not None:
             calls = choose.calls(first, last)
             events.append(Event(sigma=choice_noise_multiplier(choose.epsilon), q=q, steps=calls))
         return tuple(event for event in events if event.steps)
+
+    def step_rate(self, k: str | int) -> float:
+        """At which a step samples those of class k who may take part in it: q, or of correlated noise its block at bands·q."""
+        entry = self.classes[self.index(k)]
+        return entry.sampling_rate if entry.public else block_rate(entry.sampling_rate, self.bands, entry.name)
 
     @property
     def scales(self) -> bool:
@@ -417,6 +427,7 @@ def _check_plan(plan: StepPlan) -> None:
     _check_rules(plan)
     _check_injection(plan)
     _check_noise_kind(plan)
+    _check_correlation(plan)
     _check_slices(plan)
 
 
@@ -518,6 +529,25 @@ def _check_noise_kind(plan: StepPlan) -> None:
     if public := [entry.name for entry in plan.classes if entry.public]:
         problem = f"class {public[0]!r} is public: what is not clipped does not fit the grid of {kind} noise"
         raise PlanError("plan.noise-kind-public-class", problem, "leave the class out (batch 0), or use gaussian noise")
+
+
+def _check_correlation(plan: StepPlan) -> None:
+    """Correlated noise is proven for Gaussian noise once per step, with C and S the same in every step."""
+    validate.whole(PlanError, "plan.bands-out-of-range", most=MAX_BANDS, bands=plan.bands)
+    if plan.bands == 1:
+        return
+    alone = {
+        f"{plan.noise_kind.value} noise": plan.noise_kind is not NoiseKind.GAUSSIAN,
+        f"injection {plan.injection}": plan.injection != PER_STEP_INJECTION,
+        f"the rule {type(plan.rules[0]).__name__}" if plan.rules else "": bool(plan.rules),
+        f"the allocation {plan.allocation!r}": bool(plan.claimed) or plan.clipping is Clipping.ELEMENTWISE,
+    }
+    if found := [what for what, there in alone.items() if there]:
+        problem = f"noise that is correlated over {plan.bands} steps is not proven with {found[0]}"
+        remedy = "use gaussian noise, injection per_step and an allocation that leaves C and S alone; or no correlation"
+        raise PlanError("plan.correlated-not-proven", problem, remedy)
+    for k in range(len(plan.classes)):
+        plan.step_rate(k)
 
 
 def _check_slices(plan: StepPlan) -> None:

@@ -9,6 +9,7 @@ from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 from typing import TYPE_CHECKING, Any
 
 from lamina.plan.codec import rule_to_dict, slice_to_dict
+from lamina.plan.correlation import correlation_summary, prefix_error_ratio
 from lamina.plan.rules import PER_STEP_INJECTION, NoiseKind
 from lamina.plan.selection import Range, Slice, common_path
 
@@ -62,6 +63,7 @@ def plan_summary(plan: StepPlan) -> dict[str, Any]:
         "rules": [rule_to_dict(rule) for rule in plan.rules],
         "injection": plan.injection.to_dict(),
         "noise_kind": plan.noise_kind.value,
+        "correlation": None if (found := correlation_summary(plan)) is None else {**found, **_gain(plan)},
         "slices": [_slice_summary(part) for part in plan.slices],
         "digest": plan.digest().hex(),
     }
@@ -81,7 +83,7 @@ def plan_table(plan: StepPlan) -> str:
         noise = at_least(plan.noise[i]) if plan.noise[i] else "none"
         layers.append([layer.name, f"{layer.depth:.2f}", f"{layer.size:,}", noise, *clips, f"{100 * share:.1f} %"])
     classes = [["class", "reaches", "population", "rate q", "sigma", "ε", "δ", "unit"]]
-    notes = []
+    notes = [f"note: {correlation_text(plan)}"] if plan.bands > 1 else []
     if plan.injection.raw:
         count = plan.injection.events(0, plan.steps)
         notes.append(
@@ -167,7 +169,23 @@ def _injection_text(plan: StepPlan) -> str:
             else ""
         )
         return f"; {plan.noise_kind.value} noise{std}"
+    if plan.bands > 1:
+        return f"; noise correlated over {plan.bands} steps"
     return "" if plan.injection == PER_STEP_INJECTION else f"; noise {plan.injection}"
+
+
+def correlation_text(plan: StepPlan) -> str:
+    """What correlated noise does to the sums of gradients, and what it asks of the sampling."""
+    ratio = prefix_error_ratio(plan)
+    verdict = "a gain" if ratio < 1 else "a loss: use fewer bands, or none"
+    return (
+        f"Noise is correlated over {plan.bands} steps: sums of gradients have {at_most(ratio)} times the mean squared error of "
+        f"independent noise at the same ε ({verdict}). Contributions lie in {plan.bands} blocks that take turns"
+    )
+
+
+def _gain(plan: StepPlan) -> dict[str, float]:
+    return {"prefix_error_ratio": prefix_error_ratio(plan)}
 
 
 def clip_text(plan: StepPlan, k: int, layer: int) -> str:

@@ -33,6 +33,7 @@ from lamina.ledger.spending import signed_spend
 from lamina.ledger.verify.report import Verification
 from lamina.ledger.verify.tree_checks import Trust
 from lamina.ledger.verify.verifier import verify
+from lamina.plan.correlation import correlation_summary
 from lamina.plan.rules import NoiseKind
 from lamina.plan.step_plan import Clipping, PlannedClass, StepPlan
 from lamina.release.run_evidence import WEIGHTS, RunEvidence, RunFacts, file_digest
@@ -140,6 +141,7 @@ def certify(
         "plan": {
             "sha256": plan.digest().hex(), "allocation": plan.allocation, "clipping": plan.clipping.value,
             "expected_batch": plan.batch, "steps": plan.steps, "noise": f"{plan.noise_kind.value}, {plan.injection.form.value}",
+            **({} if (banded := correlation_summary(plan)) is None else {"correlation": banded}),
         },
         "classes": classes,
         "layers": _layers(evidence),
@@ -323,6 +325,14 @@ def _assumptions(facts: RunFacts, plan: StepPlan, header: Header) -> list[str]:
             ]
             if amplified
             else []
+        ),
+        *(
+            [
+                f"The noise is correlated over {plan.bands} steps. Contributions lie in {plan.bands} blocks, by a digest of their "
+                "identity, and take part in every such number of steps at most once; the stated rate is the average over "
+                "steps. The noise of earlier steps was kept secret until it had no part in later ones."
+            ]
+            * (plan.bands > 1)
         ),
         "Noise and sampling coins come from a cryptographically secure generator and are not kept.",
         *(

@@ -555,7 +555,7 @@ def charges_due(
 def _steps_within_events(run: Run, plan: StepPlan, first: int, events: int, name: str) -> int:
     """How many steps from `first` on take at most so many events of a class or bound."""
     if plan.injection.occurrences is None:
-        return events
+        return events * plan.bands
 
     def too_many(steps: int) -> bool:
         return events_due(run, plan, first, first + steps, name) > events

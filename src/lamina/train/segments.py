@@ -42,6 +42,7 @@ from lamina.engine import native
 from lamina.engine.noise import noise_version
 from lamina.errors import BudgetExceeded, RunError
 from lamina.ledger.records import MAX_NOISE_VALUES
+from lamina.plan.correlation import aligned_length
 from lamina.plan.rules import FollowBudget, FollowQuantile
 from lamina.plan.step_plan import StepPlan
 from lamina.spend.accounts import (
@@ -153,7 +154,8 @@ class Segments:
             raise BudgetExceeded("train.everybody-exhausted", problem, "admit contributions that signed another bound")
 
     def _end_of_segment(self, first: int) -> int:
-        return min(self.end, first + min(self.length, most_steps(self.plan)))
+        length = aligned_length(min(self.length, most_steps(self.plan)), self.plan.bands)
+        return min(self.end, first + length)
 
     def _resume(self) -> None:
         run, state = self.run, self.state

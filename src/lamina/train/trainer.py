@@ -180,7 +180,7 @@ class Trainer:
         )
         self._engine = engine if engine is not None else Engine(model, plan, proxy=proxy)
         self._notes += [self._engine.claim] if self._engine.claim else []
-        self.state.adaptation = self._engine.adaptation
+        self.state.adaptation, self.state.window = self._engine.adaptation, self._engine.window
         self._renewal = AdmissionRenewal(corpus, plan, self.folder / "admitted")
         self.state.names = self._renewal.names
         if self._engine.model is not model or self._engine.plan.digest() != plan.digest():
@@ -325,7 +325,7 @@ class Trainer:
     def _attach(self) -> None:
         if self._engine.detached:
             self._engine = Engine(self.model, self.plan, **self._engine.options)
-            self.state.adaptation = self._engine.adaptation
+            self.state.adaptation, self.state.window = self._engine.adaptation, self._engine.window
 
     def _rehearse(self) -> None:
         self.corpus.source.fetch(np.arange(min(len(self.corpus.source), _EXAMPLES_READ)))  # unreadable: refused here
@@ -388,7 +388,8 @@ class Trainer:
         noise: NoiseSource = SecureNoise.of_journal(opened.seed, hardened=self.hardened)
         if self.seed is not None:
             noise = SeededNoise.of_segment(opened.seed, hardened=self.hardened)
-        self._engine.continue_at(opened.first, noise, factor=self.state.factor)
+        resumed = opened.first > 0 and opened.generation == 0  # nothing else went on from the noise of the checkpoint
+        self._engine.continue_at(opened.first, noise, factor=self.state.factor, resumed=resumed)
         self.model.train()
         self._noise_applied = []
         with hide_warning_texts(self.progress.note, inside=self.inside):

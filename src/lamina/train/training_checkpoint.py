@@ -33,6 +33,7 @@ from lamina.validate import number
 
 if TYPE_CHECKING:
     from lamina.engine.adaptive import Adaptation
+    from lamina.engine.correlated_noise import NoiseWindow
 
 # **State.** Nested state, such as `optimizer.state_dict()`, becomes flat tensors and a tree that CBOR can carry, bit for
 # bit. In the tree a scalar stands for itself, and everything else is a list that begins with its kind:
@@ -459,6 +460,7 @@ class TrainingState:
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     adaptation: Adaptation | None = None
+    window: NoiseWindow | None = None  # of correlated noise: what the noise of the next steps follows from. Secret
     names: PackedTexts | None = None  # whose occurrences are counted, where rows may be others after a resume
     given: list[dict[str, Any]] = field(init=False)  # the optimiser's settings as the caller gave them
     given_schedule: Any = field(init=False)
@@ -504,6 +506,9 @@ class TrainingState:
         if self.adaptation is not None:
             declared = self.adaptation.declared.digest()
             plain["adaptation"] = {"plan": declared, "state": self.adaptation.to_state()}
+        if self.window is not None:
+            noise, plain["window"] = self.window.to_state()
+            tensors |= noise
         if self.scheduler is not None:
             scheduler, plain["scheduler"] = flatten("scheduler", self.scheduler.state_dict())
             tensors |= scheduler
@@ -543,6 +548,8 @@ class TrainingState:
                 self.adaptation.load_state(plain["adaptation"]["state"])
             else:
                 self.notes.append("the plan changed: what its rules had learned is forgotten")
+        if self.window is not None and not self.window.load(tensors, plain.get("window")):
+            self.notes.append("the plan changed: its noise is not correlated with that of the steps before")
         self.segments, self.step = plain["segments"], plain["step"]
         self.evaluations = list(plain["evaluations"])
         self.notes[:] = [*plain["notes"], *(note for note in self.notes if note not in plain["notes"])]
