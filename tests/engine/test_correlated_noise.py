@@ -148,24 +148,24 @@ def corpus(n: int = 60) -> Corpus:
 
 
 def sure_plan(bands: int = BANDS) -> StepPlan:
-    """Everybody of a block takes part in its turn."""
+    """Everybody takes part when it is their turn."""
     plan = plan_for(net())
     entry = replace(plan.classes[0], population=60, sampling_rate=1 / bands)
     return replace(plan, classes=(entry,), bands=bands, steps=9)
 
 
-def test_contributions_take_turns_and_a_block_is_nobody_elses_doing() -> None:
+def test_contributions_take_turns_and_a_turn_is_nobody_elses_doing() -> None:
     whole, plan = corpus(), sure_plan()
     sampler = Sampler(whole, plan, seed=bytes(range(32)))
-    blocks = whole.blocks(BANDS)
+    turns = whole.turns(BANDS)
     for step in range(plan.steps):
         batch = sampler.draw(step)
-        expected = torch.from_numpy(whole.source.fetch((blocks == step % BANDS).nonzero()[0])[0].numpy())
-        assert torch.equal(batch.x, expected) and batch.draw.block == (step % BANDS, BANDS)
-    assert set(blocks.tolist()) == {0, 1, 2}
+        expected = torch.from_numpy(whole.source.fetch((turns == step % BANDS).nonzero()[0])[0].numpy())
+        assert torch.equal(batch.x, expected) and batch.draw.turn == (step % BANDS, BANDS)
+    assert set(turns.tolist()) == {0, 1, 2}
     names = [f"p{i}" for i in range(60) if i != 17]
     rest = Corpus(torch.zeros(59, 4).numpy(), ids=names, cls="plain", unit="each")
-    assert rest.blocks(BANDS).tolist() == [int(b) for i, b in enumerate(blocks) if i != 17]
+    assert rest.turns(BANDS).tolist() == [int(t) for i, t in enumerate(turns) if i != 17]
 
 
 def test_public_contributions_take_part_in_every_step_as_before() -> None:
@@ -178,15 +178,15 @@ def test_public_contributions_take_part_in_every_step_as_before() -> None:
     assert int((batch.cls == 1).sum()) == 30 and 0 < int((batch.cls == 0).sum()) < 30
 
 
-def test_secret_noise_takes_only_batches_of_the_block_that_is_due() -> None:
+def test_secret_noise_takes_only_batches_of_the_turn_that_is_due() -> None:
     plan, model = sure_plan(), net()
     with Engine(model, plan, noise=SecureNoise()) as engine:
         engine.decline_probe()
         made_by_hand = replace(data(), cls=torch.zeros(6, dtype=torch.long))
-        with raises_code("engine.batch-of-other-block"):
+        with raises_code("engine.batch-of-other-turn"):
             engine.backward(loss_of(model(made_by_hand.x), made_by_hand.y), made_by_hand)
         batches = list(corpus().batches(plan, probe=False))
-        with raises_code("engine.batch-of-other-block"):
+        with raises_code("engine.batch-of-other-turn"):
             engine.backward(loss_of(model(batches[1].x), batches[1].y), batches[1])
         engine.backward(loss_of(model(batches[0].x), batches[0].y), batches[0])
         assert engine.budget.taken == 1
@@ -197,7 +197,7 @@ def test_caps_on_occurrences_are_refused() -> None:
         Sampler(corpus(), sure_plan(), seed=bytes(range(32)), max_occurrences={"plain": 2})
 
 
-def test_a_filter_is_charged_once_for_a_turn_of_all_blocks(nobody: Batch) -> None:
+def test_a_filter_is_charged_once_for_a_turn_of_everybody(nobody: Batch) -> None:
     plan = replace(plan_for(net()), bands=BANDS, steps=9)
     budget = GaussianFilter.for_schedule(plan.schedule(0))
     with Engine(net(), plan, noise=SeededNoise(0), filters={"plain": budget}) as engine:

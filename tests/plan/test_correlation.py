@@ -64,10 +64,10 @@ def test_columns_have_norm_one_and_never_more(bands: int) -> None:
 
 @pytest.mark.parametrize(("steps", "bands"), [(5, 2), (7, 3), (8, 4), (6, 6), (9, 2)])
 def test_no_pattern_of_taking_turns_moves_more_than_the_counted_events(steps: int, bands: int) -> None:
-    """By enumeration of every pattern that cyclic blocks allow; the worst is all turns of the first block."""
+    """By enumeration of every pattern that taking turns allows; the worst is every turn of the first."""
     matrix, worst = strategy(steps, bands), 0.0
-    for block in range(bands):
-        turns = range(block, steps, bands)
+    for turn in range(bands):
+        turns = range(turn, steps, bands)
         for count in range(len(turns) + 1):
             for taken in itertools.combinations(turns, count):
                 for signs in itertools.product((1.0, -1.0), repeat=count):
@@ -79,7 +79,7 @@ def test_no_pattern_of_taking_turns_moves_more_than_the_counted_events(steps: in
 
 
 def test_steps_on_end_would_move_more() -> None:
-    """Why blocks take turns: a contribution in every step moves the rows of several columns at once."""
+    """Why contributions take turns: a contribution in every step moves the rows of several columns at once."""
     everybody = strategy(4, 2).sum(1)
     assert float(everybody @ everybody) > 4 * 1.3
 
@@ -106,12 +106,12 @@ def brute_force_delta(steps: int, bands: int, q: float, sigma: float, epsilon: f
 @pytest.mark.parametrize(("steps", "bands"), [(3, 2), (2, 2), (3, 3)])
 @pytest.mark.parametrize(("q", "sigma"), [(0.4, 1.0), (1.0, 1.5)])
 def test_the_price_is_never_below_the_divergence_itself(steps: int, bands: int, q: float, sigma: float) -> None:
-    """Every block, both directions. The first block has the whole of its columns, and reaches the price."""
+    """Every turn, both directions. The first has the whole of its columns, and reaches the price."""
     event, found = Event(sigma=sigma, q=q, steps=participations(steps, bands)), []
     for epsilon in (0.1, 0.5, 1.0):
         claimed = find_accountant("pld").delta((event,), epsilon)
-        for block in range(bands):
-            true = brute_force_delta(steps, bands, q, sigma, epsilon, list(range(block, steps, bands)))
+        for turn in range(bands):
+            true = brute_force_delta(steps, bands, q, sigma, epsilon, list(range(turn, steps, bands)))
             assert true <= claimed * (1 + 1e-3)
             found.append(true / claimed)
     assert max(found) > (0.98 if steps % bands == 0 else 0.5)
@@ -123,7 +123,7 @@ def test_without_turns_the_price_would_be_too_low() -> None:
     assert brute_force_delta(3, 3, 0.4, 1.0, 1.0, [0, 1, 2]) > 1.2 * claimed
 
 
-def test_a_schedule_is_that_of_subsampled_steps_by_block() -> None:
+def test_a_schedule_is_that_of_subsampled_steps_by_turn() -> None:
     """As dp-accounting prices ⌈T/b⌉ Poisson-sampled Gaussian events at rate b·q."""
     plan = plan_of(bands=4, steps=50)
     (event,) = plan.schedule(0)
@@ -143,7 +143,7 @@ def test_stretches_of_whole_turns_add_up_to_the_plan() -> None:
     assert plan.schedule_between(1, 3, 5)[0].steps == 1  # never less than one contribution may have taken part
 
 
-def test_noise_is_calibrated_to_the_blocks() -> None:
+def test_noise_is_calibrated_to_the_turns() -> None:
     stack = LayerStack.from_model(_net())
     plan = make_plan(stack, Policy.parse(POLICY), batch=100, steps=400)
     assert plan.bands == 8 and plan.epsilon("a") == pytest.approx(1.0, rel=1e-3) and plan.epsilon("a") <= 1.0

@@ -62,7 +62,7 @@ def test_the_ledger_verifies_and_the_certificate_names_the_strategy(tmp_path: Pa
     assert [(c.rate, c.steps) for c in charged] == [(pytest.approx(0.4), 2)] * 3
     assert found["plan"]["correlation"]["coefficients_sha256"] == coefficients_digest(BANDS).hex()
     assert found["plan"]["correlation"]["bands"] == BANDS
-    assert any("blocks" in line for line in found["assumptions"])
+    assert any("take turns" in line for line in found["assumptions"])
     clinical = found["classes"]["clinical"]
     assert clinical["epsilon"] == pytest.approx(4.0, rel=1e-3) and clinical["rho"] == pytest.approx(
         6 / (2 * run.plan.sigma("clinical") ** 2)

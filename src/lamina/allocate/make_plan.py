@@ -18,7 +18,7 @@ from lamina.allocate.ladp import LADP, ladp
 from lamina.allocate.paper import paper_ladp, paper_lsab
 from lamina.allocate.problem import Allocate, Allocation, AllocationProblem, Allocator, named
 from lamina.errors import AccountingError, PlanError
-from lamina.plan.correlation import block_rate, participations
+from lamina.plan.correlation import participations, turn_rate
 from lamina.plan.layer_stack import LayerStack
 from lamina.plan.policy import Policy
 from lamina.plan.profile_reach import Reach
@@ -93,7 +93,7 @@ def calibrate_classes(
         rates, steps = dict.fromkeys(rates, 1.0), policy.noise.as_injection.events(0, steps)
     if (bands := policy.noise.bands or 1) > 1:
         private = {name: not policy.classes[name].public for name in rates}
-        rates = {name: block_rate(q, bands, name) if private[name] else q for name, q in rates.items()}
+        rates = {name: turn_rate(q, bands, name) if private[name] else q for name, q in rates.items()}
         steps = participations(steps, bands)
     besides = {name: tuple(Event(sigma=sigma, q=q, steps=calls) for sigma, calls in side) for name, q in rates.items()}
     if epsilon is None and said and getattr(chooser, "follows_budget", False):

@@ -113,7 +113,7 @@ class Corpus:
             ceiling=ceiling,
         )  # fmt: skip
         self._digests: dict[bytes, bytes] = {}
-        self._blocks: dict[int, NDArray[np.int64]] = {}
+        self._turns: dict[int, NDArray[np.int64]] = {}
         self._admission: Admission | Callable[[], Admission] | None = None
         self.on_exclusion: Callable[[Sequence[str]], None] | None = None  # a run keeps it in its folder
         self.on_withdrawal_request: Callable[[Sequence[str]], None] | None = None  # and in its ledger
@@ -215,13 +215,13 @@ class Corpus:
         nobody = np.empty(0, dtype=np.int64)
         return tuple(self.members(entry.name) if entry.name in self.names else nobody for entry in plan.classes)
 
-    def blocks(self, bands: int) -> NDArray[np.int64]:
-        """The block of every contribution, by row: SHA-256 of its stable id modulo `bands`. Nobody else has a part in it."""
-        if bands not in self._blocks:
-            digests = (hashlib.sha256(b"lamina/block " + one.encode()).digest() for one in self._all_stable_ids())
+    def turns(self, bands: int) -> NDArray[np.int64]:
+        """The turn of every contribution, by row: SHA-256 of its stable id modulo `bands`. Nobody else has a part in it."""
+        if bands not in self._turns:
+            digests = (hashlib.sha256(b"lamina/turn " + one.encode()).digest() for one in self._all_stable_ids())
             turns = (int.from_bytes(digest[:8], "big") % bands for digest in digests)
-            self._blocks[bands] = np.fromiter(turns, dtype=np.int64, count=len(self.layout))
-        return self._blocks[bands]
+            self._turns[bands] = np.fromiter(turns, dtype=np.int64, count=len(self.layout))
+        return self._turns[bands]
 
     def _all_stable_ids(self) -> Iterable[str]:
         return self._index.ids

@@ -145,8 +145,8 @@ class Sampler:
     `factors` are those of exhausted signed bounds (`AttemptOpened`): who signed one takes part with clip norms times it,
     and not at all at 0. Rates, noise and divisor are the plan's for everybody.
 
-    A plan with correlated noise (`bands` > 1) has contributions take turns: step t draws from block t mod bands alone
-    (`Corpus.blocks`), at `plan.step_rate`, so two steps that one contribution takes part in are multiples of `bands` apart.
+    A plan with correlated noise (`bands` > 1) has contributions take turns: step t draws from those whose turn is t mod bands
+    (`Corpus.turns`), at `plan.step_rate`, so two steps that one contribution takes part in are multiples of `bands` apart.
 
     `corpus.examples_per_unit` limits the examples of a contribution per step; `choose_examples` draws them.
 
@@ -165,10 +165,10 @@ class Sampler:
         self._seed, self._rank, self._plan = seed, rank, plan
         self._source, self._layout, self._most = corpus.source, corpus.layout, corpus.examples_per_unit
         members = corpus.members_of(plan, factors)
-        self._blocks = [members]  # of a step, in turn: the members of every class who may take part in it
+        self._members = [members]  # by turn: the members of every class who may take part in such a step
         if plan.bands > 1:
-            turn = corpus.blocks(plan.bands)
-            self._blocks = [_of_block(plan, members, turn, block) for block in range(plan.bands)]
+            turns = corpus.turns(plan.bands)
+            self._members = [_members_of_turn(plan, members, turns == turn) for turn in range(plan.bands)]
         self._limits = corpus.limits_of(plan, max_occurrences, factors)
         self._caps = _caps_by_class_index(occurrence_caps(plan, max_occurrences), plan)
         self._counts = _check_counts(counts, len(corpus.layout), capped=self._caps is not None)
@@ -212,8 +212,8 @@ class Sampler:
         cls = np.repeat(np.arange(len(sampled)), [len(part) for part in sampled])[mine]
         unit = np.repeat(np.arange(len(units)), sizes)
         scale, ceiling = self._limits(units)
-        block = (step % self._plan.bands, self._plan.bands)
-        draw = Draw(seeded=self._seeded, ranks=self._ranks.size, block=block)
+        turn = (step % self._plan.bands, self._plan.bands)
+        draw = Draw(seeded=self._seeded, ranks=self._ranks.size, turn=turn)
         owner, kind = torch.from_numpy(unit), torch.from_numpy(cls)
         return Batch(x, y, unit=owner, cls=kind, scale=scale, ceiling=ceiling, draw=draw)
 
@@ -221,7 +221,7 @@ class Sampler:
         """The sampled contributions of each class."""
         stream = KeyStream(step_key(self._seed, step=step, rank=self._rank, purpose=purpose))
         sampled = []
-        for k, members in enumerate(self._blocks[step % self._plan.bands]):
+        for k, members in enumerate(self._members[step % self._plan.bands]):
             drawn = members[poisson_sample(stream, k, len(members), self._plan.step_rate(k))]
             cap = self._caps.get(k) if self._caps is not None else None
             if cap is not None and self._counts is not None:
@@ -243,17 +243,17 @@ class Sampler:
         return f"Sampler({names})"
 
 
-def _of_block(plan: StepPlan, members: tuple[Rows, ...], turn: Rows, block: int) -> tuple[Rows, ...]:
-    """The members of a block; those of public classes are in all of them."""
+def _members_of_turn(plan: StepPlan, members: tuple[Rows, ...], due: NDArray[np.bool_]) -> tuple[Rows, ...]:
+    """The members whose turn it is; those of public classes take part in every step."""
     pairs = zip(plan.classes, members, strict=True)
-    return tuple(rows if entry.public else rows[turn[rows] == block] for entry, rows in pairs)
+    return tuple(rows if entry.public else rows[due[rows]] for entry, rows in pairs)
 
 
 def occurrence_caps(plan: StepPlan, given: Mapping[str, int] | None) -> Mapping[str, int] | None:
     """How often a contribution of a class may be used: as given, and never more than the plan accounts for."""
     if given and plan.bands > 1:
         problem = f"max_occurrences is {dict(given)!r}, and the plan correlates its noise over {plan.bands} steps"
-        remedy = f"leave it out: blocks that take turns are used {participations(plan.steps, plan.bands)} times at most"
+        remedy = f"leave it out: contributions that take turns are used {participations(plan.steps, plan.bands)} times at most"
         raise CorpusError("corpus.max-occurrences-correlated", problem, remedy)
     most, private = plan.injection.occurrences, [entry.name for entry in plan.classes if not entry.public]
     if most is None or not isinstance(given, Mapping | None):

@@ -23,16 +23,16 @@ class Draw:
     """One draw of a sampler: what is made from a batch (parts, copies with another x) carries the same.
 
     `seeded` is whether the coins came from a number that somebody chose; `ranks` over how many processes it is divided;
-    `block` from which of how many blocks of contributions it was drawn, as correlated noise needs it.
+    `turn` whose turn it was, of how many (correlated noise).
     """
 
-    def __init__(self, *, seeded: bool = False, ranks: int = 1, block: tuple[int, int] = (0, 1)) -> None:
-        self.seeded, self.ranks, self.block = seeded, ranks, block
+    def __init__(self, *, seeded: bool = False, ranks: int = 1, turn: tuple[int, int] = (0, 1)) -> None:
+        self.seeded, self.ranks, self.turn = seeded, ranks, turn
         self._divided: dict[int, Draw] = {}
 
     def divided(self, ranks: int) -> Draw:
         """The same draw, of which this process has the part of one rank."""
-        return self._divided.setdefault(ranks, Draw(seeded=self.seeded, ranks=ranks, block=self.block))
+        return self._divided.setdefault(ranks, Draw(seeded=self.seeded, ranks=ranks, turn=self.turn))
 
 
 @dataclass(frozen=True, eq=False)

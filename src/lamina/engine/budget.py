@@ -77,7 +77,7 @@ class Budget:
         self._refuse_if_finished()
         due = [(k, f, factor * self.plan.sigma(k), self._rate(k)) for k, f in self._asked()]
         free = self.plan.injection.raw and not self.plan.injection.events(self.taken, self.taken + 1)
-        free = free or (self.taken - self._begun) % self.plan.bands != 0  # one turn of all blocks is one event
+        free = free or (self.taken - self._begun) % self.plan.bands != 0  # one turn of everybody is one event
         self._take([] if free else due, f"step {self.taken + 1}")
         self.taken += 1
         return self.taken - 1

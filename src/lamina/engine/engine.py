@@ -330,12 +330,10 @@ class Engine:
             remedy = "use corpus.batches(plan), or batch.shard(rank, size) of a batch that is the same on every rank"
             raise EngineError("engine.batch-of-other-ranks", problem, remedy)
         turn = (self.budget.taken % self.plan.bands, self.plan.bands)
-        if self.window is not None and self.noise.private and batch.first and batch.draw.block != turn:
-            problem = (
-                f"step {self.budget.taken} is due to block {turn[0]} of {turn[1]}, and this batch was not drawn from it"
-            )
+        if self.window is not None and self.noise.private and batch.first and batch.draw.turn != turn:
+            problem = f"step {self.budget.taken} is turn {turn[0]} of {turn[1]}, and this batch was not drawn from those whose turn it is"
             remedy = "correlated noise holds for contributions that take turns: use corpus.batches(plan) or a Trainer"
-            raise EngineError("engine.batch-of-other-block", problem, remedy)
+            raise EngineError("engine.batch-of-other-turn", problem, remedy)
         if not batch.first or all(entry.sampling_rate == 1 for entry in self.plan.classes):
             return
         if batch.draw in self._charged_draws:

@@ -4,7 +4,8 @@ With `bands` = b > 1 the noise of step t is (C⁻¹Z)_t, Z the independent noise
 triangular Toeplitz matrix with the b coefficients of `band_coefficients`: what a step adds is partly taken away again by the
 next ones, so that sums of gradients, which is what weights are, carry less noise.
 
-Contributions lie in b fixed blocks, and step t samples from block t mod b alone, at rate b·q (cyclic Poisson sampling).
+Contributions take turns: each has a fixed one of b, and step t samples from those whose turn is t mod b alone, at rate b·q
+(cyclic Poisson sampling).
 
 Claim. C·(gradients) + Z is released, from which the steps follow. A contribution that takes part in step t moves rows
 t … t+b-1 by c_0·g … c_{b-1}·g: by ‖c‖·‖g‖ = ‖g‖ in all, as in one step with independent noise. It takes part in steps
@@ -53,10 +54,10 @@ def coefficients_digest(bands: int) -> bytes:
     return hashlib.sha256(struct.pack(f">{bands}d", *band_coefficients(bands))).digest()
 
 
-def block_rate(rate: float, bands: int, cls: str) -> float:
-    """b·q: at which a step samples from its block, so that its batch is as large as without blocks."""
+def turn_rate(rate: float, bands: int, cls: str) -> float:
+    """b·q: at which a step samples those whose turn it is, so that its batch is as large as if nobody took turns."""
     if rate * bands > 1 + 1e-9:
-        problem = f"bands is {bands}, and class {cls!r} has sampling rate {rate:.4g}: a block would be sampled at {rate * bands:.4g}"
+        problem = f"bands is {bands}, and class {cls!r} has sampling rate {rate:.4g}: a turn would be sampled at {rate * bands:.4g}"
         raise PlanError(
             "plan.bands-above-rate", problem, f"use at most {int(1 / rate + 1e-9)} bands, or a smaller batch"
         )
@@ -106,6 +107,6 @@ def correlation_summary(plan: StepPlan) -> dict[str, Any] | None:
     if plan.bands == 1:
         return None
     return {
-        "kind": "banded", "bands": plan.bands, "blocks": plan.bands, "coefficients": "square root of prefix sums",
+        "kind": "banded", "bands": plan.bands, "coefficients": "square root of prefix sums",
         "coefficients_sha256": coefficients_digest(plan.bands).hex(),
     }  # fmt: skip

@@ -165,7 +165,7 @@ class NoisePolicy(BaseModel):
     slots        of per_sample: how many contributions of a batch carry a share
     occurrences  of per_sample_raw: how often one contribution takes part, at most; else it is priced for every step
     correlation  none: every step has noise of its own; banded: it is correlated over `bands` steps (plan/correlation.py)
-    bands        of banded: over how many steps, and in how many blocks contributions lie
+    bands        of banded: over how many steps; each contribution may be sampled in one of them
     """
 
     model_config = _STRICT

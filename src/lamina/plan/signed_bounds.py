@@ -115,7 +115,7 @@ def scale_for_signed_bound(plan: StepPlan, k: str | int, c: float, z: float) -> 
 def occurrence_count(plan: StepPlan, k: str | int, cap: int | None = None) -> OccurrenceCount:
     """N of the variance ceiling: the cap on how often one contribution is used, or else q·T, the average."""
     caps = [n for n in (cap, plan.injection.occurrences) if n is not None]
-    if plan.bands > 1:  # blocks take turns
+    if plan.bands > 1:  # contributions take turns
         caps.append(participations(plan.steps, plan.bands))
     if plan.injection.raw or caps:  # without a cap, raw noise is priced for every step
         return OccurrenceCount(float(min([plan.steps, *caps])), True)

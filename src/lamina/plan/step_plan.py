@@ -18,7 +18,7 @@ from lamina.account.gaussian_rdp import choice_noise_multiplier
 from lamina.account.schedule import INTEGER_RDP, Adjacency, Event, Schedule, check_adjacency, rdp_order_of
 from lamina.errors import PlanError
 from lamina.plan import codec
-from lamina.plan.correlation import MAX_BANDS, block_rate, participations
+from lamina.plan.correlation import MAX_BANDS, participations, turn_rate
 from lamina.plan.rules import (
     LEAST_MAGNITUDE,
     MOST_MAGNITUDE,
@@ -150,7 +150,7 @@ class StepPlan:
     which makes it no longer. Discrete Gaussian and Skellam: the claim holds at integer Rényi orders, accountant rdp-integer. Laplace: ‖g_l‖
     is √Σ_t ‖g_t‖₁² over the tensors t of a layer, and the claim holds for every accountant (docs/theory.md).
 
-    `bands` > 1 correlates the noise over steps (plan/correlation.py): contributions lie in so many blocks that take turns, T steps
+    `bands` > 1 correlates the noise over steps (plan/correlation.py): each contribution may be sampled in one of so many steps, T steps
     are ⌈T/bands⌉ events at rate bands·q_k, and S is that of the independent noise from which the correlated one is made.
 
     It holds only if C > 0 never meets S = 0 in a private class (refused here), if C, S, q, B, T do not depend
@@ -283,9 +283,9 @@ class StepPlan:
         return tuple(event for event in events if event.steps)
 
     def step_rate(self, k: str | int) -> float:
-        """At which a step samples those of class k who may take part in it: q, or of correlated noise its block at bands·q."""
+        """At which a step samples those of class k who may take part in it: q, or bands·q of those whose turn it is."""
         entry = self.classes[self.index(k)]
-        return entry.sampling_rate if entry.public else block_rate(entry.sampling_rate, self.bands, entry.name)
+        return entry.sampling_rate if entry.public else turn_rate(entry.sampling_rate, self.bands, entry.name)
 
     @property
     def scales(self) -> bool:

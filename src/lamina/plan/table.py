@@ -180,7 +180,7 @@ def correlation_text(plan: StepPlan) -> str:
     verdict = "a gain" if ratio < 1 else "a loss: use fewer bands, or none"
     return (
         f"Noise is correlated over {plan.bands} steps: sums of gradients have {at_most(ratio)} times the mean squared error of "
-        f"independent noise at the same ε ({verdict}). Contributions lie in {plan.bands} blocks that take turns"
+        f"independent noise at the same ε ({verdict}). Contributions take turns: each may be sampled in one of {plan.bands} steps"
     )
 
 

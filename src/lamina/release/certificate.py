@@ -328,8 +328,8 @@ def _assumptions(facts: RunFacts, plan: StepPlan, header: Header) -> list[str]:
         ),
         *(
             [
-                f"The noise is correlated over {plan.bands} steps. Contributions lie in {plan.bands} blocks, by a digest of their "
-                "identity, and take part in every such number of steps at most once; the stated rate is the average over "
+                f"The noise is correlated over {plan.bands} steps. Contributions take turns, by a digest of "
+                f"their identity: each may be sampled in one of {plan.bands} steps, and the stated rate is the average over "
                 "steps. The noise of earlier steps was kept secret until it had no part in later ones."
             ]
             * (plan.bands > 1)
