@@ -33,3 +33,14 @@ def test_a_private_lora(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     again = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
     trained = {n: t for n, t in names["model"].state_dict().items() if "lora_" in n}
     assert trained and all(torch.equal(t, again.state_dict()[n]) for n, t in trained.items())
+
+
+def test_a_private_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, names = program(1), dict[str, Any]()
+    assert len(code.strip().splitlines()) <= 100
+    exec(code, names)
+    said = capsys.readouterr().out
+    assert "20 of 20 steps" in said and "'epsilon'" in said
+    again = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "runs" / "gpt2" / "checkpoint-20")
+    assert all(torch.equal(t, again.state_dict()[name]) for name, t in names["model"].state_dict().items())

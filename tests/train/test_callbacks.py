@@ -43,7 +43,21 @@ def test_callbacks_are_told_epsilon_and_evaluations_and_nothing_else(tmp_path: P
     assert last.epsilon == {name: outcome.epsilon[name] for name in ("clinical", "sensitive")}
     assert last.steps == 12 and last.evaluation == {"acc": 0.5}
     assert not heard.told[1][1].evaluation
-    assert {f.name for f in fields(lamina.RunFigures)} == {"step", "steps", "epsilon", "evaluation"}
+    assert {f.name for f in fields(lamina.RunFigures)} == {"step", "steps", "epsilon", "evaluation", "noise"}
+    plan = problem.trainer(tmp_path / "b", steps=12).plan
+    assert last.noise == {layer.name: s for layer, s in zip(plan.layers, plan.noise, strict=True)}
+
+
+def test_a_callback_ends_the_run_between_two_segments(tmp_path: Path) -> None:
+    class Stops(lamina.Callback):
+        def on_segment(self, now: lamina.RunFigures) -> None:
+            self.stop = now.step >= 5
+
+    outcome = problem.trainer(tmp_path / "a", steps=12, callbacks=[Stops()]).fit()
+    assert outcome.steps == 5 and any("a callback stopped it" in note for note in outcome.notes)
+    assert outcome.epsilon["clinical"] < problem.trainer(tmp_path / "b", steps=12).fit().epsilon["clinical"]
+    again = problem.trainer(tmp_path / "a", steps=12).fit()  # the run is finished: only read
+    assert again.steps == 5 and again.epsilon == outcome.epsilon
 
 
 def test_what_is_no_callback_is_refused_and_one_that_fails_is_named(tmp_path: Path) -> None:

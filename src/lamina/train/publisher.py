@@ -356,6 +356,7 @@ class Publisher:
             steps=self.plan.steps,
             epsilon={name: row["epsilon"] for name, row in classes.items() if not row.get("public")},
             evaluation=dict(last["figures"]) if last["step"] == state.step else {},
+            noise=dict(zip((layer.name for layer in self.plan.layers), state.noise(self.plan), strict=True)),
         )
         for callback in self.callbacks:
             with user_code(
@@ -365,7 +366,8 @@ class Publisher:
                     callback.on_evaluation(now)
                 if state.segments:
                     callback.on_segment(now)
-        return reason
+        stopped = state.step < self.plan.steps and any(callback.stop for callback in self.callbacks)
+        return reason or ("callback" if stopped else None)
 
     def finish(self, run: Run, state: TrainingState, *, reason: str, conditions: Mapping[str, Any]) -> Outcome:
         """The weights as files, the last figures, and the end of the run. `conditions`: what its guarantee rests on."""
@@ -373,6 +375,8 @@ class Publisher:
             self.note(f"the run ended at step {state.step} of {self.plan.steps}: its budget allows no more")
         if reason == "patience":
             self.note(f"the run ended at step {state.step}: the evaluation has not improved within patience")
+        if reason == "callback":
+            self.note(f"the run ended at step {state.step} of {self.plan.steps}: a callback stopped it")
         weights = {WEIGHTS: weights_file(state.model, None)}
         if state.ema is not None:
             weights["ema.safetensors"] = weights_file(state.model, state.ema)

@@ -41,12 +41,15 @@ class RunFigures:
     step, steps  steps done, and steps that the plan has
     epsilon      by private class: what the run was charged so far, redone segments included
     evaluation   the figures on public or simulated data at this step; empty if there was no evaluation
+    noise        by layer: S, the standard deviation of the noise of the next step, in units of the clipped sum. Where a
+                 rule of the plan moves it, it does so by what was released
     """
 
     step: int
     steps: int
     epsilon: Mapping[str, float]
     evaluation: Mapping[str, float] = field(default_factory=dict)
+    noise: Mapping[str, float] = field(default_factory=dict)
 
 
 class Callback:
@@ -54,7 +57,11 @@ class Callback:
 
     Never given, because no budget pays for it: the training loss, gradient norms, clipped fractions, batch sizes, who
     was sampled, how long a step took. A run that is resumed tells where it stands once more.
+
+    stop  set it to end the run after this segment, as patience does; what was charged stays charged
     """
+
+    stop = False
 
     def on_segment(self, now: RunFigures) -> None:
         """A segment was closed: charged, checkpointed and recorded."""

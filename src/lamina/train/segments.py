@@ -265,11 +265,7 @@ class Segments:
 
     def _variance(self) -> list[float]:
         """S² per layer at the next step, where the plan's rules move it. What they move it by was released."""
-        adaptation = self.state.adaptation
-        if adaptation is None:
-            return []
-        factor = self.state.factor / adaptation.factor
-        return [(s * factor) ** 2 for s in adaptation.applied.noise]
+        return [] if self.state.adaptation is None else [s**2 for s in self.state.noise(self.plan)]
 
     def refuse_same_error(self, stopped: AttemptOpened) -> None:
         """Refuse to charge steps again that failed, if nothing has changed that they depend on."""

@@ -34,6 +34,7 @@ from lamina.validate import number
 if TYPE_CHECKING:
     from lamina.engine.adaptive import Adaptation
     from lamina.engine.correlated_noise import NoiseWindow
+    from lamina.plan.step_plan import StepPlan
 
 # **State.** Nested state, such as `optimizer.state_dict()`, becomes flat tensors and a tree that CBOR can carry, bit for
 # bit. In the tree a scalar stands for itself, and everything else is a list that begins with its kind:
@@ -475,6 +476,12 @@ class TrainingState:
     def factor(self) -> float:
         """What the noise of the next segment is multiplied by under an adaptive budget; 1 otherwise."""
         return 1.0 if self.adaptation is None else self.adaptation.proposed_factor
+
+    def noise(self, plan: StepPlan) -> tuple[float, ...]:
+        """S per layer at the next step: the plan's, or as its rules have moved it by what was released."""
+        if self.adaptation is None:
+            return plan.noise
+        return tuple(s * (self.factor / self.adaptation.factor) for s in self.adaptation.applied.noise)
 
     def apply_given(self) -> str:
         """After a restore: apply the optimiser settings given now, unless a schedule owns them; returns what changed."""
