@@ -55,7 +55,7 @@ def test_a_callback_ends_the_run_between_two_segments(tmp_path: Path) -> None:
 
     outcome = problem.trainer(tmp_path / "a", steps=12, callbacks=[Stops()]).fit()
     assert outcome.steps == 5 and any("a callback stopped it" in note for note in outcome.notes)
-    assert outcome.epsilon["clinical"] < problem.trainer(tmp_path / "b", steps=12).fit().epsilon["clinical"]
+    assert outcome.epsilon["clinical"] < problem.trainer(tmp_path / "b", steps=12).plan.epsilon("clinical")
     again = problem.trainer(tmp_path / "a", steps=12).fit()  # the run is finished: only read
     assert again.steps == 5 and again.epsilon == outcome.epsilon
 
