@@ -67,7 +67,9 @@ class Attachment:
         }
         self._adapters = mergeable_adapters(model)
         refuse_merged_adapters(self._adapters)
-        self._state = [*model.named_parameters(), *model.named_buffers()]
+        state = [(n, t) for n, t in (*model.named_parameters(), *model.named_buffers()) if t.is_floating_point()]
+        self._names, self._floats = [n for n, _ in state], [t for _, t in state]
+        self._parameters = sum(isinstance(t, nn.Parameter) for t in self._floats)
         self.targets = {id(p): targets[name] for name, p in model.named_parameters() if name in targets}
         begin, end, refuse = CopySafeHook(self._begin_call), CopySafeHook(self._end_call), CopySafeHook(refuse_hazards)
         self._calls_under_way = 0
@@ -79,7 +81,7 @@ class Attachment:
         check, accept = CopySafeHook(lambda *_: guard.check(values=True)), CopySafeHook(lambda *_: guard.accept())
         self._handles.append(model.register_state_dict_pre_hook(check))
         self._handles.append(model.register_load_state_dict_post_hook(accept))
-        self._versions: dict[str, int] = {}
+        self._versions: list[int] = []
         for module in filter(running_buffers, model.modules()):
             self._handles.append(module.register_forward_pre_hook(refuse, prepend=True, with_kwargs=True))
         self._watched = [(name, p) for name, p in model.named_parameters() if name in targets]
@@ -184,12 +186,12 @@ class Attachment:
         if self._calls_under_way or self.slot.receiver is not None:
             return
         now = self._written_so_far(module)
-        for name, version in self._versions.items():
-            if now.get(name, version) != version:
-                problem = f"the forward pass wrote to '{name}', which would carry private data without noise"
-                remedy = "train it by the optimiser, or compute it from public data before training"
-                self._guard.refused = True
-                raise CouplingError("engine.written-during-forward", problem, remedy)
+        if now != self._versions:
+            name = next(n for n, was, new in zip(self._names, self._versions, now, strict=False) if was != new)
+            problem = f"the forward pass wrote to '{name}', which would carry private data without noise"
+            remedy = "train it by the optimiser, or compute it from public data before training"
+            self._guard.refused = True
+            raise CouplingError("engine.written-during-forward", problem, remedy)
         self._guard.check_trained(again=True)
 
     @property
@@ -197,13 +199,12 @@ class Attachment:
         """Whether no forward pass of the model, or of a part with parts of its own, is under way."""
         return self._calls_under_way == 0
 
-    def _written_so_far(self, module: nn.Module) -> dict[str, int]:
+    def _written_so_far(self, module: nn.Module) -> list[int]:
         """How often each tensor of the model was written in place. Integer buffers (counters) are left out.
 
         Of a part that is called by itself the `StateGuard` looks after all buffers, at the step.
         """
-        kinds = Tensor if module is self.model else nn.Parameter
-        return {n: t._version for n, t in self._state if isinstance(t, kinds) and t.is_floating_point()}
+        return [t._version for t in (self._floats if module is self.model else self._floats[: self._parameters])]
 
     def example_of_row(self, name: str, x: Tensor) -> Tensor | None:
         """The row map in force for a module's input: declared in the model, or by name to the engine."""
@@ -213,6 +214,8 @@ class Attachment:
         for pattern, order in self.rows.items():
             if fnmatchcase(name, pattern):
                 return _row_map(name, x.shape[0], order, self.examples_now)
+        if not self._folded and not self._flat:
+            return None
         n = self.examples_now
         folded = name in self._folded and n is not None and len(x) > n and len(x) % n == 0
         if folded or (name in self._flat and x.dim() == 2):
@@ -240,6 +243,7 @@ class PatchedForward:
         self.own = [(parameters, name, parameters[name]) for parameters, name in owners]
         self._found: dict[tuple[str, ...], ResolvedParameters] = {}
         self._positions: bool | None = None  # whether one-dimensional ids are positions; None: not known yet
+        self._bag, self._table = isinstance(module, nn.EmbeddingBag), isinstance(forward, EmbeddingForward)
         functools.update_wrapper(self, original)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -248,17 +252,20 @@ class PatchedForward:
         if self.attachment.called_from_outside:  # one row is no batch to go by: a table of positions, perhaps
             given = pytree.tree_leaves((args, kwargs))
             self.attachment.note_batch_size([t for t in given if isinstance(t, Tensor) and t.dim() > 1 and len(t) > 1])
-        if isinstance(self.module, nn.EmbeddingBag) and (args[1:2] or (kwargs.get("offsets"),))[0] is not None:
+        if self._bag and (args[1:2] or (kwargs.get("offsets"),))[0] is not None:
             problem = f"'{self.name}' is an EmbeddingBag that was called with offsets: its rows are not examples"
             remedy = "give it ids of shape (examples, ids), padded, with padding_idx or per_sample_weights"
             raise OwnershipError("engine.embedding-bag-offsets", problem, remedy)
-        if isinstance(self.layer_forward, EmbeddingForward):
+        if self._table:
             args, kwargs = (self._batched_ids(args[0] if args else kwargs["input"]),), {}
         return self.layer_forward.forward(self.apply, *args, **kwargs)
 
     def _untouched(self) -> bool:
         """False while the module runs with other tensors (PerContributionForward, functional_call)."""
-        return all(parameters.get(name) is p for parameters, name, p in self.own)
+        for parameters, name, p in self.own:
+            if parameters.get(name) is not p:
+                return False
+        return True
 
     def _batched_ids(self, ids: Tensor) -> Tensor:
         """Ids without the batch axis (positions), given to every example.
@@ -280,7 +287,7 @@ class PatchedForward:
 
     def apply(self, rule: LayerRule, x: Tensor, *names: str) -> Tensor:
         """Run a rule on the module's own parameters, through the engine where they are covered."""
-        tensors, targets, layers = self._find(names)
+        tensors, targets, layers = self._found.get(names) or self._find(names)
         params = [p if t is not None and p.requires_grad else p.detach() for p, t in zip(tensors, targets, strict=True)]
         if not layers:
             return rule.run(x, params)[0]
@@ -293,13 +300,11 @@ class PatchedForward:
 
     def _find(self, names: tuple[str, ...]) -> ResolvedParameters:
         """The named parameters and where their gradients go; looked up once."""
-        found = self._found.get(names)
-        if found is None:
-            tensors = tuple(self.module.get_parameter(name) for name in names)
-            targets = tuple(self.attachment.targets.get(id(p)) for p in tensors)
-            layers = tuple(dict.fromkeys(t.layer for t in targets if t is not None))
-            found = self._found[names] = (tensors, targets, layers)
-        return found
+        tensors = tuple(self.module.get_parameter(name) for name in names)
+        targets = tuple(self.attachment.targets.get(id(p)) for p in tensors)
+        layers = tuple(dict.fromkeys(t.layer for t in targets if t is not None))
+        self._found[names] = tensors, targets, layers
+        return self._found[names]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return class_method(memo.get(id(self.module), self.module), "forward")

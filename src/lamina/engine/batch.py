@@ -49,6 +49,7 @@ class Batch:
     A contribution's gradient is the weighted mean over its examples, clipped once. `len` counts
     contributions, and may be 0. `first` and `last` tell the engine where a step begins and ends.
     `classified` is False where no class was given: a plan of several classes refuses such a batch.
+    `plain` is True where every example is a contribution of its own, of weight 1.
     `draw` is charged once: another step needs another draw.
     """
 
@@ -63,12 +64,14 @@ class Batch:
     last: bool = True
     draw: Draw = field(default_factory=Draw, repr=False)
     classified: bool = field(init=False, default=True)
+    plain: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         n = self.examples
-        unit = _check_integers("unit", self.unit, n, default=lambda: torch.arange(n))
-        units = len(torch.unique(unit))
-        if n and units != int(unit.max()) + 1:
+        unit, units = _check_integers("unit", self.unit, n, default=lambda: torch.arange(n)), n
+        if self.unit is not None:
+            units = len(torch.unique(unit))
+        if self.unit is not None and n and units != int(unit.max()) + 1:
             problem = f"unit has {units} different numbers up to {int(unit.max())}: some are missing"
             remedy = "number contributions 0 … P-1: torch.unique(ids, return_inverse=True)[1]"
             raise EngineError("engine.unit-has-gaps", problem, remedy)
@@ -78,7 +81,8 @@ class Batch:
         object.__setattr__(self, "classified", self.cls is not None or units == 0)
         cls = _check_integers("cls", self.cls, units, default=lambda: torch.zeros(units, dtype=torch.long))
         weight = torch.ones(n) if self.weight is None else torch.as_tensor(self.weight, dtype=torch.float32)
-        if weight.shape != (n,) or not bool(torch.isfinite(weight).all() and (weight >= 0).all()):
+        object.__setattr__(self, "plain", self.unit is None and self.weight is None)
+        if self.weight is not None and (weight.shape != (n,) or not bool(torch.isfinite(weight).all() and (weight >= 0).all())):
             problem = (
                 f"weight has shape {tuple(weight.shape)} for {n} examples, or a value that is negative or not finite"
             )
@@ -254,6 +258,13 @@ class RowLayout:
 
     owner: Tensor
     units: int
+
+    @classmethod
+    def one_each(cls, owner: Tensor) -> RowLayout:
+        """Every row a contribution of its own, in order."""
+        made = cls(owner, len(owner))
+        vars(made).update(plain=len(owner) > 0, _per_unit=min(1, len(owner)), _padding=None)
+        return made
 
     @property
     def rows(self) -> int:

@@ -43,6 +43,7 @@ from lamina.engine.step import (
     CorrelatedStep,
     IntegerStep,
     OpenStep,
+    SumMemory,
     check_is_batch,
     parts_out_of_order_error,
     sum_scale,
@@ -131,6 +132,7 @@ class Engine:
         self._ownership = OwnershipCheck()
         self._gradients, self._guard = GradWriter(self._tensors), StateGuard(model, self._tensors)
         self._charged_draws: WeakSet[Draw] = WeakSet()
+        self._memory = SumMemory()
         self.claim = ""  # what ε compares, where it is not what the plan says
         self.detached = False
         self.probed = self._unprobed_said = False
@@ -266,7 +268,8 @@ class Engine:
         if self.plan.noise_kind is not NoiseKind.GAUSSIAN:
             made = IntegerStep
         step = self.budget.charge(factor)
-        return made(self.applied, self.noise, self._tensors, self._layer_of, step, ranks=self.ranks)
+        reuse: dict[str, Any] = {"memory": self._memory} if made is OpenStep else {}
+        return made(self.applied, self.noise, self._tensors, self._layer_of, step, ranks=self.ranks, **reuse)
 
     def follow_proxy(self) -> None:
         """Move S as the plan's proxy says, if it is due before the next step; `backward` does so where nobody did."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lamina.engine.batch import Batch, RowLayout
-from lamina.engine.layers.layer_rule import RuleCall, hidden_backward_error
+from lamina.engine.layers.layer_rule import CoveredFunction, RuleCall, hidden_backward_error
 from lamina.errors import CouplingError, EngineError, OwnershipError, UnclippedGradient
 from lamina.plan.step_plan import StepPlan
 
@@ -69,23 +69,28 @@ def walk_graph(losses: Tensor, names: dict[int, str]) -> LossGraph:
     stack: list[Any] = [losses.grad_fn]
     while stack:
         node = stack.pop()
-        kinds.append(type(node))
-        use = getattr(node, "lamina_use", None)
+        kind = type(node)
+        kinds.append(kind)
+        use = node.lamina_use if kind is _COVERED else None
         if use is not None:
             uses[use] = node
-        else:
+        elif kind not in _HARMLESS:
             _refuse_node(node)
         for place, (child, _) in enumerate(node.next_functions):
-            if child is None:
+            if child is None or child in seen:
                 continue
-            leaf = getattr(child, "variable", None)
-            if leaf is not None:
+            if type(child) is _LEAF:
                 if use is None or place == 0:  # place 0 is the input: a tensor used as data is not clipped
-                    _refuse_leaf(leaf, names, node)
-            elif child not in seen:
+                    _refuse_leaf(child.variable, names, node)
+            else:
                 seen.add(child)
                 stack.append(child)
     return LossGraph(tuple(uses), uses, hash(tuple(kinds)))
+
+
+_COVERED = CoveredFunction._backward_cls  # type: ignore[attr-defined]
+_LEAF = type(torch.zeros((), requires_grad=True).expand(1).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
+_HARMLESS: set[type] = set()  # kinds of nodes that are never refused
 
 
 def _refuse_node(node: Any) -> None:
@@ -98,6 +103,8 @@ def _refuse_node(node: Any) -> None:
         problem = f"{name}: batch normalisation in training mode mixes contributions"
         remedy = "use GroupNorm, or `model, report = lamina.fix(model)`, or put the layer in eval mode"
         raise CouplingError("engine.batchnorm", problem, remedy)
+    if "BatchNorm" not in name:
+        _HARMLESS.add(type(node))
 
 
 def _refuse_leaf(leaf: Tensor, names: dict[int, str], node: Any) -> None:
@@ -136,9 +143,12 @@ def check_batch(losses: Tensor | None, batch: Batch, plan: StepPlan, names: dict
     losses = check_losses(losses, n)
     graph = walk_graph(losses, names)
     unit, weight = cast(Tensor, batch.unit), cast(Tensor, batch.weight)
-    layout = RowLayout(torch.where(weight > 0, unit, -1), len(batch))
-    whole = torch.zeros(len(batch)).index_add_(0, unit, weight)
-    share = torch.where(weight > 0, weight / whole[unit].clamp(min=torch.finfo(torch.float32).tiny), 0.0)
+    if batch.plain:
+        layout, share = RowLayout.one_each(unit), weight
+    else:
+        layout = RowLayout(torch.where(weight > 0, unit, -1), len(batch))
+        whole = torch.zeros(len(batch)).index_add_(0, unit, weight)
+        share = torch.where(weight > 0, weight / whole[unit].clamp(min=torch.finfo(torch.float32).tiny), 0.0)
     layouts = {use: _layout_of_call(use, node.lamina_rows, n, layout) for use, node in graph.nodes.items()}
     return CheckedBatch(
         losses=losses, weights=share.to(losses.dtype), classes=classes, scale=batch.scale, ceiling=batch.ceiling,
@@ -225,6 +235,7 @@ class OwnershipCheck:
     def __init__(self) -> None:
         self.passed: defaultdict[int, Counter[CallSignature]] = defaultdict(Counter)  # by signature of the graph
         self._asked: Counter[int] = Counter()
+        self._proven: dict[int, list[CallSignature]] = {}  # the calls of a graph that was proven whole
 
     def due(self, graph: LossGraph, units: int) -> bool:
         """At the first two steps of a computation, then at every 128th, and until it is proven.
@@ -235,8 +246,15 @@ class OwnershipCheck:
             return False
         self._asked[graph.signature] += 1
         count = self._asked[graph.signature]
-        again = count <= 2 or count % _RECHECK_EVERY == 0
-        return again or not Counter(map(_call_signature, graph.nodes.items())) <= self.passed[graph.signature]
+        if count <= 2 or count % _RECHECK_EVERY == 0:
+            return True
+        calls = [_call_signature(item) for item in graph.nodes.items()]
+        if self._proven.get(graph.signature) == calls:
+            return False
+        if Counter(calls) <= self.passed[graph.signature]:
+            self._proven[graph.signature] = calls
+            return False
+        return True
 
     def run(
         self, losses: Tensor, owner: Tensor, units: int, graph: LossGraph, layouts: Mapping[RuleCall, RowLayout]
@@ -321,7 +339,8 @@ class GradWriter:
     def check(self) -> None:
         """Before a step: nothing foreign, nothing frozen."""
         for name, p in self.tensors.items():
-            self._refuse_foreign(name, p)
+            if p.grad is not None:
+                self._refuse_foreign(name, p)
             if not p.requires_grad:
                 problem = f"'{name}' was frozen after the engine was attached"
                 raise EngineError(
@@ -335,7 +354,8 @@ class GradWriter:
 
     def check_unchanged(self, before: list[tuple[int, int]]) -> None:
         """After a backward pass: nothing was written beside the engine."""
-        for name, was, now in zip(self.tensors, before, self.versions(), strict=True):
+        after = self.versions()
+        for name, was, now in zip(self.tensors, before, after, strict=True) if before != after else ():
             if was != now:
                 self.tensors[name].grad = None
                 problem = f"a hook or custom Function wrote to '{name}'.grad during the backward pass"
@@ -380,6 +400,7 @@ class StateGuard:
 
     def __init__(self, model: nn.Module, trained: Mapping[str, Tensor]) -> None:
         self.model, self.trained = model, trained
+        self._trained_ids = {id(p) for p in trained.values()}
         self.refused = False
         self._calls, self._sums = 0, dict[str, int]()
         self.accept()
@@ -389,8 +410,30 @@ class StateGuard:
         self._seen = {name: (b, b._version, b.detach().clone()) for name, b in self.model.named_buffers()}
         frozen = ((name, p) for name, p in self.model.named_parameters() if name not in self.trained)
         self._frozen = {name: (p, p._version, checksum(p)) for name, p in frozen}
+        self._found = self._fingerprint()
+
+    def _fingerprint(self) -> list[tuple[int, int]]:
+        """Which buffers and frozen parameters the model has, and how often each was written. (`accept` keeps them alive.)"""
+        trained, found = self._trained_ids, []
+        seen: set[nn.Module] = set()
+        left: list[nn.Module | None] = [self.model]
+        for module in left:  # grows as it goes
+            if module is None or module in seen:
+                continue
+            seen.add(module)
+            for t in (*module._buffers.values(), *module._parameters.values()):
+                if t is not None and id(t) not in trained:
+                    found.append((id(t), t._version))
+            left += module._modules.values()
+        return found
 
     def check(self, *, values: bool) -> None:
+        if not values and self._found == self._fingerprint():
+            return
+        self._compare(values=values)
+        self._found = self._fingerprint()
+
+    def _compare(self, *, values: bool) -> None:
         live = dict(self.model.named_buffers())
         for name in dict.fromkeys((*self._seen, *live)):
             now, (before, version, value) = live.get(name), self._seen.get(name, (None, 0, None))

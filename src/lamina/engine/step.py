@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -153,7 +153,7 @@ class OpenStep(ClippedSums):
 
     def __init__(
         self, plan: StepPlan, noise: NoiseSource, tensors: Mapping[str, Tensor], layer_of: Mapping[str, int], step: int,
-        *, ranks: Ranks = ALONE,
+        *, ranks: Ranks = ALONE, memory: SumMemory | None = None,
     ) -> None:  # fmt: skip
         self.plan, self.noise, self.step, self.process = plan, noise, step, os.getpid()
         self.ranks = ranks
@@ -165,7 +165,10 @@ class OpenStep(ClippedSums):
         form, parts = (plan.injection.form, plan.injection.parts) if ranks.alone else (InjectionForm.STEP, 1)
         filled = not noise.hardened and form is not InjectionForm.RAW
         scale = sum_scale(plan, noise)
-        super().__init__(_empty_sums(tensors) if filled else zero_sums(tensors), scale, counts)
+        sums = (memory or SumMemory()).empty(tensors)
+        if not filled:
+            torch._foreach_zero_(list(sums.values()))
+        super().__init__(sums, scale, counts)
         if filled:
             self._counts_noise = None if counts is None else torch.empty_like(counts)
             share = scale * ranks.noise_share / math.sqrt(parts)
@@ -310,14 +313,31 @@ def parts_out_of_order_error() -> EngineError:
 
 
 def zero_sums(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: total.zero_() for name, total in _empty_sums(tensors).items()}
+    return {name: total.zero_() for name, total in SumMemory().empty(tensors).items()}
 
 
-def _empty_sums(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {
-        name: torch.empty_like(p, dtype=_sum_dtype(p.dtype), memory_format=torch.contiguous_format)
-        for name, p in tensors.items()
-    }
+class SumMemory:
+    """The memory of released sums, used again once nobody holds them: fresh pages cost more than what is written there."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, torch.UntypedStorage] = {}
+        self._holders: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", lambda _: 2)
+
+    def empty(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Uninitialised sums."""
+        sums = {}
+        for name, p in tensors.items():
+            dtype, kept = _sum_dtype(p.dtype), self._kept.get(name)
+            if kept is not None and self._holders(kept._cdata) == 1 and kept.nbytes() == p.numel() * dtype.itemsize:
+                sums[name] = torch.empty(0, dtype=dtype).set_(kept, 0, p.shape)
+                continue
+            sums[name] = torch.empty_like(p, dtype=dtype, memory_format=torch.contiguous_format)
+            if p.numel() >= _MIN_KEPT_ELEMENTS and type(sums[name]) is Tensor and p.is_cpu:
+                self._kept[name] = sums[name].untyped_storage()
+        return sums
+
+
+_MIN_KEPT_ELEMENTS = 1 << 12  # a few pages
 
 
 def _sum_dtype(dtype: torch.dtype) -> torch.dtype:

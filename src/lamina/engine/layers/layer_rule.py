@@ -10,7 +10,6 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from lamina.engine.batch import RowLayout
 from lamina.engine.grads import ContributionGrads
@@ -117,7 +116,7 @@ class ReceiverSlot:
     receiver: BackwardReceiver | None = None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)  # not frozen: that would take longer to make, once per layer and step
 class RuleCall:
     """One call of one rule in one forward pass."""
 
@@ -151,9 +150,10 @@ class CoveredFunction(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         use: RuleCall = ctx.lamina_use
+        if torch.is_grad_enabled():  # create_graph=True, which the engine never asks for
+            raise hidden_backward_error(use)
         receiver = use.slot.receiver
         if receiver is None:
             problem = f"a backward pass reached '{use.where}' outside Engine.backward"
