@@ -222,3 +222,31 @@ def test_extra_state_is_refused_before_anything_is_spent() -> None:
     model = nn.Sequential(Extra(5, 2))
     with raises_code("engine.extra-state"):
         Engine(model, plan_of(model))
+
+
+@pytest.mark.parametrize(("name", "write"), [case for case in CASES if case[1] is not through_data])
+def test_a_buffer_written_after_many_steps_is_noticed(name: str, write: Callable[[Any, Tensor], None]) -> None:
+    model = Model(lambda m, x: None)
+    with Engine(model, plan_of(model)) as engine:
+        for _ in range(5):
+            engine.backward(losses_of_output(model(X)), Batch(X))
+            model.zero_grad()
+        write(model.enc, X)
+        with raises_code("engine.buffer-written") as refusal:
+            engine.backward(losses_of_output(model(X)), Batch(X))
+        assert f"'enc.{name}'" in str(refusal.value)
+
+
+def test_a_frozen_parameter_written_after_many_steps_is_noticed() -> None:
+    model = nn.Sequential(nn.Linear(X.shape[1], 4), nn.Linear(4, 2))
+    model[0].requires_grad_(False)
+    with Engine(model, plan_of(model)) as engine:
+        for _ in range(3):
+            engine.backward(losses_of_output(model(X)), Batch(X))
+            model.zero_grad()
+        with torch.no_grad():
+            model[0].weight[0, 0] += 1
+        with raises_code("engine.frozen-written"):
+            engine.backward(losses_of_output(model(X)), Batch(X))
+        with torch.no_grad():
+            model[0].weight[0, 0] -= 1

@@ -245,3 +245,46 @@ def test_double_use_of_one_forward_pass() -> None:
         with pytest.raises((RuntimeError, EngineError)):
             engine.backward(losses, Batch(X))
         assert engine.budget.taken >= taken
+
+
+@pytest.mark.parametrize("way", ["alone", "beside its module", "a penalty"])
+def test_a_graph_that_changes_after_many_steps_is_noticed(way: str) -> None:
+    model, losses = mlp(), DIRECT[way][1]
+    with Engine(model, plan_of(model)) as engine:
+        for _ in range(5):
+            engine.backward(losses_of(model, X, None), Batch(X))
+            model.zero_grad()
+        with raises_code("engine.tensor-used-directly"):
+            engine.backward(losses(model), Batch(X))
+
+
+def test_contributions_that_meet_after_many_steps_are_noticed() -> None:
+    model = mlp()
+    with Engine(model, plan_of(model)) as engine:
+        for _ in range(5):
+            engine.backward(losses_of(model, X, None), Batch(X))
+            model.zero_grad()
+        out = model(X)
+        with raises_code("engine.contributions-coupled"):
+            engine.backward((out - out.mean(0)).square().mean(1), Batch(X))
+
+
+def test_memory_of_gradients_that_somebody_keeps_is_not_used_again() -> None:
+    model = nn.Sequential(nn.Linear(4, 1200), nn.Tanh(), nn.Linear(1200, 40))
+    with Engine(model, plan_of(model)) as engine:
+        kept: dict[str, list[Any]] = {"tensor": [], "view": [], "array": []}
+        for way, found in kept.items():
+            for _ in range(3):
+                engine.backward(losses_of(model, X, None), Batch(X))
+                grad = model[2].weight.grad
+                found.append({"tensor": grad, "view": grad[3:], "array": grad.numpy()}[way])
+                model.zero_grad()
+        arrays = [torch.as_tensor(t)[-1, -1].item() for found in kept.values() for t in found]
+        assert len(set(arrays)) == 9
+        places = set()
+        for _ in range(4):
+            engine.backward(losses_of(model, X, None), Batch(X))
+            places.add(model[2].weight.grad.data_ptr())
+            grad = None
+            model.zero_grad()
+        assert len(places) == 1

@@ -262,10 +262,7 @@ class PatchedForward:
 
     def _untouched(self) -> bool:
         """False while the module runs with other tensors (PerContributionForward, functional_call)."""
-        for parameters, name, p in self.own:
-            if parameters.get(name) is not p:
-                return False
-        return True
+        return all(parameters.get(name) is p for parameters, name, p in self.own)
 
     def _batched_ids(self, ids: Tensor) -> Tensor:
         """Ids without the batch axis (positions), given to every example.

@@ -82,7 +82,9 @@ class Batch:
         cls = _check_integers("cls", self.cls, units, default=lambda: torch.zeros(units, dtype=torch.long))
         weight = torch.ones(n) if self.weight is None else torch.as_tensor(self.weight, dtype=torch.float32)
         object.__setattr__(self, "plain", self.unit is None and self.weight is None)
-        if self.weight is not None and (weight.shape != (n,) or not bool(torch.isfinite(weight).all() and (weight >= 0).all())):
+        if self.weight is not None and (
+            weight.shape != (n,) or not bool(torch.isfinite(weight).all() and (weight >= 0).all())
+        ):
             problem = (
                 f"weight has shape {tuple(weight.shape)} for {n} examples, or a value that is negative or not finite"
             )

@@ -24,7 +24,7 @@ from lamina.engine.grads import (
 )
 from lamina.engine.integer_noise import Grid, GridGrads
 from lamina.engine.layers.layer_rule import RuleCall, hidden_backward_error
-from lamina.engine.native.products import NativeBias, NativeGrads
+from lamina.engine.native.products import NativeBias, NativeGrads, OuterLayer, OuterLayers
 from lamina.engine.safety_checks import CheckedBatch
 from lamina.engine.slices import NO_MASKS, TensorMasks
 from lamina.engine.step import ClippedSums
@@ -38,6 +38,7 @@ from lamina.plan.step_plan import Clipping, StepPlan
 # A layer that the class does not reach gets 0; a public class gets 1; what is not finite gets 0.
 
 _MIN_NORM_SQ = 1e-300
+_MAX_HELD_ELEMENTS = 1 << 17  # of layers that wait to be clipped together
 _MIN_FACTOR, _MIN_NORMAL = 2.0**-100, 1e-35  # a contribution 2^100 times too large is left out
 
 
@@ -124,19 +125,19 @@ class Collector(ABC):
         layout = self.layouts.get(use)
         if layout is None:
             raise hidden_backward_error(use)
-        if not self._wanted(use):
-            return
-        need = [t is not None and self.reached[t.layer] and not self._all_blocked(t.name) for t in use.targets]
+        reached = self.reached
+        need = [t is not None and reached[t.layer] and not self._all_blocked(t.name) for t in use.targets]
         grads = use.rule.contribution_grads(saved, g, layout, need) if any(need) else [None] * len(need)
-        for target, grad, needed in zip(use.targets, grads, need, strict=True):
-            if target is not None and grad is not None and needed:
-                self._waiting.setdefault(target.layer, {}).setdefault(target.name, []).append(grad)
         for layer in use.layers:
+            arrived = self._waiting.pop(layer, {}) if self._expected[layer] > 1 else {}
+            for target, grad, needed in zip(use.targets, grads, need, strict=True):
+                if target is not None and target.layer == layer and grad is not None and needed:
+                    arrived.setdefault(target.name, []).append(grad)
             self._arrived[layer] += 1
-            if self._arrived[layer] == self._expected[layer] and self.reached[layer]:
-                arrived = self._waiting.pop(layer, {})
-                if arrived:
-                    self.complete(layer, {name: self._masked(name, uses) for name, uses in arrived.items()})
+            if self._arrived[layer] < self._expected[layer]:
+                self._waiting[layer] = arrived
+            elif arrived:
+                self.complete(layer, {name: self._masked(name, uses) for name, uses in arrived.items()})
 
     def _all_blocked(self, name: str) -> bool:
         return name in self.masks and self.masks[name].all_blocked
@@ -169,14 +170,31 @@ class BoxCollector(Collector):
         self.bounds, self.scale = safe_bounds(bounds.double(), scale).t().contiguous(), scale  # (L, P)
         self.counts, self.counted = counts, counted
         self._factors: dict[int, Tensor] = {}
+        self._outers, self._outer_layers, self._held = OuterLayers(), list[int](), 0
 
     def complete(self, layer: int, parts: LayerGrads) -> None:
         pairs, bound = [(grad, self.sums[name]) for name, grad in parts.items()], self.bounds[layer]
-        weights = clip_layer(pairs, BoxClip(bound, self.scale))
-        if self.counts is not None:
-            self._factors[layer] = weights.factor
+        outer = OuterLayer.of(pairs, bound)
+        if outer is None:
+            weights = clip_layer(pairs, BoxClip(bound, self.scale))
+            if self.counts is not None:
+                self._factors[layer] = weights.factor
+            return
+        self._outers.append(outer)
+        self._outer_layers.append(layer)
+        self._held += outer.grad.g.numel() + outer.grad.a.numel()
+        if self._held > _MAX_HELD_ELEMENTS:
+            self._add_outers()
+
+    def _add_outers(self) -> None:
+        if self._outers:
+            numbers = self._outers.clip_and_add(self.scale, least_factor(self.scale))
+            if self.counts is not None:
+                self._factors.update(zip(self._outer_layers, numbers[3], strict=True))
+            self._outers, self._outer_layers, self._held = OuterLayers(), [], 0
 
     def finish(self) -> None:
+        self._add_outers()
         if self.counts is None or self.counted is None:
             return
         self.counts += 0.5 * self.counted.sum(0)
@@ -194,8 +212,14 @@ class JointCollector(Collector):
         self.reach, self.noise, self.radius, self.scale = reach, noise, radius, scale  # (P, L), (L,), (P,)
         self.norm_sq = torch.zeros(len(radius), dtype=torch.float64)
         self._kept: list[tuple[int, list[tuple[ContributionGrads, Tensor]], Tensor | None]] = []
+        self._outers, self._outer_layers = OuterLayers(), list[int]()
 
     def complete(self, layer: int, parts: LayerGrads) -> None:
+        outer = OuterLayer.of([(grad, self.sums[name]) for name, grad in parts.items()])
+        if outer is not None:  # measured at the end, all together
+            self._outers.append(outer)
+            self._outer_layers.append(layer)
+            return
         settled = [(_form_if_smaller(grad), self.sums[name]) for name, grad in parts.items()]
         norm_sq = torch.stack([grad.norm_sq() for grad, _ in settled]).sum(0)
         # What a contribution does not reach must not count, even where it is not finite: whether this
@@ -206,7 +230,16 @@ class JointCollector(Collector):
         self._kept.append((layer, settled, unreached if bool(unreached.any()) else None))
 
     def finish(self) -> None:
+        reach = self.reach.t()[self._outer_layers]
+        if self._outers:
+            numbers = self._outers.measure()
+            noise = torch.tensor([self.noise[layer] or 1.0 for layer in self._outer_layers], dtype=torch.float64)
+            self.norm_sq += torch.where(reach, numbers[2] / noise.square().unsqueeze(1), 0.0).sum(0)
         weights = clip_weights(self.norm_sq, safe_bounds(self.radius, self.scale), self.scale)
+        if self._outers:
+            numbers[3] = torch.where(reach, weights.factor, 0.0)
+            self._outers.add(numbers)
+            self._outers = OuterLayers()
         while self._kept:
             layer, parts, unreached = self._kept.pop()
             broken = weights.broken

@@ -79,7 +79,7 @@ def walk_graph(losses: Tensor, names: dict[int, str]) -> LossGraph:
         for place, (child, _) in enumerate(node.next_functions):
             if child is None or child in seen:
                 continue
-            if type(child) is _LEAF:
+            if type(child).__name__ == "AccumulateGrad":
                 if use is None or place == 0:  # place 0 is the input: a tensor used as data is not clipped
                     _refuse_leaf(child.variable, names, node)
             else:
@@ -88,8 +88,7 @@ def walk_graph(losses: Tensor, names: dict[int, str]) -> LossGraph:
     return LossGraph(tuple(uses), uses, hash(tuple(kinds)))
 
 
-_COVERED = CoveredFunction._backward_cls  # type: ignore[attr-defined]
-_LEAF = type(torch.zeros((), requires_grad=True).expand(1).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
+_COVERED: type = CoveredFunction._backward_cls
 _HARMLESS: set[type] = set()  # kinds of nodes that are never refused
 
 

@@ -320,20 +320,21 @@ class SumMemory:
     """The memory of released sums, used again once nobody holds them: fresh pages cost more than what is written there."""
 
     def __init__(self) -> None:
-        self._kept: dict[str, torch.UntypedStorage] = {}
+        self._kept: dict[str, tuple[torch.UntypedStorage, torch.dtype, torch.Size, tuple[int, ...]]] = {}
         self._holders: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", lambda _: 2)
 
     def empty(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Uninitialised sums."""
         sums = {}
         for name, p in tensors.items():
-            dtype, kept = _sum_dtype(p.dtype), self._kept.get(name)
-            if kept is not None and self._holders(kept._cdata) == 1 and kept.nbytes() == p.numel() * dtype.itemsize:
-                sums[name] = torch.empty(0, dtype=dtype).set_(kept, 0, p.shape)
+            wanted, kept = _sum_dtype(p.dtype), self._kept.get(name)
+            if kept is not None and kept[1:3] == (wanted, p.shape) and self._holders(kept[0]._cdata) == 1:
+                storage, dtype, shape, stride = kept
+                sums[name] = torch.empty(0, dtype=dtype).set_(storage, 0, shape, stride)
                 continue
-            sums[name] = torch.empty_like(p, dtype=dtype, memory_format=torch.contiguous_format)
-            if p.numel() >= _MIN_KEPT_ELEMENTS and type(sums[name]) is Tensor and p.is_cpu:
-                self._kept[name] = sums[name].untyped_storage()
+            made = sums[name] = torch.empty_like(p, dtype=wanted, memory_format=torch.contiguous_format)
+            if p.numel() >= _MIN_KEPT_ELEMENTS and type(made) is Tensor and p.is_cpu:
+                self._kept[name] = made.untyped_storage(), wanted, p.shape, made.stride()
         return sums
 
 

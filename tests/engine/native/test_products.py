@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from lamina.engine import native
 from lamina.engine.batch import RowLayout
 from lamina.engine.clipping import BoxClip, clip_layer
-from lamina.engine.grads import ClipWeights
+from lamina.engine.grads import ClipWeights, DenseGrads, OuterProductGrads
 from lamina.engine.layers import layer_forward_for
-from lamina.engine.native.products import NativeBias, NativeGrads, NativeOuterGrads
+from lamina.engine.native.products import NativeBias, NativeGrads, NativeOuterGrads, OuterLayer, OuterLayers
 
 SPECIAL = (0.0, float("nan"), float("inf"), 1e-41, 1e-30, 1e25)
 
@@ -157,6 +157,52 @@ def test_as_the_torch_rules_often(case: Any, processor: int, threads: int) -> No
     compare(case, processor, threads)
 
 
+@given(
+    sizes=st.lists(st.tuples(st.integers(1, 150), st.integers(1, 600)), min_size=1, max_size=4), units=st.integers(1, 300),
+    odd=st.lists(st.tuples(st.integers(0, 299), st.sampled_from(SPECIAL)), max_size=3), seed=st.integers(0, 10**6),
+    bound=st.sampled_from([1e-3, 1.0, 1e6, 1e-22]), processor=st.integers(0, 2), threads=st.sampled_from([1, 2, 4]),
+)  # fmt: skip
+@settings(max_examples=60)
+def test_many_linear_layers_in_one_call(
+    sizes: list[tuple[int, int]], units: int, odd: Any, seed: int, bound: float, processor: int, threads: int
+) -> None:
+    generator, results = torch.Generator().manual_seed(seed), []
+    limits = torch.full((units,), bound, dtype=torch.float64)
+    factors = [
+        (torch.randn(units, o, generator=generator), torch.randn(units, i, generator=generator)) for o, i in sizes
+    ]
+    for (place, value), (g, a) in zip(odd, factors, strict=False):
+        (a if place % 2 else g)[place % units, ::3] = value
+    torch.set_num_threads(threads)
+    try:
+        with native.switched(True), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(native, "_most", processor)
+            for joint in (False, True):
+                outs = [(torch.ones(o, i), torch.ones(o)) for o, i in sizes]
+                layers = OuterLayers(
+                    OuterLayer(NativeOuterGrads(g, a), out, bias, True, limits)
+                    for (g, a), (out, bias) in zip(factors, outs, strict=True)
+                )
+                if joint:
+                    numbers = layers.measure()
+                    numbers[3] = results[0][0][3]  # what a box found, given as factors from outside
+                    layers.add(numbers)
+                else:
+                    numbers = layers.clip_and_add(0.5, BoxClip(limits, 0.5).least)
+                results.append((numbers, outs))
+    finally:
+        torch.set_num_threads(1)
+    assert torch.equal(results[0][0].nan_to_num(), results[1][0].nan_to_num())
+    for i, (g, a) in enumerate(factors):
+        grads, sums = OuterProductGrads(g, a), (torch.ones(sizes[i]), torch.ones(sizes[i][0]))
+        pairs = [(grads, sums[0]), (DenseGrads(g, grads.g_norm_sq), sums[1])]
+        wanted = clip_layer(pairs, BoxClip(limits, 0.5))
+        same(results[0][0][3, i], wanted.factor)
+        for _, outs in results:
+            for mine, theirs in zip(outs[i], sums, strict=True):
+                same(mine, theirs, size=bound * units)
+
+
 @pytest.mark.parametrize("clip", [True, False], ids=["clip and add", "add"])
 def test_the_sum_is_the_same_bits_for_any_number_of_threads(clip: bool) -> None:
     layer, layout, sums = nn.Conv1d(12, 20, 5, padding=2), RowLayout(torch.arange(50) // 2, 25), []
@@ -173,6 +219,21 @@ def test_the_sum_is_the_same_bits_for_any_number_of_threads(clip: bool) -> None:
         finally:
             torch.set_num_threads(1)
         sums.append(out)
+    assert torch.equal(sums[0], sums[1]) and torch.equal(sums[0], sums[2])
+
+
+def test_linear_layers_have_the_same_bits_for_any_number_of_threads() -> None:
+    generator, sums = torch.Generator().manual_seed(0), []
+    g, a = torch.randn(300, 200, generator=generator), torch.randn(300, 700, generator=generator)
+    for threads in (1, 2, 4):
+        torch.set_num_threads(threads)
+        try:
+            out, bias = torch.zeros(200, 700), torch.zeros(200)
+            layer = OuterLayer(NativeOuterGrads(g, a), out, bias, True, torch.ones(300, dtype=torch.float64))
+            OuterLayers([layer]).clip_and_add(1.0, 0.0)
+        finally:
+            torch.set_num_threads(1)
+        sums.append(torch.cat([out.flatten(), bias]))
     assert torch.equal(sums[0], sums[1]) and torch.equal(sums[0], sums[2])
 
 

@@ -33,9 +33,9 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
         library = ctypes.CDLL(str(found[0]))
         if library.lamina_abi() != ABI:
             return None, f"the native kernels were built from other sources: {again}"
-        library.lamina_product_memory.restype = library.lamina_outer.restype = ctypes.c_int64
+        library.lamina_product_memory.restype = ctypes.c_int64
         library.lamina_norms.argtypes = [ctypes.c_void_p, ctypes.c_int64]
-        library.lamina_outer.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
+        library.lamina_outers.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
         for name in ("lamina_product", "lamina_product_memory"):
             getattr(library, name).argtypes = [ctypes.c_void_p, ctypes.c_int64]
     except (OSError, AttributeError) as error:
@@ -84,6 +84,6 @@ def switched(on: bool) -> Iterator[None]:
 
 def pointer(t: Tensor, dtype: torch.dtype, *shape: int) -> int:
     """Where the numbers of a dense tensor are, once it is certain that they are what the kernel will read."""
-    if t.dtype != dtype or tuple(t.shape) != shape or not t.is_contiguous() or t.device.type != "cpu":
+    if t.dtype is not dtype or t.shape != shape or not t.is_contiguous() or not t.is_cpu:
         raise AssertionError(f"a kernel got {t.dtype} {tuple(t.shape)} of strides {t.stride()}, not {dtype} {shape}")
     return t.data_ptr()

@@ -12,6 +12,8 @@
 #include <string.h>
 
 #define DEPTH 128 /* positions that are packed at a time */
+#define CHUNK 16  /* contributions whose norms are measured by one thread at a time */
+#define BLOCK 16  /* panels of rows and of columns of a block of outer products */
 #define SHARES 8  /* into which rows of the sum are cut */
 #define MIN_SAFE_NORM 1e-15 /* norms between which products in float32 lose nothing */
 #define MAX_SAFE_NORM 1e15
@@ -36,15 +38,21 @@ struct product {
     atomic_ullong *used;
 };
 
-/* In the order of `_Outer` in products.py: G[p] = g[p] ⊗ a[p]. */
+/* In the order of `_OUTER` in products.py: one layer, G[p] = g[p] ⊗ a[p]. */
 struct outer {
-    int64_t units, outputs, inputs, parts, joined; /* joined: the norm of g counts too, for a bias */
+    int64_t outputs, inputs, joined; /* joined: the norm of g counts too, for a bias */
     const float *g, *a;
-    const double *bound, *others;
+    float *out, *bias;            /* where it is added; bias may be NULL */
+    const double *bound, *others; /* (units), others may be NULL */
+    double *g_norm, *a_norm, *norm_sq, *factor;
+};
+
+/* In the order of `_Outers`: layers of the same contributions. NORM: measured · CLIP: measured and added · ADD: added, with factors
+   and norms from before. */
+struct outers {
+    int64_t mode, count, units;
     double scale, least;
-    double *norm_sq, *factor;
-    float *scaled, *unit; /* factor · g; where `odd`, a row of a with length 1 */
-    int8_t *odd;
+    const struct outer *layers;
 };
 
 struct memory {
@@ -52,7 +60,7 @@ struct memory {
 };
 
 struct kernels {
-    lamina_body part, sum_rows, outer_rows;
+    lamina_body part, sum_rows, outer_rows, outer_block;
     int64_t rows, columns;
 };
 
@@ -75,6 +83,12 @@ static double clip_factor(double norm_sq, double bound, double scale, double lea
     if (!isfinite(norm_sq)) return 0;
     const double factor = bound / sqrt(norm_sq < 1e-300 ? 1e-300 : norm_sq);
     return factor > scale ? scale : factor > least ? factor : 0;
+}
+
+/* Whether g or a is so small or large that a product in float32 would lose bits. */
+static inline int is_odd(const struct outer *layer, int64_t p) {
+    const double g = layer->g_norm[p], a = layer->a_norm[p];
+    return !(g > MIN_SAFE_NORM && g < MAX_SAFE_NORM && a > MIN_SAFE_NORM && a < MAX_SAFE_NORM);
 }
 
 typedef float four __attribute__((vector_size(16), aligned(4), may_alias));
@@ -189,12 +203,13 @@ static int64_t plan_memory(struct product *job, const struct kernels *with) {
     return job->threads * each + sums;
 }
 
-/* Returns how many rows of `unit` are in use. */
-LAMINA_EXPORT int64_t lamina_outer(struct outer *job, int64_t threads, int64_t processor) {
-    lamina_parallel((int)job->parts, (int)threads, chosen(processor)->outer_rows, job);
-    int64_t odd = 0;
-    for (int64_t p = 0; p < job->units; p++) odd += job->odd[p];
-    return odd;
+LAMINA_EXPORT void lamina_outers(const struct outers *job, int64_t threads, int64_t processor) {
+    const struct kernels *with = chosen(processor);
+    int64_t blocks = 0;
+    for (const struct outer *layer = job->layers; layer < job->layers + job->count; layer++)
+        blocks += panels(layer->outputs, BLOCK * with->rows) / (BLOCK * with->rows) * (panels(layer->inputs, BLOCK * with->columns) / (BLOCK * with->columns));
+    if (job->mode != ADD) lamina_parallel((int)(job->count * ((job->units + CHUNK - 1) / CHUNK)), (int)threads, with->outer_rows, (void *)job);
+    if (job->mode != NORM) lamina_parallel((int)blocks, (int)threads, with->outer_block, (void *)job);
 }
 
 LAMINA_EXPORT int64_t lamina_product_memory(struct product *job, int64_t processor) { return plan_memory(job, chosen(processor)); }

@@ -12,12 +12,13 @@ typedef double NAME(wide) __attribute__((vector_size(8 * LANES)));
 static inline VEC NAME(load)(const float *p) { return *(const VEC *)p; }
 static inline void NAME(store)(float *p, VEC x) { *(VEC *)p = x; }
 
-static void NAME(tile)(int64_t depth, const float *a, const float *b, float *c, int add) {
+/* Rows of c are `apart` numbers from each other. */
+static inline __attribute__((always_inline)) void NAME(tile)(int64_t depth, const float *a, const float *b, float *c, int64_t apart, int add) {
     VEC sum[ROWS][VECTORS];
 #pragma GCC unroll 16
     for (int m = 0; m < ROWS; m++)
 #pragma GCC unroll 4
-        for (int n = 0; n < VECTORS; n++) sum[m][n] = add ? NAME(load)(c + m * COLUMNS + n * LANES) : (VEC){0};
+        for (int n = 0; n < VECTORS; n++) sum[m][n] = add ? NAME(load)(c + m * apart + n * LANES) : (VEC){0};
     for (int64_t k = 0; k < depth; k++, a += ROWS, b += COLUMNS) {
         VEC right[VECTORS];
 #pragma GCC unroll 4
@@ -30,7 +31,7 @@ static void NAME(tile)(int64_t depth, const float *a, const float *b, float *c, 
 #pragma GCC unroll 16
     for (int m = 0; m < ROWS; m++)
 #pragma GCC unroll 4
-        for (int n = 0; n < VECTORS; n++) NAME(store)(c + m * COLUMNS + n * LANES, sum[m][n]);
+        for (int n = 0; n < VECTORS; n++) NAME(store)(c + m * apart + n * LANES, sum[m][n]);
 }
 
 /* Four squares per lane in float32, all else in float64: see "Norms that do not read low" in grads.py. */
@@ -121,7 +122,7 @@ static double NAME(form)(const struct product *job, int64_t p, struct memory *m,
                 float *c = grad;
                 for (int64_t n = 0; n < column_panels; n++)
                     for (int64_t k = 0; k < row_panels; k++, c += ROWS * COLUMNS) {
-                        NAME(tile)(filled, m->left + k * DEPTH * ROWS, m->right + n * DEPTH * COLUMNS, c, (int)some);
+                        NAME(tile)(filled, m->left + k * DEPTH * ROWS, m->right + n * DEPTH * COLUMNS, c, COLUMNS, (int)some);
                         if (last && job->mode != ADD) norm_sq += NAME(squares)(c, ROWS * COLUMNS);
                     }
                 filled = 0, some = 1;
@@ -214,34 +215,93 @@ static double NAME(row_norm)(const float *x, int64_t n) {
     return sqrt(sum);
 }
 
-/* `OuterProductGrads` of grads.py, some rows of it: norms in float64, the factor, and g times it. */
+/* `OuterProductGrads` of grads.py, some rows of one layer: norms in float64, and the factor where it follows from them. */
 static void NAME(outer_rows)(int part, void *context) {
-    const struct outer *job = context;
-    for (int64_t p = job->units * part / job->parts; p < job->units * (part + 1) / job->parts; p++) {
-        const float *g = job->g + p * job->outputs, *a = job->a + p * job->inputs;
-        float *scaled = job->scaled + p * job->outputs, *unit = job->unit + p * job->inputs;
-        const double g_norm = NAME(row_norm)(g, job->outputs), a_norm = NAME(row_norm)(a, job->inputs);
+    const struct outers *job = context;
+    const int64_t chunks = (job->units + CHUNK - 1) / CHUNK, first = part % chunks * CHUNK;
+    const struct outer *layer = job->layers + part / chunks;
+    for (int64_t p = first; p < first + CHUNK && p < job->units; p++) {
+        const double g_norm = NAME(row_norm)(layer->g + p * layer->outputs, layer->outputs);
+        const double a_norm = NAME(row_norm)(layer->a + p * layer->inputs, layer->inputs);
         double norm_sq = g_norm * g_norm * (a_norm * a_norm);
-        if (job->joined) norm_sq += g_norm * g_norm;
-        if (job->others != NULL) norm_sq += job->others[p];
-        job->norm_sq[p] = norm_sq;
-        job->factor[p] = clip_factor(norm_sq, job->bound[p], job->scale, job->least);
-        const double factor = job->factor[p];
-        job->odd[p] = !(g_norm > MIN_SAFE_NORM && g_norm < MAX_SAFE_NORM && a_norm > MIN_SAFE_NORM && a_norm < MAX_SAFE_NORM);
-        if (factor == 0) { /* also what is not finite */
-            memset(scaled, 0, sizeof(float) * (size_t)job->outputs);
-            if (job->odd[p]) memset(unit, 0, sizeof(float) * (size_t)job->inputs);
-        } else if (job->odd[p]) { /* both of unit length, so that nothing vanishes before they meet */
-            const double size = g_norm > 1e-300 ? g_norm : 1e-300, other = a_norm > 1e-300 ? a_norm : 1e-300;
-            const float length = (float)(factor * (g_norm * a_norm));
-            for (int64_t i = 0; i < job->outputs; i++) scaled[i] = (float)(g[i] / size) * length;
-            for (int64_t i = 0; i < job->inputs; i++) unit[i] = (float)(a[i] / other);
-        } else
-            for (int64_t i = 0; i < job->outputs; i++) scaled[i] = g[i] * (float)factor;
+        if (layer->joined) norm_sq += g_norm * g_norm;
+        if (layer->others != NULL) norm_sq += layer->others[p];
+        layer->g_norm[p] = g_norm, layer->a_norm[p] = a_norm, layer->norm_sq[p] = norm_sq;
+        if (job->mode == CLIP) layer->factor[p] = clip_factor(norm_sq, layer->bound[p], job->scale, job->least);
     }
 }
 
-static const struct kernels NAME(kernels) = {NAME(part), NAME(sum_rows), NAME(outer_rows), ROWS, COLUMNS};
+/* out += g ⊗ a summed over contributions, times their factors: one block of rows and columns of one layer. Contributions of
+   factor 0 are never multiplied, for they may not be finite; those of odd size are made unit vectors, so that nothing vanishes
+   before they meet. */
+static void NAME(outer_block)(int part, void *context) {
+    const struct outers *job = context;
+    const struct outer *layer = job->layers;
+    int64_t row_blocks, item = part;
+    for (;; layer++) {
+        row_blocks = (layer->outputs + BLOCK * ROWS - 1) / (BLOCK * ROWS);
+        const int64_t items = row_blocks * ((layer->inputs + BLOCK * COLUMNS - 1) / (BLOCK * COLUMNS));
+        if (item < items) break;
+        item -= items;
+    }
+    const int64_t o0 = item % row_blocks * BLOCK * ROWS, i0 = item / row_blocks * BLOCK * COLUMNS, outputs = layer->outputs, inputs = layer->inputs;
+    const int64_t o1 = o0 + BLOCK * ROWS < outputs ? o0 + BLOCK * ROWS : outputs, i1 = i0 + BLOCK * COLUMNS < inputs ? i0 + BLOCK * COLUMNS : inputs;
+    float left[BLOCK][DEPTH * ROWS], right[DEPTH * COLUMNS], edge[ROWS * COLUMNS];
+    for (int64_t from = 0, count; from < job->units; from += count) {
+        count = job->units - from < DEPTH ? job->units - from : DEPTH;
+        for (int64_t k = 0; k < count; k++) {
+            const int64_t p = from + k;
+            const float *g = layer->g + p * outputs, factor = (float)layer->factor[p];
+            const int odd = is_odd(layer, p);
+            const double size = layer->g_norm[p] > 1e-300 ? layer->g_norm[p] : 1e-300;
+            const float length = (float)(layer->factor[p] * (layer->g_norm[p] * layer->a_norm[p]));
+            for (int64_t o = o0; o < o1; o += ROWS) {
+                float *to = left[(o - o0) / ROWS] + k * ROWS;
+                const int64_t here = o1 - o < ROWS ? o1 - o : ROWS;
+                if (layer->factor[p] == 0 || here < ROWS) memset(to, 0, sizeof(float) * ROWS);
+                if (layer->factor[p] == 0) continue;
+                if (odd)
+                    for (int64_t m = 0; m < here; m++) to[m] = (float)(g[o + m] / size) * length;
+                else if (here == ROWS)
+                    for (int64_t m = 0; m < ROWS; m++) to[m] = g[o + m] * factor;
+                else
+                    for (int64_t m = 0; m < here; m++) to[m] = g[o + m] * factor;
+            }
+            if (i0 == 0 && layer->bias != NULL && layer->factor[p] != 0)
+                for (int64_t o = o0; o < o1; o++) layer->bias[o] += g[o] * factor;
+        }
+        for (int64_t i = i0; i < i1; i += COLUMNS) {
+            const int64_t wide = i1 - i < COLUMNS ? i1 - i : COLUMNS;
+            for (int64_t k = 0; k < count; k++) {
+                const int64_t p = from + k;
+                const float *a = layer->a + p * inputs + i;
+                float *to = right + k * COLUMNS;
+                const double size = layer->a_norm[p] > 1e-300 ? layer->a_norm[p] : 1e-300;
+                if (layer->factor[p] == 0 || wide < COLUMNS) memset(to, 0, sizeof(float) * COLUMNS);
+                if (layer->factor[p] == 0) continue;
+                if (is_odd(layer, p))
+                    for (int64_t n = 0; n < wide; n++) to[n] = (float)(a[n] / size);
+                else if (wide == COLUMNS)
+                    for (int n = 0; n < VECTORS; n++) NAME(store)(to + n * LANES, NAME(load)(a + n * LANES));
+                else
+                    memcpy(to, a, sizeof(float) * (size_t)wide);
+            }
+            for (int64_t o = o0; o < o1; o += ROWS) {
+                float *out = layer->out + o * inputs + i;
+                const int64_t high = o1 - o < ROWS ? o1 - o : ROWS;
+                if (high == ROWS && wide == COLUMNS) {
+                    NAME(tile)(count, left[(o - o0) / ROWS], right, out, inputs, 1);
+                    continue;
+                }
+                NAME(tile)(count, left[(o - o0) / ROWS], right, edge, COLUMNS, 0);
+                for (int64_t m = 0; m < high; m++)
+                    for (int64_t n = 0; n < wide; n++) out[m * inputs + n] += edge[m * COLUMNS + n];
+            }
+        }
+    }
+}
+
+static const struct kernels NAME(kernels) = {NAME(part), NAME(sum_rows), NAME(outer_rows), NAME(outer_block), ROWS, COLUMNS};
 
 #undef COLUMNS
 #undef VEC

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-import math
+import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ from lamina.engine.grads import (
 MAX_ELEMENTS = 1 << 22  # of a larger tensor torch's own product uses all cores, and accumulators would be large
 _ACCUMULATOR_ELEMENTS = 1 << 20
 _MAX_THREADS = 64
+_MIN_SHARED_ELEMENTS = 1 << 14  # below, a second thread takes longer to wake than to help
 
 
 class _Mode(IntEnum):
@@ -220,19 +222,21 @@ class NativeGrads(ContributionGrads):
         job.outputs, job.inputs, job.taps, job.groups, job.positions = outputs, inputs, taps, groups, positions
 
 
-class _Outer(ctypes.Structure):
-    """`struct outer` of product.c."""
+_OUTER = struct.Struct("@13q")  # `struct outer` of product.c
+
+
+class _Outers(ctypes.Structure):
+    """`struct outers` of product.c."""
 
     _fields_ = [
-        *((name, ctypes.c_int64) for name in ("units", "outputs", "inputs", "parts", "joined")),
-        *((name, ctypes.c_void_p) for name in ("g", "a", "bound", "others")),
+        *((name, ctypes.c_int64) for name in ("mode", "count", "units")),
         *((name, ctypes.c_double) for name in ("scale", "least")),
-        *((name, ctypes.c_void_p) for name in ("norm_sq", "factor", "scaled", "unit", "odd")),
+        ("layers", ctypes.c_void_p),
     ]
 
 
 class NativeOuterGrads(OuterProductGrads):
-    """`OuterProductGrads` of float32, whose norms, factors and scaled rows come from one call."""
+    """`OuterProductGrads` of float32. Many layers of them are measured, clipped and added in one call: `OuterLayers`."""
 
     joined = False  # whether the bias beside it, whose gradient is g, is measured with it
 
@@ -242,25 +246,79 @@ class NativeOuterGrads(OuterProductGrads):
 
     def clip_and_add(self, out: Tensor, others: Tensor | None, clip: ClipFunction) -> ClipWeights:
         joined, self.joined = self.joined, False
-        library, job, units, f64 = native.library(), _Outer(), self.units, torch.float64
+        if not _plain(out):
+            if joined:
+                others = self.g_norm_sq() if others is None else others + self.g_norm_sq()
+            return super().clip_and_add(out, others, clip)
+        layers = OuterLayers()
+        layers.append(OuterLayer(self, out, None, joined, clip.bound, others))
+        _, _, norm_sq, factor = layers.clip_and_add(clip.scale, clip.least)[:, 0]
+        finite = torch.isfinite(norm_sq)
+        return ClipWeights(factor, None if bool(finite.all()) else ~finite)
+
+
+class OuterLayer(NamedTuple):
+    """A linear layer of one position per contribution: where its gradients come from and go, and by what they are clipped."""
+
+    grad: NativeOuterGrads
+    out: Tensor
+    bias: Tensor | None = None
+    joined: bool = False  # whether the norm of g counts, for a bias
+    bound: Tensor | None = None
+    others: Tensor | None = None
+
+    @classmethod
+    def of(cls, parts: Sequence[tuple[ContributionGrads, Tensor]], bound: Tensor | None = None) -> OuterLayer | None:
+        """The layer of these tensors, if it is one weight, with its bias or without."""
+        grad, out = parts[0]
+        if not isinstance(grad, NativeOuterGrads) or len(parts) > 2 or not _plain(out):
+            return None
+        if len(parts) == 1:
+            return cls(grad, out, bound=bound)
+        beside, bias = parts[1]
+        if not isinstance(beside, NativeBias) or beside.weight is not grad or not _plain(bias):
+            return None
+        return cls(grad, out, bias, True, bound)
+
+
+class OuterLayers(list[OuterLayer]):
+    """Layers of the same contributions. `numbers` is (4, layers, P): norms of g, of a, squared norms, clip factors."""
+
+    def clip_and_add(self, scale: float, least: float) -> Tensor:
+        return self._run(_Mode.CLIP, self._empty(), scale, least)
+
+    def measure(self) -> Tensor:
+        return self._run(_Mode.NORM, self._empty())
+
+    def add(self, numbers: Tensor) -> None:
+        """With factors, and the norms that `measure` gave."""
+        self._run(_Mode.ADD, numbers)
+
+    def _empty(self) -> Tensor:
+        return torch.empty(4, len(self), self[0].grad.units, dtype=torch.float64)
+
+    def _run(self, mode: _Mode, numbers: Tensor, scale: float = 1.0, least: float = 0.0) -> Tensor:
+        library, units, f32, f64 = native.library(), self[0].grad.units, torch.float32, torch.float64
         assert library is not None
-        g, a = self.g.contiguous(), self.a.contiguous()
-        numbers, unit = torch.empty(2, units, dtype=f64), torch.empty_like(a)
-        scaled, odd = torch.empty_like(g), torch.empty(units, dtype=torch.int8)
-        job.units, job.outputs, job.inputs, job.joined = units, *self.shape, joined
-        job.parts = max(1, min(units, g.numel() + a.numel() >> 14))
-        job.g, job.a = (native.pointer(t, torch.float32, units, n) for t, n in zip((g, a), self.shape, strict=True))
-        job.bound, job.scale, job.least = native.pointer(clip.bound, f64, units), clip.scale, clip.least
-        if others is not None:
-            job.others = native.pointer(others, f64, units)
-        job.norm_sq, job.factor, job.scaled = numbers.data_ptr(), numbers[1].data_ptr(), scaled.data_ptr()
-        job.unit, job.odd = unit.data_ptr(), odd.data_ptr()
-        if library.lamina_outer(ctypes.byref(job), torch.get_num_threads(), native.processor()):
-            a = torch.where(odd.bool().unsqueeze(1), unit, a)
-        broken = None if math.isfinite(numbers[0].sum().item()) else ~torch.isfinite(numbers[0])
-        weights = ClipWeights(numbers[1], broken if broken is not None and bool(broken.any()) else None)
-        out.addmm_(scaled.t(), weights.clean(a))
-        return weights
+        first, row = native.pointer(numbers, f64, 4, len(self), units), 8 * units
+        table, work, kept = ctypes.create_string_buffer(_OUTER.size * len(self)), 0, []
+        for i, (grad, out, bias, joined, bound, others) in enumerate(self):
+            g, a, (outputs, inputs) = grad.g.contiguous(), grad.a.contiguous(), grad.shape
+            kept += [g, a]
+            _OUTER.pack_into(
+                table, i * _OUTER.size, outputs, inputs, joined,
+                native.pointer(g, f32, units, outputs), native.pointer(a, f32, units, inputs),
+                native.pointer(out, f32, outputs, inputs), 0 if bias is None else native.pointer(bias, f32, outputs),
+                0 if bound is None else native.pointer(bound, f64, units),
+                0 if others is None else native.pointer(others, f64, units),
+                *(first + (kind * len(self) + i) * row for kind in range(4)),
+            )  # fmt: skip
+            assert mode is not _Mode.CLIP or bound is not None
+            work += g.numel() + a.numel()
+        job = _Outers(mode, len(self), units, scale, least, ctypes.addressof(table))
+        threads = torch.get_num_threads() if work > _MIN_SHARED_ELEMENTS else 1
+        library.lamina_outers(ctypes.byref(job), threads, native.processor())
+        return numbers
 
 
 def _plain(out: Tensor) -> bool:
