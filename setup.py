@@ -5,11 +5,13 @@ In a source tree: python setup.py build_ext --inplace
 
 from __future__ import annotations
 
+import runpy
 from glob import glob
 
 from setuptools import Extension, setup
 
 FOLDER = "src/lamina/engine/native"
+DIGEST = runpy.run_path(f"{FOLDER}/sources.py")["source_digest"]()
 FLAGS = [
     "-std=gnu11",
     "-O3",
@@ -27,6 +29,7 @@ setup(
             "lamina.engine.native._native",
             sources=sorted(glob(f"{FOLDER}/*.c")),
             depends=sorted(glob(f"{FOLDER}/*.h")),
+            define_macros=[("LAMINA_SOURCES", f'"{DIGEST}"')],
             extra_compile_args=FLAGS,
             libraries=["m"],
             optional=True,

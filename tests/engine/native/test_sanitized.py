@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from lamina.engine import native
+from lamina.engine.native.sources import source_digest
 
 HERE = Path(__file__).parent
 SOURCES = sorted(Path(native.__file__).parent.glob("*.c"))
@@ -21,6 +22,7 @@ def test_no_byte_outside_and_nothing_undefined(tmp_path: Path, module: str) -> N
     checks = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-g", "-O1", "-fno-omit-frame-pointer"]
     built = tmp_path / "_native.so"
     flags = ["-std=gnu11", "-ffp-contract=off", "-fvisibility=hidden", "-shared", "-fPIC", "-pthread"]
+    flags.append(f'-DLAMINA_SOURCES="{source_digest()}"')
     subprocess.run(["gcc", *flags, *checks, *map(str, SOURCES), "-lm", "-o", str(built)], check=True)
     found = subprocess.run(["gcc", "-print-file-name=libasan.so"], check=True, capture_output=True, text=True)
     environment = {

@@ -16,7 +16,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-ABI = 6  # of parallel.h
+from lamina.engine.native.sources import source_digest
+
 _PROCESSORS = ("portable", "avx2", "avx512")
 _most = len(_PROCESSORS) - 1
 _allowed = os.environ.get("LAMINA_NATIVE", "1") != "0"
@@ -31,7 +32,8 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
     again = "build them again: python setup.py build_ext --inplace"
     try:
         library = ctypes.CDLL(str(found[0]))
-        if library.lamina_abi() != ABI:
+        library.lamina_sources.restype = ctypes.c_char_p
+        if library.lamina_sources().decode() != source_digest():
             return None, f"the native kernels were built from other sources: {again}"
         library.lamina_product_memory.restype = ctypes.c_int64
         library.lamina_norms.argtypes = [ctypes.c_void_p, ctypes.c_int64]
@@ -68,7 +70,7 @@ def kind() -> str:
     Two kinds differ by roundings: a step that was begun with one cannot be repeated with the other.
     """
     found = library()
-    return "torch" if found is None else f"native-{ABI}-{_PROCESSORS[processor()]}"
+    return "torch" if found is None else f"native-{found.lamina_sources().decode()}-{_PROCESSORS[processor()]}"
 
 
 @contextmanager

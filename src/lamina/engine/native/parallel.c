@@ -30,7 +30,7 @@ void lamina_parallel(int parts, int threads, lamina_body body, void *context) {
         take_parts(&work);
 }
 
-LAMINA_EXPORT int lamina_abi(void) { return LAMINA_ABI; }
+LAMINA_EXPORT const char *lamina_sources(void) { return LAMINA_SOURCES; }
 
 LAMINA_EXPORT void lamina_use_threads(void *parallel) { start_threads = (gomp_parallel)parallel; }
 

@@ -3,7 +3,9 @@
 #define LAMINA_PARALLEL_H
 
 #define LAMINA_EXPORT __attribute__((visibility("default")))
-#define LAMINA_ABI 6 /* raised with every change of an exported function; `ABI` in __init__.py must be the same */
+#ifndef LAMINA_SOURCES
+#define LAMINA_SOURCES "unknown" /* setup.py gives the digest of all sources, which the loader compares: sources.py */
+#endif
 
 /* Calls body(part, context) once for each part in 0 … parts-1, on at most `threads` threads, in any order.
    What is computed must depend on the part alone, never on the thread. */
