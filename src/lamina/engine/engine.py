@@ -264,7 +264,7 @@ class Engine:
         if self.window is not None:
             number = self.budget.charge(factor)
             return CorrelatedStep(self.plan, self.noise, self._tensors, self._layer_of, number, self.window)
-        made = PaperStep if self._elementwise else OpenStep
+        made: type[OpenStep] = PaperStep if self._elementwise else OpenStep
         if self.plan.noise_kind is not NoiseKind.GAUSSIAN:
             made = IntegerStep
         step = self.budget.charge(factor)
