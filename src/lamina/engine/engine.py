@@ -22,6 +22,7 @@ from lamina.engine.budget import Budget
 from lamina.engine.clipping import BoxCollector, ClipBounds, Collector, NormCollector
 from lamina.engine.correlated_noise import NoiseWindow
 from lamina.engine.distributed import Ranks, refuse_unsharded, weights_digest
+from lamina.engine.integer_noise import Grid
 from lamina.engine.layers.layer_rule import Target
 from lamina.engine.noise import NoiseSource, SecureNoise
 from lamina.engine.paper_step import PaperStep, UnclippedSums, warn_if_reproduction
@@ -372,6 +373,15 @@ class Engine:
         if part is not None:
             self._accumulate(part, into)
         return into.sums if unclipped is None else unclipped.mean()
+
+    def grid_sums(self, losses: Tensor | None, batch: Batch, grids: Sequence[Grid]) -> dict[str, Tensor]:
+        """The routed, clipped sum in whole units of each layer's grid, int64, without noise: of one party of a `SecureSum`."""
+        part = self._examine(losses, batch)
+        into = ClippedSums({name: torch.zeros(p.shape, dtype=torch.int64) for name, p in self._tensors.items()})
+        into.grid = {name: grids[self._layer_of[name]] for name in self._tensors}
+        if part is not None:
+            self._accumulate(part, into)
+        return into.sums
 
     def _check_state(self) -> None:
         if self.detached:

@@ -55,8 +55,8 @@ class Grid(NamedTuple):
     taxicab: bool
 
 
-def layer_grids(plan: StepPlan) -> tuple[Grid, ...]:
-    """The grid of every layer."""
+def layer_grids(plan: StepPlan, least: int = LEAST_BITS) -> tuple[Grid, ...]:
+    """The grid of every layer, with at least so many bits: noise that comes in shares needs more."""
     taxicab = plan.noise_kind is NoiseKind.LAPLACE
     found = []
     for i, (layer, s) in enumerate(zip(plan.layers, plan.noise, strict=True)):
@@ -66,7 +66,7 @@ def layer_grids(plan: StepPlan) -> tuple[Grid, ...]:
         reached = [row[i] for row in plan.clip if row[i] > 0]
         spread = float(layer.size) if taxicab else math.sqrt(layer.size)
         wanted = math.log2(_UNITS_PER_COORDINATE * spread * scale / min(reached)) if reached and s else 0.0
-        bits = min(MOST_BITS, max(LEAST_BITS, math.ceil(wanted))) if s else 0
+        bits = min(MOST_BITS, max(least, math.ceil(wanted))) if s else 0
         if plan.noise_kind is NoiseKind.SKELLAM:
             scale *= math.sqrt(1 + 3.5 * 4.0**-bits)
         found.append(Grid(bits, math.ldexp(scale, -bits), taxicab))

@@ -321,9 +321,10 @@ class NoiseSource:
         self._apply(totals, stds, step=step, tensors=tensors, part=part, fill=False, rounded=rounded)
 
     def add_integers_(
-        self, totals: Sequence[torch.Tensor], bits: Sequence[int], *, step: int, kind: NoiseKind = _DISCRETE_GAUSSIAN
-    ) -> None:
-        """totals[i] <- totals[i] + x, int64: x discrete Gaussian or Laplace of scale 2^bits[i], none for 0 bits.
+        self, totals: Sequence[torch.Tensor], bits: Sequence[int], *, step: int, kind: NoiseKind = _DISCRETE_GAUSSIAN,
+        times: int = 1,
+    ) -> None:  # fmt: skip
+        """totals[i] <- totals[i] + x, int64: x of this kind and of scale 2^bits[i], none for 0 bits; `times` such draws.
 
         Exact: drawn and added in integers (engine/integer_noise.py).
         """
@@ -333,8 +334,9 @@ class NoiseSource:
         self._claim(step, indices)
         for index, total, scale in zip(indices, totals, bits, strict=True):
             if scale:
-                draws = integer_noise(kind, WordSource(key, index), total.numel(), scale)
-                total.view(-1).add_(torch.from_numpy(draws))
+                words = WordSource(key, index)
+                for _ in range(times):
+                    total.view(-1).add_(torch.from_numpy(integer_noise(kind, words, total.numel(), scale)))
 
     def _apply(
         self, totals: Sequence[torch.Tensor], stds: Sequence[float], *,

@@ -1,0 +1,131 @@
+"""Sums modulo a power of two: several parties add up a step of Skellam noise without anybody seeing a party's own sum.
+
+Each party cuts its clipped gradients to the grid, adds them up in int64, adds its share of the noise, and sends the result
+modulo 2^k. Modulo 2^k the messages can be masked by any secure aggregation; their sum, read as a number in
+[-2^(k-1), 2^(k-1)), is the clipped sum of all plus Skellam noise of the planned variance (docs/decisions/integer_noise.md).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from lamina import validate
+from lamina.engine.integer_noise import LEAST_BITS, MOST_BITS, Grid, layer_grids
+from lamina.engine.noise import NoiseSource
+from lamina.errors import NoiseError
+from lamina.plan.rules import NoiseKind
+from lamina.plan.step_plan import StepPlan
+
+MOST_MODULUS_BITS = 62  # so that int64 holds the sum of two
+MAX_PARTIES = 4 ** (MOST_BITS - LEAST_BITS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SecureSum:
+    """How `parties` add up the steps of a plan: the grid and the modulus of every layer, and the shares of the noise.
+
+    Shares. Skellam noise of variance 4^b units is the sum of 4^j draws of variance 4^(b-j), 4^j the least power of four that
+    is no less than `parties`; party p adds one draw, or a few, so that all of them are there: together exactly the planned
+    law. The unit is 2^j times finer where draws would otherwise be too small for the sampler.
+
+    Modulus. A sum leaves [-2^(k-1), 2^(k-1)) only if the noise of some coordinate passes what the clipped gradients of
+    `population` contributions leave of it. Over all coordinates and steps that has a probability of at most `wrap`
+    (Chernoff). It would spoil a step, and cost no privacy: wrapping is a post-processing, so ε is that of the plan.
+
+    A party that leaves out its noise, or makes it known, takes its share of it from everybody: with m such parties ε is
+    that of S²·(1 - share of these m).
+    """
+
+    plan: StepPlan
+    parties: int
+    wrap: float
+    grids: tuple[Grid, ...]
+    modulus_bits: tuple[int, ...]
+
+    @classmethod
+    def of(cls, plan: StepPlan, *, parties: int, wrap: float = 2.0**-40, modulus_bits: int | None = None) -> Self:
+        """The least moduli for a plan; or one that is given, refused if it is too small."""
+        validate.whole(NoiseError, "noise.parties-out-of-range", most=MAX_PARTIES, parties=parties)
+        validate.number(NoiseError, "noise.wrap-out-of-range", above=0, below=1, wrap=wrap)
+        if plan.noise_kind is not NoiseKind.SKELLAM:
+            problem = f"the plan has {plan.noise_kind.value} noise, and shares of it do not add up to such noise"
+            raise NoiseError("noise.shares-need-skellam", problem, 'use kind = "skellam" under [noise]')
+        populations = [entry.population for entry in plan.classes]
+        if any(each is None for each in populations):
+            problem = "the plan declares no population for some class, so nothing bounds its sums"
+            raise NoiseError("noise.sum-without-population", problem, "declare it in the policy")
+        grids = layer_grids(plan, least=LEAST_BITS + _split(parties))
+        coordinates = sum(layer.size for layer in plan.layers) * plan.steps
+        needed = []
+        for i, grid in enumerate(grids):
+            signal = sum(_largest(plan, k, i) * (n or 0) for k, n in enumerate(populations)) / grid.unit
+            reach = math.ceil(signal) + (skellam_reach(grid.bits, wrap / coordinates) if grid.bits else 0)
+            needed.append(1 + reach.bit_length())
+        if (most := max(needed)) > min(MOST_MODULUS_BITS, modulus_bits or MOST_MODULUS_BITS):
+            limit = min(MOST_MODULUS_BITS, modulus_bits or MOST_MODULUS_BITS)
+            name = plan.layers[needed.index(most)].name
+            problem = f"sums of layer {name!r} need {most} bits, and the modulus has {limit}"
+            remedy = f"give modulus_bits={most}" if most <= MOST_MODULUS_BITS else "declare smaller populations"
+            raise NoiseError("noise.modulus-too-small", problem, remedy)
+        bits = needed if modulus_bits is None else [modulus_bits] * len(grids)
+        return cls(plan=plan, parties=parties, wrap=wrap, grids=grids, modulus_bits=tuple(bits))
+
+    def draws(self, party: int) -> int:
+        """How many of the 4^j equal draws a party adds."""
+        validate.whole(NoiseError, "noise.party-unknown", least=0, most=self.parties - 1, party=party)
+        all_of_them = 1 << 2 * _split(self.parties)
+        return all_of_them // self.parties + (party < all_of_them % self.parties)
+
+    def message(self, sums: Mapping[str, Tensor], noise: NoiseSource, *, party: int, step: int) -> dict[str, Tensor]:
+        """What a party sends: its `Engine.grid_sums`, and its share of the noise, modulo 2^k."""
+        names, totals = list(sums), [total.clone() for total in sums.values()]
+        places = self._places()
+        bits = [max(0, self.grids[places[name]].bits - _split(self.parties)) for name in names]
+        noise.add_integers_(totals, bits, step=step, kind=NoiseKind.SKELLAM, times=self.draws(party))
+        return {name: self._reduced(name, total) for name, total in zip(names, totals, strict=True)}
+
+    def total(self, messages: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """The noised sum in whole units, from the messages of all parties or from their sum modulo 2^k."""
+        found = dict(messages[0])
+        for message in messages[1:]:
+            found = {name: self._reduced(name, total + message[name]) for name, total in found.items()}
+        places = self._places()
+        half = {name: 1 << (self.modulus_bits[places[name]] - 1) for name in found}
+        return {name: ((total + half[name]) & (2 * half[name] - 1)) - half[name] for name, total in found.items()}
+
+    def released(self, total: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """(clipped sum + noise) / B in float64: what a step of one process releases."""
+        places = self._places()
+        return {name: t.double() * (self.grids[places[name]].unit / self.plan.batch) for name, t in total.items()}
+
+    def _places(self) -> dict[str, int]:
+        return {name: i for i, layer in enumerate(self.plan.layers) for name in layer.parameters}
+
+    def _reduced(self, name: str, total: Tensor) -> Tensor:
+        return torch.bitwise_and(total, (1 << self.modulus_bits[self._places()[name]]) - 1)
+
+
+def _split(parties: int) -> int:
+    """The least j with 4^j ≥ parties."""
+    return (max(parties - 1, 0).bit_length() + 1) // 2
+
+
+def _largest(plan: StepPlan, k: int, layer: int) -> float:
+    """How far one contribution of a class can move a coordinate of a layer."""
+    return plan.norm(k) if plan.clip[k][layer] > 0 else 0.0
+
+
+def skellam_reach(bits: int, risk: float) -> int:
+    """A whole x with P(|X| > x) ≤ risk for Skellam X of variance v = 4^bits, by Chernoff: 2·exp(v(cosh t - 1) - tx), sinh t = x/v."""
+    v, x = 4.0**bits, 2.0**bits * math.sqrt(2.0 * math.log(2.0 / risk))
+    while True:
+        t = math.asinh(x / v)
+        if math.log(2.0) + 2.0 * v * math.sinh(t / 2) ** 2 - t * x <= math.log(risk):
+            return math.ceil(x)
+        x *= 1.001
