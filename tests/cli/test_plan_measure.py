@@ -134,13 +134,61 @@ def test_what_cannot_be_measured_is_told(asked: Project, words: tuple[str, ...],
         ("--input", "6"),
         ("--loss", "mse"),
         ("--save-measure", "m.json"),
+        ("--influence",),
+        ("--reinitialise", "2"),
+        ("--gamma", "none"),
+        ("--measure", "m.json", "--influence"),
         ("--proxy", "gaussian", "--passes", "0"),
+        ("--proxy", "gaussian", "--input", "6", "--reinitialise", "-1"),
     ],
 )
 def test_combinations_that_mean_nothing_are_misuse(asked: Project, words: tuple[str, ...]) -> None:
     code, out, err = ask(asked, "auto", *words)
     assert (code, out) == (2, "")
     assert "Usage" in err
+
+
+GAUSSIAN = ("--proxy", "gaussian", "--input", "6")
+
+
+def test_influence_is_measured_and_kept_where_it_is_asked_for(asked: Project) -> None:
+    succeeded(ask(asked, "auto", *GAUSSIAN, "--save-measure", "plain.json"))
+    succeeded(ask(asked, "auto", *GAUSSIAN, "--influence", "--save-measure", "asked.json"))
+    plain, found = Measure.load("plain.json"), Measure.load("asked.json")
+    assert plain.influence == ()
+    assert len(found.influence) == 2
+    assert min(found.influence) > 0
+    assert found.norms == plain.norms
+    words = ("--allocate", "printed-ladp:split=influence", "--measure")
+    refused(ask(asked, "auto", *words, "plain.json"), "allocate.measure-without-influence")
+    succeeded(ask(asked, "auto", *words, "asked.json"))
+
+
+def test_bounds_over_copies_with_weights_drawn_anew(asked: Project) -> None:
+    found = {}
+    for name, words in {"0": (), "1": ("--reinitialise", "3"), "2": ("--reinitialise", "3")}.items():
+        succeeded(ask(asked, "auto", *GAUSSIAN, *words, "--save-measure", f"{name}.json"))
+        found[name] = Measure.load(f"{name}.json")
+    assert found["1"] == found["2"]
+    assert found["1"].worst != found["0"].worst
+    assert found["1"].norms == found["0"].norms  # measured at the weights that will be trained
+
+
+def test_what_cannot_draw_its_weights_anew_is_refused(asked: Project) -> None:
+    own = "class Own(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+    own += "        self.w = nn.Parameter(torch.eye(6))\n    def forward(self, x):\n        return x @ self.w\n"
+    asked.write(f"{asked.module}.py", MODULE + own)
+    refused(ask(asked, "Own", *GAUSSIAN, "--reinitialise", "3"), "sensitivity.cannot-reinitialise")
+
+
+def test_gamma_is_in_the_printed_bound_alone(asked: Project) -> None:
+    asked.write(f"{asked.module}.py", MODULE.replace("nn.Tanh()", "nn.LayerNorm(4), nn.Tanh()"))
+    found = []
+    for gamma in ("all", "none"):
+        succeeded(ask(asked, "auto", *GAUSSIAN, "--gamma", gamma, "--save-measure", "m.json"))
+        found.append(Measure.load("m.json"))
+    assert found[0].printed != found[1].printed
+    assert found[0].tight == found[1].tight
 
 
 def test_a_measure_of_another_model_is_refused(asked: Project) -> None:

@@ -206,6 +206,12 @@ def measured_row(problem: AllocationProblem, what: str, allocation: str) -> Arra
             "as `measure` in RUN.toml or as make_plan(measure=…)",
         )
     row = np.asarray(getattr(problem.measure, what), dtype=np.float64)
+    if not row.size and what == "influence":
+        raise PlanError(
+            "allocate.measure-without-influence",
+            f"{allocation} needs influence functions, which the measure lacks",
+            "measure with `lamina plan --influence`, or measure(…, influences=True)",
+        )
     if not row.size:
         why = next((note for note in problem.measure.notes if note.startswith("no Δ")), "it was measured without")
         raise PlanError(

@@ -59,8 +59,11 @@ class MeasureOptions:
         if self.file is not None and self.proxy is not None:
             raise typer.BadParameter("give --measure or --proxy, not both", param_hint="--measure")
         if self.proxy is None:
-            for hint, value in (("--input", self.shape), ("--loss", self.loss), ("--save-measure", self.save)):
-                if value is not None:
+            asked = {"--input": self.shape, "--loss": self.loss, "--save-measure": self.save}
+            asked |= {"--influence": self.influences, "--reinitialise": self.reinitialise}
+            asked |= {"--gamma": None if self.gamma == "all" else self.gamma}
+            for hint, value in asked.items():
+                if value:
                     raise typer.BadParameter("needs --proxy", param_hint=hint)
 
     def of(self, name: str, model: nn.Module, stack: LayerStack) -> Measure | None:

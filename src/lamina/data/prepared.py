@@ -203,7 +203,8 @@ def noisy_class_counts(
 
     Every patient counts once in one class, the first that is given, so that the vector of counts moves by at most 1 when a
     patient comes or goes. It costs what one step with this noise multiplier costs without sampling,
-    `lamina.account.Event(noise_multiplier, 1.0, 1)`, and no ledger knows of it: add it to the schedule that you declare.
+    `lamina.account.Event(sigma=noise_multiplier, q=1.0, steps=1)`, and no ledger knows of it: add it to the schedule that
+    you declare.
     """
     if not noise_multiplier > 0:
         problem = f"noise_multiplier is {noise_multiplier}, must be > 0"
