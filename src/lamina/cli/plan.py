@@ -59,7 +59,7 @@ class MeasureOptions:
         if self.file is not None and self.proxy is not None:
             raise typer.BadParameter("give --measure or --proxy, not both", param_hint="--measure")
         if self.proxy is None:
-            asked = {"--input": self.shape, "--loss": self.loss, "--save-measure": self.save}
+            asked: dict[str, object] = {"--input": self.shape, "--loss": self.loss, "--save-measure": self.save}
             asked |= {"--influence": self.influences, "--reinitialise": self.reinitialise}
             asked |= {"--gamma": None if self.gamma == "all" else self.gamma}
             for hint, value in asked.items():
