@@ -42,7 +42,7 @@ class StudySize:
     def describe(self) -> str:
         """One line that stands above every table."""
         told = (
-            f"{self.patients:,} patients with {self.windows} windows each, {self.steps:,} steps of {self.batch} expected "
+            f"{self.patients:,} patients with {self.windows} window{'s' * (self.windows > 1)} each, {self.steps:,} steps of {self.batch} expected "
             f"patients, {len(self.seeds)} seeds"
         )
         return told if self.evidence else f"quick: not evidence ({told})"
