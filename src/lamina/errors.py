@@ -72,6 +72,10 @@ class RankLost(EngineError):
     """Another process of the step stopped. Nothing of the step was applied here."""
 
 
+class StepsAbandoned(EngineError):
+    """Rank 0 gave up the steps that all ranks were taking."""
+
+
 class NoiseError(LaminaError):
     """A noise stream that is misused: exhausted, reused, or not what the plan declares."""
 

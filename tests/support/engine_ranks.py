@@ -158,8 +158,7 @@ def quantile(rank: int, size: int) -> list[float]:
         return [c for row in engine.applied.clip for c in row]
 
 
-def main() -> None:
-    rank, size = ranks.joined()
+def main(rank: int, size: int) -> None:
     what = sys.argv[1]
     if what == "variance":
         found: dict[str, Any] = {"variance": variance(int(sys.argv[2]), rank, size)}
@@ -172,4 +171,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    ranks.spread(main)

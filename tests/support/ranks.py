@@ -1,15 +1,19 @@
-"""Programs that run as several ranks: started by `run_ranks`, joined by a file, ended by a timeout.
+"""Programs that run as several ranks: forked after their imports, joined by a file, ended by a timeout.
 
-A program calls `joined()` first, and prints one JSON object at its end (`answer`).
+A program calls `spread(run)` at its end; each rank then runs `run(rank, size)` and prints one JSON object (`answer`).
+The parent never computes anything: a forked child must not inherit threads.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import traceback
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,50 +24,64 @@ import torch.distributed as dist
 SUPPORT = Path(__file__).parent
 
 
-def start_ranks(program: str, size: int, *arguments: str, store: Path) -> list[subprocess.Popen[str]]:
-    """One process per rank of tests/support/PROGRAM, which meet in a new file `store`."""
-    made = []
-    for rank in range(size):
-        told = {"RANK": str(rank), "WORLD_SIZE": str(size), "RANKS_STORE": str(store), "OMP_NUM_THREADS": "1"}
+def end_ranks(program: str, size: int, *arguments: str, timeout: float = 200) -> list[tuple[int, str, str]]:
+    """Run tests/support/PROGRAM as so many ranks: (exit code, output, errors) of each."""
+    with tempfile.TemporaryDirectory() as folder:
+        told = {"WORLD_SIZE": str(size), "RANKS_FOLDER": folder, "OMP_NUM_THREADS": "1"}
         told |= {"GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore"}
         command = [sys.executable, str(SUPPORT / program), *arguments]
-        pipe = subprocess.PIPE
-        made.append(subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env={**os.environ, **told}))
-    return made
-
-
-def end_ranks(processes: list[subprocess.Popen[str]], timeout: float = 200) -> list[tuple[int, str, str]]:
-    """(exit code, output, errors) of every rank; whoever does not end in time is killed."""
-    try:
-        found = [process.communicate(timeout=timeout) for process in processes]
-    finally:
-        for process in processes:
+        process = subprocess.Popen(command, env={**os.environ, **told}, start_new_session=True)
+        try:
+            assert process.wait(timeout) == 0
+        finally:
             if process.poll() is None:
-                process.kill()
+                os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-    return [(process.returncode, out, err) for process, (out, err) in zip(processes, found, strict=True)]
+        codes = json.loads(Path(folder, "codes").read_text())
+        texts = [[Path(folder, f"{kind}{rank}").read_text() for kind in ("out", "err")] for rank in range(size)]
+    return [(code, out, err) for code, (out, err) in zip(codes, texts, strict=True)]
 
 
 def run_ranks(program: str, size: int, *arguments: str) -> list[dict[str, Any]]:
     """What each rank answers; all of them must end well."""
-    with tempfile.TemporaryDirectory() as folder:
-        ended = end_ranks(start_ranks(program, size, *arguments, store=Path(folder) / "store"))
-    for code, _, err in ended:
-        assert code == 0, "\n\n".join(each[2] for each in ended) or err
+    ended = end_ranks(program, size, *arguments)
+    assert all(code == 0 for code, _, _ in ended), "\n\n".join(err for _, _, err in ended)
     return [json.loads(out.splitlines()[-1]) for _, out, _ in ended]
 
 
-def joined() -> tuple[int, int]:
-    """Join the group that this process was started in; (rank, size)."""
-    torch.set_num_threads(1)
-    rank, size, store = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), os.environ["RANKS_STORE"]
-    if size > 1:
-        wait = timedelta(seconds=100)
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=wait)
-    return rank, size
+def spread(run: Callable[[int, int], None]) -> None:
+    """Fork the ranks of this program, and note how each of them ended."""
+    size, folder = int(os.environ["WORLD_SIZE"]), os.environ["RANKS_FOLDER"]
+    children = []
+    for rank in range(size):
+        if (child := os.fork()) == 0:
+            _run_as(rank, size, folder, run)
+        children.append(child)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    Path(folder, "codes").write_text(json.dumps(codes))
+
+
+def _run_as(rank: int, size: int, folder: str, run: Callable[[int, int], None]) -> None:
+    for number, kind in ((1, "out"), (2, "err")):
+        os.dup2(os.open(f"{folder}/{kind}{rank}", os.O_WRONLY | os.O_CREAT, 0o600), number)
+    code = 1
+    try:
+        torch.set_num_threads(1)
+        if size > 1:
+            wait, store = timedelta(seconds=100), f"file://{folder}/store"
+            dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=wait)
+        run(rank, size)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def answer(value: dict[str, Any]) -> None:
+    """Print what a rank found, and leave the group with the others."""
     print(json.dumps(value), flush=True)
     if dist.is_initialized():
         dist.barrier()

@@ -278,6 +278,10 @@ class Corpus:
             self.on_exclusion(self.stable_ids(ids))  # on disk first: a restart must not let them in again
         self._index.withdraw(rows)
 
+    def keep_only(self, rows: NDArray[np.int64]) -> None:
+        """Exclude everybody else, in this process: rank 0 of the run has written it down."""
+        self._index.withdraw(np.setdiff1d(self.eligible, rows))
+
     def refuse_untrainable(self, rows: NDArray[np.int64]) -> None:
         """Refuse to train: model and loss cannot be computed on these. Their owner is here, and can correct them."""
         problem = f"model and loss cannot be computed on {len(rows)} of {len(self)} contributions, such as {self._index.ids[rows[0]]!r}"

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lamina.errors import EngineError, RankLost
+from lamina.errors import EngineError, RankLost, StepsAbandoned
 from lamina.plan.rules import Choose, FollowProxy, InjectionForm
 from lamina.plan.step_plan import Clipping, StepPlan
 
@@ -66,19 +66,23 @@ class Ranks:
         """What the standard deviation of a rank's own noise is multiplied by: shares of S²/size add up to S²."""
         return 1.0 / math.sqrt(self.size)
 
-    def agree(self, step: int, *, failed: bool = False) -> None:
+    def agree(self, step: int, *, failed: bool = False, abandoned: bool = False) -> None:
         """Wait for all ranks before their sums are added up; refused on all of them if one failed or is at another step.
 
-        A rank that cannot take the step says so with `failed`, and is then not refused itself.
+        A rank that cannot take the step, or gives it up, says so here, and is then not refused itself.
         """
         if self.alone:
             return
-        told = torch.tensor([int(failed), step, -step], dtype=torch.int64, device=self.device)
+        told = torch.tensor([int(failed), int(abandoned), step, -step], dtype=torch.int64, device=self.device)
         with _lost():
             dist.all_reduce(told, dist.ReduceOp.MAX)
-        any_failed, most, least = told.tolist()
-        if failed:
+        any_failed, any_abandoned, most, least = told.tolist()
+        if failed or (abandoned and not any_failed):
             return
+        if any_abandoned and not any_failed:
+            raise StepsAbandoned(
+                "engine.steps-abandoned", f"rank 0 gives up the steps from {step} on", "take them again"
+            )
         if any_failed:
             problem = f"another rank could not take step {step}, so rank {self.rank} does not take it either"
             raise EngineError("engine.rank-failed", problem, "its own message says why")

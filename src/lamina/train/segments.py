@@ -122,10 +122,11 @@ class Segments:
     def __init__(
         self, run: Run, state: TrainingState, *, plan: StepPlan, corpus: Corpus, members: LedgerMembership,
         settings: bytes, caps: Mapping[str, int], length: int, note: Callable[[str], None], say: Callable[[str], None],
+        world_size: int = 1,
     ) -> None:  # fmt: skip
         self.run, self.state, self.plan, self.corpus = run, state, plan, corpus
         self.settings, self.caps, self.length, self.note = settings, dict(caps), length, note
-        self.members, self.end = members, plan.steps
+        self.members, self.end, self.world_size = members, plan.steps, world_size
         self.say = say  # on the screen only
         self._replay: AttemptOpened | None = None
         self._checkpoint = bytes(32)
@@ -329,8 +330,8 @@ class Segments:
         self.revision = revision
         return SegmentInputs(
             plan=self.plan.digest(), settings=self.settings, membership=self._membership[1],
-            checkpoint=self._checkpoint, data=self.corpus.digest(key), world_size=1, threads=torch.get_num_threads(),
-            code=code_version(),
+            checkpoint=self._checkpoint, data=self.corpus.digest(key), world_size=self.world_size,
+            threads=torch.get_num_threads(), code=code_version(),
         )  # fmt: skip
 
     def _header(self, opened: AttemptOpened | None) -> dict[str, Any]:

@@ -20,16 +20,18 @@ from lamina.corpus.example_sources import seed_step
 from lamina.corpus.payloads import PayloadChanged
 from lamina.corpus.sampler import Sampler, occurrence_caps
 from lamina.engine.batch import Batch
+from lamina.engine.distributed import Ranks, weights_digest
 from lamina.engine.engine import Engine
 from lamina.engine.noise import NoiseSource, SecureNoise, SeededNoise
 from lamina.engine.probe import preserve_global_generators
 from lamina.engine.proxy_shares import Proxy
 from lamina.engine.random_stream import StreamPurpose
-from lamina.errors import RunError
+from lamina.errors import EngineError, RankLost, RunError, StepsAbandoned
 from lamina.ledger.writer import Ledger
 from lamina.plan.step_plan import StepPlan
 from lamina.spend.accounts import SignedAccount, check_accounts
 from lamina.spend.spend_ledger import SpendLedger
+from lamina.train.distributed import LedSegment, RunLead, follow
 from lamina.train.journal import AttemptOpened
 from lamina.train.membership import AdmissionRenewal, LedgerMembership, remember_withdrawals
 from lamina.train.publisher import Evaluation, Outcome, Publisher
@@ -45,7 +47,7 @@ from lamina.train.run_output import (
     make_progress,
     withhold_text,
 )
-from lamina.train.segments import OPTIONS_DIFFER, Segments, settings_digest
+from lamina.train.segments import OPTIONS_DIFFER, Segments, code_version, settings_digest
 from lamina.train.target_check import TARGETS_NOT_COMPARED, TargetCheck
 from lamina.train.trainer_checks import (
     NOT_PROBED_NOTE,
@@ -72,6 +74,7 @@ _TRIED_TOGETHER = 32  # contributions
 
 
 _EXAMPLES_READ = 8  # before anything is spent
+RANKS_KNOW = ("engine.rank-failed", "engine.ranks-out-of-step")  # errors that every rank has
 
 
 class Trainer:
@@ -85,6 +88,8 @@ class Trainer:
 
         run = lamina.Trainer(model, optimizer, loss_fn, corpus, plan, folder="runs/first")
         outcome = run.fit()          # again after a crash: goes on where it was
+
+    Under torch.distributed every rank makes the same trainer and calls `fit`: docs/distributed.md. Rank 0 alone writes.
 
     loss_fn(output, y) gives one loss per example; without y it gets x. A mapping x is passed as keywords, a tuple as
     arguments.
@@ -138,6 +143,9 @@ class Trainer:
         corpus.check(plan)
         self._notes = [note for note in (check_depth_profiles(model, corpus.policy, plan),) if note is not None]
         one_of(RunError, "train.on-withdrawal-unknown", ("finish", "abandon"), on_withdrawal=on_withdrawal)
+        self._ranks = Ranks.current() if engine is None else engine.ranks
+        self._ranks.share_weights(model)
+        self._lead = RunLead(self._ranks)
         self.model, self.optimizer, self.loss_fn = model, optimizer, loss_fn
         self.corpus, self.plan, self.scheduler = corpus, plan, scheduler
         self.folder = Path(folder)
@@ -157,7 +165,8 @@ class Trainer:
             problem = f"views is {views} without an augmentation, so all of them would be alike"
             raise RunError("train.views-without-augment", problem, "give augment, or leave views out")
         self.evaluate, self.augment, self.probe, self.inside = evaluate, augment, probe, inside
-        self.callbacks = (*callbacks, *([] if log is None else [LogFile(self.folder, log)]))
+        logs = [LogFile(self.folder, log)] if log is not None and self._ranks.first else []
+        self.callbacks = (*callbacks, *logs)
         self.max_occurrences = dict(occurrence_caps(plan, max_occurrences) or {})
         self._targets = TargetCheck(model, loss_fn, self._output, corpus.source)
         if len(unfit := self._targets.unfit_contributions(corpus)):
@@ -173,6 +182,8 @@ class Trainer:
         self.on_withdrawal, self.hardened = on_withdrawal, hardened
         self.seed = None if seed is None else whole(RunError, "train.not-a-count", least=0, seed=seed)
         self._notes += [] if seed is None else [SEEDED_NOTE]
+        if not self._ranks.first:
+            progress = Progress()
         self.progress = make_progress(wanted=progress, inside=inside) if isinstance(progress, bool) else progress
         average = None if ema is None else MovingAverage(model, ema)
         self.state = TrainingState(
@@ -236,6 +247,48 @@ class Trainer:
 
     def fit(self) -> Outcome:
         """Train to the end of the plan, or go on from where the folder's run was left."""
+        if not self._ranks.first:
+            return self._follow()
+        try:
+            outcome = self._lead_fit()
+        except BaseException as error:
+            self._lead.stopped(error)
+            raise
+        self._lead.end(outcome)
+        return outcome
+
+    def _follow(self) -> Outcome:
+        """As one of several ranks that rank 0 leads: take its steps, write nothing."""
+        with preserve_global_generators():
+            self._attach()
+            try:
+                self.optimizer.zero_grad()
+                self.corpus.refresh()
+                self._engine.decline_probe()  # rank 0 probes the same model
+                return follow(self, self._ranks)
+            finally:
+                self.optimizer.zero_grad()
+                self._engine.detach()
+
+    def facts_of_rank(self, salt: bytes) -> dict[str, bytes]:
+        """What every rank must have like rank 0."""
+        corpus = self.corpus
+        return {
+            "plan": self.plan.digest(),
+            "options, model or loss": self._settings(),
+            "contributions": corpus.order(salt) + corpus.membership(salt),
+            "data": corpus.digest(salt),
+            "number of threads": b"%d" % torch.get_num_threads(),
+            "program": code_version().encode(),
+            "weights": weights_digest(self.model),
+        }
+
+    def take_led_segment(self, opened: LedSegment) -> None:
+        """The steps of a segment that rank 0 opened."""
+        if self._run_steps(opened, self.corpus.revision, None):
+            self.state.segments, self.state.step = opened.segment + 1, opened.last
+
+    def _lead_fit(self) -> Outcome:
         make_folder(self.folder)
         withdrawn = remember_withdrawals(self.corpus, self.folder / "withdrawn")
         with Lease.take(self.folder), withdrawn, preserve_global_generators():
@@ -275,14 +328,17 @@ class Trainer:
             seed=self.seed,
         )  # fmt: skip
         keep_charging_bounds(run, self.plan, members.standing)
+        self._lead.check(self.corpus, run.salt, self.facts_of_rank)
         segments = Segments(
             run, self.state, plan=self.plan, corpus=self.corpus, members=members, settings=self._settings(),
             caps=self.max_occurrences, length=self.segment, note=publisher.note, say=self.progress.note,
+            world_size=self._ranks.size,
         )  # fmt: skip
         segments.start()
         if (stopped := run.stopped) is not None:
             self._look_into_stop(stopped, segments)
         self._renewal.write_members()
+        self._lead.state(self.state)
         self.progress.begin(self.state.step, segments.end)
         reason = publisher.publish(run, self.state)
         while reason is None and (opened := self._next(segments, publisher)) is not None:
@@ -291,6 +347,7 @@ class Trainer:
                 reason = publisher.publish(run, self.state)
             else:
                 segments.abandon(opened)
+                self._lead.state(self.state)
         reason = reason or ("complete" if self.state.step == self.plan.steps else "budget")
         return publisher.finish(run, self.state, reason=reason, conditions=self._conditions())
 
@@ -312,6 +369,7 @@ class Trainer:
     def _next(self, segments: Segments, publisher: Publisher) -> AttemptOpened | None:
         """The next segment, among those who may still be learned from when it begins."""
         self._renewal.revalidate(publisher.note, self.state.step)
+        self._lead.check(self.corpus, segments.run.salt, self.facts_of_rank)
         return segments.open()
 
     def rehearse(self) -> None:
@@ -376,31 +434,49 @@ class Trainer:
                 return True
         return False
 
-    def _run_steps(self, opened: AttemptOpened, revision: int, members: LedgerMembership) -> bool:
-        """The steps of a segment. False if somebody withdrew and it must be abandoned."""
+    def _run_steps(self, opened: AttemptOpened | LedSegment, revision: int, members: LedgerMembership | None) -> bool:
+        """The steps of a segment. False if somebody withdrew and it must be abandoned: rank 0, with `members`, decides."""
         counts = None if self.state.counts is None else self.state.counts.copy()
         caps = self.max_occurrences or None
         sampler = Sampler(
-            self.corpus, self.plan, seed=opened.seed, max_occurrences=caps, counts=counts, factors=opened.factors
-        )
+            self.corpus, self.plan, seed=opened.seed, max_occurrences=caps, counts=counts, factors=opened.factors,
+            ranks=self._ranks,
+        )  # fmt: skip
         if self.corpus.revision != revision:  # between the charge and now: these are not the members that were frozen
             return False
-        noise: NoiseSource = SecureNoise.of_journal(opened.seed, hardened=self.hardened)
+        rank = self._ranks.rank
+        noise: NoiseSource = SecureNoise.of_journal(opened.seed, rank=rank, hardened=self.hardened)
         if self.seed is not None:
-            noise = SeededNoise.of_segment(opened.seed, hardened=self.hardened)
+            noise = SeededNoise.of_segment(opened.seed, rank=rank, hardened=self.hardened)
+        self._lead.segment(opened)
         resumed = opened.first > 0 and opened.generation == 0  # nothing else went on from the noise of the checkpoint
         self._engine.continue_at(opened.first, noise, factor=self.state.factor, resumed=resumed)
         self.model.train()
         self._noise_applied = []
         with hide_warning_texts(self.progress.note, inside=self.inside):
-            for step in range(opened.first, opened.last):
-                self.progress.step(step + 1, self._run_step(sampler, opened.seed, step))
-                if self.on_withdrawal == "abandon" and self.corpus.revision != revision:
-                    return False
-                if members.abandon_requested():
-                    return False
+            try:
+                for step in range(opened.first, opened.last):
+                    self.progress.step(step + 1, self._run_step(sampler, opened.seed, step))
+                    withdrew = self.on_withdrawal == "abandon" and self.corpus.revision != revision
+                    if members is not None and (withdrew or members.abandon_requested()):
+                        self._ranks.agree(step + 1, abandoned=True)
+                        self._lead.segment_over()
+                        return False
+                self._agree_at_end(opened.last)
+            except StepsAbandoned:
+                return False
+        self._lead.segment_over()
         self.state.counts = sampler.counts
         return True
+
+    def _agree_at_end(self, step: int) -> None:
+        """All ranks have taken all steps of the segment."""
+        try:
+            self._ranks.agree(step)
+        except (RankLost, StepsAbandoned):
+            raise
+        except EngineError as error:
+            raise withhold_text(error, self.model) from None
 
     def _run_step(self, sampler: Sampler, seed: bytes, step: int) -> float | None:
         """One step; an error in it is reported without its text."""
@@ -409,17 +485,22 @@ class Trainer:
                 self._choose(sampler, seed, step)
             self._engine.follow_proxy()
             self._note_noise(step)
-            seed_step(seed, step=step, purpose=StreamPurpose.AUGMENT)
+            seed_step(seed, step=step, purpose=StreamPurpose.AUGMENT, rank=self._ranks.rank)
             batch = sampler.draw(step)
             if len(batch):
                 batch = batch.views(self.views)
                 batch = replace(batch, x=self._augmented(batch.x))
             batch = self._targets.mask(batch)
-            seed_step(seed, step=step, purpose=StreamPurpose.DROPOUT)
+            seed_step(seed, step=step, purpose=StreamPurpose.DROPOUT, rank=self._ranks.rank)
             return self._step(batch, step)
+        except (RankLost, StepsAbandoned):
+            raise
         except PayloadChanged:  # its text names nobody and holds no size
+            self._ranks.agree(step, failed=True)
             raise
         except Exception as error:
+            if getattr(error, "code", "") not in RANKS_KNOW:
+                self._ranks.agree(step, failed=True)
             withheld = withhold_text(error, self.model, inside=self.inside)
         raise withheld  # outside of the handler, which would attach the error and its text
 

@@ -248,7 +248,7 @@ def _read_file(path: Path) -> tuple[int, TrainingCheckpoint, bytes]:
             tensors = {name: archive.get_tensor(name) for name in archive.keys()}  # noqa: SIM118
         body = base64.b64decode(metadata["lamina"], validate=True)
         digest = bytes.fromhex(metadata["digest"])
-        content = cbor.decode(body, floats=True, null=True, max_depth=_DEPTH, max_size=_BODY_LIMIT)
+        content = decode_body(body)
     except OSError:
         raise
     except Exception as error:  # whatever a library says about bytes that nobody wrote
@@ -269,6 +269,16 @@ def _read_file(path: Path) -> tuple[int, TrainingCheckpoint, bytes]:
             raise _damaged(path, f"tensor {name!r} should be the same as {same!r}, which cannot be")
     tensors |= {name: tensors[same] for name, same in content["alias"].items()}
     return content["index"], TrainingCheckpoint(tensors=tensors, state=content["state"]), digest
+
+
+def decode_body(body: bytes) -> Any:
+    """The CBOR of an archive."""
+    return cbor.decode(body, floats=True, null=True, max_depth=_DEPTH, max_size=_BODY_LIMIT)
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """torch.float32 for "torch.float32"; only types that a checkpoint holds."""
+    return next(dtype for dtype in _DTYPES if str(dtype) == name)
 
 
 def _damaged(path: Path, how: str) -> StorageError:

@@ -1,0 +1,114 @@
+"""Runs of the small problem as one of several ranks; one JSON object of arguments: {name of a scenario: folder}."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+import problem
+import ranks
+from torch import Tensor
+
+from lamina import LaminaError, StepPlan
+from lamina.engine.distributed import weights_digest
+from lamina.train import run
+from lamina.train.run_output import Progress
+
+SEGMENT = 4
+LOOSE = {"clinical": 9.0, "sensitive": 9.0}
+
+
+class Withdraw(Progress):
+    """Somebody withdraws after step 6."""
+
+    corpus: Any = None
+
+    def step(self, done: int, loss: float | None) -> None:
+        if done == 6 and self.corpus is not None:
+            self.corpus.withdraw("77")
+            self.corpus = None
+
+
+def failing(output: Tensor, y: Tensor) -> Tensor:
+    """Fails at its seventh step on the rank where it should."""
+    FAIL["calls"] += int(output.requires_grad)
+    if FAIL["now"] and FAIL["calls"] == 7:
+        raise ValueError("as the test wants it")
+    return problem.loss(output, y)
+
+
+FAIL = {"now": False, "calls": 0}
+
+
+def known_seeds() -> None:
+    """The seed of an attempt follows from how many there were: a run that was killed can be compared with a whole one."""
+    run.Run._seed = lambda self, *place: hashlib.sha256(b"%d" % len(self.journal.opens)).digest()  # type: ignore[method-assign]
+
+
+def fit(folder: str, **options: Any) -> dict[str, Any]:
+    plan = StepPlan.from_cbor(Path(os.environ["RANKS_PLAN"]).read_bytes())  # calibrating takes longer than training
+    trainer = problem.trainer(Path(folder), plan=plan, segment=SEGMENT, **options)
+    if isinstance(options.get("progress"), Withdraw):
+        options["progress"].corpus = trainer.corpus
+    try:
+        outcome = trainer.fit()
+    except LaminaError as error:
+        return {"refused": error.code}
+    return {
+        "weights": weights_digest(trainer.model).hex(),
+        "epsilon": outcome.epsilon,
+        "steps": outcome.steps,
+        "notes": list(outcome.notes),
+        "private": outcome.private,
+    }
+
+
+def die_at(step: int) -> None:
+    """End this process when a batch of that step is drawn."""
+    from lamina.corpus import sampler
+
+    real = sampler.Sampler.draw
+
+    def draw(self: Any, number: int) -> Any:
+        if number == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(self, number)
+
+    sampler.Sampler.draw = draw  # type: ignore[method-assign]
+
+
+def scenario(name: str, folder: str, rank: int) -> dict[str, Any]:
+    if name == "whole":
+        return fit(folder, ema=0.9, max_occurrences={"clinical": 4}, microbatches=2)
+    if name == "differs":
+        return fit(folder, corpus=problem.corpus(**problem.data(seed=rank)))
+    if name == "withdraw":
+        return fit(folder, progress=Withdraw(), on_withdrawal="abandon", bounds=LOOSE)
+    if name == "loose":
+        return fit(folder, bounds=LOOSE)
+    if name == "fails":
+        FAIL.update(now=rank == 1)
+        return fit(folder, loss_fn=failing, probe=False)
+    if name == "killed" and rank == 1:
+        die_at(6)
+    return fit(folder)
+
+
+def main(rank: int, size: int) -> None:
+    known_seeds()
+    told: dict[str, str] = json.loads(sys.argv[1])
+    found = {name: scenario(name, folder, rank) for name, folder in told.items()}
+    if "killed" in told:
+        print(json.dumps(found), flush=True)  # nobody is left to say goodbye to
+        return
+    ranks.answer(found)
+
+
+if __name__ == "__main__":
+    ranks.spread(main)

@@ -1,0 +1,134 @@
+"""Runs of several ranks: one writer, one sample, one price; whoever dies is replayed, whoever differs is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import problem
+import pytest
+import ranks
+import torch
+from stopping import LOOSE, killed
+
+from lamina.corpus.sampler import Sampler
+from lamina.engine.distributed import Ranks
+from lamina.ledger.verify.verifier import verify
+from lamina.train.journal import AttemptOpened, Journal
+
+STEPS, SEGMENT = 12, 4
+
+
+def run_two(**folders: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    first, second = ranks.run_ranks("train_ranks.py", 2, json.dumps({name: str(f) for name, f in folders.items()}))
+    return first, second
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where the runs are; with the plan of all of them."""
+    folder = tmp_path_factory.mktemp("ranks")
+    (folder / "plan.cbor").write_bytes(problem.plan(problem.net(), STEPS).to_cbor())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RANKS_PLAN", str(folder / "plan.cbor"))
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def answers(place: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Every scenario but the one that ends its processes: of rank 0 and rank 1."""
+    names = ("plain", "whole", "differs", "withdraw", "fails")
+    return run_two(**{name: place / name / "run" for name in names})
+
+
+def opened(folder: Path) -> list[AttemptOpened]:
+    return [r for r in Journal.load(folder / "journal").records if isinstance(r, AttemptOpened)]
+
+
+def verified(folder: Path) -> None:
+    for path in folder.rglob("*.ledger.db"):
+        assert verify(path, signatures=False).problem is None
+
+
+def test_ranks_end_with_the_same_weights_at_the_price_of_one_process(
+    answers: Any, place: Path, tmp_path: Path, known_seeds: None
+) -> None:
+    alone = problem.trainer(tmp_path / "alone", steps=STEPS, segment=SEGMENT).fit()
+    for name in ("plain", "whole"):
+        first, second = (answer[name] for answer in answers)
+        assert first == second and first["steps"] == STEPS and first["private"]
+        assert first["epsilon"] == alone.epsilon
+        attempts = opened(place / name / "run")
+        assert [each.world_size for each in attempts] == [2] * 3
+        verified(place / name)
+
+
+def test_a_rank_with_other_data_is_refused_before_anything_is_charged(answers: Any, place: Path) -> None:
+    assert [answer["differs"] for answer in answers] == [{"refused": "engine.ranks-differ"}] * 2
+    assert opened(place / "differs" / "run") == []
+
+
+def test_a_withdrawal_abandons_the_steps_of_all_ranks(answers: Any, place: Path) -> None:
+    first, second = (answer["withdraw"] for answer in answers)
+    assert first == second and first["steps"] == STEPS
+    assert any("abandoned" in note for note in first["notes"])
+    assert len(opened(place / "withdraw" / "run")) == 4  # one of three was done again
+    verified(place / "withdraw")
+
+
+def test_an_error_on_one_rank_stops_all_and_is_charged(answers: Any, place: Path) -> None:
+    assert [answer["fails"] for answer in answers] == [{"refused": "train.error-text-withheld"}] * 2
+    folder = place / "fails" / "run"
+    assert (folder / "stopped").exists() and Journal.load(folder / "journal").pending is None
+    verified(place / "fails")
+
+
+@pytest.fixture(scope="module")
+def resumed(place: Path) -> Any:
+    """Two ranks go on: with a run of which rank 1 was killed in step 6, and with one of a single process."""
+    lost, fewer = place / "killed" / "run", place / "fewer" / "run"
+    (_, told, _), (code, _, _) = ranks.end_ranks("train_ranks.py", 2, json.dumps({"killed": str(lost)}))
+    assert code == -9 and json.loads(told.splitlines()[-1]) == {"killed": {"refused": "engine.rank-lost"}}
+    assert Journal.load(lost / "journal").pending is not None and len(opened(lost)) == 2
+    killed(fewer, 6, steps=STEPS, segment=SEGMENT, bounds=LOOSE)
+    return run_two(plain=lost, loose=fewer)
+
+
+def test_a_rank_that_dies_is_replayed_and_charged_once(answers: Any, resumed: Any, place: Path) -> None:
+    """The others stop; the same number of ranks takes the same steps once more, and comes to the same weights."""
+    first, second = (answer["plain"] for answer in resumed)
+    assert first == second == answers[0]["plain"]
+    assert len(opened(place / "killed" / "run")) == 3
+    verified(place / "killed")
+
+
+def test_another_number_of_ranks_redoes_the_open_steps_and_charges_them_again(resumed: Any, place: Path) -> None:
+    """The number of ranks is one of the things that must not have changed."""
+    (note,) = resumed[0]["loose"]["notes"]
+    assert "number of ranks changed" in note and "charged again" in note
+    attempts = opened(place / "fewer" / "run")
+    assert [(each.segment, each.world_size) for each in attempts] == [(0, 1), (1, 1), (1, 2), (2, 2)]
+    verified(place / "fewer")
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_divide_the_sample_of_one_process(size: int) -> None:
+    """The same contributions, examples and counts, each contribution whole on one rank."""
+    corpus, plan = problem.corpus(examples_per_unit=2), problem.plan(problem.net())
+    seed, caps = bytes(range(32)), {"clinical": 3}
+
+    def sampler(ranks: Ranks) -> Sampler:
+        return Sampler(corpus, plan, seed=seed, max_occurrences=caps, ranks=ranks)
+
+    whole, parts = sampler(Ranks()), [sampler(Ranks(rank, size)) for rank in range(size)]
+    for step in range(6):
+        batch = whole.draw(step)
+        drawn = [part.draw(step) for part in parts]
+        assert sum(map(len, drawn)) == len(batch)
+        for rank, part in enumerate(drawn):
+            assert torch.equal(part.x, batch.shard(rank, size).x) and torch.equal(part.cls, batch.cls[rank::size])
+            assert part.draw.ranks == size
+        assert all(np.array_equal(part.counts, whole.counts) for part in parts)
