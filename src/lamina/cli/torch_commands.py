@@ -196,6 +196,8 @@ def train(
       lamina train RUN.toml --plan-only      every check, nothing spent
       lamina train RUN.toml                  train; again to go on
       lamina train RUN.toml --fresh          another run, charged anew
+      torchrun --standalone --nproc-per-node 2 -m lamina train RUN.toml
+                                             with two processes: docs/distributed.md
     """
     if template:
         _print_template(run_template_text(), as_json)

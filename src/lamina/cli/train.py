@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -34,8 +35,9 @@ from lamina.cli.terminal import (
 )
 from lamina.corpus.admitted import AdmittedCorpus, Gate
 from lamina.corpus.corpus import Corpus
+from lamina.engine.distributed import ALONE, Ranks, joined_ranks
 from lamina.engine.proxy_shares import Proxy
-from lamina.errors import CorpusError, LaminaError, RunError
+from lamina.errors import CorpusError, LaminaError, RankLost, RunError
 from lamina.ledger.corpus_terms import CorpusTerms, ledger_key_path, open_or_create
 from lamina.ledger.show import describe_factor
 from lamina.ledger.store.sqlite import is_postgres_url, ledger_exists, printable_location
@@ -118,8 +120,11 @@ class PlannedRun:
             raise
 
     def trainer(self, *, folder: Path, ledger: str, inside: bool, look: bool = False) -> Trainer:
-        """Read the data and build the trainer. Spends nothing; with `look` it records no admission either."""
-        file = self.file
+        """Read the data and build the trainer. Spends nothing; with `look` it records no admission either.
+
+        Of several ranks rank 0 admits, and the others look at what it recorded.
+        """
+        file, ranks = self.file, Ranks.current()
         loss_fn = make_loss(file.loss.name, file.loss.arguments, beside=self.beside)
         optimizer = make_optimizer(file.optimizer.name, file.optimizer.arguments, self.model)
         table = file.scheduler
@@ -127,11 +132,12 @@ class PlannedRun:
         interval = given.pop("interval", "step")
         times = self.plan.steps // steps_per_interval(self.plan, interval)
         schedule = table and make_scheduler(table.name, given, optimizer, max(1, times))
-        corpus, opened = self.corpus(ledger, look=look)
+        with ranks.first_alone():
+            corpus, opened = self.corpus(ledger, look=look or not ranks.first)
         return Trainer(
             self.model, optimizer, loss_fn, corpus, self.plan,
             folder=folder, ledger=ledger if opened is None else opened,
-            key=None if look or opened is not None else self.key(),
+            key=None if look or opened is not None or not ranks.first else self.key(),
             scheduler=schedule, interval=interval, microbatches=file.microbatches, ema=file.ema, log=file.log,
             augment=None if file.augment is None else by_name.import_by_name(file.augment, "augment", beside=self.beside),
             views=file.views,
@@ -443,20 +449,37 @@ def _over_budget(planned: PlannedRun, trainer: Trainer, spends: SpendLedger) -> 
 
 
 def run_training(run: Path, *, plan_only: bool, fresh: bool, inside: bool, threads: int | None, as_json: bool) -> None:
-    """`lamina train RUN.toml` (options and help: torch_commands.py)."""
-    file = RunFile.load(run)
-    if threads or file.threads:
-        torch.set_num_threads(threads or file.threads or 1)
-    with results_only():
+    """`lamina train RUN.toml` (options and help: torch_commands.py). Under torchrun: as one of several ranks."""
+    if plan_only:
+        if int(os.environ.get("RANK", "0")) == 0:
+            _run_as_rank(ALONE, run, plan_only=True, fresh=fresh, inside=inside, threads=threads, as_json=as_json)
+        return
+    with joined_ranks() as ranks:
+        try:
+            _run_as_rank(ranks, run, plan_only=False, fresh=fresh, inside=inside, threads=threads, as_json=as_json)
+        except LaminaError as error:
+            if ranks.first or not (isinstance(error, RankLost) or error.code == "train.rank-0-stopped"):
+                raise
+            raise typer.Exit(1) from None  # the rank that stopped says why
+
+
+def _run_as_rank(
+    ranks: Ranks, run: Path, *, plan_only: bool, fresh: bool, inside: bool, threads: int | None, as_json: bool
+) -> None:
+    with results_only(), ranks.first_alone():
+        file = RunFile.load(run)
+        if threads or file.threads:
+            torch.set_num_threads(threads or file.threads or 1)
         planned = PlannedRun.of(file, run.resolve().parent)
-    output = planned.output(run.stem)
-    ledger = planned.ledger(output)
+        output = planned.output(run.stem)
+        ledger = planned.ledger(output)
     wanted = requested_epsilon(file.epsilon, file.rho, planned.policy.corpus.delta)
     notes = () if file.noise_multiplier else plan_notes(planned.plan, planned.policy, wanted)
-    say = print_note if as_json else print_line
+    say: Callable[[str], None] = (print_note if as_json else print_line) if ranks.first else lambda _: None
     rules = [f"rule: {rule}" for rule in rules_in_words(planned.plan)]
     say("\n".join([str(planned.plan), *rules, *(f"note: {note}" for note in notes), ""]))
     folder = run_file.unused_run_folder(output) if fresh else run_file.newest_run_folder(output)
+    folder = folder.with_name(ranks.broadcast(folder.name.encode() if ranks.first else None).decode())
     if plan_only:
         with results_only():
             trainer = planned.trainer(folder=folder, ledger=ledger, inside=False, look=True)
@@ -467,20 +490,24 @@ def run_training(run: Path, *, plan_only: bool, fresh: bool, inside: bool, threa
             raise typer.Exit(1)
         return
     before = run_file.read_run_figures(folder)
-    if before.get("steps") == planned.plan.steps:
+    if ranks.first and before.get("steps") == planned.plan.steps:
         run_file.check_settings_of_finished_run(folder, file.settings())
     with results_only():
         trainer = planned.trainer(folder=folder, ledger=ledger, inside=inside)
     notes = (*notes, *print_admission(trainer, say))
     with results_only():
-        run_file.write_run_settings(folder, output, file.settings())
+        if ranks.first:
+            run_file.write_run_settings(folder, output, file.settings())
         try:
             with _located(trainer):
                 outcome = trainer.fit()
         except KeyboardInterrupt:
             again = f"lamina train {run}" + (f" --threads {threads}" if threads else "")
-            print_note(f"\nstopped. Nothing is lost: what was begun is replayed at no cost. Go on with  {again}")
+            if ranks.first:
+                print_note(f"\nstopped. Nothing is lost: what was begun is replayed at no cost. Go on with  {again}")
             raise typer.Exit(130) from None
+        if not ranks.first:
+            return
         trainer.ledger.close()
     if before and before.get("steps") == outcome.steps:
         notes = (*notes, "the run had already finished: nothing was trained or charged now; --fresh begins another run")

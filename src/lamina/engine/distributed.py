@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -129,6 +131,15 @@ class Ranks:
                 dist.broadcast(body, 0)
         return body.to("cpu").numpy().tobytes()
 
+    @contextmanager
+    def first_alone(self) -> Iterator[None]:
+        """What is inside runs on rank 0 first, and on the others once that went well: one refusal is enough."""
+        if not self.first:
+            self.broadcast(None)
+        yield
+        if self.first:
+            self.broadcast(b"done")
+
     def broadcast_tensor(self, tensor: Tensor) -> None:
         """tensor <- rank 0's, in place."""
         if not self.alone:
@@ -166,6 +177,21 @@ class Ranks:
 
 
 ALONE = Ranks()
+_WAIT = timedelta(hours=6)  # for rank 0, which evaluates while the others wait; a rank that ends is noticed at once
+
+
+@contextmanager
+def joined_ranks() -> Iterator[Ranks]:
+    """Inside, the ranks that `torchrun` started are a group; a process that it did not start is alone."""
+    if dist.is_initialized() or "TORCHELASTIC_RUN_ID" not in os.environ or int(os.environ["WORLD_SIZE"]) == 1:
+        yield Ranks.current()
+        return
+    with _lost():
+        dist.init_process_group("gloo", timeout=_WAIT)  # the models of run files are on the CPU
+    try:
+        yield Ranks.current()
+    finally:
+        dist.destroy_process_group()
 
 
 @contextmanager
