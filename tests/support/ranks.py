@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -24,11 +25,14 @@ import torch.distributed as dist
 SUPPORT = Path(__file__).parent
 
 
-def end_ranks(program: str, size: int, *arguments: str, timeout: float = 200) -> list[tuple[int, str, str]]:
-    """Run tests/support/PROGRAM as so many ranks: (exit code, output, errors) of each."""
+def end_ranks(
+    program: str, size: int, *arguments: str, kill: tuple[int, float] | None = None, timeout: float = 200
+) -> list[tuple[int, str, str]]:
+    """Run tests/support/PROGRAM as so many ranks: (exit code, output, errors) of each. `kill`: which rank, and when."""
     with tempfile.TemporaryDirectory() as folder:
         told = {"WORLD_SIZE": str(size), "RANKS_FOLDER": folder, "OMP_NUM_THREADS": "1"}
         told |= {"GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore"}
+        told |= {} if kill is None else {"RANKS_KILL": f"{kill[0]} {kill[1]}"}
         command = [sys.executable, str(SUPPORT / program), *arguments]
         process = subprocess.Popen(command, env={**os.environ, **told}, start_new_session=True)
         try:
@@ -57,6 +61,10 @@ def spread(run: Callable[[int, int], None]) -> None:
         if (child := os.fork()) == 0:
             _run_as(rank, size, folder, run)
         children.append(child)
+    if "RANKS_KILL" in os.environ:  # "rank seconds": that rank, so long after it began
+        rank, seconds = os.environ["RANKS_KILL"].split()
+        time.sleep(float(seconds))
+        os.kill(children[int(rank)], signal.SIGKILL)  # not waited for yet, so the number is its own
     codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
     Path(folder, "codes").write_text(json.dumps(codes))
 

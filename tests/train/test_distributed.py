@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -112,6 +114,35 @@ def test_another_number_of_ranks_redoes_the_open_steps_and_charges_them_again(re
     attempts = opened(place / "fewer" / "run")
     assert [(each.segment, each.world_size) for each in attempts] == [(0, 1), (1, 1), (1, 2), (2, 2)]
     verified(place / "fewer")
+
+
+def seconds_of_a_run(folder: Path) -> float:
+    before = time.monotonic()
+    run_two(plain=folder)
+    return time.monotonic() - before
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_one_rank_killed_at_twenty_random_instants(answers: Any, place: Path) -> None:
+    """Whichever rank it was, and whenever: the run goes on with the same command, to the same weights, charged once."""
+    chance, whole, done, runs = random.Random(4), answers[0]["plain"], 0, 0
+    duration = seconds_of_a_run(place / "timed" / "run") * 0.8  # some of it is spent before the ranks begin
+    while done < 20:
+        runs += 1
+        assert runs < 60, "the runs end before a rank can be killed"
+        folder, told = place / f"random{runs}" / "run", json.dumps({"plain": str(place / f"random{runs}" / "run")})
+        for _ in range(chance.randint(1, 3)):
+            kill = (chance.randrange(2), chance.uniform(0.0, duration))
+            codes = [code for code, _, _ in ranks.end_ranks("train_ranks.py", 2, told, kill=kill)]
+            killed_one = codes[kill[0]] == -9
+            assert codes[1 - kill[0]] in ((0, 1) if killed_one else (0,))  # the other stops by itself
+            done += killed_one
+        first, second = run_two(plain=folder)
+        assert first == second
+        assert {key: first["plain"][key] for key in whole} == whole
+        assert [(each.segment, each.generation) for each in opened(folder)] == [(0, 0), (1, 0), (2, 0)]
+        verified(folder.parent)
 
 
 @pytest.mark.parametrize("size", [2, 3])
