@@ -41,9 +41,10 @@ class StudySize:
 
     def describe(self) -> str:
         """One line that stands above every table."""
+        windows = "a window" if self.windows == 1 else f"{self.windows} windows"
         told = (
-            f"{self.patients:,} patients with {self.windows} window{'s' * (self.windows > 1)} each, {self.steps:,} steps of {self.batch} expected "
-            f"patients, {len(self.seeds)} seeds"
+            f"{self.patients:,} patients with {windows} each, {self.steps:,} steps of {self.batch} expected patients, "
+            f"{len(self.seeds)} seeds"
         )
         return told if self.evidence else f"quick: not evidence ({told})"
 
