@@ -11,6 +11,7 @@ from asking import succeeded
 if TYPE_CHECKING:
     from conftest import Project
 
+BANDED = '\n[noise]\ncorrelation = "banded"\nbands = 2\n'
 RAW = '\n[noise]\ninjection = "per_sample_raw"\noccurrences = 4\n'
 
 
@@ -36,9 +37,24 @@ def test_a_raw_plan_says_what_its_figures_are(project: Project) -> None:
     assert "in each of 4 occurrences" in told and "sampled with rate" not in told
 
 
+def test_a_plan_says_what_correlated_noise_gains(project: Project) -> None:
+    with_noise(project, BANDED)
+    size = ("--batch", "12", "--steps", "6")
+    found = json.loads(succeeded(project.plan(*size, "--json")))["correlation"]
+    assert found["bands"] == 2 and found["prefix_error_ratio"] > 0 and len(found["coefficients_sha256"]) == 64
+    assert "times the mean squared error of independent noise" in succeeded(project.plan(*size))
+    told = " ".join(succeeded(project.plan(*size, "--explain")).split())
+    assert "in one of 2 of them" in told and "Contributions take turns" in told
+
+
 @pytest.mark.parametrize(
     "noise",
-    [RAW, '\n[noise]\ninjection = "per_microbatch"\nbins = 3\n', '\n[noise]\ninjection = "per_sample"\nslots = 9\n'],
+    [
+        RAW,
+        BANDED,
+        '\n[noise]\ninjection = "per_microbatch"\nbins = 3\n',
+        '\n[noise]\ninjection = "per_sample"\nslots = 9\n',
+    ],
 )
 def test_every_form_trains(project: Project, noise: str) -> None:
     with_noise(project, noise)

@@ -556,3 +556,13 @@ def test_who_was_admitted_elsewhere_meanwhile_is_left_out_and_the_rest_is_in(hos
     assert [each.reason for each in corpus.admission.refused] == [Reason.REPLAYED]
     assert len(corpus.source) == len(everybody.source) - 2  # two windows each
     corpus.source.fetch(np.arange(len(corpus.source)))
+
+
+def test_a_turn_goes_with_what_was_signed_and_not_with_the_name_of_a_folder(hospital: Hospital) -> None:
+    """Admitted again under another name, somebody keeps the turn that their noise was correlated for."""
+    before = hospital.admit()
+    turns = dict(zip(before.digests, before.turns(5).tolist(), strict=True))
+    first = sorted(hospital.people.iterdir())[0]
+    first.rename(first.with_name("zz-renamed"))
+    after = hospital.admit()
+    assert dict(zip(after.digests, after.turns(5).tolist(), strict=True)) == turns and len(set(turns.values())) > 1

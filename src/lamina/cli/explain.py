@@ -100,7 +100,7 @@ def _cost_sentence(plan: StepPlan, k: int) -> str:
         )
     amplified = plan.accountant not in ("zcdp", "gaussian")
     rate = at_most(plan.step_rate(k))
-    rate = f"{rate} in every {plan.bands}th of them" if plan.bands > 1 else rate
+    rate = f"{rate} in one of {plan.bands} of them" if plan.bands > 1 else rate
     sampled = f"each {entry.unit} sampled with rate {rate}" if amplified else "sampling not credited"
     return (
         f"Class {entry.name}: sigma {at_least(sigma)} over {plan.steps:,} steps, {sampled}, is ε = "
