@@ -148,7 +148,6 @@ static void gather_window(const struct product *job, const float *padded, int64_
 #define NAME(x) x##_portable
 #define LANES 4
 #define ROWS 4
-#define VECTORS 2
 #define FMA(a, b, c) ((a) * (b) + (c))
 #include "product.h"
 
@@ -159,8 +158,7 @@ static void gather_window(const struct product *job, const float *padded, int64_
 #define NAME(x) x##_avx2
 #define LANES 8
 #define ROWS 6
-#define VECTORS 2
-#define FMA(a, b, c) ((VEC)_mm256_fmadd_ps(_mm256_set1_ps(a), (__m256)(b), (__m256)(c)))
+#define FMA(a, b, c) ((NAME(reg))_mm256_fmadd_ps(_mm256_set1_ps(a), (__m256)(b), (__m256)(c)))
 #include "product.h"
 #pragma GCC pop_options
 #pragma GCC push_options
@@ -168,8 +166,7 @@ static void gather_window(const struct product *job, const float *padded, int64_
 #define NAME(x) x##_avx512
 #define LANES 16
 #define ROWS 8
-#define VECTORS 2
-#define FMA(a, b, c) ((VEC)_mm512_fmadd_ps(_mm512_set1_ps(a), (__m512)(b), (__m512)(c)))
+#define FMA(a, b, c) ((NAME(reg))_mm512_fmadd_ps(_mm512_set1_ps(a), (__m512)(b), (__m512)(c)))
 #include "product.h"
 #pragma GCC pop_options
 #endif

@@ -1,11 +1,12 @@
 /* One contribution's gradient G = Σ over its positions of v ⊗ u, for one instruction set.
 
-   Included by product.c once for each, with NAME, LANES, ROWS, VECTORS and FMA set. Tiles of ROWS × COLUMNS numbers are
+   Included by product.c once for each, with NAME, LANES, ROWS and FMA set. Tiles of ROWS × COLUMNS numbers are
    summed in registers from operands packed as [panel][position][ROWS or COLUMNS], zeros where a panel is not full. G and
    the accumulators stay in the order of tiles until the end: [group][panel of columns][panel of rows][ROWS][COLUMNS]. */
 
-#define COLUMNS (LANES * VECTORS)
+#define COLUMNS (LANES * 2)
 typedef float NAME(vec) __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef float NAME(reg) __attribute__((vector_size(4 * LANES)));
 typedef double NAME(wide) __attribute__((vector_size(8 * LANES)));
 #define VEC NAME(vec)
 
@@ -14,24 +15,25 @@ static inline void NAME(store)(float *p, VEC x) { *(VEC *)p = x; }
 
 /* Rows of c are `apart` numbers from each other. */
 static inline __attribute__((always_inline)) void NAME(tile)(int64_t depth, const float *a, const float *b, float *c, int64_t apart, int add) {
-    VEC sum[ROWS][VECTORS];
+    NAME(reg) sum[ROWS][2];
 #pragma GCC unroll 16
-    for (int m = 0; m < ROWS; m++)
-#pragma GCC unroll 4
-        for (int n = 0; n < VECTORS; n++) sum[m][n] = add ? NAME(load)(c + m * apart + n * LANES) : (VEC){0};
+    for (int m = 0; m < ROWS; m++) {
+        sum[m][0] = add ? (NAME(reg))NAME(load)(c + m * apart) : (NAME(reg)){0};
+        sum[m][1] = add ? (NAME(reg))NAME(load)(c + m * apart + LANES) : (NAME(reg)){0};
+    }
     for (int64_t k = 0; k < depth; k++, a += ROWS, b += COLUMNS) {
-        VEC right[VECTORS];
-#pragma GCC unroll 4
-        for (int n = 0; n < VECTORS; n++) right[n] = NAME(load)(b + n * LANES);
+        const NAME(reg) low = (NAME(reg))NAME(load)(b), high = (NAME(reg))NAME(load)(b + LANES);
 #pragma GCC unroll 16
-        for (int m = 0; m < ROWS; m++)
-#pragma GCC unroll 4
-            for (int n = 0; n < VECTORS; n++) sum[m][n] = FMA(a[m], right[n], sum[m][n]);
+        for (int m = 0; m < ROWS; m++) {
+            sum[m][0] = FMA(a[m], low, sum[m][0]);
+            sum[m][1] = FMA(a[m], high, sum[m][1]);
+        }
     }
 #pragma GCC unroll 16
-    for (int m = 0; m < ROWS; m++)
-#pragma GCC unroll 4
-        for (int n = 0; n < VECTORS; n++) NAME(store)(c + m * apart + n * LANES, sum[m][n]);
+    for (int m = 0; m < ROWS; m++) {
+        NAME(store)(c + m * apart, (VEC)sum[m][0]);
+        NAME(store)(c + m * apart + LANES, (VEC)sum[m][1]);
+    }
 }
 
 /* Four squares per lane in float32, all else in float64: see "Norms that do not read low" in grads.py. */
@@ -95,7 +97,7 @@ static void NAME(pack_u)(const struct product *job, const float *u, int64_t from
         float *place = to + k * COLUMNS;
         int64_t c = 0;
         for (; c + COLUMNS <= columns; c += COLUMNS, place += DEPTH * COLUMNS)
-            for (int n = 0; n < VECTORS; n++) NAME(store)(place + n * LANES, NAME(load)(x + c + n * LANES));
+            for (int n = 0; n < 2; n++) NAME(store)(place + n * LANES, NAME(load)(x + c + n * LANES));
         if (c < columns)
             for (int n = 0; n < COLUMNS; n++) place[n] = c + n < columns ? x[c + n] : 0;
     }
@@ -139,8 +141,8 @@ static void NAME(untile)(const struct product *job, int64_t o, const float *grad
     const int64_t column_panels = (columns + COLUMNS - 1) / COLUMNS, group = o / job->outputs, row = o % job->outputs;
     const float *x = grad + (group * column_panels * row_panels + row / ROWS) * ROWS * COLUMNS + row % ROWS * COLUMNS;
     for (int64_t c = 0; c < columns; c += COLUMNS, x += row_panels * ROWS * COLUMNS) {
-        VEC sum[VECTORS];
-        for (int n = 0; n < VECTORS; n++) {
+        VEC sum[2];
+        for (int n = 0; n < 2; n++) {
             sum[n] = NAME(load)(x + n * LANES);
             for (int64_t part = 1; part < parts; part++) sum[n] += NAME(load)(x + part * apart + n * LANES);
             NAME(store)(line + c + n * LANES, sum[n]);
@@ -282,7 +284,7 @@ static void NAME(outer_block)(int part, void *context) {
                 if (is_odd(layer, p))
                     for (int64_t n = 0; n < wide; n++) to[n] = (float)(a[n] / size);
                 else if (wide == COLUMNS)
-                    for (int n = 0; n < VECTORS; n++) NAME(store)(to + n * LANES, NAME(load)(a + n * LANES));
+                    for (int n = 0; n < 2; n++) NAME(store)(to + n * LANES, NAME(load)(a + n * LANES));
                 else
                     memcpy(to, a, sizeof(float) * (size_t)wide);
             }
@@ -308,5 +310,4 @@ static const struct kernels NAME(kernels) = {NAME(part), NAME(sum_rows), NAME(ou
 #undef NAME
 #undef LANES
 #undef ROWS
-#undef VECTORS
 #undef FMA
