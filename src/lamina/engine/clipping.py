@@ -293,7 +293,8 @@ class ClipBounds:
         return self.reached_by(part.classes)
 
     def reached_by(self, classes: Tensor) -> list[bool]:
-        return [bool(r) for r in (self.clip[classes] > 0).any(0)]
+        reached: list[bool] = (self.clip[classes] > 0).any(0).tolist()
+        return reached
 
     def of(self, part: CheckedBatch | Batch) -> tuple[Tensor, Tensor]:
         """Bounds of a box (P, L) and of a joint clip (P,), for the contributions of a part."""

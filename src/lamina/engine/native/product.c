@@ -104,6 +104,12 @@ static inline void transpose4(const float *x, int64_t apart, float *to, int64_t 
     *(four *)(to + 3 * to_apart) = __builtin_shuffle(ef, gh, (choice){2, 3, 6, 7});
 }
 
+static inline void copy_floats(float *to, const float *x, int64_t n) {
+    int64_t i = 0;
+    for (; i + 4 <= n; i += 4) *(four *)(to + i) = *(const four *)(x + i);
+    for (; i < n; i++) to[i] = x[i];
+}
+
 /* The input of one row and group, (inputs, space), as (padded space, inputs). Its border was zeroed before. */
 static const float *channels_last(const struct product *job, const float *u, float *padded) {
     const int64_t n = job->inputs, *size = job->space, *pad = job->padding;
@@ -119,30 +125,11 @@ static const float *channels_last(const struct product *job, const float *u, flo
                 for (; k < size[2]; k++)
                     for (int64_t m = c; m < c + 4; m++) to[k * n + m] = x[m * job->space_size + k];
             }
-            for (; c < n; c++)
+            if (n == 1) copy_floats(to, x, size[2]);
+            for (; c < n && n > 1; c++)
                 for (int64_t k = 0; k < size[2]; k++) to[k * n + c] = x[c * job->space_size + k];
         }
     return padded;
-}
-
-static inline void copy_floats(float *to, const float *x, int64_t n) {
-    int64_t i = 0;
-    for (; i + 4 <= n; i += 4) *(four *)(to + i) = *(const four *)(x + i);
-    for (; i < n; i++) to[i] = x[i];
-}
-
-/* What the kernel sees at one position: (kernel, inputs). */
-static void gather_window(const struct product *job, const float *padded, int64_t position, float *line) {
-    const int64_t n = job->inputs, *kernel = job->kernel, *step = job->dilation;
-    const int64_t height = job->space[1] + 2 * job->padding[1], width = job->space[2] + 2 * job->padding[2];
-    const int64_t x = position % job->places[2] * job->stride[2], rest = position / job->places[2];
-    const int64_t y = rest % job->places[1] * job->stride[1], z = rest / job->places[1] * job->stride[0];
-    const int64_t run = step[2] == 1 ? n * kernel[2] : n;
-    for (int64_t a = 0; a < kernel[0]; a++)
-        for (int64_t b = 0; b < kernel[1]; b++) {
-            const float *at = padded + (((z + a * step[0]) * height + y + b * step[1]) * width + x) * n;
-            for (int64_t c = 0; c < kernel[2]; c += step[2] == 1 ? kernel[2] : 1, line += run) copy_floats(line, at + c * step[2] * n, run);
-        }
 }
 
 #define NAME(x) x##_portable

@@ -88,18 +88,50 @@ static void NAME(pack_v)(const struct product *job, const float *v, int64_t from
     }
 }
 
-/* `count` positions of u into panels of COLUMNS. Of a convolution, `u` is the padded input with channels last. */
-static void NAME(pack_u)(const struct product *job, const float *u, int64_t from, int64_t count, float *to, float *line) {
-    const int64_t columns = job->inputs * job->taps;
+/* `count` positions of u into panels of COLUMNS. */
+static void NAME(pack_u)(const struct product *job, const float *u, int64_t from, int64_t count, float *to) {
+    const int64_t columns = job->inputs;
     for (int64_t k = 0; k < count; k++) {
-        const float *x = job->convolution ? line : u + (from + k) * columns;
-        if (job->convolution) gather_window(job, u, from + k, line);
+        const float *x = u + (from + k) * columns;
         float *place = to + k * COLUMNS;
         int64_t c = 0;
         for (; c + COLUMNS <= columns; c += COLUMNS, place += DEPTH * COLUMNS)
             for (int n = 0; n < 2; n++) NAME(store)(place + n * LANES, NAME(load)(x + c + n * LANES));
         if (c < columns)
             for (int n = 0; n < COLUMNS; n++) place[n] = c + n < columns ? x[c + n] : 0;
+    }
+}
+
+/* The same of a convolution: what the kernel sees at each position, (kernel, inputs), of the padded input with channels last. */
+static void NAME(pack_windows)(const struct product *job, const float *padded, int64_t from, int64_t count, float *to) {
+    const int64_t n = job->inputs, *kernel = job->kernel, *step = job->dilation, *stride = job->stride;
+    const int64_t height = job->space[1] + 2 * job->padding[1], width = job->space[2] + 2 * job->padding[2];
+    const int64_t taps = step[2] == 1 ? kernel[2] : 1, run = n * taps; /* numbers that lie together */
+    int64_t x = from % job->places[2], y = from / job->places[2] % job->places[1], z = from / job->places[2] / job->places[1];
+    for (int64_t k = 0, line; k < count; k += line, to += line * COLUMNS, x = 0) { /* positions that follow each other along the last axis */
+        line = count - k < job->places[2] - x ? count - k : job->places[2] - x;
+        int64_t column = 0;
+        for (int64_t a = 0; a < kernel[0]; a++)
+            for (int64_t b = 0; b < kernel[1]; b++) {
+                const float *at = padded + (((z * stride[0] + a * step[0]) * height + y * stride[1] + b * step[1]) * width + x * stride[2]) * n;
+                for (int64_t c = 0; c < kernel[2]; c += taps)
+                    for (int64_t i = 0, here; i < run; i += here, column += here) {
+                        here = COLUMNS - column % COLUMNS < run - i ? COLUMNS - column % COLUMNS : run - i;
+                        float *place = to + column / COLUMNS * DEPTH * COLUMNS + column % COLUMNS;
+                        const float *seen = at + c * step[2] * n + i;
+                        if (here == COLUMNS)
+                            for (int64_t t = 0; t < line; t++, place += COLUMNS, seen += stride[2] * n) {
+                                NAME(store)(place, NAME(load)(seen));
+                                NAME(store)(place + LANES, NAME(load)(seen + LANES));
+                            }
+                        else
+                            for (int64_t t = 0; t < line; t++, place += COLUMNS, seen += stride[2] * n) copy_floats(place, seen, here);
+                    }
+            }
+        if (column % COLUMNS)
+            for (int64_t t = 0; t < line; t++)
+                memset(to + column / COLUMNS * DEPTH * COLUMNS + t * COLUMNS + column % COLUMNS, 0, sizeof(float) * (size_t)(COLUMNS - column % COLUMNS));
+        if (++y == job->places[1]) y = 0, z++;
     }
 }
 
@@ -117,7 +149,7 @@ static double NAME(form)(const struct product *job, int64_t p, struct memory *m,
             for (int64_t from = 0, count; from < job->positions; from += count) {
                 count = job->positions - from < DEPTH - filled ? job->positions - from : DEPTH - filled;
                 NAME(pack_v)(job, v, from, count, m->left + filled * ROWS, factor, sums == NULL ? NULL : sums + group * job->outputs);
-                NAME(pack_u)(job, u, from, count, m->right + filled * COLUMNS, m->line);
+                (job->convolution ? NAME(pack_windows) : NAME(pack_u))(job, u, from, count, m->right + filled * COLUMNS);
                 filled += count;
                 const int last = from + count == job->positions && j + 1 == job->start[p + 1];
                 if (filled < DEPTH && !last) continue;
