@@ -57,7 +57,7 @@ def test_a_prepared_model_and_optimiser_train_as_they_are(tmp_path: Path) -> Non
 
 
 def test_a_prepared_loader_is_refused(tmp_path: Path) -> None:
-    model, optimizer = net()
+    model, _ = net()
     loader = Accelerator(cpu=True).prepare(DataLoader(TensorDataset(torch.randn(20, 4)), batch_size=4))
     with raises_code("corpus.dataloader-not-poisson"):
         lamina.make_private(model, loader, epsilon=5.0, batch=4, steps=2)
@@ -66,7 +66,7 @@ def test_a_prepared_loader_is_refused(tmp_path: Path) -> None:
 def test_backward_of_the_accelerator_is_refused() -> None:
     """A gradient that goes past the engine."""
     accelerator = Accelerator(cpu=True)
-    model, optimizer = accelerator.prepare(*net())
+    model, _ = accelerator.prepare(*net())
     x = torch.randn(20, 4)
     engine, _, _ = lamina.make_private(model, (x, torch.zeros(20).long()), epsilon=5.0, batch=4, steps=2, clip_norm=0.5)
     with engine, raises_code("engine.backward-outside-engine"):

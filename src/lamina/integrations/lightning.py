@@ -49,7 +49,8 @@ class PrivateFit(pytorch_lightning.Callback):  # type: ignore[misc]
     run_options  whatever else `lamina.Trainer` takes: segment, microbatches, ledger, probe, seed, …
 
     Kept of Lightning: `configure_optimizers` with one optimiser and a schedule per step, validation between segments with what
-    `validation_step` logs, its loggers (which get ε), `EarlyStopping` and `ModelCheckpoint` after validations. `outcome` is what the run came to.
+    `validation_step` logs, its loggers (which get ε), `EarlyStopping` and `ModelCheckpoint` after
+    validations. `outcome` is what the run came to.
     Hooks of batches and epochs of training are not called.
     """
 
