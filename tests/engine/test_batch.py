@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from lamina import Batch, Engine, SeededNoise, route
+from lamina.engine.batch import Draw
 
 NAN = float("nan")
 
@@ -241,6 +242,22 @@ def test_a_refused_part_gives_the_step_up(again: bool) -> None:
         for part in Batch(x).split(2):
             engine.backward(losses_of(model, part.x, None), part)
         assert engine.budget.taken == 2
+
+
+def test_a_contribution_counts_once_in_a_step() -> None:
+    """Parts of two draws, or one part twice: the sum of a step would move by several times C."""
+    model, x = mlp(), torch.randn(4, 5)
+    with Engine(model, plan_of(model)) as engine:
+        for again in (lambda parts: replace(parts[1], draw=Draw()), lambda parts: parts[1]):
+            parts = list(Batch(x).split(3))
+            for part in parts[:2]:
+                engine.backward(losses_of(model, part.x, None), part)
+            with raises_code("engine.part-counted-twice"):
+                part = again(parts)
+                engine.backward(losses_of(model, part.x, None), part)
+            with raises_code("engine.parts-out-of-order"):  # the step was given up
+                engine.backward(losses_of(model, parts[2].x, None), parts[2])
+        assert engine.budget.taken == 2 and all(p.grad is None for p in model.parameters())
 
 
 def test_a_batch_is_charged_once() -> None:

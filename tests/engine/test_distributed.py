@@ -91,11 +91,13 @@ def test_counts_of_all_ranks_move_the_clip_norms_alike(two: Answers) -> None:
 def test_what_ranks_refuse(two: Answers) -> None:
     wanted = {
         "whole batch": "engine.batch-of-other-ranks",
+        "part of another rank": "engine.batch-of-other-ranks",
         "same draw again": "engine.batch-used-again",
         "out of step": "engine.ranks-out-of-step",
         "noise of rank 7": "engine.noise-of-other-rank",
         "other weights": "engine.ranks-differ",
         "other plan": "engine.ranks-differ",
+        "other noise": "engine.ranks-differ",
         "slots": "engine.plan-not-for-ranks",
     }
     assert two[0]["refusals"] == wanted

@@ -288,3 +288,17 @@ def test_memory_of_gradients_that_somebody_keeps_is_not_used_again() -> None:
             grad = None
             model.zero_grad()
         assert len(places) == 1
+
+
+@pytest.mark.parametrize("way", ["storage", "another process"])
+def test_memory_that_is_held_without_a_tensor_is_not_used_again(way: str) -> None:
+    """Hardened, it would hold a sum without noise until the step is released."""
+    model = nn.Sequential(nn.Linear(4, 1200), nn.Tanh(), nn.Linear(1200, 40))
+    with Engine(model, plan_of(model)) as engine:
+        engine.backward(losses_of(model, X, None), Batch(X))
+        grad = model[2].weight.grad
+        held = grad.untyped_storage() if way == "storage" else grad.share_memory_() is None
+        place, grad = grad.data_ptr(), None
+        model.zero_grad()
+        engine.backward(losses_of(model, X, None), Batch(X))
+        assert model[2].weight.grad.data_ptr() != place and held is not None

@@ -119,6 +119,8 @@ def refusals(rank: int, size: int) -> dict[str, str]:
     with Engine(model, plan, noise=SeededNoise(1, rank=rank)) as engine:
         whole = batch_of(4)
         found["whole batch"] = refused(lambda: engine.backward(losses_of(model, whole.x, None), whole))
+        other = whole.shard((rank + 1) % size, size)
+        found["part of another rank"] = refused(lambda: engine.backward(losses_of(model, other.x, None), other))
         mine = whole.shard(rank, size)
         again = whole.shard(rank, size)
         engine.backward(losses_of(model, mine.x, None), mine)
@@ -139,6 +141,7 @@ def refusals(rank: int, size: int) -> dict[str, str]:
     torch.manual_seed(3)
     other = plan_of(model, 0.3, 0.8 + rank)
     found["other plan"] = refused(lambda: Engine(dense(), other, noise=SeededNoise(1, rank=rank)))
+    found["other noise"] = refused(lambda: Engine(dense(), plan, noise=SeededNoise(1, rank=rank, hardened=rank == 1)))
     slots = dataclasses.replace(plan, injection=Injection(form="per_sample", parts=5))  # type: ignore[arg-type]
     found["slots"] = refused(lambda: Engine(dense(), slots))
     return found

@@ -403,7 +403,9 @@ class Corpus:
         ranks, chosen = Ranks.current(), seed is not None
         drawn_from = ranks.broadcast(segment_seed(seed) if ranks.first else None)
         if not ranks.alone:
-            ranks.check_same(plan=plan.digest(), contributions=self.order(drawn_from) + self.membership(drawn_from))
+            caps = repr(sorted((max_occurrences or {}).items())).encode()
+            who = self.order(drawn_from) + self.membership(drawn_from)
+            ranks.check_same(plan=plan.digest(), contributions=who, max_occurrences=caps)
         sampler = Sampler(self, plan, seed=drawn_from, max_occurrences=max_occurrences, seeded=chosen, ranks=ranks)
         return chain(self.probe_batches(plan, probe), (sampler.draw(step) for step in range(plan.steps)))
 

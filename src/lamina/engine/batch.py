@@ -22,17 +22,20 @@ from lamina.errors import EngineError, OwnershipError
 class Draw:
     """One draw of a sampler: what is made from a batch (parts, copies with another x) carries the same.
 
-    `seeded` is whether the coins came from a number that somebody chose; `ranks` over how many processes it is divided;
-    `turn` whose turn it was, of how many (correlated noise).
+    `seeded` is whether the coins came from a number that somebody chose; `ranks` over how many processes it is divided,
+    and `rank` which of them has this part; `turn` whose turn it was, of how many (correlated noise).
     """
 
-    def __init__(self, *, seeded: bool = False, ranks: int = 1, turn: tuple[int, int] = (0, 1)) -> None:
-        self.seeded, self.ranks, self.turn = seeded, ranks, turn
-        self._divided: dict[int, Draw] = {}
+    def __init__(
+        self, *, seeded: bool = False, ranks: int = 1, rank: int = 0, turn: tuple[int, int] = (0, 1)
+    ) -> None:  # fmt: skip
+        self.seeded, self.ranks, self.rank, self.turn = seeded, ranks, rank, turn
+        self._divided: dict[tuple[int, int], Draw] = {}
 
-    def divided(self, ranks: int) -> Draw:
+    def divided(self, rank: int, ranks: int) -> Draw:
         """The same draw, of which this process has the part of one rank."""
-        return self._divided.setdefault(ranks, Draw(seeded=self.seeded, ranks=ranks, turn=self.turn))
+        made = Draw(seeded=self.seeded, ranks=ranks, rank=rank, turn=self.turn)
+        return self._divided.setdefault((rank, ranks), made)
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,7 +157,7 @@ class Batch:
             ceiling=None if self.ceiling is None else self.ceiling[mine],
             first=self.first,
             last=self.last,
-            draw=self.draw.divided(size),
+            draw=self.draw.divided(rank, size),
         )
 
     def views(self, count: int) -> Batch:

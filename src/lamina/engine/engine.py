@@ -133,6 +133,8 @@ class Engine:
         self._ownership = OwnershipCheck()
         self._gradients, self._guard = GradWriter(self._tensors), StateGuard(model, self._tensors)
         self._charged_draws: WeakSet[Draw] = WeakSet()
+        self._draw: Draw | None = None  # of the step or choice that is open, and its parts so far
+        self._parts: WeakSet[Batch] = WeakSet()
         self._memory = SumMemory()
         self.claim = ""  # what ε compares, where it is not what the plan says
         self.detached = False
@@ -156,7 +158,8 @@ class Engine:
             started = model, plan, self._attachment, self._tensors, self._names
             self.compiled = CompiledStep(*started, adaptive=self.adaptation is not None)
         if not self.ranks.alone:
-            self.ranks.check_same(plan=plan.digest(), weights=weights_digest(model))
+            kind = f"{type(self.noise).__name__}, hardened {self.noise.hardened}, secret {self.noise.private}".encode()
+            self.ranks.check_same(plan=plan.digest(), weights=weights_digest(model), kind_of_noise=kind)
         _engines.add(self)
 
     def _own_noise(self, noise: NoiseSource) -> NoiseSource:
@@ -329,8 +332,9 @@ class Engine:
             problem = "this batch was drawn with a seed that somebody chose, and ε is priced with secret coins"
             remedy = "draw without seed=; or, where nothing has to be private, Engine(…, noise=SeededNoise(0))"
             raise EngineError("engine.seeded-batch", problem, remedy)
-        if batch.draw.ranks != self.ranks.size:
-            problem = f"the batch is divided over {batch.draw.ranks} ranks, and {self.ranks.size} take the step"
+        if (batch.draw.rank, batch.draw.ranks) != (self.ranks.rank, self.ranks.size):
+            problem = f"the batch is the part of rank {batch.draw.rank} of {batch.draw.ranks}"
+            problem += f", and this is rank {self.ranks.rank} of {self.ranks.size}"
             remedy = "use corpus.batches(plan), or batch.shard(rank, size) of a batch that is the same on every rank"
             raise EngineError("engine.batch-of-other-ranks", problem, remedy)
         turn = (self.budget.taken % self.plan.bands, self.plan.bands)
@@ -338,6 +342,14 @@ class Engine:
             problem = f"step {self.budget.taken} is turn {turn[0]} of {turn[1]}, and this batch was not drawn from those whose turn it is"
             remedy = "correlated noise holds for contributions that take turns: use corpus.batches(plan) or a Trainer"
             raise EngineError("engine.batch-of-other-turn", problem, remedy)
+        if batch.first:
+            self._draw, self._parts = batch.draw, WeakSet()
+        elif (self._open or self._choice) and (batch.draw is not self._draw or batch in self._parts):
+            what = "was added before" if batch.draw is self._draw else "is of another draw than its first part"
+            problem = f"this part of step {self.budget.taken} {what}: a contribution could count twice in one step"
+            remedy = "give each part of one batch.split(…) once, in order; to draw more, plan a larger batch"
+            raise EngineError("engine.part-counted-twice", problem, remedy)
+        self._parts.add(batch)
         if not batch.first or all(entry.sampling_rate == 1 for entry in self.plan.classes):
             return
         if batch.draw in self._charged_draws:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -323,12 +324,20 @@ class SumMemory:
         self._kept: dict[str, tuple[torch.UntypedStorage, torch.dtype, torch.Size, tuple[int, ...]]] = {}
         self._holders: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", lambda _: 2)
 
+    def _free(self, storage: torch.UntypedStorage) -> bool:
+        """Whether neither this process (as a tensor or as the storage itself) nor another one holds it."""
+        return (
+            self._holders(storage._cdata) == 1
+            and sys.getrefcount(storage) <= _OWN_REFERENCES
+            and not storage.is_shared()
+        )
+
     def empty(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Uninitialised sums."""
         sums = {}
         for name, p in tensors.items():
             wanted, kept = _sum_dtype(p.dtype), self._kept.get(name)
-            if kept is not None and kept[1:3] == (wanted, p.shape) and self._holders(kept[0]._cdata) == 1:
+            if kept is not None and kept[1:3] == (wanted, p.shape) and self._free(kept[0]):
                 storage, dtype, shape, stride = kept
                 sums[name] = torch.empty(0, dtype=dtype).set_(storage, 0, shape, stride)
                 continue
@@ -339,6 +348,7 @@ class SumMemory:
 
 
 _MIN_KEPT_ELEMENTS = 1 << 12  # a few pages
+_OWN_REFERENCES = 3  # to a storage: `_kept`, the argument of `_free`, and that of getrefcount
 
 
 def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
