@@ -199,8 +199,9 @@ class NativeNoise:
         """Add stds[i] · z to totals[i], all float32 or all float64; round to spacing[i] if that is given."""
         dtype = totals[0].dtype
         assert len(key) == BLOCK_BYTES and dtype in (torch.float32, torch.float64)
-        assert all(x.dtype == dtype and x.is_contiguous() and x.is_cpu for x in totals)
-        layout, slots, starts = _native_pieces(tuple(x.numel() for x in totals), tuple(indices))
+        for x in totals:
+            assert x.dtype is dtype and x.is_contiguous() and x.is_cpu
+        layout, slots, starts = _native_pieces(tuple(map(torch.Tensor.numel, totals)), tuple(indices))
         pieces = layout.copy()
         pieces["out"] = np.array([x.data_ptr() for x in totals], dtype=np.uint64)[slots] + starts * dtype.itemsize
         pieces["std"] = np.array(stds)[slots]
@@ -468,28 +469,31 @@ def _check_tensors(totals: Sequence[torch.Tensor], stds: Sequence[float], tensor
     if not len(totals) == len(stds) == len(indices):
         problem = f"the call has {len(totals)} tensors, {len(stds)} stds and {len(indices)} indices"
         raise NoiseError("noise.lengths-differ", problem, "give one std and one index per tensor")
-    if len(set(indices)) != len(indices) or any(i < 0 or i >= 1 << 64 for i in indices):
+    if len(set(indices)) != len(indices) or (indices and not 0 <= min(indices) <= max(indices) < 1 << 64):
         problem = "tensor indices repeat or are outside [0, 2^64)"
         raise NoiseError("noise.tensor-index", problem, "give every tensor its own index")
     low, high = STD_RANGE
-    for index, std in zip(indices, stds, strict=True):
+    seen: set[int] = set()
+    for index, total, std in zip(indices, totals, stds, strict=True):
         if not (low <= std <= high or std == 0):  # NaN fails both
             problem = f"std of tensor {index} is {std}, must be 0 or in [{low}, {high}]"
             raise NoiseError("noise.std-out-of-range", problem, "check the plan")
-    seen: set[int] = set()
-    for index, total in zip(indices, totals, strict=True):
-        if total.dtype not in (torch.float32, torch.float64):
+        if total.dtype is not torch.float32 and total.dtype is not torch.float64:
             problem = f"tensor {index} is {total.dtype}, must be float32 or float64"
             raise NoiseError("noise.tensor-dtype", problem, "sum in float32 or better")
-        if not total.is_cpu or total.layout != torch.strided:
+        if not total.is_cpu or total.layout is not torch.strided:
             problem = f"tensor {index} is not a dense tensor on the CPU"
             raise NoiseError("noise.tensor-not-dense", problem, "move the sum to the CPU first")
-        strides = () if total.is_contiguous() else zip(total.stride(), total.shape, strict=True)
-        if any(s == 0 and n > 1 for s, n in strides) or (total.numel() and total.data_ptr() in seen):
+        place = total.data_ptr()
+        if (place in seen and total.numel()) or (not total.is_contiguous() and _expanded(total)):
             problem = f"tensor {index} is expanded, or shares its memory with another tensor of the call"
             raise NoiseError("noise.tensor-shares-memory", problem, "clone it first")
-        seen.add(total.data_ptr())
+        seen.add(place)
     return indices
+
+
+def _expanded(t: torch.Tensor) -> bool:
+    return any(s == 0 and n > 1 for s, n in zip(t.stride(), t.shape, strict=True))
 
 
 def _draw_in_python(
