@@ -293,7 +293,8 @@ class ClipBounds:
         return self.reached_by(part.classes)
 
     def reached_by(self, classes: Tensor) -> list[bool]:
-        reached: list[bool] = (self.clip[classes] > 0).any(0).tolist()
+        mine = self.clip if len(self.clip) == 1 and len(classes) else self.clip[classes]
+        reached: list[bool] = (mine > 0).any(0).tolist()
         return reached
 
     def of(self, part: CheckedBatch | Batch) -> tuple[Tensor, Tensor]:
@@ -314,8 +315,10 @@ class ClipBounds:
     def _collector(
         self, part: CheckedBatch, into: ClippedSums, reached: Sequence[bool], masks: TensorMasks
     ) -> Collector:
-        (bounds, radius), scale, reach = self.of(part), into.scale, self.clip[part.classes] > 0
+        (bounds, radius), scale = self.of(part), into.scale
         start = part, reached, into.sums, masks
+        if self.plan.clipping is not Clipping.BOX:
+            reach = self.clip[part.classes] > 0
         if self.plan.clipping is Clipping.JOINT:
             return JointCollector(*start, reach=reach, noise=self.plan.noise, radius=radius, scale=scale)
         if self.plan.clipping is Clipping.ELEMENTWISE:  # bounded as a whole, when it is released

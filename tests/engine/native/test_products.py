@@ -157,13 +157,27 @@ def test_as_the_torch_rules_often(case: Any, processor: int, threads: int) -> No
     compare(case, processor, threads)
 
 
-@given(
-    sizes=st.lists(st.tuples(st.integers(1, 150), st.integers(1, 600)), min_size=1, max_size=4), units=st.integers(1, 300),
-    odd=st.lists(st.tuples(st.integers(0, 299), st.sampled_from(SPECIAL)), max_size=3), seed=st.integers(0, 10**6),
-    bound=st.sampled_from([1e-3, 1.0, 1e6, 1e-22]), processor=st.integers(0, 2), threads=st.sampled_from([1, 2, 4]),
+many_layers = st.tuples(
+    st.lists(st.tuples(st.integers(1, 150), st.integers(1, 600)), min_size=1, max_size=4), st.integers(1, 300),
+    st.lists(st.tuples(st.integers(0, 299), st.sampled_from(SPECIAL)), max_size=3), st.integers(0, 10**6),
+    st.sampled_from([1e-3, 1.0, 1e6, 1e-22]), st.integers(0, 2), st.sampled_from([1, 2, 4]),
 )  # fmt: skip
+
+
+@given(case=many_layers)
 @settings(max_examples=60)
-def test_many_linear_layers_in_one_call(
+def test_many_linear_layers_in_one_call(case: Any) -> None:
+    compare_layers(*case)
+
+
+@pytest.mark.slow
+@given(case=many_layers)
+@settings(max_examples=2000)
+def test_many_linear_layers_in_one_call_often(case: Any) -> None:
+    compare_layers(*case)
+
+
+def compare_layers(
     sizes: list[tuple[int, int]], units: int, odd: Any, seed: int, bound: float, processor: int, threads: int
 ) -> None:
     generator, results = torch.Generator().manual_seed(seed), []
