@@ -13,7 +13,8 @@ from stopping import During, copied, figures, killed, same, told, weights
 
 from lamina.account import find_accountant
 from lamina.ledger.reader import LedgerReader
-from lamina.ledger.records import Epoch
+from lamina.ledger.records import Epoch, EpochAccount, EpochCharge, Segment, SegmentOutcome
+from lamina.ledger.verify.epoch_checks import ChargeChecks, Violation
 from lamina.ledger.verify.verifier import verify
 from lamina.plan.correlation import coefficients_digest
 from lamina.release.certificate import certify
@@ -156,6 +157,26 @@ def test_bounds_that_end_a_run_early_end_it_after_whole_turns(tmp_path: Path) ->
     )
     outcome = resumed.fit()
     assert told(outcome, "the bounds allow 20 of 24 steps") and outcome.steps == 20
+
+
+@pytest.mark.parametrize(
+    ("rate", "steps", "right"), [(0.4, 2, True), (0.4, 1, False), (0.1, 2, False), (0.1, 8, False)]
+)
+def test_a_verifier_asks_for_every_turn_at_its_rate(rate: float, steps: int, right: bool) -> None:
+    """Eight steps of four bands are two events at four times the rate: not fewer, and not those of independent noise."""
+    plan = parts()["plan"]
+    charge = EpochCharge(sigma=plan.sigma("clinical"), rate=rate, steps=steps)
+    account = EpochAccount(cls="clinical", charges=(charge,), spend=10**9)
+    segment = Segment(
+        index=0, generation=0, nonce=bytes(16), first=0, last=8, eligibility=1, outcome=SegmentOutcome.CLOSED
+    )
+    variance = tuple(s * s for s in plan.noise)
+    epoch = Epoch(
+        run=bytes(16), segments=(segment,), plan=plan.digest(), variance=variance, accounts=(account,), state=bytes(32)
+    )
+    checks = ChargeChecks()
+    checks.begin(epoch, plan)
+    assert isinstance(checks.counted(epoch, plan, account), Violation) is not right
 
 
 def test_caps_are_refused(tmp_path: Path) -> None:
