@@ -253,7 +253,18 @@ def test_schedules_that_follow_a_figure_are_refused(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, options=options, eval_dataset=PUBLIC, eval_on="public")
     with raises_code("train.scheduler-follows-loss"):
         trainer.train()
-    assert not (tmp_path / "run").exists()
+    assert not trainer.folder.exists()
+
+
+def test_a_run_does_not_live_where_a_hub_uploads_everything(tmp_path: Path) -> None:
+    args = arguments(tmp_path)
+    for place in (".", "run", "a/../b/run"):
+        with raises_code("integrations.run-inside-output"):
+            PrivateTrainer(nn.Linear(2, 2), args, train_dataset=corpus_of(), privacy=PRIVACY, folder=tmp_path / place)
+    trainer = trainer_of(tmp_path, options={"save_strategy": "no"})
+    trainer.train()
+    assert trainer.folder.exists() and tmp_path not in trainer.folder.parents
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
 class Peek(transformers.TrainerCallback):

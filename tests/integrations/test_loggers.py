@@ -229,7 +229,7 @@ def test_nor_by_the_reports_of_transformers(tmp_path: Path, monkeypatch: pytest.
     PrivateTrainer(
         adapted("llama", "lora"), args, train_dataset=corpus, privacy=privacy, loss_fn=token_losses_planted, probe=False
     ).train()
-    inside = tmp_path / "out" / "run"
+    inside = tmp_path / "out-run"
     files = [path for path in tmp_path.rglob("*") if path.is_file() and inside not in path.parents]
     assert any("tfevents" in path.name for path in files) and any(path.name == "trainer_state.json" for path in files)
     for path in files:

@@ -120,7 +120,8 @@ class PrivateTrainer(transformers.Trainer):  # type: ignore[misc]
     plan, engine   instead: a plan of one's own. max_steps and the batch of the arguments must be the plan's
     loss_fn        (output, y) with one loss per example; default: `loss_for(model)` with label_smoothing_factor
     eval_on        "public" or "simulated": what eval_dataset, and whatever is given to evaluate and predict, is
-    folder         where the run lives; default: output_dir/run. train() again goes on from there, at no further cost
+    folder         where the run lives, outside of output_dir, which hubs and trackers upload whole; default: output_dir-run.
+                   train() again goes on from there, at no further cost
     run_options    whatever else `lamina.Trainer` takes: ledger, key, bounds, probe, seed, …
 
     logging_steps steps are a segment, and eval_steps and save_steps are multiples of it. Logged are ε so far, the learning rate
@@ -151,6 +152,7 @@ class PrivateTrainer(transformers.Trainer):  # type: ignore[misc]
                 )
         for callback in callbacks or ():
             check_callback(callback)
+        self.folder = _run_folder(Path(args.output_dir), folder)
         self.corpus, self.eval_on = train_dataset, eval_on
         self.outcome: Outcome | None = None
         self.optimizer: Any = None
@@ -165,7 +167,6 @@ class PrivateTrainer(transformers.Trainer):  # type: ignore[misc]
         self.remove_callback(DEFAULT_PROGRESS_CALLBACK)  # it waits for steps; the run shows its own progress
         self.plan, self._engine = self._plan(privacy, plan, engine)
         self.loss_fn = loss_for(self.model, args.label_smoothing_factor) if loss_fn is None else loss_fn
-        self.folder = Path(args.output_dir) / "run" if folder is None else Path(folder)
         self._run_options = run_options
         self.segment = self._steps("logging_steps", self.plan.steps)
 
@@ -286,6 +287,17 @@ class PrivateTrainer(transformers.Trainer):  # type: ignore[misc]
         if any(id(part) in mine for part in [data, *tree_leaves(data)] if part is not None):
             problem = "the data to evaluate on is the corpus itself"
             raise RunError("train.evaluation-on-private-data", problem, "give public or simulated data")
+
+
+def _run_folder(output: Path, folder: str | Path | None) -> Path:
+    """Journal, past noise and counts of who was sampled are there: `push_to_hub` and some trackers upload all of output_dir."""
+    found = Path(f"{output}-run") if folder is None else Path(folder)
+    if found.resolve().is_relative_to(output.resolve()):
+        problem = (
+            f"the run is to live in '{found}', inside of output_dir, which push_to_hub and some trackers upload whole"
+        )
+        raise RunError("integrations.run-inside-output", problem, "give a folder beside output_dir, or leave it out")
+    return found
 
 
 def _epsilons(epsilon: Mapping[str, float]) -> dict[str, float]:
