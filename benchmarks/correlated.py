@@ -71,7 +71,7 @@ def train(epsilon: float, q: float, steps: int, bands: int, accountant: str, rat
         lamina.LayerStack.from_model(model), policy, batch=int(q * POPULATION), steps=steps, allocate="flat"
     )
     x, y = data(POPULATION, seed + 1)
-    corpus = lamina.Corpus(x.numpy(), y.numpy(), unit="each", policy=policy)
+    corpus = lamina.Corpus(x.numpy(), y.numpy(), unit="each", ids=range(len(x)), policy=policy)
     optimizer = torch.optim.SGD(model.parameters(), lr=rate)
     with lamina.Engine(model, plan) as engine:
         engine.decline_probe()

@@ -166,6 +166,9 @@ def test_contributions_take_turns_and_a_turn_is_nobody_elses_doing() -> None:
     names = [f"p{i}" for i in range(60) if i != 17]
     rest = Corpus(torch.zeros(59, 4).numpy(), ids=names, cls="plain", unit="each")
     assert rest.turns(BANDS).tolist() == [int(t) for i, t in enumerate(turns) if i != 17]
+    for unit in (None, "each"):  # called by their rows: without row 17, those after it would have other turns
+        with raises_code("corpus.turns-without-ids"):
+            Sampler(Corpus(torch.zeros(60, 4).numpy(), cls="plain", unit=unit), plan, seed=bytes(range(32)))
 
 
 def test_public_contributions_take_part_in_every_step_as_before() -> None:
@@ -174,7 +177,7 @@ def test_public_contributions_take_part_in_every_step_as_before() -> None:
     plan = plan_for(net(), several=True)
     classes = (replace(plan.classes[0], sampling_rate=0.5), replace(plan.classes[2], sampling_rate=1.0))
     plan = replace(plan, classes=classes, clip=(plan.clip[0], plan.clip[2]), bands=2)
-    batch = Sampler(Corpus(x, cls=names, unit="each"), plan, seed=bytes(range(32))).draw(0)
+    batch = Sampler(Corpus(x, cls=names, unit=range(60)), plan, seed=bytes(range(32))).draw(0)
     assert int((batch.cls == 1).sum()) == 30 and 0 < int((batch.cls == 0).sum()) < 30
 
 

@@ -104,6 +104,7 @@ class Corpus:
         each = isinstance(unit, str) and unit == EACH_EXAMPLE
         self._unit_declared = unit is not None or ids is not None or subject is not None
         unit = None if each else unit
+        self._called_by_row = unit is None and ids is None
         self.unit_name = unit_name or ("contribution" if self._unit_declared else "example")
         self.examples_per_unit, self.policy = examples_per_unit, policy
         self._origin = declared_origin(origin, policy)
@@ -217,6 +218,9 @@ class Corpus:
 
     def turns(self, bands: int) -> NDArray[np.int64]:
         """The turn of every contribution, by row: SHA-256 of its stable id modulo `bands`. Nobody else has a part in it."""
+        if self._called_by_row:
+            problem = "contributions have no ids, so the turn of each would follow from its row, and move with those before it"
+            raise CorpusError("corpus.turns-without-ids", problem, "give ids= or unit=: what stays with a contribution")
         if bands not in self._turns:
             digests = (hashlib.sha256(b"lamina/turn " + one.encode()).digest() for one in self._all_stable_ids())
             turns = (int.from_bytes(digest[:8], "big") % bands for digest in digests)
