@@ -18,6 +18,7 @@ from lamina.ledger.verify.epoch_checks import ChargeChecks, Violation
 from lamina.ledger.verify.verifier import verify
 from lamina.plan.correlation import coefficients_digest
 from lamina.release.certificate import certify
+from lamina.train.run_output import Callback, RunFigures
 from lamina.train.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("known_seeds")
@@ -135,6 +136,20 @@ def test_another_plan_does_not_go_on_from_the_noise_of_the_first(tmp_path: Path)
     found = remembered(other, 9)
     outcome = other.fit()
     assert found == [1] and told(outcome, "not correlated with that of the steps before")
+
+
+class Interrupt(Callback):
+    def on_segment(self, now: RunFigures) -> None:
+        raise KeyboardInterrupt
+
+
+def test_contributions_that_are_called_otherwise_do_not_go_on_from_past_noise(tmp_path: Path) -> None:
+    """Their turns are others: somebody could come again before the rows of the last time have ended."""
+    with pytest.raises(KeyboardInterrupt):
+        problem.trainer(tmp_path / "a", **loose(callbacks=[Interrupt()])).fit()
+    renamed = problem.trainer(tmp_path / "a", **loose(corpus=problem.unpromised(unit=problem.data()["unit"] + 1000)))
+    found = remembered(renamed, 9)
+    assert told(renamed.fit(), "not correlated with that of the steps before") and found == [1]
 
 
 def test_hardened_noise_resumes_exactly(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ class NoiseWindow:
 
     def __init__(self, plan: StepPlan, names: Sequence[str]) -> None:
         self.bands, self._plan, self._names = plan.bands, plan.digest(), list(names)
+        self.members = b""  # a digest of whose turns it is used with: somebody with another turn would come too early
         self._coefficients, self._scale = band_coefficients(plan.bands), 0.0
         self._past: deque[list[Tensor]] = deque()  # newest first
 
@@ -56,12 +57,12 @@ class NoiseWindow:
             f"{_PREFIX}.{age}.{name}": noise
             for age, noises in enumerate(self._past)
             for name, noise in zip(self._names, noises, strict=True)
-        }, {"plan": self._plan, "scale": self._scale}
+        }, {"plan": self._plan, "scale": self._scale, "members": self.members}
 
     def load(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any] | None) -> bool:
-        """Restore what `to_state` gave, bit for bit; False, and empty, if it is of another plan."""
+        """Restore what `to_state` gave, bit for bit; False, and empty, if it is of another plan or of other contributions."""
         self.clear()
-        if state is None or state["plan"] != self._plan:
+        if state is None or (state["plan"], state.get("members")) != (self._plan, self.members):
             return False
         self._scale = state["scale"]
         while f"{_PREFIX}.{len(self)}.{self._names[0]}" in tensors:

@@ -191,7 +191,7 @@ class Trainer:
         )
         self._engine = engine if engine is not None else Engine(model, plan, proxy=proxy)
         self._notes += [self._engine.claim] if self._engine.claim else []
-        self.state.adaptation, self.state.window = self._engine.adaptation, self._engine.window
+        self._share_state()
         self._renewal = AdmissionRenewal(corpus, plan, self.folder / "admitted")
         self.state.names = self._renewal.names
         if self._engine.model is not model or self._engine.plan.digest() != plan.digest():
@@ -380,10 +380,16 @@ class Trainer:
         finally:
             self._engine.detach()
 
+    def _share_state(self) -> None:
+        """What the engine changes from step to step belongs to the checkpoint."""
+        self.state.adaptation, self.state.window = self._engine.adaptation, self._engine.window
+        if self._engine.window is not None:
+            self._engine.window.members = self.corpus.order(b"lamina/turns")
+
     def _attach(self) -> None:
         if self._engine.detached:
             self._engine = Engine(self.model, self.plan, **self._engine.options)
-            self.state.adaptation, self.state.window = self._engine.adaptation, self._engine.window
+            self._share_state()
 
     def _rehearse(self) -> None:
         self.corpus.source.fetch(np.arange(min(len(self.corpus.source), _EXAMPLES_READ)))  # unreadable: refused here

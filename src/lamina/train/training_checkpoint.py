@@ -566,7 +566,9 @@ class TrainingState:
             else:
                 self.notes.append("the plan changed: what its rules had learned is forgotten")
         if self.window is not None and not self.window.load(tensors, plain.get("window")):
-            self.notes.append("the plan changed: its noise is not correlated with that of the steps before")
+            self.notes.append(
+                "the plan or the contributions changed: its noise is not correlated with that of the steps before"
+            )
         self.segments, self.step = plain["segments"], plain["step"]
         self.evaluations = list(plain["evaluations"])
         self.notes[:] = [*plain["notes"], *(note for note in self.notes if note not in plain["notes"])]
