@@ -8,10 +8,13 @@ import torch
 from refusals import raises_code
 from scipy import ndimage
 
+import lamina
 from lamina.data.front_ends import (
     Directions,
+    ImageCNN,
     Scattering2D,
     bounded,
+    distorted,
     lead_features,
     median_beat,
     r_waves,
@@ -127,3 +130,43 @@ def test_scattering_sees_one_image_and_no_constant() -> None:
         Scattering2D((30, 28))
     with raises_code("data.scattering-shape"):
         made(torch.zeros(1, 3, 28, 28))
+
+
+def test_distorted_images_are_other_drawings_each_by_itself() -> None:
+    images = torch.zeros(6, 1, 28, 28)
+    images[:, :, 6:22, 12:16] = 1.0
+
+    def drawn(x: torch.Tensor) -> torch.Tensor:
+        return distorted(x, torch.Generator().manual_seed(3))
+
+    found = drawn(images)
+    assert found.shape == images.shape
+    assert float(found.min()) >= 0.0
+    assert float(found.max()) <= 1.0
+    assert torch.equal(found, drawn(images))
+    assert len({float(image.sum()) for image in found}) == 6
+    assert 0.3 < float(found.sum() / images.sum()) < 3.0
+    other = images.clone()
+    other[0] = 0.0
+    assert torch.equal(drawn(other)[1:], found[1:])
+
+
+def test_a_small_cnn_learns_on_public_images_and_gives_codes_of_each_by_itself() -> None:
+    torch.manual_seed(0)
+    model, generator = ImageCNN(classes=2), torch.Generator().manual_seed(1)
+    label = torch.arange(64) % 2
+    images = torch.zeros(64, 1, 28, 28)
+    images[label == 0, :, 6:22, 12:16] = 1.0
+    images[label == 1, :, 12:16, 6:22] = 1.0
+    x = distorted(images, generator)
+
+    def losses(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(output, y, reduction="none")
+
+    lamina.pretrain(model, losses, x, label, proxy="public: bars", steps=15, batch=32)
+    model.eval()
+    with torch.no_grad():
+        codes = model.codes(x)
+        assert codes.shape == (64, 576)
+        torch.testing.assert_close(model.codes(x[:1]), codes[:1], rtol=1e-4, atol=1e-5)
+        assert float((model(distorted(images, generator)).argmax(1) == label).double().mean()) > 0.9

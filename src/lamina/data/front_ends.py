@@ -199,6 +199,54 @@ class Scattering2D(nn.Module):
         return smooth[..., begin : smooth.shape[-2] - end : cell, begin : smooth.shape[-1] - end : cell]
 
 
+class ImageCNN(nn.Module):
+    """(N, 1, 28, 28) -> logits: three convolutions with GroupNorm and a linear layer; small, to be learned on public images.
+
+    `codes` gives the 576 numbers before the linear layer: features for a linear model of private images (docs/utility.md).
+    """
+
+    def __init__(self, classes: int = 10) -> None:
+        super().__init__()
+        parts: list[nn.Module] = []
+        for into, out, size, stride in ((1, 16, 5, 2), (16, 32, 3, 2), (32, 64, 3, 1)):
+            conv = nn.Conv2d(into, out, size, stride=stride, padding=size // 2)
+            parts += [conv, nn.GroupNorm(out // 4, out), nn.ReLU()]
+        self.body = nn.Sequential(*parts, nn.AvgPool2d(3, 2), nn.Flatten())
+        self.head = nn.Sequential(nn.Linear(576, 128), nn.Tanh(), nn.Dropout(0.2), nn.Linear(128, classes))
+
+    def codes(self, x: Tensor) -> Tensor:
+        found: Tensor = self.body(x)
+        return found
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.codes(x))
+        return logits
+
+
+def distorted(images: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """(N, 1, H, W) in [0, 1] -> the same number, each turned, sheared, scaled, moved, bent and drawn with another pen.
+
+    Every image by itself and at random: to learn from few public images, or for views of private ones:
+    `Trainer(augment=lambda x: distorted(x[None])[0], views=4)`.
+    """
+    n = len(images)
+
+    def between(low: float, high: float, *shape: int) -> Tensor:
+        return low + (high - low) * torch.rand(n, *shape, generator=generator)
+
+    turn, zero = between(-0.26, 0.26), torch.zeros(n)
+    rotation = torch.stack([turn.cos(), -turn.sin(), turn.sin(), turn.cos()], 1).view(n, 2, 2)
+    shape = torch.stack([between(0.8, 1.25), between(-0.3, 0.3), zero, between(0.85, 1.2)], 1).view(n, 2, 2)
+    grid = nn.functional.affine_grid(
+        torch.cat([rotation @ shape, between(-0.15, 0.15, 2, 1)], 2), list(images.shape), align_corners=False
+    )
+    bend = 0.07 * torch.randn(n, 2, 5, 5, generator=generator)
+    bend = nn.functional.interpolate(bend, images.shape[-2:], mode="bicubic", align_corners=True).permute(0, 2, 3, 1)
+    moved = nn.functional.grid_sample(images, grid + bend, align_corners=False)
+    level, contrast = between(0.25, 0.6, 1, 1, 1), between(2.0, 6.0, 1, 1, 1)
+    return ((moved - level) * contrast + 0.3).clamp(0.0, 1.0)
+
+
 def _decimated(spectrum: Tensor, by: int) -> Tensor:
     """The spectrum of one sample in `by` along both axes: the mean over its aliases."""
     if by == 1:
