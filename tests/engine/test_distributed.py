@@ -77,6 +77,14 @@ def test_four_ranks_take_the_step_of_one_process(name: str, four: Answers) -> No
     check(name, four)
 
 
+@pytest.mark.parametrize("name", engine_ranks.SHARDED)
+def test_ranks_under_fully_shard_take_the_same_step(name: str, two: Answers, four: Answers) -> None:
+    """Bit for bit the gradient of the same ranks without it, also where a rank is empty."""
+    for answers in (two, four):
+        for answer in answers:
+            assert answer["sharded"][name] == answer[name]
+
+
 def test_hardened_sums_lie_on_the_grid_of_the_whole_noise(two: Answers) -> None:
     _, plan, _, _ = engine_ranks.case("hardened box")
     spacing = rounding_grid(plan.noise[0])

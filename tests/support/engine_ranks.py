@@ -88,6 +88,31 @@ def step(name: str, rank: int, size: int) -> dict[str, Any]:
         return {each: p.grad.tolist() for each, p in model.named_parameters() if p.grad is not None}
 
 
+SHARDED = ["plain box", "plain joint", "plain box 1", "tied box", "parts joint", "several box", "restricted box"]
+
+
+def sharded_step(name: str, rank: int, size: int) -> dict[str, Any]:
+    """As `step`, with the model under fully_shard: its parts first, then the rest of it."""
+    from torch.distributed.fsdp import fully_shard
+
+    model, plan, whole, options = case(name)
+    if isinstance(model, nn.Sequential):
+        fully_shard(model[2])
+    fully_shard(model)
+    optimizer = torch.optim.Adam(model.parameters())
+    with Engine(model, plan, noise=SeededNoise(SEED, rank=rank)) as engine:
+        for part in whole.shard(rank, size).split(options["parts"]):
+            engine.backward(losses_of(model, part.x, None) if len(part) else None, part)
+        found = {each: p.grad.full_tensor().tolist() for each, p in model.named_parameters() if p.grad is not None}
+        optimizer.step()
+        held = sum(p.to_local().numel() for p in model.parameters())
+        assert held < sum(p.numel() for p in model.parameters())  # between steps a rank has its part only
+        optimizer.zero_grad()
+        later = batch_of(3, classes=len(plan.classes)).shard(rank, size)
+        engine.backward(losses_of(model, later.x, None) if len(later) else None, later)  # whole again
+    return found
+
+
 def variance(steps: int, rank: int, size: int) -> list[float]:
     """Mean square of what noise-only steps release, of each of three tensors."""
     torch.manual_seed(3)
@@ -167,6 +192,7 @@ def main(rank: int, size: int) -> None:
         found: dict[str, Any] = {"variance": variance(int(sys.argv[2]), rank, size)}
     else:
         found = {name: step(name, rank, size) for name in CASES}
+        found["sharded"] = {name: sharded_step(name, rank, size) for name in SHARDED}
         found["refusals"] = refusals(rank, size)
         found["quantile"] = quantile(rank, size)
         found["variance"] = variance(300, rank, size)

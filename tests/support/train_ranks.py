@@ -13,10 +13,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 import problem
 import ranks
+import torch
 from torch import Tensor
 
 from lamina import LaminaError, StepPlan
-from lamina.engine.distributed import weights_digest
+from lamina.engine.distributed import is_sharded_model, weights_digest
 from lamina.train import run
 from lamina.train.run_output import Progress
 
@@ -61,7 +62,7 @@ def fit(folder: str, **options: Any) -> dict[str, Any]:
     except LaminaError as error:
         return {"refused": error.code}
     return {
-        "weights": weights_digest(trainer.model).hex(),
+        "weights": "" if is_sharded_model(trainer.model) else weights_digest(trainer.model).hex(),
         "epsilon": outcome.epsilon,
         "steps": outcome.steps,
         "notes": list(outcome.notes),
@@ -83,6 +84,17 @@ def die_at(step: int) -> None:
     sampler.Sampler.draw = draw  # type: ignore[method-assign]
 
 
+def sharded() -> dict[str, Any]:
+    """The model under fully_shard, with an optimiser that has state."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model = problem.net()
+    fully_shard(model[3])
+    fully_shard(model)
+    return {"model": model, "optimizer": torch.optim.Adam(model.parameters(), lr=0.01)}
+
+
 def scenario(name: str, folder: str, rank: int) -> dict[str, Any]:
     if name == "whole":
         return fit(folder, ema=0.9, max_occurrences={"clinical": 4}, microbatches=2)
@@ -95,8 +107,14 @@ def scenario(name: str, folder: str, rank: int) -> dict[str, Any]:
     if name == "fails":
         FAIL.update(now=rank == 1)
         return fit(folder, loss_fn=failing, probe=False)
-    if name == "killed" and rank == 1:
+    if name.startswith("killed") and rank == 1:
         die_at(6)
+    if name.endswith("sharded"):
+        return fit(folder, **sharded())
+    if name == "adam":
+        torch.manual_seed(0)
+        model = problem.net()
+        return fit(folder, model=model, optimizer=torch.optim.Adam(model.parameters(), lr=0.01))
     return fit(folder)
 
 
@@ -104,7 +122,7 @@ def main(rank: int, size: int) -> None:
     known_seeds()
     told: dict[str, str] = json.loads(sys.argv[1])
     found = {name: scenario(name, folder, rank) for name, folder in told.items()}
-    if "killed" in told:
+    if any(name.startswith("killed") for name in told):
         print(json.dumps(found), flush=True)  # nobody is left to say goodbye to
         return
     ranks.answer(found)

@@ -14,6 +14,7 @@ import problem
 import pytest
 import ranks
 import torch
+from safetensors.torch import load_file
 from stopping import LOOSE, killed
 
 from lamina.corpus.sampler import Sampler
@@ -42,7 +43,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def answers(place: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Every scenario but the one that ends its processes: of rank 0 and rank 1."""
-    names = ("plain", "whole", "differs", "withdraw", "fails")
+    names = ("plain", "whole", "adam", "sharded", "differs", "withdraw", "fails")
     return run_two(**{name: place / name / "run" for name in names})
 
 
@@ -96,7 +97,10 @@ def resumed(place: Path) -> Any:
     assert code == -9 and json.loads(told.splitlines()[-1]) == {"killed": {"refused": "engine.rank-lost"}}
     assert Journal.load(lost / "journal").pending is not None and len(opened(lost)) == 2
     killed(fewer, 6, steps=STEPS, segment=SEGMENT, bounds=LOOSE)
-    return run_two(plain=lost, loose=fewer)
+    parts = place / "parts" / "run"
+    ended = ranks.end_ranks("train_ranks.py", 2, json.dumps({"killed sharded": str(parts)}))
+    assert [code for code, _, _ in ended] == [0, -9]
+    return run_two(plain=lost, loose=fewer, sharded=parts)
 
 
 def test_a_rank_that_dies_is_replayed_and_charged_once(answers: Any, resumed: Any, place: Path) -> None:
@@ -105,6 +109,20 @@ def test_a_rank_that_dies_is_replayed_and_charged_once(answers: Any, resumed: An
     assert first == second == answers[0]["plain"]
     assert len(opened(place / "killed" / "run")) == 3
     verified(place / "killed")
+
+
+def test_a_model_under_fully_shard_comes_to_the_same_weights(answers: Any, resumed: Any, place: Path) -> None:
+    """Its files are those of an ordinary model, and it goes on from its checkpoint after a rank was killed."""
+    for answer in (*answers, *resumed):
+        assert answer["sharded"] == {**answers[0]["adam"], "weights": ""}
+    plain, parts, again = (
+        load_file(place / name / "run" / "model.safetensors") for name in ("adam", "sharded", "parts")
+    )
+    assert sorted(plain) == sorted(parts) == sorted(problem.net().state_dict())
+    for name, weights in plain.items():
+        assert torch.equal(weights, parts[name]) and torch.equal(weights, again[name]), name
+    assert len(opened(place / "parts" / "run")) == 3
+    verified(place / "parts")
 
 
 def test_another_number_of_ranks_redoes_the_open_steps_and_charges_them_again(resumed: Any, place: Path) -> None:

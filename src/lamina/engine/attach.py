@@ -52,6 +52,7 @@ class Attachment:
     def __init__(
         self, model: nn.Module, targets: Mapping[str, Target | None], *,
         guard: StateGuard, rows: Mapping[str, str] | None = None, per_contribution: Sequence[str] = (),
+        gather: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         self.model = model
         self.slot = ReceiverSlot()
@@ -77,7 +78,7 @@ class Attachment:
         for module in filter(_may_be_called_by_itself, model.modules()):
             self._handles.append(module.register_forward_pre_hook(begin, prepend=True, with_kwargs=True))
             self._handles.append(module.register_forward_hook(end, always_call=True))
-        self._guard = guard
+        self._guard, self._gather = guard, gather
         check, accept = CopySafeHook(lambda *_: guard.check(values=True)), CopySafeHook(lambda *_: guard.accept())
         self._handles.append(model.register_state_dict_pre_hook(check))
         self._handles.append(model.register_load_state_dict_post_hook(accept))
@@ -163,6 +164,7 @@ class Attachment:
         """The model, or a part of it that is called by itself, begins a forward pass."""
         self._calls_under_way += 1
         if self._calls_under_way == 1:
+            self._gather()
             tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.dim()]
             if module is self.model:
                 self.examples = None

@@ -14,10 +14,11 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -173,7 +174,8 @@ class Ranks:
             return
         with torch.no_grad():
             for tensor in (*model.parameters(), *model.buffers()):
-                self.broadcast_tensor(tensor.data)
+                if not is_sharded(tensor):  # a part of a sharded model is on one rank only
+                    self.broadcast_tensor(tensor.data)
 
 
 ALONE = Ranks()
@@ -205,11 +207,97 @@ def _lost() -> Iterator[None]:
         raise RankLost("engine.rank-lost", problem, remedy) from None
 
 
+class ShardedModel:
+    """A model under `torch.distributed.fsdp.fully_shard`: whole while a step is computed, else divided over the ranks.
+
+    All ranks gather it once a step, in the same order: who has examples when the forward pass begins, who has none when
+    the step does. FSDP's own hooks find it whole and send nothing, so that a rank may be empty, or look twice. Of a model
+    that is not sharded nothing changes.
+    """
+
+    def __init__(self, model: nn.Module, plan: StepPlan, ranks: Ranks, *, compiled: bool = False) -> None:
+        self.parts: list[Any] = []
+        if not ranks.alone and is_sharded_model(model):
+            self.parts = [module for module in model.modules() if is_sharded_module(module)]
+        self.divide()
+        self.held: dict[str, Any] = dict(model.named_parameters())  # what the optimiser updates, of this rank
+        if not self.parts:
+            return
+        meshes = [p.device_mesh for p in self.held.values() if is_sharded(p)]
+        unfit = {
+            "the plan has slices of tensors": bool(plan.slices),
+            "compiled is given": compiled,
+            "its parts lie on fewer ranks than take the step": any(
+                m.ndim > 1 or m.size() != ranks.size for m in meshes
+            ),
+        }
+        for why, holds in unfit.items():
+            if holds:
+                problem = f"the model is under fully_shard, and {why}"
+                raise EngineError(
+                    "engine.sharded-model", problem, "leave fully_shard out: the ranks work without it too"
+                )
+        for part in self.parts:
+            part.set_reshard_after_forward(False, recurse=False)
+            part.set_reshard_after_backward(False, recurse=False)
+            part.set_requires_gradient_sync(False, recurse=False)
+
+    def gather(self) -> None:
+        """Make it whole on every rank, if it is not."""
+        with _lost():
+            for part in self.parts:
+                part.unshard()
+
+    def divide(self) -> None:
+        """Keep this rank's part of it only."""
+        for part in self.parts:
+            part.reshard()
+
+    def divided(self, whole: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """This rank's part of gradients."""
+        return {name: shard_like(t, self.held[name]) for name, t in whole.items()} if self.parts else whole
+
+
+def is_sharded(tensor: Any) -> bool:
+    """Whether a tensor is divided over the ranks (a DTensor)."""
+    return hasattr(tensor, "full_tensor")
+
+
+def is_sharded_module(module: nn.Module) -> bool:
+    """Whether `fully_shard` was called on a module."""
+    return hasattr(module, "set_reshard_after_backward")
+
+
+def is_sharded_model(model: nn.Module) -> bool:
+    """Whether parts of a model are under `fully_shard`."""
+    return any(map(is_sharded_module, model.modules()))
+
+
+def whole_tensor(tensor: Any) -> Any:
+    """A divided tensor as a whole: every rank asks for it. Anything else as it is."""
+    with _lost():
+        return tensor.full_tensor() if is_sharded(tensor) else tensor
+
+
+def shard_like(whole: Tensor, held: Any) -> Tensor:
+    """This rank's part of a whole tensor, divided as `held` is."""
+    if not is_sharded(held):
+        return whole
+    from torch.distributed.tensor import DTensor
+
+    mesh, dim = held.device_mesh, held.placements[0].dim
+    chunks, rank = whole.chunk(mesh.size(), dim), mesh.get_local_rank()
+    mine = chunks[rank] if rank < len(chunks) else whole.narrow(dim, 0, 0)
+    options: dict[str, Any] = {"run_check": False, "shape": held.shape, "stride": held.stride()}
+    made: Tensor = DTensor.from_local(mine.clone(), mesh, held.placements, **options)
+    return made
+
+
 def weights_digest(model: nn.Module) -> bytes:
     """SHA-256 of every parameter and buffer, by name."""
     total = hashlib.sha256()
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        value = tensor.detach().to("cpu").contiguous()
+        value = tensor.detach().to("cpu", copy=True).contiguous()  # memory that numpy saw could not be freed any more
         total.update(f"{name}:{value.dtype}{tuple(value.shape)}".encode())
         total.update(value.reshape(-1).view(torch.uint8).numpy().data if value.numel() else b"")
     return total.digest()

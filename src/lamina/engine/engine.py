@@ -21,7 +21,7 @@ from lamina.engine.batch import Batch, Draw
 from lamina.engine.budget import Budget
 from lamina.engine.clipping import BoxCollector, ClipBounds, Collector, NormCollector
 from lamina.engine.correlated_noise import NoiseWindow
-from lamina.engine.distributed import Ranks, refuse_unsharded, weights_digest
+from lamina.engine.distributed import Ranks, ShardedModel, refuse_unsharded, weights_digest
 from lamina.engine.integer_noise import Grid
 from lamina.engine.layers.layer_rule import Target
 from lamina.engine.noise import NoiseSource, SecureNoise
@@ -107,6 +107,8 @@ class Engine:
         if proxy is not None:
             self.options["proxy"] = proxy
         refuse_scripted(model)
+        self._sharded = ShardedModel(model, plan, self.ranks, compiled=compiled)
+        self._sharded.gather()
         self.coverage = check_coverage(model, plan)
         self.model, self.plan, self.constant_time = model, plan, constant_time
         self.noise = self._own_noise(SecureNoise(rank=self.ranks.rank) if noise is None else noise)
@@ -131,7 +133,8 @@ class Engine:
         self._elementwise = plan.clipping is Clipping.ELEMENTWISE
         self._bounds = ClipBounds(plan)
         self._ownership = OwnershipCheck()
-        self._gradients, self._guard = GradWriter(self._tensors), StateGuard(model, self._tensors)
+        held = {name: self._sharded.held[name] for name in self._tensors}
+        self._gradients, self._guard = GradWriter(held), StateGuard(model, self._tensors)
         self._charged_draws: WeakSet[Draw] = WeakSet()
         self._draw: Draw | None = None  # of the step or choice that is open, and its parts so far
         self._parts: WeakSet[Batch] = WeakSet()
@@ -144,7 +147,9 @@ class Engine:
         self._open: OpenStep | None = None
         self._choice: OpenChoice | None = None
         targets = {name: Target(name, i) if name in self._tensors else None for name, i in self._layer_of.items()}
-        self._attachment = Attachment(model, targets, rows=rows, per_contribution=per_contribution, guard=self._guard)
+        self._attachment = Attachment(
+            model, targets, rows=rows, per_contribution=per_contribution, guard=self._guard, gather=self._sharded.gather
+        )
         restore = RestoreUnreached(self._tensors, self._slices.unreached)
         self._hooks = [
             register_optimizer_step_pre_hook(self._gradients.before_optimizer_step),
@@ -160,6 +165,7 @@ class Engine:
         if not self.ranks.alone:
             kind = f"{type(self.noise).__name__}, hardened {self.noise.hardened}, secret {self.noise.private}".encode()
             self.ranks.check_same(plan=plan.digest(), weights=weights_digest(model), kind_of_noise=kind)
+        self._sharded.divide()
         _engines.add(self)
 
     def _own_noise(self, noise: NoiseSource) -> NoiseSource:
@@ -255,7 +261,8 @@ class Engine:
             step, self._open = self._open, None
             released = step.release()
             self._slices.zero_unreached(released)
-            self._gradients.write(released)
+            self._sharded.divide()  # the weights first: nobody needs them whole any more
+            self._gradients.write(self._sharded.divided(released))
             if self.adaptation is not None:
                 self.adaptation.after(step.step, released, step.counts)
 
@@ -272,7 +279,7 @@ class Engine:
         if self.plan.noise_kind is not NoiseKind.GAUSSIAN:
             made = IntegerStep
         step = self.budget.charge(factor)
-        reuse: dict[str, Any] = {"memory": self._memory} if made is OpenStep else {}
+        reuse: dict[str, Any] = {"memory": self._memory} if made is OpenStep and not self.sharded else {}
         return made(self.applied, self.noise, self._tensors, self._layer_of, step, ranks=self.ranks, **reuse)
 
     def follow_proxy(self) -> None:
@@ -399,6 +406,7 @@ class Engine:
         if self.detached:
             remedy = "make a new one: lamina.Engine(model, plan)"
             raise EngineError("engine.detached", "this engine was detached from its model", remedy)
+        self._sharded.gather()
         self._gradients.check()
         self._guard.check(values=False)
 
@@ -459,6 +467,15 @@ class Engine:
         if any(reached):
             self._collect(part, collector)
         return collector.norms
+
+    @property
+    def sharded(self) -> bool:
+        """Whether the model is under `fully_shard`."""
+        return bool(self._sharded.parts)
+
+    def gather(self) -> None:
+        """Make a sharded model whole until the end of the next step; every rank does so. Others are whole."""
+        self._sharded.gather()
 
     @property
     def private(self) -> bool:

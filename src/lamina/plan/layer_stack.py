@@ -451,7 +451,8 @@ class ModelTensors:
             if tensor.requires_grad and not tensor.is_floating_point():
                 problem = f"tensor {name!r} is {tensor.dtype}; only real tensors can be clipped and noised"
                 raise PlanError("plan.tensor-not-real", problem, "split it into two real tensors, or freeze it")
-            if tensor.device.type == "meta" or not tensor.numel():
+            divided = hasattr(tensor, "full_tensor")  # over ranks, by fully_shard: no memory of its own
+            if tensor.device.type == "meta" or not tensor.numel() or divided:
                 continue
             other = memory.setdefault(tensor.data_ptr(), name)
             if other != name:

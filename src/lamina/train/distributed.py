@@ -1,6 +1,7 @@
 """A run of several ranks: rank 0 leads it and alone writes journal, checkpoints and ledger; the others take its steps.
 
     check    every rank has the same plan, options, contributions, data, threads, program and weights; before any charge
+    capture  of a model under fully_shard, every rank gives its part: rank 0 writes the whole
     state    weights, optimiser and counters of rank 0, at the start and after steps that were abandoned
     segment  first and last step, seed and factors of the segment that rank 0 opened and charged
     end      what the run came to; or why rank 0 stopped
@@ -72,14 +73,19 @@ class RunLead:
     def state(self, state: TrainingState) -> None:
         """Give every rank the state of this one."""
         if self.ranks.alone:
+            state.restored = None
             return
-        snapshot = state.capture({})
+        snapshot = state.whole()
         archive = CheckpointArchive.of(0, snapshot.tensors, snapshot.state)
         table = [[name, str(t.dtype), list(t.shape)] for name, t in archive.tensors.items()]
         self._tell("state", waiting=False, body=archive.body, table=table)
         for tensor in archive.tensors.values():
             self.ranks.broadcast_tensor(tensor.to(self.ranks.device).contiguous().reshape(-1).view(torch.uint8))
         self.waiting = True
+
+    def capture(self) -> None:
+        """The others give their parts of a sharded model now."""
+        self._tell("capture")
 
     def segment(self, opened: AttemptOpened | LedSegment) -> None:
         """The others take these steps now: until `segment_over` they wait for sums, not for messages."""
@@ -113,6 +119,8 @@ def follow(trainer: Trainer, ranks: Ranks) -> Outcome:
             ranks.check_same(**trainer.facts_of_rank(told["salt"]))
         elif kind == "state":
             trainer.state.restore(_received_state(ranks, told))
+        elif kind == "capture":
+            trainer.state.take_part_in_capture()
         elif kind == "segment":
             trainer.take_led_segment(LedSegment(**told))
         elif kind == "end":

@@ -21,6 +21,7 @@ from torch import nn
 
 from lamina.account.accountants import cost, find_accountant
 from lamina.account.schedule import Schedule
+from lamina.engine.distributed import is_sharded_model
 from lamina.engine.probe import preserve_global_generators, seed_global_generators
 from lamina.errors import RunError
 from lamina.ledger.reader import LedgerReader
@@ -170,8 +171,14 @@ class Outcome:
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
 
 
-def weights_file(model: nn.Module, average: MovingAverage | None) -> bytes:
-    """What `model.load_state_dict(safetensors.torch.load_file(path))` reads; the moving average if one is given."""
+def weights_file(model: nn.Module, average: MovingAverage | None, sharded: TrainingState | None = None) -> bytes:
+    """What `model.load_state_dict(safetensors.torch.load_file(path))` reads; the moving average if one is given.
+
+    `sharded`: the state that gathers the weights of a model whose parts are on other ranks too.
+    """
+    if sharded is not None:
+        whole = {n.removeprefix("model."): t for n, t in sharded.capture({}).tensors.items() if n.startswith("model.")}
+        return save({name: t.clone().contiguous() for name, t in whole.items()}, metadata={"format": "pt"})
     if average is not None:
         with average.applied():
             return weights_file(model, None)
@@ -377,7 +384,7 @@ class Publisher:
             self.note(f"the run ended at step {state.step}: the evaluation has not improved within patience")
         if reason == "callback":
             self.note(f"the run ended at step {state.step} of {self.plan.steps}: a callback stopped it")
-        weights = {WEIGHTS: weights_file(state.model, None)}
+        weights = {WEIGHTS: weights_file(state.model, None, state if is_sharded_model(state.model) else None)}
         if state.ema is not None:
             weights["ema.safetensors"] = weights_file(state.model, state.ema)
         for name, data in weights.items():

@@ -412,6 +412,7 @@ class Segments:
 _MAX_DEPTH = 64
 _INSTALLED_PATHS = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib")})
 _IGNORED_ATTRIBUTES = {*vars(nn.Module()), "training", "forward"}  # of a module: torch's, the trainer's, the engine's
+_OF_FULLY_SHARD = "__composable_api_state_key"  # what it keeps of itself in a module, another name in every process
 _PLAIN_TYPES = (bool, int, str, bytes, complex, PurePath, enum.Enum, torch.dtype, torch.device, torch.Size, range)
 
 
@@ -473,7 +474,11 @@ class CodeFingerprint:
         return None
 
     def _module(self, module: nn.Module, each: Callable[..., list[str]]) -> list[str]:
-        own = [(name, part) for name, part in sorted(vars(module).items()) if name not in _IGNORED_ATTRIBUTES]
+        own = [
+            (name, part)
+            for name, part in sorted(vars(module).items())
+            if name not in _IGNORED_ATTRIBUTES and not name.startswith(_OF_FULLY_SHARD)
+        ]
         parts = each(type(module), module.extra_repr(), own)
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None:

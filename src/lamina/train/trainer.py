@@ -20,7 +20,7 @@ from lamina.corpus.example_sources import seed_step
 from lamina.corpus.payloads import PayloadChanged
 from lamina.corpus.sampler import Sampler, occurrence_caps
 from lamina.engine.batch import Batch
-from lamina.engine.distributed import Ranks, weights_digest
+from lamina.engine.distributed import Ranks, is_sharded_model, weights_digest
 from lamina.engine.engine import Engine
 from lamina.engine.noise import NoiseSource, SecureNoise, SeededNoise
 from lamina.engine.probe import preserve_global_generators
@@ -185,11 +185,16 @@ class Trainer:
         if not self._ranks.first:
             progress = Progress()
         self.progress = make_progress(wanted=progress, inside=inside) if isinstance(progress, bool) else progress
+        if is_sharded_model(model) and (ema is not None or evaluate is not None):
+            problem = "the model is under fully_shard, and ema or evaluate is given, which need all of it on rank 0"
+            raise RunError("train.sharded-model", problem, "leave them out, and evaluate the checkpoint or the outcome")
         average = None if ema is None else MovingAverage(model, ema)
         self.state = TrainingState(
             model=model, optimizer=optimizer, scheduler=scheduler, ema=average, filters=dict(filters or {})
         )
         self._engine = engine if engine is not None else Engine(model, plan, proxy=proxy)
+        if self._engine.sharded and self._ranks.first:
+            self.state.before_capture = self._lead.capture
         self._notes += [self._engine.claim] if self._engine.claim else []
         self._share_state()
         self._renewal = AdmissionRenewal(corpus, plan, self.folder / "admitted")
@@ -280,7 +285,7 @@ class Trainer:
             "data": corpus.digest(salt),
             "number of threads": b"%d" % torch.get_num_threads(),
             "program": code_version().encode(),
-            "weights": weights_digest(self.model),
+            "weights": b"" if self._engine.sharded else weights_digest(self.model),
         }
 
     def take_led_segment(self, opened: LedSegment) -> None:
@@ -336,7 +341,10 @@ class Trainer:
         )  # fmt: skip
         segments.start()
         if (stopped := run.stopped) is not None:
-            self._look_into_stop(stopped, segments)
+            if self._engine.sharded:  # rank 0 alone cannot compute anything
+                segments.refuse_same_error(stopped)
+            else:
+                self._look_into_stop(stopped, segments)
         self._renewal.write_members()
         self._lead.state(self.state)
         self.progress.begin(self.state.step, segments.end)
@@ -390,6 +398,7 @@ class Trainer:
         if self._engine.detached:
             self._engine = Engine(self.model, self.plan, **self._engine.options)
             self._share_state()
+        self._engine.gather()
 
     def _rehearse(self) -> None:
         self.corpus.source.fetch(np.arange(min(len(self.corpus.source), _EXAMPLES_READ)))  # unreadable: refused here

@@ -11,7 +11,7 @@ import os
 import re
 import struct
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 from lamina import cbor
 from lamina.account.filters import PrivacyFilter
 from lamina.admit.verdicts import PackedTexts
+from lamina.engine.distributed import is_sharded, shard_like, whole_tensor
 from lamina.errors import EncodingError, RunError, StorageError
 from lamina.train.run_files import make_folder, remove_temporary_files, replacing, storage_error, sync_folder, write_all
 from lamina.validate import number
@@ -473,6 +474,8 @@ class TrainingState:
     adaptation: Adaptation | None = None
     window: NoiseWindow | None = None  # of correlated noise: what the noise of the next steps follows from. Secret
     names: PackedTexts | None = None  # whose occurrences are counted, where rows may be others after a resume
+    before_capture: Callable[[], None] = field(default=lambda: None)  # tells other ranks to take part in it
+    restored: TrainingCheckpoint | None = None  # until the other ranks have it too
     given: list[dict[str, Any]] = field(init=False)  # the optimiser's settings as the caller gave them
     given_schedule: Any = field(init=False)
 
@@ -506,9 +509,13 @@ class TrainingState:
         return ", ".join(changes) or "those given now are used"
 
     def capture(self, header: Mapping[str, Any]) -> TrainingCheckpoint:
-        """Weights, optimiser, scheduler, average, filters, counters; `header` says whose they are."""
-        tensors = _weights(self.model)
-        optimizer, optimizer_plain = flatten("optimizer", self.optimizer.state_dict())
+        """Weights, optimiser, scheduler, average, filters, counters; `header` says whose they are.
+
+        What is divided over ranks (`fully_shard`) becomes whole: every rank takes part, by `take_part_in_capture`.
+        """
+        self.before_capture()
+        tensors = {name: whole_tensor(t) for name, t in _weights(self.model).items()}
+        optimizer, optimizer_plain = flatten("optimizer", _each_tensor(whole_tensor, self.optimizer.state_dict()))
         tensors |= optimizer
         plain: dict[str, Any] = {
             **header,
@@ -538,14 +545,34 @@ class TrainingState:
                 tensors["occurrences_at"] = torch.from_numpy(self.names.starts)
         return TrainingCheckpoint(tensors=tensors, state=plain)
 
+    def whole(self) -> TrainingCheckpoint:
+        """As `capture`; where the model is sharded and was restored just now, from the file: other ranks have no state yet."""
+        snapshot, self.restored = self.restored, None
+        if snapshot is None or not any(is_sharded(p) for group in self.optimizer.param_groups for p in group["params"]):
+            return self.capture({})
+        optimizer = unflatten("optimizer", snapshot.tensors, snapshot.state["optimizer"])
+        optimizer["param_groups"] = self.optimizer.state_dict()["param_groups"]  # as they are given now
+        found, plain = flatten("optimizer", optimizer)
+        others = {name: t for name, t in snapshot.tensors.items() if not name.startswith("optimizer/")}
+        return TrainingCheckpoint(tensors={**others, **found}, state={**snapshot.state, "optimizer": plain})
+
+    def take_part_in_capture(self) -> None:
+        """Give this rank's parts to the rank that captures, one tensor after another; nothing is kept here."""
+        for tensor in _weights(self.model).values():
+            whole_tensor(tensor)
+        _each_tensor(lambda t: whole_tensor(t)[:0] if is_sharded(t) else t, self.optimizer.state_dict())
+
     def restore(self, snapshot: TrainingCheckpoint) -> None:
         """Put everything back, bit for bit."""
+        self.restored = snapshot
         tensors, plain = snapshot.tensors, snapshot.state
         self._fits(plain, any(name.startswith("ema.") for name in tensors))
         weights = {name[6:]: t for name, t in tensors.items() if name.startswith("model.")}
         try:
-            self.model.load_state_dict(weights, strict=True)
-            self.optimizer.load_state_dict(unflatten("optimizer", tensors, plain["optimizer"]))
+            held = self.model.state_dict()
+            mine = {name: shard_like(t, held.get(name)) for name, t in weights.items()}
+            self.model.load_state_dict(mine, strict=True)
+            self.optimizer.load_state_dict(self._divided(unflatten("optimizer", tensors, plain["optimizer"])))
             if self.scheduler is not None:
                 self.scheduler.load_state_dict(unflatten("scheduler", tensors, plain["scheduler"]))
         except (RuntimeError, ValueError, KeyError) as error:
@@ -572,6 +599,17 @@ class TrainingState:
         self.segments, self.step = plain["segments"], plain["step"]
         self.evaluations = list(plain["evaluations"])
         self.notes[:] = [*plain["notes"], *(note for note in self.notes if note not in plain["notes"])]
+
+    def _divided(self, optimizer: dict[str, Any]) -> dict[str, Any]:
+        """The state of an optimiser, divided over the ranks as its parameters are."""
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        if not any(map(is_sharded, parameters)):
+            return optimizer
+        for i, state in optimizer["state"].items():
+            for name, value in state.items():
+                if isinstance(value, Tensor) and value.shape == parameters[i].shape:
+                    state[name] = shard_like(value, parameters[i])
+        return optimizer
 
     def _counted(self, tensors: Mapping[str, Tensor]) -> NDArray[np.uint32]:
         """Occurrences by row. Admitted again, contributions may have other rows: they are found by name."""
@@ -600,6 +638,15 @@ class TrainingState:
             problem = f"filters are {allowed or 'not given'}, and were {at_first or 'not given'} when the run began"
             remedy = "keep them for the whole run: another filter would not know what was spent before"
             raise RunError("train.filters-changed", problem, remedy)
+
+
+def _each_tensor(function: Callable[[Any], Any], tree: Any) -> Any:
+    """The tree with a function applied to the tensors in it; dicts and lists keep their types and order."""
+    if isinstance(tree, dict):
+        return type(tree)((key, _each_tensor(function, value)) for key, value in tree.items())
+    if type(tree) in (list, tuple):
+        return type(tree)(_each_tensor(function, value) for value in tree)
+    return function(tree) if isinstance(tree, Tensor) else tree
 
 
 def _filter_terms(state: Mapping[str, Any]) -> dict[str, Any]:
