@@ -156,6 +156,18 @@ def test_what_has_no_shares_or_no_bound_is_refused() -> None:
             SecureSum.of(plan, parties=parties)
     with raises_code("noise.party-unknown"):
         SecureSum.of(plan, parties=2).draws(2)
+    nothing = {name: torch.zeros(1, dtype=torch.int64) for name in plan.layers[0].parameters}
+    three = SecureSum.of(plan, parties=3)
+    messages = [three.message(nothing, SeededNoise(party), party=party, step=0) for party in range(3)]
+    for some in ([], messages[:2], [*messages, messages[0]]):
+        with raises_code("noise.shares-missing"):
+            three.total(some)
+    for step in (-1, plan.steps):
+        with raises_code("noise.step-not-priced"):
+            three.message(nothing, SeededNoise(9), party=0, step=step)
+    for bits in (0, 63, 40.5):
+        with raises_code("noise.modulus-out-of-range"):
+            SecureSum.of(plan, parties=2, modulus_bits=bits)  # type: ignore[arg-type]
     with raises_code("noise.wrap-out-of-range"):
         SecureSum.of(plan, parties=2, wrap=0.0)
 

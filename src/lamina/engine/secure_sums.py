@@ -53,6 +53,8 @@ class SecureSum:
         """The least moduli for a plan; or one that is given, refused if it is too small."""
         validate.whole(NoiseError, "noise.parties-out-of-range", most=MAX_PARTIES, parties=parties)
         validate.number(NoiseError, "noise.wrap-out-of-range", above=0, below=1, wrap=wrap)
+        if modulus_bits is not None:
+            validate.whole(NoiseError, "noise.modulus-out-of-range", most=MOST_MODULUS_BITS, modulus_bits=modulus_bits)
         if plan.noise_kind is not NoiseKind.SKELLAM:
             problem = f"the plan has {plan.noise_kind.value} noise, and shares of it do not add up to such noise"
             raise NoiseError("noise.shares-need-skellam", problem, 'use kind = "skellam" under [noise]')
@@ -84,6 +86,7 @@ class SecureSum:
 
     def message(self, sums: Mapping[str, Tensor], noise: NoiseSource, *, party: int, step: int) -> dict[str, Tensor]:
         """What a party sends: its `Engine.grid_sums`, and its share of the noise, modulo 2^k."""
+        validate.whole(NoiseError, "noise.step-not-priced", least=0, most=self.plan.steps - 1, step=step)
         names, totals = list(sums), [total.clone() for total in sums.values()]
         places = self._places()
         bits = [max(0, self.grids[places[name]].bits - _split(self.parties)) for name in names]
@@ -92,6 +95,11 @@ class SecureSum:
 
     def total(self, messages: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """The noised sum in whole units, from the messages of all parties or from their sum modulo 2^k."""
+        if len(messages) not in (1, self.parties):
+            problem = f"{len(messages)} messages of {self.parties} parties: the noise of the others is missing"
+            raise NoiseError(
+                "noise.shares-missing", problem, "give the message of every party, or the sum of all of them"
+            )
         found = dict(messages[0])
         for message in messages[1:]:
             found = {name: self._reduced(name, total + message[name]) for name, total in found.items()}
