@@ -17,6 +17,7 @@ from oracle import losses_of, plan_of
 from torch import Tensor, nn
 
 from lamina import Batch, Engine, LaminaError, SeededNoise
+from lamina.engine.batch import Draw
 from lamina.engine.distributed import Ranks
 from lamina.plan.rules import FollowQuantile, Injection, NoiseKind
 from lamina.plan.step_plan import StepPlan
@@ -151,6 +152,8 @@ def refusals(rank: int, size: int) -> dict[str, str]:
         engine.backward(losses_of(model, mine.x, None), mine)
         found["same draw again"] = refused(lambda: engine.backward(losses_of(model, again.x, None), again))
         model.zero_grad()
+        apart = dataclasses.replace(mine, draw=Draw(ranks=size, rank=rank, step=rank))
+        found["another sample"] = refused(lambda: engine.backward(losses_of(model, apart.x, None), apart))
         if rank == 0:
             Ranks.current().agree(1, failed=True)
         else:

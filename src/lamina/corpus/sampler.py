@@ -213,7 +213,7 @@ class Sampler:
         unit = np.repeat(np.arange(len(units)), sizes)
         scale, ceiling = self._limits(units)
         turn = (step % self._plan.bands, self._plan.bands)
-        draw = Draw(seeded=self._seeded, ranks=self._ranks.size, rank=self._ranks.rank, turn=turn)
+        draw = Draw(seeded=self._seeded, ranks=self._ranks.size, rank=self._ranks.rank, step=step, turn=turn)
         owner, kind = torch.from_numpy(unit), torch.from_numpy(cls)
         return Batch(x, y, unit=owner, cls=kind, scale=scale, ceiling=ceiling, draw=draw)
 

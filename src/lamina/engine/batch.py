@@ -23,18 +23,19 @@ class Draw:
     """One draw of a sampler: what is made from a batch (parts, copies with another x) carries the same.
 
     `seeded` is whether the coins came from a number that somebody chose; `ranks` over how many processes it is divided,
-    and `rank` which of them has this part; `turn` whose turn it was, of how many (correlated noise).
+    and `rank` which of them has this part; `step` the number of the sample, -1 of a batch made by hand; `turn` whose turn it
+    was, of how many (correlated noise).
     """
 
     def __init__(
-        self, *, seeded: bool = False, ranks: int = 1, rank: int = 0, turn: tuple[int, int] = (0, 1)
+        self, *, seeded: bool = False, ranks: int = 1, rank: int = 0, step: int = -1, turn: tuple[int, int] = (0, 1)
     ) -> None:  # fmt: skip
-        self.seeded, self.ranks, self.rank, self.turn = seeded, ranks, rank, turn
+        self.seeded, self.ranks, self.rank, self.step, self.turn = seeded, ranks, rank, step, turn
         self._divided: dict[tuple[int, int], Draw] = {}
 
     def divided(self, rank: int, ranks: int) -> Draw:
         """The same draw, of which this process has the part of one rank."""
-        made = Draw(seeded=self.seeded, ranks=ranks, rank=rank, turn=self.turn)
+        made = Draw(seeded=self.seeded, ranks=ranks, rank=rank, step=self.step, turn=self.turn)
         return self._divided.setdefault((rank, ranks), made)
 
 

@@ -69,17 +69,18 @@ class Ranks:
         """What the standard deviation of a rank's own noise is multiplied by: shares of S²/size add up to S²."""
         return 1.0 / math.sqrt(self.size)
 
-    def agree(self, step: int, *, failed: bool = False, abandoned: bool = False) -> None:
+    def agree(self, step: int, *, drawn: int = -1, failed: bool = False, abandoned: bool = False) -> None:
         """Wait for all ranks before their sums are added up; refused on all of them if one failed or is at another step.
 
-        A rank that cannot take the step, or gives it up, says so here, and is then not refused itself.
+        `drawn`: the number of the sample; of two samples, a contribution could count on two ranks. A rank that cannot take the
+        step, or gives it up, says so here, and is then not refused itself.
         """
         if self.alone:
             return
-        told = torch.tensor([int(failed), int(abandoned), step, -step], dtype=torch.int64, device=self.device)
+        told = torch.tensor([failed, abandoned, step, -step, drawn, -drawn], dtype=torch.int64, device=self.device)
         with _lost():
             dist.all_reduce(told, dist.ReduceOp.MAX)
-        any_failed, any_abandoned, most, least = told.tolist()
+        any_failed, any_abandoned, most, least, newest, oldest = told.tolist()
         if failed or (abandoned and not any_failed):
             return
         if any_abandoned and not any_failed:
@@ -89,8 +90,9 @@ class Ranks:
         if any_failed:
             problem = f"another rank could not take step {step}, so rank {self.rank} does not take it either"
             raise EngineError("engine.rank-failed", problem, "its own message says why")
-        if most != -least:
-            problem = f"rank {self.rank} is at step {step}, other ranks between {-least} and {most}"
+        if most != -least or newest != -oldest:
+            problem = f"rank {self.rank} is at step {step} with sample {drawn}, other ranks at steps {-least} to {most}"
+            problem += f" with samples {-oldest} to {newest}"
             remedy = (
                 "call engine.backward as often on every rank, with losses=None where its part of the batch is empty"
             )

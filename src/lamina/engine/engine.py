@@ -250,6 +250,7 @@ class Engine:
         self._refuse_second_use(batch)
         if batch.first:
             self._open = self._begin()
+            self._open.drawn = batch.draw.step
             self._charged_draws.add(batch.draw)
         if self._open is None:
             raise parts_out_of_order_error()

@@ -152,6 +152,8 @@ class OpenStep(ClippedSums):
     its share of the noise in its own sums; these are added up when all of them release.
     """
 
+    drawn = -1  # the number of the sample, which must be the same on all ranks
+
     def __init__(
         self, plan: StepPlan, noise: NoiseSource, tensors: Mapping[str, Tensor], layer_of: Mapping[str, int], step: int,
         *, ranks: Ranks = ALONE, memory: SumMemory | None = None,
@@ -204,7 +206,7 @@ class OpenStep(ClippedSums):
     def release(self) -> dict[str, Tensor]:
         """(clipped sum + noise) / B. `counts` is noised, too, from here on."""
         self._same_process()
-        self.ranks.agree(self.step)
+        self.ranks.agree(self.step, drawn=self.drawn)
         if self._injected is not None:
             self._injected.finish()
         if self.noise.hardened and not self.ranks.alone:
@@ -285,7 +287,7 @@ class IntegerStep(OpenStep):
     def release(self) -> dict[str, Tensor]:
         """(clipped sum + noise) / B: whole numbers until here."""
         self._same_process()
-        self.ranks.agree(self.step)
+        self.ranks.agree(self.step, drawn=self.drawn)
         bits = [self.grid[name].bits for name in self.sums]
         if self.ranks.first:
             self.noise.add_integers_(list(self.sums.values()), bits, step=self.step, kind=self.plan.noise_kind)
