@@ -117,12 +117,12 @@ def sharded_step(name: str, rank: int, size: int) -> dict[str, Any]:
 def variance(steps: int, rank: int, size: int) -> list[float]:
     """Mean square of what noise-only steps release, of each of three tensors."""
     torch.manual_seed(3)
-    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 3, bias=False), nn.Linear(3, 1, bias=False))
+    model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(3)))
     plan = dataclasses.replace(plan_of(model, 1.0, [0.5, 2.0, 8.0]), steps=steps, batch=1.0)
     total = [0.0, 0.0, 0.0]
     with Engine(model, plan, noise=SeededNoise(11, rank=rank)) as engine:
         for _ in range(steps):
-            engine.backward(None, Batch(torch.zeros(0, 2)).shard(rank, size))
+            engine.backward(None, Batch(torch.zeros(0, 8)).shard(rank, size))
             for i, p in enumerate(model.parameters()):
                 total[i] += float(p.grad.double().square().mean()) / steps
                 p.grad = None
