@@ -197,3 +197,15 @@ def test_a_verifier_asks_for_every_turn_at_its_rate(rate: float, steps: int, rig
 def test_caps_are_refused(tmp_path: Path) -> None:
     with raises_code("corpus.max-occurrences-correlated"):
         problem.trainer(tmp_path / "a", max_occurrences={"clinical": 2}, **parts())
+
+
+def test_bands_are_those_of_the_ledger_whatever_the_folder_says(tmp_path: Path) -> None:
+    problem.trainer(tmp_path / "a", **parts()).fit()
+    path = tmp_path / "a" / "plan.cbor"
+    before, named, after = path.read_bytes().partition(b"ebands")
+    assert named and after[0] == BANDS
+    path.write_bytes(before + named + bytes([8]) + after[1:])
+    with LedgerReader.read_only(next(tmp_path.glob("*.ledger.db"))) as ledger:
+        found = certify(tmp_path / "a", ledger).content
+    assert found["plan"]["correlation"]["bands"] == BANDS
+    assert found["plan"]["sha256"] == parts()["plan"].digest().hex()
