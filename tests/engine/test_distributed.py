@@ -102,6 +102,7 @@ def test_what_ranks_refuse(two: Answers) -> None:
         "part of another rank": "engine.batch-of-other-ranks",
         "same draw again": "engine.batch-used-again",
         "another sample": "engine.ranks-out-of-step",
+        "a batch of one's own": "engine.ranks-out-of-step",
         "out of step": "engine.ranks-out-of-step",
         "noise of rank 7": "engine.noise-of-other-rank",
         "other weights": "engine.ranks-differ",

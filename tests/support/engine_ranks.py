@@ -154,6 +154,10 @@ def refusals(rank: int, size: int) -> dict[str, str]:
         model.zero_grad()
         apart = dataclasses.replace(mine, draw=Draw(ranks=size, rank=rank, step=rank))
         found["another sample"] = refused(lambda: engine.backward(losses_of(model, apart.x, None), apart))
+        torch.manual_seed(rank)
+        own = batch_of(4).shard(rank, size)
+        found["a batch of one's own"] = refused(lambda: engine.backward(losses_of(model, own.x, None), own))
+        torch.manual_seed(4)
         if rank == 0:
             Ranks.current().agree(1, failed=True)
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -18,13 +19,15 @@ from torch.utils import _pytree as pytree
 from lamina import validate
 from lamina.errors import EngineError, OwnershipError
 
+_BY_HAND = 1 << 40  # above every number of a step
+
 
 class Draw:
     """One draw of a sampler: what is made from a batch (parts, copies with another x) carries the same.
 
     `seeded` is whether the coins came from a number that somebody chose; `ranks` over how many processes it is divided,
-    and `rank` which of them has this part; `step` the number of the sample, -1 of a batch made by hand; `turn` whose turn it
-    was, of how many (correlated noise).
+    and `rank` which of them has this part; `step` the number of the sample, or of a batch made by hand that is divided a
+    checksum, by which ranks see that they divide the same one; `turn` whose turn it was, of how many (correlated noise).
     """
 
     def __init__(
@@ -33,9 +36,9 @@ class Draw:
         self.seeded, self.ranks, self.rank, self.step, self.turn = seeded, ranks, rank, step, turn
         self._divided: dict[tuple[int, int], Draw] = {}
 
-    def divided(self, rank: int, ranks: int) -> Draw:
+    def divided(self, rank: int, ranks: int, step: int) -> Draw:
         """The same draw, of which this process has the part of one rank."""
-        made = Draw(seeded=self.seeded, ranks=ranks, rank=rank, step=self.step, turn=self.turn)
+        made = Draw(seeded=self.seeded, ranks=ranks, rank=rank, step=step, turn=self.turn)
         return self._divided.setdefault((rank, ranks), made)
 
 
@@ -148,6 +151,11 @@ class Batch:
         assert self.unit is not None and self.cls is not None and self.weight is not None
         rows, mine = (self.unit % size == rank).nonzero().flatten(), slice(rank, None, size)
         x, y = take_rows((self.x, self.y), rows)
+        drawn = self.draw.step
+        for tensor in [self.unit, *pytree.tree_leaves((self.x, self.y))] if drawn < 0 else ():
+            if isinstance(tensor, Tensor):
+                raw = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+                drawn = _BY_HAND | zlib.crc32(raw.numpy().data, max(drawn, 0) & 0xFFFFFFFF)
         return Batch(
             x,
             y,
@@ -158,7 +166,7 @@ class Batch:
             ceiling=None if self.ceiling is None else self.ceiling[mine],
             first=self.first,
             last=self.last,
-            draw=self.draw.divided(rank, size),
+            draw=self.draw.divided(rank, size, drawn),
         )
 
     def views(self, count: int) -> Batch:
