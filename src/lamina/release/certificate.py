@@ -179,6 +179,10 @@ def _class_figures(evidence: RunEvidence, facts: RunFacts, header: Header, entry
     events = evidence.events(whole)
     most = _most_occurrences(evidence, facts, entry.name)
     figures = _figures(events, header, most, raw=plan.injection.raw) if charged else dict.fromkeys(_FIGURES)
+    if any(
+        each.bands > 1 for each in evidence.plans.values()
+    ):  # other content may be another identity, with another turn: nothing is proven
+        figures["epsilon_replace_one"] = None
     return (
         common
         | {"delta": header.delta}

@@ -299,6 +299,8 @@ def final_figures(run: Run, plan: StepPlan, caps: Mapping[str, int], step: int) 
                 "rho": figures.rho,
                 "epsilon_unamplified": figures.epsilon_unamplified,
             }
+        if plan.bands > 1:  # other content may be another identity, with another turn: nothing is proven
+            found[name]["epsilon_replace_one"] = None
         found[name]["max_occurrences"] = cap
     return found
 
