@@ -128,10 +128,11 @@ def test_noise_of_several_ranks_has_the_planned_variance(two: Answers, four: Ans
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_noise_has_the_planned_variance_over_ten_thousand_steps(size: int) -> None:
     """Each tensor has 640,000 draws: 1 % are more than five standard deviations of their mean square."""
-    variance_is_right(ranks.run_ranks("engine_ranks.py", size, "variance", "10000"), 0.01)
+    variance_is_right(ranks.run_ranks("engine_ranks.py", size, "variance", "10000", timeout=1100), 0.01)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

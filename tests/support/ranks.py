@@ -46,9 +46,9 @@ def end_ranks(
     return [(code, out, err) for code, (out, err) in zip(codes, texts, strict=True)]
 
 
-def run_ranks(program: str, size: int, *arguments: str) -> list[dict[str, Any]]:
+def run_ranks(program: str, size: int, *arguments: str, timeout: float = 200) -> list[dict[str, Any]]:
     """What each rank answers; all of them must end well."""
-    ended = end_ranks(program, size, *arguments)
+    ended = end_ranks(program, size, *arguments, timeout=timeout)
     assert all(code == 0 for code, _, _ in ended), "\n\n".join(err for _, _, err in ended)
     return [json.loads(out.splitlines()[-1]) for _, out, _ in ended]
 
