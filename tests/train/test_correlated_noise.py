@@ -154,6 +154,16 @@ def test_contributions_that_are_called_otherwise_do_not_go_on_from_past_noise(tm
     assert told(renamed.fit(), "not correlated with that of the steps before") and found == [1]
 
 
+def test_a_run_that_goes_on_with_independent_noise_still_says_that_turns_were_taken(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        problem.trainer(tmp_path / "a", **loose(callbacks=[Interrupt()])).fit()
+    problem.trainer(tmp_path / "a", **loose(plan=problem.plan(problem.net()))).fit()
+    with LedgerReader.read_only(next(tmp_path.glob("*.ledger.db"))) as ledger:
+        found = certify(tmp_path / "a", ledger).content
+    assert "correlation" not in found["plan"] and any("take turns" in line for line in found["assumptions"])
+    assert found["classes"]["clinical"]["epsilon_replace_one"] is None
+
+
 def test_hardened_noise_resumes_exactly(tmp_path: Path) -> None:
     whole = problem.trainer(tmp_path / "whole" / "a", hardened=True, **parts())
     whole.fit()

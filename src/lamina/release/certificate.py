@@ -146,7 +146,7 @@ def certify(
         "classes": classes,
         "layers": _layers(evidence),
         "conditions": [each.to_dict() for each in conditions],
-        "assumptions": _assumptions(facts, plan, header),
+        "assumptions": _assumptions(facts, plan, header, most_bands=max(each.bands for each in evidence.plans.values())),
         "not_covered": _not_covered(facts, evidence),
     }  # fmt: skip
     content["statement"] = plain_statement(content)
@@ -318,7 +318,7 @@ def _all_finite(evidence: RunEvidence) -> bool:
     return charged and all(math.isfinite(evidence.spending.epsilon(bound)) for bound in evidence.bounds())
 
 
-def _assumptions(facts: RunFacts, plan: StepPlan, header: Header) -> list[str]:
+def _assumptions(facts: RunFacts, plan: StepPlan, header: Header, *, most_bands: int) -> list[str]:
     amplified = find_accountant(header.accountant).amplified and not plan.injection.raw
     return [
         "Each contribution's gradient is clipped as the plan says, and the noise of the plan is added at every step.",
@@ -332,11 +332,11 @@ def _assumptions(facts: RunFacts, plan: StepPlan, header: Header) -> list[str]:
         ),
         *(
             [
-                f"The noise is correlated over {plan.bands} steps. Contributions take turns, by a digest of "
-                f"their identity: each may be sampled in one of {plan.bands} steps, and the stated rate is the average over "
+                f"The noise is correlated over {most_bands} steps. Contributions take turns, by a digest of "
+                f"their identity: each may be sampled in one of {most_bands} steps, and the stated rate is the average over "
                 "steps. The noise of earlier steps was kept secret until it had no part in later ones."
             ]
-            * (plan.bands > 1)
+            * (most_bands > 1)  # of this plan, or of an earlier one of the run
         ),
         "Noise and sampling coins come from a cryptographically secure generator and are not kept.",
         *(
