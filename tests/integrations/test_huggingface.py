@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,7 @@ from torch import Tensor, nn
 import lamina
 from lamina.integrations.huggingface import PrivateTrainer
 from lamina.integrations.tokens import TokenLoss, token_corpus
+from lamina.train.segments import CodeFingerprint
 
 pytestmark = [QUIET, pytest.mark.filterwarnings("ignore:.*use_cache=True")]
 PRIVACY = {"epsilon": 8.0, "delta": 1e-5, "clip_norm": 0.1}
@@ -151,6 +155,24 @@ def test_a_run_that_was_stopped_goes_on(tmp_path: Path) -> None:
     assert math.isclose(resumed.outcome.epsilon["data"], whole.outcome.epsilon["data"])
     with raises_code("integrations.ordinary-checkpoint"):
         resumed.train(resume_from_checkpoint=str(tmp_path))
+
+
+def test_another_process_describes_the_same_model() -> None:
+    """Otherwise the same program would be another one after a crash, and its open segment charged again."""
+    code = (
+        f"import sys; sys.path[:0] = {[str(Path(__file__).parents[1] / 'support')]!r}\n"
+        "from adapted_models import adapted\n"
+        "from lamina.train.segments import CodeFingerprint\n"
+        "print(CodeFingerprint(values=False).describe(adapted('llama', 'lora')))"
+    )
+    said = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONHASHSEED": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert said.stdout.strip() == CodeFingerprint(values=False).describe(adapted("llama", "lora"))
 
 
 def test_early_stopping_and_the_best_weights(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ class ResumeAction(enum.Enum):
 
 _MISMATCH_TEXTS = {
     "plan": "the plan changed",
-    "settings": "optimiser, scheduler, loss or options changed",
+    "settings": "optimiser, scheduler, loss, model or options changed",
     "membership": "contributions were added or withdrawn",
     "checkpoint": "the segment began at another checkpoint",
     "data": "the data changed",
@@ -413,6 +413,7 @@ _MAX_DEPTH = 64
 _INSTALLED_PATHS = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib")})
 _IGNORED_ATTRIBUTES = {*vars(nn.Module()), "training", "forward"}  # of a module: torch's, the trainer's, the engine's
 _OF_FULLY_SHARD = "__composable_api_state_key"  # what it keeps of itself in a module, another name in every process
+_OF_PROCESS = "_original_object_hash"  # what transformers keeps of a generation config: hash() of a text, salted anew
 _PLAIN_TYPES = (bool, int, str, bytes, complex, PurePath, enum.Enum, torch.dtype, torch.device, torch.Size, range)
 
 
@@ -470,7 +471,7 @@ class CodeFingerprint:
         if isinstance(value, ModuleType | BuiltinFunctionType):
             return [value.__name__]
         if hasattr(value, "__dict__") and not isinstance(value, torch.Generator | np.random.Generator):
-            return each(type(value), vars(value))
+            return each(type(value), {name: part for name, part in vars(value).items() if name != _OF_PROCESS})
         return None
 
     def _module(self, module: nn.Module, each: Callable[..., list[str]]) -> list[str]:
