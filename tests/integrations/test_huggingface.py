@@ -289,6 +289,14 @@ def test_a_run_does_not_live_where_a_hub_uploads_everything(tmp_path: Path) -> N
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
+@pytest.mark.parametrize("name", ["evaluate", "segment", "microbatches", "scheduler"])
+def test_options_that_transformers_sets_are_refused(tmp_path: Path, name: str) -> None:
+    with raises_code("train.option-taken"):
+        PrivateTrainer(
+            nn.Linear(2, 2), arguments(tmp_path), train_dataset=corpus_of(), privacy=PRIVACY, **{name: 1}
+        )  # fmt: skip
+
+
 class Peek(transformers.TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None: ...
 

@@ -143,6 +143,12 @@ def test_settings_that_are_refused(tmp_path: Path, options: dict[str, Any]) -> N
     assert not (tmp_path / "run").exists()
 
 
+def test_options_that_lightning_sets_are_refused(tmp_path: Path) -> None:
+    _, private = made(tmp_path)
+    with raises_code("train.option-taken"):
+        PrivateFit(private.corpus, private.plan, private.loss_fn, folder=tmp_path / "run", callbacks=[])
+
+
 def test_data_that_are_refused(tmp_path: Path) -> None:
     module, private = made(tmp_path)
     with raises_code("train.evaluation-on-private-data"):

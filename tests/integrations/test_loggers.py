@@ -186,9 +186,17 @@ def test_noise_that_a_rule_moves(tmp_path: Path) -> None:
     assert list(moved) == [2, 4, 6] and len({*moved.values(), plan.noise[0]}) == 4
 
 
-def test_what_is_no_plan_is_refused() -> None:
+def test_what_is_no_plan_is_refused(tmp_path: Path) -> None:
     with raises_code("integrations.not-a-plan"):
-        FigureLogger("plan")  # type: ignore[arg-type]
+        TensorBoard(tmp_path, "plan")  # type: ignore[arg-type]
+
+
+def test_settings_that_would_open_what_is_closed_are_refused() -> None:
+    _, _, plan = lamina.make_private(
+        nn.Linear(2, 1), (torch.randn(8, 2), torch.randn(8)), epsilon=5.0, batch=2, steps=2
+    )
+    with raises_code("train.option-taken"):
+        WeightsAndBiases(plan, settings=None)
 
 
 @each_adapter

@@ -29,7 +29,7 @@ from lamina.train.private import make_private
 from lamina.train.publisher import Evaluation, Outcome
 from lamina.train.run_output import Callback, RunFigures
 from lamina.train.trainer import Trainer
-from lamina.train.trainer_checks import refuse_loader
+from lamina.train.trainer_checks import refuse_loader, refuse_taken_options
 from lamina.validate import short_repr
 
 _ONE_PROCESS = ("one process trains here", "leave it out; several processes: lamina.Trainer under torchrun")
@@ -63,6 +63,15 @@ _ALLOWED: dict[str, tuple[tuple[Any, ...], str, str]] = {
     "eval_strategy": (("no", "steps"), *_STEPS_ONLY),
     "save_strategy": (("no", "steps"), *_STEPS_ONLY),
 }  # fmt: skip
+_TAKEN = {
+    "evaluate": "give eval_dataset= and eval_on=",
+    "segment": "write logging_steps in the arguments",
+    "microbatches": "write gradient_accumulation_steps in the arguments",
+    "progress": "write disable_tqdm in the arguments",
+    "scheduler": "write lr_scheduler_type in the arguments, or give optimizers=",
+    "optimizer": "write optim in the arguments, or give optimizers=",
+    "corpus": "give train_dataset=",
+}
 _IN_THE_BACKWARD_PASS = ("lomo", "layerwise")
 _EVENTS_OF_STEPS = (
     "on_step_begin", "on_step_end", "on_substep_end", "on_pre_optimizer_step", "on_optimizer_step", "on_epoch_begin", "on_epoch_end",
@@ -141,6 +150,7 @@ class PrivateTrainer(transformers.Trainer):  # type: ignore[misc]
     ) -> None:  # fmt: skip
         check_arguments(args)
         refuse_loader(train_dataset)
+        refuse_taken_options("the surface of transformers", run_options, _TAKEN)
         if not isinstance(train_dataset, Corpus):
             remedy = "make a corpus and say what a contribution is: token_corpus(texts, length=…, pad=…, unit=…)"
             raise RunError("train.data-not-a-corpus", f"train_dataset is a {type(train_dataset).__name__}", remedy)

@@ -22,8 +22,16 @@ from lamina.plan.step_plan import StepPlan
 from lamina.train.publisher import Evaluation, Outcome
 from lamina.train.run_output import Callback, RunFigures
 from lamina.train.trainer import Trainer
+from lamina.train.trainer_checks import refuse_taken_options
 
 _ONE_PROCESS = "one process on the CPU trains here: lamina.Trainer under torchrun for more"
+_TAKEN = {
+    "evaluate": "give eval_on= and a validation_step",
+    "scheduler": "return it from configure_optimizers",
+    "optimizer": "return it from configure_optimizers",
+    "callbacks": "give callbacks of Lightning to its Trainer",
+    "progress": "leave it out",
+}
 _REMEDIES: dict[str, tuple[Any, str]] = {
     "gradient_clip_val": (None, "leave it out: contributions are clipped one by one, to the plan's clip norm"),
     "accumulate_grad_batches": (1, "leave it out, and give microbatches= to PrivateFit: less memory, the same step"),
@@ -58,6 +66,7 @@ class PrivateFit(pytorch_lightning.Callback):  # type: ignore[misc]
         self, corpus: Corpus, plan: StepPlan, loss_fn: Callable[[Any, Any], torch.Tensor], *, folder: str | Path,
         engine: Engine | None = None, eval_on: str | None = None, **run_options: Any,
     ) -> None:  # fmt: skip
+        refuse_taken_options("the surface of Lightning", run_options, _TAKEN)
         self.corpus, self.plan, self.loss_fn, self.folder = corpus, plan, loss_fn, folder
         self.engine, self.eval_on, self._run_options = engine, eval_on, run_options
         self.outcome: Outcome | None = None

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ def segment_scalars(now: RunFigures) -> dict[str, float]:
     return found | {f"evaluation/{name}": value for name, value in now.evaluation.items()}
 
 
-class FigureLogger(Callback):
+class FigureLogger(Callback, ABC):
     """Sends the plan once, and public figures after each segment, to `text` and `scalars` of an adapter.
 
     plan     of the run: its clip norms, noise, rates and ε
@@ -61,13 +62,13 @@ class FigureLogger(Callback):
         self.plan, self.measure = plan, measure
         self._begun = False
 
+    @abstractmethod
     def text(self, name: str, content: str) -> None:
         """A text that says something about the whole run."""
-        raise NotImplementedError
 
+    @abstractmethod
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         """Numbers at a step."""
-        raise NotImplementedError
 
     def close(self) -> None:
         """End of the run: whoever made the logger closes it."""
@@ -115,6 +116,11 @@ class WeightsAndBiases(FigureLogger):
 
     def __init__(self, plan: StepPlan, measure: Measure | None = None, **options: Any) -> None:
         super().__init__(plan, measure)
+        if "settings" in options:
+            problem = "settings is given, and this logger sets it: nothing about the machine or the output may leave"
+            raise RunError(
+                "train.option-taken", problem, "give what wandb.init takes beside it: project, name, mode, …"
+            )
         import wandb
 
         closed = {

@@ -172,6 +172,12 @@ def refuse_loader(data: Any) -> None:
         raise RunError("corpus.dataloader-not-poisson", *DATALOADER_REFUSAL)
 
 
+def refuse_taken_options(where: str, options: Mapping[str, Any], taken: Mapping[str, str]) -> None:
+    """Refuse options of a run that something else than its caller sets: `taken` says what to give instead."""
+    if found := sorted(options.keys() & taken.keys()):
+        raise RunError("train.option-taken", f"{found[0]} is given, and {where} sets it", taken[found[0]])
+
+
 def check_filters(plan: StepPlan, filters: Mapping[str, Any]) -> None:
     """Refuse filters beside an adaptive budget, which has a filter of its own, in its own units."""
     if filters and plan.rule(FollowBudget) is not None:
