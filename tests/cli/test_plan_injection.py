@@ -42,7 +42,8 @@ def test_a_plan_says_what_correlated_noise_gains(project: Project) -> None:
     size = ("--batch", "12", "--steps", "6")
     found = json.loads(succeeded(project.plan(*size, "--json")))["correlation"]
     assert found["bands"] == 2 and found["prefix_error_ratio"] > 0 and len(found["coefficients_sha256"]) == 64
-    assert "times the mean squared error of independent noise" in succeeded(project.plan(*size))
+    table = " ".join(succeeded(project.plan(*size)).split())
+    assert "times the mean squared error of independent noise" in table and "at 2 times its rate q" in table
     told = " ".join(succeeded(project.plan(*size, "--explain")).split())
     assert "in one of 2 of them" in told and "Contributions take turns" in told
 

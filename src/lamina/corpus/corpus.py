@@ -220,7 +220,8 @@ class Corpus:
         """The turn of every contribution, by row: SHA-256 of its stable id modulo `bands`. Nobody else has a part in it."""
         if self._called_by_row:
             problem = "contributions have no ids, so the turn of each would follow from its row, and move with those before it"
-            raise CorpusError("corpus.turns-without-ids", problem, "give ids= or unit=: what stays with a contribution")
+            remedy = "give what stays with each contribution: unit= or ids=, in a RUN.toml the name of a column or array as unit"
+            raise CorpusError("corpus.turns-without-ids", problem, remedy)
         if bands not in self._turns:
             digests = (hashlib.sha256(b"lamina/turn " + one.encode()).digest() for one in self._all_stable_ids())
             turns = (int.from_bytes(digest[:8], "big") % bands for digest in digests)

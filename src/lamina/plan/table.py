@@ -180,7 +180,8 @@ def correlation_text(plan: StepPlan) -> str:
     verdict = "a gain" if ratio < 1 else "a loss: use fewer bands, or none"
     return (
         f"Noise is correlated over {plan.bands} steps: sums of gradients have {at_most(ratio)} times the mean squared error of "
-        f"independent noise at the same ε ({verdict}). Contributions take turns: each may be sampled in one of {plan.bands} steps"
+        f"independent noise at the same ε ({verdict}). Contributions take turns: each may be sampled in one of {plan.bands} steps, "
+        f"at {plan.bands} times its rate q, which is the mean over all steps"
     )
 
 
