@@ -133,7 +133,9 @@ def test_the_step_is_sound_after_it_has_adapted(name: str, batch: Batch) -> None
             subject.model.zero_grad(set_to_none=True)
         applied = engine.applied
     assert applied.noise != subject.plan.noise
-    assert all(applied.epsilon(k) <= subject.plan.epsilon(k) for k in range(2))
+    for k in range(2):
+        assert applied.sigma(k) >= subject.plan.sigma(k) * (1 - 1e-15)
+        assert applied.epsilon(k) <= subject.plan.epsilon(k) * (1 + 1e-10)  # the last digits of `pld` are not monotone
     assert all(p.sound for k in range(2) for p in attacked(replace(subject, plan=applied), batch, k))
 
 

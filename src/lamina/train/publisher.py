@@ -375,7 +375,8 @@ class Publisher:
                     callback.on_evaluation(now)
                 if state.segments:
                     callback.on_segment(now)
-        stopped = state.step < self.plan.steps and any(callback.stop for callback in self.callbacks)
+        asked = any(getattr(callback, "stop", False) is True for callback in self.callbacks)  # some are no Callback
+        stopped = state.step < self.plan.steps and asked
         return reason or ("callback" if stopped else None)
 
     def finish(self, run: Run, state: TrainingState, *, reason: str, conditions: Mapping[str, Any]) -> Outcome:
