@@ -316,20 +316,20 @@ def draw_benchmark(result: dict[str, Any], path: Path) -> Path:
     from matplotlib import pyplot as plt
 
     workloads = list(result["workloads"])
-    figure, axes = plt.subplots(2, 1, figsize=(9.5, 7.5), sharex=True, layout="constrained")
+    figure, axes = plt.subplots(2, 1, figsize=(9.5, 8.5), sharex=True, layout="constrained")
     width = 0.8 / len(_VARIANT_LABELS)
     for row, axis in enumerate(axes):
         for position, (variant, label) in enumerate(_VARIANT_LABELS.items()):
             heights = [_bar_height(result["workloads"][name], variant, row) for name in workloads]
             places = [index + (position - (len(_VARIANT_LABELS) - 1) / 2) * width for index in range(len(workloads))]
             bars = axis.bar(places, heights, width, label=label, color=_COLOURS[position])
-            axis.bar_label(bars, [f"{h:.2g}" if h else "–" for h in heights], fontsize=6, padding=1)
+            axis.bar_label(bars, [f"{h:.3g}" if h else "–" for h in heights], fontsize=6, padding=2, rotation=90)
         axis.axhline(1.0, color="black", linewidth=0.8)
         axis.set_yscale("log")
         axis.grid(axis="y", which="both", alpha=0.25)
     axes[0].set_ylabel("time of a step / plain step")
     axes[1].set_ylabel("peak memory / plain step")
-    axes[0].legend(ncols=len(_VARIANT_LABELS), fontsize=7, loc="upper center")
+    figure.legend(*axes[0].get_legend_handles_labels(), ncols=4, fontsize=8, loc="outside lower center")
     axes[1].set_xticks(range(len(workloads)), workloads)
     about = result["about"]
     figure.suptitle(f"Cost of a private step: medians, {about['threads']} threads, torch {about['torch']}", fontsize=10)
