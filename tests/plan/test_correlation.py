@@ -219,3 +219,9 @@ def test_bands_out_of_range_are_refused() -> None:
         discrete = POLICY.replace("bands = 8", 'bands = 8\nkind = "discrete_gaussian"')
         discrete = discrete.replace("delta = 1e-5", 'delta = 1e-5\naccountant = "rdp-integer"')
         make_plan(LayerStack.from_model(_net()), Policy.parse(discrete), batch=100, steps=10)
+
+
+def test_a_replace_one_figure_is_refused() -> None:
+    with raises_code("plan.replace-one-correlated"):
+        plan_of(bands=4).epsilon(0, "replace_one")
+    assert plan_of(bands=1).epsilon(0, "replace_one") > plan_of(bands=1).epsilon(0)

@@ -308,9 +308,14 @@ class StepPlan:
     def epsilon(self, k: str | int, adjacency: Adjacency | str = Adjacency.ADD_REMOVE, scale: float = 1.0) -> float:
         """ε of class k after all T steps, by the plan's accountant; 0 if it is public or reaches nothing.
 
-        Of raw noise it is zero-out (`adjacency`), and replace-one costs twice the distance of it, exactly.
+        Of raw noise it is zero-out (`adjacency`), and replace-one costs twice the distance of it, exactly. Under correlated
+        noise there is no replace-one figure: other content can mean another turn.
         """
         schedule, relation = self.schedule(k, scale), check_adjacency(adjacency)
+        if self.bands > 1 and relation is Adjacency.REPLACE_ONE:
+            problem = f"replace-one is not proven for noise that is correlated over {self.bands} steps"
+            remedy = "ask for add_remove; or plan without correlation"
+            raise PlanError("plan.replace-one-correlated", problem, remedy)
         if not schedule:
             return 0.0
         name = self.accountant
