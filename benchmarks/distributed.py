@@ -89,7 +89,7 @@ def measure(rank: int, folder: str, names: tuple[str, ...], steps: int) -> None:
 WIDE, DEPTH = 1536, 8
 
 
-def memory(rank: int, folder: str, size: int, sharded: bool) -> None:
+def memory(rank: int, folder: str, size: int, sharded: bool, clipping: str) -> None:
     """Peak memory of a rank that takes two steps of AdamW, beyond what it had before the model, in bytes a parameter."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
@@ -100,7 +100,7 @@ def memory(rank: int, folder: str, size: int, sharded: bool) -> None:
     small = nn.Sequential(nn.Linear(8, 8))
     if sharded:
         fully_shard(small)
-    _take_steps(small, rank, size)  # what is imported by then is not the model's
+    _take_steps(small, rank, size, clipping)  # what is imported by then is not the model's
     before = _resident()
     model = nn.Sequential(*made)
     count = sum(p.numel() for p in model.parameters())
@@ -108,16 +108,16 @@ def memory(rank: int, folder: str, size: int, sharded: bool) -> None:
         for block in model:
             fully_shard(block)
         fully_shard(model)
-    _take_steps(model, rank, size)
+    _take_steps(model, rank, size, clipping)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     Path(folder, f"rank{rank}").write_text(json.dumps((peak - before) / count + 4))  # the model was there before
     dist.destroy_process_group()
 
 
-def _take_steps(model: nn.Module, rank: int, size: int) -> None:
+def _take_steps(model: nn.Module, rank: int, size: int, clipping: str) -> None:
     entry = {"population": 1000, "clip_norm": 1.0, "noise_multiplier": 1.0}
     policy = Policy.from_dict({"corpus": {"origin": "benchmark", "delta": 1e-5}, "class": {"everyone": entry}})
-    plan = make_plan(LayerStack.from_model(model), policy, batch=8, steps=100, clipping="box")
+    plan = make_plan(LayerStack.from_model(model), policy, batch=8, steps=100, clipping=clipping)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     with Engine(model, plan) as engine:
         engine.decline_probe()
@@ -156,13 +156,11 @@ def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", "262144")  # glibc: what is freed goes back, so that a peak is one
     if given.memory:
-        found = {
-            f"{size} ranks{', fully_shard' if sharded else ''}": round(
-                max(run_together(memory, size, size, sharded)), 1
-            )
-            for size in (2, 4)
-            for sharded in (False, True)
-        }
+        found = {}
+        for size in (2, 4):
+            for sharded, clipping in ((False, "box"), (True, "box"), (True, "joint")):
+                peak = max(run_together(memory, size, size, sharded, clipping))
+                found[f"{size} ranks{', fully_shard' if sharded else ''}, {clipping}"] = round(peak, 1)
         print(json.dumps(found, indent=2))
         return
     ranks = run_together(measure, 2, tuple(given.workloads), given.steps)

@@ -1,10 +1,12 @@
 """What the trainer costs over a bare engine loop, and how large its checkpoints are.
 
-    python benchmarks/trainer.py [--rounds 7] [--steps 200] [--processor-time]
+    python benchmarks/trainer.py [--rounds 7] [--steps 200] [--processor-time] [--inside]
 
 Both do the same private steps on the same corpus: `Corpus.batches` and `Engine.backward` in a loop, against
 `Trainer.fit`, which also rehearses, journals, books, checkpoints and publishes. Rounds are interleaved and the ratio is
-taken within a round. The fixed part (rehearsal, first checkpoint) is shown apart from what a segment costs.
+taken within a round. `--inside` instead splits the time of one run with a ledger: a step lasts from the beginning of the
+forward pass to the end of the optimiser's step, everything else (rehearsal, sampling, journal, ledger, checkpoints) is
+around it. No two runs are compared there, so that the machine's drift does not count.
 """
 
 from __future__ import annotations
@@ -94,6 +96,32 @@ def measure(rounds: int, steps: int, batch: int, segment: int | None) -> dict[st
     }
 
 
+def inside(rounds: int, steps: int, batch: int, segment: int | None) -> dict[str, Any]:
+    """How much of a run with journal, ledger and checkpoints is spent around its steps."""
+    policy, shares, totals = Policy.parse(POLICY), [], []
+    corpus = Corpus(torch.randn(2000, 12, 256), policy=policy)
+    plan = make_plan(LayerStack.from_model(made()[0]), policy, batch=batch, steps=steps)
+    for _ in range(rounds):
+        model, optimizer = made()
+        began, within = CLOCK(), [0.0, 0.0]  # of the last forward pass; of all steps
+
+        def forward_begins(module: nn.Module, arguments: Any, within: list[float] = within) -> None:
+            within[0] = CLOCK()
+
+        def step_ends(optimizer: Any, *arguments: Any, within: list[float] = within) -> None:
+            within[1] += CLOCK() - within[0]
+
+        model.register_forward_pre_hook(forward_begins)
+        optimizer.register_step_post_hook(step_ends)
+        with tempfile.TemporaryDirectory() as folder:
+            run = Path(folder) / "run"
+            Trainer(model, optimizer, loss, corpus, plan, folder=run, segment=segment, progress=False).fit()
+        total = CLOCK() - began
+        shares.append(1 - within[1] / total)
+        totals.append(total)
+    return {"rounds": rounds, "steps": steps, "seconds": totals, "share_around_the_steps": shares}
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=7)
@@ -102,7 +130,9 @@ if __name__ == "__main__":
     parser.add_argument("--segment", type=int, default=None)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--processor-time", action="store_true", help="for a machine that other work shares")
+    parser.add_argument("--inside", action="store_true", help="one run, split into its steps and what is around them")
     chosen = parser.parse_args()
     CLOCK = time.process_time if chosen.processor_time else time.perf_counter
     torch.set_num_threads(chosen.threads)
-    print(json.dumps(measure(chosen.rounds, chosen.steps, chosen.batch, chosen.segment), indent=2))
+    how = inside if chosen.inside else measure
+    print(json.dumps(how(chosen.rounds, chosen.steps, chosen.batch, chosen.segment), indent=2))

@@ -22,6 +22,7 @@ def test_names_are_what_they_say_and_not_modules() -> None:
     assert lamina.fix.__module__ == "lamina.plan.coverage"
     assert lamina.measure.__module__ == "lamina.sensitivity.measure"
     assert lamina.LayerStack is lamina.plan.LayerStack
+    assert lamina.merge_subspace.__module__ == lamina.pretrain.__module__ == "lamina.train.pretrain"
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

@@ -27,6 +27,7 @@ from lamina.sensitivity.measure import Measure
 from . import clip_norm
 from .data import Split
 from .freezing import freezing
+from .glucose import cgm, cgm_simulated
 from .goals import GOALS as REACHED
 from .policies import ENTRIES, Entry, planned
 from .proxy import measured
@@ -35,7 +36,7 @@ from .store import RESULTS, Store
 from .tasks import DELTA, TASKS, Task
 from .tuning import once, tune
 
-GOALS = REACHED | {"freezing": freezing}
+GOALS = REACHED | {"cgm": cgm, "cgm-simulated": cgm_simulated, "freezing": freezing}
 PRINTED = (
     Entry(name="printed-lsab", what="eq. 16 as printed", allocate=lambda t: PaperLSAB()),
     Entry(name="printed-ladp", what="algorithm 1 as printed", allocate=lambda t: PaperLADP()),

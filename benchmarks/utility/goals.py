@@ -7,6 +7,7 @@ to benchmarks/results/goals.json, features to a cache folder.
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import json
 import os
@@ -24,8 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lamina
-from lamina import Batch, Engine, SeededNoise, presets
-from lamina.data.cgm_simulator import CGMSimulator
+from lamina import Batch, Engine, SeededNoise, StepPlan, presets
 from lamina.data.ecg_simulator import ECGSimulator
 from lamina.data.front_ends import (
     Directions,
@@ -37,7 +37,7 @@ from lamina.data.front_ends import (
     r_waves,
     unit_norm,
 )
-from lamina.models.signal_autoencoders import StackedAE
+from lamina.engine.proxy_shares import Proxy
 
 from .data import digits, mnist, ptbxl, simulated
 from .tasks import TASKS, autoencoder, single_leads
@@ -50,36 +50,47 @@ Losses = Callable[[Any, Any], Tensor]
 
 def private(
     model: nn.Module, loss_fn: Losses, x: Tensor, y: Tensor | None, unit: Tensor, *, epsilon: float, delta: float,
-    preset: presets.Preset, seed: int,
+    preset: presets.Preset, seed: int, plan: StepPlan | None = None, proxy: Proxy | None = None,
+    view: Callable[[Tensor], Tensor] | None = None, views: int = 1, after: Callable[[int], None] | None = None,
 ) -> nn.Module:  # fmt: skip
-    """Train as the preset says; samples and noise from `seed`."""
+    """Train as the preset says; samples and noise from `seed`.
+
+    plan, proxy  another plan than that of `make_private`, and what it follows
+    view         makes a random view of the examples, of which the model is given so many `views` per step
+    after        called after every step, with its number
+    """
     units = int(unit.max()) + 1
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # many trainings on one data set: that is what a measurement is
-        settings = preset.settings(units)
-        engine, _, plan = lamina.make_private(model, (x, y), unit=unit, epsilon=epsilon, delta=delta, **settings)
-    engine.detach()
+    if plan is None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # many trainings on one data set: that is what a measurement is
+            settings = preset.settings(units)
+            engine, _, plan = lamina.make_private(model, (x, y), unit=unit, epsilon=epsilon, delta=delta, **settings)
+        engine.detach()
     optimizer, schedule = preset.optimizer_for(model)
     coins, rate = torch.Generator().manual_seed(seed), plan.classes[0].sampling_rate
     model.train()
     torch.manual_seed(seed)
-    with Engine(model, plan, noise=SeededNoise(seed, threads=1)) as engine:
-        for _ in range(plan.steps):
+    with Engine(model, plan, noise=SeededNoise(seed, threads=1), proxy=proxy) as engine:
+        for step in range(plan.steps):
             chosen = torch.rand(units, generator=coins) < rate
             rows = chosen[unit].nonzero().flatten()
             owner = torch.unique(unit[rows], return_inverse=True)[1]
-            batch = Batch(x[rows], None if y is None else y[rows], unit=owner)
+            batch = Batch(x[rows], None if y is None else y[rows], unit=owner).views(views)
+            if view is not None:
+                batch = dataclasses.replace(batch, x=view(batch.x))
             target = batch.x if y is None else batch.y
             engine.backward(loss_fn(model(batch.x), target) if len(batch) else None, batch)
             optimizer.step()
             optimizer.zero_grad()
             schedule.step()
+            if after is not None:
+                after(step)
     return model.eval()
 
 
 def opacus_flat(
     model: nn.Module, loss_fn: Losses, x: Tensor, y: Tensor | None, unit: Tensor, *, epsilon: float, delta: float,
-    preset: presets.Preset, seed: int,
+    preset: presets.Preset, seed: int, after: Callable[[int], None] | None = None,
 ) -> nn.Module:  # fmt: skip
     """Opacus with flat clipping, the same settings and its own accountant; one example of each contribution, since it has
     no contributions of several.
@@ -106,7 +117,7 @@ def opacus_flat(
         coins = torch.Generator().manual_seed(seed)
         torch.manual_seed(seed)
         wrapped.train()
-        for _ in range(preset.steps):
+        for step in range(preset.steps):
             rows = (torch.rand(units, generator=coins) < rate).nonzero().flatten()
             if not len(rows):
                 continue
@@ -115,6 +126,8 @@ def opacus_flat(
             optimizer.step()
             optimizer.zero_grad()
             schedule.step()
+            if after is not None:
+                after(step)
     return model.eval()
 
 
@@ -448,80 +461,6 @@ def beats_autoencoder() -> None:
     note("autoencoder", "NMSE", {"before": before, "private": after, "scratch, best": scratch, "ratio": ratio})
 
 
-# ------------------------------------------------------------------------------------------------------ glucose
-
-
-def scaled_glucose(x: np.ndarray) -> Tensor:
-    """[40, 400] mg/dL -> [0, 1]."""
-    return torch.tensor((np.clip(x, 40, 400) - 40) / 360, dtype=torch.float32).reshape(-1, 1, 288)
-
-
-def cgm() -> None:
-    with np.load(DATA / "cgm" / "weinstock_days.npz", allow_pickle=False) as arrays:
-        x, patient = scaled_glucose(arrays["x_mgdl"]), arrays["patient_id"]
-    drawn = CGMSimulator().draw(patients=600, seed=5)
-    proxy, preset = scaled_glucose(drawn.x), presets.find("cgm-pretrained")
-
-    def errors(model: nn.Module, rows: Tensor) -> np.ndarray:
-        with torch.no_grad():
-            return squared_error(model.eval()(x[rows]), x[rows]).numpy()
-
-    started = [fresh_stack(seed) for seed in range(3)]
-    for seed, model in enumerate(started):
-        lamina.pretrain(model, squared_error, proxy, proxy="simulated: glucose", steps=1000, batch=64, seed=seed)
-    trainings: dict[str, tuple[Callable[..., nn.Module], bool]] = {
-        "lamina": (private, False),
-        "opacus": (opacus_flat, False),
-        "lamina, top band": (private, True),
-        "opacus, top band": (opacus_flat, True),
-    }
-    for epsilon in (3.0, 8.0):
-        rows_of: dict[str, list[np.ndarray]] = {"before": [], **{name: [] for name in trainings}}
-        owners = []
-        for seed in range(3):
-            people = np.random.default_rng(seed).permutation(np.unique(patient))
-            held = np.isin(patient, people[: len(people) // 5])
-            train, test = torch.from_numpy(~held), torch.from_numpy(held)
-            unit = torch.from_numpy(np.unique(patient[~held], return_inverse=True)[1])
-            owners.append(patient[held] + 10_000 * seed)
-            rows_of["before"].append(errors(started[seed], test))
-            options: dict[str, Any] = {"epsilon": epsilon, "delta": 1e-3, "preset": preset, "seed": seed}
-            for name, (train_fn, band) in trainings.items():
-                model = fresh_stack(seed)
-                model.load_state_dict(started[seed].state_dict())
-                for layer, p in model.named_parameters():
-                    p.requires_grad_(not band or layer.startswith(TOP_BAND))
-                rows_of[name].append(errors(train_fn(model, squared_error, x[train], None, unit, **options), test))
-        means = {name: round(float(np.mean(np.concatenate(rows))), 6) for name, rows in rows_of.items()}
-        note("cgm", f"ε={epsilon:g}", means)
-        for mine, other in (
-            ("lamina", "opacus"),
-            ("lamina, top band", "opacus"),
-            ("lamina, top band", "opacus, top band"),
-        ):
-            found = paired(rows_of[mine], rows_of[other], np.concatenate(owners))
-            note("cgm", f"ε={epsilon:g}, 1 - {mine} / {other}", found)
-
-
-TOP_BAND = ("decoder.8.", "decoder.9.", "decoder.12.")  # the last two of eight layers, and the norm between them
-
-
-def fresh_stack(seed: int) -> StackedAE:
-    torch.manual_seed(seed)
-    return StackedAE(1, 288, depth=8, dropout=0.0)
-
-
-def paired(mine: list[np.ndarray], other: list[np.ndarray], owner: np.ndarray) -> list[float]:
-    """1 - mine/other, with 95 % over patients."""
-    a, b = np.concatenate(mine), np.concatenate(other)
-    groups = [np.flatnonzero(owner == u) for u in np.unique(owner)]
-    sums = np.array([[a[rows].sum(), b[rows].sum()] for rows in groups])
-    rng = np.random.default_rng(0)
-    drawn = [sums[rng.integers(len(sums), size=len(sums))].sum(0) for _ in range(1000)]
-    ratios = [1 - p / q for p, q in drawn]
-    return [round(float(v), 4) for v in (1 - a.sum() / b.sum(), *np.quantile(ratios, [0.025, 0.975]))]
-
-
 GOALS: dict[str, Callable[[], None]] = {
     "ecg": ecg,
     "cnn": cnn,
@@ -529,5 +468,4 @@ GOALS: dict[str, Callable[[], None]] = {
     "mnist-held-out": partial(image, held_out=True),
     "mnist-scattering": image_scattering,
     "autoencoder": beats_autoencoder,
-    "cgm": cgm,
 }

@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from lamina.plan.coverage import fix
     from lamina.release import Certificate, Query, ReleaseGate, Rights, certify, make_release, verify_release
     from lamina.sensitivity.measure import Measure, measure
-    from lamina.train import Callback, Evaluation, Outcome, RunFigures, Trainer, make_private, pretrain
+    from lamina.train import Callback, Evaluation, Outcome, RunFigures, Trainer, make_private
+    from lamina.train.pretrain import merge_subspace, pretrain, private_subspace
 
 __version__ = "0.1.0"
 
@@ -45,7 +46,8 @@ __all__ = [
     "measure", "Measure", "make_plan", "StepPlan", "Clipping",
     "Engine", "Batch", "route", "rows", "examples",
     "PrivateKey", "PublicKey", "KeyRing", "Gate",
-    "make_private", "pretrain", "Corpus", "Trainer", "Evaluation", "Callback", "RunFigures", "Outcome", "Ledger",
+    "make_private", "pretrain", "private_subspace", "merge_subspace",
+    "Corpus", "Trainer", "Evaluation", "Callback", "RunFigures", "Outcome", "Ledger",
     "certify", "Certificate", "make_release", "verify_release", "ReleaseGate", "Query", "Rights",
     "NoiseSource", "SecureNoise", "SeededNoise",
     "LaminaError",
@@ -66,11 +68,18 @@ _HOME = {
         "certify", "Certificate", "make_release", "verify_release", "ReleaseGate", "Query", "Rights",
     ),
     "lamina.corpus": ("Gate", "Corpus"),
-    "lamina.train": ("make_private", "pretrain", "Trainer", "Evaluation", "Callback", "RunFigures", "Outcome"),
+    "lamina.train": ("make_private", "Trainer", "Evaluation", "Callback", "RunFigures", "Outcome"),
+    "lamina.train.pretrain": ("pretrain", "private_subspace", "merge_subspace"),
 }  # fmt: skip
 
 
+_MODULES = ("data", "models", "presets")  # that pages name as lamina.presets and so on
+
+
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        with needs_torch(f"lamina.{name}"):
+            return import_module(f"lamina.{name}")
     for home, names in _HOME.items():
         if name in names:
             with needs_torch(f"lamina.{name}"):

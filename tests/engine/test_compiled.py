@@ -6,6 +6,7 @@ import copy
 import os
 import shutil
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from lamina import Batch, Engine, SeededNoise
 from lamina.engine import compiled
 from lamina.engine.compiled import NotCompiled
+from lamina.engine.step import are_sums_of_their_own
 from lamina.plan.selection import Slice
 from lamina.plan.step_plan import StepPlan
 
@@ -290,6 +292,65 @@ def test_a_number_that_changes_in_python_is_found_when_graph_and_hook_engine_are
                 engine.step(losses, batch)
             model.zero_grad()
         assert engine.compiled is not None and engine.compiled.steps == 3
+
+
+@pytest.mark.usefixtures("traced")
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", ["mlp", "images", "transformer"])
+@pytest.mark.parametrize("size", [1e-3, 1.0, 1e4])
+def test_taking_one_contribution_away_moves_a_compiled_step_by_no_more_than_its_bound(
+    kind: str, form: str, size: float
+) -> None:
+    """The paired-seed audit: the same noise twice, and the difference of what is released."""
+    model, x = models()[kind]
+    plan, released = plan_of(model, 0.05, 0.5, clipping=form), []
+    x[2] *= size
+    for rows in (torch.arange(9), torch.tensor([0, 1, 3, 4, 5, 6, 7, 8])):
+        batches = [*(Batch(x[:9].clone()) for _ in range(4)), Batch(x[rows])]
+        ours, engine = gradients(model, plan, batches, use=True)
+        assert engine.compiled is not None and engine.compiled.steps == 2  # the last one among them
+        released.append(ours[-1])
+    moved = {name: (released[0][name] - released[1][name]).double() * plan.batch for name in released[0]}
+    norms = [sum(float(moved[name].square().sum()) for name in layer.parameters) ** 0.5 for layer in plan.layers]
+    assert sum((n / s) ** 2 for n, s in zip(norms, plan.noise, strict=True)) ** 0.5 <= 1 / plan.sigma(0) + 1e-4
+    if form == "box":
+        assert all(n <= c + 1e-5 for n, c in zip(norms, plan.clip[0], strict=True))
+    assert max(norms) > 1e-6
+
+
+def test_what_a_compiler_makes_of_the_graph_is_held_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sum that is 1 % off ends it; one that is off by what a few inputs of ReLU on the other side of 0 make does not."""
+    model, x = models()["mlp"]
+    plan, batches = two_classes(model), batches_of(x, [9] * 8)
+    for off, steps in ((1.01, 0), (1.002, 5)):
+
+        def compile_badly(module: Any, off: float = off, **options: Any) -> Any:
+            return lambda *args: [t * off if t.is_floating_point() else t for t in module(*args)]
+
+        monkeypatch.setattr(torch, "compile", compile_badly)
+        with pytest.warns(NotCompiled, match="something else") if not steps else nullcontext():
+            ours, engine = gradients(model, plan, batches, use=True)
+        assert engine.compiled is not None and engine.compiled.steps == steps
+        theirs = gradients(model, plan, batches, use=False)[0]
+        assert_same(
+            ours[:3] if steps else ours, theirs[:3] if steps else theirs
+        )  # what is compared is the hook engine's
+
+
+def test_noise_goes_only_into_sums_that_share_nothing() -> None:
+    tensors = {"a": torch.zeros(3), "b": torch.zeros(3, dtype=torch.bfloat16)}
+    a, b = torch.ones(3), torch.ones(3)
+    assert are_sums_of_their_own({"a": a, "b": b}, tensors)
+    others = [
+        {"a": a},
+        {"a": a, "b": a},
+        {"a": a, "b": b.bfloat16()},
+        {"a": a, "b": torch.ones(1, 3)},
+        {"a": a, "b": torch.ones(6)[:3]},
+        {"a": a, "b": torch.ones(6)[::2]},
+        {"a": a, "b": torch.ones(1).expand(3)},
+    ]
+    assert not any(are_sums_of_their_own(sums, tensors) for sums in others)
 
 
 class Keeps(nn.Module):

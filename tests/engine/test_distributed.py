@@ -77,12 +77,42 @@ def test_four_ranks_take_the_step_of_one_process(name: str, four: Answers) -> No
     check(name, four)
 
 
+def check_sharded(name: str, answers: Answers) -> None:
+    """With two ranks bit for bit; messages of more ranks add floats in another order."""
+    for answer in answers:
+        found = answer["sharded"][name]
+        assert found == answers[0]["sharded"][name]
+        if len(answers) == 2:
+            assert found == answer[name]
+        for tensor, value in answer[name].items():
+            assert np.allclose(np.array(found[tensor]), np.array(value), rtol=1e-6, atol=1e-7), tensor
+
+
 @pytest.mark.parametrize("name", engine_ranks.SHARDED)
 def test_ranks_under_fully_shard_take_the_same_step(name: str, two: Answers, four: Answers) -> None:
-    """Bit for bit the gradient of the same ranks without it, also where a rank is empty."""
-    for answers in (two, four):
-        for answer in answers:
-            assert answer["sharded"][name] == answer[name]
+    """The gradient of the same ranks without it, also where a rank is empty."""
+    check_sharded(name, two)
+    check_sharded(name, four)
+
+
+def check_every_case(answers: Answers) -> None:
+    for name in answers[0]:
+        if name in engine_ranks.CASES:
+            check(name, answers)
+    for name in answers[0]["sharded"]:
+        check_sharded(name, answers)
+
+
+def test_eight_ranks_take_the_step_of_one_process() -> None:
+    """Seven contributions, or a single one: some ranks are empty. Plain and under fully_shard."""
+    check_every_case(ranks.run_ranks("engine_ranks.py", 8, "few"))
+
+
+@pytest.mark.slow
+def test_eight_ranks_take_every_step_of_one_process() -> None:
+    answers = ranks.run_ranks("engine_ranks.py", 8, "every", timeout=280)
+    check_every_case(answers)
+    variance_is_right(answers, 5 * math.sqrt(2 / 19_200))
 
 
 def test_hardened_sums_lie_on_the_grid_of_the_whole_noise(two: Answers) -> None:
@@ -94,6 +124,15 @@ def test_hardened_sums_lie_on_the_grid_of_the_whole_noise(two: Answers) -> None:
 
 def test_counts_of_all_ranks_move_the_clip_norms_alike(two: Answers) -> None:
     assert two[0]["quantile"] == two[1]["quantile"] != [0.3, 0.3, 0.3]
+
+
+def test_shares_that_follow_a_proxy_are_those_of_one_process(two: Answers, four: Answers) -> None:
+    for answers in (two, four):
+        for answer in answers:
+            found = answer["proxied"]
+            assert found["followed"] == answers[0]["proxied"]["followed"] and found["off"] < 1e-5
+            assert found["followed"][::2] == found["alone"] and found["alone"][0] != found["alone"][1]
+            assert found["followed"][0] == found["followed"][1]
 
 
 def test_what_ranks_refuse(two: Answers) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +16,10 @@ from refusals import raises_code
 from torch import Tensor, nn
 
 from lamina import Batch, Engine
+from lamina.engine import native, step
+from lamina.engine.distributed import Ranks
+from lamina.engine.grads import ContributionGrads
+from lamina.engine.noise import SeededNoise
 from lamina.errors import EngineError, UnclippedGradient
 
 N = 5
@@ -302,3 +308,67 @@ def test_memory_that_is_held_without_a_tensor_is_not_used_again(way: str) -> Non
         model.zero_grad()
         engine.backward(losses_of(model, X, None), Batch(X))
         assert model[2].weight.grad.data_ptr() != place and held is not None
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+@pytest.mark.parametrize("clipping", ["box", "joint"])
+def test_a_step_leaves_nothing_for_the_garbage_collector(clipping: str, kernels: bool) -> None:
+    """A cycle would keep the activations of many steps: collections are rare where most memory is torch's."""
+    model = nn.Sequential(
+        nn.Conv1d(2, 5, 3), nn.GELU(), nn.Flatten(2), nn.Linear(8, 70), nn.LayerNorm(70), nn.Linear(70, 3)
+    )
+    x = torch.randn(N, 2, 10)
+    with native.switched(kernels), Engine(model, plan_of(model, clipping=clipping)) as engine:
+        for _ in range(3):
+            engine.backward(losses_of(model, x, None), Batch(x))
+            model.zero_grad()
+        gc.collect()
+        gc.disable()
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        try:
+            engine.backward(losses_of(model, x, None), Batch(x))
+            model.zero_grad()
+            gc.collect()
+            held = [type(each).__name__ for each in gc.garbage if isinstance(each, (Tensor, ContributionGrads))]
+        finally:
+            gc.set_debug(0)
+            gc.garbage.clear()
+            gc.enable()
+    assert not held
+
+
+@pytest.mark.parametrize("clipping", ["box", "joint"])
+def test_sums_that_begin_late_are_those_that_begin_early(clipping: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = nn.Sequential(nn.Linear(4, 300), nn.Tanh(), nn.Linear(300, 250), nn.Linear(250, 3)), torch.randn(N, 6, 4)
+    plan, made = plan_of(model, clipping=clipping), []
+    for kept in (0, 1 << 30):
+        monkeypatch.setattr(step, "_MAX_KEPT_BYTES", kept)
+        with Engine(model, plan, noise=SeededNoise(3)) as engine:
+            engine.backward(losses_of(model, x, None), Batch(x))
+            made.append([p.grad.clone() for p in model.parameters()])
+            model.zero_grad()
+    assert all(torch.equal(late, early) for late, early in zip(*made, strict=True))
+
+
+def test_an_engine_that_nobody_holds_is_gone_at_once() -> None:
+    """Otherwise `corpus.batches` would find it, and probe it, too."""
+    model = mlp()
+    gc.disable()
+    try:
+        engine = Engine(model, plan_of(model))
+        seen = weakref.ref(engine)
+        del engine
+        assert seen() is None
+    finally:
+        gc.enable()
+
+
+def test_a_model_that_is_sharded_after_its_engine_was_made_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks would wait for each other: the engine gathers nothing, and FSDP does."""
+    model = mlp()
+    with Engine(model, plan_of(model)) as engine:
+        engine.ranks = Ranks(0, 2)
+        engine.refuse_sharded_since()
+        monkeypatch.setattr("lamina.engine.engine.is_sharded_model", lambda model: True)
+        with raises_code("engine.sharded-after-engine"):
+            engine.refuse_sharded_since()

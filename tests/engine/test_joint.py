@@ -6,10 +6,11 @@ from math import sqrt
 
 import pytest
 import torch
-from oracle import FORMS, losses_of, plan_of
+from oracle import FORMS, clip_by_hand, example_grads, losses_of, plan_of
 from torch import Tensor, nn
 
 from lamina import Batch, Engine
+from lamina.engine import clipping
 from lamina.plan.step_plan import StepPlan
 
 
@@ -125,3 +126,53 @@ def test_the_price_so_far_rises_to_the_plans() -> None:
     assert seen == sorted(seen)
     assert seen[-1] == pytest.approx(plan.epsilon(0), rel=1e-6)
     assert all(e > 0 for e in seen[1:])
+
+
+class Attention(nn.Module):
+    """Three layers of one input, and one of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(x * 1.0)
+        return self.out(torch.softmax(self.q(x) @ self.k(x).transpose(1, 2), 2) @ self.v(x))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_layers_that_share_their_input(form: str) -> None:
+    """A leading layer gives the shared input a place in the graph; sums are those of the oracle."""
+    torch.manual_seed(2)
+    model, x = nn.Sequential(nn.Linear(5, 6), Attention()), torch.randn(7, 12, 5)
+    plan, batch = plan_of(model, 0.05, 0.5, clipping=form), Batch(x)
+    with Engine(model, plan) as engine:
+        sums = engine.clipped_sums(losses_of(model, x, None), batch)
+    expected = clip_by_hand(example_grads(model, x), [0] * 7, plan)
+    for name, total in expected.sums.items():
+        assert float((sums[name].double() - total).abs().max()) <= 1e-5 * expected.sizes[name] + 1e-7
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_how_sums_lie_in_memory_and_how_many_are_added_at_once_changes_nothing(
+    form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 3)), torch.randn(9, 5)
+    x[4, 2] = torch.nan
+    plan, made = plan_of(model, 0.05, 0.5, clipping=form), []
+
+    def transposed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: torch.zeros(p.t().shape).t() for name, p in tensors.items()}
+
+    for change in (None, "one at a time", "transposed"):
+        with monkeypatch.context() as patch, Engine(model, plan) as engine:
+            if change == "one at a time":
+                patch.setattr(clipping, "_MAX_TOGETHER_ELEMENTS", 0)
+            if change == "transposed":
+                patch.setattr("lamina.engine.engine.zero_sums", transposed)
+            made.append(engine.clipped_sums(losses_of(model, x, None), Batch(x)))
+    first, second, third = made
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert any(not t.is_contiguous() for t in third.values())
+    for name, t in first.items():
+        torch.testing.assert_close(third[name], t, rtol=1e-5, atol=1e-7)

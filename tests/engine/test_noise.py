@@ -205,6 +205,25 @@ def test_a_secure_source_never_draws_twice() -> None:
     assert torch.equal(x, kept)
 
 
+def test_a_key_that_is_kept_is_never_that_of_another_thread() -> None:
+    """Another thread draws for step 6 just after this one made its key of step 5."""
+
+    class Interrupted(SeededNoise):
+        @property
+        def _last_key(self) -> tuple[tuple[int, int], bytes]:
+            return self.__dict__["kept"]  # type: ignore[no-any-return]
+
+        @_last_key.setter
+        def _last_key(self, kept: tuple[tuple[int, int], bytes]) -> None:
+            self.__dict__["kept"] = kept
+            if kept[0] == (5, 0):
+                self._key_of(6, 0)
+
+    source, alone = Interrupted(1), SeededNoise(1)
+    for step in (5, 6, 5):
+        assert source._key_of(step, 0) == alone._key_of(step, 0)
+
+
 def test_two_secure_sources_share_nothing() -> None:
     a, b = (draw(SecureNoise(), 200_000, dtype=torch.float64).numpy() for _ in range(2))
     assert not np.intersect1d(a, b).size

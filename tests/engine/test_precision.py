@@ -17,6 +17,7 @@ from oracle import (
     thresholds,
     unit_grads,
 )
+from refusals import raises_code
 from torch import Tensor, nn
 
 from lamina import Batch, Engine
@@ -170,3 +171,18 @@ def test_total_of_cancelling_uses_is_measured_after_adding() -> None:
         sums = engine.clipped_sums((model(x) - model(x * (1 - 1e-4))).sum(1), Batch(x))
     want = (x.double() * 1e-4).sum(0).expand(50, 50)
     torch.testing.assert_close(sums["weight"].double(), want, rtol=2e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("allow", ["high", "medium"])
+def test_products_of_fewer_digits_are_refused(allow: str) -> None:
+    """A clipped sum in TF32 or bfloat16 could leave its bound by a thousandth."""
+    model, x = nn.Linear(5, 3), torch.randn(4, 5)
+    with Engine(model, plan_of(model)) as engine:
+        try:
+            torch.set_float32_matmul_precision(allow)
+            with raises_code("engine.reduced-products"):
+                engine.backward(losses_of(model, x, None), Batch(x))
+        finally:
+            torch.set_float32_matmul_precision("highest")
+        assert engine.budget.taken == 0
+        engine.backward(losses_of(model, x, None), Batch(x))

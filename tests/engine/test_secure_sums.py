@@ -15,9 +15,12 @@ from scipy import stats
 from torch import Tensor, nn
 
 from lamina import Batch, Engine, LayerStack, Policy, SeededNoise, StepPlan, make_plan
-from lamina.engine.integer_noise import LEAST_BITS
+from lamina.account.filters import RenyiFilter
+from lamina.account.schedule import Event
+from lamina.engine.budget import Budget
+from lamina.engine.integer_noise import LEAST_BITS, GridSums
 from lamina.engine.noise import NoiseSource
-from lamina.engine.secure_sums import SecureSum, skellam_reach
+from lamina.engine.secure_sums import PartyMessage, SecureSum, skellam_reach
 
 POLICY = """
 [corpus]
@@ -73,31 +76,34 @@ def test_messages_of_parties_give_the_plain_sum_of_integers(parties: int) -> Non
             sums = engine.grid_sums(losses(model, part), part, how.grids)
             plain = {name: plain.get(name, 0) + total for name, total in sums.items()}
             messages.append(how.message(sums, Silent(party), party=party, step=0))
+        budget = engine.budget
         exact = engine.grid_sums(None, Batch(torch.zeros(0, 5), torch.zeros(0, dtype=torch.long)), how.grids)
     assert all(int(total.abs().sum()) == 0 for total in exact.values())
     assert any(bool((total < 0).any()) for total in plain.values())
-    found = how.total(messages)
-    assert all(torch.equal(found[name], total) for name, total in plain.items())
-    masked = []
+    found = how.total(messages, budget=budget)
+    assert all(torch.equal(found[name], total) for name, total in plain.items()) and budget.taken == 1
+    masked: list[PartyMessage] = []
     mask = {name: torch.randint(1 << 40, total.shape, generator=generator) for name, total in plain.items()}
     for party, message in enumerate(messages):
         sign = 1 if party == 0 else -1 if party == parties - 1 else 0
-        masked.append({name: how._reduced(name, t + sign * mask[name]) for name, t in message.items()})
+        hidden = {name: how._reduced(name, t + sign * mask[name]) for name, t in message.sums.items()}
+        masked.append(replace(message, sums=hidden))
     if parties > 1:
-        assert all(torch.equal(how.total(masked)[name], total) for name, total in plain.items())
-        assert not torch.equal(masked[0]["0.weight"], messages[0]["0.weight"])
+        opened = how.total([how.combined(masked)], budget=Budget(plan, {}))
+        assert all(torch.equal(opened[name], total) for name, total in plain.items())
+        assert not torch.equal(masked[0].sums["0.weight"], messages[0].sums["0.weight"])
 
 
 def test_the_released_step_is_that_of_one_process_up_to_the_unit() -> None:
     model, plan = net(), plan_of()
     how, whole = SecureSum.of(plan, parties=2), batch_of(8, 3)
-    halves = [replace(whole, x=whole.x[at], y=whole.y[at], cls=whole.cls[at], unit=torch.arange(4), weight=torch.ones(4))  # type: ignore[index]
-              for at in (slice(0, 4), slice(4, 8))]  # fmt: skip
+    assert whole.cls is not None
+    halves = [Batch(whole.x[at], whole.y[at], cls=whole.cls[at]) for at in (slice(0, 4), slice(4, 8))]
     with Engine(model, plan, noise=SeededNoise(0)) as engine:
         messages = [how.message(engine.grid_sums(losses(model, part), part, how.grids), Silent(p), party=p, step=0)
                     for p, part in enumerate(halves)]  # fmt: skip
         expected = engine.clipped_sums(losses(model, whole), whole)
-    released = how.released(how.total(messages))
+    released = how.released(how.total(messages, budget=engine.budget))
     places = {name: i for i, layer in enumerate(plan.layers) for name in layer.parameters}
     for name, total in expected.items():
         unit = how.grids[places[name]].unit
@@ -116,9 +122,10 @@ def test_shares_add_up_to_the_planned_law(parties: int) -> None:
     count = 4 ** math.ceil(math.log(parties, 4) - 1e-9)
     assert sum(how.draws(party) for party in range(parties)) == count and how.draws(parties - 1) >= 1
     assert grid.bits >= LEAST_BITS + round(math.log(count, 4))
-    nothing = {"l0.w": torch.zeros(200_000 // parties, dtype=torch.int64)}
+    nothing = GridSums({"l0.w": torch.zeros(200_000 // parties, dtype=torch.int64)}, how.grids, how.plan.digest())
     totals = how.total(
-        [how.message(nothing, SeededNoise(50 + party), party=party, step=0) for party in range(parties)]
+        [how.message(nothing, SeededNoise(50 + party), party=party, step=0) for party in range(parties)],
+        budget=Budget(how.plan, {}),
     )["l0.w"].numpy()
     scaled = totals / 2.0**grid.bits
     assert stats.kstest(scaled, "norm").pvalue > 1e-4
@@ -145,6 +152,79 @@ def test_a_modulus_that_is_too_small_is_refused() -> None:
         SecureSum.of(far, parties=3)
 
 
+def nothing_on(how: SecureSum) -> GridSums:
+    nothing = {name: torch.zeros(1, dtype=torch.int64) for name in how.plan.layers[0].parameters}
+    return GridSums(nothing, how.grids, how.plan.digest())
+
+
+def messages_of(how: SecureSum, step: int = 0) -> list[PartyMessage]:
+    return [how.message(nothing_on(how), SeededNoise(9 * step + p), party=p, step=step) for p in range(how.parties)]
+
+
+def test_each_opened_sum_is_asked_of_the_filter_and_charged_once() -> None:
+    plan = plan_of()
+    how = SecureSum.of(plan, parties=3)
+    one = Event(sigma=plan.sigma("a"), q=plan.classes[0].sampling_rate, steps=2)
+    filter_ = RenyiFilter.for_schedule((one,), order=32)
+    budget = Budget(plan, {"a": filter_})
+    for step in range(2):
+        before = int(filter_.to_state()["spent"])
+        how.total(messages_of(how, step), budget=budget)
+        assert int(filter_.to_state()["spent"]) > before and budget.taken == step + 1
+    with raises_code("engine.budget-exhausted"):
+        how.total(messages_of(how, 2), budget=budget)
+    assert budget.taken == 2
+    for other in (budget, Budget(plan, {}, taken=5), Budget(replace(plan, steps=9), {})):  # behind, ahead, another plan
+        with raises_code("noise.sum-of-other-budget"):
+            how.total(messages_of(how, 1), budget=other)
+
+
+def test_parties_that_differ_are_refused() -> None:
+    """Another grid of one party would scale its part by a power of two, without a trace in the sum."""
+    plan = plan_of()
+    how = SecureSum.of(plan, parties=2)
+    first, second = messages_of(how)
+    finer = replace(how, grids=tuple(grid._replace(bits=grid.bits + 1, unit=grid.unit / 2) for grid in how.grids))
+    wider = SecureSum.of(plan, parties=2, modulus_bits=max(how.modulus_bits) + 1)
+    more = SecureSum.of(replace(plan, steps=9), parties=2)
+    for other in (finer, wider, more):
+        with raises_code("noise.parties-differ"):
+            how.total([first, messages_of(other)[1]], budget=Budget(plan, {}))
+    apart = replace(second, sums={"another": torch.zeros(1, dtype=torch.int64)})
+    for wrong in (messages_of(how, 1)[1], apart):
+        with raises_code("noise.parties-differ"):
+            how.total([first, wrong], budget=Budget(plan, {}))
+    for sums in (dict(nothing_on(how)), nothing_on(finer)):
+        with raises_code("noise.sums-on-other-grids"):
+            how.message(sums, SeededNoise(1), party=0, step=0)  # type: ignore[arg-type]
+
+
+def test_sums_that_another_plan_clipped_are_refused() -> None:
+    """The same noise, so the same grids; but clip norms that are three times as large."""
+    plan = plan_of()
+    how, batch, model = SecureSum.of(plan, parties=1), batch_of(6, 1), net()
+    wider = replace(plan, clip=tuple(tuple(3 * c for c in row) for row in plan.clip))
+    with Engine(model, wider, noise=SeededNoise(0)) as engine:
+        sums = engine.grid_sums(losses(model, batch), batch, how.grids)
+    with raises_code("noise.sums-of-other-plan"):
+        how.message(sums, SeededNoise(1), party=0, step=0)
+
+
+def test_a_draw_is_summed_whole_and_once() -> None:
+    """Each step is priced as a draw of its own: a draw that is opened at every step would cost more."""
+    plan, batch, model = plan_of(), batch_of(6, 1), net()
+    grids = SecureSum.of(plan, parties=1).grids
+    with Engine(model, plan, noise=SeededNoise(0)) as engine:
+        for part in batch_of(6, 2).split(2):
+            with raises_code("engine.grid-sum-of-part"):
+                engine.grid_sums(losses(model, part), part, grids)
+        engine.grid_sums(losses(model, batch), batch, grids)
+        with raises_code("engine.batch-used-again"):
+            engine.grid_sums(losses(model, batch), batch, grids)
+        with raises_code("engine.batch-used-again"):
+            engine.backward(losses(model, batch), batch)
+
+
 def test_what_has_no_shares_or_no_bound_is_refused() -> None:
     plan = plan_of()
     with raises_code("noise.shares-need-skellam"):
@@ -156,12 +236,12 @@ def test_what_has_no_shares_or_no_bound_is_refused() -> None:
             SecureSum.of(plan, parties=parties)
     with raises_code("noise.party-unknown"):
         SecureSum.of(plan, parties=2).draws(2)
-    nothing = {name: torch.zeros(1, dtype=torch.int64) for name in plan.layers[0].parameters}
     three = SecureSum.of(plan, parties=3)
+    nothing = nothing_on(three)
     messages = [three.message(nothing, SeededNoise(party), party=party, step=0) for party in range(3)]
     for some in ([], messages[:2], [*messages, messages[0]]):
         with raises_code("noise.shares-missing"):
-            three.total(some)
+            three.total(some, budget=Budget(plan, {}))
     for step in (-1, plan.steps):
         with raises_code("noise.step-not-priced"):
             three.message(nothing, SeededNoise(9), party=0, step=step)
@@ -173,10 +253,15 @@ def test_what_has_no_shares_or_no_bound_is_refused() -> None:
 
 
 def test_epsilon_is_the_plans_and_a_stream_is_used_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wrapping and adding are post-processing: nothing is charged beside the plan."""
+    """Wrapping and adding are post-processing: nothing is charged beside the steps of the plan."""
     claimed: list[int] = []
     monkeypatch.setattr(NoiseSource, "_claim", lambda _self, step, _indices: claimed.append(step))
     plan = big_plan()
     how = SecureSum.of(plan, parties=5)
-    how.message({"l0.w": torch.zeros(8, dtype=torch.int64)}, SeededNoise(1), party=0, step=4)
+    how.message(
+        GridSums({"l0.w": torch.zeros(8, dtype=torch.int64)}, how.grids, how.plan.digest()),
+        SeededNoise(1),
+        party=0,
+        step=4,
+    )
     assert claimed == [4] and how.plan.epsilon(0) == plan.epsilon(0)

@@ -337,6 +337,16 @@ def test_data_of_the_wrong_kind_is_refused(tmp_path: Path) -> None:
         trainer_of(tmp_path, options={"save_strategy": "steps", "save_steps": 3}).train()
 
 
+def test_how_long_something_took_is_not_logged(tmp_path: Path) -> None:
+    trainer = trainer_of(
+        tmp_path, eval_dataset=PUBLIC, eval_on="public", options={"eval_strategy": "steps", "eval_steps": 2}
+    )
+    trainer.train()
+    assert "eval_runtime" in trainer.evaluate()  # told to who asks, of public data
+    names = {name for line in trainer.state.log_history for name in line}
+    assert "eval_loss" in names and not [n for n in names if "runtime" in n or "per_second" in n or "time" in n]
+
+
 def test_an_evaluation_is_declared_public(tmp_path: Path) -> None:
     corpus = corpus_of()
     with raises_code("train.evaluation-on-private-data"):

@@ -13,12 +13,14 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 import ranks
 import torch
-from oracle import losses_of, plan_of
+from oracle import clip_by_hand, example_grads, losses_of, plan_of, unit_grads
 from torch import Tensor, nn
 
-from lamina import Batch, Engine, LaminaError, SeededNoise
+from lamina import Batch, Engine, LaminaError, LayerStack, Policy, SeededNoise, make_plan
+from lamina.allocate.ladp import LADP
 from lamina.engine.batch import Draw
-from lamina.engine.distributed import Ranks
+from lamina.engine.distributed import ALONE, Ranks
+from lamina.engine.proxy_shares import Proxy
 from lamina.plan.rules import FollowQuantile, Injection, NoiseKind
 from lamina.plan.step_plan import StepPlan
 
@@ -89,7 +91,9 @@ def step(name: str, rank: int, size: int) -> dict[str, Any]:
         return {each: p.grad.tolist() for each, p in model.named_parameters() if p.grad is not None}
 
 
-SHARDED = ["plain box", "plain joint", "plain box 1", "tied box", "parts joint", "several box", "restricted box"]
+SHARDED = ["plain box", "plain joint", "plain box 1", "plain joint 1", "tied box", "parts joint", "several box"]
+SHARDED += ["restricted box", "plain box 0"]
+FEW = ["plain box", "plain joint", "plain box 1", "plain joint 1", "several joint", "restricted box"]
 
 
 def sharded_step(name: str, rank: int, size: int) -> dict[str, Any]:
@@ -193,15 +197,63 @@ def quantile(rank: int, size: int) -> list[float]:
         return [c for row in engine.applied.clip for c in row]
 
 
+def proxied(rank: int, size: int) -> dict[str, Any]:
+    """S of each step of a plan that follows a proxy, what one process makes of the same weights, and how far sums are off."""
+    torch.manual_seed(3)
+    model = dense()
+    draw = torch.Generator().manual_seed(5)
+    proxy = Proxy(
+        source="simulated", x=torch.randn(20, 5, generator=draw), y=torch.randint(0, 3, (20,), generator=draw),
+        loss_fn=nn.CrossEntropyLoss(reduction="none"),
+    )  # fmt: skip
+    rule = LADP(estimator="fisher", every=2, examples=16)
+    plan = make_plan(LayerStack.from_model(model), Policy.parse(PROXY_POLICY), batch=8, steps=10, allocate=rule)
+    followed, alone, off = [], [], 0.0
+    layer_of = {each: i for i, layer in enumerate(plan.layers) for each in layer.parameters}
+    with Engine(model, plan, noise=SeededNoise(5, rank=rank), proxy=proxy) as engine:
+        for number in range(4):
+            whole = batch_of(7)
+            twin = dense()
+            twin.load_state_dict(model.state_dict())
+            part = whole.shard(rank, size)
+            engine.backward(losses_of(model, part.x, None), part)
+            followed.append(list(engine.applied.noise))
+            if number % 2 == 0:
+                with Engine(twin, plan, noise=SeededNoise(1), proxy=proxy, ranks=ALONE) as single:
+                    single.budget.set_taken(number)
+                    single.follow_proxy()
+                    alone.append(list(single.applied.noise))
+            sums = clip_by_hand(
+                unit_grads(example_grads(twin, whole.x), whole), whole.cls.tolist(), engine.applied
+            ).sums
+            for other in range(size):
+                drawn = [torch.empty(t.shape, dtype=torch.float64) for t in sums.values()]
+                stds = [engine.applied.noise[layer_of[name]] / size**0.5 for name in sums]
+                SeededNoise(5, rank=other).fill_many_(drawn, stds, step=number)
+                sums = {name: t + z for (name, t), z in zip(sums.items(), drawn, strict=True)}
+            for name, p in model.named_parameters():
+                off = max(off, float((p.grad * plan.batch - sums[name]).abs().max()))
+                p.data.sub_(p.grad)
+            model.zero_grad()
+    return {"followed": followed, "alone": alone, "off": off}
+
+
+PROXY_POLICY = '[corpus]\norigin = "a"\ndelta = 1e-5\n[class.data]\npopulation = 300\nepsilon = 2.0\n'
+
+
 def main(rank: int, size: int) -> None:
     what = sys.argv[1]
     if what == "variance":
         found: dict[str, Any] = {"variance": variance(int(sys.argv[2]), rank, size)}
     else:
-        found = {name: step(name, rank, size) for name in CASES}
-        found["sharded"] = {name: sharded_step(name, rank, size) for name in SHARDED}
+        names = FEW if what == "few" else CASES
+        found = {name: step(name, rank, size) for name in names}
+        found["sharded"] = {name: sharded_step(name, rank, size) for name in names if name in SHARDED}
+    if what == "cases":
         found["refusals"] = refusals(rank, size)
         found["quantile"] = quantile(rank, size)
+        found["proxied"] = proxied(rank, size)
+    if what in ("cases", "every"):
         found["variance"] = variance(300, rank, size)
     ranks.answer(found)
 

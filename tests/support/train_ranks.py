@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lamina import LaminaError, StepPlan
 from lamina.engine.distributed import is_sharded_model, weights_digest
+from lamina.engine.proxy_shares import Proxy
 from lamina.train import run
 from lamina.train.run_output import Progress
 
@@ -53,7 +54,8 @@ def known_seeds() -> None:
 
 
 def fit(folder: str, **options: Any) -> dict[str, Any]:
-    plan = StepPlan.from_cbor(Path(os.environ["RANKS_PLAN"]).read_bytes())  # calibrating takes longer than training
+    if (plan := options.pop("plan", None)) is None:
+        plan = StepPlan.from_cbor(Path(os.environ["RANKS_PLAN"]).read_bytes())  # calibrating takes longer than training
     trainer = problem.trainer(Path(folder), plan=plan, segment=SEGMENT, **options)
     if isinstance(options.get("progress"), Withdraw):
         options["progress"].corpus = trainer.corpus
@@ -100,6 +102,12 @@ def scenario(name: str, folder: str, rank: int) -> dict[str, Any]:
         return fit(folder, ema=0.9, max_occurrences={"clinical": 4}, microbatches=2)
     if name == "differs":
         return fit(folder, corpus=problem.corpus(**problem.data(seed=rank)))
+    if name == "proxied":
+        source = Path(os.environ["RANKS_PLAN"]).with_name("proxied.cbor")
+        draw = torch.Generator().manual_seed(5)
+        x, y = torch.randn(40, 6, generator=draw), torch.randint(0, 3, (40,), generator=draw)
+        proxy = Proxy(source="simulated", x=x, y=y, loss_fn=problem.loss)
+        return fit(folder, plan=StepPlan.from_cbor(source.read_bytes()), proxy=proxy)
     if name == "withdraw":
         return fit(folder, progress=Withdraw(), on_withdrawal="abandon", bounds=LOOSE)
     if name == "loose":

@@ -96,8 +96,8 @@ def test_every_noise_that_was_applied_is_in_an_epoch(
     applied: dict[int, tuple[float, ...]] = {}
     begin = Engine._begin
 
-    def watched(engine: Engine) -> Any:
-        found = begin(engine)
+    def watched(engine: Engine, *args: Any) -> Any:
+        found = begin(engine, *args)
         applied[found.step] = tuple(s * s for s in engine.applied.noise)
         return found
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-import random
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,14 @@ import torch
 from safetensors.torch import load_file
 from stopping import LOOSE, killed
 
+from lamina import LayerStack, Policy, make_plan
+from lamina.allocate.ladp import LADP
 from lamina.corpus.sampler import Sampler
 from lamina.engine.distributed import Ranks
+from lamina.ledger.reader import LedgerReader
 from lamina.ledger.verify.verifier import verify
 from lamina.train.journal import AttemptOpened, Journal
+from lamina.train.training_checkpoint import TrainingCheckpoints, tensor_bytes
 
 STEPS, SEGMENT = 12, 4
 
@@ -35,6 +38,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Where the runs are; with the plan of all of them."""
     folder = tmp_path_factory.mktemp("ranks")
     (folder / "plan.cbor").write_bytes(problem.plan(problem.net(), STEPS).to_cbor())
+    stack, policy = LayerStack.from_model(problem.net()), Policy.parse(problem.POLICY)
+    rule = LADP(estimator="fisher", every=2, examples=16)
+    made = make_plan(stack, policy, batch=48, steps=STEPS, allocate=rule)
+    (folder / "proxied.cbor").write_bytes(made.to_cbor())
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RANKS_PLAN", str(folder / "plan.cbor"))
         yield folder
@@ -43,7 +50,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def answers(place: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Every scenario but the one that ends its processes: of rank 0 and rank 1."""
-    names = ("plain", "whole", "adam", "sharded", "differs", "withdraw", "fails")
+    names = ("plain", "whole", "adam", "sharded", "proxied", "differs", "withdraw", "fails")
     return run_two(**{name: place / name / "run" for name in names})
 
 
@@ -67,6 +74,12 @@ def test_ranks_end_with_the_same_weights_at_the_price_of_one_process(
         attempts = opened(place / name / "run")
         assert [each.world_size for each in attempts] == [2] * 3
         verified(place / name)
+
+
+def test_shares_that_follow_a_proxy_are_recorded_as_they_were_applied(answers: Any, place: Path) -> None:
+    first, second = (answer["proxied"] for answer in answers)
+    assert first == second and first["steps"] == STEPS
+    verified(place / "proxied")
 
 
 def test_a_rank_with_other_data_is_refused_before_anything_is_charged(answers: Any, place: Path) -> None:
@@ -134,33 +147,53 @@ def test_another_number_of_ranks_redoes_the_open_steps_and_charges_them_again(re
     verified(place / "fewer")
 
 
-def seconds_of_a_run(folder: Path) -> float:
-    before = time.monotonic()
-    run_two(plain=folder)
-    return time.monotonic() - before
+def standing(folder: Path) -> dict[str, Any]:
+    """What ledger, journal, checkpoints and weights of a finished run say; they must agree with each other."""
+    journal, checkpoints = Journal.load(folder / "journal"), TrainingCheckpoints(folder / "checkpoint")
+    attempts = opened(folder)
+    assert journal.pending is None and all(map(journal.closed, attempts))
+    assert [(each.segment, each.generation) for each in attempts] == [(0, 0), (1, 0), (2, 0)]  # nothing was done twice
+    newest = max(checkpoints.indices())
+    saved, _ = checkpoints.load(newest)
+    weights, checkpoint = load_file(folder / "model.safetensors"), saved.tensors
+    assert newest == len(attempts) and attempts[-1].last == saved.state["step"] == STEPS
+    for name, value in weights.items():
+        assert torch.equal(value, checkpoint[f"model.{name}"])
+    (ledger,) = folder.parent.rglob("*.ledger.db")
+    found = verify(ledger, signatures=False)
+    assert found.problem is None
+    with LedgerReader.read_only(ledger) as view, view.store.read() as rows:
+        held = len(rows.holds())
+    assert held == 0  # nothing is reserved any more
+    return {
+        "records": found.size,
+        "checkpoint": {name: hashlib.sha256(tensor_bytes(value)).hexdigest() for name, value in checkpoint.items()},
+        "charges": [each.charges for each in attempts],
+    }
+
+
+def kill_at_random(name: str, place: Path, whole: dict[str, Any], *, kills: int, seed: int) -> None:
+    """One rank is killed so often, at instants of the whole run; every run is let finish in the end and compared."""
+    folders = [place / f"random {name} {seed} {number}" / "run" for number in range(2 * kills + 1)]
+    commands = [json.dumps({name: str(folder)}) for folder in folders]
+    found = ranks.kill_at_random("train_ranks.py", 2, commands, kills=kills, seed=seed, timeout=1700)
+    wanted = standing(folders[0])
+    for folder, (first, second) in zip(folders, found, strict=False):
+        assert first == second
+        assert {key: first[name][key] for key in whole} == whole
+        assert standing(folder) == wanted
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_one_rank_killed_at_twenty_random_instants(answers: Any, place: Path) -> None:
+@pytest.mark.parametrize("name", ["plain", "sharded"])
+def test_one_rank_killed_at_twenty_random_instants(name: str, answers: Any, place: Path) -> None:
     """Whichever rank it was, and whenever: the run goes on with the same command, to the same weights, charged once."""
-    chance, whole, done, runs = random.Random(4), answers[0]["plain"], 0, 0
-    duration = seconds_of_a_run(place / "timed" / "run") * 0.8  # some of it is spent before the ranks begin
-    while done < 20:
-        runs += 1
-        assert runs < 60, "the runs end before a rank can be killed"
-        folder, told = place / f"random{runs}" / "run", json.dumps({"plain": str(place / f"random{runs}" / "run")})
-        for _ in range(chance.randint(1, 3)):
-            kill = (chance.randrange(2), chance.uniform(0.0, duration))
-            codes = [code for code, _, _ in ranks.end_ranks("train_ranks.py", 2, told, kill=kill)]
-            killed_one = codes[kill[0]] == -9
-            assert codes[1 - kill[0]] in ((0, 1) if killed_one else (0,))  # the other stops by itself
-            done += killed_one
-        first, second = run_two(plain=folder)
-        assert first == second
-        assert {key: first["plain"][key] for key in whole} == whole
-        assert [(each.segment, each.generation) for each in opened(folder)] == [(0, 0), (1, 0), (2, 0)]
-        verified(folder.parent)
+    kill_at_random(name, place, answers[0][name], kills=20, seed=4)
+
+
+def test_a_rank_of_a_sharded_model_killed_at_random(answers: Any, place: Path) -> None:
+    kill_at_random("sharded", place, answers[0]["sharded"], kills=3, seed=1)
 
 
 @pytest.mark.parametrize("size", [2, 3])

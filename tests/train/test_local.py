@@ -143,6 +143,7 @@ def test_a_second_plan_for_the_same_data_says_what_both_cost() -> None:
     both = find_accountant("pld").epsilon((*one.schedule(0), *two.schedule(0)), 1e-5)
     assert f"together they cost ε {epsilon_text(both)}" in str(caught[0].message)
     assert "simulated" in str(caught[0].message) and 3.0 < both < 4.0
+    assert caught[0].filename == __file__  # where make_private was called
     made((X + 1, Y))  # other data
 
 
@@ -159,6 +160,20 @@ def test_without_a_population_the_claim_is_zero_out_at_a_public_number(tmp_path:
         engine.model, optimizer, loss, corpus, plan, engine=engine, folder=tmp_path / "run", progress=False
     )
     assert engine.claim in trainer.fit().notes
+
+
+def test_names_of_opacus_are_refused_with_ours() -> None:
+    model, x = nn.Linear(3, 2), torch.zeros(40, 3)
+    theirs = {
+        "max_grad_norm": "clip_norm=", "target_epsilon": "epsilon=", "target_delta": "delta=", "data_loader": "(x, y)",
+        "optimizer": "engine.backward", "batch_size": "batch=", "module": "make_private(model",
+    }  # fmt: skip
+    for name, ours in theirs.items():
+        with raises_code("train.opacus-name") as refusal:
+            lamina.make_private(model, x, batch=4, steps=2, **{name: 1.0})  # type: ignore[arg-type]
+        assert ours in str(refusal.value)
+    with raises_code("train.opacus-name"):
+        lamina.make_private(module=model, optimizer=None, data_loader=x, noise_multiplier=1.1, max_grad_norm=1.0)  # type: ignore[call-arg]
 
 
 def test_exactly_one_of_epsilon_and_noise_multiplier_is_given() -> None:

@@ -8,6 +8,7 @@ from refusals import raises_code
 from torch import Tensor, nn
 
 import lamina
+from lamina.train.pretrain import SubspaceLinear
 
 
 def net() -> nn.Sequential:
@@ -56,3 +57,129 @@ def test_the_lower_band_can_be_left_as_it_was_learned() -> None:
 def test_private_data_are_refused(proxy: str) -> None:
     with raises_code("train.pretrain-not-public"):
         lamina.pretrain(net(), error, X, proxy=proxy, steps=3)
+
+
+def learned_net() -> nn.Sequential:
+    model = net().eval()
+    lamina.pretrain(model, error, X, proxy="simulated: planes", steps=100, lr=1e-2)
+    return model
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_subspace_changes_nothing_until_it_is_trained_and_merges_into_plain_layers(bias: bool) -> None:
+    model = learned_net()
+    model[5] = nn.Linear(8, 6, bias=bias)
+    names, before = list(model.state_dict()), model(X).detach()
+    lamina.private_subspace(model, error, X, proxy="simulated: planes", layers=["0", "5"], rank=2, scale=3.0)
+    assert torch.equal(model(X), before)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    assert set(trained) == {"0.core.weight", "0.core.bias", "5.core.weight"} | ({"5.core.bias"} if bias else set())
+    assert all(p.numel() == 4 for name, p in trained.items() if name.endswith("weight"))
+    with torch.no_grad():
+        for p in trained.values():
+            p.normal_()
+    moved = model(X).detach()
+    assert not torch.allclose(moved, before, atol=1e-2)
+    lamina.merge_subspace(model)
+    assert list(model.state_dict()) == names
+    torch.testing.assert_close(model(X), moved)
+
+
+def test_directions_are_those_of_the_public_data() -> None:
+    """Against the singular values of all inputs and gradients at once."""
+    model = learned_net().double()
+    x, last = X.double(), model[5]
+    inputs = model[:5](x).detach()
+    gradients = 2 * (last(inputs) - x).detach() / 6
+    lamina.private_subspace(model, error, x, proxy="public", layers=["5"], rank=2, scale=3.0)
+    made = model[5]
+    assert isinstance(made, SubspaceLinear)
+    parts = (inputs - inputs.mean(0)) @ made.down.T
+    torch.testing.assert_close(parts.T @ parts / len(x), torch.eye(2).double())
+    main = torch.linalg.svd(inputs - inputs.mean(0), full_matrices=False).Vh[:2]
+    torch.testing.assert_close(made.down @ main.T @ main, made.down)
+    out = torch.linalg.svd(gradients, full_matrices=False).Vh[:2]
+    torch.testing.assert_close(made.up.T @ made.up, 9 * torch.eye(2).double())
+    torch.testing.assert_close(out.T @ out @ made.up, made.up)
+
+
+def test_private_steps_change_the_core_alone() -> None:
+    model = learned_net()
+    lamina.private_subspace(model, error, X, proxy="simulated", layers=["5"], rank=2, scale=1.0)
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    engine, corpus, plan = lamina.make_private(model, X, epsilon=3.0, batch=20, steps=3)
+    assert sum(layer.size for layer in lamina.LayerStack.from_model(model)) == 6
+    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    for batch in corpus.batches(plan):
+        engine.backward(error(model(batch.x), batch.x) if len(batch) else None, batch)
+        optimizer.step()
+        optimizer.zero_grad()
+    with raises_code("train.merge-while-attached"):
+        lamina.merge_subspace(model)
+    engine.detach()
+    moved = {name for name, t in model.state_dict().items() if not torch.equal(t, before[name])}
+    assert moved == {"5.core.weight", "5.core.bias"}
+
+
+def test_what_a_subspace_cannot_be_made_of_is_refused() -> None:
+    def make(**other: object) -> None:
+        given = {"proxy": "public", "layers": ["5"], "rank": 2, "scale": 1.0} | other
+        lamina.private_subspace(learned_net(), error, X, **given)  # type: ignore[arg-type]
+
+    with raises_code("train.pretrain-not-public"):
+        make(proxy="our ward")
+    for layers in (["1"], ["nowhere"], [""], [], "5"):
+        with raises_code("train.subspace-not-linear"):
+            make(layers=layers)
+    with raises_code("train.subspace-rank-too-large"):
+        make(rank=7)
+    with raises_code("train.subspace-scale-not-positive"):
+        make(scale=0.0)
+
+
+def test_a_layer_that_is_not_called_is_refused() -> None:
+    model = nn.ModuleDict({"used": nn.Linear(6, 6), "other": nn.Linear(6, 6)})
+    model.forward = lambda x: model["used"](x)
+    with raises_code("train.subspace-not-linear"):
+        lamina.private_subspace(model, error, X, proxy="public", layers=["other"], rank=1, scale=1.0)
+
+
+class Shared(nn.Module):
+    """A layer, or its weight alone, in two places."""
+
+    def __init__(self, *, whole: bool) -> None:
+        super().__init__()
+        self.a = nn.Linear(6, 6)
+        self.b = self.a if whole else nn.Linear(6, 6)
+        self.b.weight = self.a.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.b(torch.tanh(self.a(x)))
+        return out
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_layer_in_two_places_is_refused(whole: bool) -> None:
+    """Only one of them would learn, and merging would then change both."""
+    with raises_code("train.subspace-shared"):
+        lamina.private_subspace(Shared(whole=whole), error, X, proxy="public", layers=["a"], rank=1, scale=1.0)
+
+
+def test_a_refused_subspace_leaves_the_model_as_it_was() -> None:
+    model = learned_net()
+    model[0].requires_grad_(False)
+    model.train()[2].eval()
+    modes = [layer.training for layer in model]
+    with raises_code("train.subspace-rank-too-large"):
+        lamina.private_subspace(model, error, X, proxy="public", layers=["0"], rank=60, scale=1.0)
+    assert [p.requires_grad for p in model.parameters()] == [False] * 2 + [True] * 4
+    assert [layer.training for layer in model] == modes
+
+
+def test_a_subspace_is_not_cut_out_of_another() -> None:
+    model = learned_net()
+    lamina.private_subspace(model, error, X, proxy="public", layers=["5"], rank=1, scale=1.0)
+    for layer in ("5", "5.base", "5.core"):
+        with raises_code("train.subspace-not-linear") as refusal:
+            lamina.private_subspace(model, error, X, proxy="public", layers=[layer], rank=1, scale=1.0)
+        assert "5." not in refusal.value.remedy

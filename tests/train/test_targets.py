@@ -322,6 +322,20 @@ class Later(torch.utils.data.Dataset[Any]):
         return torch.from_numpy(self.data["x"][i]), HUGE if bad else int(self.data["y"][i])
 
 
+def count_bad_labels(monkeypatch: pytest.MonkeyPatch, spoil: Callable[[int], None]) -> list[int]:
+    """Calls `spoil` before every draw. The list gets how many bad labels each draw has."""
+    draw, seen = Sampler.draw, list[int]()
+
+    def drawn(self: Sampler, step: int) -> Batch:
+        spoil(step)
+        batch = draw(self, step)
+        seen.append(int((batch.y == HUGE).sum()))
+        return batch
+
+    monkeypatch.setattr(Sampler, "draw", drawn)
+    return seen
+
+
 @pytest.mark.parametrize("options", [{}, {"microbatches": 3}, {"augment": lambda x: x + 0.01 * torch.randn_like(x)}])
 def test_a_label_that_turns_bad_counts_as_nothing(
     tmp_path: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -332,18 +346,34 @@ def test_a_label_that_turns_bad_counts_as_nothing(
         dataset, unit=data["unit"], cls=data["cls"], version="1", policy=lamina.Policy.parse(problem.POLICY)
     )
     trainer = problem.trainer(tmp_path / "a", corpus=corpus, **options)
-    draw, seen = Sampler.draw, []
 
-    def drawn(self: Sampler, step: int) -> Batch:
+    def spoil(step: int) -> None:
         dataset.spoiled = True
-        batch = draw(self, step)
-        seen.append(int((batch.y == HUGE).sum()))
-        return batch
 
-    monkeypatch.setattr(Sampler, "draw", drawn)
+    seen = count_bad_labels(monkeypatch, spoil)
     assert trainer.fit().steps == 24
     assert sum(seen) > 0
     assert all(bool(p.isfinite().all()) for p in trainer.model.parameters())
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_an_array_that_is_changed_while_the_run_goes_on_counts_as_nothing(
+    tmp_path: Path, mapped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = problem.data()
+    data["y"] = np.array(data["y"])
+    if mapped:
+        np.save(tmp_path / "y.npy", data["y"])
+        data["y"] = np.load(tmp_path / "y.npy", mmap_mode="r+")
+    trainer = problem.trainer(tmp_path / "a", corpus=problem.corpus(**data))
+
+    def spoil(step: int) -> None:
+        if step == 3:
+            data["y"][::20] = HUGE
+
+    seen = count_bad_labels(monkeypatch, spoil)
+    assert trainer.fit().steps == 24
+    assert sum(seen) > 0
 
 
 # ------------------------------------------------------------------------------------------------ any other error

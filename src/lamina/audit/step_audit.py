@@ -18,6 +18,7 @@ from lamina.audit.canaries import ascent_canary, named_canaries, random_canaries
 from lamina.audit.paired_step import PairedStep, Without, coupling_to_others, paired_step
 from lamina.audit.target import COUNTS_KEY, AuditTarget, Region, plan_regions
 from lamina.engine.batch import Batch, take_rows
+from lamina.engine.distributed import is_sharded_model
 from lamina.errors import EngineError
 from lamina.plan.correlation import band_coefficients, participations
 from lamina.plan.rules import FollowQuantile, NoiseKind, effective_sigma
@@ -227,7 +228,8 @@ def _try_canaries(
     def canaries() -> Iterable[tuple[str, Batch]]:
         yield from (pair for pair in named_canaries(batch, unit) if not quick or pair[0] in _QUICK_CANARIES)
         yield from random_canaries(batch, unit, count=tries, seed=seed)
-        yield "ascent", ascent_canary(subject, batch, unit)
+        if not is_sharded_model(subject.model):  # whose parameters are not those that a forward pass uses
+            yield "ascent", ascent_canary(subject, batch, unit)
 
     # Raw noise goes with its contribution: what is claimed is a gradient of 0 in its place.
     absent = fixed and not subject.plan.injection.raw

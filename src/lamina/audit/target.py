@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lamina.account.schedule import INTEGER_RDP
 from lamina.engine.batch import Batch
+from lamina.engine.distributed import Ranks, whole_tensor
 from lamina.engine.engine import Engine
 from lamina.engine.noise import NoiseSource, SeededNoise
 from lamina.engine.paper_step import ReproductionWarning
@@ -111,6 +112,9 @@ class AuditTarget:
     parts      microbatches that a batch is cut into
     hardened   whether the noise is rounded to its public grid
 
+    Under torch.distributed every rank audits the same batches at once: each takes its part of them, so that contribution u
+    is on rank u modulo the number of ranks.
+
     Every release is made by a fresh stepper, so that two of them draw the same noise, from the same state
     of torch's generator, so that they drop the same units. Buffers, gradients and generator are put back.
     """
@@ -145,7 +149,7 @@ class AuditTarget:
             # A step is taken here, not priced.
             accountant=INTEGER_RDP if self.plan.noise_kind.integer_orders else "rdp",
         )
-        source = SeededNoise(seed, hardened=self.hardened)
+        source = SeededNoise(seed, hardened=self.hardened, rank=Ranks.current().rank)
         with _state_restored(self.model):
             stepper = self._stepper(plan, source)
             try:
@@ -156,11 +160,12 @@ class AuditTarget:
     def _step(self, stepper: Stepper, batch: Batch, divisor: float) -> dict[str, Tensor]:
         for p in self.model.parameters():
             p.grad = None
-        for part in batch.split(self.parts):
+        ranks = Ranks.current()
+        for part in (batch if ranks.alone else batch.shard(ranks.rank, ranks.size)).split(self.parts):
             with torch.enable_grad():
                 losses = self.losses_of(part.x, part.y) if part.examples else None
             stepper.backward(losses, part)
-        grads = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
+        grads = {name: whole_tensor(p.grad) for name, p in self.model.named_parameters() if p.grad is not None}
         seen = {name: grad.detach().double() * divisor for name, grad in grads.items()}
         counts = getattr(getattr(stepper, "adaptation", None), "counts", None)
         return seen if counts is None else {**seen, COUNTS_KEY: torch.tensor(counts, dtype=torch.float64)}

@@ -222,7 +222,8 @@ def study(
     size: Annotated[
         str,
         option(
-            "quick: minutes, not evidence; full: some hours; paper: the document's own size, days", choices=STUDY_SIZES
+            "quick: minutes, not evidence; full: an hour or two; paper: the document's own size, days",
+            choices=STUDY_SIZES,
         ),
     ] = "quick",
     data: Annotated[

@@ -30,7 +30,7 @@ from lamina.corpus.files import (
     torch_dtype,
 )
 from lamina.corpus.payloads import PayloadChanged, PayloadInspector, Payloads, PayloadSurvey, is_csv, survey_or_raise
-from lamina.engine.probe import preserve_global_generators, seed_global_generators
+from lamina.engine.probe import preserve_global_generators, seed_global_generators, seed_torch
 from lamina.engine.random_stream import StreamPurpose, step_key
 from lamina.errors import CorpusError
 
@@ -140,7 +140,7 @@ def seed_step(seed: bytes, *, step: int, purpose: StreamPurpose, rank: int = 0) 
     have streams of their own), it only has to be the same in a replay.
     """
     key = step_key(seed, step=step, rank=rank, purpose=purpose)
-    torch.default_generator.manual_seed(int.from_bytes(key[:8], "big") >> 1)
+    seed_torch(int.from_bytes(key[:8], "big") >> 1)
     np.random.seed(np.frombuffer(key, dtype=np.uint32))  # noqa: NPY002  # datasets draw from the global generator
     random.seed(key)
 

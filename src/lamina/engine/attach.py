@@ -14,6 +14,7 @@ from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
 from lamina.engine import batch
+from lamina.engine.distributed import is_sharded
 from lamina.engine.layers import layer_forward_for
 from lamina.engine.layers.layer_rule import (
     NO_INPUT,
@@ -156,6 +157,12 @@ class Attachment:
         self._patched.clear()
 
     @property
+    def run_per_contribution(self) -> list[nn.Module]:
+        """The modules that are run once per contribution."""
+        patched = (vars(module).get(method) for module, method, _ in self._patched)
+        return [p.module for p in patched if isinstance(p, PatchedForward) and p.per_contribution]
+
+    @property
     def examples_now(self) -> int | None:
         declared = batch.current_examples()
         return self.examples if declared is None else declared
@@ -245,11 +252,17 @@ class PatchedForward:
         self.own = [(parameters, name, parameters[name]) for parameters, name in owners]
         self._found: dict[tuple[str, ...], ResolvedParameters] = {}
         self._positions: bool | None = None  # whether one-dimensional ids are positions; None: not known yet
+        self.per_contribution = isinstance(forward, PerContributionForward)
         self._bag, self._table = isinstance(module, nn.EmbeddingBag), isinstance(forward, EmbeddingForward)
         functools.update_wrapper(self, original)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or not self._untouched():
+            if any(is_sharded(parameters.get(name)) for parameters, name, _ in self.own):
+                problem = f"'{self.name}' was called past the module that fully_shard was called on, which gathers its weights"
+                raise EngineError(
+                    "engine.sharded-part-bypassed", problem, "call that module, or call fully_shard on this one"
+                )
             return self.original(*args, **kwargs)
         if self.attachment.called_from_outside:  # one row is no batch to go by: a table of positions, perhaps
             given = pytree.tree_leaves((args, kwargs))
@@ -280,7 +293,7 @@ class PatchedForward:
                 self._positions = True
             elif self._positions is None and n > 1:
                 given = ids.untyped_storage().data_ptr() in self.attachment.inputs
-                self._positions = not given and torch.equal(ids, torch.arange(n))
+                self._positions = not given and torch.equal(ids, torch.arange(n, device=ids.device))
             return ids.unsqueeze(0).expand(n, -1) if self._positions else ids
         return ids.expand(n, *ids.shape[1:]) if ids.dim() > 1 and ids.shape[0] == 1 else ids
 
@@ -290,7 +303,8 @@ class PatchedForward:
         params = [p if t is not None and p.requires_grad else p.detach() for p, t in zip(tensors, targets, strict=True)]
         if not layers:
             return rule.run(x, params)[0]
-        if torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.float16:
+        device = tensors[0].device.type
+        if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16:
             problem = f"'{self.name}' runs under float16 autocast"
             raise EngineError("engine.float16-autocast", problem, "use bfloat16 autocast, without GradScaler")
         rows = None if x is NO_INPUT else self.attachment.example_of_row(self.name, x)

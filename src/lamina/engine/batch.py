@@ -87,7 +87,7 @@ class Batch:
             raise EngineError("engine.cls-wrong-length", problem, "give one class per contribution, not per example")
         object.__setattr__(self, "classified", self.cls is not None or units == 0)
         cls = _check_integers("cls", self.cls, units, default=lambda: torch.zeros(units, dtype=torch.long))
-        weight = torch.ones(n) if self.weight is None else torch.as_tensor(self.weight, dtype=torch.float32)
+        weight = torch.ones(n) if self.weight is None else torch.as_tensor(self.weight, dtype=torch.float32).cpu()
         object.__setattr__(self, "plain", self.unit is None and self.weight is None)
         if self.weight is not None and (
             weight.shape != (n,) or not bool(torch.isfinite(weight).all() and (weight >= 0).all())
@@ -144,6 +144,12 @@ class Batch:
                 draw=self.draw,
             )
 
+    def to(self, device: torch.device | str) -> Batch:
+        """The same batch with x and y on a device. What belongs to whom is always kept on the CPU."""
+        x, y = to_device((self.x, self.y), device)
+        weight, unit = (None, None) if self.plain else (self.weight, self.unit)
+        return replace(self, x=x, y=y, unit=unit, weight=weight, cls=self.cls if self.classified else None)
+
     def shard(self, rank: int, size: int) -> Batch:
         """The contributions rank, rank + size, … of the batch: the part of one process where several take the step."""
         validate.whole(EngineError, "engine.shard", size=size)
@@ -187,11 +193,20 @@ class Batch:
 
 
 def _check_limits(name: str, value: Any, size: int, *, most: float) -> Tensor:
-    given = torch.as_tensor(value, dtype=torch.float64)
+    given = torch.as_tensor(value, dtype=torch.float64, device="cpu")
     if given.shape != (size,) or not bool(((given > 0) & (given <= most)).all()):
         problem = f"{name} has shape {tuple(given.shape)} for {size} contributions, or a value outside (0, {most:g}]"
         raise EngineError("engine.limit-out-of-range", problem, f"give one {name} in that range per contribution")
     return given
+
+
+def model_device(model: torch.nn.Module) -> torch.device:
+    """Where a model takes its input: the device of its first parameter."""
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
+
+
+def to_device(tree: Any, device: torch.device | str) -> Any:
+    return pytree.tree_map(lambda t: t.to(device) if isinstance(t, Tensor) else t, tree)
 
 
 def take_rows(tree: Any, rows: Tensor) -> Any:
@@ -209,7 +224,7 @@ def _check_integers(name: str, value: Any, size: int, default: Callable[[], Tens
     if value.dtype.is_floating_point or value.dtype == torch.bool or value.shape != (size,):
         problem = f"{name} has dtype {value.dtype} and shape {tuple(value.shape)}, must be {size} integers"
         raise EngineError("engine.indices-wrong-shape", problem, f"give {name} as a one-dimensional integer tensor")
-    numbers: Tensor = value.long()
+    numbers: Tensor = value.long().cpu()
     if size and int(numbers.min()) < 0:
         raise EngineError("engine.index-negative", f"{name} contains {int(numbers.min())}", "count from 0")
     return numbers
@@ -235,7 +250,7 @@ def rows(owner: Tensor) -> Iterator[None]:
         problem = f"rows() got a tensor of shape {tuple(owner.shape)} and dtype {owner.dtype}"
         remedy = "give one integer per row: the index of its example in the batch"
         raise OwnershipError("engine.rows-not-integers", problem, remedy)
-    token = _example_of_row.set(owner.detach().long())
+    token = _example_of_row.set(owner.detach().long().cpu())
     try:
         yield
     finally:
@@ -339,12 +354,12 @@ class RowLayout:
         """(R, …) → (P, m, …)."""
         if self._per_unit:
             if self._padding is not None:
-                t = t.masked_fill(self._padding.view(-1, *[1] * (t.dim() - 1)), 0)
+                t = t.masked_fill(self._padding.view(-1, *[1] * (t.dim() - 1)).to(t.device), 0)
             return t.unsqueeze(1) if self._per_unit == 1 else t.reshape(self.units, self._per_unit, *t.shape[1:])
         index, filler = self._index
         if self.rows == 0:
             return t.new_zeros(self.units, 1, *t.shape[1:])
-        return t[index].masked_fill(filler.view(*filler.shape, *[1] * (t.dim() - 1)), 0)
+        return t[index.to(t.device)].masked_fill(filler.view(*filler.shape, *[1] * (t.dim() - 1)).to(t.device), 0)
 
     def sum_rows(self, t: Tensor) -> Tensor:
         """(R, …) → (P, …): the sum over a contribution's rows."""

@@ -24,7 +24,8 @@ from lamina.engine.grads import (
 )
 from lamina.engine.integer_noise import Grid, GridGrads
 from lamina.engine.layers.layer_rule import RuleCall, hidden_backward_error
-from lamina.engine.native.products import NativeBias, NativeGrads, OuterLayer, OuterLayers
+from lamina.engine.native.norm_sums import clip_dense_layer
+from lamina.engine.native.products import NativeBias, NativeGrads, OuterLayer, OuterLayers, is_plain
 from lamina.engine.safety_checks import CheckedBatch
 from lamina.engine.slices import NO_MASKS, TensorMasks
 from lamina.engine.step import ClippedSums
@@ -39,6 +40,7 @@ from lamina.plan.step_plan import Clipping, StepPlan
 
 _MIN_NORM_SQ = 1e-300
 _MAX_HELD_ELEMENTS = 1 << 17  # of layers that wait to be clipped together
+_MAX_TOGETHER_ELEMENTS = 1 << 19  # of sums that are added to together
 _MIN_FACTOR, _MIN_NORMAL = 2.0**-100, 1e-35  # a contribution 2^100 times too large is left out
 
 
@@ -78,17 +80,21 @@ def clip_layer(parts: Sequence[tuple[ContributionGrads, Tensor]], clip: ClipFunc
     What can be measured cheaply is measured first; of what must be formed to be measured, the largest is measured and
     summed in one pass.
     """
+    if (together := clip_dense_layer(parts, clip)) is not None:
+        return together
     if len(parts) > 1:
         parts = sorted(parts, key=lambda part: (part[0].formed, part[0].shape.numel()))
     *rest, (last, out) = parts
     others: Tensor | None = None
-    for grad, _ in rest:
-        if isinstance(grad, NativeBias) and grad.weight is last:
-            grad.weight.joined = True  # measured on the way
+    left = []
+    for grad, target in rest:
+        if isinstance(grad, NativeBias) and grad.weight is last and is_plain(out) and is_plain(target):
+            grad.weight.bias_sum = target  # measured and added on the way
             continue
         others = grad.norm_sq() if others is None else others + grad.norm_sq()
+        left.append((grad, target))
     weights = last.clip_and_add(out, others, clip)
-    for grad, target in rest:
+    for grad, target in left:
         grad.add_to(target, weights)
     return weights
 
@@ -109,6 +115,7 @@ class Collector(ABC):
     ) -> None:
         self.layouts, self.reached, self.sums, self.masks = part.layouts, reached, sums, masks
         self.grid: Mapping[str, Grid] = {}  # by tensor: the grid on which it is added up, if it is
+        self.streamed = False  # whether sums are asked for as late as can be
         self._expected = Counter(layer for use in part.graph.uses for layer in use.layers)
         self._arrived: Counter[int] = Counter()
         self._waiting: dict[int, dict[str, list[ContributionGrads]]] = {}
@@ -152,6 +159,13 @@ class Collector(ABC):
     def complete(self, layer: int, parts: LayerGrads) -> None:
         """Everything of a layer has arrived."""
 
+    def is_complete(self, layer: int) -> bool:
+        """Whether nothing more can come to a layer."""
+        return not self.reached[layer] or self._arrived[layer] >= self._expected[layer]
+
+    def flush(self) -> None:  # noqa: B027
+        """Add what is complete, if it waits to be added together with others."""
+
     def finish(self) -> None:  # noqa: B027  (a joint clip waits for the end, a box has nothing left to do)
         """After the backward pass."""
 
@@ -174,7 +188,8 @@ class BoxCollector(Collector):
 
     def complete(self, layer: int, parts: LayerGrads) -> None:
         pairs, bound = [(grad, self.sums[name]) for name, grad in parts.items()], self.bounds[layer]
-        outer = OuterLayer.of(pairs, bound)
+        outer = OuterLayer.of([*parts.values()], bound)
+        outer = None if outer is None else outer.adding_to([out for _, out in pairs])
         if outer is None:
             weights = clip_layer(pairs, BoxClip(bound, self.scale))
             if self.counts is not None:
@@ -184,9 +199,9 @@ class BoxCollector(Collector):
         self._outer_layers.append(layer)
         self._held += outer.grad.g.numel() + outer.grad.a.numel()
         if self._held > _MAX_HELD_ELEMENTS:
-            self._add_outers()
+            self.flush()
 
-    def _add_outers(self) -> None:
+    def flush(self) -> None:
         if self._outers:
             numbers = self._outers.clip_and_add(self.scale, least_factor(self.scale))
             if self.counts is not None:
@@ -194,7 +209,7 @@ class BoxCollector(Collector):
             self._outers, self._outer_layers, self._held = OuterLayers(), [], 0
 
     def finish(self) -> None:
-        self._add_outers()
+        self.flush()
         if self.counts is None or self.counted is None:
             return
         self.counts += 0.5 * self.counted.sum(0)
@@ -209,45 +224,85 @@ class JointCollector(Collector):
 
     def __init__(self, *args: Any, reach: Tensor, noise: Sequence[float], radius: Tensor, scale: float) -> None:
         super().__init__(*args)
+        inputs = {use: node.next_functions[0] for use, node in args[0].graph.nodes.items()}  # edges of the graph
+        often = Counter(inputs.values())
+        self._inputs_shared = {use for use, edge in inputs.items() if edge[0] is not None and often[edge] > 1}
+        self._shared = False  # whether the input of the use that arrives is that of another one
         self.reach, self.noise, self.radius, self.scale = reach, noise, radius, scale  # (P, L), (L,), (P,)
         self.norm_sq = torch.zeros(len(radius), dtype=torch.float64)
-        self._kept: list[tuple[int, list[tuple[ContributionGrads, Tensor]], Tensor | None]] = []
-        self._outers, self._outer_layers = OuterLayers(), list[int]()
+        self._kept: dict[int, tuple[LayerGrads, Tensor | None]] = {}
+        self._weights: ClipWeights | None = None
+        self._outers, self._outer_layers, self._outer_parts = OuterLayers(), list[int](), list[LayerGrads]()
+
+    def receive(self, use: RuleCall, saved: Sequence[Tensor], g: Tensor) -> None:
+        self._shared = use in self._inputs_shared
+        super().receive(use, saved, g)
 
     def complete(self, layer: int, parts: LayerGrads) -> None:
-        outer = OuterLayer.of([(grad, self.sums[name]) for name, grad in parts.items()])
+        late = self.streamed and any(grad.shape.numel() > _MAX_HELD_ELEMENTS for grad in parts.values())
+        outer = None if late else OuterLayer.of([*parts.values()])
         if outer is not None:  # measured at the end, all together
             self._outers.append(outer)
             self._outer_layers.append(layer)
+            self._outer_parts.append(parts)
             return
-        settled = [(_form_if_smaller(grad), self.sums[name]) for name, grad in parts.items()]
-        norm_sq = torch.stack([grad.norm_sq() for grad, _ in settled]).sum(0)
+        settled = {name: _form_if_smaller(grad, shared=self._shared) for name, grad in parts.items()}
+        norm_sq = torch.stack([grad.norm_sq() for grad in settled.values()]).sum(0)
         # What a contribution does not reach must not count, even where it is not finite: whether this
         # layer is looked at depends on who else is in the batch.
         reach = self.reach[:, layer]
         self.norm_sq += torch.where(reach, norm_sq / (self.noise[layer] or 1.0) ** 2, 0.0)
         unreached = ~reach & ~torch.isfinite(norm_sq)
-        self._kept.append((layer, settled, unreached if bool(unreached.any()) else None))
+        self._kept[layer] = settled, unreached if bool(unreached.any()) else None
 
-    def finish(self) -> None:
+    def measure(self) -> None:
+        """After the backward pass: the whole norm is known. What was kept is not added yet."""
         reach = self.reach.t()[self._outer_layers]
         if self._outers:
             numbers = self._outers.measure()
             noise = torch.tensor([self.noise[layer] or 1.0 for layer in self._outer_layers], dtype=torch.float64)
             self.norm_sq += torch.where(reach, numbers[2] / noise.square().unsqueeze(1), 0.0).sum(0)
-        weights = clip_weights(self.norm_sq, safe_bounds(self.radius, self.scale), self.scale)
+        self._weights = clip_weights(self.norm_sq, safe_bounds(self.radius, self.scale), self.scale)
         if self._outers:
-            numbers[3] = torch.where(reach, weights.factor, 0.0)
-            self._outers.add(numbers)
-            self._outers = OuterLayers()
-        while self._kept:
-            layer, parts, unreached = self._kept.pop()
-            broken = weights.broken
-            if unreached is not None:
-                broken = unreached if broken is None else broken | unreached
-            mine = ClipWeights(weights.factor * self.reach[:, layer], broken)
-            for grad, out in parts:
-                grad.add_to(out, mine)
+            numbers[3] = torch.where(reach, self._weights.factor, 0.0)
+            self._add_outers(numbers)
+
+    def _add_outers(self, numbers: Tensor) -> None:
+        """Add what was measured together, a few layers at a time: each frees what it was made of."""
+        together, places, held = OuterLayers(), list[int](), 0
+        while self._outers:
+            outer, parts, i = self._outers.pop(), self._outer_parts.pop(), len(self._outers)
+            outs = [self.sums[name] for name in parts]
+            adding = outer.adding_to(outs)
+            if adding is None:
+                weights = ClipWeights(numbers[3, i], ~torch.isfinite(numbers[2, i]))
+                for grad, out in zip(parts.values(), outs, strict=True):
+                    grad.add_to(out, weights)
+                continue
+            together.append(adding)
+            places.append(i)
+            held += outs[0].numel()
+            if held > _MAX_TOGETHER_ELEMENTS:
+                together.add(numbers[:, places])
+                together, places, held = OuterLayers(), [], 0
+        if together:
+            together.add(numbers[:, places])
+
+    def add(self, layer: int) -> None:
+        """Add one layer to its sums, if it was kept."""
+        assert self._weights is not None
+        parts, unreached = self._kept.pop(layer, ({}, None))
+        broken = self._weights.broken
+        if unreached is not None:
+            broken = unreached if broken is None else broken | unreached
+        mine = ClipWeights(self._weights.factor * self.reach[:, layer], broken)
+        for name, grad in parts.items():
+            grad.add_to(self.sums[name], mine)
+
+    def finish(self) -> None:
+        self.measure()
+        for layer in reversed(list(self._kept)):
+            self.add(layer)
 
 
 class NormCollector(Collector):
@@ -261,15 +316,17 @@ class NormCollector(Collector):
         self.norms[:, layer] = torch.stack([grad.norm_sq() for grad in parts.values()]).sum(0).sqrt_()
 
 
-def _form_if_smaller(grad: ContributionGrads) -> ContributionGrads:
-    """Form the gradient now if that takes no more memory than what it is made of."""
+def _form_if_smaller(grad: ContributionGrads, *, shared: bool) -> ContributionGrads:
+    """Form the gradient now if that takes no more memory than what it is made of; its input counts unless it is `shared`."""
     if isinstance(grad, AxisSliceGrads):
-        return AxisSliceGrads(_form_if_smaller(grad.inner), grad.span, grad.shape)
+        return AxisSliceGrads(_form_if_smaller(grad.inner, shared=shared), grad.span, grad.shape)
     if isinstance(grad, NativeBias) and grad.sums is not None:
         return grad.grads  # which does not hold on to what the weight was formed from
     size = grad.units * grad.shape.numel()
     stuff = vars(grad.inner if isinstance(grad, MaskedGrads) else grad).values()
     made_of = sum(t.numel() for t in stuff if isinstance(t, Tensor))
+    if shared and isinstance(grad, NativeGrads):
+        made_of = grad.v.numel()
     if not grad.formed or size > made_of:
         return grad
     if isinstance(grad, NativeGrads):
@@ -309,7 +366,7 @@ class ClipBounds:
         self, part: CheckedBatch, into: ClippedSums, reached: Sequence[bool], masks: TensorMasks = NO_MASKS
     ) -> Collector:
         made = self._collector(part, into, reached, masks)
-        made.grid = into.grid
+        made.grid, made.streamed = into.grid, into.streamed
         return made
 
     def _collector(

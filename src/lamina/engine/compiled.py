@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, cast
 
 import numpy as np
@@ -44,7 +45,8 @@ HOOK_STEPS_FIRST = 2  # of every computation, with all checks of the hook engine
 COMPARE_EVERY = 128  # as often as the ownership check comes again
 MOST_GRAPHS, MOST_COMPUTATIONS = 4, 16
 BACKEND = "inductor"
-_TOLERANCE = 1e-4  # between the sums of graph and hook engine, of their size
+_TOLERANCE = 1e-4  # between the sums of the hook engine and of the graph as it was traced, of their size
+_COMPILED_TOLERANCE = 5e-3  # and of the graph as it was compiled: an input of ReLU may round to the other side of 0
 _MIN_NORM, _MAX_NORM = 1e-15, 1e15  # norms between which products in float32 lose nothing
 _MIN_NORM_SQ = 1e-300
 
@@ -267,6 +269,7 @@ class StepGraph:
     """A traced step. Called with the leaves of x and y, bounds, radius and scale; gives losses, `sound` and sums."""
 
     call: Callable[..., Sequence[Tensor]]
+    traced: Callable[..., Sequence[Tensor]]  # the same, not compiled: it rounds as the hook engine does
     constants: list[Tensor]  # parameters, buffers and what the losses use besides: given anew at every call
     names: list[str]
     draws: bool
@@ -278,8 +281,13 @@ class StepGraph:
     def compare_now(self) -> bool:
         return self.compared is None or self.steps - self.compared >= COMPARE_EVERY
 
-    def run(self, leaves: Sequence[Tensor], bounds: Tensor, radius: Tensor, scale: Tensor) -> Sequence[Tensor]:
+    def run(
+        self, leaves: Sequence[Tensor], bounds: Tensor, radius: Tensor, scale: Tensor, *, traced: bool = False
+    ) -> Sequence[Tensor]:
         inputs = [t.detach() for t in (*leaves, bounds, radius)]
+        if traced:
+            with torch.no_grad():
+                return self.traced(*inputs, scale, *(t.detach() for t in self.constants))
         first = self.steps == 0 and BACKEND != "eager"
         for t, axis in zip(inputs, (*[0] * len(leaves), 1, 0), strict=True) if first else ():
             torch._dynamo.mark_dynamic(t, axis)
@@ -353,10 +361,11 @@ def trace_step(
     if BACKEND != "eager":
         call = torch.compile(module, fullgraph=True, options={"fallback_random": True})
 
+    @cache
     def fits(examples_: int) -> bool:
         return guards is None or bool(env.evaluate_guards_expression(guards, [examples_]))
 
-    return StepGraph(call, constants, list(collectors[-1].sums), draws, fits), collectors[-1].handles
+    return StepGraph(call, module, constants, list(collectors[-1].sums), draws, fits), collectors[-1].handles
 
 
 def _lift_constants(module: torch.fx.GraphModule) -> tuple[list[Tensor], bool]:
@@ -414,6 +423,8 @@ class CompiledStep:
         weakref.finalize(self, _forget, self._handles)
         if problem := unsupported_plan(plan, adaptive=adaptive):
             self.give_up(problem)
+        elif not all(p.is_cpu for p in tensors.values()):
+            self.give_up("the model is not on the CPU")
 
     def give_up(self, reason: str) -> None:
         """No step will be compiled from here on."""
@@ -438,7 +449,7 @@ class CompiledStep:
             return None
         if self._hook_steps[key] <= HOOK_STEPS_FIRST or batch.examples < 2:
             return None
-        problem = self._unsupported_batch(batch, all_reached=all_reached)
+        problem = self._unsupported_batch(batch, [m for m, _ in key[3]], all_reached=all_reached)
         if problem:
             self._say(problem)
             return None
@@ -468,10 +479,10 @@ class CompiledStep:
         """What a graph holds fixed. Functions and modules are kept, so that none is taken for another."""
         leaves, spec = pytree.tree_flatten((batch.x, batch.y))
         shapes = tuple((t.shape[1:], t.dtype) if isinstance(t, Tensor) else None for t in leaves)
-        modules = tuple((m, m.training) for m in self.model.modules())
+        modules = tuple((m, m.training) for m in _modules_of(self.model))
         return losses_of, spec, shapes, modules, torch.get_default_dtype()
 
-    def _unsupported_batch(self, batch: Batch, *, all_reached: bool) -> str:
+    def _unsupported_batch(self, batch: Batch, modules: Sequence[nn.Module], *, all_reached: bool) -> str:
         assert batch.unit is not None and batch.weight is not None
         if len(batch) != batch.examples or not torch.equal(batch.unit, torch.arange(len(batch))):
             return "a contribution has several examples"
@@ -481,16 +492,20 @@ class CompiledStep:
             return "nobody in the batch reaches some layer, so that the backward pass is cut short"
         if torch.is_autocast_enabled("cpu"):
             return "autocast is on"
-        for name, module in self.model.named_modules():
+        for module in modules:
             hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
             if not all(isinstance(hook, CopySafeHook) for hook in hooks):
+                name = next(name for name, found in self.model.named_modules() if found is module)
                 return f"module '{name}' has a hook of its own"
         return ""
 
     def sums(
         self, graph: StepGraph, batch: Batch, bounds: Tensor, radius: Tensor, scale: float
     ) -> tuple[dict[str, Tensor], Tensor] | None:
-        """Clipped sums times `scale`, and the losses; None where the hook engine must look at the numbers, or cannot."""
+        """Clipped sums times `scale`, and the losses; None where the hook engine must look at the numbers, or cannot.
+
+        What is to be compared is held to the graph as it was traced here, and to the hook engine by `compare`.
+        """
         leaves = [t for t in pytree.tree_leaves((batch.x, batch.y)) if t is not None]
         if self.plan.clipping is Clipping.JOINT:
             noise = torch.tensor([s or 1.0 for s in self.plan.noise], dtype=torch.float64)
@@ -499,8 +514,14 @@ class CompiledStep:
         else:
             bounds = safe_bounds(bounds, scale).t().contiguous()
         state = torch.get_rng_state() if graph.draws else None
+        given = leaves, bounds, radius, torch.tensor(scale, dtype=torch.float64)
         try:
-            losses, sound, *sums = graph.run(leaves, bounds, radius, torch.tensor(scale, dtype=torch.float64))
+            losses, sound, *sums = graph.run(*given)
+            if graph.compare_now and bool(sound) and graph.traced is not graph.call:
+                if state is not None:
+                    torch.set_rng_state(state)
+                made, (losses, sound, *sums) = sums, graph.run(*given, traced=True)
+                self._hold(graph.names, made, sums, _COMPILED_TOLERANCE, "the compiler made something else of it")
         except Exception as error:  # what the compiler cannot do shows at the first call
             self.give_up(_why(error))
             sound = torch.zeros((), dtype=torch.bool)
@@ -517,12 +538,28 @@ class CompiledStep:
     def compare(self, graph: StepGraph, made: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
         """Give up if the graph's sums are not those of the hook engine."""
         graph.compared = graph.steps
-        whole = sum(float(t.double().square().sum()) for t in own.values()) ** 0.5
-        for name, t in own.items():
-            off = float((t.double() - made[name].double()).norm()) if name in made else float(t.double().norm())
-            if not off <= _TOLERANCE * (float(t.double().norm()) + 0.01 * whole):
-                self.give_up(f"the graph's sum of '{name}' is {off:.2g} off: model or losses are not what was traced")
+        here = [made.get(name, torch.zeros_like(t)) for name, t in own.items()]
+        self._hold([*own], here, [*own.values()], _TOLERANCE, "model or losses are not what was traced")
+
+    def _hold(self, names: Sequence[str], made: Sequence[Tensor], own: Sequence[Tensor], most: float, why: str) -> None:
+        """Give up if sums are not what they should be."""
+        whole = sum(float(t.double().square().sum()) for t in own) ** 0.5
+        for name, here, t in zip(names, made, own, strict=True):
+            off = float((t.double() - here.double()).norm())
+            if not off <= most * (float(t.double().norm()) + 0.01 * whole):
+                self.give_up(f"the graph's sum of '{name}' is {off:.2g} off: {why}")
                 return
+
+
+def _modules_of(model: nn.Module) -> list[nn.Module]:
+    """As `model.modules()`, which takes ten times as long; in another order."""
+    found, waiting = dict[int, nn.Module](), [model]
+    while waiting:
+        module = waiting.pop()
+        if id(module) not in found:
+            found[id(module)] = module
+            waiting += [m for m in module._modules.values() if m is not None]
+    return list(found.values())
 
 
 def _forget(handles: list[int]) -> None:

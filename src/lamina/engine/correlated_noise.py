@@ -39,6 +39,8 @@ class NoiseWindow:
         if scale != self._scale:  # hardened now, and not before: other units
             self.clear()
             self._scale = scale
+        if not fresh[0].is_cpu:  # a checkpoint comes to the CPU
+            self._past = deque([w.to(z.device) for w, z in zip(past, fresh, strict=True)] for past in self._past)
         first, *rest = self._coefficients
         for c, noises in zip(rest, self._past, strict=False):  # always in this order: a resumed run adds up the same
             torch._foreach_add_(fresh, noises, alpha=-c)

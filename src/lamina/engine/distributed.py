@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lamina.errors import EngineError, RankLost, StepsAbandoned
-from lamina.plan.rules import Choose, FollowProxy, InjectionForm
+from lamina.plan.rules import Choose, InjectionForm
 from lamina.plan.step_plan import Clipping, StepPlan
 
 _ADDED_ALONE = 1 << 18  # elements: a larger tensor is added up where it lies, smaller ones together in one message
@@ -69,20 +69,25 @@ class Ranks:
         """What the standard deviation of a rank's own noise is multiplied by: shares of S²/size add up to S²."""
         return 1.0 / math.sqrt(self.size)
 
-    def agree(self, step: int, *, drawn: int = -1, failed: bool = False, abandoned: bool = False) -> None:
+    def agree(
+        self, step: int, *, drawn: int = -1, failed: bool = False, abandoned: bool = False, place: int = 0,
+        asked: Sequence[int] = (0, 0, 0, 0), may_gather: bool = False,
+    ) -> list[int]:  # fmt: skip
         """Wait for all ranks before their sums are added up; refused on all of them if one failed or is at another step.
 
         `drawn`: the number of the sample; of two samples, a contribution could count on two ranks. A rank that cannot take the
-        step, or gives it up, says so here, and is then not refused itself.
+        step, or gives it up, says so here, and is then not refused itself. Returns the largest of each number that is `asked`.
+        If a rank asks for the whole model (the first of them), the others may be at another `place` in the step.
         """
         if self.alone:
-            return
-        told = torch.tensor([failed, abandoned, step, -step, drawn, -drawn], dtype=torch.int64, device=self.device)
-        with _lost():
+            return list(asked)
+        numbers = [failed, abandoned, step, -step, drawn, -drawn, place, -place, *asked]
+        told = torch.tensor(numbers, dtype=torch.int64, device=self.device)
+        with rank_lost():
             dist.all_reduce(told, dist.ReduceOp.MAX)
-        any_failed, any_abandoned, most, least, newest, oldest = told.tolist()
+        any_failed, any_abandoned, most, least, newest, oldest, last, first, *answered = told.tolist()
         if failed or (abandoned and not any_failed):
-            return
+            return answered
         if any_abandoned and not any_failed:
             raise StepsAbandoned(
                 "engine.steps-abandoned", f"rank 0 gives up the steps from {step} on", "take them again"
@@ -90,13 +95,16 @@ class Ranks:
         if any_failed:
             problem = f"another rank could not take step {step}, so rank {self.rank} does not take it either"
             raise EngineError("engine.rank-failed", problem, "its own message says why")
-        if most != -least or newest != -oldest:
+        elsewhere = (newest != -oldest or last != -first) and not (may_gather and answered[0])
+        if most != -least or elsewhere:
             problem = f"rank {self.rank} is at step {step} with sample {drawn}, other ranks at steps {-least} to {most}"
             problem += f" with samples {-oldest} to {newest}"
+            problem += f", at places {-first} to {last} in it" if last != -first else ""
             remedy = (
                 "call engine.backward as often on every rank, with losses=None where its part of the batch is empty"
             )
             raise EngineError("engine.ranks-out-of-step", problem, remedy)
+        return answered
 
     def add_up(self, tensors: Sequence[Tensor]) -> None:
         """tensors[i] <- its sum over all ranks, in place. Every rank gives tensors of the same shapes and dtypes."""
@@ -105,16 +113,23 @@ class Ranks:
         small: dict[torch.dtype, list[Tensor]] = {}
         for each in tensors:
             if each.numel() >= _ADDED_ALONE:
-                with _lost():
+                with rank_lost():
                     dist.all_reduce(each)
             else:
                 small.setdefault(each.dtype, []).append(each)
         for group in small.values():
             flat = torch.cat([each.reshape(-1) for each in group])
-            with _lost():
+            with rank_lost():
                 dist.all_reduce(flat)
             for each, total in zip(group, flat.split([each.numel() for each in group]), strict=True):
                 each.copy_(total.view_as(each))
+
+    def add_up_parts(self, rows: Tensor) -> Tensor:
+        """Row `rank` of the sum of `rows` (size, n) over all ranks: each rank gets its own."""
+        mine = rows.new_empty(rows.shape[1])
+        with rank_lost():
+            dist.reduce_scatter_single(mine, rows.view(-1))
+        return mine
 
     def broadcast(self, data: bytes | None) -> bytes:
         """The bytes that rank 0 gives, on every rank."""
@@ -122,7 +137,7 @@ class Ranks:
             assert data is not None
             return data
         size = torch.tensor([len(data or b"")], dtype=torch.int64, device=self.device)
-        with _lost():
+        with rank_lost():
             dist.broadcast(size, 0)
         length = int(size)
         assert 0 <= length < _MAX_BYTES
@@ -130,7 +145,7 @@ class Ranks:
         if self.first and data:
             body.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
         if length:
-            with _lost():
+            with rank_lost():
                 dist.broadcast(body, 0)
         return body.to("cpu").numpy().tobytes()
 
@@ -146,18 +161,22 @@ class Ranks:
     def broadcast_tensor(self, tensor: Tensor) -> None:
         """tensor <- rank 0's, in place."""
         if not self.alone:
-            with _lost():
+            with rank_lost():
                 dist.broadcast(tensor, 0)
+
+    def every(self, row: Tensor) -> list[Tensor]:
+        """The tensors that the ranks give, by rank."""
+        found = [torch.empty_like(row) for _ in range(self.size)]
+        with rank_lost():
+            dist.all_gather(found, row)
+        return found
 
     def check_same(self, **facts: bytes) -> None:
         """Refuse, on every rank, facts in which some rank differs from rank 0."""
         if self.alone:
             return
         mine = b"".join(hashlib.sha256(fact).digest() for fact in facts.values())
-        row = torch.tensor(list(mine), dtype=torch.uint8, device=self.device)
-        every = [torch.empty_like(row) for _ in range(self.size)]
-        with _lost():
-            dist.all_gather(every, row)
+        every = self.every(torch.tensor(list(mine), dtype=torch.uint8, device=self.device))
         differs: dict[str, int] = {}
         for rank, other in enumerate(every):
             for i, name in enumerate(facts):
@@ -190,7 +209,7 @@ def joined_ranks() -> Iterator[Ranks]:
     if dist.is_initialized() or "TORCHELASTIC_RUN_ID" not in os.environ or int(os.environ["WORLD_SIZE"]) == 1:
         yield Ranks.current()
         return
-    with _lost():
+    with rank_lost():
         dist.init_process_group("gloo", timeout=_WAIT)  # the models of run files are on the CPU
     try:
         yield Ranks.current()
@@ -199,7 +218,7 @@ def joined_ranks() -> Iterator[Ranks]:
 
 
 @contextmanager
-def _lost() -> Iterator[None]:
+def rank_lost() -> Iterator[None]:
     """A message that does not come through means that a process of the group is gone."""
     try:
         yield
@@ -207,57 +226,6 @@ def _lost() -> Iterator[None]:
         problem = f"another rank stopped, or cannot be reached: {str(error).splitlines()[0]}"
         remedy = "start all ranks again: what a run had begun is replayed, and charged once"
         raise RankLost("engine.rank-lost", problem, remedy) from None
-
-
-class ShardedModel:
-    """A model under `torch.distributed.fsdp.fully_shard`: whole while a step is computed, else divided over the ranks.
-
-    All ranks gather it once a step, in the same order: who has examples when the forward pass begins, who has none when
-    the step does. FSDP's own hooks find it whole and send nothing, so that a rank may be empty, or look twice. Of a model
-    that is not sharded nothing changes.
-    """
-
-    def __init__(self, model: nn.Module, plan: StepPlan, ranks: Ranks, *, compiled: bool = False) -> None:
-        self.parts: list[Any] = []
-        if not ranks.alone and is_sharded_model(model):
-            self.parts = [module for module in model.modules() if is_sharded_module(module)]
-        self.divide()
-        self.held: dict[str, Any] = dict(model.named_parameters())  # what the optimiser updates, of this rank
-        if not self.parts:
-            return
-        meshes = [p.device_mesh for p in self.held.values() if is_sharded(p)]
-        unfit = {
-            "the plan has slices of tensors": bool(plan.slices),
-            "compiled is given": compiled,
-            "its parts lie on fewer ranks than take the step": any(
-                m.ndim > 1 or m.size() != ranks.size for m in meshes
-            ),
-        }
-        for why, holds in unfit.items():
-            if holds:
-                problem = f"the model is under fully_shard, and {why}"
-                raise EngineError(
-                    "engine.sharded-model", problem, "leave fully_shard out: the ranks work without it too"
-                )
-        for part in self.parts:
-            part.set_reshard_after_forward(False, recurse=False)
-            part.set_reshard_after_backward(False, recurse=False)
-            part.set_requires_gradient_sync(False, recurse=False)
-
-    def gather(self) -> None:
-        """Make it whole on every rank, if it is not."""
-        with _lost():
-            for part in self.parts:
-                part.unshard()
-
-    def divide(self) -> None:
-        """Keep this rank's part of it only."""
-        for part in self.parts:
-            part.reshard()
-
-    def divided(self, whole: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """This rank's part of gradients."""
-        return {name: shard_like(t, self.held[name]) for name, t in whole.items()} if self.parts else whole
 
 
 def is_sharded(tensor: Any) -> bool:
@@ -277,7 +245,7 @@ def is_sharded_model(model: nn.Module) -> bool:
 
 def whole_tensor(tensor: Any) -> Any:
     """A divided tensor as a whole: every rank asks for it. Anything else as it is."""
-    with _lost():
+    with rank_lost():
         return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
@@ -285,13 +253,17 @@ def shard_like(whole: Tensor, held: Any) -> Tensor:
     """This rank's part of a whole tensor, divided as `held` is."""
     if not is_sharded(held):
         return whole
+    dim, mesh = held.placements[0].dim, held.device_mesh
+    chunks, rank = whole.chunk(mesh.size(), dim), mesh.get_local_rank()
+    return as_shard((chunks[rank] if rank < len(chunks) else whole.narrow(dim, 0, 0)).clone(), held)
+
+
+def as_shard(mine: Tensor, held: Any) -> Tensor:
+    """This rank's part as the part of a tensor that is divided as `held` is."""
     from torch.distributed.tensor import DTensor
 
-    mesh, dim = held.device_mesh, held.placements[0].dim
-    chunks, rank = whole.chunk(mesh.size(), dim), mesh.get_local_rank()
-    mine = chunks[rank] if rank < len(chunks) else whole.narrow(dim, 0, 0)
     options: dict[str, Any] = {"run_check": False, "shape": held.shape, "stride": held.stride()}
-    made: Tensor = DTensor.from_local(mine.clone(), mesh, held.placements, **options)
+    made: Tensor = DTensor.from_local(mine, held.device_mesh, held.placements, **options)
     return made
 
 
@@ -313,8 +285,7 @@ def refuse_unsharded(plan: StepPlan, ranks: Ranks) -> None:
     unfit = {
         "clips element by element": plan.clipping is Clipping.ELEMENTWISE,
         "makes choices on draws of their own": plan.rule(Choose) is not None,
-        "follows a proxy": plan.rule(FollowProxy) is not None,
-        "correlates its noise over steps, which only rank 0 could keep": plan.bands > 1,
+        "correlates its noise over steps, and a checkpoint holds the past noise of rank 0 alone": plan.bands > 1,
         f"injects its noise in {plan.injection.parts} parts": plan.injection.form is not InjectionForm.STEP
         and not bins,
     }

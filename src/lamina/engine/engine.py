@@ -19,10 +19,10 @@ from lamina.engine.adaptive import Adaptation, OpenChoice, refuse_factor
 from lamina.engine.attach import Attachment, refuse_scripted
 from lamina.engine.batch import Batch, Draw
 from lamina.engine.budget import Budget
-from lamina.engine.clipping import BoxCollector, ClipBounds, Collector, NormCollector
+from lamina.engine.clipping import BoxCollector, ClipBounds, Collector, JointCollector, NormCollector
 from lamina.engine.correlated_noise import NoiseWindow
-from lamina.engine.distributed import Ranks, ShardedModel, refuse_unsharded, weights_digest
-from lamina.engine.integer_noise import Grid
+from lamina.engine.distributed import Ranks, is_sharded_model, refuse_unsharded, weights_digest, whole_tensor
+from lamina.engine.integer_noise import Grid, GridSums
 from lamina.engine.layers.layer_rule import Target
 from lamina.engine.noise import NoiseSource, SecureNoise
 from lamina.engine.paper_step import PaperStep, UnclippedSums, warn_if_reproduction
@@ -35,9 +35,12 @@ from lamina.engine.safety_checks import (
     StateGuard,
     check_batch,
     check_classes,
+    refuse_elsewhere,
     refuse_extra_state,
     refuse_float16,
+    refuse_reduced_products,
 )
+from lamina.engine.sharded import OWNERSHIP_PASSES, ShardedModel, ShardedStep
 from lamina.engine.slices import NO_MASKS, PlanSlices, RestoreUnreached, TensorMasks, trained_tensors
 from lamina.engine.step import (
     ClippedSums,
@@ -45,6 +48,7 @@ from lamina.engine.step import (
     IntegerStep,
     OpenStep,
     SumMemory,
+    are_sums_of_their_own,
     check_is_batch,
     parts_out_of_order_error,
     sum_scale,
@@ -65,6 +69,12 @@ def unprobed_engines(plan: StepPlan) -> list[Engine]:
     """The attached engines of a plan that nobody probed yet."""
     found = [e for e in _engines if not (e.detached or e.probed)]
     return [e for e in found if e.plan is plan or e.plan.digest() == plan.digest()]
+
+
+def is_attached(model: nn.Module) -> bool:
+    """Whether some engine is attached to a model, to a part of it, or to what it is a part of."""
+    mine = set(model.modules())
+    return any(not (e.detached or mine.isdisjoint(e.model.modules())) for e in _engines)
 
 
 class Engine:
@@ -107,12 +117,13 @@ class Engine:
         if proxy is not None:
             self.options["proxy"] = proxy
         refuse_scripted(model)
-        self._sharded = ShardedModel(model, plan, self.ranks, compiled=compiled)
+        self._open: OpenStep | ShardedStep | None = None
+        self._sharded = ShardedModel(model, plan, self.ranks, compiled=compiled, step=self._step_number)
+        self.budget = Budget(plan, filters or {}, taken)
         self._sharded.gather()
         self.coverage = check_coverage(model, plan)
         self.model, self.plan, self.constant_time = model, plan, constant_time
         self.noise = self._own_noise(SecureNoise(rank=self.ranks.rank) if noise is None else noise)
-        self.budget = Budget(plan, filters or {}, taken)
         self._trained = [any(row[i] > 0 for row in plan.clip) for i in range(len(plan.layers))]
         self._layer_of = {name: i for i, layer in enumerate(plan.layers) for name in layer.parameters}
         parameters = dict(model.named_parameters())
@@ -121,6 +132,7 @@ class Engine:
         self._slices = PlanSlices(plan, parameters)
         self.adaptation = Adaptation.of(plan, self._slices.sizes)
         refuse_float16(parameters)
+        self.refuse_elsewhere(hardened=self.noise.hardened)
         refuse_extra_state(model)
         rule, self._proxy_step = plan.rule(FollowProxy), -1
         if (rule is None) != (proxy is None):
@@ -128,28 +140,33 @@ class Engine:
             raise EngineError(
                 "engine.proxy-misplaced", problem, "give proxy to such plans: allocate=LADP(estimator='fisher')"
             )
-        self._proxy = None if rule is None or proxy is None else ProxyShares(model, plan, rule, proxy)
+        self._proxy = None if rule is None or proxy is None else ProxyShares(model, plan, rule, proxy, self.ranks)
         warn_if_reproduction(plan)
         self._elementwise = plan.clipping is Clipping.ELEMENTWISE
         self._bounds = ClipBounds(plan)
         self._ownership = OwnershipCheck()
         held = {name: self._sharded.held[name] for name in self._tensors}
-        self._gradients, self._guard = GradWriter(held), StateGuard(model, self._tensors)
+        self._gradients, self._guard = GradWriter(held), StateGuard(model, self._tensors, self._sharded.held)
         self._charged_draws: WeakSet[Draw] = WeakSet()
         self._draw: Draw | None = None  # of the step or choice that is open, and its parts so far
         self._parts: WeakSet[Batch] = WeakSet()
-        self._memory = SumMemory()
+        self._memory = SumMemory(self._tensors)
         self.claim = ""  # what ε compares, where it is not what the plan says
         self.detached = False
         self.probed = self._unprobed_said = False
         self._probe: Probe | None = None
         self.window = NoiseWindow(plan, list(self._tensors)) if plan.bands > 1 else None
-        self._open: OpenStep | None = None
         self._choice: OpenChoice | None = None
         targets = {name: Target(name, i) if name in self._tensors else None for name, i in self._layer_of.items()}
         self._attachment = Attachment(
-            model, targets, rows=rows, per_contribution=per_contribution, guard=self._guard, gather=self._sharded.gather
+            model,
+            targets,
+            rows=rows,
+            per_contribution=per_contribution,
+            guard=self._guard,
+            gather=self._sharded.begin_call,
         )
+        self._sharded.attach(self._attachment.run_per_contribution)
         restore = RestoreUnreached(self._tensors, self._slices.unreached)
         self._hooks = [
             register_optimizer_step_pre_hook(self._gradients.before_optimizer_step),
@@ -168,12 +185,26 @@ class Engine:
         self._sharded.divide()
         _engines.add(self)
 
+    def _step_number(self) -> int:
+        """Of the step that is open, or of the next one."""
+        return self.budget.taken if self._open is None else self._open.step
+
     def _own_noise(self, noise: NoiseSource) -> NoiseSource:
         """Refuse noise of another rank: two ranks with one stream would add the same noise twice."""
         if noise.rank != self.ranks.rank:
             problem = f"the noise source is of rank {noise.rank}, this is rank {self.ranks.rank} of {self.ranks.size}"
             raise EngineError("engine.noise-of-other-rank", problem, f"make it with rank={self.ranks.rank}")
         return noise
+
+    def refuse_elsewhere(self, *, hardened: bool) -> None:
+        """Refuse hardened or integer noise for a model on another device."""
+        whole = self.plan.noise_kind is not NoiseKind.GAUSSIAN
+        refuse_elsewhere(self._tensors, "hardened noise" if hardened else "integer noise" if whole else "")
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is: the device of its first trained tensor."""
+        return next((p.device for p in self._tensors.values()), torch.device("cpu"))
 
     def step(self, losses_of: LossesOf, batch: Batch) -> Tensor | None:
         """`backward` of the losses that `losses_of(x, y)` computes, one per example. Returns them: they are secret.
@@ -239,6 +270,7 @@ class Engine:
             self._take(losses, batch)
         except BaseException:
             self._open = None
+            self._sharded.give_up()
             raise
 
     def _take(self, losses: Tensor | None, batch: Batch, ready: dict[str, Tensor] | None = None) -> None:
@@ -246,17 +278,17 @@ class Engine:
             problem = f"the plan must choose the shape of its noise before step {self.budget.taken}"
             remedy = "draw another batch and call engine.choose(losses, batch) first (losses=None if it is empty)"
             raise EngineError("engine.choice-due", problem, remedy)
-        part = self._examine(losses, batch) if ready is None else None
+        part = self._examine(losses, batch, stepping=True) if ready is None else None
         self._refuse_second_use(batch)
         if batch.first:
-            self._open = self._begin()
+            self._open = self._begin(ready)
             self._open.drawn = batch.draw.step
             self._charged_draws.add(batch.draw)
         if self._open is None:
             raise parts_out_of_order_error()
-        if part is not None:
-            self._accumulate(part, self._open)
-        if ready is not None:
+        if part is None or not self._accumulate(part, self._open, last=batch.last):
+            self._sharded.follow(1, self._open)
+        if ready is not None and self._open.sums is not ready:
             torch._foreach_add_([self._open.sums[name] for name in ready], list(ready.values()))
         if batch.last:
             step, self._open = self._open, None
@@ -265,9 +297,9 @@ class Engine:
             self._sharded.divide()  # the weights first: nobody needs them whole any more
             self._gradients.write(self._sharded.divided(released))
             if self.adaptation is not None:
-                self.adaptation.after(step.step, released, step.counts)
+                self.adaptation.after(step.step, {n: whole_tensor(t) for n, t in released.items()}, step.counts)
 
-    def _begin(self) -> OpenStep:
+    def _begin(self, ready: dict[str, Tensor] | None = None) -> OpenStep | ShardedStep:
         factor = 1.0
         self.follow_proxy()
         if self.adaptation is not None:
@@ -276,12 +308,24 @@ class Engine:
         if self.window is not None:
             number = self.budget.charge(factor)
             return CorrelatedStep(self.plan, self.noise, self._tensors, self._layer_of, number, self.window)
-        made: type[OpenStep] = PaperStep if self._elementwise else OpenStep
+        made: type[Any] = PaperStep if self._elementwise else OpenStep
         if self.plan.noise_kind is not NoiseKind.GAUSSIAN:
             made = IntegerStep
         step = self.budget.charge(factor)
-        reuse: dict[str, Any] = {"memory": self._memory} if made is OpenStep and not self.sharded else {}
-        return made(self.applied, self.noise, self._tensors, self._layer_of, step, ranks=self.ranks, **reuse)
+        reuse: dict[str, Any] = {"memory": self._memory} if made is OpenStep else {}
+        if (
+            ready is not None
+            and made is OpenStep
+            and not self.noise.hardened
+            and are_sums_of_their_own(ready, self._tensors)
+        ):
+            reuse["ready"] = ready
+        if made is OpenStep and self.sharded:
+            made, reuse = ShardedStep, {"model": self._sharded}
+        opened: OpenStep | ShardedStep = made(
+            self.applied, self.noise, self._tensors, self._layer_of, step, ranks=self.ranks, **reuse
+        )
+        return opened
 
     def follow_proxy(self) -> None:
         """Move S as the plan's proxy says, if it is due before the next step; `backward` does so where nobody did."""
@@ -394,34 +438,64 @@ class Engine:
             self._accumulate(part, into)
         return into.sums if unclipped is None else unclipped.mean()
 
-    def grid_sums(self, losses: Tensor | None, batch: Batch, grids: Sequence[Grid]) -> dict[str, Tensor]:
-        """The routed, clipped sum in whole units of each layer's grid, int64, without noise: of one party of a `SecureSum`."""
+    def grid_sums(self, losses: Tensor | None, batch: Batch, grids: Sequence[Grid]) -> GridSums:
+        """The routed, clipped sum in whole units of each layer's grid, int64, without noise: of one party of a `SecureSum`.
+
+        It goes into one step: a batch is taken whole, and once, as by `backward`.
+        """
+        refuse_elsewhere(self._tensors, "a sum in whole units of a grid")
+        if not (check_is_batch(batch).first and batch.last):
+            problem = "the batch is a part of a batch, and a party adds up its whole part of a step at once"
+            raise EngineError("engine.grid-sum-of-part", problem, "give the batch itself, without split")
         part = self._examine(losses, batch)
+        self._refuse_second_use(batch)
+        self._charged_draws.add(batch.draw)
         into = ClippedSums({name: torch.zeros(p.shape, dtype=torch.int64) for name, p in self._tensors.items()})
         into.grid = {name: grids[self._layer_of[name]] for name in self._tensors}
         if part is not None:
             self._accumulate(part, into)
-        return into.sums
+        return GridSums(into.sums, grids, self.applied.digest())
 
-    def _check_state(self) -> None:
+    def refuse_sharded_since(self) -> None:
+        """Refuse a model that came under `fully_shard` after this engine was made: ranks would wait for each other."""
+        if not self.ranks.alone and is_sharded_model(self.model) and not self.sharded:
+            problem = "fully_shard was called on the model after the engine was made"
+            remedy = "call fully_shard first, then make_private, Engine or Trainer, then the optimizer"
+            raise EngineError("engine.sharded-after-engine", problem, remedy)
+
+    def _check_state(self, *, whole: bool = True) -> None:
         if self.detached:
             remedy = "make a new one: lamina.Engine(model, plan)"
             raise EngineError("engine.detached", "this engine was detached from its model", remedy)
-        self._sharded.gather()
+        refuse_reduced_products()
+        self.refuse_sharded_since()
+        if whole:
+            self._sharded.gather()
         self._gradients.check()
         self._guard.check(values=False)
 
-    def _examine(self, losses: Tensor | None, batch: Batch, *, again: bool = False) -> CheckedBatch | None:
-        """Everything that can be refused, before anything is spent. `again`: the ownership check, too, due or not."""
-        self._check_state()
+    def _examine(
+        self, losses: Tensor | None, batch: Batch, *, again: bool = False, stepping: bool = False
+    ) -> CheckedBatch | None:
+        """Everything that can be refused, before anything is spent. `again`: the ownership check, too, due or not.
+
+        `stepping`: for a step, whose weights may come block by block.
+        """
+        self._check_state(whole=not stepping)
         part = check_batch(losses, batch, self.plan, self._names)
         self._guard.check_trained()
-        if part is not None and (self._ownership.due(part.graph, part.layout.units) or again):
+        due = part is not None and (self._ownership.due(part.graph, part.layout.units) or again)
+        if stepping:
+            self._sharded.start(batch, empty=part is None, passes=OWNERSHIP_PASSES if due else 0)
+        if part is not None and due:
             self._guard.check(values=True)
             for hazard in find_hazards(self.model):
                 raise CouplingError("engine.hazard-in-model", str(hazard), hazard.remedy)
-            with torch.autocast("cpu", enabled=False):
-                self._ownership.run(part.losses, part.layout.owner, part.layout.units, part.graph, part.layouts)
+            with torch.autocast(self.device.type, enabled=False):
+                around = self._sharded.backward_pass
+                self._ownership.run(part.losses, part.layout.owner, part.layout.units, part.graph, part.layouts, around)
+        if stepping:
+            self._sharded.follow()
         return part
 
     @property
@@ -441,22 +515,31 @@ class Engine:
     def _masks_for(self, part: CheckedBatch) -> TensorMasks:
         return self._slices.masks_for(part.classes, narrow=not self.constant_time)
 
-    def _accumulate(self, part: CheckedBatch, into: ClippedSums) -> None:
+    def _accumulate(self, part: CheckedBatch, into: ClippedSums, *, last: bool = False) -> bool:
+        """Clip and add up a part; False if it reaches nothing. `last`: of a step, so that complete sums may be given away."""
         reached = self._reached(part)
         if any(reached):
             part = into.prepare(part)
-            self._collect(part, self._limits.collector(part, into, reached, self._masks_for(part)))
+            collector = self._limits.collector(part, into, reached, self._masks_for(part))
+            self._collect(part, collector, into=into if last else None)
+        return any(reached)
 
-    def _collect(self, part: CheckedBatch, collector: Collector, *, retain_graph: bool = False) -> None:
+    def _collect(
+        self, part: CheckedBatch, collector: Collector, *, retain_graph: bool = False, into: ClippedSums | None = None
+    ) -> None:
         """Run autograd for one collector; refuse gradients that anything else writes meanwhile."""
         before, slot = self._gradients.versions(), self._attachment.slot
         inputs = [p for name, p in self._tensors.items() if collector.reached[self._layer_of[name]]]
         slot.receiver = collector
         try:
-            with torch.autocast("cpu", enabled=False):
+            with torch.autocast(self.device.type, enabled=False), self._sharded.backward_pass(into, collector):
                 torch.autograd.backward(part.losses, part.weights, inputs=inputs, retain_graph=retain_graph)
             with torch.no_grad():
-                collector.finish()
+                if isinstance(into, ShardedStep) and isinstance(collector, JointCollector):
+                    collector.measure()
+                    into.later = collector
+                else:
+                    collector.finish()
         finally:
             slot.receiver = None
             grads.release_buffers()
@@ -477,6 +560,10 @@ class Engine:
     def gather(self) -> None:
         """Make a sharded model whole until the end of the next step; every rank does so. Others are whole."""
         self._sharded.gather()
+
+    def divide(self) -> None:
+        """Take `gather` back; every rank does so."""
+        self._sharded.divide()
 
     @property
     def private(self) -> bool:
@@ -502,6 +589,7 @@ class Engine:
             refuse_factor(factor)
         self._open = self._choice = None
         self._proxy_step = -1
+        self.refuse_elsewhere(hardened=noise.hardened)
         self.noise = self._own_noise(noise)
         self.budget.set_taken(step)
         if self.window is not None and not resumed:
@@ -561,8 +649,9 @@ class Engine:
         part, found = self._examine(losses, batch), []
         assert part is not None
         for unit in units:
-            mine = part.losses.detach()[part.layout.owner == unit].double()
-            found.append({"loss": mine.mean(), **self._gradient_of(part, unit, routed=False, retain_graph=True)})
+            mine = part.losses.detach().cpu()[part.layout.owner == unit].double()
+            gradient = self._gradient_of(part, unit, routed=False, retain_graph=True)
+            found.append({"loss": mine.mean(), **{name: t.cpu() for name, t in gradient.items()}})
         return found
 
     def proxy_norms(self, losses: Tensor, batch: Batch) -> Tensor:
@@ -587,6 +676,7 @@ class Engine:
         for hook in self._hooks:
             hook.remove()
         self._attachment.detach()
+        self._sharded.detach()
         self._open = None
         self.detached = True
 

@@ -23,19 +23,27 @@ from lamina.plan.selection import Range
 # 4e-4 low, and reducing in float64 directly is 10 times slower. So: float32 over blocks of at most
 # 64 elements, then float64 over the blocks. The vectorised reduction adds at most 4 terms per lane,
 # so a block's norm is off by less than 3e-7, and `NORM_SAFETY` shrinks every clip factor by more.
+#
+# Other devices add in an order of their own, and MPS has no float64: there, float32 over blocks of 16, twice, then
+# float64 on the CPU, of one number for 256. In any order, a block's norm is off by at most 9·2^-24: 1.1e-6 in two levels,
+# 2.2e-6 in a product of two norms, less than `NORM_SAFETY` takes. Factors of contributions, (P,) float64, are always
+# kept on the CPU; only these numbers travel, never a gradient or a sum.
 
 _MAX_BLOCK = 64
+_BLOCK_ELSEWHERE = 16
 NORM_SAFETY = 1.0 - 2.0**-18
 
 
 def row_norm_sq(t: Tensor) -> Tensor:
     """(P, …) → (P,) squared norms in float64. Elements beyond 1e19 make it infinite; it never reads low
-    by more than elements below 1e-22 can."""
+    by more than elements below 1.1e-19 can."""
     t = t.reshape(t.shape[0], t.shape[1:].numel())
     if t.dtype == torch.float64:
-        return _square(torch.linalg.vector_norm(t, dim=1))
+        return _square(torch.linalg.vector_norm(t, dim=1).cpu())
     t = t.float().contiguous()
     width = t.shape[1]
+    if not t.is_cpu:
+        return _norm_sq_elsewhere(t)
     if width <= _MAX_BLOCK:
         return _square(torch.linalg.vector_norm(t, dim=1))
     size = block_length(width)
@@ -51,6 +59,31 @@ def _square(norm: Tensor) -> Tensor:
     return norm.double().square_()
 
 
+def _norm_sq_elsewhere(t: Tensor) -> Tensor:
+    """`row_norm_sq` of a tensor (P, width) on another device."""
+    for _ in range(2):
+        if rest := -t.shape[1] % _BLOCK_ELSEWHERE:
+            t = torch.nn.functional.pad(t, (0, rest))
+        t = torch.linalg.vector_norm(t.unflatten(1, (t.shape[1] // _BLOCK_ELSEWHERE, _BLOCK_ELSEWHERE)), dim=2)
+    return _square(t.cpu()).sum(1)
+
+
+def _vector_norms(t: Tensor) -> Tensor:
+    """(P, width) → (P,) norms in float64 outright, of the smallest and largest numbers too."""
+    if t.is_cpu or t.dtype == torch.float64:
+        norms: Tensor = torch.linalg.vector_norm(t, dim=1, dtype=torch.float64)
+        return norms if t.is_cpu else norms.cpu()
+    largest = torch.linalg.vector_norm(t, ord=torch.inf, dim=1) if t.shape[1] else t.new_zeros(len(t))
+    size = torch.where(largest > 0, largest, 1.0)
+    return row_norm_sq(t / size.unsqueeze(1)).sqrt_() * size.cpu().double()
+
+
+def _like(factor: Tensor, t: Tensor) -> Tensor:
+    """(P,) numbers of contributions, in the precision of t and where it is."""
+    factor = factor.to(t.dtype)
+    return factor if t.is_cpu else factor.to(t.device)
+
+
 @lru_cache(maxsize=1024)
 def block_length(width: int) -> int:
     """A block length that divides the width if a long one does, so that no rest is left."""
@@ -64,16 +97,23 @@ _thread_buffers = threading.local()
 _MAX_BUFFER_ELEMENTS = 1 << 23  # elements; what is larger is allocated and given back
 
 
-def take_buffer(slot: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """An uninitialised tensor, valid until the same slot of this thread is taken again."""
+def take_buffer(slot: str, shape: tuple[int, ...], dtype: torch.dtype, like: Tensor | None = None) -> Tensor:
+    """An uninitialised tensor where `like` is, valid until the same slot of this thread is taken again."""
+    if like is not None and not like.is_cpu:  # whose memory torch keeps by itself
+        return torch.empty(shape, dtype=dtype, device=like.device)
     size = prod(shape)
+    return take_memory(slot, size, dtype)[:size].view(shape)
+
+
+def take_memory(slot: str, size: int, dtype: torch.dtype) -> Tensor:
+    """As `take_buffer`: a vector of at least this size."""
     if size > _MAX_BUFFER_ELEMENTS:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(size, dtype=dtype)
     buffers: dict[tuple[str, torch.dtype], Tensor] = vars(_thread_buffers).setdefault("buffers", {})
     buffer = buffers.get((slot, dtype))
     if buffer is None or buffer.numel() < size:
         buffer = buffers[slot, dtype] = torch.empty(size, dtype=dtype)
-    return buffer[:size].view(shape)
+    return buffer
 
 
 def release_buffers() -> None:
@@ -97,7 +137,7 @@ class AxisRanges:
         if len(self.ranges) == 1:
             first, stop = self.ranges[0]
             return t.narrow(dim, first, stop - first)
-        return t.index_select(dim, self.index)
+        return t.index_select(dim, self.index.to(t.device))
 
     def zero_(self, t: Tensor) -> None:
         """Set these indices of a tensor without contributions to exactly 0."""
@@ -162,7 +202,7 @@ class SliceMask:
 
         By `where`, never by multiplication: 0 times what is not finite is not 0.
         """
-        table, shape = self.table[low : low + len(t)], [1] * t.dim()
+        table, shape = self.table[low : low + len(t)].to(t.device), [1] * t.dim()
         if t.dim() == 1:
             return torch.where(table[:, 0], t, t.new_zeros(()))
         shape[0], shape[dim] = table.shape
@@ -177,13 +217,13 @@ class SliceMask:
             here = who if len(t) == len(self.table) else who[(who >= low) & (who < low + len(t))] - low
             for first, stop in ranges if len(here) else ():
                 part = t.narrow(dim, first, stop - first)
-                part.zero_() if len(here) == len(t) else part.index_fill_(0, here, 0)
+                part.zero_() if len(here) == len(t) else part.index_fill_(0, here.to(t.device), 0)
 
     def emptied(self, t: Tensor) -> Tensor:
         """t (P, …) with 0 for contributions that may move nothing: it will meet a 0, and must be finite."""
         if self.blocked_units is None:
             return t
-        return t.masked_fill(self.blocked_units.view(-1, *[1] * (t.dim() - 1)), 0)
+        return t.masked_fill(self.blocked_units.view(-1, *[1] * (t.dim() - 1)).to(t.device), 0)
 
 
 def _ranges_of_true(flags: Tensor) -> tuple[Range, ...]:
@@ -222,7 +262,7 @@ class ClipWeights:
         """Zero the broken contributions with `where`: multiplying NaN by 0 would keep it."""
         if self.broken is None:
             return t
-        return t.masked_fill(self.broken.view(-1, *[1] * (t.dim() - 1)), 0)
+        return t.masked_fill(self.broken.view(-1, *[1] * (t.dim() - 1)).to(t.device), 0)
 
 
 class ClipFunction(Protocol):
@@ -290,7 +330,7 @@ class DenseGrads(ContributionGrads):
     def add_to(self, out: Tensor, weights: ClipWeights) -> None:
         grads = weights.clean(self.grads)
         if grads.dim() == 2:
-            out.addmv_(grads.t(), weights.factor.to(grads.dtype))
+            out.addmv_(grads.t(), _like(weights.factor, grads))
         else:
             _add_weighted(out, grads.reshape(self.units, -1), weights.factor)
 
@@ -372,7 +412,7 @@ class OuterProductGrads(ContributionGrads):
         """
         if self._norms is not None:
             return self._norms
-        norms = torch.stack([torch.linalg.vector_norm(t, dim=1, dtype=torch.float64) for t in (self.g, self.a)])
+        norms = torch.stack([_vector_norms(t) for t in (self.g, self.a)])
         if self.units and not _well_scaled(norms):
             odd = ~((norms > _MIN_SAFE_NORM) & (norms < _MAX_SAFE_NORM)).all(0)
             self.length = torch.where(odd, norms[0] * norms[1], 1.0)
@@ -390,13 +430,13 @@ class OuterProductGrads(ContributionGrads):
 
     def add_to(self, out: Tensor, weights: ClipWeights) -> None:
         factor = weights.factor if self.length is _UNIT_LENGTH else weights.factor * weights.clean(self.length)
-        g = weights.clean(self.g) * factor.to(self.g.dtype).unsqueeze(1)
+        g = weights.clean(self.g) * _like(factor, self.g).unsqueeze(1)
         out.addmm_(g.t(), weights.clean(self.a))
 
     def dense(self, low: int, high: int) -> Tensor:
         product = self.g[low:high].unsqueeze(2) * self.a[low:high].unsqueeze(1)
         if self.length is not _UNIT_LENGTH:
-            product = product * self.length[low:high].view(-1, 1, 1).to(product.dtype)
+            product = product * _like(self.length[low:high], product).view(-1, 1, 1)
         return product.reshape(high - low, -1)
 
     def where(self, axis: int, mask: SliceMask) -> ContributionGrads:
@@ -416,7 +456,7 @@ class SequenceProductGrads(ChunkedGrads):
 
     def dense(self, low: int, high: int) -> Tensor:
         g, a = at_least_float32(self.g[low:high]), at_least_float32(self.a[low:high])
-        grads = take_buffer("grads", (high - low, *self.shape), g.dtype)
+        grads = take_buffer("grads", (high - low, *self.shape), g.dtype, g)
         return torch.bmm(g.transpose(1, 2), a, out=grads).view(high - low, -1)
 
     def where(self, axis: int, mask: SliceMask) -> ContributionGrads:
@@ -439,8 +479,13 @@ def _well_scaled(norms: Tensor) -> bool:
 
 def _unit_rows(t: Tensor, rows: Tensor, norm: Tensor) -> Tensor:
     """t with these rows divided by their norms, in float64; the others as they are, and at no cost."""
-    some = t[rows].double() / norm[rows].clamp(min=1e-300).unsqueeze(1)
-    return t.index_put((rows.nonzero().flatten(),), some.to(t.dtype))
+    index = rows.nonzero().flatten()
+    if t.is_cpu:
+        some = t[index].double() / norm[index].clamp(min=1e-300).unsqueeze(1)
+    else:  # which may have no float64: in two divisions, so that neither leaves the range of float32
+        root = _like(norm[index].clamp(min=1e-74).sqrt(), t).unsqueeze(1)
+        some = t[index.to(t.device)] / root / root
+    return t.index_put((index.to(t.device),), some.to(t.dtype))
 
 
 def at_least_float32(t: Tensor) -> Tensor:
@@ -457,7 +502,7 @@ def _masked_factors(g: Tensor, a: Tensor, axis: int, mask: SliceMask) -> tuple[T
 
 def _add_weighted(out: Tensor, grads: Tensor, factor: Tensor) -> None:
     """out += factorᵀ · grads, for grads (P, numel) and a contiguous out."""
-    out.view(1, -1).addmm_(factor.to(grads.dtype).unsqueeze(0), grads)
+    out.view(1, -1).addmm_(_like(factor, grads).unsqueeze(0), grads)
 
 
 class ScatterGrads(ContributionGrads):
@@ -465,7 +510,7 @@ class ScatterGrads(ContributionGrads):
 
     def __init__(self, ids: Tensor, g: Tensor, rows: int, skip: int | None) -> None:
         self.units, self.shape = ids.shape[0], torch.Size((rows, g.shape[2]))
-        key = (ids + torch.arange(self.units).unsqueeze(1) * rows).flatten()
+        key = (ids + torch.arange(self.units, device=ids.device).unsqueeze(1) * rows).flatten()
         g = at_least_float32(g.reshape(-1, g.shape[2]))
         if skip is not None:
             keep = (ids != skip).flatten()
@@ -477,13 +522,13 @@ class ScatterGrads(ContributionGrads):
 
     def norm_sq(self) -> Tensor:
         total = torch.zeros(self.units, dtype=torch.float64)
-        return total.index_add_(0, self.owner, row_norm_sq(self.grads))
+        return total.index_add_(0, self.owner.cpu(), row_norm_sq(self.grads))
 
     def add_to(self, out: Tensor, weights: ClipWeights) -> None:
-        factor = weights.factor[self.owner].to(self.grads.dtype)
+        factor = _like(weights.factor, self.grads)[self.owner]
         grads = self.grads
         if weights.broken is not None:
-            grads = grads.masked_fill(weights.broken[self.owner].unsqueeze(1), 0)
+            grads = grads.masked_fill(weights.broken.to(grads.device)[self.owner].unsqueeze(1), 0)
         out.index_add_(0, self.row, grads * factor.unsqueeze(1))
 
     def dense(self, low: int, high: int) -> Tensor:
@@ -495,9 +540,9 @@ class ScatterGrads(ContributionGrads):
     def where(self, axis: int, mask: SliceMask) -> ContributionGrads:
         less = copy.copy(self)
         if axis == 1:
-            less.grads = self.grads.masked_fill(~mask.table[self.owner], 0)
+            less.grads = self.grads.masked_fill(~mask.table.to(self.owner.device)[self.owner], 0)
         else:
-            open_ = mask.table[self.owner, self.row]
+            open_ = mask.table.to(self.owner.device)[self.owner, self.row]
             less.grads, less.owner, less.row = self.grads[open_], self.owner[open_], self.row[open_]
         return less
 
@@ -527,8 +572,10 @@ class SummedGrads(ChunkedGrads):
 class StackedGrads(ContributionGrads):
     """A tensor of matrices along its first axis (experts), of which `parts` were used: zero elsewhere."""
 
-    def __init__(self, parts: Mapping[int, ContributionGrads], shape: torch.Size, units: int) -> None:
-        self.parts, self.shape, self.units = parts, shape, units
+    def __init__(
+        self, parts: Mapping[int, ContributionGrads], shape: torch.Size, units: int, device: torch.device | None = None
+    ) -> None:
+        self.parts, self.shape, self.units, self.device = parts, shape, units, device
 
     @property
     def formed(self) -> bool:
@@ -551,7 +598,9 @@ class StackedGrads(ContributionGrads):
             if whole is None:
                 whole = grads.new_zeros(high - low, self.shape[0], grads.shape[1])
             whole[:, index] = grads
-        return torch.zeros(high - low, self.shape.numel()) if whole is None else whole.view(high - low, -1)
+        if whole is None:
+            return torch.zeros(high - low, self.shape.numel(), device=self.device)
+        return whole.view(high - low, -1)
 
     def where(self, axis: int, mask: SliceMask) -> ContributionGrads:
         if axis:
@@ -562,7 +611,7 @@ class StackedGrads(ContributionGrads):
                 for index, part in self.parts.items()
                 if bool(mask.table[:, index].any())
             }
-        return StackedGrads(made, self.shape, self.units)
+        return StackedGrads(made, self.shape, self.units, self.device)
 
 
 class AxisSliceGrads(ChunkedGrads):
@@ -592,9 +641,9 @@ class AxisSliceGrads(ChunkedGrads):
         if self.span.axis == 0 and len(self.span.ranges) == 1:
             yield self.span.of(out, 0)
             return
-        part = torch.zeros(self.inner.shape, dtype=out.dtype)
+        part = out.new_zeros(self.inner.shape)
         yield part
-        out.index_add_(self.span.axis, self.span.index, part)
+        out.index_add_(self.span.axis, self.span.index.to(out.device), part)
 
     def where(self, axis: int, mask: SliceMask) -> ContributionGrads:
         mine = mask.within(self.span) if axis == self.span.axis else mask
@@ -603,4 +652,4 @@ class AxisSliceGrads(ChunkedGrads):
     def dense(self, low: int, high: int) -> Tensor:
         inner = self.inner.dense(low, high).view(high - low, *self.inner.shape)
         whole = inner.new_zeros(high - low, *self.shape)
-        return whole.index_copy_(self.span.axis + 1, self.span.index, inner).view(high - low, -1)
+        return whole.index_copy_(self.span.axis + 1, self.span.index.to(whole.device), inner).view(high - low, -1)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from decimal import Decimal, localcontext
 from typing import NamedTuple
 
@@ -53,6 +53,14 @@ class Grid(NamedTuple):
     bits: int
     unit: float
     taxicab: bool
+
+
+class GridSums(dict[str, Tensor]):
+    """Clipped sums by tensor, in whole units of the grids of their layers. `plan`: the digest of the plan that clipped them."""
+
+    def __init__(self, sums: Mapping[str, Tensor], grids: Sequence[Grid], plan: bytes) -> None:
+        super().__init__(sums)
+        self.grids, self.plan = tuple(grids), plan
 
 
 def layer_grids(plan: StepPlan, least: int = LEAST_BITS) -> tuple[Grid, ...]:

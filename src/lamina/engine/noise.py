@@ -166,7 +166,7 @@ def draw_pack(
 # number of threads. They differ from those of numpy in the last digits: a journal keeps which of the two drew, and a
 # segment that was begun by the other one is not replayed but charged anew.
 
-NOISE_VERSIONS = {True: "2 native", False: "1 numpy"}
+NOISE_VERSIONS = {True: "3 native", False: "1 numpy"}
 NATIVE_PIECE = np.dtype(
     [("tensor", "u8"), ("block", "u8"), ("size", "i8"), ("out", "u8"), ("std", "f8"), ("spacing", "f8")], align=True
 )
@@ -213,7 +213,7 @@ class NativeNoise:
         self._draw(key, pieces.ctypes.data, len(pieces), flags, self.level, threads)
 
 
-@functools.lru_cache(maxsize=16)
+@functools.lru_cache(maxsize=256)  # a step may draw in many calls
 def _native_pieces(numels: tuple[int, ...], tensors: tuple[int, ...]) -> tuple[NDArray[Any], Words, Words]:
     """The pieces of a call, and of each its tensor's position and its first element."""
     every = [p for slot, (t, n) in enumerate(zip(tensors, numels, strict=True)) for p in cut_into_cells(slot, t, n)]
@@ -276,6 +276,7 @@ class NoiseSource:
     def __init__(self, seed: bytes, *, rank: int, hardened: bool, threads: int | None) -> None:
         self._seed, self._rank, self._hardened = seed, rank, hardened
         self._threads = threads  # None: as many as torch may use
+        self._last_key: tuple[tuple[int, int], bytes] = (-1, -1), b""
         step_key(seed, step=0, rank=rank)  # refuses a bad seed or rank now
 
     @property
@@ -344,7 +345,10 @@ class NoiseSource:
         step: int, tensors: Sequence[int] | None, part: int, fill: bool, rounded: bool,
     ) -> None:  # fmt: skip
         indices = _check_tensors(totals, stds, tensors)
-        key = step_key(self._seed, step=step, rank=self._rank, purpose=StreamPurpose.NOISE, part=part)
+        if rounded and not all(total.is_cpu for total in totals):
+            problem = "hardened noise is added and rounded in float64 on the CPU, and a sum is on another device"
+            raise NoiseError("noise.hardened-elsewhere", problem, "train on the CPU, or without hardened noise")
+        key = self._key_of(step, part)
         self._claim(step, [(part << 64) + index for index in indices])
         if fill:
             for total, std in zip(totals, stds, strict=True):
@@ -352,9 +356,18 @@ class NoiseSource:
                     total.detach().zero_()
         for dtype in (torch.float32, torch.float64):
             live = [i for i, x in enumerate(totals) if x.dtype == dtype and stds[i] > 0 and x.numel()]
+            for i in [i for i in live if not totals[i].is_cpu]:
+                live.remove(i)
+                self._draw_elsewhere(totals[i], float(stds[i]), indices[i], key, fill)
             if live:
                 outs, scales = [totals[i] for i in live], [float(stds[i]) for i in live]
                 self._draw(outs, scales, [indices[i] for i in live], key, fill, rounded)
+
+    def _draw_elsewhere(self, total: torch.Tensor, std: float, index: int, key: bytes, fill: bool) -> None:
+        """On another device: the draws of the CPU, one tensor at a time. Noise is all that travels."""
+        noise = torch.empty(total.shape, dtype=total.dtype)
+        self._draw([noise], [std], [index], key, fill=True, rounded=False)
+        total.detach().copy_(noise) if fill else total.detach().add_(noise.to(total.device))
 
     def _draw(
         self, totals: list[torch.Tensor], stds: list[float], indices: list[int], key: bytes, fill: bool, rounded: bool
@@ -372,6 +385,14 @@ class NoiseSource:
             if written is not total:
                 total.detach().copy_(written)
         torch.autograd.graph.increment_version(totals)
+
+    def _key_of(self, step: int, part: int) -> bytes:
+        """The last one is kept: the tensors of a step are drawn in several calls."""
+        kept, key = self._last_key  # read once: another thread may draw for another step meanwhile
+        if kept != (step, part):
+            key = step_key(self._seed, step=step, rank=self._rank, purpose=StreamPurpose.NOISE, part=part)
+            self._last_key = (step, part), key
+        return key
 
     def _claim(self, step: int, indices: list[int]) -> None:
         """Called once before a draw, with part · 2^64 + tensor. A source that must not repeat itself refuses here."""
@@ -481,9 +502,9 @@ def _check_tensors(totals: Sequence[torch.Tensor], stds: Sequence[float], tensor
         if total.dtype is not torch.float32 and total.dtype is not torch.float64:
             problem = f"tensor {index} is {total.dtype}, must be float32 or float64"
             raise NoiseError("noise.tensor-dtype", problem, "sum in float32 or better")
-        if not total.is_cpu or total.layout is not torch.strided:
-            problem = f"tensor {index} is not a dense tensor on the CPU"
-            raise NoiseError("noise.tensor-not-dense", problem, "move the sum to the CPU first")
+        if total.layout is not torch.strided or total.is_meta:
+            problem = f"tensor {index} is not a dense tensor"
+            raise NoiseError("noise.tensor-not-dense", problem, "make it dense first: total.to_dense()")
         place = total.data_ptr()
         if (place in seen and total.numel()) or (not total.is_contiguous() and _expanded(total)):
             problem = f"tensor {index} is expanded, or shares its memory with another tensor of the call"

@@ -374,7 +374,7 @@ def _near_overflow(arguments: Sequence[Tensor], n: int) -> Tensor:
     large = torch.zeros(n, dtype=torch.bool)
     for t in arguments:
         if t.is_floating_point() and t.numel():
-            large |= ~(t.detach().reshape(n, -1).abs() < torch.finfo(t.dtype).max ** 0.4).all(1)
+            large |= ~(t.detach().reshape(n, -1).abs() < torch.finfo(t.dtype).max ** 0.4).all(1).cpu()
     return large
 
 
@@ -391,8 +391,10 @@ def _compare_examples(a: Tensor, b: Any) -> tuple[Tensor, Tensor]:
     a, b = (t.reshape(len(b), -1) for t in (a.expand_as(b), b))
     finite = torch.isfinite(a) & torch.isfinite(b)
     as_finite = (torch.isfinite(a) == torch.isfinite(b)).all(1)
-    a, b = (torch.where(finite, t, 0).double() for t in (a, b))
-    return as_finite & ((a - b).abs().amax(1) <= rounding * a.abs().amax(1) + 1e-9), as_finite
+    wide = torch.float64 if a.is_cpu else torch.float32  # other devices may have no float64
+    a, b = (torch.where(finite, t, 0).to(wide) for t in (a, b))
+    same = as_finite & ((a - b).abs().amax(1) <= rounding * a.abs().amax(1) + 1e-9)
+    return same.cpu(), as_finite.cpu()
 
 
 class FlattenedTokensForward(LayerForward):

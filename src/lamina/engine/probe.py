@@ -46,6 +46,32 @@ _LARGE, _LARGER = 100.0, 1000.0  # in a loop of one's own, whose errors cannot b
 LEAST_EXAMPLES = 4
 
 
+def _accelerator() -> Any:
+    """torch.cuda, torch.mps or another, if it is in use: it draws from a generator of its own. Otherwise None."""
+    device = torch.accelerator.current_accelerator()
+    module: Any = None if device is None else torch.get_device_module(device)
+    used = module is not None and getattr(module, "is_initialized", module.is_available)()
+    return module if used else None
+
+
+def seed_torch(seed: int) -> None:
+    """The global generator of the CPU, and of the accelerator in use."""
+    torch.default_generator.manual_seed(seed)
+    if (module := _accelerator()) is not None:
+        (module.manual_seed_all if hasattr(module, "manual_seed_all") else module.manual_seed)(seed)
+
+
+def _torch_states() -> list[Tensor]:
+    module = _accelerator()
+    return [torch.get_rng_state(), *([] if module is None else [module.get_rng_state()])]
+
+
+def _set_torch_states(states: list[Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    for state in states[1:]:
+        _accelerator().set_rng_state(state)
+
+
 class ConstantDraws(TorchDispatchMode):
     """Makes the usual random draws of torch constant, equal for all rows, and leaves its generator alone.
 
@@ -68,9 +94,9 @@ class ConstantDraws(TorchDispatchMode):
         if name not in ("bernoulli", "bernoulli_", "uniform_", "normal_", "exponential_", "rand", "randn",
                         "rand_like", "randn_like"):  # fmt: skip
             return func(*args, **kwargs)
-        state = torch.get_rng_state()
+        states = _torch_states()
         drawn: Tensor = func(*args, **kwargs)
-        torch.set_rng_state(state)
+        _set_torch_states(states)
         if name.startswith("bernoulli"):
             likely = args[1] if len(args) > 1 else kwargs.get("p", args[0] if name == "bernoulli" else 0.5)
             return drawn.copy_(torch.as_tensor(likely) >= self.at)
@@ -82,7 +108,7 @@ class ConstantDraws(TorchDispatchMode):
 def seed_global_generators(seed: int) -> None:
     """The same public seed for torch's, numpy's and Python's global generators; below 0: seeds of extreme draws."""
     of_torch, of_numpy, of_python = _EXTREME_SEEDS.get(seed, (seed, seed, seed))
-    torch.default_generator.manual_seed(of_torch)
+    seed_torch(of_torch)
     np.random.seed(of_numpy)  # noqa: NPY002
     random.seed(of_python)
 
@@ -90,11 +116,11 @@ def seed_global_generators(seed: int) -> None:
 @contextmanager
 def preserve_global_generators() -> Iterator[None]:
     """Leave the caller's global generators as they were."""
-    states = torch.get_rng_state(), np.random.get_state(), random.getstate()  # noqa: NPY002
+    states = _torch_states(), np.random.get_state(), random.getstate()  # noqa: NPY002
     try:
         yield
     finally:
-        torch.set_rng_state(states[0])
+        _set_torch_states(states[0])
         np.random.set_state(states[1])  # noqa: NPY002
         random.setstate(states[2])
 
@@ -242,7 +268,7 @@ class Probe:
         def zero_or_one(t: Any) -> Any:
             inside = isinstance(t, Tensor) and t.is_floating_point() and bool(((t >= 0) & (t <= 1)).all())
             alternate = (torch.arange(self.n) + 1) % 2
-            return alternate.view(-1, *[1] * (t.dim() - 1)).expand(t.shape).to(t.dtype) if inside else t
+            return alternate.view(-1, *[1] * (t.dim() - 1)).expand(t.shape).to(t) if inside else t
 
         x, y = pytree.tree_map(small, self.x), pytree.tree_map(zero_or_one, self.y)
         places = {place: place for place in self.watched}
@@ -294,7 +320,7 @@ class Probe:
 
     def _generator_states(self) -> list[Any]:
         name, keys, *rest = np.random.get_state()  # noqa: NPY002
-        states = [g.get_state().numpy().tobytes() for g in (torch.default_generator, *self._generators)]
+        states = [t.numpy().tobytes() for t in (*_torch_states(), *(g.get_state() for g in self._generators))]
         return [*states, name, np.asarray(keys).tobytes(), rest, random.getstate()]
 
     def receive(self, losses: Tensor | None, batch: Batch) -> None:

@@ -12,6 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from lamina.engine.batch import model_device
+from lamina.engine.distributed import ALONE, Ranks
 from lamina.errors import EngineError, LaminaError
 from lamina.plan.layer_stack import LayerStack, call_arguments
 from lamina.plan.rules import FollowProxy
@@ -49,13 +51,15 @@ class ProxyShares:
 
     Formal guarantee. What it computes is a function of the current weights, which are released, of public data and of
     the number of the step: post-processing, so it costs nothing (docs/theory.md). The user's model is read, never run.
+
+    Of several ranks rank 0 measures, and all take its shares: another processor may round in another way.
     """
 
-    def __init__(self, model: nn.Module, plan: StepPlan, rule: FollowProxy, proxy: Proxy) -> None:
+    def __init__(self, model: nn.Module, plan: StepPlan, rule: FollowProxy, proxy: Proxy, ranks: Ranks = ALONE) -> None:
         if (said := proxy.source.partition(":")[0].strip()) != rule.proxy:
             problem = f"the plan measures {rule.proxy} data, the proxy is {said}"
             raise EngineError("engine.proxy-of-other-kind", problem, f"give {rule.proxy} data, or plan for {said}")
-        self.rule, self.proxy, self._from = rule, proxy, model
+        self.rule, self.proxy, self._from, self._ranks = rule, proxy, model, ranks
         self._twin = copy.deepcopy(model)
         layers = {layer.name: layer for layer in LayerStack.from_model(self._twin)}
         if tuple(layers) != tuple(layer.name for layer in plan.layers):
@@ -69,6 +73,14 @@ class ProxyShares:
 
     def shares(self, step: int, layers: NDArray[np.int64], sizes: NDArray[np.float64]) -> NDArray[np.float64] | None:
         """w ∝ n·√d over these layers, Σw = 1, w ≥ least/L, n the measured size; None where nothing can be measured."""
+        found = self._shares(step, layers, sizes) if self._ranks.first else None
+        if self._ranks.alone:
+            return found
+        self._ranks.agree(step)  # an error of rank 0 stops all
+        sent = self._ranks.broadcast(b"" if found is None else found.astype("<f8").tobytes())
+        return np.frombuffer(sent, dtype="<f8").astype(np.float64) if sent else None
+
+    def _shares(self, step: int, layers: NDArray[np.int64], sizes: NDArray[np.float64]) -> NDArray[np.float64] | None:
         try:
             found = self.measured(step)[layers]
         except LaminaError:  # at these weights, on these examples: the shares stay as they are
@@ -86,7 +98,7 @@ class ProxyShares:
         generator = torch.Generator().manual_seed(_STREAM + step)
         rows = torch.randperm(count, generator=generator)[: self.rule.examples]
         x, y = take_examples((self.proxy.x, self.proxy.y), rows)
-        with torch.autocast("cpu", enabled=False), torch.enable_grad():
+        with torch.autocast(model_device(self._from).type, enabled=False), torch.enable_grad():
             if self.rule.estimator == "fisher":
                 return np.asarray(np.sqrt(fisher(self._twin, self._losses, x, y, self._stack).information))
             return np.array(influence(self._twin, self._losses, x, y, self._stack, rounds=20).values)

@@ -16,14 +16,13 @@ from __future__ import annotations
 import enum
 import functools
 import hashlib
+import hmac
 import os
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
-from cryptography.hazmat.primitives.hashes import SHA256
-from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from numpy.typing import NDArray
 
 from lamina import validate
@@ -77,7 +76,8 @@ def step_key(
     info = b"lamina/stream/1" + purpose.value.encode().ljust(16, b"\0")
     info += step.to_bytes(8, "big") + rank.to_bytes(4, "big")
     info += part.to_bytes(4, "big") if part else b""
-    return HKDF(algorithm=SHA256(), length=16, salt=None, info=info).derive(seed)
+    secret = hmac.digest(bytes(32), seed, "sha256")  # extract and expand of RFC 5869, without a salt
+    return hmac.digest(secret, info + b"\1", "sha256")[:16]
 
 
 class KeyStream:

@@ -6,6 +6,7 @@ import secrets
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -151,7 +152,7 @@ def check_batch(losses: Tensor | None, batch: Batch, plan: StepPlan, names: dict
         share = torch.where(weight > 0, weight / whole[unit].clamp(min=torch.finfo(torch.float32).tiny), 0.0)
     layouts = {use: _layout_of_call(use, node.lamina_rows, n, layout) for use, node in graph.nodes.items()}
     return CheckedBatch(
-        losses=losses, weights=share.to(losses.dtype), classes=classes, scale=batch.scale, ceiling=batch.ceiling,
+        losses=losses, weights=share.to(losses), classes=classes, scale=batch.scale, ceiling=batch.ceiling,
         layout=layout, layouts=layouts, graph=graph,
     )  # fmt: skip
 
@@ -257,8 +258,10 @@ class OwnershipCheck:
         return True
 
     def run(
-        self, losses: Tensor, owner: Tensor, units: int, graph: LossGraph, layouts: Mapping[RuleCall, RowLayout]
-    ) -> None:
+        self, losses: Tensor, owner: Tensor, units: int, graph: LossGraph, layouts: Mapping[RuleCall, RowLayout],
+        around: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:  # fmt: skip
+        """`around`: entered for each of its backward passes."""
         present = torch.unique(owner[owner >= 0])
         if len(present) < 2:
             return
@@ -274,7 +277,8 @@ class OwnershipCheck:
                 use.slot.receiver = watch
             try:
                 mine = (owner >= 0) & side[owner.clamp(min=0)]
-                torch.autograd.backward(losses, mine.to(losses.dtype), retain_graph=True)
+                with around():
+                    torch.autograd.backward(losses, mine.to(losses), retain_graph=True)
             finally:
                 for use in graph.uses:
                     use.slot.receiver = None
@@ -307,7 +311,7 @@ class _CouplingReceiver:
         layout = self.layouts.get(use)
         if layout is None:
             raise hidden_backward_error(use)
-        mine = (layout.owner >= 0) & self.side[layout.owner.clamp(min=0)]
+        mine = ((layout.owner >= 0) & self.side[layout.owner.clamp(min=0)]).to(g.device)
         g = g.nan_to_num(0.0, 0.0, 0.0)
         if bool((g[mine] != 0).any()):
             self.seen.add(use)
@@ -396,10 +400,14 @@ class StateGuard:
     Trained parameters must stay the same tensors, and keep their values from the beginning of a forward pass to the
     step: checksums show it, at the first calls and at every 64th. Between steps they may be written, as an optimiser
     of one's own does.
+
+    Of a model that is divided over ranks this is about the part that a rank holds (`held`): what is gathered for a step
+    is dropped after it.
     """
 
-    def __init__(self, model: nn.Module, trained: Mapping[str, Tensor]) -> None:
+    def __init__(self, model: nn.Module, trained: Mapping[str, Tensor], held: Mapping[str, Any] | None = None) -> None:
         self.model, self.trained = model, trained
+        self._held = {name: p for name, p in (held or {}).items() if is_sharded(p)}
         self._trained_ids = {id(p) for p in trained.values()}
         self.refused = False
         self._calls, self._sums = 0, dict[str, int]()
@@ -408,7 +416,7 @@ class StateGuard:
     def accept(self) -> None:
         """Compare with buffers and frozen parameters as they are now."""
         self._seen = {name: (b, b._version, b.detach().clone()) for name, b in self.model.named_buffers()}
-        frozen = ((name, p) for name, p in self.model.named_parameters() if name not in self.trained)
+        frozen = ((name, self._kept(name, p)) for name, p in self.model.named_parameters() if name not in self.trained)
         self._frozen = {name: (p, p._version, checksum(p)) for name, p in frozen}
         self._found = self._fingerprint()
 
@@ -447,14 +455,17 @@ class StateGuard:
             raise CouplingError("engine.buffer-written", *self._written("buffer", name))
         parameters = dict(self.model.named_parameters()) if self._frozen else {}
         for name, (p, version, total) in self._frozen.items():
-            held = parameters.get(name, p)
-            if is_sharded(held):  # divided between two steps: looked at when it is whole
-                continue
+            held = self._kept(name, parameters.get(name, p))
             if held is p and p._version == version and not values:
                 continue
             if checksum(held) != total:
                 raise CouplingError("engine.frozen-written", *self._written("frozen parameter", name))
             self._frozen[name] = (held, held._version, total)
+
+    def _kept(self, name: str, p: Tensor) -> Tensor:
+        """What this process keeps of a parameter between steps."""
+        kept: Tensor = self._held.get(name, p)
+        return kept
 
     def check_at_end(self) -> None:
         """As `check`, of values, when the model is given back; not what was refused before."""
@@ -469,7 +480,7 @@ class StateGuard:
         """A forward pass begins."""
         self._calls += 1
         due = self._calls <= _EVERY_CALL_UNTIL or self._calls % _THEN_EVERY == 0
-        self._sums = {name: checksum(p) for name, p in self.trained.items()} if due else {}
+        self._sums = {name: checksum(self._kept(name, p)) for name, p in self.trained.items()} if due else {}
 
     def check_trained(self, *, again: bool = False) -> None:
         """Refuse trained parameters that were replaced, or moved since the last forward pass began.
@@ -477,13 +488,13 @@ class StateGuard:
         `again`: this will be asked again, before the step.
         """
         for name, p in self.model.named_parameters() if self._sums and not again else ():
-            if p is not self.trained.get(name) and name not in self._frozen:
+            if p is not self.trained.get(name) and p is not self._held.get(name) and name not in self._frozen:
                 problem = f"parameter '{name}' was replaced or added, and what it holds was never noised"
                 remedy = "write to it by the optimiser, or make stack, plan and engine anew"
                 raise CouplingError("engine.parameter-replaced", problem, remedy)
         sums, self._sums = self._sums, self._sums if again else {}
         for name, value in sums.items():
-            if checksum(self.trained[name]) != value:
+            if checksum(self._kept(name, self.trained[name])) != value:
                 problem = (
                     f"'{name}' was written between forward pass and step: it would carry private data without noise"
                 )
@@ -512,7 +523,7 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def checksum(t: Tensor) -> int:
     """The sum of the bits of all values, modulo their width: what overwrites a tensor moves it."""
-    bits = _BITS[t.element_size()]
+    bits, t = _BITS[t.element_size()], t.to_local() if is_sharded(t) else t  # type: ignore[attr-defined]
     return int(t.detach().view(bits).sum(dtype=bits))
 
 
@@ -534,6 +545,27 @@ def refuse_float16(parameters: Mapping[str, Tensor]) -> None:
         if p.requires_grad and p.dtype == torch.float16:
             problem = f"'{name}' is float16, whose gradients overflow"
             raise EngineError("engine.float16-parameter", problem, "use bfloat16 or float32")
+
+
+# torch.backends.fp32_precision, .cuda.matmul.fp32_precision and .mkldnn.matmul.fp32_precision, which take 20 µs to read
+_PRODUCTS = (("generic", "all"), ("cuda", "matmul"), ("mkldnn", "matmul"))
+
+
+def refuse_reduced_products() -> None:
+    """In TF32 or bfloat16, which a user may allow for float32, factors and gradients lose digits as they are added up."""
+    for place in _PRODUCTS:
+        if (kind := torch._C._get_fp32_precision_getter(*place)) not in ("none", "ieee"):
+            problem = f"torch may multiply float32 matrices in {kind}, and a clipped sum could then leave its bound"
+            raise EngineError("engine.reduced-products", problem, 'call torch.set_float32_matmul_precision("highest")')
+
+
+def refuse_elsewhere(tensors: Mapping[str, Tensor], what: str) -> None:
+    """Refuse what is exact to the last bit only where float64 and whole numbers are added up on the CPU."""
+    for name, p in tensors.items() if what else ():
+        if not p.is_cpu:
+            problem = f"{what} is made for sums on the CPU, and '{name}' is on {p.device}"
+            remedy = "train on the CPU, or with Gaussian noise that is not hardened"
+            raise EngineError("engine.exact-noise-elsewhere", problem, remedy)
 
 
 def refuse_extra_state(model: nn.Module) -> None:

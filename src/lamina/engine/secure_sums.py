@@ -3,10 +3,12 @@
 Each party cuts its clipped gradients to the grid, adds them up in int64, adds its share of the noise, and sends the result
 modulo 2^k. Modulo 2^k the messages can be masked by any secure aggregation; their sum, read as a number in
 [-2^(k-1), 2^(k-1)), is the clipped sum of all plus Skellam noise of the planned variance (docs/decisions/integer_noise.md).
+Opening a sum is one step of the plan: it is charged to a `Budget` first, and refused where that has no room.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +18,8 @@ import torch
 from torch import Tensor
 
 from lamina import validate
-from lamina.engine.integer_noise import LEAST_BITS, MOST_BITS, Grid, layer_grids
+from lamina.engine.budget import Budget
+from lamina.engine.integer_noise import LEAST_BITS, MOST_BITS, Grid, GridSums, layer_grids
 from lamina.engine.noise import NoiseSource
 from lamina.errors import NoiseError
 from lamina.plan.rules import NoiseKind
@@ -24,6 +27,21 @@ from lamina.plan.step_plan import StepPlan
 
 MOST_MODULUS_BITS = 62  # so that int64 holds the sum of two
 MAX_PARTIES = 4 ** (MOST_BITS - LEAST_BITS)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PartyMessage:
+    """What a party sends, or the sum of such messages. `sums` may be masked; the rest goes in the clear, and is compared.
+
+    parties  whose sums and noise are in it
+    step     of the plan
+    terms    `SecureSum.terms` of the sender
+    """
+
+    parties: tuple[int, ...]
+    step: int
+    terms: bytes
+    sums: Mapping[str, Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,28 +102,76 @@ class SecureSum:
         all_of_them = 1 << 2 * _split(self.parties)
         return all_of_them // self.parties + (party < all_of_them % self.parties)
 
-    def message(self, sums: Mapping[str, Tensor], noise: NoiseSource, *, party: int, step: int) -> dict[str, Tensor]:
+    @property
+    def terms(self) -> bytes:
+        """SHA-256 of everything in which the parties must agree: plan, number of parties, grids and moduli."""
+        grids = ";".join(f"{grid.bits} {grid.unit.hex()} {grid.taxicab}" for grid in self.grids)
+        terms = f"{self.parties}|{grids}|{self.modulus_bits}".encode()
+        return hashlib.sha256(self.plan.digest() + terms).digest()
+
+    def message(self, sums: GridSums, noise: NoiseSource, *, party: int, step: int) -> PartyMessage:
         """What a party sends: its `Engine.grid_sums`, and its share of the noise, modulo 2^k."""
         validate.whole(NoiseError, "noise.step-not-priced", least=0, most=self.plan.steps - 1, step=step)
+        if getattr(sums, "grids", None) != self.grids:
+            problem = f"the sums of party {party} are not on the grids of this SecureSum: they would be scaled wrongly"
+            raise NoiseError(
+                "noise.sums-on-other-grids", problem, "use engine.grid_sums(losses, batch, secure_sum.grids)"
+            )
+        if sums.plan != self.plan.digest():
+            problem = f"the sums of party {party} were clipped by another plan: the noise would not fit them"
+            raise NoiseError("noise.sums-of-other-plan", problem, "use the engine of the plan of this SecureSum")
         names, totals = list(sums), [total.clone() for total in sums.values()]
         places = self._places()
         bits = [max(0, self.grids[places[name]].bits - _split(self.parties)) for name in names]
         noise.add_integers_(totals, bits, step=step, kind=NoiseKind.SKELLAM, times=self.draws(party))
-        return {name: self._reduced(name, total) for name, total in zip(names, totals, strict=True)}
+        reduced = {name: self._reduced(name, total) for name, total in zip(names, totals, strict=True)}
+        return PartyMessage(parties=(party,), step=step, terms=self.terms, sums=reduced)
 
-    def total(self, messages: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """The noised sum in whole units, from the messages of all parties or from their sum modulo 2^k."""
-        if len(messages) not in (1, self.parties):
-            problem = f"{len(messages)} messages of {self.parties} parties: the noise of the others is missing"
+    def combined(self, messages: Sequence[PartyMessage]) -> PartyMessage:
+        """The sum of messages modulo 2^k: what whoever adds them up may do without opening it.
+
+        Refused: parties with another plan, number of parties, grid or modulus; other tensors or steps; a party twice.
+        """
+        for message in messages:
+            who = ", ".join(map(str, message.parties))
+            differs = {
+                "plan, number of parties, grids or modulus": message.terms != self.terms,
+                "step": message.step != messages[0].step,
+                "tensors": {n: t.shape for n, t in message.sums.items()} != {n: t.shape for n, t in messages[0].sums.items()},
+            }  # fmt: skip
+            if wrong := [what for what, holds in differs.items() if holds]:
+                problem = f"the message of party {who} has another {' and another '.join(wrong)}"
+                raise NoiseError("noise.parties-differ", problem, "give all parties the same plan and SecureSum.of(…)")
+        parties = tuple(sorted(party for message in messages for party in message.parties))
+        if not parties or len(set(parties)) < len(parties):
+            problem = f"the messages are of parties {', '.join(map(str, parties)) or 'none'}: each may count once"
             raise NoiseError(
                 "noise.shares-missing", problem, "give the message of every party, or the sum of all of them"
             )
-        found = dict(messages[0])
+        found = dict(messages[0].sums)
         for message in messages[1:]:
-            found = {name: self._reduced(name, total + message[name]) for name, total in found.items()}
+            found = {name: self._reduced(name, total + message.sums[name]) for name, total in found.items()}
+        return PartyMessage(parties=parties, step=messages[0].step, terms=self.terms, sums=found)
+
+    def total(self, messages: Sequence[PartyMessage], *, budget: Budget) -> dict[str, Tensor]:
+        """Open a step: the noised sum in whole units, from the messages of all parties or from their sum.
+
+        It is charged to `budget` first (`engine.budget` of the plan), as one step; refused where a filter has no room.
+        """
+        whole = self.combined(messages)
+        if whole.parties != tuple(range(self.parties)):
+            problem = f"messages of {len(whole.parties)} of {self.parties} parties: the noise of the others is missing"
+            raise NoiseError(
+                "noise.shares-missing", problem, "give the message of every party, or the sum of all of them"
+            )
+        if budget.plan.digest() != self.plan.digest() or budget.taken != whole.step:
+            problem = f"step {whole.step} is opened, and the budget is at step {budget.taken} of its plan"
+            remedy = "give the budget of an engine of the same plan, and open each step once, in order"
+            raise NoiseError("noise.sum-of-other-budget", problem, remedy)
+        budget.charge()
         places = self._places()
-        half = {name: 1 << (self.modulus_bits[places[name]] - 1) for name in found}
-        return {name: ((total + half[name]) & (2 * half[name] - 1)) - half[name] for name, total in found.items()}
+        half = {name: 1 << (self.modulus_bits[places[name]] - 1) for name in whole.sums}
+        return {name: ((total + half[name]) & (2 * half[name] - 1)) - half[name] for name, total in whole.sums.items()}
 
     def released(self, total: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """(clipped sum + noise) / B in float64: what a step of one process releases."""

@@ -7,6 +7,7 @@ import os
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -132,6 +133,8 @@ COUNTS_TENSOR = 1 << 62  # the counts' place in the noise stream of a step: no m
 class ClippedSums:
     """Clipped gradients times `scale`, added up; and counts of unclipped contributions where they are asked for."""
 
+    streamed = False  # whether each sum is given away as soon as it is complete
+
     def __init__(self, sums: dict[str, Tensor], scale: float = 1.0, counts: Tensor | None = None) -> None:
         self.sums, self.scale, self.counts = sums, scale, counts
         self.grid: Mapping[str, Grid] = {}  # by tensor: the grid on which it is added up, if it is
@@ -148,6 +151,8 @@ class OpenStep(ClippedSums):
     over the parameters is spent on zeroing, scaling or adding. Hardened, the exact sum is noised and
     rounded at the end, in float64. Counts, where the plan has them, are one more tensor of the step.
 
+    `ready`: sums that are there already, of a step whose noise is not injected in parts; they are written to.
+
     Noise that the plan injects in parts enters with `add_noise_for`, that of the counts once. Of several ranks each has
     its share of the noise in its own sums; these are added up when all of them release.
     """
@@ -156,7 +161,7 @@ class OpenStep(ClippedSums):
 
     def __init__(
         self, plan: StepPlan, noise: NoiseSource, tensors: Mapping[str, Tensor], layer_of: Mapping[str, int], step: int,
-        *, ranks: Ranks = ALONE, memory: SumMemory | None = None,
+        *, ranks: Ranks = ALONE, memory: SumMemory | None = None, ready: dict[str, Tensor] | None = None,
     ) -> None:  # fmt: skip
         self.plan, self.noise, self.step, self.process = plan, noise, step, os.getpid()
         self.ranks = ranks
@@ -168,15 +173,21 @@ class OpenStep(ClippedSums):
         form, parts = (plan.injection.form, plan.injection.parts) if ranks.alone else (InjectionForm.STEP, 1)
         filled = not noise.hardened and form is not InjectionForm.RAW
         scale = sum_scale(plan, noise)
-        sums = (memory or SumMemory()).empty(tensors)
-        if not filled:
-            torch._foreach_zero_(list(sums.values()))
-        super().__init__(sums, scale, counts)
         if filled:
-            self._counts_noise = None if counts is None else torch.empty_like(counts)
             share = scale * ranks.noise_share / math.sqrt(parts)
-            outs, stds, places = self._with(self._counts_noise, [s * share for s in self.std], ranks.noise_share)
-            noise.fill_many_(outs, stds, step=step, tensors=places)
+            stds = [s * share for s in self.std]
+            if ready is not None:
+                sums = ready
+                noise.add_many_([ready[name] for name in tensors], stds, step=step)
+            else:
+                begin = SumsFromNoise(noise, tensors, stds, step, memory or SumMemory())
+                sums = begin if form is InjectionForm.STEP else begin.whole()
+            if counts is not None:
+                self._counts_noise = torch.empty_like(counts)
+                noise.fill_(self._counts_noise, self.extra * ranks.noise_share, step=step, tensor=COUNTS_TENSOR)
+        else:
+            sums = zero_sums(tensors)
+        super().__init__(sums, scale, counts)
         self._injected: NoiseInjection | None = None
         if form is InjectionForm.RAW:
             self._injected = NoisePerContribution(
@@ -185,14 +196,12 @@ class OpenStep(ClippedSums):
         elif form is not InjectionForm.STEP:
             self._injected = NoiseInShares(plan, noise, self.sums, self.std, step=step, scale=scale, taken=int(filled))
 
-    def _with(
-        self, counts: Tensor | None, stds: list[float], share: float = 1.0
-    ) -> tuple[list[Tensor], list[float], list[int]]:
-        """Sums and, as one more tensor in a place of its own, counts."""
+    def _with_counts(self) -> tuple[list[Tensor], list[float], list[int]]:
+        """Sums and, as one more tensor in a place of its own, counts; their noise and their places in its stream."""
         outs, places = list(self.sums.values()), list(range(len(self.sums)))
-        if counts is None:
-            return outs, stds, places
-        return [*outs, counts], [*stds, self.extra * share], [*places, COUNTS_TENSOR]
+        if self.counts is None:
+            return outs, self.std, places
+        return [*outs, self.counts], [*self.std, self.extra], [*places, COUNTS_TENSOR]
 
     def add_noise_for(self, classes: Tensor) -> None:
         """Add the noise that comes with contributions of these classes, which are added next."""
@@ -207,12 +216,14 @@ class OpenStep(ClippedSums):
         """(clipped sum + noise) / B. `counts` is noised, too, from here on."""
         self._same_process()
         self.ranks.agree(self.step, drawn=self.drawn)
+        if isinstance(self.sums, SumsFromNoise):
+            self.sums = self.sums.whole()
         if self._injected is not None:
             self._injected.finish()
         if self.noise.hardened and not self.ranks.alone:
             self._add_up_hardened()
         elif self.noise.hardened:
-            outs, stds, places = self._with(self.counts, self.std)
+            outs, stds, places = self._with_counts()
             late = 0 if self._injected is None else len(self.sums)  # those of the sums are in already
             self.noise.add_many_(outs[late:], stds[late:], step=self.step, tensors=places[late:])
         elif self.counts is not None and self._counts_noise is not None:
@@ -228,7 +239,7 @@ class OpenStep(ClippedSums):
     def _add_up_hardened(self) -> None:
         """Sums and shares of the noise in float64 over all ranks; the whole is rounded once, to the grid of S."""
         share = self.ranks.noise_share
-        outs, stds, places = self._with(self.counts, self.std)
+        outs, stds, places = self._with_counts()
         whole = [out.double() if out.dtype != torch.float64 else out.clone() for out in outs]
         self.noise.add_many_(whole, [s * share for s in stds], step=self.step, tensors=places, rounded=False)
         self.ranks.add_up(whole)
@@ -250,6 +261,8 @@ class CorrelatedStep(OpenStep):
         window: NoiseWindow,
     ) -> None:  # fmt: skip
         super().__init__(plan, noise, tensors, layer_of, step)
+        if isinstance(self.sums, SumsFromNoise):
+            self.sums = self.sums.whole()
         self._gathered = list(self.sums.values())  # hardened, the sums start as 0 and the noise is kept beside them
         if noise.hardened:
             self._gathered = [torch.zeros_like(total, dtype=torch.float64) for total in self._gathered]
@@ -296,6 +309,16 @@ class IntegerStep(OpenStep):
         return {name: total.to(self._dtypes[name]) for name, total in made.items()}
 
 
+def are_sums_of_their_own(sums: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> bool:
+    """Whether each tensor has a sum, in memory that nothing else uses."""
+    if sums.keys() != tensors.keys() or len({t.data_ptr() for t in sums.values()}) < len(sums):
+        return False
+    alike = all(
+        t.dtype == _sum_dtype(tensors[name].dtype) and t.shape == tensors[name].shape for name, t in sums.items()
+    )
+    return alike and all(t.is_contiguous() and t.untyped_storage().nbytes() == t.nbytes for t in sums.values())
+
+
 def sum_scale(plan: StepPlan, noise: NoiseSource) -> float:
     """What clipped gradients are multiplied by as they are added to an `OpenStep`."""
     return 1.0 if noise.hardened else 1.0 / plan.batch
@@ -319,10 +342,56 @@ def zero_sums(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: total.zero_() for name, total in SumMemory().empty(tensors).items()}
 
 
-class SumMemory:
-    """The memory of released sums, used again once nobody holds them: fresh pages cost more than what is written there."""
+class SumsFromNoise(dict[str, Tensor]):
+    """Sums that begin as noise. A large one begins when it is first asked for, unless its memory is there already; those
+    before it, which a backward pass asks for next, begin with it until a call is worth its while."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self, noise: NoiseSource, tensors: Mapping[str, Tensor], stds: Sequence[float], step: int, memory: SumMemory
+    ) -> None:
+        self._noise, self._tensors, self._stds, self._step, self._memory = noise, tensors, stds, step, memory
+        self._place = {name: i for i, name in enumerate(tensors)}
+        self._begin([name for name, p in tensors.items() if name in memory.keeps or p.numel() < _MIN_LATE_ELEMENTS])
+
+    def _begin(self, names: Sequence[str]) -> None:
+        if names:
+            sums, places = (
+                self._memory.empty({name: self._tensors[name] for name in names}),
+                [self._place[name] for name in names],
+            )
+            self._noise.fill_many_([*sums.values()], [self._stds[i] for i in places], step=self._step, tensors=places)
+            self.update(sums)
+
+    def __missing__(self, name: str) -> Tensor:
+        names = [name]
+        left = _TOGETHER_ELEMENTS - self._tensors[name].numel()
+        for other in reversed([*self._tensors][: self._place[name]]):
+            if other not in self:
+                left -= self._tensors[other].numel()
+                if left < 0:
+                    break
+                names.append(other)
+        self._begin(names)
+        return self[name]
+
+    def whole(self) -> dict[str, Tensor]:
+        """All of them, in the order of the tensors."""
+        self._begin([name for name in self._tensors if name not in self])
+        return {name: self[name] for name in self._tensors}
+
+
+class SumMemory:
+    """The memory of released sums of a small model, used again once nobody holds them: fresh pages cost more than what is
+    written there. Only so much of it: a step needs memory for its activations, too, and steps of a large model are long."""
+
+    def __init__(self, tensors: Mapping[str, Tensor] = MappingProxyType({})) -> None:
+        self.keeps: set[str] = set()
+        left = _MAX_KEPT_BYTES
+        if sum(p.nbytes for p in tensors.values()) <= _MAX_SMALL_BYTES:
+            for name, p in sorted(tensors.items(), key=lambda item: -item[1].numel()):
+                if p.nbytes <= left:
+                    self.keeps.add(name)
+                    left -= p.nbytes
         self._kept: dict[str, tuple[torch.UntypedStorage, torch.dtype, torch.Size, tuple[int, ...]]] = {}
         self._holders: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", lambda _: 2)
 
@@ -339,17 +408,20 @@ class SumMemory:
         sums = {}
         for name, p in tensors.items():
             wanted, kept = _sum_dtype(p.dtype), self._kept.get(name)
-            if kept is not None and kept[1:3] == (wanted, p.shape) and self._free(kept[0]):
+            if kept is not None and kept[1:3] == (wanted, p.shape) and p.is_cpu and self._free(kept[0]):
                 storage, dtype, shape, stride = kept
                 sums[name] = torch.empty(0, dtype=dtype).set_(storage, 0, shape, stride)
                 continue
             made = sums[name] = torch.empty_like(p, dtype=wanted, memory_format=torch.contiguous_format)
-            if p.numel() >= _MIN_KEPT_ELEMENTS and type(made) is Tensor and p.is_cpu:
+            if name in self.keeps and p.numel() >= _MIN_KEPT_ELEMENTS and type(made) is Tensor and p.is_cpu:
                 self._kept[name] = made.untyped_storage(), wanted, p.shape, made.stride()
         return sums
 
 
 _MIN_KEPT_ELEMENTS = 1 << 12  # a few pages
+_MAX_SMALL_BYTES, _MAX_KEPT_BYTES = 6 << 20, 4 << 20  # of a small model; of what is kept of its sums
+_MIN_LATE_ELEMENTS = 1 << 16  # of a sum that begins late: a call for each must not show
+_TOGETHER_ELEMENTS = 1 << 19  # of sums that begin in one call
 _OWN_REFERENCES = 3  # to a storage: `_kept`, the argument of `_free`, and that of getrefcount
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 from torch.utils._pytree import tree_leaves
+from transformers.integrations import TensorBoardCallback
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_callback import TrainerCallback, TrainerState
 from transformers.trainer_utils import TrainOutput, rotate_checkpoints
@@ -77,6 +79,7 @@ _EVENTS_OF_STEPS = (
     "on_step_begin", "on_step_end", "on_substep_end", "on_pre_optimizer_step", "on_optimizer_step", "on_epoch_begin", "on_epoch_end",
 )  # fmt: skip
 _LOGGED = ("epsilon", "learning_rate", "epoch", "eval_", "test_")
+_TIMES = ("_runtime", "_per_second", "_compilation_time", "_preparation_time")
 
 
 def check_arguments(args: Any) -> None:
@@ -174,6 +177,7 @@ class PrivateTrainer(transformers.Trainer):  # type: ignore[misc]
             compute_metrics=compute_metrics, callbacks=list(callbacks or ()), optimizers=optimizers,
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs, preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )  # fmt: skip
+        _take_clocks_away(self.callback_handler.callbacks)
         self.remove_callback(DEFAULT_PROGRESS_CALLBACK)  # it waits for steps; the run shows its own progress
         self.plan, self._engine = self._plan(privacy, plan, engine)
         self.loss_fn = loss_for(self.model, args.label_smoothing_factor) if loss_fn is None else loss_fn
@@ -253,11 +257,11 @@ class PrivateTrainer(transformers.Trainer):  # type: ignore[misc]
         return TrainOutput(self.state.global_step, float("nan"), _epsilons(self.outcome.epsilon))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """As ever, for figures that may leave: ε, the learning rate, figures of an evaluation."""
+        """As ever, for figures that may leave: ε, the learning rate, figures of an evaluation. Not how long anything took."""
         if strange := [name for name in logs if not name.startswith(_LOGGED)]:
             problem = f"{strange[0]!r} is logged, which is not one of {', '.join(_LOGGED)}: a figure of private data is a release"
             raise RunError("integrations.figure-not-public", problem, "log figures of public data, named eval_…")
-        super().log(logs, start_time)
+        super().log({name: value for name, value in logs.items() if not name.endswith(_TIMES)})
 
     def evaluate(self, eval_dataset: Any = None, *args: Any, **options: Any) -> dict[str, float]:
         """As ever, on data that `eval_on` declares public or simulated."""
@@ -272,6 +276,7 @@ class PrivateTrainer(transformers.Trainer):  # type: ignore[misc]
     def add_callback(self, callback: Any) -> None:
         check_callback(callback)
         super().add_callback(callback)
+        _take_clocks_away(self.callback_handler.callbacks)
 
     def get_train_dataloader(self) -> Any:
         """Refused: there is no loader of the corpus; `corpus.batches(plan)` draws as ε counts."""
@@ -308,6 +313,23 @@ def _run_folder(output: Path, folder: str | Path | None) -> Path:
         )
         raise RunError("integrations.run-inside-output", problem, "give a folder beside output_dir, or leave it out")
     return found
+
+
+def _take_clocks_away(callbacks: Sequence[TrainerCallback]) -> None:
+    """Let TensorBoard write no times of day."""
+    for callback in callbacks:
+        writer = getattr(callback, "_SummaryWriter", None) if isinstance(callback, TensorBoardCallback) else None
+        if writer is not None and not isinstance(writer, partial):
+            callback._SummaryWriter = partial(_writer_without_clock, writer)
+
+
+def _writer_without_clock(make: Callable[..., Any], **options: Any) -> Any:
+    """A writer of TensorBoard for which the time of a figure is its step: how long steps took depends on who was sampled."""
+    writer = make(**options)
+    add_scalar, add_text = writer.add_scalar, writer.add_text
+    writer.add_scalar = lambda name, value, step=0: add_scalar(name, value, step, walltime=float(step))
+    writer.add_text = lambda name, text, step=0: add_text(name, text, step, walltime=float(step))
+    return writer
 
 
 def _epsilons(epsilon: Mapping[str, float]) -> dict[str, float]:
@@ -360,9 +382,7 @@ class _Surface(Callback):
                 trainer.get_eval_dataloader(data), description="Evaluation", metric_key_prefix=f"eval_{name}" if name else "eval",
                 prediction_loss_only=True if trainer.compute_metrics is None else None, ignore_keys=self._ignore_keys,
             )  # fmt: skip
-            found |= {
-                key: value for key, value in output.metrics.items() if not key.endswith("_model_preparation_time")
-            }
+            found |= {key: value for key, value in output.metrics.items() if not key.endswith(_TIMES)}
         return found
 
     def on_evaluation(self, now: RunFigures) -> None:

@@ -15,6 +15,7 @@ from lamina.errors import RunError
 
 SEEDS = (42, 123, 256, 512, 1024)  # the document's
 DELTA = 1e-5
+DOCUMENT_RATE = 1e-3  # of AdamW
 FORMAT = 1  # of a result; a change of what a cell does raises it, and all cells are measured again
 
 
@@ -24,6 +25,7 @@ class StudySize:
 
     patients  of a data set, all three parts of the split together; each has `windows` windows
     width     of the widest hidden layer
+    rate      of AdamW: the document's, or more where there are far fewer steps
     passes    proxy inputs that the profile of a model sees
     """
 
@@ -34,6 +36,7 @@ class StudySize:
     steps: int
     batch: int
     width: int
+    rate: float
     passes: int
     seeds: tuple[int, ...]
     depths: tuple[int, ...]
@@ -53,15 +56,15 @@ SIZES = {
     size.name: size
     for size in (
         StudySize(
-            name="quick", evidence=False, patients=240, windows=2, steps=24, batch=48, width=16, passes=64,
+            name="quick", evidence=False, patients=240, windows=2, steps=24, batch=48, width=16, rate=DOCUMENT_RATE, passes=64,
             seeds=SEEDS[:2], depths=(4, 12), epsilons=(1.0, 8.0),
         ),
         StudySize(
-            name="full", evidence=True, patients=2_000, windows=1, steps=150, batch=128, width=32, passes=1_000,
+            name="full", evidence=True, patients=20_000, windows=1, steps=150, batch=128, width=16, rate=5e-3, passes=1_000,
             seeds=SEEDS, depths=(4, 8, 12, 16), epsilons=(0.5, 1.0, 3.0, 8.0),
         ),
         StudySize(
-            name="paper", evidence=True, patients=21_799, windows=38, steps=5_960, batch=256, width=64, passes=1_000,
+            name="paper", evidence=True, patients=21_799, windows=38, steps=5_960, batch=256, width=64, rate=DOCUMENT_RATE, passes=1_000,
             seeds=SEEDS, depths=(4, 8, 12, 16, 20), epsilons=(0.1, 0.5, 1.0, 2.0, 5.0, 10.0),
         ),
     )

@@ -177,6 +177,8 @@ def _figure2(axes: Sequence[Axes], store: ResultStore) -> None:
         panel.set_xticks(store.size.epsilons, [f"{epsilon:g}" for epsilon in store.size.epsilons])
         panel.set_xticks([], minor=True)
         _label(panel, "true ε (δ = 1e-5, per patient)", "error of reconstruction (MSE)", title)
+        if panel is not axes[0] and (legend := panel.get_legend()) is not None:
+            legend.remove()  # it is the same, and would hide something
 
 
 DEPTH_METHODS = ("lsab", "flat", "uniform")
@@ -242,10 +244,9 @@ def _figure7_cells(size: StudySize) -> list[Cell]:
 
 
 def _figure7(axes: Sequence[Axes], store: ResultStore) -> None:
-    seed = store.size.seeds[0]
+    seed, people = store.size.seeds[0], [round(share * store.size.patients) for share in SHARES]
     for i, method in enumerate(("none", "lsab")):
         found = [store.get(Cell(method=method, seed=seed, share=share)) or {} for share in SHARES]
-        people = [share * store.size.patients for share in SHARES]
         for kind, style in (("train_seconds", "-"), ("profile_seconds", ":")):
             if method == "none" and kind == "profile_seconds":
                 continue
@@ -253,6 +254,7 @@ def _figure7(axes: Sequence[Axes], store: ResultStore) -> None:
             if all(value is not None for value in values):
                 label = f"{METHODS[method].title}: {'training' if kind == 'train_seconds' else 'profiling'}"
                 axes[0].plot(people, values, label=label, color=COLOURS[i], marker=MARKERS[i], linestyle=style)
+    axes[0].set_xticks(people, [f"{count:,}" for count in people])
     _label(axes[0], "patients", f"processor seconds for {store.size.steps:,} steps", "time")
     _bars(axes[1], store, ATTACKED, "mia", "AUC of the membership attack (0.5: guessing)")
     axes[1].axvline(0.5, color="#777777", linewidth=1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
@@ -79,10 +80,13 @@ def measure_cells(store: ResultStore, cells: Iterable[Cell], *, workers: int, sa
                     say(f"{done} of {len(missing)}, {timedelta(seconds=round(left))} left: {_told(cell)}")
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
+            for worker in multiprocessing.active_children():  # in the middle of a training, which is measured again
+                worker.terminate()
             raise
 
 
 def _one_thread() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started this worker ends it
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lamina.study.bounds import BoundRow, assumption_rows, bound_rows
-from lamina.study.cells import Cell, Result, ResultStore, StudySize, column
+from lamina.study.cells import DOCUMENT_RATE, Cell, Result, ResultStore, StudySize, column
 from lamina.study.methods import METHODS
 from lamina.study.statistics import interval, least_wilcoxon_p, wilcoxon_p
 
@@ -281,8 +281,14 @@ def notes(size: StudySize) -> list[str]:
     """What stands below every page of tables."""
     return [
         _wilcoxon_note(size),
-        "Intervals are 95 % limits of Student's t over seeds. Learning rate and optimiser are the document's; the clip norm is "
-        "0.4 of the typical gradient norm on simulated patients, so that nothing was tuned on the data of the tables.",
+        "Intervals are 95 % limits of Student's t over seeds. The optimiser is the document's; the clip norm is 0.4 of the typical "
+        "gradient norm on simulated patients of another seed.",
+        f"The learning rate is {size.rate:g}, the same for all methods"
+        + (
+            " and the document's."
+            if size.rate == DOCUMENT_RATE
+            else f", where the document has {DOCUMENT_RATE:g} and more steps."
+        ),
         "BatchNorm is GroupNorm here, because BatchNorm mixes patients; patients are the unit of privacy; early stopping is left "
         "out, because watching private validation data would have to be paid for.",
     ]

@@ -35,7 +35,7 @@ from lamina.study.statistics import macro_auc, membership_inference
 from lamina.study.tasks import Part, Task, load_task
 
 CLASS, RESTRICTED = "patients", "restricted"
-LEARNING_RATE, WEIGHT_DECAY = 1e-3, 1e-4  # the document's Table 3, as AdamW and the cosine
+WEIGHT_DECAY = 1e-4  # the document's Table 3, as AdamW and the cosine
 LOCAL_STEPS, LOCAL_RATE = 4, 0.02  # of a client in DP-FedAvg
 
 # What the streams of a seed are for
@@ -59,7 +59,7 @@ def run_cell(cell: Cell, size: StudySize, source: str) -> Result:
             figures = _train_fedavg(model, task, size, cell)
         else:
             plan = _make_plan(model, method, task, size, cell.epsilon, seen if method.allocate else None, clip)
-            figures = _train_private(model, plan, task, cell.seed, routed=method.routed)
+            figures = _train_private(model, plan, task, cell.seed, size.rate, routed=method.routed)
     except LaminaError as error:
         return {"refused": f"{error.problem} [{error.code}]"}
     trained = time.process_time()
@@ -96,11 +96,11 @@ def measured_model(
         model, stack, x=proxy.x[some], y=proxy.y[some], losses_of=lambda x, y: task.losses(model(x), y),
         passes=size.passes, seed=seed, proxy="simulated", examples=min(size.passes, 256), draws=8, gamma=gamma,
     )  # fmt: skip
-    clip = untuned_clip_norm(_typical_norm(model, task))
+    clip = untuned_clip_norm(_typical_norm(model, task, size.rate))
     return seen, clip, time.process_time() - began
 
 
-def _typical_norm(model: nn.Module, task: Task) -> float:
+def _typical_norm(model: nn.Module, task: Task, rate: float) -> float:
     """The median norm of a proxy patient's gradient: at the first weights, or after a short training, whichever is less."""
     plan = make_plan(
         LayerStack.from_model(model), _policy(1000, "pld"), batch=10, steps=1, allocate="flat", epsilon=8.0
@@ -114,7 +114,7 @@ def _typical_norm(model: nn.Module, task: Task) -> float:
             return float(engine.proxy_norms(task.losses(model(batch.x), batch.y), batch).median())
 
     first = median()
-    optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
+    optimizer = torch.optim.Adam(model.parameters(), lr=rate)
     for _ in range(30):
         optimizer.zero_grad()
         task.losses(model(part.x), part.y).mean().backward()
@@ -145,7 +145,9 @@ def _make_plan(
     )  # fmt: skip
 
 
-def _train_private(model: nn.Module, plan: StepPlan, task: Task, seed: int, *, routed: bool) -> Result:
+def _train_private(
+    model: nn.Module, plan: StepPlan, task: Task, seed: int, learning_rate: float, *, routed: bool
+) -> Result:
     """Poisson batches of whole patients; the second half of them is restricted, if the method routes."""
     part, rates = task.train, {each.name: each.sampling_rate for each in plan.classes}
     restricted = torch.arange(part.patients) >= part.patients - part.patients // 2
@@ -153,7 +155,7 @@ def _train_private(model: nn.Module, plan: StepPlan, task: Task, seed: int, *, r
     if routed:
         rate[restricted] = rates[RESTRICTED]
     samples, choices = (torch.Generator().manual_seed(base + seed) for base in (_SAMPLES, _CHOICES))
-    optimizer, schedule = _optimizer(model, plan.steps)
+    optimizer, schedule = _optimizer(model, plan.steps, learning_rate)
 
     def drawn(generator: torch.Generator) -> Batch:
         chosen = (torch.rand(part.patients, generator=generator) < rate).nonzero().flatten()
@@ -197,8 +199,10 @@ def _true_epsilon(schedule: tuple[Event, ...]) -> float:
     return find_accountant("pld").epsilon(schedule, DELTA)
 
 
-def _optimizer(model: nn.Module, steps: int) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
+def _optimizer(
+    model: nn.Module, steps: int, rate: float
+) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=WEIGHT_DECAY)
     cosine = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda t: 0.5 * (1 + math.cos(math.pi * min(t, steps) / steps))
     )
@@ -211,7 +215,7 @@ def _poisson(part: Part, expected: int, seed: int) -> Callable[[], Tensor]:
 
 
 def _train_plain(model: nn.Module, task: Task, size: StudySize, seed: int) -> Result:
-    optimizer, schedule = _optimizer(model, size.steps)
+    optimizer, schedule = _optimizer(model, size.steps, size.rate)
     drawn = _poisson(task.train, size.batch, seed)
     torch.manual_seed(_DROPOUT + seed)
     model.train()
@@ -236,7 +240,7 @@ def _train_opacus(model: nn.Module, task: Task, size: StudySize, cell: Cell, cli
     rate = min(1.0, size.batch / part.patients)
     sigma = calibrate(cell.epsilon, delta=DELTA, q=rate, steps=size.steps)
     wrapped = GradSampleModule(model, strict=False)
-    inner, schedule = _optimizer(model, size.steps)
+    inner, schedule = _optimizer(model, size.steps, size.rate)
     optimizer = DPOptimizer(
         inner, noise_multiplier=sigma, max_grad_norm=clip, expected_batch_size=rate * part.patients,
         generator=torch.Generator().manual_seed(_NOISE + cell.seed),

@@ -8,8 +8,8 @@ import secrets
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any
+from functools import partial, wraps
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ from lamina.admit.signing import SECONDS_PER_YEAR
 from lamina.allocate.make_plan import DEFAULT_ALLOCATION, make_plan
 from lamina.allocate.problem import FAR_ABOVE, untuned_clip_norm
 from lamina.corpus.corpus import Corpus
-from lamina.engine.batch import Batch
+from lamina.engine.batch import Batch, model_device, to_device
 from lamina.engine.engine import Engine
 from lamina.engine.probe import preserve_global_generators, seed_global_generators
 from lamina.errors import AdmissionError, PlanError
@@ -40,6 +40,8 @@ from lamina.plan.table import epsilon_text
 from lamina.train.trainer_checks import ZERO_OUT, refuse_loader
 from lamina.validate import number, whole
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 LOCAL_CONTRIBUTION = "data"
 _PROXY_CONTRIBUTIONS, _LEAST_PROXY = 256, 16
 _TRIAL_STEPS, _TRIAL_BATCH = 40, 16
@@ -106,7 +108,7 @@ def typical_norm(
     optimizer = torch.optim.Adam([p for p in copied.parameters() if p.requires_grad], lr=1e-3)
 
     def losses(some: np.ndarray) -> tuple[Tensor, Batch]:
-        x, y = proxy.source.fetch(proxy.layout.rows_of(some))
+        x, y = to_device(proxy.source.fetch(proxy.layout.rows_of(some)), model_device(copied))
         unit = np.repeat(np.arange(len(some)), proxy.layout.sizes(some))
         args, named = call_arguments(x)
         return loss_fn(copied(*args, **named), x if y is None else y), Batch(x, y, unit=torch.from_numpy(unit))
@@ -131,6 +133,37 @@ def typical_norm(
     return min(found, later) if later > 0 else found
 
 
+_OPACUS_NAMES = {
+    "module": "give the model first: make_private(model, data, …)",
+    "optimizer": "leave it out: make any optimizer of model.parameters(), and call its step after engine.backward",
+    "data_loader": "give the data themselves, make_private(model, (x, y), batch=64, …), and loop over corpus.batches(plan)",
+    "batch_size": "write batch=, the expected number of contributions in a step",
+    "sample_rate": "write batch= and population=: the rate is batch / population",
+    "max_grad_norm": "write clip_norm=",
+    "target_epsilon": "write epsilon=",
+    "target_delta": "write delta=",
+    "poisson_sampling": "leave it out: samples are always Poisson",
+    "clipping": 'leave it out: a plan clips by layer or all layers together; as Opacus does it: allocate="flat"',
+    "grad_sample_mode": "leave it out: the engine chooses by layer",
+    "criterion": "leave it out: give one loss per example to engine.backward",
+    "noise_generator": "leave it out: the noise is secret; for tests Engine(…, noise=SeededNoise(0))",
+}
+
+
+def _teach_opacus_names(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Refuse arguments by the names of Opacus, and say what they are called here."""
+
+    @wraps(function)
+    def checked(*args: _P.args, **options: _P.kwargs) -> _R:
+        if strange := [name for name in options if name in _OPACUS_NAMES]:
+            problem = f"make_private got {', '.join(strange)}, {'a name' if len(strange) == 1 else 'names'} of Opacus"
+            raise PlanError("train.opacus-name", problem, "; ".join(_OPACUS_NAMES[name] for name in strange))
+        return function(*args, **options)
+
+    return checked
+
+
+@_teach_opacus_names
 def make_private(
     model: nn.Module, data: Any, *, epsilon: float | None = None, noise_multiplier: float | None = None,
     delta: float = 1e-5, clip_norm: float | None = None, proxy: Any = None,
@@ -225,7 +258,7 @@ def make_private(
         elif clip_norm > FAR_ABOVE * typical:
             text = f"clip_norm is {clip_norm:g}, {clip_norm / typical:.2g} times the typical gradient on the proxy: it scales"
             remedy = f"the noise up and clips nearly nobody. Leave it out, or give {untuned_clip_norm(typical):g}"
-            warnings.warn(f"{text} {remedy}", LargeClipNorm, stacklevel=2)
+            warnings.warn(f"{text} {remedy}", LargeClipNorm, stacklevel=3)
     terms["epsilon"] = allowed = plan.epsilon(0) if epsilon is None else epsilon
     policy = Policy.from_dict({"corpus": about, "class": {names[0]: terms}})
     engine = Engine(model, plan, rows=rows, per_contribution=per_contribution)
@@ -265,4 +298,4 @@ def _warn_of_earlier_plans(corpus: Corpus, plan: StepPlan) -> None:
             f"make_private was called {len(plans)} times on this data: together they cost ε {epsilon_text(together)} at "
             f"δ = {plan.delta(0):g}, if all are trained to the end (a run that is resumed counts once); {TUNE_ELSEWHERE}"
         )
-        warnings.warn(text, PlannedBefore, stacklevel=3)
+        warnings.warn(text, PlannedBefore, stacklevel=4)

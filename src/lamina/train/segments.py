@@ -39,6 +39,7 @@ from torch.optim import Optimizer
 
 from lamina.corpus.corpus import Corpus
 from lamina.engine import native
+from lamina.engine.batch import model_device
 from lamina.engine.noise import noise_version
 from lamina.errors import BudgetExceeded, RunError
 from lamina.ledger.records import MAX_NOISE_VALUES
@@ -77,7 +78,8 @@ _MISMATCH_TEXTS = {
     "data": "the data changed",
     "world_size": "the number of ranks changed",
     "threads": "the number of threads changed",
-    "code": "the version of the program, what draws its noise, its kernels or the kind of processor changed",
+    "code": "the version of the program, what draws its noise, its kernels or the kind of processor changed, or the model is "
+    "on a device whose sums are not the same again",
 }
 
 
@@ -129,6 +131,9 @@ class Segments:
         self.members, self.end, self.world_size = members, plan.steps, world_size
         self.say = say  # on the screen only
         self._replay: AttemptOpened | None = None
+        # Only on the CPU are sums the same again, bit for bit: elsewhere nobody takes a segment for one to be repeated.
+        device = model_device(state.model).type
+        self._code = code_version() if device == "cpu" else f"{code_version()}; {device} {secrets.token_hex(8)}"
         self._checkpoint = bytes(32)
         self._written_by = bytes(16)  # the nonce of the segment that the checkpoint ended
         self._after = 0  # its generation
@@ -331,7 +336,7 @@ class Segments:
         return SegmentInputs(
             plan=self.plan.digest(), settings=self.settings, membership=self._membership[1],
             checkpoint=self._checkpoint, data=self.corpus.digest(key), world_size=self.world_size,
-            threads=torch.get_num_threads(), code=code_version(),
+            threads=torch.get_num_threads(), code=self._code,
         )  # fmt: skip
 
     def _header(self, opened: AttemptOpened | None) -> dict[str, Any]:

@@ -17,10 +17,14 @@ from torch.utils import _pytree as pytree
 
 from lamina.corpus.corpus import Corpus
 from lamina.corpus.example_sources import ExampleSource, Rows
-from lamina.engine.batch import Batch
+from lamina.engine.batch import Batch, model_device, to_device
 from lamina.engine.probe import preserve_global_generators
 
 MAX_ROWS, MAX_NUMBERS = 256, 1 << 22  # of the public output, and of the input that it is made from
+_ROWS_MORE, _SIZES_KEPT = (
+    32,
+    3,
+)  # the loss is tried on a multiple of these rows; for so many sizes public values are kept
 TARGETS_NOT_COMPARED = (
     "targets were not compared with the model's output: model or loss cannot be run on inputs and targets that are all "
     "0, or all 1. A target that the loss cannot take will stop the run"
@@ -30,7 +34,8 @@ TARGETS_NOT_COMPARED = (
 class TargetCheck:
     """Finds examples that model and loss cannot take, each by itself: a fact about its contribution and nobody else.
 
-    targets    y is finite, and the loss of a public output against it can be computed; for BCE it is in 0 … 1
+    targets    y is finite, and the loss of a public output against it can be computed, on the CPU (on an accelerator a
+               label out of range ends the process); for BCE it is in 0 … 1
     token ids  lie inside the table of every `nn.Embedding` that is called with them
 
     The public output is the model's own for an input that is 0 (or 1) throughout, so only the answer depends on private
@@ -43,29 +48,43 @@ class TargetCheck:
         source: ExampleSource,
     ) -> None:  # fmt: skip
         self._loss_fn, self._fill, self._rows, self.unknown = loss_fn, 0, MAX_ROWS, True
+        self._public: dict[int, tuple[Any, Any]] = {}  # output and targets, by the number of rows
         self._tables: dict[int, int] = {}
         x, y = source.fetch(np.empty(0, dtype=np.int64))
+        device = model_device(model)
         with _on_the_side():
             for fill in (0, 1):
                 try:
-                    with _noting_tables(model, given := _filled(x, 1, fill)) as self._tables:
+                    with _noting_tables(model, given := to_device(_filled(x, 1, fill), device)) as self._tables:
                         one = output_of(given)
                     most = max(t.numel() for t in pytree.tree_leaves((one, given)) if isinstance(t, Tensor))
                     self._rows, self._fill = max(1, min(MAX_ROWS, MAX_NUMBERS // most)), fill
-                    self._output = pytree.tree_map(self._repeated, one, output_of(_filled(x, 2, fill)))
-                    self._targets = _filled(x if y is None else y, self._rows, fill)
+                    two = output_of(to_device(_filled(x, 2, fill), device))
+                    self._one, self._two = to_device((one, two), "cpu")
+                    self._target = to_device(_filled(x if y is None else y, 1, fill), "cpu")
+                    self._public.clear()  # of the other value
+                    targets = self._public_rows(self._rows)[1]
                 except Exception:  # the model is the user's; the rehearsal says what is wrong with it
                     continue
-                if self._computes(self._targets, torch.arange(self._rows)):
+                if self._computes(targets, torch.arange(self._rows)):
                     self.unknown = False
                     break
 
-    def _repeated(self, one: Any, two: Any) -> Any:
-        """A part of the output for as many equal examples, from those for one and for two."""
-        if not isinstance(one, Tensor):
-            return one
-        doubled = [n == 2 * m for m, n in zip(one.shape, two.shape, strict=True)]
-        return one.repeat([self._rows if here else 1 for here in doubled])
+    def _public_rows(self, count: int) -> tuple[Any, Any]:
+        """Output and targets of so many equal examples, from the outputs for one and for two."""
+
+        def repeated(one: Any, two: Any) -> Any:
+            if not isinstance(one, Tensor):
+                return one
+            doubled = [n == 2 * m for m, n in zip(one.shape, two.shape, strict=True)]
+            return one.repeat([count if here else 1 for here in doubled])
+
+        if count not in self._public:
+            if len(self._public) == _SIZES_KEPT:
+                self._public.pop(next(iter(self._public)))
+            targets = _filled(self._target, count, self._fill)
+            self._public[count] = pytree.tree_map(repeated, self._one, self._two), targets
+        return self._public[count]
 
     def unfit(self, x: Any, y: Any) -> Tensor:
         """(n,) which examples model and loss cannot take."""
@@ -73,12 +92,12 @@ class TargetCheck:
         found = torch.zeros(size, dtype=torch.bool)
         for t in pytree.tree_leaves(y):
             if isinstance(t, Tensor) and t.is_floating_point():
-                found |= ~t.isfinite().reshape(size, -1).all(1)
+                found |= ~t.isfinite().reshape(size, -1).all(1).cpu()
         for i, t in enumerate(pytree.tree_leaves(x)):
             if (table := self._tables.get(i)) is not None:
-                found |= ((t < 0) | (t >= table)).reshape(size, -1).any(1)
+                found |= ((t < 0) | (t >= table)).reshape(size, -1).any(1).cpu()
         target = x if y is None else y
-        if self.unknown or _shapes(target) != _shapes(self._targets):  # augmentation may cut x, where it is the target
+        if self.unknown or _shapes(target) != _shapes(self._target):  # augmentation may cut x, where it is the target
             return found
         with _on_the_side():
             for rows in (~found).nonzero().flatten().split(self._rows):
@@ -87,12 +106,13 @@ class TargetCheck:
         return found
 
     def _computes(self, target: Any, rows: Tensor) -> bool:
-        """Whether the loss of the public output can be computed against these rows, and public ones behind them."""
+        """Whether the loss of the public output can be computed against these rows, and some public ones behind them."""
+        output, targets = self._public_rows(min(self._rows, -(-len(rows) // _ROWS_MORE) * _ROWS_MORE))
         given = pytree.tree_map(
-            lambda t, public: torch.cat([t[rows], public[len(rows) :]]) if isinstance(t, Tensor) else t,
-            target, self._targets,
+            lambda t, public: torch.cat([t[rows].cpu(), public[len(rows) :]]) if isinstance(t, Tensor) else t,
+            target, targets,
         )  # fmt: skip
-        output = pytree.tree_map(lambda t: t.detach() if isinstance(t, Tensor) else t, self._output)
+        output = pytree.tree_map(lambda t: t.detach() if isinstance(t, Tensor) else t, output)
         try:
             with _BinaryTargets():
                 self._loss_fn(output, given)
@@ -118,16 +138,17 @@ class TargetCheck:
         """The batch with an empty slot in place of each contribution of which an example is unfit.
 
         An empty slot has public values and weight 0: its clipped gradient is exactly 0 in every sum, it counts in no
-        choice and no quantile, and the losses of others do not see it.
+        choice and no quantile, and the losses of others do not see it. Every batch is judged anew: augmentation, or
+        whoever holds the arrays, may have changed what was fit at the start.
         """
         if not len(batch) or not bool((bad := self.unfit(batch.x, batch.y)).any()):
             return batch
         unit, weight = cast(Tensor, batch.unit), cast(Tensor, batch.weight)
         empty = torch.isin(unit, unit[bad])
-        x, y = pytree.tree_map(
-            lambda t: t.masked_fill(empty.view(-1, *[1] * (t.dim() - 1)), self._fill) if isinstance(t, Tensor) else t,
+        x, y = pytree.tree_map_only(
+            Tensor, lambda t: t.masked_fill(empty.view(-1, *[1] * (t.dim() - 1)).to(t.device), self._fill),
             (batch.x, batch.y),
-        )
+        )  # fmt: skip
         return replace(batch, x=x, y=y, weight=torch.where(empty, 0.0, weight))
 
 

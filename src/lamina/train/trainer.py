@@ -19,7 +19,7 @@ from lamina.corpus.corpus import Corpus, ProbeArgument
 from lamina.corpus.example_sources import seed_step
 from lamina.corpus.payloads import PayloadChanged
 from lamina.corpus.sampler import Sampler, occurrence_caps
-from lamina.engine.batch import Batch
+from lamina.engine.batch import Batch, model_device, to_device
 from lamina.engine.distributed import Ranks, is_sharded_model, weights_digest
 from lamina.engine.engine import Engine
 from lamina.engine.noise import NoiseSource, SecureNoise, SeededNoise
@@ -193,8 +193,10 @@ class Trainer:
             model=model, optimizer=optimizer, scheduler=scheduler, ema=average, filters=dict(filters or {})
         )
         self._engine = engine if engine is not None else Engine(model, plan, proxy=proxy)
+        self._engine.refuse_sharded_since()
         if self._engine.sharded and self._ranks.first:
             self.state.before_capture = self._lead.capture
+        self._engine.refuse_elsewhere(hardened=hardened)
         self._notes += [self._engine.claim] if self._engine.claim else []
         self._share_state()
         self._renewal = AdmissionRenewal(corpus, plan, self.folder / "admitted")
@@ -205,7 +207,7 @@ class Trainer:
 
     def _settings(self) -> bytes:
         """Digest of what a step depends on beside plan, data and seed."""
-        functions = {"loss": self.loss_fn, "augment": self.augment}
+        functions, where = {"loss": self.loss_fn, "augment": self.augment}, model_device(self.model).type
         options = {
             "microbatches": self.microbatches,
             "views": self.views,
@@ -214,7 +216,7 @@ class Trainer:
             "hardened": self.hardened,
             "max_occurrences": self.max_occurrences,
             "filters": {name: getattr(f, "budget", None) for name, f in self.state.filters.items()},
-            "autocast": [torch.is_autocast_enabled("cpu"), str(torch.get_autocast_dtype("cpu"))],
+            "autocast": [torch.is_autocast_enabled(where), str(torch.get_autocast_dtype(where))],
             "engine": self._engine.options,
             **({} if self.seed is None else {"seed": self.seed}),
         }
@@ -464,6 +466,7 @@ class Trainer:
         if self.seed is not None:
             noise = SeededNoise.of_segment(opened.seed, rank=rank, hardened=self.hardened)
         self._lead.segment(opened)
+        self._engine.divide()
         resumed = opened.first > 0 and opened.generation == 0  # nothing else went on from the noise of the checkpoint
         self._engine.continue_at(opened.first, noise, factor=self.state.factor, resumed=resumed)
         self.model.train()
@@ -555,6 +558,7 @@ class Trainer:
         return self._losses(self._augmented(x), y)
 
     def _losses(self, x: Any, y: Any) -> Tensor:
+        x, y = to_device((x, y), model_device(self.model))
         return self.loss_fn(self._output(x), x if y is None else y)
 
     def _output(self, x: Any) -> Any:

@@ -15,6 +15,7 @@ from lamina.engine.batch import RowLayout
 from lamina.engine.clipping import BoxClip, clip_layer
 from lamina.engine.grads import ClipWeights, DenseGrads, OuterProductGrads
 from lamina.engine.layers import layer_forward_for
+from lamina.engine.native.norm_sums import clip_dense_layer
 from lamina.engine.native.products import NativeBias, NativeGrads, NativeOuterGrads, OuterLayer, OuterLayers
 
 SPECIAL = (0.0, float("nan"), float("inf"), 1e-41, 1e-30, 1e25)
@@ -136,6 +137,44 @@ def test_norm_layers_as_the_torch_rules(
             theirs = grads_of(made[kind](), row, layout, odd, seed)
     for a, b in zip(mine, theirs, strict=True):
         same(a.grads, b.grads, size=10.0)
+
+
+@given(
+    widths=st.lists(st.sampled_from([1, 2, 7, 64, 65, 300]), min_size=1, max_size=2), units=st.integers(1, 40),
+    odd=st.lists(st.tuples(st.integers(0, 39), st.sampled_from([*SPECIAL[:-1], 1e15])), max_size=3), seed=st.integers(0, 10**6),
+    bound=st.sampled_from([0.0, 1e-22, 1e-3, 1.0, float("inf")]),
+)  # fmt: skip
+@settings(max_examples=120)
+def test_gradients_that_are_there_are_clipped_in_one_call(
+    widths: list[int], units: int, odd: Any, seed: int, bound: float
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    grads = [torch.randn(units, width, generator=generator) for width in widths]
+    for where, value in odd:
+        grads[where % len(grads)][where % units, :: 1 + where % 3] = value
+    clip = BoxClip(torch.full((units,), bound, dtype=torch.float64), 0.5)
+    outs = [[torch.ones(width) for width in widths] for _ in range(2)]
+    found = clip_dense_layer([(DenseGrads(g), out) for g, out in zip(grads, outs[0], strict=True)], clip)
+    assert found is not None
+    with native.switched(False):
+        wanted = clip_layer([(DenseGrads(g), out) for g, out in zip(grads, outs[1], strict=True)], clip)
+    assert (found.broken is None) == (wanted.broken is None)
+    if found.broken is not None and wanted.broken is not None:
+        assert torch.equal(found.broken, wanted.broken)
+    same(found.factor, wanted.factor)
+    for a, b in zip(*outs, strict=True):
+        same(a, b, size=0.5 * min(bound, 1e6) * units)
+
+
+def test_what_is_no_dense_gradient_is_left_to_the_rules() -> None:
+    clip = BoxClip(torch.ones(3, dtype=torch.float64), 1.0)
+    measured = DenseGrads(torch.ones(3, 2), lambda: torch.full((3,), 9.0, dtype=torch.float64))
+    wide, folded = DenseGrads(torch.ones(3, 2, dtype=torch.float64)), DenseGrads(torch.ones(3, 2, 2))
+    for grad, out in ((measured, torch.ones(2)), (wide, torch.ones(2)), (folded, torch.ones(2, 2))):
+        assert clip_dense_layer([(grad, out)], clip) is None
+    three = [(DenseGrads(torch.ones(3, 2)), torch.ones(2)) for _ in range(3)]
+    assert clip_dense_layer(three, clip) is None
+    assert clip_dense_layer([(DenseGrads(torch.ones(3, 2)), torch.ones(2, 2)[:, 0])], clip) is None
 
 
 cases = st.tuples(

@@ -77,7 +77,7 @@ class ConvolutionGrads(ChunkedGrads):
         groups, space, units = self.geometry.groups, v.shape[3:], high - low
         columns = self._columns(u, space, groups)  # (units·groups, i·k, positions)
         rows = v.transpose(1, 2).reshape(units * groups, v.shape[2] // groups, -1)
-        grads = take_buffer("grads", (units * groups, rows.shape[1], columns.shape[1]), rows.dtype)
+        grads = take_buffer("grads", (units * groups, rows.shape[1], columns.shape[1]), rows.dtype, rows)
         return torch.bmm(rows, columns.transpose(1, 2), out=grads).view(units, -1)
 
     def _columns(self, u: Tensor, space: Sequence[int], groups: int) -> Tensor:
@@ -94,14 +94,14 @@ class ConvolutionGrads(ChunkedGrads):
         across = [s * d for s, d in zip(step[3:], geo.stride, strict=True)]
         shape = (units, u.shape[2], *geo.kernel, u.shape[1], *space)
         windows = u.as_strided(shape, (step[0], step[2], *within, step[1], *across))
-        columns = take_buffer("columns", tuple(windows.shape), u.dtype).copy_(windows)
+        columns = take_buffer("columns", tuple(windows.shape), u.dtype, u).copy_(windows)
         return columns.view(units * groups, u.shape[2] // groups * prod(geo.kernel), -1)
 
 
 def _zero_padded(u: Tensor, padding: Sequence[int]) -> Tensor:
     """u with zeros around its space."""
     space = [size + 2 * pad for size, pad in zip(u.shape[3:], padding, strict=True)]
-    whole = take_buffer("padded", (*u.shape[:3], *space), u.dtype).zero_()
+    whole = take_buffer("padded", (*u.shape[:3], *space), u.dtype, u).zero_()
     inner = whole
     for axis, (size, pad) in enumerate(zip(u.shape[3:], padding, strict=True), 3):
         inner = inner.narrow(axis, pad, size)
@@ -122,7 +122,7 @@ class ConvolutionRule(LayerRule):
 
     def input_grad(self, saved: SavedTensors, params: Params, g: Tensor) -> Tensor:
         weight = cast(Tensor, params[0]).to(g.dtype)
-        grads = torch.ops.aten.convolution_backward(
+        grads = torch.ops.aten.convolution_backward.default(
             g, saved[0], weight, None, *self.geometry.arguments, [True, False, False]
         )
         return cast(Tensor, grads[0])

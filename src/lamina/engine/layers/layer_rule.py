@@ -79,9 +79,9 @@ def weight_and_bias(module: nn.Module) -> tuple[str, ...]:
 def cast_for_autocast(x: Tensor, params: Params) -> tuple[Tensor, Tensor, Tensor | None]:
     """(x, weight, bias) as autocast would cast the arguments of a matrix product, before they are saved."""
     weight, bias = cast(Tensor, params[0]), params[1] if len(params) > 1 else None
-    if not torch.is_autocast_enabled("cpu"):
+    if not torch.is_autocast_enabled(device := x.device.type):
         return x, weight, bias
-    dtype = torch.get_autocast_dtype("cpu")
+    dtype = torch.get_autocast_dtype(device)
     x, weight = (t.to(dtype) if t.dtype == torch.float32 else t for t in (x, weight))
     return x, weight, bias.to(dtype) if bias is not None and bias.dtype == torch.float32 else bias
 

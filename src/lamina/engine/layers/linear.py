@@ -46,7 +46,7 @@ class LinearRule(LayerRule):
         x, weight, bias = cast_for_autocast(x, params)
         y = F.linear(x, weight.t() if self.transposed else weight, bias)
         if y._is_view():  # of a matrix that is nobody else's: it may be written in place, as without the engine
-            y = torch.ops.aten._unsafe_view(y, y.shape)
+            y = torch.ops.aten._unsafe_view.default(y, y.shape)
         return y, (x,)
 
     def input_grad(self, saved: SavedTensors, params: Params, g: Tensor) -> Tensor:

@@ -83,7 +83,7 @@ class LayerNormRule(TrailingNormRule):
     def input_grad(self, saved: SavedTensors, params: Params, g: Tensor) -> Tensor:
         x, mean, rstd = saved
         bias = params[1] if len(params) > 1 else None
-        grads = torch.ops.aten.native_layer_norm_backward(
+        grads = torch.ops.aten.native_layer_norm_backward.default(
             g.contiguous(), x, self.shape, mean, rstd, params[0], bias, [True, False, False]
         )
         return cast(Tensor, grads[0])
@@ -139,7 +139,7 @@ class GroupNormRule(NormRule):
     def input_grad(self, saved: SavedTensors, params: Params, g: Tensor) -> Tensor:
         x, mean, rstd = saved
         sizes = (x.shape[0], x.shape[1], prod(x.shape[2:]), self.groups)
-        grads = torch.ops.aten.native_group_norm_backward(
+        grads = torch.ops.aten.native_group_norm_backward.default(
             g.contiguous(), x, mean, rstd, params[0], *sizes, [True, False, False]
         )
         return cast(Tensor, grads[0])

@@ -120,7 +120,7 @@ def _additive_mask(
         if mask is None:
             continue
         if mask.dtype == torch.bool:
-            mask = torch.zeros(mask.shape, dtype=dtype).masked_fill(mask, -math.inf)
+            mask = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(mask, -math.inf)
         if view is not None:
             mask = mask.reshape(view)
         elif mask.dim() == 3:

@@ -69,7 +69,7 @@ class StackedExpertsRule(LayerRule):
         matrix = (g.shape[1], saved[0].shape[1])
         shapes = [matrix[::-1] if self.transposed else matrix, matrix[:1]]
         return [
-            StackedGrads(parts, torch.Size((len(self.counts), *shape)), layout.units) if needed else None
+            StackedGrads(parts, torch.Size((len(self.counts), *shape)), layout.units, g.device) if needed else None
             for parts, shape, needed in zip(made, shapes, need, strict=False)
         ]
 
@@ -123,7 +123,7 @@ class ExpertsForward(LayerForward):
         counts = torch.bincount(expert, minlength=m.num_experts)[: m.num_experts].tolist()
         order = order[: sum(counts)]  # a token may be sent to an expert that is not here
         token = torch.div(order, top_k_index.shape[-1], rounding_mode="floor")
-        with batch.rows(self.rows_of(hidden_states)[token]):
+        with batch.rows(self.rows_of(hidden_states)[token.cpu()]):
             h = apply(StackedExpertsRule(counts, transposed=m.is_transposed), hidden_states[token], *self.up)
             h = m._apply_gate(h) if m.has_gate else m.act_fn(h)
             h = apply(StackedExpertsRule(counts, transposed=m.is_transposed), h, *self.down)

@@ -35,7 +35,9 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
         library.lamina_sources.restype = ctypes.c_char_p
         if library.lamina_sources().decode() != source_digest():
             return None, f"the native kernels were built from other sources: {again}"
-        library.lamina_product_memory.restype = ctypes.c_int64
+        for name in ("lamina_product", "lamina_product_memory", "lamina_dense"):
+            getattr(library, name).restype = ctypes.c_int64
+        library.lamina_dense.argtypes = [ctypes.c_void_p]
         library.lamina_norms.argtypes = [ctypes.c_void_p, ctypes.c_int64]
         library.lamina_outers.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
         for name in ("lamina_product", "lamina_product_memory"):

@@ -5,9 +5,11 @@
  *
  *     u = |w1 | 1| / 2^63 in (0, 1]     r = sqrt(-2 ln u)     theta = 2 pi w2 / 2^64     (r cos theta, r sin theta)
  *
- * All of it is float64 made of +, -, *, / and sqrt alone, each rounded once (no fused multiply-add, no table, no
- * libm): the same bits on every processor, for every vector width, for any number of threads. Logarithm, sine and
- * cosine are fdlibm's polynomials, below one unit in the last place each; a draw is within 1e-15 * (1 + r) of exact.
+ * All of it is made of +, -, *, /, sqrt and fused multiply-add alone, each rounded once (no table, no libm): the same
+ * bits on every processor, for every vector width, for any number of threads. Float64 sums, and sums that are rounded to
+ * a grid, get float64 draws within 1e-15 * (1 + r) of exact: fdlibm's polynomials. Float32 sums get draws within 4e-7 * (1 + r),
+ * which is less than their own rounding: u, its distance to 1 and the angle are taken from the words in float64, what
+ * follows is float32 (the polynomials of fdlibm's logf and of Cephes' sinf and cosf).
  *
  * Nothing here branches or looks up memory by a secret. Keys, words and draws are wiped before a call returns.
  */
@@ -28,6 +30,7 @@
 #define INLINE static inline __attribute__((always_inline))
 #define PAIRS 256 /* of one chunk: words, radii and draws stay in the first-level cache */
 #define FMA(a, b, c) __builtin_fma(a, b, c)
+#define FMA32(a, b, c) __builtin_fmaf(a, b, c)
 #define FOR(i, n) for (int64_t i = 0; i < (n); i++)
 
 typedef struct {
@@ -39,7 +42,10 @@ typedef struct {
 
 typedef struct {
     uint64_t words[2][PAIRS];
-    double radius[PAIRS], draws[2][PAIRS];
+    union {
+        struct { double radius[PAIRS], draws[2][PAIRS]; };
+        struct { float power[PAIRS], rest[PAIRS], radius32[PAIRS], draws32[2][PAIRS]; uint32_t quarter[PAIRS]; };
+    };
 } Space;
 
 enum { FLOAT64 = 1, FILL = 2 };
@@ -104,6 +110,8 @@ INLINE VECTOR_AES void blocks_512(const __m128i *keys, uint64_t tensor, uint64_t
 
 INLINE double as_double(uint64_t bits) { double x; memcpy(&x, &bits, 8); return x; }
 INLINE uint64_t as_bits(double x) { uint64_t bits; memcpy(&bits, &x, 8); return bits; }
+INLINE float as_float(uint32_t bits) { float x; memcpy(&x, &bits, 4); return x; }
+INLINE uint32_t as_bits32(float x) { uint32_t bits; memcpy(&bits, &x, 4); return bits; }
 
 /* (double)(int64_t)word, rounded once: two halves by their place in the mantissas of 2^84 and 2^52, which every
  * vector unit can do. */
@@ -149,12 +157,57 @@ INLINE void turns(const uint64_t *restrict words, const double *restrict radius,
     }
 }
 
+/* The same in float32. u = 2^k (1 + f) is taken apart in float64: f is exact, so that a radius near 0 keeps all its digits. */
+INLINE void squared_radii_32(const uint64_t *restrict words, float *restrict power, float *restrict rest, float *restrict radius, int64_t count) {
+    FOR(i, count) {
+        const uint64_t bits = as_bits(__builtin_fabs(from_signed(words[i] | 1))), biased = (bits - 0x3fe6a09e667f3bcdu + (1023ull << 52)) >> 52;
+        power[i] = (float)(as_double(biased | 0x4330000000000000u) - (0x1p52 + 1023.0 + 63.0));
+        rest[i] = (float)(as_double(bits - ((biased - 1023) << 52)) - 1.0);
+    }
+    FOR(i, count) {
+        const float f = rest[i], s = f / (2.0f + f), z = s * s, w = z * z, half = 0.5f * f * f;
+        const float odd = FMA32(w, 0x91e9ee.0p-25f, 0xaaaaaa.0p-24f), even = FMA32(w, 0xf89e26.0p-26f, 0xccce13.0p-25f);
+        const float low = FMA32(s, half + FMA32(z, odd, w * even), power[i] * 9.0580006145e-06f);
+        radius[i] = -2.0f * FMA32(power[i], 6.9313812256e-01f, f - (half - low));
+    }
+}
+
+INLINE void turns_32(const uint64_t *restrict words, float *restrict rest, uint32_t *restrict quarter, const float *restrict radius,
+                     float *restrict cosines, float *restrict sines, int64_t count, float std) {
+    FOR(i, count) {
+        const uint64_t nearest = (words[i] + (1ull << 61)) >> 62;
+        rest[i] = (float)(from_signed(words[i] - (nearest << 62)) * 0x1.921fb54442d18p-62);
+        quarter[i] = (uint32_t)nearest;
+    }
+    FOR(i, count) {
+        const float x = rest[i], z = x * x, r = radius[i] * std;
+        const float s = FMA32(x * z, FMA32(FMA32(-1.9515295891e-4f, z, 8.3321608736e-3f), z, -1.6666654611e-1f), x);
+        float c = FMA32(FMA32(2.443315711809948e-5f, z, -1.388731625493765e-3f), z, 4.166664568298827e-2f);
+        c = FMA32(z, FMA32(z, c, -0.5f), 1.0f);
+        const uint32_t swap = (as_bits32(s) ^ as_bits32(c)) & (0 - (quarter[i] & 1));
+        cosines[i] = as_float(as_bits32(c) ^ swap ^ ((quarter[i] + 1) >> 1 << 31)) * r;
+        sines[i] = as_float(as_bits32(s) ^ swap ^ (quarter[i] >> 1 << 31)) * r;
+    }
+}
+
 /* By hand, because a compiler that sets errno for sqrt does not vectorise it. */
 INLINE AES_NI void roots_256(double *x, int64_t count) {
     for (int64_t i = 0; i < count; i += 4) _mm256_storeu_pd(x + i, _mm256_sqrt_pd(_mm256_loadu_pd(x + i)));
 }
 INLINE VECTOR_AES void roots_512(double *x, int64_t count) {
     for (int64_t i = 0; i < count; i += 8) _mm512_storeu_pd(x + i, _mm512_sqrt_pd(_mm512_loadu_pd(x + i)));
+}
+
+INLINE AES_NI void roots32_256(float *x, int64_t count) {
+    for (int64_t i = 0; i < count; i += 8) _mm256_storeu_ps(x + i, _mm256_sqrt_ps(_mm256_loadu_ps(x + i)));
+}
+INLINE VECTOR_AES void roots32_512(float *x, int64_t count) {
+    for (int64_t i = 0; i < count; i += 16) _mm512_storeu_ps(x + i, _mm512_sqrt_ps(_mm512_loadu_ps(x + i)));
+}
+
+INLINE void store_draws(float *restrict out, const float *restrict draws, int64_t count, int fill) {
+    if (fill) memcpy(out, draws, sizeof(float) * (size_t)(count > 0 ? count : 0));
+    else FOR(i, count) out[i] += draws[i];
 }
 
 #define DEFINE_STORE(name, real)                                                                                   \
@@ -170,14 +223,27 @@ INLINE VECTOR_AES void roots_512(double *x, int64_t count) {
 DEFINE_STORE(store_float, float)
 DEFINE_STORE(store_double, double)
 
-#define DEFINE_DRAW(name, target, blocks, roots)                                                                   \
+#define DEFINE_DRAW(name, target, blocks, roots, roots32)                                                               \
     target static void name(const Piece *piece, const __m128i *keys, Space *space, int flags) {             \
         const int64_t pairs = (piece->size + 3) / 4 * 2;                                                    \
+        const int in_float32 = !(flags & FLOAT64) && !(piece->spacing > 0);                                 \
+        float std = (float)piece->std;                                                                      \
+        if ((double)std < piece->std) std = as_float(as_bits32(std) + 1); /* rounded up */                  \
         for (int64_t at = 0; at < pairs; at += PAIRS) {                                                     \
             const int64_t count = pairs - at < PAIRS ? pairs - at : PAIRS, padded = (count + 15) / 16 * 16; \
             const uint64_t block = piece->block + (uint64_t)at / 2;                                         \
             blocks(keys, piece->tensor, block, count / 2, space->words[0]);                          \
             blocks(keys, piece->tensor, block + (uint64_t)pairs / 2, count / 2, space->words[1]);    \
+            if (in_float32) {                                                                               \
+                squared_radii_32(space->words[0], space->power, space->rest, space->radius32, padded);      \
+                roots32(space->radius32, padded);                                                           \
+                turns_32(space->words[1], space->rest, space->quarter, space->radius32, space->draws32[0], space->draws32[1], padded, std); \
+                for (int64_t member = 0; member < 2; member++) {                                            \
+                    const int64_t first = member * pairs + at, left = piece->size - first;                  \
+                    store_draws((float *)piece->out + first, space->draws32[member], left < count ? left : count, flags & FILL); \
+                }                                                                                           \
+                continue;                                                                                   \
+            }                                                                                               \
             squared_radii(space->words[0], space->radius, padded);                                          \
             roots(space->radius, padded);                                                                   \
             turns(space->words[1], space->radius, space->draws[0], space->draws[1], padded, piece->std);    \
@@ -191,8 +257,8 @@ DEFINE_STORE(store_double, double)
             }                                                                                               \
         }                                                                                                   \
     }
-DEFINE_DRAW(draw_256, AES_NI, blocks_128, roots_256)
-DEFINE_DRAW(draw_512, VECTOR_AES, blocks_512, roots_512)
+DEFINE_DRAW(draw_256, AES_NI, blocks_128, roots_256, roots32_256)
+DEFINE_DRAW(draw_512, VECTOR_AES, blocks_512, roots_512, roots32_512)
 
 /* ------------------------------------------------------------------------------------------------ what Python calls */
 

@@ -1,4 +1,5 @@
-/* Norm layers: Σ g·x̂ and Σ g of every row, in one pass over g and x, where torch operations need four. */
+/* Norm layers: Σ g·x̂ and Σ g of every row, in one pass over g and x, where torch operations need four; and gradients that are
+   there as they are, clipped and added in one call. */
 #include "parallel.h"
 
 #include <stdint.h>
@@ -57,3 +58,34 @@ static void some_rows(int part, void *context) {
 }
 
 LAMINA_EXPORT void lamina_norms(struct norms *job, int64_t threads) { lamina_parallel((int)job->parts, (int)threads, some_rows, job); }
+
+/* In the order of `_Dense` in norm_sums.py: a layer of one or two tensors. */
+struct dense {
+    int64_t units, count, width[2];
+    double scale, least;
+    const double *bound;
+    double *norm_sq, *factor; /* (units) */
+    const float *x[2];        /* (units, width) */
+    float *out[2];
+};
+
+/* Squares in float32, added in float64: see "Norms that do not read low" in grads.py. */
+static double row_squares(const float *x, int64_t n) {
+    double sum[4] = {0};
+    for (int64_t i = 0; i < n; i++) sum[i % 4] += x[i] * x[i];
+    return (sum[0] + sum[1]) + (sum[2] + sum[3]);
+}
+
+/* Returns how many norms are not finite. */
+LAMINA_EXPORT int64_t lamina_dense(const struct dense *job) {
+    for (int64_t p = 0; p < job->units; p++) {
+        job->norm_sq[p] = 0;
+        for (int64_t k = 0; k < job->count; k++) job->norm_sq[p] += row_squares(job->x[k] + p * job->width[k], job->width[k]);
+        const float factor = (float)(job->factor[p] = clip_factor(job->norm_sq[p], job->bound[p], job->scale, job->least));
+        for (int64_t k = 0; k < job->count && factor != 0; k++) {
+            const float *x = job->x[k] + p * job->width[k];
+            for (int64_t i = 0; i < job->width[k]; i++) job->out[k][i] += factor * x[i];
+        }
+    }
+    return count_broken(job->norm_sq, job->units);
+}

@@ -31,7 +31,7 @@ struct product {
     const double *bound, *others; /* (units) */
     double scale, least;
     double *norm_sq, *factor; /* (units) */
-    float *out, *sums;        /* the tensor, or (units, tensor) for FORM; (units, groups · outputs) sums of v, or NULL */
+    float *out, *sums, *bias; /* the tensor, or (units, tensor) for FORM; (units, groups · outputs) sums of v, or NULL; where these are added, or NULL */
     float *workspace;
     float *accumulators; /* the rest is set by lamina_product */
     int64_t grad_size, padded_size, line_size, left_size, right_size;
@@ -59,6 +59,12 @@ struct memory {
     float *left, *right, *grad, *padded, *line;
 };
 
+/* The contribution before this one: its G waits to be added to `sum` times `factor` (0: it does not), over it if it is the first. */
+struct last {
+    float *sum, factor;
+    int first;
+};
+
 struct kernels {
     lamina_body part, sum_rows, outer_rows, outer_block;
     int64_t rows, columns;
@@ -77,13 +83,6 @@ static int take_memory(const struct product *job, struct memory *m) {
 }
 
 static void give_back(const struct product *job, int slot) { atomic_fetch_and(job->used, ~(1ull << slot)); }
-
-/* `clip_weights` of clipping.py, for one contribution. */
-static double clip_factor(double norm_sq, double bound, double scale, double least) {
-    if (!isfinite(norm_sq)) return 0;
-    const double factor = bound / sqrt(norm_sq < 1e-300 ? 1e-300 : norm_sq);
-    return factor > scale ? scale : factor > least ? factor : 0;
-}
 
 /* Whether g or a is so small or large that a product in float32 would lose bits. */
 static inline int is_odd(const struct outer *layer, int64_t p) {
@@ -130,6 +129,19 @@ static const float *channels_last(const struct product *job, const float *u, flo
                 for (int64_t k = 0; k < size[2]; k++) to[k * n + c] = x[c * job->space_size + k];
         }
     return padded;
+}
+
+/* Some numbers of the bias: the sums of v of all contributions, times their factors. */
+static void add_bias(const struct product *job, int64_t from, int64_t to) {
+    const int64_t outputs = job->groups * job->outputs;
+    for (int64_t low = from; low < to; low += CHUNK) {
+        const int64_t count = to - low < CHUNK ? to - low : CHUNK;
+        double sum[CHUNK] = {0};
+        for (int64_t p = 0; p < job->units; p++)
+            if (job->factor[p] != 0) /* the others may not be finite */
+                for (int64_t o = 0; o < count; o++) sum[o] += job->factor[p] * job->sums[p * outputs + low + o];
+        for (int64_t o = 0; o < count; o++) job->bias[low + o] += (float)sum[o];
+    }
 }
 
 #define NAME(x) x##_portable
@@ -198,7 +210,8 @@ LAMINA_EXPORT void lamina_outers(const struct outers *job, int64_t threads, int6
 
 LAMINA_EXPORT int64_t lamina_product_memory(struct product *job, int64_t processor) { return plan_memory(job, chosen(processor)); }
 
-LAMINA_EXPORT void lamina_product(struct product *job, int64_t processor) {
+/* Returns how many norms are not finite, where they were measured. */
+LAMINA_EXPORT int64_t lamina_product(struct product *job, int64_t processor) {
     const struct kernels *with = chosen(processor);
     atomic_ullong used = 0;
     const int64_t whole = plan_memory(job, with);
@@ -210,4 +223,5 @@ LAMINA_EXPORT void lamina_product(struct product *job, int64_t processor) {
             memset(job->workspace + (slot + 1) * ((whole - sums) / job->threads) - job->padded_size, 0, sizeof(float) * (size_t)job->padded_size);
     lamina_parallel((int)job->parts, (int)job->threads, with->part, job);
     if (sums) lamina_parallel(SHARES, (int)job->threads, with->sum_rows, job);
+    return job->mode == ADD ? 0 : count_broken(job->norm_sq, job->units);
 }

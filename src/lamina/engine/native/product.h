@@ -124,6 +124,8 @@ static void NAME(pack_windows)(const struct product *job, const float *padded, i
                                 NAME(store)(place, NAME(load)(seen));
                                 NAME(store)(place + LANES, NAME(load)(seen + LANES));
                             }
+                        else if (here == 8) /* as often as not: a kernel of 8, or 8 channels */
+                            for (int64_t t = 0; t < line; t++, place += COLUMNS, seen += stride[2] * n) memcpy(place, seen, 8 * sizeof(float));
                         else
                             for (int64_t t = 0; t < line; t++, place += COLUMNS, seen += stride[2] * n) copy_floats(place, seen, here);
                     }
@@ -135,12 +137,14 @@ static void NAME(pack_windows)(const struct product *job, const float *padded, i
     }
 }
 
-/* G of contribution p into `grad`, or added to it if `add`. Returns the squared norm of what is there then. */
-static double NAME(form)(const struct product *job, int64_t p, struct memory *m, float *grad, int add, float factor, float *sums) {
+/* G of contribution p into `grad`, or added to it if `add`. Returns the squared norm of what is there then. What was in `grad`
+   before is added to an accumulator first, tile by tile, while these are near: `last` says where and by which factor. */
+static double NAME(form)(const struct product *job, int64_t p, struct memory *m, float *grad, int add, float factor, float *sums, struct last *last) {
     const int64_t row_panels = (job->outputs + ROWS - 1) / ROWS, column_panels = (job->inputs * job->taps + COLUMNS - 1) / COLUMNS;
     const int64_t size = row_panels * column_panels * ROWS * COLUMNS;
     double norm_sq = 0;
-    for (int64_t group = 0; group < job->groups; group++, grad += size) {
+    float *sum = last != NULL && last->factor != 0 ? last->sum : NULL;
+    for (int64_t group = 0; group < job->groups; group++, grad += size, sum = sum == NULL ? NULL : sum + size) {
         int64_t filled = 0, some = add;
         for (int64_t j = job->start[p]; j < job->start[p + 1]; j++) {
             const int64_t width = job->outputs * job->positions, row = job->rows[j] * job->groups + group;
@@ -151,19 +155,23 @@ static double NAME(form)(const struct product *job, int64_t p, struct memory *m,
                 NAME(pack_v)(job, v, from, count, m->left + filled * ROWS, factor, sums == NULL ? NULL : sums + group * job->outputs);
                 (job->convolution ? NAME(pack_windows) : NAME(pack_u))(job, u, from, count, m->right + filled * COLUMNS);
                 filled += count;
-                const int last = from + count == job->positions && j + 1 == job->start[p + 1];
-                if (filled < DEPTH && !last) continue;
+                const int complete = from + count == job->positions && j + 1 == job->start[p + 1];
+                if (filled < DEPTH && !complete) continue;
                 float *c = grad;
                 for (int64_t n = 0; n < column_panels; n++)
                     for (int64_t k = 0; k < row_panels; k++, c += ROWS * COLUMNS) {
+                        if (sum != NULL && !some) NAME(add_scaled)(sum + (c - grad), c, last->factor, ROWS * COLUMNS, last->first);
                         NAME(tile)(filled, m->left + k * DEPTH * ROWS, m->right + n * DEPTH * COLUMNS, c, COLUMNS, (int)some);
-                        if (last && job->mode != ADD) norm_sq += NAME(squares)(c, ROWS * COLUMNS);
+                        if (complete && job->mode != ADD) norm_sq += NAME(squares)(c, ROWS * COLUMNS);
                     }
                 filled = 0, some = 1;
             }
         }
+        if (!some && sum != NULL) NAME(add_scaled)(sum, grad, last->factor, size, last->first);
         if (!some) memset(grad, 0, sizeof(float) * (size_t)size);
     }
+    if (sum != NULL) last->first = 0;
+    if (last != NULL) last->factor = 0;
     return norm_sq;
 }
 
@@ -194,21 +202,22 @@ static void NAME(part)(int part, void *context) {
     const int slot = take_memory(job, &m);
     float *sum = job->accumulators + part * job->grad_size, *grad = m.grad;
     const int64_t outputs = job->groups * job->outputs, low = job->units * part / job->parts, high = job->units * (part + 1) / job->parts;
+    struct last last = {sum, 0, 1};
     int first = 1;
     for (int64_t p = low; p < high; p++) {
         float *sums = job->sums == NULL ? NULL : job->sums + p * outputs;
         if (job->mode == ADD) {
             if (job->factor[p] == 0) continue;
             if (job->factor[p] < MIN_EXACT_FACTOR) {
-                NAME(form)(job, p, &m, grad, 0, 1, NULL);
+                NAME(form)(job, p, &m, grad, 0, 1, NULL, NULL);
                 NAME(add_scaled)(sum, grad, (float)job->factor[p], job->grad_size, first);
             } else
-                NAME(form)(job, p, &m, sum, !first, (float)job->factor[p], NULL);
+                NAME(form)(job, p, &m, sum, !first, (float)job->factor[p], NULL, NULL);
             first = 0;
             continue;
         }
         if (sums != NULL) memset(sums, 0, sizeof(float) * (size_t)outputs);
-        double norm_sq = NAME(form)(job, p, &m, grad, 0, 1, sums);
+        double norm_sq = NAME(form)(job, p, &m, grad, 0, 1, sums, &last);
         job->norm_sq[p] = norm_sq;
         if (job->mode == FORM)
             for (int64_t o = 0; o < outputs; o++) NAME(untile)(job, o, grad, 1, 0, job->out + p * outputs * job->inputs * job->taps, m.line, 0);
@@ -218,11 +227,10 @@ static void NAME(part)(int part, void *context) {
         if (job->others != NULL) norm_sq += job->others[p];
         job->norm_sq[p] = norm_sq;
         job->factor[p] = clip_factor(norm_sq, job->bound[p], job->scale, job->least);
-        if (job->factor[p] == 0) continue;
-        NAME(add_scaled)(sum, grad, (float)job->factor[p], job->grad_size, first);
-        first = 0;
+        last.factor = (float)job->factor[p];
     }
-    if (first && (job->mode == CLIP || job->mode == ADD)) memset(sum, 0, sizeof(float) * (size_t)job->grad_size);
+    if (last.factor != 0) NAME(add_scaled)(sum, grad, last.factor, job->grad_size, last.first), last.first = 0;
+    if (first && last.first && (job->mode == CLIP || job->mode == ADD)) memset(sum, 0, sizeof(float) * (size_t)job->grad_size);
     give_back(job, slot);
 }
 
@@ -233,6 +241,7 @@ static void NAME(sum_rows)(int part, void *context) { /* of all accumulators, in
     const int64_t outputs = job->groups * job->outputs;
     for (int64_t o = outputs * part / SHARES; o < outputs * (part + 1) / SHARES; o++)
         NAME(untile)(job, o, job->accumulators, job->parts, job->grad_size, job->out, m.line, 1);
+    if (job->bias != NULL) add_bias(job, outputs * part / SHARES, outputs * (part + 1) / SHARES);
     give_back(job, slot);
 }
 

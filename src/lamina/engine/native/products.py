@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import struct
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -23,7 +25,7 @@ from lamina.engine.grads import (
     DenseGrads,
     OuterProductGrads,
     SliceMask,
-    take_buffer,
+    take_memory,
 )
 
 MAX_ELEMENTS = 1 << 22  # of a larger tensor torch's own product uses all cores, and accumulators would be large
@@ -53,7 +55,10 @@ class _Product(ctypes.Structure):
         *((name, _THREE) for name in ("space", "places", "kernel", "stride", "padding", "dilation")),
         *((name, ctypes.c_void_p) for name in ("u", "v", "rows", "start", "bound", "others")),
         *((name, ctypes.c_double) for name in ("scale", "least")),
-        *((name, ctypes.c_void_p) for name in ("norm_sq", "factor", "out", "sums", "workspace", "accumulators")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("norm_sq", "factor", "out", "sums", "bias", "workspace", "accumulators")
+        ),
         *((name, ctypes.c_int64) for name in ("grad_size", "padded_size", "line_size", "left_size", "right_size")),
         ("used", ctypes.c_void_p),
     ]
@@ -90,8 +95,13 @@ class NativeGrads(ContributionGrads):
         self.u, self.v, self.layout, self.shape, self.windows = u, v, layout, shape, windows
         self.units, self._make = layout.units, rules
         self._rules: ContributionGrads | None = None
-        self.bias: NativeBias | None = None
-        self.joined = False
+        self._bias: weakref.ref[NativeBias] | None = None  # weak: a cycle would keep activations until it is collected
+        self.bias_sum: Tensor | None = None  # where `clip_and_add` adds the bias, then measured with the weight
+
+    @property
+    def bias(self) -> NativeBias | None:
+        """The bias beside it, as long as somebody wants its gradient."""
+        return None if self._bias is None else self._bias()
 
     @staticmethod
     def can(u: Tensor, v: Tensor, shape: torch.Size) -> bool:
@@ -99,6 +109,7 @@ class NativeGrads(ContributionGrads):
         return (
             native.library() is not None
             and u.dtype == v.dtype == torch.float32
+            and u.is_cpu
             and 0 < shape.numel() <= MAX_ELEMENTS
             and u.numel() > 0
             and v.numel() > 0
@@ -120,21 +131,19 @@ class NativeGrads(ContributionGrads):
         return norm_sq
 
     def add_to(self, out: Tensor, weights: ClipWeights) -> None:
-        if _plain(out):
+        if is_plain(out):
             self._run(_Mode.ADD, factor=weights.factor.contiguous(), out=out)
         else:
             self.rules.add_to(out, weights)
 
     def clip_and_add(self, out: Tensor, others: Tensor | None, clip: ClipFunction) -> ClipWeights:
-        joined, self.joined = self.joined, False
-        if not _plain(out):
-            if joined and self.bias is not None:
-                others = self.bias.norm_sq() if others is None else others + self.bias.norm_sq()
+        bias_sum, self.bias_sum = self.bias_sum, None
+        if not is_plain(out):
             return self.rules.clip_and_add(out, others, clip)
-        norm_sq, factor = torch.empty(2, self.units, dtype=torch.float64)
-        self._run(_Mode.CLIP, norm_sq=norm_sq, factor=factor, out=out, others=others, clip=clip, joined=joined)
-        finite = torch.isfinite(norm_sq)
-        return ClipWeights(factor, None if bool(finite.all()) else ~finite)
+        norm_sq, factor = (torch.empty(self.units, dtype=torch.float64) for _ in range(2))
+        given = {"norm_sq": norm_sq, "factor": factor, "out": out, "others": others, "bias_sum": bias_sum}
+        broken = self._run(_Mode.CLIP, clip=clip, **given)
+        return ClipWeights(factor, ~torch.isfinite(norm_sq) if broken else None)
 
     def form(self) -> DenseGrads:
         """Every gradient by itself, as (P, *shape)."""
@@ -154,13 +163,14 @@ class NativeGrads(ContributionGrads):
 
     def _run(
         self, mode: _Mode, *, norm_sq: Tensor | None = None, factor: Tensor | None = None, out: Tensor | None = None,
-        others: Tensor | None = None, clip: ClipFunction | None = None, joined: bool = False,
-    ) -> None:  # fmt: skip
+        others: Tensor | None = None, clip: ClipFunction | None = None, bias_sum: Tensor | None = None,
+    ) -> int:  # fmt: skip
+        """Runs the kernel. Returns how many squared norms are not finite, where norms were measured."""
         library = native.library()
         assert library is not None
         rows, start = self.layout.segments
         job, units, f64, f32 = _Product(), self.units, torch.float64, torch.float32
-        job.mode, job.units, job.joined = mode, units, joined
+        job.mode, job.units, job.joined = mode, units, bias_sum is not None
         self._describe(job)
         job.u, job.v = native.pointer(self.u, f32, *self.u.shape), native.pointer(self.v, f32, *self.v.shape)
         job.rows = native.pointer(rows, torch.int64, len(rows))
@@ -176,9 +186,13 @@ class NativeGrads(ContributionGrads):
         if out is not None:
             shape = (units, *self.shape) if mode is _Mode.FORM else self.shape
             job.out = native.pointer(out, f32, *shape)
-        if self.bias is not None and mode is not _Mode.ADD:
-            self.bias.sums = torch.empty(units, job.groups * job.outputs)
-            job.sums = self.bias.sums.data_ptr()
+        bias = self.bias
+        assert bias_sum is None or bias is not None  # the kernel would read its sums
+        if bias is not None and mode is not _Mode.ADD:
+            bias.sums = torch.empty(units, job.groups * job.outputs)
+            job.sums = bias.sums.data_ptr()
+            if bias_sum is not None:
+                job.bias = native.pointer(bias_sum, f32, job.groups * job.outputs)
         job.threads = min(torch.get_num_threads(), _MAX_THREADS)
         share = 64
         if mode in (
@@ -190,9 +204,9 @@ class NativeGrads(ContributionGrads):
         job.threads = min(job.threads, max(job.parts, 8))
         processor = native.processor()
         size = library.lamina_product_memory(ctypes.byref(job), processor)
-        workspace = take_buffer("native", (size,), f32)
+        workspace = take_memory("native", size, f32)
         job.workspace = workspace.data_ptr()
-        library.lamina_product(ctypes.byref(job), processor)
+        return int(library.lamina_product(ctypes.byref(job), processor))
 
     def _describe(self, job: _Product) -> None:
         """Shapes, and that they fit together."""
@@ -238,47 +252,46 @@ class _Outers(ctypes.Structure):
 class NativeOuterGrads(OuterProductGrads):
     """`OuterProductGrads` of float32. Many layers of them are measured, clipped and added in one call: `OuterLayers`."""
 
-    joined = False  # whether the bias beside it, whose gradient is g, is measured with it
+    bias_sum: Tensor | None = None  # as of `NativeGrads`; the gradient of the bias is g
 
     @staticmethod
     def can(g: Tensor, a: Tensor) -> bool:
-        return native.library() is not None and g.dtype == a.dtype == torch.float32 and g.numel() * a.numel() > 0
+        fits = g.dtype == a.dtype == torch.float32 and g.is_cpu and g.numel() * a.numel() > 0
+        return fits and native.library() is not None
 
     def clip_and_add(self, out: Tensor, others: Tensor | None, clip: ClipFunction) -> ClipWeights:
-        joined, self.joined = self.joined, False
-        if not _plain(out):
-            if joined:
-                others = self.g_norm_sq() if others is None else others + self.g_norm_sq()
+        bias_sum, self.bias_sum = self.bias_sum, None
+        if not is_plain(out):
             return super().clip_and_add(out, others, clip)
         layers = OuterLayers()
-        layers.append(OuterLayer(self, out, None, joined, clip.bound, others))
+        layers.append(OuterLayer(self, out, bias_sum, bias_sum is not None, clip.bound, others))
         _, _, norm_sq, factor = layers.clip_and_add(clip.scale, clip.least)[:, 0]
-        finite = torch.isfinite(norm_sq)
-        return ClipWeights(factor, None if bool(finite.all()) else ~finite)
+        return ClipWeights(factor, _not_finite(norm_sq))
 
 
 class OuterLayer(NamedTuple):
     """A linear layer of one position per contribution: where its gradients come from and go, and by what they are clipped."""
 
     grad: NativeOuterGrads
-    out: Tensor
+    out: Tensor | None  # None: it is only measured
     bias: Tensor | None = None
     joined: bool = False  # whether the norm of g counts, for a bias
     bound: Tensor | None = None
     others: Tensor | None = None
 
     @classmethod
-    def of(cls, parts: Sequence[tuple[ContributionGrads, Tensor]], bound: Tensor | None = None) -> OuterLayer | None:
-        """The layer of these tensors, if it is one weight, with its bias or without."""
-        grad, out = parts[0]
-        if not isinstance(grad, NativeOuterGrads) or len(parts) > 2 or not _plain(out):
+    def of(cls, grads: Sequence[ContributionGrads], bound: Tensor | None = None) -> OuterLayer | None:
+        """The layer of these tensors, to be measured, if it is one weight, with its bias or without."""
+        grad = grads[0]
+        if not isinstance(grad, NativeOuterGrads) or len(grads) > 2:
             return None
-        if len(parts) == 1:
-            return cls(grad, out, bound=bound)
-        beside, bias = parts[1]
-        if not isinstance(beside, NativeBias) or beside.weight is not grad or not _plain(bias):
+        if len(grads) == 2 and not (isinstance(grads[1], NativeBias) and grads[1].weight is grad):
             return None
-        return cls(grad, out, bias, True, bound)
+        return cls(grad, None, joined=len(grads) == 2, bound=bound)
+
+    def adding_to(self, outs: Sequence[Tensor]) -> OuterLayer | None:
+        """The same, to be added to these sums, if kernels can."""
+        return self._replace(out=outs[0], bias=(*outs, None)[1]) if all(map(is_plain, outs)) else None
 
 
 class OuterLayers(list[OuterLayer]):
@@ -308,12 +321,13 @@ class OuterLayers(list[OuterLayer]):
             _OUTER.pack_into(
                 table, i * _OUTER.size, outputs, inputs, joined,
                 native.pointer(g, f32, units, outputs), native.pointer(a, f32, units, inputs),
-                native.pointer(out, f32, outputs, inputs), 0 if bias is None else native.pointer(bias, f32, outputs),
+                0 if out is None else native.pointer(out, f32, outputs, inputs),
+                0 if bias is None else native.pointer(bias, f32, outputs),
                 0 if bound is None else native.pointer(bound, f64, units),
                 0 if others is None else native.pointer(others, f64, units),
                 *(first + (kind * len(self) + i) * row for kind in range(4)),
             )  # fmt: skip
-            assert mode is not _Mode.CLIP or bound is not None
+            assert (mode is not _Mode.CLIP or bound is not None) and (mode is _Mode.NORM or out is not None)
             work += g.numel() + a.numel()
         job = _Outers(mode, len(self), units, scale, least, ctypes.addressof(table))
         threads = torch.get_num_threads() if work > _MIN_SHARED_ELEMENTS else 1
@@ -321,7 +335,16 @@ class OuterLayers(list[OuterLayer]):
         return numbers
 
 
-def _plain(out: Tensor) -> bool:
+def _not_finite(norm_sq: Tensor) -> Tensor | None:
+    """(P,) the contributions that must be left out of a product; None if there is none."""
+    if math.isfinite(norm_sq.sum().item()):
+        return None
+    finite = torch.isfinite(norm_sq)
+    return None if bool(finite.all()) else ~finite
+
+
+def is_plain(out: Tensor) -> bool:
+    """Whether kernels can add to it."""
     return out.dtype == torch.float32 and out.is_contiguous()
 
 
@@ -333,7 +356,7 @@ class NativeBias(ContributionGrads):
         self.units, self.shape = weight.units, torch.Size((outputs,))
         self.sums: Tensor | None = None
         if isinstance(weight, NativeGrads):
-            weight.bias = self
+            weight._bias = weakref.ref(self)
 
     @property
     def grads(self) -> DenseGrads:
