@@ -15,8 +15,20 @@ from lamina.ledger.verify.verifier import verify
 LAUNCH = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "lamina", "train"]
 
 
+THREADS_AT_EXIT = """
+import atexit, os, sys
+def show():
+    if "RANK" in os.environ:
+        names = [open(f"/proc/self/task/{task}/comm").read().strip() for task in os.listdir("/proc/self/task")]
+        sys.stderr.write(f"threads at exit: {sorted(name for name in names if 'gloo' in name)}\\n")
+atexit.register(show)
+"""
+
+
 def torchrun(project: Any, *words: str) -> tuple[int, str, str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    """Exit code, output and errors; every rank also says which threads of gloo are left when it ends."""
+    project.write("sitecustomize.py", THREADS_AT_EXIT)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(project.folder)}
     command = [sys.executable, *LAUNCH, str(project.folder / "first.toml"), *words]
     ended = subprocess.run(command, cwd=project.folder, env=environment, capture_output=True, text=True, timeout=240)
     return ended.returncode, ended.stdout, ended.stderr
@@ -29,6 +41,7 @@ def test_two_processes_train_one_run(project: Any) -> None:
     found = json.loads(out)  # one object: rank 1 says nothing
     assert found["steps"] == 6 and found["private"] and found["classes"]["clinical"]["epsilon"] <= 2.0
     assert err.count("step 6 of 6") == 1
+    assert err.count("threads at exit: []") == 2  # one that is left may abort the process: Python has ended around it
     assert verify(project.folder / "runs" / "test.ledger.db").problem is None
 
 

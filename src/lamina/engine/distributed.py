@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # before there is a group: its defaults would keep the group, and the threads of it, to the end
 from torch import Tensor, nn
 
 from lamina.errors import EngineError, RankLost, StepsAbandoned
