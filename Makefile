@@ -7,7 +7,7 @@ NODE   := tests/interop/node_modules
 PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint format docs bench interop clean
+.PHONY: help demo test test-all lint format docs bench wheels interop clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -18,7 +18,7 @@ demo: $(VENV)/.test  ## a private training on simulated 12-lead ECG, end to end 
 test: lint interop  ## linters, types, import order, and every test that is not marked slow
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
 
-test-all: lint interop  ## the same with the slow tests
+test-all: lint interop $(VENV)/.aarch64  ## the same with the slow tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --timeout 3600
 
 lint: $(VENV)/.test  ## ruff, mypy --strict, import-linter
@@ -36,6 +36,11 @@ docs: $(VENV)/.test  ## write the pages that are made from the code: docs/errors
 
 bench: $(VENV)/.bench  ## time and memory of a private step against the plain step and Opacus
 	$(BIN)/python benchmarks/step.py
+
+wheels: $(VENV)/.test $(VENV)/.aarch64  ## dist/: a wheel for this machine, and one for Linux on aarch64
+	$(BIN)/python -m pip wheel -q --disable-pip-version-check --no-deps -w dist .
+	CC=aarch64-linux-gnu-gcc LDSHARED='aarch64-linux-gnu-gcc -shared' _PYTHON_HOST_PLATFORM=linux-aarch64 \
+	  $(BIN)/python -m pip wheel -q --disable-pip-version-check --no-deps -w dist .
 
 interop: $(PEER)/.done $(NODE)/.done $(VENV)/.go $(VENV)/.postgres $(VENV)/.browser  ## other people's COSE, Go's tree, a database, a browser
 
@@ -92,3 +97,9 @@ $(VENV)/.postgres: | $(VENV)/bin/python
 $(VENV)/.browser: | $(VENV)/bin/python
 	@command -v chromium >/dev/null || { echo 'installing Chromium …'; $(call debian,chromium); }; \
 	command -v chromium >/dev/null && touch $@ || echo 'Chromium is not installed: its tests will be skipped'
+
+# A compiler and an emulator of aarch64, for its wheel and for tests/engine/native/test_aarch64.py.
+has_aarch64 = command -v aarch64-linux-gnu-gcc >/dev/null && command -v qemu-aarch64 >/dev/null
+$(VENV)/.aarch64: | $(VENV)/bin/python
+	@$(has_aarch64) || { echo 'installing a compiler and an emulator of aarch64 …'; $(call debian,gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user); }; \
+	$(has_aarch64) && touch $@ || echo 'aarch64 can be neither built nor emulated here: its tests will be skipped'
