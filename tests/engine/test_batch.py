@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from math import inf
 from typing import Any
@@ -245,19 +246,28 @@ def test_a_refused_part_gives_the_step_up(again: bool) -> None:
 
 
 def test_a_contribution_counts_once_in_a_step() -> None:
-    """Parts of two draws, or one part twice: the sum of a step would move by several times C."""
+    """Parts of two draws, one part twice, or parts that overlap: the sum of a step would move by several times C."""
     model, x = mlp(), torch.randn(4, 5)
+    ways: list[Callable[[Batch, list[Batch]], Batch]] = [
+        lambda batch, parts: replace(parts[1], draw=Draw()),
+        lambda batch, parts: parts[1],
+        lambda batch, parts: parts[1].to("cpu"),
+        lambda batch, parts: parts[1].views(2),
+        lambda batch, parts: list(batch.split(3))[1],
+        lambda batch, parts: list(batch.split(4))[1],
+    ]
     with Engine(model, plan_of(model)) as engine:
-        for again in (lambda parts: replace(parts[1], draw=Draw()), lambda parts: parts[1]):
-            parts = list(Batch(x).split(3))
+        for again in ways:
+            batch = Batch(x)
+            parts = list(batch.split(3))
             for part in parts[:2]:
                 engine.backward(losses_of(model, part.x, None), part)
             with raises_code("engine.part-counted-twice"):
-                part = again(parts)
+                part = again(batch, parts)
                 engine.backward(losses_of(model, part.x, None), part)
             with raises_code("engine.parts-out-of-order"):  # the step was given up
                 engine.backward(losses_of(model, parts[2].x, None), parts[2])
-        assert engine.budget.taken == 2 and all(p.grad is None for p in model.parameters())
+        assert engine.budget.taken == len(ways) and all(p.grad is None for p in model.parameters())
 
 
 def test_a_batch_is_charged_once() -> None:
@@ -268,7 +278,7 @@ def test_a_batch_is_charged_once() -> None:
             engine.backward(losses_of(model, x, None).sum(), batch)
         for part in batch.split(2):  # a refused call has charged nothing
             engine.backward(losses_of(model, part.x, None), part)
-        for again in (batch, next(batch.split(2)), replace(batch, x=x + 1)):
+        for again in (batch, next(batch.split(2)), replace(batch, x=x + 1), batch.shard(0, 1)):
             with raises_code("engine.batch-used-again"):
                 engine.backward(losses_of(model, again.x, None), again)
         assert engine.budget.taken == 1

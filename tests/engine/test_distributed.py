@@ -126,6 +126,11 @@ def test_counts_of_all_ranks_move_the_clip_norms_alike(two: Answers) -> None:
     assert two[0]["quantile"] == two[1]["quantile"] != [0.3, 0.3, 0.3]
 
 
+def test_compiled_steps_of_ranks_are_those_of_the_hook_engine(two: Answers, four: Answers) -> None:
+    """Also where one rank has a graph and another does not: sums are added up by the name of their tensor."""
+    assert all(answer["compiled"] < 1e-6 for answer in (*two, *four))
+
+
 def test_shares_that_follow_a_proxy_are_those_of_one_process(two: Answers, four: Answers) -> None:
     for answers in (two, four):
         for answer in answers:
@@ -137,6 +142,7 @@ def test_shares_that_follow_a_proxy_are_those_of_one_process(two: Answers, four:
 
 def test_what_ranks_refuse(two: Answers) -> None:
     wanted = {
+        "wrapped": "engine.ddp-wrapped",
         "whole batch": "engine.batch-of-other-ranks",
         "part of another rank": "engine.batch-of-other-ranks",
         "same draw again": "engine.batch-used-again",

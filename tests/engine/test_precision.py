@@ -182,7 +182,14 @@ def test_products_of_fewer_digits_are_refused(allow: str) -> None:
             torch.set_float32_matmul_precision(allow)
             with raises_code("engine.reduced-products"):
                 engine.backward(losses_of(model, x, None), Batch(x))
+            torch.set_float32_matmul_precision("highest")
+            torch.backends.fp32_precision = "tf32"
+            with raises_code("engine.reduced-products"):
+                engine.backward(losses_of(model, x, None), Batch(x))
+            torch.backends.fp32_precision = "ieee"  # as the message says
+            engine.clipped_sums(losses_of(model, x, None), Batch(x))
         finally:
+            torch.backends.fp32_precision = "none"
             torch.set_float32_matmul_precision("highest")
         assert engine.budget.taken == 0
         engine.backward(losses_of(model, x, None), Batch(x))

@@ -468,6 +468,13 @@ def test_embedding_bag_with_offsets_is_refused() -> None:
         model(torch.randint(0, 9, (4, 3)))
 
 
+def test_wrappers_that_add_gradients_up_themselves_are_refused() -> None:
+    """The ranks of DistributedDataParallel would wait for gradients that autograd never brings."""
+    wrapped = nn.DataParallel(mlp())
+    with raises_code("engine.ddp-wrapped"):
+        Engine(wrapped, plan_of(wrapped))
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit", "ignore::DeprecationWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize("whole", [True, False])
 def test_scripted_modules_are_refused(whole: bool) -> None:

@@ -122,11 +122,11 @@ def test_shares_add_up_to_the_planned_law(parties: int) -> None:
     count = 4 ** math.ceil(math.log(parties, 4) - 1e-9)
     assert sum(how.draws(party) for party in range(parties)) == count and how.draws(parties - 1) >= 1
     assert grid.bits >= LEAST_BITS + round(math.log(count, 4))
-    nothing = GridSums({"l0.w": torch.zeros(200_000 // parties, dtype=torch.int64)}, how.grids, how.plan.digest())
-    totals = how.total(
-        [how.message(nothing, SeededNoise(50 + party), party=party, step=0) for party in range(parties)],
-        budget=Budget(how.plan, {}),
-    )["l0.w"].numpy()
+    messages = []
+    for party in range(parties):
+        nothing = GridSums({"l0.w": torch.zeros(200_000 // parties, dtype=torch.int64)}, how.grids, how.plan.digest())
+        messages.append(how.message(nothing, SeededNoise(50 + party), party=party, step=0))
+    totals = how.total(messages, budget=Budget(how.plan, {}))["l0.w"].numpy()
     scaled = totals / 2.0**grid.bits
     assert stats.kstest(scaled, "norm").pvalue > 1e-4
     assert np.var(scaled) == pytest.approx(1.0, abs=5 * math.sqrt(2 / scaled.size))
@@ -218,11 +218,17 @@ def test_a_draw_is_summed_whole_and_once() -> None:
         for part in batch_of(6, 2).split(2):
             with raises_code("engine.grid-sum-of-part"):
                 engine.grid_sums(losses(model, part), part, grids)
-        engine.grid_sums(losses(model, batch), batch, grids)
+        sums = engine.grid_sums(losses(model, batch), batch, grids)
         with raises_code("engine.batch-used-again"):
             engine.grid_sums(losses(model, batch), batch, grids)
         with raises_code("engine.batch-used-again"):
             engine.backward(losses(model, batch), batch)
+    two = SecureSum.of(plan, parties=2)
+    sums = GridSums(sums, two.grids, plan.digest())
+    two.message(sums, SeededNoise(1), party=0, step=0)
+    for party, step in ((0, 1), (1, 0)):  # in a second step, or as another party's
+        with raises_code("noise.sums-sent-before"):
+            two.message(sums, SeededNoise(2), party=party, step=step)
 
 
 def test_what_has_no_shares_or_no_bound_is_refused() -> None:
@@ -237,14 +243,13 @@ def test_what_has_no_shares_or_no_bound_is_refused() -> None:
     with raises_code("noise.party-unknown"):
         SecureSum.of(plan, parties=2).draws(2)
     three = SecureSum.of(plan, parties=3)
-    nothing = nothing_on(three)
-    messages = [three.message(nothing, SeededNoise(party), party=party, step=0) for party in range(3)]
+    messages = [three.message(nothing_on(three), SeededNoise(party), party=party, step=0) for party in range(3)]
     for some in ([], messages[:2], [*messages, messages[0]]):
         with raises_code("noise.shares-missing"):
             three.total(some, budget=Budget(plan, {}))
     for step in (-1, plan.steps):
         with raises_code("noise.step-not-priced"):
-            three.message(nothing, SeededNoise(9), party=0, step=step)
+            three.message(nothing_on(three), SeededNoise(9), party=0, step=step)
     for bits in (0, 63, 40.5):
         with raises_code("noise.modulus-out-of-range"):
             SecureSum.of(plan, parties=2, modulus_bits=bits)  # type: ignore[arg-type]

@@ -18,6 +18,7 @@ ORDERS = {
     "left out": None,  # not the same on all ranks: the model stays whole during steps
     "in parts": [0],
     "tied": [0, 1],
+    "twice over positions": [0, 2, 1, 2, 3],
 }
 
 
@@ -32,6 +33,9 @@ FEW = [
     "in parts",
     "hardened",
     "nobody",
+    "twice over positions",
+    "in an object",
+    "looked at",
 ]
 MORE = [way for way in sharded_ranks.WAYS if way not in FEW]
 
@@ -70,6 +74,7 @@ def takes_the_same_steps(way: str, two: Answers) -> None:
 
 def test_what_is_refused_of_a_sharded_model(two: Answers) -> None:
     wanted = {
+        "not divided, before any forward pass": "engine.batch-of-other-ranks",
         "an error in the backward pass": "engine.rank-failed",
         "and then": "",
         "another sample": "engine.ranks-out-of-step",

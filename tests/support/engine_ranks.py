@@ -118,6 +118,29 @@ def sharded_step(name: str, rank: int, size: int) -> dict[str, Any]:
     return found
 
 
+def compiled_steps(rank: int, size: int) -> float:
+    """How far gradients of compiled steps are from those of the hook engine, where a rank may have too few examples for a graph."""
+    import lamina.engine.compiled
+
+    lamina.engine.compiled.BACKEND = "eager"
+    found: list[list[Tensor]] = []
+    for compiled in (False, True):
+        torch.manual_seed(3)
+        model = dense()
+        found.append([])
+
+        def losses(x: Tensor, y: Any, model: nn.Module = model) -> Tensor:
+            return losses_of(model, x, y)
+
+        with Engine(model, plan_of(model, 0.3, 0.8), noise=SeededNoise(SEED, rank=rank), compiled=compiled) as engine:
+            for count in (8, 8, 8, 8, 3, 8):  # of three, rank 1 of 2 has one
+                engine.step(losses, batch_of(count).shard(rank, size))
+                found[-1] += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+                model.zero_grad()
+            assert not compiled or (engine.compiled is not None and engine.compiled.steps > 0)
+    return max(float((a - b).abs().max()) for a, b in zip(*found, strict=True))
+
+
 def variance(steps: int, rank: int, size: int) -> list[float]:
     """Mean square of what noise-only steps release, of each of three tensors."""
     torch.manual_seed(3)
@@ -146,6 +169,8 @@ def refusals(rank: int, size: int) -> dict[str, str]:
     model = dense()
     plan = plan_of(model, 0.3, 0.8)
     found = {}
+    wrapped = nn.parallel.DistributedDataParallel(dense())
+    found["wrapped"] = refused(lambda: Engine(wrapped, plan_of(wrapped), noise=SeededNoise(1, rank=rank)))
     with Engine(model, plan, noise=SeededNoise(1, rank=rank)) as engine:
         whole = batch_of(4)
         found["whole batch"] = refused(lambda: engine.backward(losses_of(model, whole.x, None), whole))
@@ -253,6 +278,7 @@ def main(rank: int, size: int) -> None:
         found["refusals"] = refusals(rank, size)
         found["quantile"] = quantile(rank, size)
         found["proxied"] = proxied(rank, size)
+        found["compiled"] = compiled_steps(rank, size)
     if what in ("cases", "every"):
         found["variance"] = variance(300, rank, size)
     ranks.answer(found)

@@ -17,19 +17,30 @@ from torch.utils.checkpoint import checkpoint
 
 from lamina import Batch, Engine, LaminaError, SeededNoise
 from lamina.engine.distributed import Ranks, whole_tensor
+from lamina.engine.grads import _thread_buffers
 from lamina.plan.rules import FollowEnergy, FollowQuantile, NoiseKind
 
 WIDTH = 6
 
 
+@dataclasses.dataclass
+class Hidden:
+    """An output in an object of the user's."""
+
+    h: Tensor
+
+
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, way: str) -> None:
         super().__init__()
+        self.way = way
         self.inner, self.norm, self.outer = nn.Linear(WIDTH, 7), nn.LayerNorm(7), nn.Linear(7, WIDTH)
         self.register_buffer("shift", torch.full((WIDTH,), 0.1))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.outer(torch.tanh(self.norm(self.inner(x)))) + self.shift
+    def forward(self, x: Any) -> Any:
+        x = x.h if isinstance(x, Hidden) else x
+        out = x + self.outer(torch.tanh(self.norm(self.inner(x)))) + self.shift
+        return Hidden(out) if self.way == "in an object" else out
 
 
 class Net(nn.Module):
@@ -39,7 +50,7 @@ class Net(nn.Module):
         super().__init__()
         self.way = way
         self.first = nn.Linear(5, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.blocks = nn.ModuleList(Block(way) for _ in range(3))
         self.last = nn.Linear(WIDTH, 2)
         if way == "tied":  # within what is sharded together; over two blocks FSDP itself unties it
             self.blocks[1].inner.weight = self.blocks[0].inner.weight
@@ -55,7 +66,7 @@ class Net(nn.Module):
             h = c(a(h))
         elif self.way == "bypassed":
             h = c(a(b.outer(torch.tanh(b.inner(h)))))
-        elif self.way == "used twice":
+        elif self.way in ("used twice", "twice over positions"):
             h = c(b(a(b(h))))
         elif self.way == "without gradient":
             with torch.no_grad():
@@ -66,13 +77,13 @@ class Net(nn.Module):
                 h = checkpoint(block, h, use_reentrant=False)
         else:
             h = c(b(a(h)))
-        return self.last(h)
+        return self.last(h.h if isinstance(h, Hidden) else h)
 
 
 def losses_of(model: nn.Module, x: Tensor) -> Tensor:
     if getattr(model, "way", "") == "called twice":
         return torch.sin(model(x)).sum(1).float() + model(-x).square().sum(1).float()
-    return torch.sin(model(x)).sum(1).float()
+    return torch.sin(model(x)).flatten(1).sum(1).float()
 
 
 def made(way: str) -> tuple[nn.Module, Any, bool]:
@@ -81,7 +92,7 @@ def made(way: str) -> tuple[nn.Module, Any, bool]:
     model = Net(way)
     if way == "bfloat16":
         model = model.to(torch.bfloat16)
-    plan = plan_of(model, 0.3, 0.8, clipping="joint" if way in ("joint", "checkpointed", "left out") else "box")
+    plan = plan_of(model, 0.3, 0.8, clipping="joint" if way in JOINT else "box")
     if way == "counts":
         plan = dataclasses.replace(plan, rules=(FollowQuantile(target=0.5, rate=0.3, noise=4.0),))
     if way == "energy":
@@ -105,6 +116,7 @@ def shard(model: nn.Module, way: str) -> None:
         fully_shard(model)
 
 
+JOINT = ("joint", "checkpointed", "left out", "twice over positions")
 WAYS = [
     "plain",
     "joint",
@@ -128,10 +140,11 @@ WAYS += [
     "hardened",
 ]
 WAYS += ["once per contribution", "evaluated by one", "nobody", "not zeroed", "refused between"]
+WAYS += ["twice over positions", "in an object", "looked at"]
 
 
 def batch_of(count: int, way: str) -> Batch:
-    x = torch.randn(count, 5)
+    x = torch.randn(count, 3, 5) if way == "twice over positions" else torch.randn(count, 5)
     return Batch(x.to(torch.bfloat16) if way == "bfloat16" else x)
 
 
@@ -161,6 +174,14 @@ def trained(way: str, rank: int, size: int, *, sharded: bool) -> dict[str, Any]:
                 other = batch_of(4, way)
                 notes.append(refused(lambda: engine.backward(losses_of(model, other.x), other)))  # noqa: B023
             engine.backward(losses_of(model, part.x) if len(part) else None, part)
+            local = [
+                p.grad.to_local() if sharded and hasattr(p.grad, "to_local") else p.grad for p in model.parameters()
+            ]
+            assert not any(grad is not None and grad.requires_grad for grad in local)  # a graph would hold activations
+            assert not vars(_thread_buffers)  # in which kernels leave single contributions
+            if way == "looked at":
+                with torch.no_grad():
+                    model(torch.zeros(2, 5))
             if way != "not zeroed" or step % 2:
                 optimizer.step()
                 optimizer.zero_grad()
@@ -210,6 +231,8 @@ def attacks(rank: int, size: int) -> dict[str, str]:
         finally:
             failing[0] = False
 
+    undivided = batch_of(0, "plain")
+    found["not divided, before any forward pass"] = refused(lambda: engine.backward(None, undivided))
     step()
     found["an error in the backward pass"] = refused(failing_step)
     found["and then"] = refused(step)

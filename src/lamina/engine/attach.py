@@ -423,9 +423,15 @@ def refuse_parameter_hooks(parameters: Sequence[tuple[str, Tensor]]) -> None:
             raise EngineError("engine.parameter-hook", problem, remedy)
 
 
-def refuse_scripted(model: nn.Module) -> None:
-    """A scripted or traced module cannot be run with another forward."""
+def refuse_wrappers(model: nn.Module) -> None:
+    """A scripted or traced module cannot be run with another forward; one that is spread over processes waits for all of them."""
     for name, module in model.named_modules():
+        if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            problem = f"the model is wrapped in {type(module).__name__}, which adds up gradients that are not clipped"
+            remedy = (
+                "give the model itself, model.module: the ranks of an engine add up by themselves (docs/distributed.md)"
+            )
+            raise EngineError("engine.ddp-wrapped", problem, remedy)
         if isinstance(module, torch.jit.ScriptModule):
             problem = f"module '{name}' is scripted or traced by torch.jit, which hides its layers"
             raise UnsupportedLayer("engine.scripted-module", problem, "use the module that it was made from")

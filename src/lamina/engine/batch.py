@@ -38,6 +38,8 @@ class Draw:
 
     def divided(self, rank: int, ranks: int, step: int) -> Draw:
         """The same draw, of which this process has the part of one rank."""
+        if ranks == 1:
+            return self
         made = Draw(seeded=self.seeded, ranks=ranks, rank=rank, step=step, turn=self.turn)
         return self._divided.setdefault((rank, ranks), made)
 
@@ -57,7 +59,8 @@ class Batch:
     contributions, and may be 0. `first` and `last` tell the engine where a step begins and ends.
     `classified` is False where no class was given: a plan of several classes refuses such a batch.
     `plain` is True where every example is a contribution of its own, of weight 1.
-    `draw` is charged once: another step needs another draw.
+    `draw` is charged once: another step needs another draw. `places` are those of the contributions in their draw: parts of
+    one step that share a place are refused.
     """
 
     x: Any
@@ -70,6 +73,7 @@ class Batch:
     first: bool = True
     last: bool = True
     draw: Draw = field(default_factory=Draw, repr=False)
+    places: range | None = field(default=None, repr=False)
     classified: bool = field(init=False, default=True)
     plain: bool = field(init=False, default=False)
 
@@ -85,6 +89,13 @@ class Batch:
         if self.cls is not None and len(self.cls) != units:
             problem = f"cls has {len(self.cls)} entries for {units} contributions"
             raise EngineError("engine.cls-wrong-length", problem, "give one class per contribution, not per example")
+        places = range(units) if self.places is None else self.places
+        if len(places) != units:
+            problem = f"the batch has {units} contributions, and was made of one with {len(places)}"
+            raise EngineError(
+                "engine.batch-of-other-size", problem, "change x and y, and leave contributions as they are"
+            )
+        object.__setattr__(self, "places", places)
         object.__setattr__(self, "classified", self.cls is not None or units == 0)
         cls = _check_integers("cls", self.cls, units, default=lambda: torch.zeros(units, dtype=torch.long))
         weight = torch.ones(n) if self.weight is None else torch.as_tensor(self.weight, dtype=torch.float32).cpu()
@@ -125,7 +136,7 @@ class Batch:
         part whose `last` is true, and by then all of it is there.
         """
         validate.whole(EngineError, "engine.split-parts", parts=parts)
-        assert self.unit is not None and self.cls is not None and self.weight is not None
+        assert self.unit is not None and self.cls is not None and self.weight is not None and self.places is not None
         parts = max(1, min(parts, len(self)))
         bounds = [len(self) * i // parts for i in range(parts + 1)]
         for i, (low, high) in enumerate(pairwise(bounds)):
@@ -142,6 +153,7 @@ class Batch:
                 first=self.first and i == 0,
                 last=self.last and i == parts - 1,
                 draw=self.draw,
+                places=self.places[low:high],
             )
 
     def to(self, device: torch.device | str) -> Batch:

@@ -530,7 +530,8 @@ class CompiledStep:
         if not bool(sound):
             return None
         self.steps += not graph.compare_now
-        return dict(zip(graph.names, sums, strict=True)), losses
+        found = dict(zip(graph.names, sums, strict=True))
+        return {name: found[name] for name in self.tensors if name in found}, losses
 
     def __repr__(self) -> str:
         return f"{self.steps} steps compiled{f', the last not: {self.reason}' if self.reason else ''}"

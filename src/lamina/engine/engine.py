@@ -16,7 +16,7 @@ from lamina import validate
 from lamina.account.filters import PrivacyFilter
 from lamina.engine import grads
 from lamina.engine.adaptive import Adaptation, OpenChoice, refuse_factor
-from lamina.engine.attach import Attachment, refuse_scripted
+from lamina.engine.attach import Attachment, refuse_wrappers
 from lamina.engine.batch import Batch, Draw
 from lamina.engine.budget import Budget
 from lamina.engine.clipping import BoxCollector, ClipBounds, Collector, JointCollector, NormCollector
@@ -116,7 +116,7 @@ class Engine:
         self.options["constant_time"] = constant_time
         if proxy is not None:
             self.options["proxy"] = proxy
-        refuse_scripted(model)
+        refuse_wrappers(model)
         self._open: OpenStep | ShardedStep | None = None
         self._sharded = ShardedModel(model, plan, self.ranks, compiled=compiled, step=self._step_number)
         self.budget = Budget(plan, filters or {}, taken)
@@ -148,8 +148,8 @@ class Engine:
         held = {name: self._sharded.held[name] for name in self._tensors}
         self._gradients, self._guard = GradWriter(held), StateGuard(model, self._tensors, self._sharded.held)
         self._charged_draws: WeakSet[Draw] = WeakSet()
-        self._draw: Draw | None = None  # of the step or choice that is open, and its parts so far
-        self._parts: WeakSet[Batch] = WeakSet()
+        self._draw: Draw | None = None  # of the step or choice that is open, and the places of its parts so far
+        self._places: set[int] = set()
         self._memory = SumMemory(self._tensors)
         self.claim = ""  # what ε compares, where it is not what the plan says
         self.detached = False
@@ -170,8 +170,10 @@ class Engine:
         restore = RestoreUnreached(self._tensors, self._slices.unreached)
         self._hooks = [
             register_optimizer_step_pre_hook(self._gradients.before_optimizer_step),
+            register_optimizer_step_pre_hook(self._guard.before_optimizer_step),
             register_optimizer_step_pre_hook(restore.before),
             register_optimizer_step_post_hook(restore.after),
+            register_optimizer_step_post_hook(self._sharded.after_optimizer_step),
         ]
         self.compiled: CompiledStep | None = None
         if compiled:
@@ -394,14 +396,15 @@ class Engine:
             problem = f"step {self.budget.taken} is turn {turn[0]} of {turn[1]}, and this batch was not drawn from those whose turn it is"
             remedy = "correlated noise holds for contributions that take turns: use corpus.batches(plan) or a Trainer"
             raise EngineError("engine.batch-of-other-turn", problem, remedy)
+        places = batch.places or range(0)
         if batch.first:
-            self._draw, self._parts = batch.draw, WeakSet()
-        elif (self._open or self._choice) and (batch.draw is not self._draw or batch in self._parts):
+            self._draw, self._places = batch.draw, set()
+        elif (self._open or self._choice) and (batch.draw is not self._draw or not self._places.isdisjoint(places)):
             what = "was added before" if batch.draw is self._draw else "is of another draw than its first part"
             problem = f"this part of step {self.budget.taken} {what}: a contribution could count twice in one step"
             remedy = "give each part of one batch.split(…) once, in order; to draw more, plan a larger batch"
             raise EngineError("engine.part-counted-twice", problem, remedy)
-        self._parts.add(batch)
+        self._places.update(places)
         if not batch.first or all(entry.sampling_rate == 1 for entry in self.plan.classes):
             return
         if batch.draw in self._charged_draws:

@@ -56,11 +56,14 @@ class Grid(NamedTuple):
 
 
 class GridSums(dict[str, Tensor]):
-    """Clipped sums by tensor, in whole units of the grids of their layers. `plan`: the digest of the plan that clipped them."""
+    """Clipped sums by tensor, in whole units of the grids of their layers: of one draw, for one step.
+
+    `plan`: the digest of the plan that clipped them. `sent`: whether they went into a message.
+    """
 
     def __init__(self, sums: Mapping[str, Tensor], grids: Sequence[Grid], plan: bytes) -> None:
         super().__init__(sums)
-        self.grids, self.plan = tuple(grids), plan
+        self.grids, self.plan, self.sent = tuple(grids), plan, False
 
 
 def layer_grids(plan: StepPlan, least: int = LEAST_BITS) -> tuple[Grid, ...]:

@@ -292,7 +292,8 @@ class Probe:
     def _with_others_joined(self, place: int) -> ProbeCase:
         """The others as one contribution, of the plan's last class."""
         batch, unit = self._batch(self.x, self.y), (torch.arange(self.n) != place).long()
-        joined = replace(batch, unit=unit, cls=torch.tensor([0, len(self.engine.plan.classes) - 1]), weight=None)
+        classes = torch.tensor([0, len(self.engine.plan.classes) - 1])
+        joined = replace(batch, unit=unit, cls=classes, weight=None, places=None)
         return ProbeCase(what="joined into one contribution", batch=joined, places={place: 0})
 
     def _batch(self, x: Any, y: Any) -> ProbeBatch:

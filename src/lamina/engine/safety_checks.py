@@ -482,6 +482,13 @@ class StateGuard:
         due = self._calls <= _EVERY_CALL_UNTIL or self._calls % _THEN_EVERY == 0
         self._sums = {name: checksum(self._kept(name, p)) for name, p in self.trained.items()} if due else {}
 
+    def before_optimizer_step(self, optimizer: Optimizer, *_: Any) -> None:
+        """What the forward pass before it found is written now: a step without a forward pass of its own may follow."""
+        if self._sums and (
+            tensors_of_optimizer(optimizer, self.trained) or tensors_of_optimizer(optimizer, self._held)
+        ):
+            self._sums = {}
+
     def check_trained(self, *, again: bool = False) -> None:
         """Refuse trained parameters that were replaced, or moved since the last forward pass began.
 
@@ -547,16 +554,20 @@ def refuse_float16(parameters: Mapping[str, Tensor]) -> None:
             raise EngineError("engine.float16-parameter", problem, "use bfloat16 or float32")
 
 
-# torch.backends.fp32_precision, .cuda.matmul.fp32_precision and .mkldnn.matmul.fp32_precision, which take 20 µs to read
-_PRODUCTS = (("generic", "all"), ("cuda", "matmul"), ("mkldnn", "matmul"))
+# How torch multiplies float32, by the name of the setting, and where that is found without the 20 µs that reading it takes.
+_PRODUCTS = {
+    "torch.backends.fp32_precision": ("generic", "all"),
+    "torch.backends.cuda.matmul.fp32_precision": ("cuda", "matmul"),
+    "torch.backends.mkldnn.matmul.fp32_precision": ("mkldnn", "matmul"),
+}
 
 
 def refuse_reduced_products() -> None:
     """In TF32 or bfloat16, which a user may allow for float32, factors and gradients lose digits as they are added up."""
-    for place in _PRODUCTS:
+    for name, place in _PRODUCTS.items():
         if (kind := torch._C._get_fp32_precision_getter(*place)) not in ("none", "ieee"):
             problem = f"torch may multiply float32 matrices in {kind}, and a clipped sum could then leave its bound"
-            raise EngineError("engine.reduced-products", problem, 'call torch.set_float32_matmul_precision("highest")')
+            raise EngineError("engine.reduced-products", problem, f'set {name} = "ieee"')
 
 
 def refuse_elsewhere(tensors: Mapping[str, Tensor], what: str) -> None:

@@ -120,6 +120,11 @@ class SecureSum:
         if sums.plan != self.plan.digest():
             problem = f"the sums of party {party} were clipped by another plan: the noise would not fit them"
             raise NoiseError("noise.sums-of-other-plan", problem, "use the engine of the plan of this SecureSum")
+        if sums.sent:
+            problem = f"these sums of party {party} went into a message before, and each step is priced as a new draw"
+            remedy = "draw another batch for another step; to send a message again, keep the message"
+            raise NoiseError("noise.sums-sent-before", problem, remedy)
+        sums.sent = True
         names, totals = list(sums), [total.clone() for total in sums.values()]
         places = self._places()
         bits = [max(0, self.grids[places[name]].bits - _split(self.parties)) for name in names]

@@ -21,6 +21,7 @@ from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from lamina.engine.batch import Batch
@@ -34,7 +35,9 @@ from lamina.engine.distributed import (
     rank_lost,
     shard_like,
 )
+from lamina.engine.grads import release_buffers
 from lamina.engine.noise import NoiseSource, add_rounded_many_
+from lamina.engine.safety_checks import tensors_of_optimizer
 from lamina.engine.step import ClippedSums, OpenStep, sum_scale, zero_sums
 from lamina.errors import EngineError
 from lamina.plan.rules import FollowProxy
@@ -145,14 +148,23 @@ class ShardedModel:
         if odd:
             self._adopt(seen)
 
+    def after_optimizer_step(self, optimizer: Optimizer, *_: Any) -> None:
+        """Drop weights that were gathered meanwhile: they are those before the step."""
+        if self.is_whole and tensors_of_optimizer(optimizer, self.held):
+            for part in self.parts:
+                _reshard(part)
+            self._forget()
+
     def give_up(self) -> None:
         """The step failed here."""
         inner = {id(m) for part in self.parts for m in part.modules() if m is not part}
-        for part in self.parts:
-            if id(part) not in inner:
-                part.reset_iter_state()
-        self._forget()
-        self.divide()
+        try:
+            for part in self.parts:
+                if id(part) not in inner and part._get_fsdp_state()._is_root:  # known since its first forward pass
+                    part.reset_iter_state()
+        finally:
+            self._forget()
+            self.divide()
 
     def _adopt(self, seen: list[int]) -> None:
         """Go on with the order of blocks that forward passes showed, if all of them showed the same."""
@@ -203,9 +215,12 @@ class ShardedModel:
                 return
             if self._leaf[i]:
                 _reshard(self.parts[i])
-            for t in pytree.tree_leaves(output):
-                if isinstance(t, Tensor) and t.requires_grad:
-                    t.register_hook(lambda _: self._reached_backward(i))
+            leaves = pytree.tree_leaves(output)
+            found = [t for t in leaves if isinstance(t, Tensor) and t.requires_grad]
+            for t in found:
+                t.register_hook(lambda _: self._reached_backward(i))
+            if not found and not all(isinstance(leaf, Tensor | int | float | str | None) for leaf in leaves):
+                self.gather()  # an object holds the output, and nothing would say when a backward pass enters the block
 
         return hook
 
@@ -401,6 +416,7 @@ class ShardedStep(ClippedSums):
         collector.flush()
         return all(collector.is_complete(self._layer_of[name]) for name in self._by_part[part])
 
+    @torch.no_grad()
     def send(self, part: int) -> None:
         """Add the sums of a block up over the ranks, and keep this rank's part."""
         together: dict[torch.dtype, list[str]] = {}
@@ -453,8 +469,11 @@ class ShardedStep(ClippedSums):
         """This rank's part of (clipped sum + noise) / B. `counts` is noised, too, from here on."""
         self._counts.release()  # all ranks agree
         parts = range(len(self._by_part))
-        for part in reversed(parts) if self.early else parts:
-            self.send(part)
+        try:
+            for part in reversed(parts) if self.early else parts:
+                self.send(part)
+        finally:
+            release_buffers()  # of a joint clip, which adds here
         self.sums, self.later = {}, None  # late sums and step hold each other: gradients would wait for a collection
         return {name: self._sent.pop(name) for name in self._tensors}
 

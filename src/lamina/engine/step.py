@@ -164,7 +164,7 @@ class OpenStep(ClippedSums):
         *, ranks: Ranks = ALONE, memory: SumMemory | None = None, ready: dict[str, Tensor] | None = None,
     ) -> None:  # fmt: skip
         self.plan, self.noise, self.step, self.process = plan, noise, step, os.getpid()
-        self.ranks = ranks
+        self.ranks, self._names = ranks, tuple(tensors)
         self.std = [plan.noise[layer_of[name]] for name in tensors]
         counted = plan.rule(FollowQuantile)
         counts = None if counted is None else torch.zeros(len(plan.layers), dtype=torch.float64)
@@ -218,6 +218,7 @@ class OpenStep(ClippedSums):
         self.ranks.agree(self.step, drawn=self.drawn)
         if isinstance(self.sums, SumsFromNoise):
             self.sums = self.sums.whole()
+        self.sums = {name: self.sums[name] for name in self._names}  # in one order on all ranks
         if self._injected is not None:
             self._injected.finish()
         if self.noise.hardened and not self.ranks.alone:
