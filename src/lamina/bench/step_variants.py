@@ -217,7 +217,8 @@ TORCH_RULES: dict[str, Callable[[Workload], Step]] = {
     f"{name}_torch": partial(_with_torch_rules, make) for name, make in LAMINA.items()
 }
 COMPILED: dict[str, Callable[[Workload], Step]] = {
-    "box_compiled": partial(_private_step, clipping="box", classes={"everyone": {}}, compiled=True)
+    f"{clipping}_compiled": partial(_private_step, clipping=clipping, classes={"everyone": {}}, compiled=True)
+    for clipping in ("box", "joint")
 }
 UNITS: dict[str, Callable[[Workload], Step]] = {"patients": patients_step}
 ROUTING: dict[str, Callable[[Workload], Step]] = {

@@ -82,6 +82,8 @@ def read_header(path: str | Path) -> WFDBHeader:
         if len(made) != count:
             raise ValueError(f"it counts {count} signals and has {len(made)}")
         return WFDBHeader(path=path, rate=rate, samples=samples, signals=made, segments=())
+    except FileNotFoundError:
+        raise refuse_file(path, "is not there: a record has a header (.hea) beside its data") from None
     except (OSError, UnicodeDecodeError, ValueError, IndexError, OverflowError) as error:
         raise refuse_file(path, f"is no WFDB header: {error}") from None
 

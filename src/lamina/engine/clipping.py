@@ -327,10 +327,15 @@ def _form_if_smaller(grad: ContributionGrads, *, shared: bool) -> ContributionGr
     made_of = sum(t.numel() for t in stuff if isinstance(t, Tensor))
     if shared and isinstance(grad, NativeGrads):
         made_of = grad.v.numel()
-    if not grad.formed or size > made_of:
-        return grad
+    return grad if not grad.formed or size > made_of else form(grad)
+
+
+def form(grad: ContributionGrads) -> DenseGrads:
+    """Every gradient by itself. Of a weight and its bias, the weight comes first: a kernel finds both."""
     if isinstance(grad, NativeGrads):
         return grad.form()
+    if isinstance(grad, NativeBias):
+        return grad.grads
     return DenseGrads(grad.dense(0, grad.units).view(grad.units, *grad.shape).clone())
 
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
+from math import prod
 from typing import Any, cast
 
 import numpy as np
@@ -29,7 +30,7 @@ from torch.utils import _pytree as pytree
 from lamina.engine import native
 from lamina.engine.attach import Attachment, CopySafeHook
 from lamina.engine.batch import Batch, RowLayout, examples
-from lamina.engine.clipping import BoxClip, clip_layer, least_factor, safe_bounds
+from lamina.engine.clipping import BoxClip, clip_layer, form, least_factor, safe_bounds
 from lamina.engine.grads import ClipWeights, ContributionGrads, DenseGrads, OuterProductGrads, SummedGrads
 from lamina.engine.layers.layer_rule import LayerRule, RuleCall, hidden_backward_error
 from lamina.engine.layers.linear import LinearRule
@@ -127,10 +128,25 @@ def _layer_norm_sq(handle: int, tensors: list[Tensor]) -> Tensor:
     return torch.stack([grad.norm_sq() for grad in _calls[handle].grads(tensors).values()]).sum(0)
 
 
+@torch.library.custom_op("lamina::form_layer", mutates_args=(), schema="(int handle, Tensor[] tensors) -> Tensor[]")
+def _form_layer(handle: int, tensors: list[Tensor]) -> list[Tensor]:
+    """Squared norms of a layer, and every gradient of it by itself: for a joint clip, where that is smaller than what it is made of."""
+    formed = [form(grad) for grad in _calls[handle].grads(tensors).values()]
+    given = {t.untyped_storage().data_ptr() for t in tensors}
+    own = [g.grads.clone() if g.grads.untyped_storage().data_ptr() in given else g.grads for g in formed]
+    return [torch.stack([grad.norm_sq() for grad in formed]).sum(0), *own]
+
+
 @_clip_layer.register_fake
 @_add_layer.register_fake
 def _fake_sums(handle: int, tensors: list[Tensor], bound: Tensor, scale: Tensor) -> list[Tensor]:
     return [tensors[-1].new_empty(t.shape, dtype=t.dtype) for t in _calls[handle].like.values()]
+
+
+@_form_layer.register_fake
+def _fake_formed(handle: int, tensors: list[Tensor]) -> list[Tensor]:
+    rows, like = tensors[-1].shape[0], _calls[handle].like.values()
+    return [_fake_norm_sq(handle, tensors), *(tensors[-1].new_empty((rows, *t.shape), dtype=t.dtype) for t in like)]
 
 
 @_layer_norm_sq.register_fake
@@ -207,6 +223,10 @@ class TraceCollector(_Forward):
         if self.radius is None:
             made = _clip_layer(handle, tensors, self.bounds[layer], self.scale)
             self.sums.update(zip(call.like, made, strict=True))
+        elif sum(t.numel() for t in call.like.values()) <= sum(prod(t.shape[1:]) for t in tensors):
+            norm_sq, *formed = _form_layer(handle, tensors)
+            dense = dict(zip(call.like, map(DenseGrads, formed), strict=True))
+            self._measured.append((layer, norm_sq, lambda factor: self._add(dense, factor)))
         else:
             self._measured.append((layer, _layer_norm_sq(handle, tensors), add))
 
@@ -225,20 +245,22 @@ class TraceCollector(_Forward):
             outer = isinstance(grad, OuterProductGrads)
             whole = whole + (norm_sq(grad.g) * norm_sq(grad.a) if outer else norm_sq(grad.grads))  # type: ignore[attr-defined]
 
-        def add(factor: Tensor) -> dict[str, Tensor]:
-            made = {}
-            for name, grad in grads.items():
-                if isinstance(grad, OuterProductGrads):
-                    made[name] = (grad.g * factor.to(grad.g.dtype).unsqueeze(1)).t() @ grad.a
-                elif isinstance(grad, DenseGrads):
-                    flat = grad.grads.flatten(1)
-                    made[name] = (factor.to(flat.dtype).unsqueeze(1) * flat).sum(0).view(grad.shape)
-            return made
-
         if self.radius is None:
-            self.sums.update(add(self._factor(whole, self.bounds[layer])))
+            self.sums.update(self._add(grads, self._factor(whole, self.bounds[layer])))
         else:
-            self._measured.append((layer, whole, add))
+            self._measured.append((layer, whole, lambda factor: self._add(grads, factor)))
+
+    @staticmethod
+    def _add(grads: Mapping[str, ContributionGrads], factor: Tensor) -> dict[str, Tensor]:
+        """The sums of a layer, every contribution times a factor."""
+        made = {}
+        for name, grad in grads.items():
+            if isinstance(grad, OuterProductGrads):
+                made[name] = (grad.g * factor.to(grad.g.dtype).unsqueeze(1)).t() @ grad.a
+            elif isinstance(grad, DenseGrads):
+                flat = grad.grads.flatten(1)
+                made[name] = (factor.to(flat.dtype).unsqueeze(1) * flat).sum(0).view(grad.shape)
+        return made
 
     def _require(self, holds: Tensor) -> None:
         self.sound = self.sound & holds.all()

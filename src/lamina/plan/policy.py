@@ -295,7 +295,7 @@ _ERROR_TEXTS = {
     "greater_than_equal": "must be >= {ge}",
     "less_than": "must be < {lt}",
     "less_than_equal": "must be <= {le}",
-    "literal_error": "is not available; accepted: {expected}",
+    "literal_error": "which is not available; accepted: {expected}",
     "finite_number": "must be finite",
     "string_pattern_mismatch": "must be letters, digits, '_', '-' or '.'",
     **dict.fromkeys(("string_too_short", "too_short"), "must not be empty"),

@@ -48,7 +48,7 @@ def matches_pattern(pattern: str, name: str) -> bool:
 
 def did_you_mean(name: str, known: Sequence[str]) -> str:
     """'; did you mean …?' for a name that is not among the known ones, or nothing."""
-    close = get_close_matches(name, known, n=3, cutoff=0.5)
+    close = get_close_matches(name, known, n=3, cutoff=0.6)
     return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
 
 

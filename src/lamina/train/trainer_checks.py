@@ -146,7 +146,7 @@ def _check_optimizer(model: nn.Module, optimizer: Any) -> None:
     mine = {id(p) for p in model.parameters()}
     held = [p for group in optimizer.param_groups for p in group["params"]]
     if not any(id(p) in mine for p in held):
-        remedy = "make it after the model is final (after lamina.fix): Adam(model.parameters())"
+        remedy = "make it after the model is final (after lamina.fix or fully_shard): Adam(model.parameters())"
         raise RunError("train.optimizer-of-other-model", "the optimiser holds none of the model's parameters", remedy)
     strangers = sum(id(p) not in mine for p in held)
     if strangers:
