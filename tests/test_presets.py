@@ -10,6 +10,8 @@ from torch import nn
 import lamina
 from lamina import presets
 from lamina.cli.run_file import RunFile
+from lamina.data import CGMSimulator
+from lamina.models import SignalLoss, StackedAE
 
 RUN = """
 policy = "policy.toml"
@@ -42,6 +44,15 @@ def test_a_preset_is_enough_for_a_private_step(name: str) -> None:
     assert optimizer.param_groups[0]["lr"] < rate == preset.optimizer["lr"]
     assert preset.chosen_on and preset.task
     engine.detach()
+
+
+def test_the_subspace_of_a_preset_is_all_that_private_subspace_needs() -> None:
+    preset = presets.find("cgm-pretrained")
+    assert preset.subspace is not None
+    days = torch.from_numpy(CGMSimulator(days=3).draw(patients=64, seed=1).x - 40) / 360
+    model = StackedAE(channels=1, samples=288)
+    lamina.private_subspace(model, SignalLoss(), days, proxy="simulated: glucose", **preset.subspace)
+    assert sum(p.numel() for p in model.parameters() if p.requires_grad) == 420
 
 
 def test_a_run_file_may_take_all_of_it_or_parts() -> None:

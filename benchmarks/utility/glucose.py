@@ -33,7 +33,7 @@ from .goals import DATA, note, opacus_flat, private, squared_error
 
 PRESET, DELTA, SEEDS, EPSILONS = presets.find("cgm-pretrained"), 1e-3, 3, (3.0, 8.0)
 TOP_BAND = ("decoder.8.", "decoder.9.", "decoder.12.")  # the last two of eight layers, and the norm between them
-LAST, PROXY = "decoder.12", "simulated: glucose"
+PROXY = "simulated: glucose"
 HIGHER = 1.25  # times what the simulator shows: the patients on whom settings are chosen
 GRID = (
     (8, 15.0),
@@ -120,7 +120,7 @@ def top_band(seed: int) -> nn.Module:
 def subspace(seed: int, **other: Any) -> nn.Module:
     """Private in the directions of the last layer that the simulated days use."""
     model, settings = all_layers(seed), {**(PRESET.subspace or {}), **other}
-    lamina.private_subspace(model, squared_error, public_days(), proxy=PROXY, layers=[LAST], **settings)
+    lamina.private_subspace(model, squared_error, public_days(), proxy=PROXY, **settings)
     return model
 
 

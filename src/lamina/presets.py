@@ -32,7 +32,7 @@ class Preset:
     task           model and features that it is for
     optimizer      "sgd" or "adam" with its arguments; the learning rate falls as a cosine over the steps
     sampling_rate  batch over population; 1: everybody takes part in every step
-    subspace       rank and scale for `lamina.private_subspace`, where it was tried
+    subspace       layers, rank and scale for `lamina.private_subspace`, where it was tried
     chosen_on      the public or simulated data on which all of it was chosen
     """
 
@@ -102,7 +102,7 @@ PRESETS: dict[str, Preset] = {
         ),
         Preset(
             name="autoencoder-pretrained",
-            task="a deep autoencoder of beats after lamina.pretrain on simulated ones: all layers private, or the subspace of the last",
+            task="a deep autoencoder of beats after lamina.pretrain on simulated ones, all layers private",
             clip_norm=0.02,
             optimizer={"name": "adam", "lr": 1e-3},
             sampling_rate=0.25,
@@ -111,12 +111,12 @@ PRESETS: dict[str, Preset] = {
         ),
         Preset(
             name="cgm-pretrained",
-            task="a stacked autoencoder of days of glucose after lamina.pretrain on simulated ones, all layers private",
+            task="a stacked autoencoder of days of glucose after lamina.pretrain on simulated ones: all layers private, or the subspace",
             clip_norm=0.02,
             optimizer={"name": "adam", "lr": 3e-4},
             sampling_rate=1.0,
             steps=50,
-            subspace={"rank": 20, "scale": 12.0},
+            subspace={"layers": ["decoder.12"], "rank": 20, "scale": 12.0},
             chosen_on="lamina.data.CGMSimulator: pre-trained on its default, then private on 140 patients of higher glucose",
         ),
     )

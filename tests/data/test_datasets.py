@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from refusals import raises_code
-from signal_files import ohio_xml, write_edf, write_ohio, write_ptbxl, write_wfdb
+from signal_files import write_edf, write_ohio, write_wfdb
 
 from lamina.data import (
     PTBXL_COUNTS,
@@ -30,7 +30,10 @@ from lamina.data import (
     read_wfdb,
     signal_corpus,
     signal_records,
+    write_simulated_ohio,
+    write_simulated_ptbxl,
 )
+from lamina.data.simulated_folders import ohio_xml
 
 # --------------------------------------------------------------------------------------------------- preprocessing
 
@@ -94,7 +97,7 @@ def test_parts_are_seventy_fifteen_fifteen_and_belong_to_the_patient() -> None:
 @pytest.fixture(scope="module")
 def ptbxl(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("data") / "ptbxl"
-    write_ptbxl(folder, patients=20, records=2)
+    write_simulated_ptbxl(folder, patients=20, records=2)
     return folder
 
 
@@ -117,7 +120,7 @@ def test_ptbxl_has_superclasses_folds_and_patients(ptbxl: Path, tmp_path: Path) 
 
 
 def test_windows_are_prepared_once_and_again_when_a_file_changes(tmp_path: Path) -> None:
-    write_ptbxl(tmp_path / "ptbxl", patients=3)
+    write_simulated_ptbxl(tmp_path / "ptbxl", patients=3)
     first = prepare(ptbxl_records(tmp_path / "ptbxl"), settings={"a": 1}, cache=tmp_path / "cache")
     records = ptbxl_records(tmp_path / "ptbxl")
     assert len(list((tmp_path / "cache").iterdir())) == 1
@@ -135,7 +138,7 @@ def test_windows_are_prepared_once_and_again_when_a_file_changes(tmp_path: Path)
 
 
 def test_ptbxl_at_500_hertz(tmp_path: Path) -> None:
-    write_ptbxl(tmp_path, patients=1, rate=500)
+    write_simulated_ptbxl(tmp_path, patients=1, rate=500)
     (record,) = ptbxl_records(tmp_path, rate=500)
     assert record.windows().shape == (38, 12, 256)
     with raises_code("data.ptbxl-rate"):
@@ -151,7 +154,7 @@ def test_ptbxl_at_500_hertz(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_a_broken_table_is_refused_by_line(tmp_path: Path, column: str, value: str) -> None:
-    write_ptbxl(tmp_path, patients=1)
+    write_simulated_ptbxl(tmp_path, patients=1)
     table = tmp_path / "ptbxl_database.csv"
     with table.open(newline="") as file:
         rows = list(csv.DictReader(file))
@@ -366,3 +369,33 @@ def test_a_written_record_reads_as_simulated(ptbxl: Path) -> None:
     record = read_wfdb(ptbxl / "records100/00000/00001_lr")
     assert record.x.shape == (12, 1000) and record.channels[:3] == ("I", "II", "III")
     np.testing.assert_allclose(record.x[0] + record.x[2], record.x[1], atol=0.002)
+
+
+def test_simulated_glucose_reads_as_written_and_is_higher_by_its_factor(tmp_path: Path) -> None:
+    write_simulated_ohio(tmp_path / "usual", patients=3, days=2, seed=1)
+    write_simulated_ohio(tmp_path / "higher", patients=3, days=2, seed=1, factor=1.25)
+    usual, higher = (
+        ohio_signal(read_ohio(tmp_path / name / "1001-ws-training.xml"), "glucose_level")
+        for name in ("usual", "higher")
+    )
+    assert usual.x.shape == higher.x.shape == (1, 576) and not np.isnan(usual.x).any()
+    readings = np.clip(1.25 * (40 + 360 * usual.x), 40, 400)
+    np.testing.assert_allclose(40 + 360 * higher.x, readings, atol=0.51)
+    assert len(ohio_records(tmp_path / "usual")) == 3
+
+
+def test_simulated_patients_are_not_written_among_others(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("ours")
+    for write in (write_simulated_ohio, write_simulated_ptbxl):
+        for folder in (tmp_path, tmp_path / "notes.txt"):
+            with raises_code("data.folder-not-empty"):
+                write(folder, patients=2)
+        with raises_code("data.patients-not-positive"):
+            write(tmp_path / "new", patients=0)
+    with raises_code("data.ptbxl-rate"):
+        write_simulated_ptbxl(tmp_path / "other", patients=2, rate=250)
+    with raises_code("data.records-not-a-count"):
+        write_simulated_ptbxl(tmp_path / "other", patients=2, records=0)
+    with raises_code("data.factor-not-positive"):
+        write_simulated_ohio(tmp_path / "other", patients=2, factor=0.0)
+    assert not (tmp_path / "other").exists()

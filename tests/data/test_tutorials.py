@@ -9,18 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from signal_files import write_ohio, write_ptbxl
 
 from lamina import LayerStack, Measure
 from lamina.cli.app import main
 from lamina.cli.by_name import make_model
 from lamina.cli.run_file import RunFile
-from lamina.data import CGMSimulator, paper_run
+from lamina.data import paper_run
 
 DOCS = Path(__file__).parents[2] / "docs"
 SMALLER = {
     "patients=3000": "patients=20", "patients=500": "patients=20", "reshape(500,": "reshape(20,", "steps=2000": "steps=3",
-    "epochs = 20": "steps = 2", "epochs = 50": "steps = 2", "--epochs 20": "--steps 2",
+    "patients=300,": "patients=24, days=2,", "patients=1000": "patients=40", "--steps 200": "--steps 2",
+    'preset = "cgm-pretrained"': 'preset = "cgm-pretrained"\nsteps = 2',
+    'preset = "autoencoder-pretrained"': 'preset = "autoencoder-pretrained"\nsteps = 2',
 }  # fmt: skip
 
 
@@ -48,13 +49,15 @@ def run_page(page: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
                     assert program == "lamina" and caught.value.code in (0, None), capsys.readouterr().err
     finally:
         sys.modules.pop("nets", None)
-    return capsys.readouterr().out
+    printed = capsys.readouterr().out
+    exec(compile(re.findall(r"```python\n(.*?)```", text, re.DOTALL)[-1], page, "exec"), {})  # complete by itself
+    assert capsys.readouterr().out in printed
+    return printed
 
 
 def test_from_a_folder_of_ptbxl_to_a_certified_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_ptbxl(tmp_path / "ptb-xl", patients=40)
     printed = run_page("tutorial-ptbxl.md", tmp_path, monkeypatch, capsys)
     assert "(12, 1000) 100.0 ('I', 'II'" in printed and "(6, 12, 256)" in printed
     assert "HYP: AUC" in printed
@@ -65,8 +68,6 @@ def test_from_a_folder_of_ptbxl_to_a_certified_model(
 def test_from_glucose_readings_to_a_certified_autoencoder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for i, days in enumerate(CGMSimulator(days=2).draw(patients=24, seed=5).x.reshape(24, -1)):
-        write_ohio(tmp_path / "cgm", days, str(540 + i))
     printed = run_page("tutorial-cgm.md", tmp_path, monkeypatch, capsys)
     assert "0.0% missing" in printed
     assert "before the private run" in printed and "after the private run" in printed

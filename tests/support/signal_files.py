@@ -1,8 +1,7 @@
-"""Files of signals, written by hand: WFDB, EDF, OhioT1DM, and folders in the layout of PTB-XL and MIMIC-III."""
+"""Files of signals, written by hand: WFDB in all its formats, EDF, OhioT1DM."""
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Sequence
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -10,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from lamina.data import CLASSES, LEADS, ECGSimulator
+from lamina.data import LEADS
+from lamina.data.simulated_folders import ohio_xml
 
 
 def encode(values: np.ndarray[Any, Any], form: int) -> bytes:
@@ -49,42 +49,6 @@ def write_wfdb(
         checksum = int(row.sum()) % 65536
         lines.append(f"{path.name}.dat {form} {gain:g}({baseline})/{unit} 16 0 {int(row[0])} {checksum} 0 {name}")
     path.with_name(f"{path.name}.hea").write_text("\n".join([*lines, "# a comment", ""]))
-
-
-def write_ptbxl(folder: Path, *, patients: int = 40, records: int = 1, seed: int = 0, rate: int = 100) -> None:
-    """Simulated patients in the layout of PTB-XL, with folds 1 to 10 in turn."""
-    drawn = ECGSimulator(rate=rate, severity=(0.6, 1.0)).records(patients=patients, seed=seed)
-    folder.mkdir(parents=True, exist_ok=True)
-    rows = []
-    for n in range(patients * records):
-        i = n // records
-        name = f"records{rate}/00000/{n + 1:05d}_{'lr' if rate == 100 else 'hr'}"
-        write_wfdb(folder / name, np.clip(np.rint(1000 * drawn.x[i]), -32000, 32000).astype(np.int64), rate=rate)
-        codes = {"SR": 0.0, {0: "NORM", 1: "AMI", 2: "NDT", 3: "CLBBB", 4: "LVH"}[int(drawn.label[i])]: 100.0}
-        rows.append({
-            "ecg_id": n + 1, "patient_id": f"{1000 + i}.0", "age": "50.0", "scp_codes": repr(codes),
-            "strat_fold": 1 + i % 10, "filename_lr": name if rate == 100 else "", "filename_hr": name if rate == 500 else "",
-        })  # fmt: skip
-    with (folder / "ptbxl_database.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0])
-        writer.writeheader()
-        writer.writerows(rows)
-    kinds = {"NORM": "NORM", "AMI": "MI", "NDT": "STTC", "CLBBB": "CD", "LVH": "HYP"}
-    assert set(kinds.values()) == set(CLASSES)
-    lines = [",description,diagnostic,form,rhythm,diagnostic_class", "SR,sinus rhythm,,,1.0,"]
-    (folder / "scp_statements.csv").write_text(
-        "\n".join([*lines, *(f"{a},x,1.0,,,{b}" for a, b in kinds.items())]) + "\n"
-    )
-
-
-def ohio_xml(patient: str, series: dict[str, list[tuple[datetime, float]]]) -> str:
-    parts = []
-    for name, events in series.items():
-        inner = "".join(f'<event ts="{at:%d-%m-%Y %H:%M:%S}" value="{value:g}"/>' for at, value in events)
-        parts.append(f"<{name}>{inner}</{name}>")
-    return (
-        f'<?xml version="1.0"?>\n<patient id="{patient}" weight="99" insulin_type="Novalog">{"".join(parts)}</patient>'
-    )
 
 
 def write_ohio(

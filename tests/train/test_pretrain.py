@@ -53,7 +53,29 @@ def test_the_lower_band_can_be_left_as_it_was_learned() -> None:
     engine.detach()
 
 
-@pytest.mark.parametrize("proxy", ["private", "", "patients: of our ward"])
+def test_a_terminal_gets_a_bar_and_a_pipe_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+    lamina.pretrain(net(), error, X, proxy="public", steps=3)
+    assert capsys.readouterr() == ("", "")
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes standard error for a terminal
+    lamina.pretrain(net(), error, X, proxy="public", steps=3, progress=False)
+    assert capsys.readouterr() == ("", "")
+    lamina.pretrain(net(), error, X, proxy="public", steps=3)
+    out, shown = capsys.readouterr()
+    assert out == "" and "pre-training" in shown and "3/3" in shown and "loss" in shown
+
+
+@pytest.mark.parametrize("x", [X[:0], X.tolist(), torch.tensor(1.0), None])
+def test_data_without_examples_are_refused(x: object) -> None:
+    with raises_code("train.pretrain-no-examples"):
+        lamina.pretrain(net(), error, x, proxy="public", steps=3)
+    with raises_code("train.pretrain-no-examples"):
+        lamina.private_subspace(net(), error, x, proxy="public", layers=["5"], rank=2, scale=1.0)
+
+
+@pytest.mark.parametrize("proxy", ["private", "", "patients: of our ward", None])
 def test_private_data_are_refused(proxy: str) -> None:
     with raises_code("train.pretrain-not-public"):
         lamina.pretrain(net(), error, X, proxy=proxy, steps=3)
@@ -116,6 +138,8 @@ def test_private_steps_change_the_core_alone() -> None:
         optimizer.zero_grad()
     with raises_code("train.merge-while-attached"):
         lamina.merge_subspace(model)
+    with raises_code("train.subspace-while-attached"):
+        lamina.private_subspace(model, error, X, proxy="simulated", layers=["0"], rank=2, scale=1.0)
     engine.detach()
     moved = {name for name, t in model.state_dict().items() if not torch.equal(t, before[name])}
     assert moved == {"5.core.weight", "5.core.bias"}
@@ -123,8 +147,8 @@ def test_private_steps_change_the_core_alone() -> None:
 
 def test_what_a_subspace_cannot_be_made_of_is_refused() -> None:
     def make(**other: object) -> None:
-        given = {"proxy": "public", "layers": ["5"], "rank": 2, "scale": 1.0} | other
-        lamina.private_subspace(learned_net(), error, X, **given)  # type: ignore[arg-type]
+        given = {"x": X, "proxy": "public", "layers": ["5"], "rank": 2, "scale": 1.0} | other
+        lamina.private_subspace(learned_net(), error, **given)  # type: ignore[arg-type]
 
     with raises_code("train.pretrain-not-public"):
         make(proxy="our ward")
@@ -135,6 +159,12 @@ def test_what_a_subspace_cannot_be_made_of_is_refused() -> None:
         make(rank=7)
     with raises_code("train.subspace-scale-not-positive"):
         make(scale=0.0)
+    for alike in (torch.ones(50, 6), X[:1].repeat(300, 1)):
+        with raises_code("train.subspace-no-directions"):
+            make(x=alike)
+    for wrong in (torch.nan, torch.inf):
+        with raises_code("train.subspace-not-finite"):
+            make(x=torch.where(X > 2, wrong, X))
 
 
 def test_a_layer_that_is_not_called_is_refused() -> None:
@@ -176,10 +206,64 @@ def test_a_refused_subspace_leaves_the_model_as_it_was() -> None:
     assert [layer.training for layer in model] == modes
 
 
-def test_a_subspace_is_not_cut_out_of_another() -> None:
+def test_a_second_subspace_is_refused_until_the_first_is_merged() -> None:
+    """It would freeze the first one as it is."""
     model = learned_net()
     lamina.private_subspace(model, error, X, proxy="public", layers=["5"], rank=1, scale=1.0)
-    for layer in ("5", "5.base", "5.core"):
-        with raises_code("train.subspace-not-linear") as refusal:
+    for layer in ("0", "5", "5.base", "5.core"):
+        with raises_code("train.subspace-there-already"):
             lamina.private_subspace(model, error, X, proxy="public", layers=[layer], rank=1, scale=1.0)
-        assert "5." not in refusal.value.remedy
+    lamina.merge_subspace(model)
+    lamina.private_subspace(model, error, X, proxy="public", layers=["0", "5"], rank=1, scale=1.0)
+
+
+class ByKeyword(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(input=x)
+        return out
+
+
+def test_a_layer_may_be_called_by_keyword() -> None:
+    torch.manual_seed(0)
+    model = ByKeyword()
+    before = model(X).detach()
+    lamina.private_subspace(model, error, X, proxy="public", layers=["layer"], rank=2, scale=1.0)
+    assert torch.equal(model(X), before)
+
+
+def test_the_fast_path_of_a_transformer_gives_what_the_ordinary_one_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In evaluation without gradients torch reads weight and bias of its two Linear layers, and does not call them."""
+    torch.manual_seed(0)
+    model, x = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0), torch.randn(20, 5, 8)
+    lamina.private_subspace(
+        model, lambda out, y: error(out.flatten(1), y.flatten(1)), x, proxy="public", layers=["linear1", "linear2"],
+        rank=2, scale=1.0,
+    )  # fmt: skip
+    with torch.no_grad():
+        for p in (p for p in model.parameters() if p.requires_grad):
+            p.normal_()
+    ordinary = model.eval()(x).detach()
+    monkeypatch.delattr(SubspaceLinear, "forward")  # so that the ordinary path would fail
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), ordinary, rtol=1e-4, atol=1e-5)
+    for name in ("weight", "bias"):
+        with pytest.raises(AttributeError):
+            setattr(model.linear1, name, None)
+
+
+def test_a_step_that_reads_the_weight_past_the_layer_is_refused() -> None:
+    """The gradient of the core would not be clipped."""
+    model = learned_net()
+    lamina.private_subspace(model, error, X, proxy="public", layers=["5"], rank=2, scale=1.0)
+    engine, corpus, plan = lamina.make_private(model, X, epsilon=3.0, batch=20, steps=3)
+    for batch in corpus.batches(plan, probe=False):
+        if len(batch):
+            output = nn.functional.linear(model[:5](batch.x), model[5].weight, model[5].bias)
+            with raises_code("engine.tensor-used-directly"):
+                engine.backward(error(output, batch.x), batch)
+            break
+    engine.detach()
