@@ -3,7 +3,19 @@
 from __future__ import annotations
 
 import ast
+import copy
+import pickle
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
+
+import lamina.corpus.payloads
+import lamina.data.signal
+import lamina.serve.inference
+import lamina.train.run_output
+from lamina.errors import LaminaError
+from lamina.serve.limits import RequestRefused
 
 SOURCE = Path(__file__).parents[1] / "src" / "lamina"
 OF_THE_USER = {  # what failed is the user's own code, and its lines are in the traceback
@@ -24,3 +36,32 @@ def test_a_refusal_shows_no_other_traceback() -> None:
         if not OF_THE_USER & {each.value for each in node.exc.args if isinstance(each, ast.Constant)}
     ]
     assert not chained, chained
+
+
+def subclasses(kind: type[LaminaError]) -> Iterator[type[LaminaError]]:
+    yield kind
+    for each in kind.__subclasses__():
+        yield from subclasses(each)
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+@pytest.mark.parametrize("kind", dict.fromkeys(subclasses(LaminaError)), ids=lambda kind: kind.__name__)
+def test_a_refusal_crosses_to_another_process(kind: type[LaminaError], protocol: int) -> None:
+    """A worker whose refusal cannot be unpickled breaks the whole pool."""
+    made = kind("study.cell-failed", "a problem", "a remedy") if kind is not RequestRefused else answered()
+    made.add_note("a note")
+    for found in (pickle.loads(pickle.dumps(made, protocol)), copy.copy(made)):  # noqa: S301
+        assert type(found) is kind and str(found) == str(made) and found.args == made.args
+        assert vars(found) == vars(made) and (found.code, found.remedy) == (made.code, "a remedy")
+
+
+def answered() -> RequestRefused:
+    return RequestRefused(429, "serve.too-many", "a problem", "a remedy", headers={"Retry-After": "1"}, more={"n": 2})
+
+
+def test_the_subclasses_of_other_modules_are_among_them() -> None:
+    outside = (
+        lamina.corpus.payloads.PayloadChanged, lamina.data.signal.DataFileError, lamina.serve.inference.InputsRefused,
+        lamina.train.run_output.WithheldError, RequestRefused,
+    )  # fmt: skip
+    assert {*outside} <= {*subclasses(LaminaError)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 _CODE = re.compile(r"[a-z]+\.[a-z0-9]+(-[a-z0-9]+)*")
 
@@ -21,7 +22,17 @@ class LaminaError(Exception):
         self.code = code
         self.problem = problem
         self.remedy = remedy
-        super().__init__(f"{problem}. Remedy: {remedy} [{code}]" if remedy else f"{problem} [{code}]")
+        stop = "" if problem.endswith(("?", ".")) else "."
+        super().__init__(f"{problem}{stop} Remedy: {remedy} [{code}]" if remedy else f"{problem} [{code}]")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Crosses to another process whole: the default would call `__init__` with the message alone."""
+        return _restore, (type(self), self.args), self.__dict__
+
+
+def _restore(kind: type[LaminaError], args: tuple[Any, ...]) -> LaminaError:
+    """Without `__init__`, which a subclass may have changed; pickle then fills in the attributes."""
+    return kind.__new__(kind, *args)
 
 
 class EncodingError(LaminaError):

@@ -153,7 +153,10 @@ def test_what_is_wrong_is_named_with_its_value_and_bound(line: str, words: str) 
 @pytest.mark.parametrize(
     ("lines", "words"),
     [
-        ('kind = "parquet"', "data.kind is 'parquet', which is not available; accepted: 'npz', 'csv', 'folder' or 'factory'"),
+        (
+            'kind = "parquet"',
+            "data.kind is 'parquet', which is not available; accepted: 'npz', 'csv', 'folder' or 'factory'",
+        ),
         ('kind = "factory"\nfactory = "a:b"', 'kind = "factory" takes no path: return lamina.Corpus'),
         ('kind = "factory"', 'kind = "factory" needs factory'),
         ('kind = "csv"\nargs = { a = 1 }', 'kind = "csv" takes no args'),

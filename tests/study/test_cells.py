@@ -43,6 +43,21 @@ def test_all_figures_are_in_one_csv(tmp_path: Path) -> None:
     ]
 
 
+def test_the_csv_has_the_epsilon_that_was_asked_for(tmp_path: Path) -> None:
+    """What was reached differs in its last digits, so that grouping by it would split a cell."""
+    store = ResultStore(tmp_path, QUICK, "simulated")
+    reached = {Cell(method="flat"): 0.9999684, Cell(method="flat", seed=123): 0.9999683, Cell(method="none"): None}
+    for cell, epsilon in reached.items():
+        store.put(cell, {"mse": 0.5, "epsilon": epsilon})
+    refused = Cell(method="global", epsilon=3.0)
+    store.put(refused, {"refused": "a reason"})
+    store.write_csv([*reached, refused], tmp_path / "results.csv")
+    with (tmp_path / "results.csv").open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["epsilon_asked"] for row in rows] == ["1.0", "1.0", "", "3.0"]
+    assert [row["epsilon"] for row in rows] == ["0.9999684", "0.9999683", "", ""]
+
+
 def test_a_file_in_the_way_of_the_folder(tmp_path: Path) -> None:
     (tmp_path / "here").write_text("")
     with raises_code("study.folder-not-writable"):

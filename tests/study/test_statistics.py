@@ -58,3 +58,8 @@ def test_an_interval_covers_the_mean_as_often_as_it_says() -> None:
         hits += found.low <= 3.0 <= found.high
     assert 930 <= hits <= 970
     assert interval([]) is None
+
+
+def test_what_does_not_vary_is_one_number() -> None:
+    told = [str(interval(values)) for values in ([90.42] * 5, [0.99996841, 0.99996840], [0.5], [0.5, 0.6, 0.7])]
+    assert told == ["90.42", "1", "0.5", "0.6 (0.3516–0.8484)"]

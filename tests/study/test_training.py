@@ -5,17 +5,20 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from refusals import raises_code
+from signal_files import write_wfdb
 
+from lamina.data.simulated_folders import write_simulated_ptbxl
 from lamina.study.cells import SIZES, Cell, ResultStore
 from lamina.study.figures import FIGURES
 from lamina.study.methods import METHODS
 from lamina.study.page import study_page
 from lamina.study.runner import NAMES, cells_of, find_size, measure_cells, run_study
-from lamina.study.tables import TABLES
-from lamina.study.tasks import load_task, simulated
+from lamina.study.tables import TABLES, shown
+from lamina.study.tasks import check_source, load_task, simulated
 from lamina.study.training import run_cell
 
 TINY = replace(SIZES["quick"], patients=60, steps=2, batch=20, width=8, passes=16, seeds=(42,), depths=(4,))
@@ -84,6 +87,62 @@ def test_tables_and_figures_of_made_up_results(tmp_path: Path, names: tuple[str,
     assert all(f"({name}.png)" in page for name in names if name in FIGURES)
     assert "0.0625" in page
     assert page == study_page(store, names)
+
+
+def test_of_p_values_the_smallest_and_the_largest_are_shown() -> None:
+    assert shown([{"mia_p": p} for p in (0.0383, 0.53, 0.858)], "mia_p") == "0.0383–0.858"
+    assert shown([{"mia_p": 0.4}, {"mia_p": 0.4}], "mia_p") == "0.4" and shown([], "mia_p") == "–"
+
+
+NEVER_READ_DATA = ("table1", "table6", "figure1", "figure3", "figure4")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_reads_no_data_says_so(tmp_path: Path, name: str) -> None:
+    """Without results, so that nothing but the inputs is told."""
+    page = study_page(ResultStore(tmp_path, replace(TINY, passes=32), "my-records"), [name])
+    assert ("Data: my-records." in page) is (name not in NEVER_READ_DATA)
+    assert ("measured on simulated inputs, 32 Gaussian vectors" in page) is (name in NEVER_READ_DATA)
+    assert "quick: not evidence" in page
+
+
+@pytest.mark.parametrize("names", [["table5"], ["table1"], ["all"]])
+def test_data_that_cannot_be_read_is_refused_before_anything_is_measured(tmp_path: Path, names: list[str]) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("")
+    for name in ("nope", "empty", "file"):
+        with raises_code("study.data-not-readable") as caught:
+            run_study(names, TINY, tmp_path / "out", source=str(tmp_path / name))
+        assert str(tmp_path / name) in caught.value.problem and "ptbxl_database.csv" in caught.value.remedy
+    assert not (tmp_path / "out").exists()
+
+
+def test_data_is_checked_for_what_needs_it(tmp_path: Path) -> None:
+    write_simulated_ptbxl(tmp_path, patients=2)
+    check_source(str(tmp_path), {})
+    check_source(str(tmp_path), {"ecg": ["table5"]})
+    with raises_code("study.data-not-readable") as caught:
+        check_source(str(tmp_path), {"ecg": ["table5", "figure2"], "cgm": ["figure2"]})
+    assert "OhioT1DM" in caught.value.remedy and caught.value.remedy.endswith("leave out figure2")
+    next(tmp_path.rglob("00001_lr.dat")).unlink()
+    with raises_code("study.data-not-readable"):
+        check_source(str(tmp_path), {"ecg": ["table5"]})
+
+
+def test_other_channels_than_simulated_ones_are_refused_at_once(tmp_path: Path) -> None:
+    """MIMIC-III is read one stream at a time, simulated waves have three."""
+    wave = np.rint(500 * np.sin(np.arange(4000) / 20))[None].astype(np.int64)
+    write_wfdb(tmp_path / "p000020-2100-01-01-00-00", wave, rate=125)
+    with raises_code("study.data-not-readable") as caught:
+        check_source(str(tmp_path), {"waves": ["figure2"]})
+    assert "(1, 256)" in caught.value.problem and "(3, 256)" in caught.value.problem
+
+
+def test_the_refusal_of_a_worker_arrives(tmp_path: Path) -> None:
+    store = ResultStore(tmp_path, TINY, str(tmp_path / "nope"))
+    with raises_code("study.cell-failed") as caught:
+        measure_cells(store, [Cell(method="none", **SMALL)], workers=1, say=print)  # type: ignore[arg-type]
+    assert "nope" in caught.value.problem and "ID-ws-training.xml" in caught.value.remedy
 
 
 def test_a_stopped_study_goes_on(tmp_path: Path) -> None:

@@ -248,7 +248,7 @@ def study(
 
       lamina study                            all of it, quick: shows that it runs
       lamina study table5 --size full         one table, five seeds
-      lamina study table5 figure2 --data ptb-xl
+      lamina study table5 --data ptb-xl       your records: docs/signals.md says what is read
     """
     from lamina.cli.study import show_study
 

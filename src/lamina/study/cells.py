@@ -42,14 +42,16 @@ class StudySize:
     depths: tuple[int, ...]
     epsilons: tuple[float, ...]
 
-    def describe(self) -> str:
-        """One line that stands above every table."""
+    def describe(self, *, trained: bool = True) -> str:
+        """One line that stands above every table; where nothing is `trained`, no data is read either."""
         windows = "a window" if self.windows == 1 else f"{self.windows} windows"
         told = (
             f"{self.patients:,} patients with {windows} each, {self.steps:,} steps of {self.batch} expected patients, "
             f"{len(self.seeds)} seeds"
         )
-        return told if self.evidence else f"quick: not evidence ({told})"
+        if not trained:
+            told = f"measured on simulated inputs, {self.passes:,} Gaussian vectors: no patient's data is read"
+        return told[0].upper() + told[1:] if self.evidence else f"quick: not evidence ({told})"
 
 
 SIZES = {
@@ -124,9 +126,20 @@ class ResultStore:
         return [cell for cell in dict.fromkeys(cells) if self.get(cell) is None]
 
     def write_csv(self, cells: Iterable[Cell], path: Path) -> None:
-        """One line for each measured cell."""
-        rows = [{**asdict(cell), **result} for cell in dict.fromkeys(cells) if (result := self.get(cell)) is not None]
+        """One line for each measured cell. `epsilon` is what was reached, in its last digits another for each seed;
+        `epsilon_asked` is one number for all of them, and empty where no privacy was asked for."""
+        rows = [
+            {
+                **asdict(cell),
+                "epsilon_asked": None if cell.method == "none" else cell.epsilon,
+                "epsilon": None,
+                **result,
+            }
+            for cell in dict.fromkeys(cells)
+            if (result := self.get(cell)) is not None
+        ]
         names = [field.name for field in fields(Cell)]
+        names.insert(names.index("epsilon"), "epsilon_asked")
         names += sorted({name for row in rows for name in row} - set(names))
         with path.open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, names)

@@ -60,15 +60,19 @@ class StudyFigure:
                 1, self.width, figsize=(4.2 * self.width, 3.4), layout="constrained", squeeze=False
             )
             self.panels(list(axes[0]), store)
-            figure.suptitle(f"{self.title}\n{store.size.describe()}", fontsize=9)
+            figure.suptitle(f"{self.title}\n{self._inputs(store.size)}", fontsize=9)
             paths = [folder / f"{self.name}.png", folder / f"{self.name}.pdf"]
             figure.savefig(paths[0], dpi=160)
             figure.savefig(paths[1], metadata={"CreationDate": None})
             plt.close(figure)
         return paths
 
-    def markdown(self) -> str:
-        return f"## {self.title}\n\n![{self.title}]({self.name}.png)\n\n{self.why}\n"
+    def markdown(self, size: StudySize) -> str:
+        inputs = "" if self.cells(size) else f"{self._inputs(size)}.\n\n"
+        return f"## {self.title}\n\n![{self.title}]({self.name}.png)\n\n{inputs}{self.why}\n"
+
+    def _inputs(self, size: StudySize) -> str:
+        return size.describe(trained=bool(self.cells(size)))
 
 
 def _label(axes: Axes, x: str, y: str, title: str = "") -> None:

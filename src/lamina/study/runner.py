@@ -18,6 +18,7 @@ from lamina.study.cells import SIZES, Cell, Result, ResultStore, StudySize
 from lamina.study.figures import FIGURES
 from lamina.study.page import study_page
 from lamina.study.tables import TABLES
+from lamina.study.tasks import check_source
 from lamina.study.training import run_cell
 
 ALL = "all"
@@ -39,6 +40,11 @@ def run_study(
     if unknown := sorted(set(names) - {*NAMES, ALL}):
         problem = f"{', '.join(unknown)} is no table or figure of the study"
         raise RunError("study.unknown-name", problem, f"choose from {ALL}, {', '.join(NAMES)}")
+    needed: dict[str, list[str]] = {}
+    for name in wanted:
+        for data in dict.fromkeys(cell.data for cell in cells_of(name, size)):
+            needed.setdefault(data, []).append(name)
+    check_source(source, needed)
     store = ResultStore(folder, size, source)
     cells = [cell for name in wanted for cell in cells_of(name, size)]
     measure_cells(store, cells, workers=workers, say=say)
@@ -94,7 +100,7 @@ def _one_thread() -> None:
 def _measured(cell: Cell, size: StudySize, source: str) -> Result:
     try:
         return run_cell(cell, size, source)
-    except LaminaError as error:  # crosses a process as text
+    except LaminaError as error:
         raise RunError("study.cell-failed", f"{_told(cell)}: {error.problem}", error.remedy) from None
 
 

@@ -54,7 +54,9 @@ class Interval(NamedTuple):
     std: float
 
     def __str__(self) -> str:
-        return f"{self.mean:.4g} ({self.low:.4g}–{self.high:.4g})"
+        """One number where the limits show no other, or there are none."""
+        mean, low, high = (f"{value:.4g}" for value in (self.mean, self.low, self.high))
+        return mean if math.isnan(self.low) or low == mean == high else f"{mean} ({low}–{high})"
 
 
 def interval(values: Sequence[float]) -> Interval | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -17,7 +17,7 @@ from lamina.data import CGMSimulator, ECGSimulator, PulseSimulator
 from lamina.data.datasets import mimic_records, ohio_records, ptbxl_records
 from lamina.data.prepared import PARTS, PatientRecord
 from lamina.engine.batch import Batch
-from lamina.errors import RunError
+from lamina.errors import LaminaError, RunError
 from lamina.models.signal_autoencoders import VAE, ConvAE, ResAE, SignalLoss, StackedAE, TransAE
 from lamina.study.cells import StudySize
 
@@ -129,9 +129,7 @@ def load_task(data: str, size: StudySize, source: str, seed: int, share: float) 
         parts = recorded(data, Path(source), size.windows, size.patients)
     train, held_out, test = (part.take_patients(round(share * part.patients)) for part in parts)
     proxy = simulated(data, max(64, size.passes // size.windows), size.windows, seed + PROXY_SEED)
-    if proxy.x4.shape[2:] != train.x4.shape[2:]:
-        problem = f"windows of '{source}' are {tuple(train.x4.shape[2:])}, simulated ones {tuple(proxy.x4.shape[2:])}"
-        raise RunError("study.other-channels", problem, "use records with the leads that docs/study.md names")
+    _refuse_other_channels(source, train.x4.shape[2:], proxy.x4.shape[2:])
     classes = int(max(part.label.max() for part in (*parts, proxy))) + 1
     return Task(train=train, held_out=held_out, test=test, proxy=proxy, classes=classes)
 
@@ -155,9 +153,52 @@ def simulated(data: str, patients: int, windows: int, seed: int) -> Part:
     return Part(x.unfold(2, WINDOW, WINDOW // 2).transpose(1, 2).contiguous(), torch.from_numpy(found.label))
 
 
-RECORDS: dict[str, Callable[[Path], list[PatientRecord]]] = {  # what `--data` may hold, by kind of data
-    "ecg": ptbxl_records, "cgm": ohio_records, "waves": mimic_records,
-}  # fmt: skip
+RECORDS: dict[str, tuple[Callable[[Path], list[PatientRecord]], str]] = {  # what `--data` may hold, by kind of data
+    "ecg": (ptbxl_records, "PTB-XL (ptbxl_database.csv, scp_statements.csv and the records they name)"),
+    "cgm": (ohio_records, "OhioT1DM (ID-ws-training.xml)"),
+    "waves": (
+        mimic_records,
+        "MIMIC-III waveforms (pNNNNNN-YYYY-MM-DD-hh-mm.hea; read by one channel, and three are needed)",
+    ),
+}
+
+
+def check_source(source: str, needed: Mapping[str, Sequence[str]]) -> None:
+    """Refuse a folder that cannot be read, before anything is trained.
+
+    `needed` has the tables and figures that need a kind of data; where it is empty, any kind will do.
+    """
+    if source == SIMULATED:
+        return
+    kinds = tuple(needed or RECORDS)
+    if not Path(source).is_dir():
+        remedy = f"give a folder of {' or '.join(RECORDS[data][1] for data in kinds)}"
+        raise RunError("study.data-not-readable", f"--data is '{source}', which is not a folder", remedy)
+    faults = {data: fault for data in kinds if (fault := _fault(data, Path(source)))}
+    if not faults or (not needed and len(faults) < len(kinds)):
+        return
+    problem = f"--data '{source}' cannot be read: {'; '.join(f'as {data}, {faults[data]}' for data in faults)}"
+    without = dict.fromkeys(name for data in faults for name in needed.get(data, ["--data"]))
+    remedy = f"give a folder of {' or '.join(RECORDS[data][1] for data in faults)}; or leave out {', '.join(without)}"
+    raise RunError("study.data-not-readable", problem, remedy)
+
+
+def _fault(data: str, folder: Path) -> str:
+    """What is wrong with the first record of a folder; "" if nothing is."""
+    try:
+        records = RECORDS[data][0](folder)
+        if not records:
+            return "it holds no records"
+        _refuse_other_channels(str(folder), records[0].windows().shape[1:], simulated(data, 1, 1, 0).x4.shape[2:])
+    except LaminaError as error:
+        return error.problem
+    return ""
+
+
+def _refuse_other_channels(source: str, found: Sequence[int], wanted: Sequence[int]) -> None:
+    if tuple(found) != tuple(wanted):
+        problem = f"windows of '{source}' are {tuple(found)}, simulated ones {tuple(wanted)}"
+        raise RunError("study.other-channels", problem, "use records with the channels that docs/study.md names")
 
 
 def recorded(data: str, folder: Path, windows: int, most: int) -> list[Part]:
@@ -167,7 +208,7 @@ def recorded(data: str, folder: Path, windows: int, most: int) -> list[Part]:
     the first record that has one; where records have no labels all are 0, and no AUC can be had.
     """
     held: dict[str, tuple[str, list[NDArray[np.float32]], int | None]] = {}
-    for record in RECORDS[data](folder):
+    for record in RECORDS[data][0](folder):
         part, found, label = held.setdefault(record.patient, (record.part, [], None))
         if label is None and record.label is not None and record.label.any():
             held[record.patient] = (part, found, int(record.label.argmax()))
