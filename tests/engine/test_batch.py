@@ -270,6 +270,18 @@ def test_a_contribution_counts_once_in_a_step() -> None:
         assert engine.budget.taken == len(ways) and all(p.grad is None for p in model.parameters())
 
 
+def test_parts_are_divided_and_no_part_is_divided_again() -> None:
+    """A shard keeps the places of its contributions; a shard of a shard would be taken for a new draw."""
+    model, x = mlp(), torch.randn(4, 5)
+    with Engine(model, plan_of(model)) as engine:
+        for part in Batch(x).split(2):
+            mine = part.shard(0, 1)
+            engine.backward(losses_of(model, mine.x, None), mine)
+        assert engine.budget.taken == 1
+    with raises_code("engine.batch-divided-already"):
+        Batch(x).shard(0, 2).shard(0, 2)
+
+
 def test_a_batch_is_charged_once() -> None:
     model, x = mlp(), torch.randn(4, 5)
     batch = Batch(x)

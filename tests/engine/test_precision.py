@@ -193,3 +193,20 @@ def test_products_of_fewer_digits_are_refused(allow: str) -> None:
             torch.set_float32_matmul_precision("highest")
         assert engine.budget.taken == 0
         engine.backward(losses_of(model, x, None), Batch(x))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_another_default_dtype_changes_no_sum(form: str) -> None:
+    """Kernels write float32, whatever torch makes by default."""
+    model = nn.Sequential(nn.Conv1d(2, 6, 3), nn.GroupNorm(2, 6), nn.Flatten(), nn.Linear(36, 3))
+    x = torch.randn(5, 2, 8)
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        torch.set_default_dtype(dtype)
+        try:
+            with Engine(model, plan_of(model, 0.1, clipping=form)) as engine:
+                found.append(engine.clipped_sums(losses_of(model, x, None), Batch(x)))
+        finally:
+            torch.set_default_dtype(torch.float32)
+    for name, total in found[0].items():
+        torch.testing.assert_close(found[1][name].float(), total, rtol=1e-5, atol=1e-6)

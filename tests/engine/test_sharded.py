@@ -36,6 +36,8 @@ FEW = [
     "twice over positions",
     "in an object",
     "looked at",
+    "looked at with gradients",
+    "beside an object",
 ]
 MORE = [way for way in sharded_ranks.WAYS if way not in FEW]
 

@@ -38,8 +38,10 @@ class Block(nn.Module):
         self.register_buffer("shift", torch.full((WIDTH,), 0.1))
 
     def forward(self, x: Any) -> Any:
-        x = x.h if isinstance(x, Hidden) else x
+        x = x.h if isinstance(x, Hidden) else x[0] + x[1].h if isinstance(x, tuple) else x
         out = x + self.outer(torch.tanh(self.norm(self.inner(x)))) + self.shift
+        if self.way == "beside an object":
+            return out / 2, Hidden(out / 2)
         return Hidden(out) if self.way == "in an object" else out
 
 
@@ -77,7 +79,7 @@ class Net(nn.Module):
                 h = checkpoint(block, h, use_reentrant=False)
         else:
             h = c(b(a(h)))
-        return self.last(h.h if isinstance(h, Hidden) else h)
+        return self.last(h.h if isinstance(h, Hidden) else h[0] + h[1].h if isinstance(h, tuple) else h)
 
 
 def losses_of(model: nn.Module, x: Tensor) -> Tensor:
@@ -140,7 +142,7 @@ WAYS += [
     "hardened",
 ]
 WAYS += ["once per contribution", "evaluated by one", "nobody", "not zeroed", "refused between"]
-WAYS += ["twice over positions", "in an object", "looked at"]
+WAYS += ["twice over positions", "in an object", "looked at", "looked at with gradients", "beside an object"]
 
 
 def batch_of(count: int, way: str) -> Batch:
@@ -179,8 +181,8 @@ def trained(way: str, rank: int, size: int, *, sharded: bool) -> dict[str, Any]:
             ]
             assert not any(grad is not None and grad.requires_grad for grad in local)  # a graph would hold activations
             assert not vars(_thread_buffers)  # in which kernels leave single contributions
-            if way == "looked at":
-                with torch.no_grad():
+            if way.startswith("looked at"):
+                with torch.set_grad_enabled("with gradients" in way):
                     model(torch.zeros(2, 5))
             if way != "not zeroed" or step % 2:
                 optimizer.step()

@@ -24,6 +24,7 @@ from lamina import Batch, Corpus, Engine
 from lamina.audit.paired_step import paired_step, without_rows
 from lamina.audit.target import AuditTarget
 from lamina.cli.by_name import make_loss
+from lamina.corpus.example_sources import ArraySource
 from lamina.corpus.sampler import Sampler
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.records import Epoch, SegmentOutcome
@@ -485,3 +486,34 @@ def test_the_owner_of_the_data_is_told_on_whom_the_model_fails(tmp_path: Path) -
     with raises_code("train.labels-out-of-range") as caught:
         trainer().fit()
     assert "'123'" in caught.value.problem
+
+
+def _check_of(model: nn.Module, loss_fn: Any, x: Tensor, y: Tensor) -> TargetCheck:
+    return TargetCheck(model, loss_fn, model, ArraySource(x, y))
+
+
+def test_a_target_is_judged_by_itself_where_the_loss_takes_no_single_row() -> None:
+    """`squeeze` drops the axis of a batch of one: nobody else may be left out for a target that is not theirs."""
+    model, x, y = nn.Linear(5, 1), torch.randn(40, 5), torch.zeros(40)
+    check = _check_of(
+        model, lambda o, t: nn.functional.binary_cross_entropy_with_logits(o.squeeze(), t, reduction="none"), x, y
+    )
+    bad = y.clone()
+    bad[3] = 2.0
+    assert check.unfit(x, bad).nonzero().flatten().tolist() == [3]
+    assert not check.unfit(x[:1], y[:1]).any()
+
+
+def test_a_loss_that_writes_to_its_input_carries_nothing_to_later_batches() -> None:
+    def limited(o: Tensor, t: Tensor) -> Tensor:
+        o.add_(t.unsqueeze(1))
+        if bool((o.abs() > 50).any()):
+            raise ValueError("out of range")
+        return o.square().mean(1)
+
+    model, x, y = nn.Linear(5, 1), torch.randn(40, 5), torch.full((40,), 8.0)
+    check = _check_of(model, limited, x, y)
+    large = y.clone()
+    large[0] = 45.0
+    check.unfit(x, large)
+    assert not check.unfit(x, y).any()

@@ -424,13 +424,12 @@ def refuse_parameter_hooks(parameters: Sequence[tuple[str, Tensor]]) -> None:
 
 
 def refuse_wrappers(model: nn.Module) -> None:
-    """A scripted or traced module cannot be run with another forward; one that is spread over processes waits for all of them."""
+    """A scripted or traced module cannot be run with another forward; one that is spread over processes waits for gradients."""
     for name, module in model.named_modules():
         if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
-            problem = f"the model is wrapped in {type(module).__name__}, which adds up gradients that are not clipped"
-            remedy = (
-                "give the model itself, model.module: the ranks of an engine add up by themselves (docs/distributed.md)"
-            )
+            what = f"module '{name}'" if name else "the model"
+            problem = f"{what} is wrapped in {type(module).__name__}, which adds up gradients by itself"
+            remedy = "use what it wraps (its .module): the ranks of an engine add up clipped sums (docs/distributed.md)"
             raise EngineError("engine.ddp-wrapped", problem, remedy)
         if isinstance(module, torch.jit.ScriptModule):
             problem = f"module '{name}' is scripted or traced by torch.jit, which hides its layers"

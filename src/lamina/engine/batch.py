@@ -59,8 +59,8 @@ class Batch:
     contributions, and may be 0. `first` and `last` tell the engine where a step begins and ends.
     `classified` is False where no class was given: a plan of several classes refuses such a batch.
     `plain` is True where every example is a contribution of its own, of weight 1.
-    `draw` is charged once: another step needs another draw. `places` are those of the contributions in their draw: parts of
-    one step that share a place are refused.
+    `draw` is charged once: another step needs another draw. `places` are those of the contributions in their draw, and not
+    to be given: parts of one step that share a place are refused.
     """
 
     x: Any
@@ -91,7 +91,7 @@ class Batch:
             raise EngineError("engine.cls-wrong-length", problem, "give one class per contribution, not per example")
         places = range(units) if self.places is None else self.places
         if len(places) != units:
-            problem = f"the batch has {units} contributions, and was made of one with {len(places)}"
+            problem = f"the batch has {units} contributions, and was made from a batch of {len(places)}"
             raise EngineError(
                 "engine.batch-of-other-size", problem, "change x and y, and leave contributions as they are"
             )
@@ -166,7 +166,10 @@ class Batch:
         """The contributions rank, rank + size, … of the batch: the part of one process where several take the step."""
         validate.whole(EngineError, "engine.shard", size=size)
         validate.whole(EngineError, "engine.shard", least=0, most=size - 1, rank=rank)
-        assert self.unit is not None and self.cls is not None and self.weight is not None
+        if self.draw.ranks > 1:
+            problem = f"the batch is the part of rank {self.draw.rank} of {self.draw.ranks} already"
+            raise EngineError("engine.batch-divided-already", problem, "give it to engine.backward as it is")
+        assert self.unit is not None and self.cls is not None and self.weight is not None and self.places is not None
         rows, mine = (self.unit % size == rank).nonzero().flatten(), slice(rank, None, size)
         x, y = take_rows((self.x, self.y), rows)
         drawn = self.draw.step
@@ -185,6 +188,7 @@ class Batch:
             first=self.first,
             last=self.last,
             draw=self.draw.divided(rank, size, drawn),
+            places=self.places[mine],
         )
 
     def views(self, count: int) -> Batch:

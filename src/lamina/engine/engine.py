@@ -397,20 +397,21 @@ class Engine:
             remedy = "correlated noise holds for contributions that take turns: use corpus.batches(plan) or a Trainer"
             raise EngineError("engine.batch-of-other-turn", problem, remedy)
         places = batch.places or range(0)
-        if batch.first:
-            self._draw, self._places = batch.draw, set()
-        elif (self._open or self._choice) and (batch.draw is not self._draw or not self._places.isdisjoint(places)):
-            what = "was added before" if batch.draw is self._draw else "is of another draw than its first part"
-            problem = f"this part of step {self.budget.taken} {what}: a contribution could count twice in one step"
+        under_way = not batch.first and (self._open or self._choice)
+        if under_way and (batch.draw is not self._draw or not self._places.isdisjoint(places)):
+            what = "shares contributions with an earlier part"
+            what = what if batch.draw is self._draw else "is of another draw than its first part"
+            problem = f"this part of step {self._step_number()} {what}: a contribution could count twice in one step"
             remedy = "give each part of one batch.split(…) once, in order; to draw more, plan a larger batch"
             raise EngineError("engine.part-counted-twice", problem, remedy)
-        self._places.update(places)
-        if not batch.first or all(entry.sampling_rate == 1 for entry in self.plan.classes):
-            return
-        if batch.draw in self._charged_draws:
+        sampled = any(entry.sampling_rate < 1 for entry in self.plan.classes)
+        if batch.first and sampled and batch.draw in self._charged_draws:
             problem = f"this batch was charged before step {self.budget.taken}, and each step is priced as a new draw"
             remedy = "draw a batch for each step: corpus.batches(plan), or a Batch of its own; to use it in parts, batch.split"
             raise EngineError("engine.batch-used-again", problem, remedy)
+        if batch.first:
+            self._draw, self._places = batch.draw, set()
+        self._places.update(places)
 
     def gradient_of(self, losses: Tensor, batch: Batch, unit: int, *, routed: bool = True) -> dict[str, Tensor]:
         """The unclipped gradient of one contribution: for probes on proxy data only.

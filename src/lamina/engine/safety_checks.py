@@ -483,7 +483,7 @@ class StateGuard:
         self._sums = {name: checksum(self._kept(name, p)) for name, p in self.trained.items()} if due else {}
 
     def before_optimizer_step(self, optimizer: Optimizer, *_: Any) -> None:
-        """What the forward pass before it found is written now: a step without a forward pass of its own may follow."""
+        """The optimiser writes the parameters now: forget their checksums."""
         if self._sums and (
             tensors_of_optimizer(optimizer, self.trained) or tensors_of_optimizer(optimizer, self._held)
         ):

@@ -124,12 +124,12 @@ class SecureSum:
             problem = f"these sums of party {party} went into a message before, and each step is priced as a new draw"
             remedy = "draw another batch for another step; to send a message again, keep the message"
             raise NoiseError("noise.sums-sent-before", problem, remedy)
-        sums.sent = True
         names, totals = list(sums), [total.clone() for total in sums.values()]
         places = self._places()
         bits = [max(0, self.grids[places[name]].bits - _split(self.parties)) for name in names]
         noise.add_integers_(totals, bits, step=step, kind=NoiseKind.SKELLAM, times=self.draws(party))
         reduced = {name: self._reduced(name, total) for name, total in zip(names, totals, strict=True)}
+        sums.sent = True
         return PartyMessage(parties=(party,), step=step, terms=self.terms, sums=reduced)
 
     def combined(self, messages: Sequence[PartyMessage]) -> PartyMessage:

@@ -149,8 +149,8 @@ class ShardedModel:
             self._adopt(seen)
 
     def after_optimizer_step(self, optimizer: Optimizer, *_: Any) -> None:
-        """Drop weights that were gathered meanwhile: they are those before the step."""
-        if self.is_whole and tensors_of_optimizer(optimizer, self.held):
+        """Drop weights that a forward pass gathered meanwhile: they are those before the step."""
+        if self.parts and tensors_of_optimizer(optimizer, self.held):
             for part in self.parts:
                 _reshard(part)
             self._forget()
@@ -219,8 +219,8 @@ class ShardedModel:
             found = [t for t in leaves if isinstance(t, Tensor) and t.requires_grad]
             for t in found:
                 t.register_hook(lambda _: self._reached_backward(i))
-            if not found and not all(isinstance(leaf, Tensor | int | float | str | None) for leaf in leaves):
-                self.gather()  # an object holds the output, and nothing would say when a backward pass enters the block
+            if self._leaf[i] and not all(isinstance(leaf, Tensor | int | float | str | None) for leaf in leaves):
+                self.gather()  # an object may hold an output, and nothing would say when a backward pass enters the block
 
         return hook
 

@@ -208,7 +208,7 @@ def _check_public(proxy: str) -> None:
 def _count_rows(x: Any) -> int:
     tensors = [t for t in pytree.tree_leaves(x) if isinstance(t, Tensor) and t.dim()]
     if not tensors or not len(tensors[0]):
-        found = f"a tensor of shape {tuple(tensors[0].shape)}" if tensors else f"a {type(x).__name__} without tensors"
+        found = f"a tensor of shape {tuple(tensors[0].shape)}" if tensors else f"a {type(x).__name__} without rows"
         remedy = "give a tensor, or a tuple or dict of tensors, with one row per example"
         raise RunError("train.pretrain-no-examples", f"x is {found}, and holds no examples", remedy)
     return len(tensors[0])

@@ -17,10 +17,14 @@ from torch.utils import _pytree as pytree
 
 from lamina.corpus.corpus import Corpus
 from lamina.corpus.example_sources import ExampleSource, Rows
-from lamina.engine.batch import Batch, model_device, take_rows, to_device
+from lamina.engine.batch import Batch, model_device, to_device
 from lamina.engine.probe import preserve_global_generators
 
 MAX_ROWS, MAX_NUMBERS = 256, 1 << 22  # of the public output, and of the input that it is made from
+_ROWS_MORE, _SIZES_KEPT = (
+    32,
+    3,
+)  # the loss is tried on a multiple of these rows; for so many sizes public values are kept
 TARGETS_NOT_COMPARED = (
     "targets were not compared with the model's output: model or loss cannot be run on inputs and targets that are all "
     "0, or all 1. A target that the loss cannot take will stop the run"
@@ -44,7 +48,7 @@ class TargetCheck:
         source: ExampleSource,
     ) -> None:  # fmt: skip
         self._loss_fn, self._fill, self._rows, self.unknown = loss_fn, 0, MAX_ROWS, True
-        self._public, self._public_rows = None, 0  # the output for so many examples
+        self._public: dict[int, tuple[Any, Any]] = {}  # output and targets, by the number of rows
         self._tables: dict[int, int] = {}
         x, y = source.fetch(np.empty(0, dtype=np.int64))
         device = model_device(model)
@@ -58,31 +62,29 @@ class TargetCheck:
                     two = output_of(to_device(_filled(x, 2, fill), device))
                     self._one, self._two = to_device((one, two), "cpu")
                     self._target = to_device(_filled(x if y is None else y, 1, fill), "cpu")
-                    self._public_rows = 0  # of the other value
+                    self._public.clear()  # of the other value
+                    targets = self._public_rows(self._rows)[1]
                 except Exception:  # the model is the user's; the rehearsal says what is wrong with it
                     continue
-                if self._computes(_filled(self._target, self._rows, fill), self._rows):
+                if self._computes(targets, torch.arange(self._rows)):
                     self.unknown = False
                     break
 
-    def _public_output(self, count: int) -> Any:
-        """The output for so many equal examples, from those for one and for two."""
+    def _public_rows(self, count: int) -> tuple[Any, Any]:
+        """Output and targets of so many equal examples, from the outputs for one and for two."""
 
         def repeated(one: Any, two: Any) -> Any:
             if not isinstance(one, Tensor):
                 return one
             doubled = [n == 2 * m for m, n in zip(one.shape, two.shape, strict=True)]
-            return one.detach().repeat([count if here else 1 for here in doubled])
+            return one.repeat([count if here else 1 for here in doubled])
 
-        def first(one: Any, many: Any) -> Any:
-            if isinstance(one, Tensor):
-                for axis, (m, n) in enumerate(zip(one.shape, many.shape, strict=True)):
-                    many = many if m == n else many.narrow(axis, 0, m * count)
-            return many
-
-        if count > self._public_rows:
-            self._public, self._public_rows = pytree.tree_map(repeated, self._one, self._two), count
-        return pytree.tree_map(first, self._one, self._public)
+        if count not in self._public:
+            if len(self._public) == _SIZES_KEPT:
+                self._public.pop(next(iter(self._public)))
+            targets = _filled(self._target, count, self._fill)
+            self._public[count] = pytree.tree_map(repeated, self._one, self._two), targets
+        return self._public[count]
 
     def unfit(self, x: Any, y: Any) -> Tensor:
         """(n,) which examples model and loss cannot take."""
@@ -98,19 +100,22 @@ class TargetCheck:
         if self.unknown or _shapes(target) != _shapes(self._target):  # augmentation may cut x, where it is the target
             return found
         with _on_the_side():
-            if size <= self._rows and not bool(found.any()) and self._computes(target, size):
-                return found
             for rows in (~found).nonzero().flatten().split(self._rows):
-                if not self._computes(take_rows(target, rows), len(rows)):
-                    alone = [int(row) for row in rows if not self._computes(take_rows(target, row.view(1)), 1)]
-                    found[alone] = True
+                if not self._computes(target, rows):
+                    found[[int(row) for row in rows if not self._computes(target, row.view(1))]] = True
         return found
 
-    def _computes(self, target: Any, count: int) -> bool:
-        """Whether the loss of the public output can be computed against the targets of so many examples."""
+    def _computes(self, target: Any, rows: Tensor) -> bool:
+        """Whether the loss of the public output can be computed against these rows, and some public ones behind them."""
+        output, targets = self._public_rows(min(self._rows, -(-len(rows) // _ROWS_MORE) * _ROWS_MORE))
+        given = pytree.tree_map(
+            lambda t, public: torch.cat([t[rows].cpu(), public[len(rows) :]]) if isinstance(t, Tensor) else t,
+            target, targets,
+        )  # fmt: skip
+        output = pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), output)  # a loss may write to it
         try:
             with _BinaryTargets():
-                self._loss_fn(self._public_output(count), pytree.tree_map_only(Tensor, _copied, target))
+                self._loss_fn(output, given)
         except Exception:  # of whatever kind: the loss is the user's
             return False
         return True
@@ -162,11 +167,6 @@ def _on_the_side() -> Iterator[None]:
     with torch.no_grad(), preserve_global_generators(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
-
-
-def _copied(t: Tensor) -> Tensor:
-    """On the CPU, and the loss may write to it."""
-    return t.detach().to("cpu", copy=True)
 
 
 def _filled(tree: Any, rows: int, fill: int) -> Any:

@@ -38,7 +38,7 @@ def norm_sums(
     fits = positions * width == g.shape[1:].numel() and (not groups or (width % groups == 0 and mean is not None))
     if not fits:
         raise AssertionError(f"a kernel got {tuple(g.shape)} for {width} channels in {groups} groups")
-    gain, shift = torch.empty(rows, width), torch.empty(rows, width)
+    gain, shift = (torch.empty(rows, width, dtype=torch.float32) for _ in range(2))
     job = _Norms(rows=rows, parts=min(rows, 64), positions=positions, width=width, groups=groups)
     job.g, job.x = native.pointer(g, f32, *g.shape), native.pointer(x, f32, *g.shape)
     job.rstd = native.pointer(rstd.view(-1), f32, statistics)

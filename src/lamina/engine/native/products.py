@@ -147,7 +147,7 @@ class NativeGrads(ContributionGrads):
 
     def form(self) -> DenseGrads:
         """Every gradient by itself, as (P, *shape)."""
-        grads = torch.empty(self.units, *self.shape)
+        grads = torch.empty(self.units, *self.shape, dtype=torch.float32)
         norm_sq = torch.empty(self.units, dtype=torch.float64)
         self._run(_Mode.FORM, norm_sq=norm_sq, out=grads)
         return DenseGrads(grads, lambda: norm_sq)
@@ -189,7 +189,7 @@ class NativeGrads(ContributionGrads):
         bias = self.bias
         assert bias_sum is None or bias is not None  # the kernel would read its sums
         if bias is not None and mode is not _Mode.ADD:
-            bias.sums = torch.empty(units, job.groups * job.outputs)
+            bias.sums = torch.empty(units, job.groups * job.outputs, dtype=f32)
             job.sums = bias.sums.data_ptr()
             if bias_sum is not None:
                 job.bias = native.pointer(bias_sum, f32, job.groups * job.outputs)
