@@ -193,7 +193,7 @@ def _transform_rounding(steps: int) -> float:
     return 1e-14 + 1e-16 * steps
 
 
-def _directions(adjacency: Adjacency) -> tuple[Direction, ...]:
+def directions(adjacency: Adjacency) -> tuple[Direction, ...]:
     if adjacency is Adjacency.ADD_REMOVE:
         return (Direction.REMOVE, Direction.ADD)
     return (Direction.REPLACE,)
@@ -206,7 +206,7 @@ def pld_epsilon(schedule: Schedule, delta: float, adjacency: Adjacency) -> float
         return bound
     if adjacency is Adjacency.ADD_REMOVE:
         bound = min(bound, gaussian_rdp.rdp_epsilon(schedule, delta, adjacency))
-    composed = [compose_losses(schedule, direction) for direction in _directions(adjacency)]
+    composed = [compose_losses(schedule, direction) for direction in directions(adjacency)]
     found = max(math.inf if each is None else each.epsilon(delta) for each in composed)
     return min(bound, found)
 
@@ -218,7 +218,7 @@ def pld_delta(schedule: Schedule, epsilon: float, adjacency: Adjacency) -> float
         return bound
     if adjacency is Adjacency.ADD_REMOVE:
         bound = min(bound, gaussian_rdp.rdp_delta(schedule, epsilon, adjacency))
-    composed = [compose_losses(schedule, direction) for direction in _directions(adjacency)]
+    composed = [compose_losses(schedule, direction) for direction in directions(adjacency)]
     found = max(1.0 if each is None else each.delta(epsilon) for each in composed)
     return min(bound, found)
 
