@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import resource
 import sqlite3
 import stat
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,7 +20,7 @@ from lamina.errors import LedgerDamaged, LedgerError, StoreError
 from lamina.ledger.merkle import Tile
 from lamina.ledger.store import rows as row_tables
 from lamina.ledger.store import sqlite
-from lamina.ledger.store.rows import AttemptRow, LedgerHead, PruningRow, Store, StoredCheckpoint, WriterBatch
+from lamina.ledger.store.rows import AttemptRow, LedgerHead, PruningRow, RunHold, Store, StoredCheckpoint, WriterBatch
 from lamina.ledger.store.sqlite import SqliteStore, ledger_exists, make_store
 
 HEAD = LedgerHead(3, 100, 1, 0, b"edge")
@@ -391,8 +393,6 @@ def test_a_server_that_forgets_is_refused(server: postgres.Server) -> None:
 
 def _until_seen(url: str, name: str) -> None:
     """The server reads its settings a moment later."""
-    import time
-
     for _ in range(100):
         make_store(url, create=True).close()
         time.sleep(0.05)
@@ -431,3 +431,157 @@ def test_two_ledgers_of_one_database_do_not_meet(server: postgres.Server) -> Non
         assert rows.head() is None
     one.close()
     two.close()
+
+
+OTHER_SCHEMAS = {
+    "a check that calls a function": ("ALTER TABLE held ADD CHECK (public.fine(run))",),
+    "a foreign key that deletes": (
+        "ALTER TABLE attempt ADD FOREIGN KEY (seq) REFERENCES leaf (seq) ON DELETE CASCADE",
+    ),
+    "an index over a function": ("DROP INDEX leaf_kind", "CREATE INDEX leaf_kind ON leaf (public.fine(data))"),
+    "a key that is not unique": (
+        "ALTER TABLE token DROP CONSTRAINT token_pkey",
+        "CREATE INDEX token_pkey ON token (key)",
+    ),
+    "rows of a table elsewhere": ("CREATE TABLE public.heir () INHERITS (withdrawn)",),
+    "a table that a crash empties": ("ALTER TABLE leaf SET UNLOGGED",),
+    "leaves that may be missing": ("ALTER TABLE leaf ALTER COLUMN data DROP NOT NULL",),
+    "a default": ("ALTER TABLE leaf ALTER COLUMN body SET DEFAULT ''",),
+    "names that sort otherwise": ('ALTER TABLE meta ALTER COLUMN name TYPE text COLLATE "POSIX"',),
+    "two heads": ("ALTER TABLE head DROP CONSTRAINT head_id_check",),
+    "a function": ("CREATE FUNCTION octet_length(bytea) RETURNS int LANGUAGE sql AS 'SELECT 1'",),
+    "a trigger": (
+        "CREATE TRIGGER t BEFORE UPDATE ON leaf FOR EACH ROW EXECUTE FUNCTION suppress_redundant_updates_trigger()",
+    ),
+    "a rule": ("CREATE RULE r AS ON DELETE TO leaf DO INSTEAD NOTHING",),
+    "row-level security": ("ALTER TABLE leaf ENABLE ROW LEVEL SECURITY",),
+}
+
+
+@pytest.mark.parametrize("statements", OTHER_SCHEMAS.values(), ids=OTHER_SCHEMAS.keys())
+def test_a_schema_that_is_not_exactly_ours_is_refused(server: postgres.Server, statements: tuple[str, ...]) -> None:
+    """Each of these runs code in the session of a writer, adds or hides rows, or loses them, without a trigger or view."""
+    import psycopg
+
+    where = server.url("altered")
+    with psycopg.connect(server.url(), autocommit=True) as admin:
+        admin.execute("DROP SCHEMA IF EXISTS altered CASCADE; DROP TABLE IF EXISTS public.heir")
+        admin.execute(
+            "CREATE OR REPLACE FUNCTION public.fine(bytea) RETURNS boolean LANGUAGE sql IMMUTABLE AS 'SELECT true'"
+        )
+        make_store(where, create=True).close()
+        make_store(where, readonly=True).close()
+        admin.execute("SET search_path = altered")
+        for statement in statements:
+            admin.execute(statement)
+        for readonly in (True, False):
+            with raises_code("store.tables-differ"):
+                make_store(where, readonly=readonly)
+        admin.execute("DROP SCHEMA altered CASCADE")
+
+
+def test_a_schema_that_changes_is_noticed_by_the_next_connection(server: postgres.Server) -> None:
+    import psycopg
+
+    store = make_store(server.url("later"), create=True)
+    with psycopg.connect(server.url(), autocommit=True) as admin:
+        admin.execute("ALTER TABLE later.leaf ADD CHECK (octet_length(data) > 0)")
+    with raises_code("store.tables-differ"), store.read() as rows:  # the first view, by a connection of its own
+        rows.head()
+    store.close()
+
+
+@pytest.mark.parametrize("isolation", ["repeatable read", "serializable"])
+def test_a_writer_sees_the_one_before_whatever_the_default_isolation_is(
+    server: postgres.Server, isolation: str
+) -> None:
+    """Under a snapshot from before its turn it would miss what the other reserved, and both would spend the same room."""
+    import psycopg
+
+    database = isolation.partition(" ")[0]
+    with psycopg.connect(server.url(), autocommit=True) as admin:
+        admin.execute(f"CREATE DATABASE {database}")
+        admin.execute(f"ALTER DATABASE {database} SET default_transaction_isolation = '{isolation}'")
+    where = server.url("race").replace("/postgres?", f"/{database}?")
+    one, two = make_store(where, create=True), make_store(where)
+    with one.write() as rows:
+        rows.put_head(HEAD)
+    holds = [RunHold(bytes([n]) * 16, -1, 0, bytes(16), None, b"all that is left") for n in (1, 2)]
+    seen: list[list[RunHold]] = []
+
+    def reserve() -> None:
+        with two.write() as rows:
+            seen.append(rows.holds())
+
+    thread = threading.Thread(target=reserve)
+    with one.write() as rows:
+        rows.put_hold(holds[0])
+        thread.start()
+        with psycopg.connect(where.partition("#")[0], autocommit=True) as admin:
+            waiting = (
+                "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()"
+            )
+            while admin.execute(waiting).fetchone() == (0,):
+                time.sleep(0.01)
+    thread.join()
+    assert seen == [[holds[0]]]
+    one.close()
+    two.close()
+
+
+def test_text_is_utf8_whatever_server_and_session_would_take(
+    server: postgres.Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import psycopg
+
+    with psycopg.connect(server.url(), autocommit=True) as admin:
+        for encoding in ("LATIN1", "SQL_ASCII"):
+            admin.execute(f"CREATE DATABASE in_{encoding} ENCODING '{encoding}' LOCALE 'C' TEMPLATE template0")
+            with raises_code("store.encoding-not-utf8"):
+                make_store(server.url("x").replace("/postgres?", f"/in_{encoding.lower()}?"), create=True)
+    for encoding in ("LATIN1", "SQL_ASCII"):
+        monkeypatch.setenv("PGCLIENTENCODING", encoding)
+        store = make_store(server.url(f"client_{encoding.lower()}"), create=True)
+        with store.write() as rows:
+            rows.put_checkpoint(StoredCheckpoint(1, "— ward", b"seal"))
+            assert rows.checkpoint() == StoredCheckpoint(1, "— ward", b"seal")
+        store.close()
+
+
+def test_a_lock_that_anybody_can_take_keeps_nobody_out(server: postgres.Server) -> None:
+    import psycopg
+
+    from lamina.ledger.store.postgres import PostgresStore
+
+    make_store(server.url("locked"), create=True).close()
+    with psycopg.connect(server.url(), autocommit=True) as admin:
+        admin.execute("SELECT pg_advisory_lock(hashtext('lamina locked'))")
+        for options in ({"readonly": True}, {}, {"create": True}):
+            PostgresStore(server.url("locked"), patience=0.2, **options).close()
+
+
+def test_temporary_tables_do_not_stand_before_those_of_the_ledger(server: postgres.Server) -> None:
+    store = make_store(server.url("shadowed"), create=True)
+    with store.write() as rows:
+        rows.put_head(HEAD)
+        rows._db.rows("CREATE TEMPORARY TABLE head (LIKE shadowed.head)")
+    with store.write() as rows:
+        assert rows.head() == HEAD
+    store.close()
+
+
+def test_a_process_with_many_open_files_reads(server: postgres.Server) -> None:
+    """select.select knows the first 1,024 alone."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(2048, before[1]), before[1]))
+    opened = [os.open(os.devnull, os.O_RDONLY) for _ in range(1024)]
+    try:
+        store = make_store(server.url("many_files"), create=True)
+        for _ in range(2):
+            with store.read() as rows:
+                assert rows.head() is None
+        store.close()
+    finally:
+        for each in opened:
+            os.close(each)
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)

@@ -184,27 +184,45 @@ _SELECT_LEDGER_SCHEMAS = (
     "WHERE c.relkind = 'r' AND c.relname IN ('leaf', 'head', 'tile', 'checkpoint') "
     "GROUP BY n.nspname HAVING count(*) = 4 ORDER BY n.nspname"
 )
-# Columns, indexes, triggers of the schema; of a table also whether it hides rows from some, and of a column its formula.
+# Everything in the schema that decides what a row means, or that runs when one is read or written: relations (with what hides,
+# adds or loses rows of them), columns, indexes, constraints, triggers, routines and operators.
 _SELECT_CATALOGUE = """
-SELECT c.relkind::text, c.relname::text, a.attname::text, format_type(a.atttypid, NULL) || a.attgenerated::text
-    FROM pg_class c JOIN pg_attribute a ON a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped
-    WHERE c.relnamespace = to_regnamespace(?) AND c.relkind NOT IN ('i', 't')
-UNION ALL SELECT 'i', c.relname::text, '', '' FROM pg_class c WHERE c.relnamespace = to_regnamespace(?) AND c.relkind = 'i'
-UNION ALL SELECT 'trigger', t.tgname::text, c.relname::text, '' FROM pg_trigger t JOIN pg_class c ON c.oid = t.tgrelid
-    WHERE c.relnamespace = to_regnamespace(?) AND NOT t.tgisinternal
-UNION ALL SELECT 'hidden', c.relname::text, '', '' FROM pg_class c
-    WHERE c.relnamespace = to_regnamespace(?) AND (c.relrowsecurity OR c.relhasrules)
+WITH own AS (SELECT * FROM pg_class WHERE relnamespace = to_regnamespace(?) AND relkind NOT IN ('i', 't'))
+SELECT 'relation', relname::text, '', concat_ws(' ', relkind::text, relpersistence::text,
+        CASE WHEN relrowsecurity OR relhasrules THEN 'hides rows' END,
+        CASE WHEN EXISTS (SELECT FROM pg_inherits WHERE own.oid IN (inhparent, inhrelid)) THEN 'inherits rows' END) FROM own
+UNION ALL SELECT 'column', relname::text, attname::text, concat_ws(' ', format_type(atttypid, atttypmod),
+        CASE WHEN attnotnull THEN 'not null' END, nullif(attgenerated::text, ''), nullif(attidentity::text, ''),
+        pg_get_expr(adbin, adrelid), CASE WHEN attcollation <> typcollation THEN 'collated' END)
+    FROM own JOIN pg_attribute ON attrelid = own.oid AND attnum > 0 AND NOT attisdropped
+    JOIN pg_type ON pg_type.oid = atttypid LEFT JOIN pg_attrdef ON adrelid = attrelid AND adnum = attnum
+UNION ALL SELECT 'index', own.relname::text, index.relname::text, concat_ws(' ', CASE WHEN indisunique THEN 'unique' END,
+        CASE WHEN NOT (indisvalid AND indisready AND indimmediate) THEN 'unfinished' END,
+        split_part(pg_get_indexdef(indexrelid), ' USING ', 2))
+    FROM own JOIN pg_index ON indrelid = own.oid JOIN pg_class AS index ON index.oid = indexrelid
+UNION ALL SELECT 'constraint', relname::text, conname::text, pg_get_constraintdef(pg_constraint.oid)
+    FROM own JOIN pg_constraint ON own.oid IN (conrelid, confrelid) WHERE contype NOT IN ('p', 'n')
+UNION ALL SELECT 'trigger', relname::text, tgname::text, ''
+    FROM own JOIN pg_trigger ON tgrelid = own.oid WHERE NOT tgisinternal
+UNION ALL SELECT 'routine', proname::text, '', '' FROM pg_proc WHERE pronamespace = to_regnamespace(?)
+UNION ALL SELECT 'operator', oprname::text, '', '' FROM pg_operator WHERE oprnamespace = to_regnamespace(?)
 """
 
 
 def _expected_catalogue() -> set[tuple[str, str, str, str]]:
-    found = {("i", "leaf_kind", "", "")}
+    found = {
+        ("index", "leaf", "leaf_kind", "btree (kind, seq) WHERE (kind <> 2)"),
+        ("constraint", "head", "head_id_check", "CHECK ((id = 1))"),
+    }
     for statement in TABLES:
         table, columns = re.findall(r"CREATE \w+ (\w+) (.*)", statement.format(**_POSTGRES_TYPES))[0]
         if statement.startswith("CREATE TABLE"):
-            found.add(("i", f"{table}_pkey", "", ""))
-            types = re.findall(r"[(,] ?(\w+) (BIGINT|INTEGER|BYTEA|TEXT)\b", columns)
-            found |= {("r", table, column, kind.lower()) for column, kind in types}
+            found.add(("relation", table, "", "r p"))
+            defined = re.findall(r"[(,] ?(\w+) (BIGINT|INTEGER|BYTEA|TEXT)( NOT NULL| PRIMARY KEY)?", columns)
+            for column, kind, required in defined:
+                found.add(("column", table, column, kind.lower() + " not null" * bool(required)))
+            key = re.findall(r"PRIMARY KEY \((.*?)\)", columns) or [c for c, _, how in defined if how == " PRIMARY KEY"]
+            found.add(("index", table, f"{table}_pkey", f"unique btree ({key[0]})"))
     return found
 
 
@@ -226,12 +244,14 @@ class PostgresStore(Store):
             raise LedgerError("store.schema-name-invalid", problem, remedy)
         self.name = f"{self._address.shown}#{self._schema}"
         self._answered_before = False  # whether it ever answered
+        self._prepared = False  # whether its tables were made, or found right
         try:
             with postgres_errors(self.name):
                 self._prepare(create)
         except BaseException:
             self.close()
             raise
+        self._prepared = True
 
     # ----------------------------------------------------------------------------------- transactions
 
@@ -272,7 +292,9 @@ class PostgresStore(Store):
             db = self._open.get("read")
             if db is None or db.closed or db.info.transaction_status != psycopg.pq.TransactionStatus.IDLE:
                 return
-            if select.select([db.fileno()], [], [], 0)[0]:  # nothing was asked: this is the end, or a notice
+            waiting = select.poll()  # unlike select.select, for any number of open files
+            waiting.register(db.fileno(), select.POLLIN)
+            if waiting.poll(0):  # nothing was asked: this is the end, or a notice
                 try:
                     db.execute("SELECT 1")
                     db.rollback()
@@ -308,22 +330,29 @@ class PostgresStore(Store):
         db = self._connection(purpose)
         plain = PostgresConnection(db)
         try:
-            plain.rows("SELECT pg_advisory_xact_lock(hashtext(?))", f"lamina {self._schema}")
-            if create:
+            version = self._tables_version(plain)
+            if not version and create:  # the lock is for making tables alone: anyone who can connect can hold it
+                plain.rows("SELECT pg_advisory_xact_lock(hashtext(?))", f"lamina {self._schema}")
                 db.execute(sql.SQL("CREATE SCHEMA IF NOT EXISTS {}").format(sql.Identifier(self._schema)))
-            made = plain.rows("SELECT to_regclass('meta') IS NOT NULL")[0][0]
-            version = plain.rows("SELECT value FROM meta WHERE name = 'tables'") if made else []
+                version = self._tables_version(plain)
             if not version and not create:
                 raise self._nothing(plain)
             if self._make_tables(plain, int(version[0][0]) if version else 0, _POSTGRES_TYPES):
                 # Hashes do not compress: do not try.
                 plain.rows("ALTER TABLE tile ALTER COLUMN data SET STORAGE EXTERNAL")
                 StoreWriter(plain).put_meta("tables", str(TABLES_VERSION).encode())
-            self._refuse_other_tables(plain.rows(_SELECT_CATALOGUE, *[self._schema] * 4), _expected_catalogue())
+            self._check_catalogue(plain)
             db.commit()
         except BaseException:
             self._undo(purpose, db)
             raise
+
+    def _check_catalogue(self, db: PostgresConnection) -> None:
+        self._refuse_other_tables(db.rows(_SELECT_CATALOGUE, *[self._schema] * 3), _expected_catalogue())
+
+    def _tables_version(self, db: PostgresConnection) -> list[tuple[Any, ...]]:
+        made = db.rows("SELECT to_regclass('meta') IS NOT NULL")[0][0]
+        return db.rows("SELECT value FROM meta WHERE name = 'tables'") if made else []
 
     def _connection(self, purpose: str) -> psycopg.Connection:
         if (there := self._open.get(purpose)) is not None and not (there.closed or there.broken):
@@ -331,15 +360,19 @@ class PostgresStore(Store):
         address = self._address
         try:
             db = psycopg.connect(
-                address.conninfo, autocommit=True, connect_timeout=10, application_name="lamina ledger"
-            )
+                address.conninfo, autocommit=True, connect_timeout=10, application_name="lamina ledger",
+                client_encoding="utf8",
+            )  # fmt: skip
         except psycopg.Error as error:
             found = connection_error(error, address)
             if isinstance(found, StoreLost) and self._answered_before:
                 found = _lost(self.name, found.problem)
             raise found from None
         try:
-            self._require_durability(db, purpose)
+            self._set_up(db, purpose)
+            if self._prepared:
+                self._check_catalogue(PostgresConnection(db))
+                db.commit()
         except BaseException:
             db.close()
             raise
@@ -364,18 +397,24 @@ class PostgresStore(Store):
         )
         return LedgerError("store.no-ledger", problem, remedy)
 
-    def _require_durability(self, db: psycopg.Connection, purpose: str) -> None:
-        """Durable, or not at all; and nobody waits for ever."""
+    def _set_up(self, db: psycopg.Connection, purpose: str) -> None:
+        """Durable, or not at all; nobody waits for ever; and no default of the server or the user decides what is read."""
         plain = PostgresConnection(db)
         for name in ("fsync", "full_page_writes"):
             if plain.rows(f"SHOW {name}")[0][0] == "off":
                 problem = f"the server of {self.name} runs with {name} = off and could lose committed rows"
                 raise StoreError("store.not-durable", problem, f"turn {name} on")
+        if (encoding := plain.rows("SHOW server_encoding")[0][0]) != "UTF8":
+            problem = f"the database of {self.name} stores text as {encoding}, must be UTF8"
+            raise StoreError("store.encoding-not-utf8", problem, "use a database that was created with ENCODING 'UTF8'")
         if plain.rows("SHOW synchronous_commit")[0][0] == "off":
             plain.rows("SET synchronous_commit = on")
-        plain.rows("SELECT set_config('search_path', ?, false)", self._schema)
+        # pg_temp comes last: named nowhere, temporary tables would be found before those of the ledger.
+        plain.rows("SELECT set_config('search_path', ?, false)", f'"{self._schema}", pg_temp')
         plain.rows("SELECT set_config('lock_timeout', ?, false)", f"{int(self._patience * 1000)}ms")
         plain.rows("SELECT set_config('idle_in_transaction_session_timeout', ?, false)", f"{_IDLE_SECONDS}s")
         db.autocommit = False
         if purpose == "read":
             db.isolation_level, db.read_only = psycopg.IsolationLevel.REPEATABLE_READ, True
+        else:  # a snapshot from before the turn began would not show what the writer before committed
+            db.isolation_level = psycopg.IsolationLevel.READ_COMMITTED
