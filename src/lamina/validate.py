@@ -11,6 +11,7 @@ import errno
 import math
 import numbers
 import os
+import re
 import stat
 from collections.abc import Collection
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import Any
 from lamina.errors import LaminaError, PlanError
 
 __all__ = [
+    "INVISIBLE",
     "PlanError",
     "distinct_fields",
     "number",
@@ -27,6 +29,7 @@ __all__ = [
     "positive",
     "read_text_file",
     "short_repr",
+    "visible",
     "whole",
 ]
 
@@ -38,6 +41,19 @@ def short_repr(value: object, width: int = 80) -> str:
     except Exception:  # a whole number of thousands of digits, or an object of somebody else's
         return f"a {type(value).__name__} that cannot be written"
     return text if len(text) <= width else f"{text[: width - 1]}…"
+
+
+# Control characters but line feed and tab; marks that change the direction of writing; lone surrogates, as in names of files.
+INVISIBLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def visible(text: str) -> str:
+    r"""Spell out what would steer a terminal: text from a file name or a foreign release must not rewrite the screen.
+
+    >>> visible("a\x1b[2Kb")
+    'a\\x1b[2Kb'
+    """
+    return INVISIBLE.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
 
 
 def open_regular(path: str | Path) -> int:

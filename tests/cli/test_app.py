@@ -338,3 +338,29 @@ def test_help_takes_less_than_a_second_of_one_core() -> None:
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
         assert seconds < 2, (command, seconds)  # 0.3 to 0.9 on an idle machine; torch alone takes 2
+
+
+@pytest.mark.parametrize(
+    "name", ["a\x1b[1A\x1b[2Kverified and trusted", "a\rverified", "a\x9b2Kb", "a\u202eb", "a\nverified"]
+)
+@pytest.mark.parametrize("command", ["ledger verify", "ledger show", "keys show", "spend", "release verify --trust"])
+def test_a_name_does_not_steer_the_terminal(lamina: Call, tmp_path: Path, command: str, name: str) -> None:
+    """Names of files come from others: in a folder of contributions, in a release."""
+    path = tmp_path / name
+    path.write_bytes(b"neither a ledger nor a key")
+    for more in ((), ("--json",)):
+        code, out, err = lamina(*command.split(), str(path), *(["."] if "release" in command else []), *more)
+        said = out + err
+        assert code and said
+        assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e]", said)
+        assert not any(line.startswith("verified") for line in said.splitlines())
+
+
+def test_a_ledger_in_a_path_that_is_not_text(lamina: Call, tmp_path: Path) -> None:
+    path = os.fsencode(tmp_path) + b"/\xff.db"
+    with open(path, "wb") as file:
+        file.write(b"not a ledger")
+    for command in (["ledger", "verify"], ["spend"]):
+        code, out, err = lamina(*command, os.fsdecode(path))
+        assert code and "Unicode" not in out + err
+        assert "\\udcff.db" in out + err

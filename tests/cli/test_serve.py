@@ -5,10 +5,12 @@ from __future__ import annotations
 import ipaddress
 import json
 import signal
+import socket
 import ssl
 import subprocess
 import sys
 import urllib.request
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
@@ -20,7 +22,7 @@ from asking import Call, answer
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from trained_run import Trained, copied_run
 
 from lamina.admit.keys import PrivateKey, write_new
@@ -99,15 +101,19 @@ def test_a_run_is_served(trained: Trained, tmp_path: Path) -> None:
         assert ask(f"{told['url']}/v1/ledger/head")["origin"] == "example.org/ecg"
 
 
-def certificate(folder: Path, name: str, by: str | None = None) -> None:
-    """NAME.pem and NAME-key.pem: an authority, or for 127.0.0.1 and clients, signed by one."""
-    key, now = ec.generate_private_key(ec.SECP256R1()), datetime.now(UTC)
+def certificate(
+    folder: Path, name: str, by: str | None = None, *, days: int = 0, usage: x509.ObjectIdentifier | None = None
+) -> None:
+    """NAME.pem and NAME-key.pem: an authority, or for 127.0.0.1 and clients, signed by one; valid `days` from now."""
+    key, now = ec.generate_private_key(ec.SECP256R1()), datetime.now(UTC) + timedelta(days=days)
     own = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     made = x509.CertificateBuilder().subject_name(own).public_key(key.public_key()).serial_number(len(name) + 1)
     made = made.not_valid_before(now - timedelta(hours=1)).not_valid_after(now + timedelta(hours=1))
     made = made.add_extension(x509.BasicConstraints(ca=by is None, path_length=None), critical=True)
     names = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
     signer: Any = key
+    if usage is not None:
+        made = made.add_extension(x509.ExtendedKeyUsage([usage]), critical=True)
     if by is not None:
         made = made.add_extension(names, critical=False)
         signer = serialization.load_pem_private_key((folder / f"{by}-key.pem").read_bytes(), None)
@@ -131,6 +137,53 @@ def test_mutual_tls(trained: Trained, tmp_path: Path) -> None:
         known.load_cert_chain(tmp_path / "client.pem", tmp_path / "client-key.pem")
         with urllib.request.urlopen(f"{told['url']}/v1/ledger/head", context=known) as answer:
             assert answer.status == 200
+
+
+def test_mutual_tls_lets_nobody_else_in(trained: Trained, tmp_path: Path) -> None:
+    for name, by in (("authority", None), ("server", "authority"), ("client", "authority")):
+        certificate(tmp_path, name, by)
+    certificate(tmp_path, "expired", "authority", days=-1)
+    certificate(tmp_path, "future", "authority", days=1)
+    certificate(tmp_path, "other-server", "authority", usage=ExtendedKeyUsageOID.SERVER_AUTH)
+    certificate(tmp_path, "by-a-client", "client")
+    (tmp_path / "elsewhere").mkdir()
+    certificate(tmp_path / "elsewhere", "authority")  # of the same name
+    certificate(tmp_path / "elsewhere", "client", "authority")
+    words = ["--tls-cert", "server.pem", "--tls-key", "server-key.pem", "--tls-clients", "authority.pem"]
+    with running(tmp_path, str(trained.folder), *words) as told:
+        port = int(told["url"].rpartition(":")[2])
+
+        def status(name: str | None, sni: str | None = None, least: ssl.TLSVersion | None = None) -> int:
+            context = ssl.create_default_context(cafile=str(tmp_path / "authority.pem"))
+            context.check_hostname = False
+            if name is not None:
+                context.load_cert_chain(tmp_path / f"{name}.pem", tmp_path / f"{name}-key.pem")
+            if least is not None:
+                context.minimum_version = context.maximum_version = least
+            with (
+                socket.create_connection(("127.0.0.1", port), timeout=10) as plain,
+                context.wrap_socket(plain, server_hostname=sni) as secured,
+            ):
+                secured.sendall(b"GET /v1/ledger/head HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+                return int(secured.recv(65536).split()[1])
+
+        def refused(name: str | None, **options: Any) -> None:
+            with pytest.raises((OSError, IndexError)):  # a closed connection answers nothing
+                status(name, **options)
+
+        silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(100)]  # never begin a handshake
+        assert status("client") == status("client", sni="another.example") == 200
+        for name in (None, "expired", "future", "other-server", "by-a-client", "elsewhere/client"):
+            refused(name)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            refused("client", least=ssl.TLSVersion.TLSv1_1)
+        with socket.create_connection(("127.0.0.1", port), timeout=10) as plain:
+            plain.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert not plain.recv(100).startswith(b"HTTP/")
+        assert status("client") == 200
+        for each in silent:
+            each.close()
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,7 @@ def test_an_address_that_cannot_be_read(where: str) -> None:
 
 
 def test_a_schema_without_a_ledger(server: postgres.Server, doors: str) -> None:
-    with Ledger.create(server.url("has_one"), header(), LEDGER, clock=Clock()):
+    with Ledger.create(server.url("a_ledger"), header(), LEDGER, clock=Clock()):
         pass
     with psycopg.connect(server.url(), autocommit=True) as db:
         db.execute("CREATE SCHEMA bare")
@@ -101,7 +101,7 @@ def test_a_schema_without_a_ledger(server: postgres.Server, doors: str) -> None:
         with raises_code("store.no-ledger") as caught:
             make_store(server.url(schema))
         assert words in caught.value.problem
-        assert "#has_one" in caught.value.remedy
+        assert "#a_ledger" in caught.value.remedy
     with raises_code("store.no-ledger") as caught:
         make_store(doors.format("lamina@/nothing"))
     assert "no schema of this one has a ledger" in caught.value.remedy

@@ -1,6 +1,6 @@
 """What every command prints and asks for: JSON, refusals, tables, progress bars, passphrases, options, ledgers.
 
-`lamina --help` imports this module, so it imports nothing of Lamina but errors; the rest is imported where it is used.
+`lamina --help` imports this module, so it imports nothing of Lamina but errors and validate; the rest is imported where it is used.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from rich.markup import escape
 from typer.core import TyperCommand, TyperGroup
 
 from lamina.errors import BadKey, LaminaError
+from lamina.validate import INVISIBLE, visible
 
 if TYPE_CHECKING:
     from lamina.admit.keys import PrivateKey
@@ -68,17 +69,18 @@ OutputOption = Annotated[Path | None, option("write to this file", "--output", "
 
 def print_line(text: str) -> None:
     """Print text as it is: not wrapped, no mark-up."""
-    out.print(text, markup=False, soft_wrap=True)
+    out.print(visible(text), markup=False, soft_wrap=True)
 
 
 def print_note(text: str) -> None:
     """Print text to standard error, as it is."""
-    err.print(text, markup=False, soft_wrap=True)
+    err.print(visible(text), markup=False, soft_wrap=True)
 
 
 def print_json(value: dict[str, Any]) -> None:
     """One strict JSON object (no NaN, no Infinity) on standard output."""
-    sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False)
+    sys.stdout.write(INVISIBLE.sub(lambda found: f"\\u{ord(found[0]):04x}", text) + "\n")
 
 
 def print_answer(value: dict[str, Any], text: str, as_json: bool) -> None:
@@ -91,11 +93,21 @@ def refusal_json(error: LaminaError) -> dict[str, str]:
     return {"refused": error.problem, "remedy": error.remedy, "code": error.code}
 
 
+def print_finding(verdict: str, text: str) -> None:
+    """A verdict against something, and why."""
+    err.print(f"[bold red]{verdict}[/] {_below(text)}", soft_wrap=True)
+
+
+def _below(text: str) -> str:
+    """Text after a heading: further lines are indented, so that a line break in a name begins no line of its own."""
+    return escape(visible(text).replace("\n", "\n         "))
+
+
 def print_refusal(error: LaminaError) -> None:
     """A refusal as people read it. Lines are not broken, so that a path in them stays whole."""
-    err.print(f"[bold red]refused:[/] {escape(error.problem)}", soft_wrap=True)
+    print_finding("refused:", error.problem)
     if error.remedy:
-        err.print(f"[bold]remedy:[/]  {escape(error.remedy)}", soft_wrap=True)
+        err.print(f"[bold]remedy:[/]  {_below(error.remedy)}", soft_wrap=True)
     err.print(f"[dim]code:    {error.code}[/]", soft_wrap=True)
 
 

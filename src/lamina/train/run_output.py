@@ -31,7 +31,7 @@ from torch import nn
 from lamina.errors import LaminaError, RunError
 from lamina.plan.table import epsilon_text
 from lamina.train.run_files import write_atomically
-from lamina.validate import one_of
+from lamina.validate import one_of, visible
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,7 +139,7 @@ class LogProgress(Progress):
         self._evaluation = f", {evaluation_text(now.evaluation)}"
 
     def note(self, text: str) -> None:
-        self._console.print(f"note: {text}", markup=False, soft_wrap=True)
+        self._console.print(f"note: {visible(text)}", markup=False, soft_wrap=True)
 
 
 class TerminalProgress(Progress):
@@ -180,7 +180,7 @@ class TerminalProgress(Progress):
         self._bar.update(self._task, evaluation=escape(evaluation_text(now.evaluation)))
 
     def note(self, text: str) -> None:
-        self._bar.console.print(f"note: {text}", markup=False, soft_wrap=True)
+        self._bar.console.print(f"note: {visible(text)}", markup=False, soft_wrap=True)
 
     def end(self) -> None:
         self._bar.stop()

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.markup import escape
 
 from lamina.admit import keys
 from lamina.admit.keys import format_utc
@@ -21,10 +20,10 @@ from lamina.cli.terminal import (
     OutputOption,
     PassphraseOption,
     argument,
-    err,
     existing_ledger,
     option,
     print_answer,
+    print_finding,
     print_json,
     print_refusal,
     progress_bar,
@@ -47,6 +46,7 @@ from lamina.ledger.store.sqlite import SqliteStore, is_postgres_url, make_store,
 from lamina.ledger.verify.report import Verification
 from lamina.ledger.verify.tree_checks import KnownCheckpoint, Trust
 from lamina.ledger.verify.verifier import verify as audit
+from lamina.plan.table import printable
 
 _PLURALS = {"policy": "policies", "pruned": "pruned"}
 
@@ -91,7 +91,7 @@ def verify(
     name = printable_location(ledger)
     print_answer({"ledger": name, **found.to_dict()}, verification_page(name, found), as_json)
     if found.problem is not None:
-        err.print(f"[bold red]not verified:[/] {escape(str(found.problem))}", soft_wrap=True)
+        print_finding("not verified:", str(found.problem))
         raise typer.Exit(1)
 
 
@@ -111,7 +111,7 @@ def _check_reachable(place: str, as_json: bool) -> None:
 def verification_page(name: str, found: Verification) -> str:
     """For people."""
     state = {"trusted": "verified and trusted", "self-consistent": "self-consistent, not trusted"}
-    lines = [f"{name}: {state.get(found.verdict, found.verdict)}"]
+    lines = [f"{printable(name)}: {state.get(found.verdict, found.verdict)}"]
     if found.origin is not None:
         kinds = ", ".join(pluralize(count, word, _PLURALS.get(word)) for word, count in found.counts.items() if count)
         lines += [f"  origin       {found.origin}", f"  leaves       {found.size:,}: {kinds}"]

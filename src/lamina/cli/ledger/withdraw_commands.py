@@ -41,6 +41,7 @@ from lamina.ledger.withdrawal_request import (
     parse_reason,
     sign_withdrawal,
 )
+from lamina.plan.table import printable
 
 _MAX_HANDED_IN_BYTES = 1 << 24
 _COSE_SIGN1 = b"\xd2"  # how a signed request begins; no text and no PDF does
@@ -234,7 +235,7 @@ def _take_from_folder(inbox: WithdrawalInbox, ledger: str, watch: float | None, 
                 if not as_json:
                     leaves = ", ".join(str(one.leaf.seq) for one in each.withdrawn)
                     done = f"refused: {each.refused}" if each.refused else f"withdrawn in leaf {leaves}"
-                    print_line(f"{each.name}: {done}")
+                    print_line(f"{printable(each.name)}: {done}")
             if watch is None:
                 break
             time.sleep(watch)

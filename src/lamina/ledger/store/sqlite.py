@@ -217,7 +217,7 @@ class SqliteStore(Store):
     def _address(self) -> str:
         """The file; as one that nobody can change, where there is no room for the files that readers share."""
         fixed = self._readonly and not os.access(self.path.parent, os.W_OK) and not Path(f"{self.path}-wal").exists()
-        return f"file:{quote(str(self.path))}{'?immutable=1' if fixed else ''}"
+        return f"file:{quote(os.fsencode(self.path))}{'?immutable=1' if fixed else ''}"
 
 
 class _SqliteConnection:
