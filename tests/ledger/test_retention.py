@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Iterator
+from typing import Any
 
+import apsw
 import pytest
 from build import signed_by
 from making import (
@@ -345,3 +347,67 @@ def test_a_pruning_that_stopped_goes_on(where: str, clock: Clock, at: int, monke
         assert again.find(admitted(5).descriptor) == [5]
         again.store.compact()
         assert again.size == 701
+
+
+HIDDEN = {  # by SQL alone, without a key, and put back afterwards
+    "a withdrawal": ("DELETE FROM withdrawn",),
+    "the leaf of a withdrawal": ("UPDATE leaf SET kind = 2 WHERE kind = 4",),
+    "an epoch": ("UPDATE leaf SET kind = 2 WHERE kind = 3",),
+    "an epoch as a withdrawal": ("UPDATE leaf SET kind = 4 WHERE kind = 3",),
+    "a contribution": ("UPDATE leaf SET kind = 3 WHERE seq = 9",),
+}
+
+
+@pytest.mark.parametrize("statements", HIDDEN.values(), ids=HIDDEN.keys())
+def test_what_the_store_hides_is_in_the_aggregate(
+    ledger: Ledger, where: str, clock: Clock, statements: tuple[str, ...]
+) -> None:
+    """The aggregate is signed, and the bodies are gone: one that is untrue could never be mended."""
+    honest = proposed(ledger)
+    kinds, withdrawn = rows_of(where, "SELECT kind, seq FROM leaf"), rows_of(where, "SELECT target, seq FROM withdrawn")
+    for statement in statements:
+        rows_of(where, statement)
+    with reopen(where, clock) as again:
+        kept = Retention(again)
+        assert proposed(again) == honest
+        seq = kept.prune(honest)
+        assert bodies(again).isdisjoint(set(range(1, 300)) | set(range(301, 701)))
+    for kind, at in kinds:
+        rows_of(where, f"UPDATE leaf SET kind = {kind} WHERE seq = {at} AND kind <> {kind}")
+    for target, at in withdrawn:
+        rows_of(where, f"INSERT INTO withdrawn (target, seq) VALUES ({target}, {at}) ON CONFLICT DO NOTHING")
+    assert ledger.leaf(seq).record == honest
+
+
+def test_nothing_is_pruned_where_the_leaves_are_not_those_of_the_tree(ledger: Ledger, where: str, clock: Clock) -> None:
+    """A withdrawal is replaced by another leaf for the while: what is summed up is what was signed."""
+    rows_of(
+        where,
+        "UPDATE leaf SET data = (SELECT data FROM leaf WHERE seq = 300), body = (SELECT body FROM leaf WHERE seq = 300) "
+        "WHERE seq = 701",
+    )
+    with reopen(where, clock) as again, raises_code("ledger.tree-differs"):
+        Retention(again).propose()
+
+
+def test_a_pruning_of_a_leaf_that_is_no_aggregate_is_named(ledger: Ledger, where: str, clock: Clock) -> None:
+    rows_of(where, "INSERT INTO pruning (seq, done) VALUES (300, 0)")
+    with reopen(where, clock) as again, raises_code("ledger.pruning-index-differs"):
+        Retention(again).resume()
+
+
+def rows_of(where: str, statement: str) -> list[tuple[Any, ...]]:
+    """A statement of somebody who can write the store and has no key."""
+    if where.startswith("postgresql:"):
+        import psycopg
+
+        address, _, schema = where.partition("#")
+        with psycopg.connect(address, autocommit=True) as db:
+            db.execute(f"SET search_path = {schema}")
+            found = db.execute(statement)
+            return found.fetchall() if found.description else []
+    db = apsw.Connection(where)
+    try:
+        return db.execute(statement).fetchall()
+    finally:
+        db.close()

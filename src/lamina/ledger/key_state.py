@@ -13,7 +13,7 @@ from typing import NamedTuple, Self, TypeVar
 
 from lamina.admit.key_ring import KeyRing, KeyStatus
 from lamina.admit.keys import PrivateKey, PublicKey, format_utc
-from lamina.errors import LedgerError
+from lamina.errors import LedgerDamaged, LedgerError
 from lamina.ledger.governance_records import (
     GOVERNING_KINDS,
     Aggregate,
@@ -46,9 +46,11 @@ R = TypeVar("R", Epoch, Aggregate)
 
 def records_of(rows: StoreReader, kind: type[R], first: int, stop: int) -> Iterator[R]:
     """The records of one kind in leaves [first, stop)."""
-    for _, data in rows.of_kind(KIND_NUMBERS[kind], first, stop):
+    for seq, data in rows.of_kind(KIND_NUMBERS[kind], first, stop):
         record = decode_leaf(data).record
-        assert isinstance(record, kind)
+        if not isinstance(record, kind):
+            problem = f"the store lists leaf {seq} as {kind.__name__}, and it is none"
+            raise LedgerDamaged("ledger.kind-index-differs", problem, "restore the ledger from a copy")
         yield record
 
 

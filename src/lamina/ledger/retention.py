@@ -22,17 +22,17 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
-from lamina.errors import LedgerError
+from lamina.errors import LedgerDamaged, LedgerError
 from lamina.ledger.governance_records import MAX_SPANS, Aggregate, ClassTotal, LeafSpan, Role, Withdrawal
 from lamina.ledger.key_state import records_of
-from lamina.ledger.merkle import leaf_hash
-from lamina.ledger.records import KIND_NUMBERS, ContributionRecord, Epoch, decode_leaf
-from lamina.ledger.store.rows import PruningRow, StoreReader, StoreWriter, head_of
+from lamina.ledger.merkle import Frontier, leaf_hash, leaf_hashes
+from lamina.ledger.records import CONTRIBUTION_STARTS, ContributionRecord, Epoch, decode_kept, decode_leaf
+from lamina.ledger.store.rows import LedgerHead, PruningRow, StoreReader, StoreWriter, head_of
 from lamina.ledger.writer import DAY_SECONDS, Ledger
 
 _NEVER = 1 << 62  # later than any time
 _LEAVES_PER_TRANSACTION = 4096  # leaves whose bodies go in one transaction
-_KINDS_CHANGING_AGGREGATE = tuple(KIND_NUMBERS[kind] for kind in (Epoch, Withdrawal, Aggregate))
+_KINDS_CHANGING_AGGREGATE = (Epoch, Withdrawal, Aggregate)
 
 
 class Retention:
@@ -57,6 +57,7 @@ class Retention:
             problem = f"the horizon {horizon} is later than {latest}, which the retention allows"
             raise LedgerError("ledger.horizon-too-late", problem, "give an earlier one, or wait")
         with self._store.read() as rows:
+            self._ledger.governance(rows)  # its head is that of the signed tree
             return _propose_aggregate(rows, horizon, now)
 
     def receipts(self, aggregate: Aggregate) -> Iterator[tuple[int, bytes]]:
@@ -74,6 +75,7 @@ class Retention:
         self.resume()
         with self._store.read() as rows:
             size = head_of(rows).size
+            self._ledger.governance(rows)
             fresh = _propose_aggregate(rows, aggregate.horizon, self._ledger.now())
         if aggregate.horizon > self.horizon():
             problem = f"the horizon {aggregate.horizon} is not reached yet"
@@ -84,11 +86,10 @@ class Retention:
         self._check_signatures(aggregate)
 
         def mark(rows: StoreWriter, seqs: list[int]) -> None:
-            for kind in _KINDS_CHANGING_AGGREGATE:
-                if next(rows.of_kind(kind, size, seqs[0]), None) is not None:
-                    raise LedgerError(
-                        "ledger.proposal-outdated", "the ledger grew while it was being pruned", "propose again"
-                    )
+            if any(decode_kept(data.leaf).kind in _KINDS_CHANGING_AGGREGATE for _, data in rows.leaves(size, seqs[0])):
+                raise LedgerError(
+                    "ledger.proposal-outdated", "the ledger grew while it was being pruned", "propose again"
+                )
             rows.put_pruning(PruningRow(seqs[0], False))
 
         (seq,) = self._ledger.append_aggregate(aggregate, mark)
@@ -102,7 +103,9 @@ class Retention:
         for seq in unfinished:
             self._ledger.checkpoint()  # nothing goes before what stands for it is signed
             aggregate = self._ledger.leaf(seq).record
-            assert isinstance(aggregate, Aggregate)
+            if not isinstance(aggregate, Aggregate):
+                problem = f"the store says that leaf {seq} prunes contributions, but it is no aggregate"
+                raise LedgerDamaged("ledger.pruning-index-differs", problem, "restore the ledger from a copy")
             for span in aggregate.spans:
                 for first in range(span.first, span.stop, _LEAVES_PER_TRANSACTION):
                     part = first, min(first + _LEAVES_PER_TRANSACTION, span.stop)
@@ -123,13 +126,15 @@ class Retention:
 
 
 def _propose_aggregate(rows: StoreReader, horizon: int, now: int) -> Aggregate | None:
-    size = head_of(rows).size
+    head = head_of(rows)
+    withdrawn, spent = _withdrawn_and_spent(rows, head)
     going, used = _leaves_being_pruned(rows), _earliest_open_run(rows)
-    withdrawn = dict(rows.withdrawals())
     counts, withdrawn_counts = Counter[str](), Counter[str]()
     spans: list[list[int]] = []
     digest = hashlib.sha256()
-    for seq, data in rows.of_kind(KIND_NUMBERS[ContributionRecord], 0, size):
+    for seq, data in rows.leaves(0, head.size):
+        if data.leaf[:3] not in CONTRIBUTION_STARTS:
+            continue
         leaf = decode_leaf(data)
         if leaf.time >= horizon:
             break  # time never falls
@@ -147,7 +152,6 @@ def _propose_aggregate(rows: StoreReader, horizon: int, now: int) -> Aggregate |
         withdrawn_counts[leaf.record.terms.cls] += seq in withdrawn
     if not spans:
         return None
-    spent = _largest_spend(rows, size)
     return Aggregate(
         spans=tuple(LeafSpan(first=first, stop=stop) for first, stop in spans),
         horizon=horizon,
@@ -175,10 +179,22 @@ def _earliest_open_run(rows: StoreReader) -> int:
     return min((days.get(run, 0) * DAY_SECONDS for run in at_work), default=_NEVER)
 
 
-def _largest_spend(rows: StoreReader, size: int) -> dict[str, int]:
-    """By class the largest spend that an epoch has recorded: spend never falls."""
-    found: dict[str, int] = {}
-    for record in records_of(rows, Epoch, 0, size):
-        for account in record.accounts:
-            found[account.cls] = max(account.spend, found.get(account.cls, 0))
-    return found
+def _withdrawn_and_spent(rows: StoreReader, head: LedgerHead) -> tuple[set[int], dict[str, int]]:
+    """Contributions that were withdrawn, and by class the largest spend that an epoch has recorded: spend never falls.
+
+    By the leaves, which must be those of the tree: what the store lists may hide one, and an aggregate is signed for good.
+    """
+    withdrawn, spent, tree = set[int](), dict[str, int](), Frontier()
+    for _, block in rows.blocks(0, head.size):
+        tree.extend(leaf_hashes(block.leaves))
+        for at, data in enumerate(block.leaves):
+            record = None if data[:3] in CONTRIBUTION_STARTS else decode_leaf(block[at]).record
+            if isinstance(record, Withdrawal):
+                withdrawn.add(record.target)
+            elif isinstance(record, Epoch):
+                for account in record.accounts:
+                    spent[account.cls] = max(account.spend, spent.get(account.cls, 0))
+    if tree.encode() != head.frontier:
+        problem = "the leaves of the ledger are not those of its tree"
+        raise LedgerDamaged("ledger.tree-differs", problem, "restore the ledger from a copy; nothing was pruned")
+    return withdrawn, spent

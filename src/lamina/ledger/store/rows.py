@@ -427,8 +427,8 @@ class StoreWriter(StoreReader):
         self._db.many("DELETE FROM token WHERE key = ?", [(token,) for token in tokens])
 
     def drop_bodies(self, first: int, stop: int) -> None:
-        """Delete the bodies of the contributions in [first, stop), and their attestations."""
-        self._db.rows("UPDATE leaf SET body = NULL WHERE seq >= ? AND seq < ? AND kind = 2", first, stop)
+        """Delete the bodies of the leaves in [first, stop), which are contributions, and their attestations."""
+        self._db.rows("UPDATE leaf SET body = NULL WHERE seq >= ? AND seq < ?", first, stop)
         self._db.rows("DELETE FROM evidence WHERE seq >= ? AND seq < ?", first, stop)
 
 
