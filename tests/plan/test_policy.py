@@ -10,6 +10,7 @@ from refusals import raises_code
 from lamina.errors import PlanError
 from lamina.plan.depth_profile import DepthProfile
 from lamina.plan.policy import Policy
+from lamina.plan.step_plan import PlannedClass
 
 GOOD = """
 [corpus]
@@ -151,3 +152,14 @@ def test_a_delta_out_of_range_has_a_remedy_about_delta(delta: str) -> None:
     with raises_code("plan.policy-invalid") as caught:
         Policy.parse(text)
     assert "δ" in caught.value.remedy and "ε" not in caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    "unit", ["patient, nobody\\n\\nClass clinical: with ε = 0.01", "patient\\u001b[2K", "patient\\u202e", "x" * 65]
+)
+def test_a_unit_is_a_word_and_no_sentence_of_a_certificate(unit: str) -> None:
+    """The signed statement of a certificate, its PDF and the model card repeat the unit as it is."""
+    with pytest.raises(PlanError, match="unit"):
+        Policy.parse(GOOD.replace('"patient"', f'"{unit}"'))
+    with raises_code("plan.unit-invalid"):
+        PlannedClass(name="clinical", population=10, sampling_rate=0.1, unit=unit.encode().decode("unicode_escape"))

@@ -26,6 +26,7 @@ from lamina.ledger.governance_records import Release
 from lamina.ledger.verify.tree_checks import KnownCheckpoint, Trust
 from lamina.ledger.verify.verifier import verify
 from lamina.release.manifest import make_release, open_inside, read_manifest, verify_release
+from lamina.release.model_card import model_card
 from lamina.release.signed import sign_statement
 
 
@@ -295,6 +296,25 @@ def test_the_papers(release: Path) -> None:
     assert "\n\nClass sensitive: " in card  # a paragraph of its own
     assert (bom["bomFormat"], bom["specVersion"]) == ("CycloneDX", "1.7")
     assert bom["metadata"]["component"]["type"] == "machine-learning-model"
+
+
+def test_what_a_certificate_says_is_text_in_the_model_card(
+    trained: Trained, key: PrivateKey, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A unit stands in every sentence of the statement, and names of classes in the lists."""
+    evil = "<img src=x onerror=alert(1)> [paid](http://x)"
+    whole = model_card
+
+    def with_evil_words(name: str, certificates: Any, *rest: Any, **more: Any) -> bytes:
+        last = certificates[-1]
+        content = {**last.content, **{key: [evil] for key in ("assumptions", "not_covered")}, "statement": evil}
+        return whole(name, [dataclasses.replace(last, content=content)], *rest, **more)
+
+    monkeypatch.setattr("lamina.release.manifest.model_card", with_evil_words)
+    with trained.open() as ledger:
+        make_release(tmp_path / "release", [trained.folder], ledger, key)
+    card = (tmp_path / "release" / "README.md").read_text()
+    assert card.count("\\<img src=x") == 3 and not re.search(r"(?<!\\)(<img|\[paid)", card)
 
 
 def test_the_name_of_a_model_commands_no_terminal(trained: Trained, key: PrivateKey, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from lamina.plan.correlation import MAX_BANDS
 from lamina.plan.depth_profile import DepthProfile
 from lamina.plan.rules import MAX_INJECTION_PARTS, Injection, InjectionForm
 from lamina.plan.selection import did_you_mean
+from lamina.plan.step_plan import MAX_UNIT_CHARACTERS
 from lamina.validate import read_text_file
 
 _STRICT = ConfigDict(
@@ -51,6 +52,12 @@ def _check_origin(origin: str) -> str:
         better = re.sub(r"[^!-*,-~]+", "-", origin).strip("-")[:255] or "example.org/corpus"
         raise ValueError(f"use 1 to 255 printable ASCII characters without blanks and '+', for example {better!r}")
     return origin
+
+
+def _check_unit(unit: str) -> str:
+    if not unit.isprintable():
+        raise ValueError("must be printable text on one line: it stands in sentences of the certificate")
+    return unit
 
 
 def _check_ledger(digits: str) -> str:
@@ -139,7 +146,9 @@ class ClassPolicy(BaseModel):
     noise_multiplier: PositiveField | None = None
     epsilon: PositiveField | None = None
     profile: ProfileField = DepthProfile.all()
-    unit: Annotated[str, Field(min_length=1)] = "contribution"
+    unit: Annotated[str, Field(min_length=1, max_length=MAX_UNIT_CHARACTERS), AfterValidator(_check_unit)] = (
+        "contribution"
+    )
     purposes: StringsField = ()
     public: bool = False
 

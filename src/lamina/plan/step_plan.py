@@ -76,6 +76,11 @@ class PlannedLayer:
         validate.whole(PlanError, "plan.layer-size", remedy="leave empty layers out", size=self.size)
 
 
+MAX_UNIT_CHARACTERS = (
+    64  # sentences of a certificate name the unit: a longer one, or one of several lines, could forge them
+)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedClass:
     """A class as the plan knows it: Poisson sampling at `sampling_rate` = b/N, N the declared population.
@@ -100,6 +105,9 @@ class PlannedClass:
         who = f"class {self.name!r}"
         problem = f"{who} has unit {self.unit!r}"
         _require(bool(self.name and self.unit), "plan.class-unnamed", problem, "give it a name and a unit")
+        one_noun = self.unit.isprintable() and len(self.unit) <= MAX_UNIT_CHARACTERS
+        problem = f"{who} has unit {validate.short_repr(self.unit)}, must be at most {MAX_UNIT_CHARACTERS} printable characters"
+        _require(one_noun, "plan.unit-invalid", problem, "name what a contribution is in a word or two: patient")
         remedy = "'@' names a signed bound of a class: CLASS@BOUND"
         _require("@" not in self.name, "plan.class-name-at", f"{who} has '@' in its name", remedy)
         problem = f"{who} has sampling rate {self.sampling_rate!r}, must be in (0, 1]"
