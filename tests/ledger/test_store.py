@@ -585,3 +585,16 @@ def test_a_process_with_many_open_files_reads(server: postgres.Server) -> None:
         for each in opened:
             os.close(each)
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.parametrize("wrong", [-3600, 3600, 10**9])
+def test_a_machine_whose_clock_is_not_the_servers_does_not_write(
+    server: postgres.Server, monkeypatch: pytest.MonkeyPatch, wrong: int
+) -> None:
+    """Leaves never lie before the last one: one of tomorrow would keep all other machines out until then."""
+    make_store(server.url("in_time"), create=True).close()
+    right = time.time
+    monkeypatch.setattr(time, "time", lambda: right() + wrong)
+    with raises_code("store.clocks-differ"):
+        make_store(server.url("in_time"))
+    make_store(server.url("in_time"), readonly=True).close()

@@ -209,6 +209,15 @@ def test_a_clock_that_is_set_back_makes_nothing_fresh(release: Path, key: Privat
     assert reasons(gate.decide(query())) == {"stale"}
 
 
+def test_a_clock_that_is_set_back_makes_nothing_valid_again(release: Path, key: PrivateKey) -> None:
+    now = [time.time()]
+    gate = ReleaseGate(release, key.public, clock=lambda: now[0])
+    now[0] += 400 * 86_400
+    assert reasons(gate.decide(query())) == {"stale", "expired"}
+    now[0] -= 400 * 86_400
+    assert reasons(gate.decide(query())) == {"stale", "expired"}
+
+
 def test_the_weights_are_those_of_the_manifest(release: Path, trained: Trained, key: PrivateKey) -> None:
     gate = ReleaseGate(release, key.public)
     assert gate.weights() == (trained.folder / "model.safetensors").read_bytes()

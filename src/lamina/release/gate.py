@@ -390,6 +390,7 @@ class ReleaseGate:
         keys = (trusted,) if isinstance(trusted, PublicKey) else trusted
         trust = keys if isinstance(keys, Trust) else Trust(plain=tuple(keys))
         self.folder, self._clock = Path(folder), clock
+        self._latest = clock()  # that it has shown: one that is set back makes nothing valid again
         found = verify_release(folder, trust=trust, seen=seen, now=int(clock()))
         if not found.trusted or found.manifest is None:
             problem = f"the release in '{folder}' is {found.verdict}: {'; '.join(map(str, found.problems[:3]))}"
@@ -405,7 +406,8 @@ class ReleaseGate:
         """Whether the query is allowed, with every reason why not."""
         now = self._clock()
         self._look(now)
-        besides = self._release_reasons(now)
+        self._latest = max(now, self._latest)
+        besides = self._release_reasons(now) or self._release_reasons(self._latest)
         return self.rule.decide(query, withdrawn=self._withdrawn, as_of=self._as_of, besides=besides)
 
     def _release_reasons(self, now: float) -> list[DenialReason]:

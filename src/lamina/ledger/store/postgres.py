@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import select
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, cast
@@ -12,6 +13,7 @@ import psycopg
 from psycopg import errors, sql
 from psycopg.conninfo import conninfo_to_dict
 
+from lamina.admit.keys import CLOCK_SKEW
 from lamina.errors import LedgerDamaged, LedgerError, StoreBusy, StoreError, StoreLost
 from lamina.ledger.store.rows import TABLES, TABLES_VERSION, Store, StoreReader, StoreWriter
 from lamina.ledger.store.sqlite import PostgresAddress
@@ -413,8 +415,17 @@ class PostgresStore(Store):
         plain.rows("SELECT set_config('search_path', ?, false)", f'"{self._schema}", pg_temp')
         plain.rows("SELECT set_config('lock_timeout', ?, false)", f"{int(self._patience * 1000)}ms")
         plain.rows("SELECT set_config('idle_in_transaction_session_timeout', ?, false)", f"{_IDLE_SECONDS}s")
+        if purpose == "write":
+            self._check_clock(plain)
         db.autocommit = False
         if purpose == "read":
             db.isolation_level, db.read_only = psycopg.IsolationLevel.REPEATABLE_READ, True
         else:  # a snapshot from before the turn began would not show what the writer before committed
             db.isolation_level = psycopg.IsolationLevel.READ_COMMITTED
+
+    def _check_clock(self, db: PostgresConnection) -> None:
+        """StoreError if this machine's clock is not the server's: a leaf from the future keeps every other writer out."""
+        ahead = time.time() - db.rows("SELECT extract(epoch FROM clock_timestamp())::float8")[0][0]
+        if abs(ahead) > CLOCK_SKEW:
+            problem = f"the clocks of this machine and of the server of {self.name} differ by {abs(ahead):.0f} s"
+            raise StoreError("store.clocks-differ", problem, f"set them: they may differ by {CLOCK_SKEW} s")
