@@ -108,7 +108,7 @@ def test_a_schema_without_a_ledger(server: postgres.Server, doors: str) -> None:
     with psycopg.connect(server.url(), autocommit=True) as db:
         db.execute("DROP DATABASE nothing")
         db.execute("DROP SCHEMA bare")
-        db.execute("DROP SCHEMA has_one CASCADE")
+        db.execute("DROP SCHEMA a_ledger CASCADE")
 
 
 def test_a_user_who_may_only_look(server: postgres.Server, doors: str) -> None:
