@@ -444,7 +444,7 @@ def test_what_was_read_of_a_longer_ledger_is_forgotten(book: SpendLedger) -> Non
     found = []
     with book.ledger.store.read() as rows:
         for size in (3, 2, 1, 3):
-            recorded.follow(rows, size)
+            recorded.follow(rows, size, book.ledger.checked(rows))
             events = recorded.spending.events(("clinical", 0, 0))
             found.append((recorded.epochs, sum(events.values()), recorded.names()))
     both = ["clinical", "wearable"]

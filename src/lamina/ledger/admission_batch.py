@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from itertools import islice
@@ -31,7 +31,7 @@ from lamina.admit.verdicts import (
 )
 from lamina.errors import LedgerError
 from lamina.ledger.append import descriptor_key, subject_key
-from lamina.ledger.checked_leaves import admission_token
+from lamina.ledger.checked_leaves import CheckedLeaves, admission_token
 from lamina.ledger.contribution_columns import ContributionColumns, Ints, kept_contributions
 from lamina.ledger.corpus_terms import CorpusTerms, adopt_policy, check_corpus_terms, open_or_create
 from lamina.ledger.governance_records import MAX_KEY_EVENTS, Key, KeyChange, KeyEvent, KeyEvents, Role
@@ -134,31 +134,29 @@ class ClassMembership:
         self.ever_admitted: Counter[str] = Counter()
         self._parts: dict[str, list[tuple[Ints, Ints]]] = {}  # leaf, expires
 
-    def follow(self, rows: StoreReader, size: int) -> None:
-        """Go on to the first `size` leaves of what `rows` sees."""
-        for each in kept_contributions(rows, self.size, size):
+    def follow(self, rows: StoreReader, leaves: CheckedLeaves) -> None:
+        """Go on to all leaves that were checked."""
+        for each in kept_contributions(leaves.kept(rows, self.size, leaves.size)):
             if isinstance(each, ContributionColumns):
                 self._add(each.bound[0], each.seq, each.expires)
             elif each.contribution is not None:
                 self._add(each.contribution.cls, [each.seq], [each.contribution.expires])
-        self.size = size
+        self.size = leaves.size
 
-    def count_members(self, cls: str, now: int, withdrawn: Ints) -> int:
+    def count_members(self, cls: str, now: int, withdrawn: Collection[int]) -> int:
         """Those of a class who are neither expired at `now` nor among the leaves that were `withdrawn`."""
         parts = self._parts.get(cls)
         if parts is None:
             return 0
         seqs, ends = (np.concatenate(column) for column in zip(*parts, strict=True))
         self._parts[cls] = [(seqs, ends)]
-        return int(np.count_nonzero((ends > now) & ~np.isin(seqs, withdrawn)))
+        gone = np.fromiter(withdrawn, dtype=np.int64)
+        return int(np.count_nonzero((ends > now) & ~np.isin(seqs, gone)))
 
     def _add(self, cls: str, seqs: Sequence[int] | Ints, expires: Sequence[int] | Ints) -> None:
         part = np.asarray(seqs, dtype=np.int64), np.asarray(expires, dtype=np.int64)
         self._parts.setdefault(cls, []).append(part)
         self.ever_admitted[cls] += len(part[0])
-
-
-_MAX_READ_RATIO = 4  # leaves that are read for one that is wanted, before each is asked for by itself
 
 
 class MembershipIndex:
@@ -167,17 +165,16 @@ class MembershipIndex:
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._members = ClassMembership()
-        self._withdrawn: tuple[int, Ints] = 0, np.empty(0, dtype=np.int64)
 
     def look(self, rows: StoreReader, entries: Sequence[RegisterEntry]) -> list[RegisterStatus]:
         """What is known of each."""
-        head_of(rows)  # begins the view of PostgreSQL, so that `find_keys` is a part of it
+        checked = self._ledger.checked(rows)  # begins the view of PostgreSQL, so that `find_keys` is a part of it
         names = [descriptor_key(entry.descriptor) for entry in entries]
         subjects = [None if entry.tag is None else subject_key(entry.tag) for entry in entries]
         there = dict(self._ledger.find_keys([*names, *(one for one in subjects if one is not None)]))
         tokens = rows.tokens([admission_token(entry.kid, entry.cti) for entry in entries])
-        leaves = _read_leaves(rows, sorted({there[name] for name in names if name in there}))
-        withdrawn = set(self._withdrawn_leaves(rows).tolist()) if leaves else set()
+        leaves = checked.leaves(rows, sorted({there[name] for name in names if name in there}))
+        withdrawn = checked.withdrawals(rows)
         revoked = self._revoked_keys(rows)
         return [
             RegisterStatus.REVOKED
@@ -199,30 +196,24 @@ class MembershipIndex:
 
     def count_members(self, rows: StoreReader, cls: str, now: int) -> int:
         """How many of a class are neither withdrawn nor expired."""
-        self._members.follow(rows, head_of(rows).size)
-        return self._members.count_members(cls, now, self._withdrawn_leaves(rows))
+        checked = self._ledger.checked(rows)
+        self._members.follow(rows, checked)
+        return self._members.count_members(cls, now, checked.withdrawals(rows))
 
     def free_places(self, rows: StoreReader, cls: str, places: int, wanted: int, now: int) -> int:
         """How many of those who want one find a place. Counted exactly only where that can matter."""
-        self._members.follow(rows, head_of(rows).size)
+        checked = self._ledger.checked(rows)
+        self._members.follow(rows, checked)
         if self._members.ever_admitted[cls] + wanted <= places:
             return wanted
-        return max(0, places - self._members.count_members(cls, now, self._withdrawn_leaves(rows)))
-
-    def _withdrawn_leaves(self, rows: StoreReader) -> Ints:
-        """Leaves of contributions that were withdrawn."""
-        size = head_of(rows).size
-        if self._withdrawn[0] != size:
-            found = np.fromiter((target for target, _ in rows.withdrawals()), dtype=np.int64)
-            self._withdrawn = size, found
-        return self._withdrawn[1]
+        return max(0, places - self._members.count_members(cls, now, checked.withdrawals(rows)))
 
 
 def _classify_entry(
     entry: RegisterEntry,
     seq: int | None,
     leaves: dict[int, StoredLeaf],
-    withdrawn: set[int],
+    withdrawn: Collection[int],
     token: bool,
     subject: bool,
 ) -> RegisterStatus:
@@ -235,17 +226,6 @@ def _classify_entry(
         return RegisterStatus.WITHDRAWN
     same = data.body is not None and entry.attestation in data.body
     return RegisterStatus.SAME if same else RegisterStatus.REPLAYED
-
-
-def _read_leaves(rows: StoreReader, seqs: Sequence[int]) -> dict[int, StoredLeaf]:
-    """Leaves by their index; in one sweep where they lie close together, as after an admission."""
-    if not seqs:
-        return {}
-    if seqs[-1] - seqs[0] < _MAX_READ_RATIO * len(seqs):
-        wanted = set(seqs)
-        return {seq: data for seq, data in rows.leaves(seqs[0], seqs[-1] + 1) if seq in wanted}
-    found = ((seq, rows.leaf(seq)) for seq in seqs)
-    return {seq: data for seq, data in found if data is not None}
 
 
 class _AdmissionEvidence(NamedTuple):

@@ -11,12 +11,13 @@ from typing import Any
 
 from lamina.errors import LedgerDamaged, LedgerError
 from lamina.ledger import merkle
-from lamina.ledger.checked_leaves import check_epoch_follows, tokens_of
-from lamina.ledger.governance_records import GOVERNING_KINDS, GoverningRecord, Header, Release, Withdrawal
-from lamina.ledger.key_state import GovernanceState, checkpoint_roots, records_of
+from lamina.ledger.checked_leaves import CheckedLeaves, check_epoch_follows, tokens_of
+from lamina.ledger.governance_records import GoverningRecord, Header, Release, Withdrawal
+from lamina.ledger.key_state import GovernanceState, checkpoint_roots
 from lamina.ledger.merkle import Frontier, leaf_hashes
 from lamina.ledger.records import (
     CONTRIBUTION_STARTS,
+    KIND_NUMBERS,
     ContributionRecord,
     EncodedRecord,
     Epoch,
@@ -41,6 +42,7 @@ from lamina.ledger.store.rows import AttemptRow, LeafRow, LedgerHead, StoredLeaf
 
 INDEX_KEY_BYTES = 16  # bytes: enough that nobody finds two with the same, and a small index
 _DIGEST_PART = INDEX_KEY_BYTES - 1
+_CONTRIBUTION_KIND = KIND_NUMBERS[ContributionRecord]
 INDEX_STEP = 65_536  # leaves after which the index grows
 _ANCHOR_PREFIX, _SUBJECT_PREFIX = b"as"
 
@@ -149,15 +151,16 @@ def find_repeated_contributions(
     return found
 
 
-def find_repeated_epoch(rows: StoreReader, record: Epoch) -> int | None:
+def find_repeated_epoch(rows: StoreReader, record: Epoch, leaves: CheckedLeaves) -> int | None:
     """The leaf in which the same segments were closed in the same way."""
-    seqs = {rows.attempt(*attempt) for attempt in record.attempts}
+    known = leaves.attempts(rows)
+    seqs = {known.get(attempt) for attempt in record.attempts}
     if seqs == {None}:
         return None
     seq = next(iter(seqs)) if len(seqs) == 1 else None
     if seq is not None:
-        there = next(records_of(rows, Epoch, seq, seq + 1), None)
-        if there is not None and replace(record, previous=there.previous) == there:
+        there = next(leaves.records(rows, Epoch, seq, seq + 1)).record
+        if isinstance(there, Epoch) and replace(record, previous=there.previous) == there:
             return seq
     first = min(one for one in seqs if one is not None)
     problem = f"a segment of run {record.run.hex()[:8]} was closed otherwise in leaf {first}"
@@ -165,15 +168,18 @@ def find_repeated_epoch(rows: StoreReader, record: Epoch) -> int | None:
     raise LedgerError("ledger.segment-already-closed", problem, remedy)
 
 
-def find_repeated_withdrawal(rows: StoreReader, record: Withdrawal, encoded: EncodedRecord, size: int) -> int | None:
+def find_repeated_withdrawal(
+    rows: StoreReader, record: Withdrawal, encoded: EncodedRecord, leaves: CheckedLeaves
+) -> int | None:
     """The leaf in which the same contribution was withdrawn for the same reason."""
-    data = rows.leaf(record.target) if record.target < size else None
+    size = leaves.size
+    data = leaves.leaf(rows, record.target) if record.target < size else None
     if data is None or type(decode_leaf(data).record) is not ContributionRecord:
         state = "is pruned or no contribution" if record.target < size else "is not there"
         problem = f"cannot withdraw leaf {record.target}: it {state}"
         raise LedgerError("ledger.withdrawal-target", problem, "give the leaf of a contribution")
-    seq = rows.withdrawn(record.target)
-    if seq is not None and not _same_record(rows.leaf(seq), encoded):
+    seq = leaves.withdrawals(rows).get(record.target)
+    if seq is not None and not _same_record(leaves.leaf(rows, seq), encoded):
         raise LedgerError("ledger.already-withdrawn", f"leaf {record.target} was withdrawn already, in leaf {seq}")
     return seq
 
@@ -209,7 +215,7 @@ class AppendContext:
 
     `header_hash` is that of leaf 0, once it is there.
 
-    `check` refuses records, by their positions in the batch, that may not come next.
+    `check` refuses records, by their positions in the batch, that may not come next. `leaves` are those before it.
     """
 
     head: LedgerHead
@@ -219,6 +225,7 @@ class AppendContext:
     tail: UnindexedKeys
     header_hash: bytes | None = None
     check: Callable[[Sequence[int]], None] = lambda at: None
+    leaves: Callable[[], CheckedLeaves] | None = None
 
 
 class AppendBatch:
@@ -246,7 +253,8 @@ class AppendBatch:
     def _begin(self) -> None:
         """Forget an attempt that was not committed."""
         self.new_index_keys: tuple[dict[bytes, int], list[tuple[bytes, int]]] = ({}, [])  # unique ones, and anchors
-        self.governing: list[tuple[int, StoredLeaf]] = []  # leaves that were written
+        self.hashes: list[bytes] = []  # of the leaves that were written
+        self.placed: list[LeafRow] = []  # those that are no contributions
         self.after: LedgerHead | None = None
         self.frontier = Frontier()
 
@@ -278,10 +286,10 @@ class AppendBatch:
         tail.follow(rows, stand.head)
         found = find_repeated_contributions(rows, lambda keys: tail.find(rows, keys), self._once, self.encoded)
         for at, record in enumerate(self.records if self.others else ()):
-            if type(record) is Epoch:
-                seq = find_repeated_epoch(rows, record)
-            elif type(record) is Withdrawal:
-                seq = find_repeated_withdrawal(rows, record, self.encoded[at], stand.head.size)
+            if type(record) is Epoch and stand.leaves is not None:
+                seq = find_repeated_epoch(rows, record, stand.leaves())
+            elif type(record) is Withdrawal and stand.leaves is not None:
+                seq = find_repeated_withdrawal(rows, record, self.encoded[at], stand.leaves())
             else:
                 continue
             if seq is not None:
@@ -295,7 +303,9 @@ class AppendBatch:
         if frontier.size != head.size:
             problem = f"the tree has {frontier.size} leaves, the ledger {head.size}"
             raise LedgerDamaged("ledger.head-inconsistent", problem, "restore the ledger from a copy")
-        changed = merkle.grow_tiles(frontier, leaf_hashes([data for _, _, data, _ in placed]), tile_reader(rows))
+        self.hashes = leaf_hashes([data for _, _, data, _ in placed])
+        self.placed = [each for each in placed if each[1] != _CONTRIBUTION_KIND] if self.others else []
+        changed = merkle.grow_tiles(frontier, self.hashes, tile_reader(rows))
         rows.add_leaves(placed)
         rows.put_tiles(changed)
         self._write_side_rows(rows, new, head.size, stand.header_hash)
@@ -311,10 +321,6 @@ class AppendBatch:
         if frontier.size - indexed >= INDEX_STEP:
             stand.tail.index(rows, [*once.items(), *anchors])
             indexed = frontier.size
-        if any(isinstance(record, GoverningRecord) for record in self.others):
-            self.governing = [
-                (seq, StoredLeaf(data, body)) for seq, kind, data, body in placed if kind in GOVERNING_KINDS
-            ]
         self.after = LedgerHead(frontier.size, time, epoch, indexed, frontier.encode())
         rows.put_head(self.after)
 

@@ -1,14 +1,15 @@
-"""The leaves that a writer wrote or read itself and found right: what it may sign over, and who governs after them."""
+"""The leaves that this process hashed or wrote itself: what deciders derive from them, and what may be signed over."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from threading import RLock
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from lamina.admit.attestation import Attestation, window_rules
 from lamina.admit.keys import PrivateKey, format_utc
@@ -21,23 +22,26 @@ from lamina.ledger.governance_records import (
     KeyEvents,
     PolicyChange,
     Role,
+    Withdrawal,
 )
 from lamina.ledger.key_state import GovernanceState, KeyState, PolicyInForce, Violation, checkpoint_roots, leaf_bytes
 from lamina.ledger.merkle import (
+    HASH_SIZE,
+    TILE_WIDTH,
     Frontier,
     TileNodes,
-    frontier_at,
+    consistency_proof,
     grow_tiles,
-    inclusion_proof,
     leaf_hash,
     leaf_hashes,
-    verify_inclusion,
+    verify_consistency,
 )
 from lamina.ledger.records import (
     CONTRIBUTION_STARTS,
     KIND_NAMES,
     KIND_NUMBERS,
     LAST_SEQ,
+    RECORD_KINDS,
     ContributionRecord,
     ContributionTerms,
     Epoch,
@@ -51,6 +55,7 @@ from lamina.ledger.records import (
 )
 from lamina.ledger.signed_checkpoint import NoteKey, parse_checkpoint
 from lamina.ledger.store.rows import (
+    LeafRow,
     LedgerHead,
     Store,
     StoredCheckpoint,
@@ -165,22 +170,37 @@ class AdmissionRules:
         return self._judged[name][1]
 
 
-class CheckedLeaves:
-    """Follows a ledger leaf by leaf. Everything else in the store (head, tiles, lists by kind) is compared with that.
+AttemptName = tuple[bytes, int, int]  # run, segment, generation
+_HASH_PART = 16  # bytes of each leaf's hash that are remembered: no second leaf with the same is ever found
 
-    What the newest checkpoint covers when it begins was checked by whoever signed that: of those leaves the governing
-    records are replayed, found among all leaves and proven under that checkpoint. Every later leaf is read, unless this
-    process wrote it itself.
+
+class CheckedLeaves:
+    """Follows a ledger leaf by leaf, and answers from the leaves alone: for everything that decides.
+
+    It hashes the kept bytes of every leaf. The root over those that the newest checkpoint covers must be the one that a
+    key of the ledger signed; their rules were checked by the signer, and of them the governing records are replayed.
+    Every later leaf is read and checked, unless this process wrote it itself. What the store lists beside the leaves
+    (kinds, withdrawals, attempts, head, tiles) is compared with them, and decides nothing.
+
+    It remembers the hash of each leaf, so that a leaf that changes later is noticed when it is read again.
 
     vouched  the first so many leaves were written by who has a key of the ledger, or verified: they may be signed over
     """
 
     def __init__(self, header: Header) -> None:
         self._header = header
-        self._frontier, self._time, self._epoch = Frontier(), 0, 0
-        self.vouched = 0
-        self._state: GovernanceState | None = None
         self._turn = RLock()  # taken inside a transaction, never around one
+        self._recent: dict[int, bytes] = {}  # size → frontier, of the last heads that this process saw
+        self._reset()
+
+    def _reset(self) -> None:
+        self._frontier, self._time, self._epoch = Frontier(), 0, 0
+        self.vouched = self._signed = 0
+        self._state: GovernanceState | None = None
+        self._hashes = bytearray()  # _HASH_PART bytes of each leaf's
+        self._others: dict[int, list[int]] = {}  # kind → leaves, of all kinds but contributions
+        self._withdrawals: tuple[int, dict[int, int]] = 0, {}  # leaves read, target → leaf
+        self._attempts: tuple[int, dict[AttemptName, int]] = 0, {}  # leaves read, attempt → leaf
 
     def follow(self, rows: StoreReader, head: LedgerHead) -> GovernanceState:
         """Who governs after all leaves; LedgerError if one of them may not stand where it does."""
@@ -190,7 +210,11 @@ class CheckedLeaves:
     def _follow(self, rows: StoreReader, head: LedgerHead) -> GovernanceState:
         last, known = rows.checkpoint(), self._state
         self._state = None  # what stops here begins anew the next time
-        if known is None or head.size < self._frontier.size:
+        if head.size <= (most := max(self._recent, default=0)) and self._recent.get(head.size) != head.frontier:
+            problem = f"the ledger {self._header.origin!r} has {head.size} leaves that do not continue or begin those "
+            problem += f"that this process read before, {most} of them"
+            raise LedgerDamaged("ledger.rolled-back", problem, "restore the newer copy, and start again")
+        if known is None or head.size < self._frontier.size:  # the latter: an older view, of another thread
             known = self._begin(rows, last)
         mark = WriterMark.read(rows)
         if mark is not None and max(self._frontier.size, self.vouched + 1) <= mark.size <= head.size:
@@ -203,22 +227,32 @@ class CheckedLeaves:
             raise LedgerDamaged("ledger.tree-differs", problem, _SOMEBODY_WROTE)
         known.size, self._state = head.size, known
         known.covered(0 if last is None else last.size)
+        self._remember(head)
         return known
 
     def wrote(
-        self, head: LedgerHead, after: LedgerHead, frontier: Frontier, governing: Sequence[tuple[int, StoredLeaf]]
+        self,
+        head: LedgerHead,
+        after: LedgerHead,
+        frontier: Frontier,
+        hashes: Sequence[bytes],
+        others: Sequence[LeafRow],
     ) -> None:
-        """This process appended from `head` to `after`, by the rules, with these governing leaves among it."""
+        """This process appended from `head` to `after`, by the rules: these hashes, and these leaves of other kinds."""
         with self._turn:
             if self._state is None or self._frontier.encode() != head.frontier:
                 return
-            for seq, data in governing:
-                record = decode_leaf(data).record
-                assert isinstance(record, GoverningRecord)
-                self._state.apply(record, seq, data.leaf)
+            for seq, kind, leaf, body in others:
+                self._others.setdefault(kind, []).append(seq)
+                if kind in GOVERNING_KINDS:
+                    record = decode_leaf(StoredLeaf(leaf, body)).record
+                    assert isinstance(record, GoverningRecord)
+                    self._state.apply(record, seq, leaf)
+            self._hashes += b"".join([each[:_HASH_PART] for each in hashes])
             self._frontier, self._time, self._epoch = frontier, after.time, after.epoch
             self.vouched = after.size if self.vouched == head.size else self.vouched
             self._state.size = after.size
+            self._remember(after)
 
     def keep(self, rows: StoreReader) -> int:
         """How many leaves are signed, or written by who has a key of the ledger."""
@@ -230,38 +264,208 @@ class CheckedLeaves:
                 size = mark.size if mark.holds(state, self._frontier.root(), self._time) else size
         return size
 
+    # ----------------------------------------------------------------------------------- what the leaves say
+
+    @property
+    def size(self) -> int:
+        """How many leaves were followed."""
+        return self._frontier.size
+
+    def extends(self, rows: StoreReader, size: int, root: bytes) -> bool:
+        """Whether the first `size` leaves have this root."""
+        if size == self.size:
+            return root == self._frontier.root()
+        if not 0 < size < self.size:
+            return False
+        try:
+            proof = consistency_proof(TileNodes(tile_reader(rows)), size, self.size)
+        except (LedgerError, EncodingError):  # tiles that are not of these leaves prove nothing
+            return False
+        return verify_consistency(size, self.size, proof, root, self._frontier.root())
+
+    def count(self, kind: type[Record]) -> int:
+        """How many leaves are of a kind."""
+        if kind is ContributionRecord:
+            return self.size - sum(map(len, self._others.values()))
+        return len(self._others.get(KIND_NUMBERS[kind], ()))
+
+    def leaf(self, rows: StoreReader, seq: int) -> StoredLeaf:
+        """A leaf with its body, as it was when it was hashed."""
+        return next(data for _, data in self._genuine(rows, [seq]))
+
+    def leaves(self, rows: StoreReader, seqs: Sequence[int]) -> dict[int, StoredLeaf]:
+        """The same of several, in order."""
+        return dict(self._genuine(rows, seqs))
+
+    def records(self, rows: StoreReader, kind: type[Record], first: int = 0, stop: int = LAST_SEQ) -> Iterator[Leaf]:
+        """The leaves of one kind, but contributions, among [first, stop), in order."""
+        seqs = self._others.get(KIND_NUMBERS[kind], [])
+        wanted = seqs[bisect_left(seqs, first) : bisect_left(seqs, min(stop, self.size))]
+        for seq, data in self._genuine(rows, wanted):
+            yield _decoded(seq, data)
+
+    def kept(self, rows: StoreReader, first: int, stop: int) -> Iterator[list[bytes]]:
+        """The bytes of the leaves in [first, stop), without bodies, in order and many at a time."""
+        at = first
+        for seqs, leaves in rows.kept_blocks(first, min(stop, self.size)):
+            found = b"".join([each[:_HASH_PART] for each in leaf_hashes(leaves)])
+            known = self._hashes[at * _HASH_PART : (at + len(leaves)) * _HASH_PART]
+            if seqs[0] != at or seqs[-1] != at + len(seqs) - 1 or found != known:
+                for seq in range(at, at + len(leaves)):
+                    self.leaf(rows, seq)  # names the one that changed
+                raise _leaf_missing(at)
+            yield leaves
+            at += len(leaves)
+        if at < min(stop, self.size):
+            raise _leaf_missing(at)
+
+    def governance_at(self, rows: StoreReader, size: int) -> GovernanceState:
+        """Keys, policy and terms after so many leaves."""
+        found = GovernanceState(self._header, self.leaf(rows, 0).leaf)
+        seqs = sorted(seq for kind in GOVERNING_KINDS for seq in self._others.get(kind, ()) if seq < size)
+        for seq, data in self._genuine(rows, seqs):
+            self._govern(found, _decoded(seq, data), data.leaf, rows)
+        last = rows.checkpoint()
+        found.size = max(size, found.size)
+        found.covered(0 if last is None else min(size, last.size))
+        return found
+
+    def withdrawals(self, rows: StoreReader) -> Mapping[int, int]:
+        """Every contribution that was withdrawn → the leaf in which it was."""
+        with self._turn:
+            read, found = self._withdrawals
+            for leaf in self.records(rows, Withdrawal, read):
+                assert isinstance(leaf.record, Withdrawal)
+                found.setdefault(leaf.record.target, leaf.seq)
+            if not read:
+                listed = {target: seq for target, seq in rows.withdrawals() if seq < self._signed}
+                self._compare(listed, found, "withdrawal", "withdraws leaf {}")
+            self._withdrawals = self.size, found
+            return found
+
+    def attempts(self, rows: StoreReader) -> Mapping[AttemptName, int]:
+        """Every attempt that an epoch closed → its leaf."""
+        with self._turn:
+            read, found = self._attempts
+            for leaf in self.records(rows, Epoch, read):
+                assert isinstance(leaf.record, Epoch)
+                for attempt in leaf.record.attempts:
+                    found.setdefault(attempt, leaf.seq)
+            if not read:
+                listed = {tuple(each[:3]): each.seq for each in rows.attempts() if each.seq < self._signed}
+                self._compare(listed, found, "attempt", "records segment {0[1]}, generation {0[2]}")
+            self._attempts = self.size, found
+            return found
+
+    def generations(self, rows: StoreReader, run: bytes, segment: int) -> int:
+        """One more than the largest generation of a segment that was held or recorded; 0 if none was."""
+        recorded = [name[2] for name in self.attempts(rows) if name[:2] == (run, segment)]
+        return max([-1, *recorded, *(each.generation for each in rows.kept(run) if each.segment == segment)]) + 1
+
     # ----------------------------------------------------------------------------------- inside
 
+    def _remember(self, head: LedgerHead) -> None:
+        self._recent[head.size] = head.frontier
+        if len(self._recent) > _HEADS_REMEMBERED:
+            del self._recent[min(self._recent)]
+
+    def _genuine(self, rows: StoreReader, seqs: Sequence[int]) -> Iterator[tuple[int, StoredLeaf]]:
+        """These leaves, in order, if they are those that were hashed before."""
+        expected = iter(seqs)
+        for seq, data in rows.pick(seqs):
+            if seq != (wanted := next(expected)):
+                raise _leaf_missing(wanted)
+            if leaf_hash(data.leaf)[:_HASH_PART] != self._hashes[seq * _HASH_PART : (seq + 1) * _HASH_PART]:
+                why = "it is not the leaf that this process read before"
+                raise leaf_not_allowed(seq, kind_name(data.leaf) or "leaf", why)
+            yield seq, data
+        for wanted in expected:
+            raise _leaf_missing(wanted)
+
+    def _compare(self, listed: Mapping[Any, int], real: Mapping[Any, int], what: str, claim: str) -> None:
+        """LedgerDamaged unless the store lists, of the signed leaves, what they say."""
+        signed = {name: seq for name, seq in real.items() if seq < self._signed}
+        if listed == signed:
+            return
+        name = min(each for each in listed.keys() | signed.keys() if listed.get(each) != signed.get(each))
+        says, seq = ("does not list", signed[name]) if name in signed else ("lists", listed[name])
+        problem = f"the store {says} that leaf {seq} {claim.format(name)}, and the leaves differ"
+        raise LedgerDamaged(f"ledger.{what}-index-differs", problem, _CACHE_CHANGED)
+
+    def _compare_kinds(self, rows: StoreReader) -> None:
+        """LedgerDamaged unless the store lists every signed leaf under the kind that the leaf states."""
+        listed, real = rows.listed_kinds(self._signed), {at: n for n, seqs in self._others.items() for at in seqs}
+        for seq in sorted(listed.keys() | real.keys()) if listed != real else ():
+            if listed.get(seq) != real.get(seq):
+                stated, told = (RECORD_KINDS.get(each.get(seq, 2)) for each in (real, listed))
+                names = [KIND_NAMES.get(each, "unknown") if each else "unknown" for each in (stated, told)]
+                problem = f"leaf {seq} is of kind {names[0]}, and the store lists it as {names[1]}"
+                raise LedgerDamaged("ledger.kind-index-differs", problem, _CACHE_CHANGED)
+
     def _begin(self, rows: StoreReader, last: StoredCheckpoint | None) -> GovernanceState:
-        """Begin anew at the newest checkpoint, or before the first leaf."""
+        """Begin anew: hash all leaves that the newest checkpoint covers, or begin before the first leaf."""
+        self._reset()
         state = GovernanceState(self._header, leaf_bytes(rows, 0))
-        self._frontier, self._time, self._epoch, self.vouched = Frontier(), 0, 0, 1  # the header is its owners' word
-        if last is not None:
-            self.vouched = last.size
-            tree, note = parse_checkpoint(last.text)
-            nodes = TileNodes(tile_reader(rows))
-            self._frontier = frontier_at(nodes, last.size)
-            for seq, data in _leaves_that_govern(rows, last.size):
-                leaf = decode_leaf(data)
-                proof = inclusion_proof(nodes, seq, last.size)
-                if leaf.seq != seq or not verify_inclusion(leaf_hash(data.leaf), seq, last.size, proof, tree.root):
-                    raise leaf_not_allowed(seq, KIND_NAMES[leaf.kind], "it is not the leaf that was signed")
-                if seq:
-                    self._govern(state, leaf, data.leaf, rows)
-            newest = decode_kept(leaf_bytes(rows, last.size - 1))
-            self._time, self._epoch = newest.time, newest.epoch + (newest.kind is Epoch)
-            state.covered(max((each.size for each in rows.checkpoints() if each.size < last.size), default=0))
-            signed = any(
-                (line.name, line.key_id) == (key.name, key.id) and key.holds(note.text, line.value)
-                for known in state.histories(Role.LEDGER)
-                if state.why_not_signing(known.public.id, newest.time) is None
-                for key in (NoteKey(self._header.origin, known.public),)
-                for line in note.signatures
-            )
-            if not signed or self._frontier.root() != tree.root:
-                problem = f"the newest checkpoint of the ledger {self._header.origin!r} is not of its tree and keys"
-                raise LedgerDamaged("ledger.checkpoint-not-of-ledger", problem, _SOMEBODY_WROTE)
+        self.vouched = 1  # the header is its owners' word
+        if last is None:
+            return state
+        tree, note = parse_checkpoint(last.text)
+        for seqs, leaves in rows.kept_blocks(0, last.size):
+            if seqs[0] != self.size or seqs[-1] != self.size + len(seqs) - 1:
+                break
+            self._take(leaves)
+        if self.size != last.size:
+            problem = f"{self.size} of {last.size} signed leaves are there: leaf {self.size} is missing"
+            raise LedgerDamaged("ledger.leaf-missing", problem, _SOMEBODY_WROTE)
+        if (tree.size, tree.root) != (last.size, self._frontier.root()):
+            raise self._not_signed(rows)
+        self._signed = self.vouched = last.size
+        governing = sorted(seq for kind in GOVERNING_KINDS for seq in self._others.get(kind, ()))
+        for seq, data in self._genuine(rows, governing):
+            self._govern(state, _decoded(seq, data), data.leaf, rows)
+        newest = decode_kept(self.leaf(rows, last.size - 1).leaf)
+        self._time, self._epoch = newest.time, newest.epoch + (newest.kind is Epoch)
+        state.covered(max((each.size for each in rows.checkpoints() if each.size < last.size), default=0))
+        signed = any(
+            (line.name, line.key_id) == (key.name, key.id) and key.holds(note.text, line.value)
+            for known in state.histories(Role.LEDGER)
+            if state.why_not_signing(known.public.id, newest.time) is None
+            for key in (NoteKey(self._header.origin, known.public),)
+            for line in note.signatures
+        )
+        if not signed or tree.origin != self._header.origin:
+            raise self._checkpoint_differs()
+        self._compare_kinds(rows)
         return state
+
+    def _take(self, leaves: Sequence[bytes]) -> None:
+        """Hash the next leaves, and note the kinds of those that are no contributions."""
+        hashes = leaf_hashes(leaves)
+        if not CONTRIBUTION_STARTS.issuperset(map(itemgetter(slice(3)), leaves)):  # most blocks have no other
+            for seq, leaf in enumerate(leaves, start=self.size):
+                if leaf[:3] not in CONTRIBUTION_STARTS:
+                    try:
+                        kept = decode_kept(leaf)
+                    except EncodingError as error:
+                        raise leaf_not_allowed(seq, "leaf", error.problem) from None
+                    self._others.setdefault(KIND_NUMBERS[kept.kind], []).append(seq)
+        self._frontier.extend(hashes)
+        self._hashes += b"".join([each[:_HASH_PART] for each in hashes])
+
+    def _not_signed(self, rows: StoreReader) -> LedgerError:
+        """The leaves are not those of the newest checkpoint; the first one that the tiles do not have, if there is."""
+        for at in range(0, self.size, TILE_WIDTH):
+            tile = rows.tile(0, at // TILE_WIDTH) or b""
+            for seq in range(at, min(at + TILE_WIDTH, self.size)):
+                stored = tile[(seq - at) * HASH_SIZE :][:_HASH_PART]
+                if stored != self._hashes[seq * _HASH_PART : (seq + 1) * _HASH_PART]:
+                    kind = kind_name(leaf_bytes(rows, seq)) or "leaf"
+                    return leaf_not_allowed(seq, kind, "it is not the leaf that was signed")
+        return self._checkpoint_differs()
+
+    def _checkpoint_differs(self) -> LedgerDamaged:
+        problem = f"the newest checkpoint of the ledger {self._header.origin!r} is not of its tree and keys"
+        return LedgerDamaged("ledger.checkpoint-not-of-ledger", problem, _SOMEBODY_WROTE)
 
     def check_next(self, batch: Sequence[Record], at: Sequence[int], state: GovernanceState, time: int) -> None:
         """LedgerError if one of these contributions of a batch may not come next. Only its first record may govern."""
@@ -287,13 +491,9 @@ class CheckedLeaves:
 
     def _read(self, state: GovernanceState, block: Sequence[tuple[int, StoredLeaf]], rows: StoreReader) -> None:
         """Check leaves that somebody else wrote, or that were written before this process began."""
-        frontier = self._frontier
         rules = AdmissionRules(self._header, state)
-        for at, (seq, data) in enumerate(block, start=frontier.size):
-            try:
-                leaf = decode_leaf(data)
-            except EncodingError as error:
-                raise leaf_not_allowed(at, "leaf", error.problem) from None
+        for at, (seq, data) in enumerate(block, start=self.size):
+            leaf = _decoded(at, data)
             if (seq, leaf.seq, leaf.epoch) != (at, at, self._epoch) or leaf.time < self._time:
                 raise leaf_not_allowed(
                     at, KIND_NAMES[leaf.kind], "its place, time or epoch is not that of the next leaf"
@@ -316,7 +516,7 @@ class CheckedLeaves:
                     at, KIND_NAMES[leaf.kind], "its body is missing, and no checkpoint covers it yet"
                 )
             self._time, self._epoch = leaf.time, self._epoch + (leaf.kind is Epoch)
-        frontier.extend(leaf_hashes([data.leaf for _, data in block]))
+        self._take([data.leaf for _, data in block])
 
     def _govern(self, state: GovernanceState, leaf: Leaf, data: bytes, rows: StoreReader) -> None:
         assert isinstance(leaf.record, GoverningRecord)
@@ -351,18 +551,19 @@ _SOMEBODY_WROTE = (
     "find out who wrote into the store past its rules; go on with a copy without what nobody signed: "
     "lamina ledger copy LEDGER NEW --signed"
 )
-_GOVERNING_NUMBERS = {*GOVERNING_KINDS, KIND_NUMBERS[Header]}
+_CACHE_CHANGED = "somebody changed the store past its rules: restore the ledger from a copy"
+_HEADS_REMEMBERED = 256
 
 
-def _leaves_that_govern(rows: StoreReader, size: int) -> Iterator[tuple[int, StoredLeaf]]:
-    """Header and governing records by what the leaves say; the lists of the store may hide one."""
-    there = 0
-    for seq, data in rows.leaves(0, size):
-        there += 1
-        if data.leaf[:3] not in CONTRIBUTION_STARTS and KIND_NUMBERS[decode_kept(data.leaf).kind] in _GOVERNING_NUMBERS:
-            yield seq, data
-    if there != size:
-        raise LedgerDamaged("ledger.leaf-missing", f"{there} of {size} signed leaves are there", _SOMEBODY_WROTE)
+def _decoded(seq: int, data: StoredLeaf) -> Leaf:
+    try:
+        return decode_leaf(data)
+    except EncodingError as error:
+        raise leaf_not_allowed(seq, kind_name(data.leaf) or "leaf", error.problem) from None
+
+
+def _leaf_missing(seq: int) -> LedgerDamaged:
+    return LedgerDamaged("ledger.leaf-missing", f"leaf {seq} is missing", _SOMEBODY_WROTE)
 
 
 def leaf_not_allowed(seq: int, kind: str, why: str) -> LedgerError:

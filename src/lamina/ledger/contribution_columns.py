@@ -8,7 +8,7 @@ for each. Leaves that differ elsewhere are grouped again, or left to the strict 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple, cast
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from lamina.admit.keys import LAST_SECOND
 from lamina.errors import EncodingError
 from lamina.ledger.append import INDEX_KEY_BYTES, index_keys
+from lamina.ledger.checked_leaves import CheckedLeaves
 from lamina.ledger.merkle import hash_all
 from lamina.ledger.records import (
     CONTRIBUTION_BODY,
@@ -79,10 +80,10 @@ def other_kinds(data: LeafBlock) -> list[int]:
     return [at for at, one in enumerate(data.leaves) if one[:3] not in CONTRIBUTION_STARTS]
 
 
-def kept_contributions(rows: StoreReader, first: int, stop: int) -> Iterator[ContributionColumns | KeptLeaf]:
-    """The contributions among leaves [first, stop), by what the leaves say: those of one layout together, or one."""
-    for _, block in rows.blocks(first, stop):
-        leaves = [leaf for leaf in block.leaves if leaf[:3] in CONTRIBUTION_STARTS]
+def kept_contributions(blocks: Iterable[Sequence[bytes]]) -> Iterator[ContributionColumns | KeptLeaf]:
+    """The contributions among these leaves, by what the leaves say: those of one layout together, or one."""
+    for block in blocks:
+        leaves = [leaf for leaf in block if leaf[:3] in CONTRIBUTION_STARTS]
         for group in read_columns(LeafBlock(leaves, [None] * len(leaves))):
             if isinstance(group, ContributionColumns):
                 yield group
@@ -269,10 +270,10 @@ class KeyIndexChecks:
         return int(min(seq for _, seq in stored ^ stated))
 
 
-def first_index_difference(rows: StoreReader, indexed: int) -> int | None:
+def first_index_difference(rows: StoreReader, leaves: CheckedLeaves, indexed: int) -> int | None:
     """The first leaf of which the store's index does not say what the leaf says; None if it is right."""
     index = KeyIndexChecks()
-    for each in kept_contributions(rows, 0, indexed):
+    for each in kept_contributions(leaves.kept(rows, 0, indexed)):
         if isinstance(each, ContributionColumns):
             index.many(each.seq, each.keys, pruned=True)
         elif each.contribution is not None:

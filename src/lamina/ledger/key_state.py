@@ -6,17 +6,15 @@ is neither appended nor covered by a new checkpoint nor, where it stands in a le
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Self, TypeVar
 
 from lamina.admit.key_ring import KeyRing, KeyStatus
 from lamina.admit.keys import PrivateKey, PublicKey, format_utc
-from lamina.errors import LedgerDamaged, LedgerError
+from lamina.errors import LedgerError
 from lamina.ledger.governance_records import (
-    GOVERNING_KINDS,
-    Aggregate,
     Authorization,
     ClassBounds,
     GoverningRecord,
@@ -36,22 +34,11 @@ from lamina.ledger.governance_records import (
     profile_exceeds,
 )
 from lamina.ledger.merkle import TileNodes, leaf_hash, root_at
-from lamina.ledger.records import KIND_NUMBERS, ContributionTerms, Epoch, decode_leaf
+from lamina.ledger.records import ContributionTerms
 from lamina.ledger.signed_checkpoint import Note, WitnessKey, WitnessQuorum, parse_checkpoint
 from lamina.ledger.store.rows import StoreReader, tile_reader
 
 G = TypeVar("G", bound=GoverningRecord)
-R = TypeVar("R", Epoch, Aggregate)
-
-
-def records_of(rows: StoreReader, kind: type[R], first: int, stop: int) -> Iterator[R]:
-    """The records of one kind in leaves [first, stop)."""
-    for seq, data in rows.of_kind(KIND_NUMBERS[kind], first, stop):
-        record = decode_leaf(data).record
-        if not isinstance(record, kind):
-            problem = f"the store lists leaf {seq} as {kind.__name__}, and it is none"
-            raise LedgerDamaged("ledger.kind-index-differs", problem, "restore the ledger from a copy")
-        yield record
 
 
 class Violation(NamedTuple):
@@ -317,15 +304,6 @@ class GovernanceState(KeyState):
 
     # ----------------------------------------------------------------------------------- replaying
 
-    def follow(self, rows: StoreReader, size: int) -> None:
-        """Go on to the first `size` leaves, by what the store lists as governing records."""
-        found = [row for kind in GOVERNING_KINDS for row in rows.of_kind(kind, self.size, size)]
-        for seq, data in sorted(found):
-            leaf = decode_leaf(data)
-            assert isinstance(leaf.record, GoverningRecord)
-            self.see(leaf.record, seq, leaf.time, data.leaf, checkpoint_roots(rows))
-        self.size = max(size, self.size)
-
     def see(self, record: GoverningRecord, seq: int, time: int, data: bytes, root_of: RootAt) -> None:
         """Check and apply the governing record of that leaf; LedgerError if it is not authorised."""
         self.check(record, seq, time, root_of)
@@ -528,15 +506,6 @@ def _earlier(one: int | None, two: int) -> int:
 def leaf_bytes(rows: StoreReader, seq: int) -> bytes:
     """What the tree hashes of a leaf; nothing if it is not there."""
     return b"" if (data := rows.leaf(seq)) is None else data.leaf
-
-
-def governance_at(rows: StoreReader, header: Header, size: int) -> GovernanceState:
-    """Keys, policy and terms after so many leaves."""
-    found = GovernanceState(header, leaf_bytes(rows, 0))
-    found.follow(rows, size)
-    last = rows.checkpoint()
-    found.covered(0 if last is None else min(size, last.size))
-    return found
 
 
 def check_key_may_sign(keys: KeyState, key: PrivateKey, time: int) -> None:

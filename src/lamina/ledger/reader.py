@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from threading import RLock
 from types import TracebackType
 from typing import Self
@@ -13,8 +13,9 @@ from lamina.errors import LedgerDamaged, LedgerError
 from lamina.ledger import merkle
 from lamina.ledger import records as leaves
 from lamina.ledger.append import UnindexedKeys, anchor_key, descriptor_key, index_key_ranges, subject_key
+from lamina.ledger.checked_leaves import CheckedLeaves
 from lamina.ledger.governance_records import Header
-from lamina.ledger.key_state import GovernanceState, governance_at
+from lamina.ledger.key_state import GovernanceState
 from lamina.ledger.merkle import Frontier, TileNodes, leaf_hash
 from lamina.ledger.receipt import TlogProof, make_receipt
 from lamina.ledger.records import KIND_NUMBERS, ContributionRecord, KeptContribution, Leaf, Record
@@ -46,6 +47,7 @@ class LedgerReader:
             self.header = record
             self.header_hash = leaf_hash(_there(0, first).leaf)  # the identity of the ledger
             self._check_head(rows, head)
+        self._checked = CheckedLeaves(self.header)
 
     @classmethod
     def read_only(cls, where: str | os.PathLike[str]) -> LedgerReader:
@@ -113,10 +115,17 @@ class LedgerReader:
             signed = rows.checkpoint()
         return None if signed is None else signed.text
 
+    def checked(self, rows: StoreReader) -> CheckedLeaves:
+        """All leaves of this view, hashed under the newest checkpoint: what every decision is derived from."""
+        self._checked.follow(rows, head_of(rows))
+        return self._checked
+
     def parties(self, before: int | None = None) -> GovernanceState:
         """Whose signatures count, after the leaves before that one."""
         with self.store.read() as rows:
-            return governance_at(rows, self.header, head_of(rows).size if before is None else before)
+            if before is None:
+                return self._checked.follow(rows, head_of(rows))
+            return self.checked(rows).governance_at(rows, before)
 
     # ----------------------------------------------------------------------------------- leaves
 
@@ -140,7 +149,18 @@ class LedgerReader:
             yield _decode_stored_leaf(seq, data)
 
     def of_kind(self, kind: type[Record], first: int = 0, stop: int | None = None) -> Iterator[Leaf]:
-        """Leaves of one kind, in order. Quick for every kind but contributions."""
+        """Leaves of one kind, in order, by what the leaves say. Quick for every kind but contributions."""
+        with self.store.read() as rows:
+            last = head_of(rows).size if stop is None else stop
+            if kind is not ContributionRecord:
+                yield from self.checked(rows).records(rows, kind, first, last)
+                return
+            for seq, data in rows.leaves(first, last):
+                if data.leaf[:3] in leaves.CONTRIBUTION_STARTS:
+                    yield _decode_stored_leaf(seq, data)
+
+    def listed(self, kind: type[Record], first: int = 0, stop: int | None = None) -> Iterator[Leaf]:
+        """The same, quickly, by what the store lists: to show, never to decide."""
         with self.store.read() as rows:
             last = head_of(rows).size if stop is None else stop
             for seq, data in rows.of_kind(KIND_NUMBERS[kind], first, last):
@@ -185,13 +205,12 @@ class LedgerReader:
 
     def withdrawn(self, seq: int) -> int | None:
         """The leaf in which a contribution was withdrawn."""
-        with self.store.read() as rows:
-            return rows.withdrawn(seq)
+        return self.withdrawals().get(seq)
 
-    def withdrawals(self) -> dict[int, int]:
+    def withdrawals(self) -> Mapping[int, int]:
         """Every contribution that was withdrawn → the leaf in which it was."""
         with self.store.read() as rows:
-            return dict(rows.withdrawals())
+            return self.checked(rows).withdrawals(rows)
 
     # ----------------------------------------------------------------------------------- proofs
 

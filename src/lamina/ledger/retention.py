@@ -23,16 +23,16 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from lamina.errors import LedgerDamaged, LedgerError
+from lamina.ledger.checked_leaves import CheckedLeaves
 from lamina.ledger.governance_records import MAX_SPANS, Aggregate, ClassTotal, LeafSpan, Role, Withdrawal
-from lamina.ledger.key_state import records_of
-from lamina.ledger.merkle import Frontier, leaf_hash, leaf_hashes
+from lamina.ledger.merkle import leaf_hash
 from lamina.ledger.records import CONTRIBUTION_STARTS, ContributionRecord, Epoch, decode_kept, decode_leaf
-from lamina.ledger.store.rows import LedgerHead, PruningRow, StoreReader, StoreWriter, head_of
+from lamina.ledger.store.rows import PruningRow, StoredLeaf, StoreReader, StoreWriter, head_of
 from lamina.ledger.writer import DAY_SECONDS, Ledger
 
 _NEVER = 1 << 62  # later than any time
 _LEAVES_PER_TRANSACTION = 4096  # leaves whose bodies go in one transaction
-_KINDS_CHANGING_AGGREGATE = (Epoch, Withdrawal, Aggregate)
+_KINDS_CHANGING_AGGREGATE = {Epoch, Withdrawal, Aggregate}
 
 
 class Retention:
@@ -57,8 +57,7 @@ class Retention:
             problem = f"the horizon {horizon} is later than {latest}, which the retention allows"
             raise LedgerError("ledger.horizon-too-late", problem, "give an earlier one, or wait")
         with self._store.read() as rows:
-            self._ledger.governance(rows)  # its head is that of the signed tree
-            return _propose_aggregate(rows, horizon, now)
+            return _propose_aggregate(rows, self._ledger.checked(rows), horizon, now)
 
     def receipts(self, aggregate: Aggregate) -> Iterator[tuple[int, bytes]]:
         """(leaf, COSE receipt) of everything whose body would go, under the newest checkpoint."""
@@ -75,8 +74,7 @@ class Retention:
         self.resume()
         with self._store.read() as rows:
             size = head_of(rows).size
-            self._ledger.governance(rows)
-            fresh = _propose_aggregate(rows, aggregate.horizon, self._ledger.now())
+            fresh = _propose_aggregate(rows, self._ledger.checked(rows), aggregate.horizon, self._ledger.now())
         if aggregate.horizon > self.horizon():
             problem = f"the horizon {aggregate.horizon} is not reached yet"
             raise LedgerError("ledger.horizon-too-late", problem, "wait, or propose again")
@@ -86,10 +84,10 @@ class Retention:
         self._check_signatures(aggregate)
 
         def mark(rows: StoreWriter, seqs: list[int]) -> None:
-            if any(decode_kept(data.leaf).kind in _KINDS_CHANGING_AGGREGATE for _, data in rows.leaves(size, seqs[0])):
-                raise LedgerError(
-                    "ledger.proposal-outdated", "the ledger grew while it was being pruned", "propose again"
-                )
+            new = {decode_kept(leaf).kind for _, block in rows.kept_blocks(size, seqs[0]) for leaf in block}
+            if new & _KINDS_CHANGING_AGGREGATE:
+                problem = "the ledger grew while it was being pruned"
+                raise LedgerError("ledger.proposal-outdated", problem, "propose again")
             rows.put_pruning(PruningRow(seqs[0], False))
 
         (seq,) = self._ledger.append_aggregate(aggregate, mark)
@@ -102,7 +100,8 @@ class Retention:
             unfinished = [pruning.seq for pruning in rows.prunings() if not pruning.done]
         for seq in unfinished:
             self._ledger.checkpoint()  # nothing goes before what stands for it is signed
-            aggregate = self._ledger.leaf(seq).record
+            with self._store.read() as rows:
+                aggregate = decode_leaf(self._ledger.checked(rows).leaf(rows, seq)).record
             if not isinstance(aggregate, Aggregate):
                 problem = f"the store says that leaf {seq} prunes contributions, but it is no aggregate"
                 raise LedgerDamaged("ledger.pruning-index-differs", problem, "restore the ledger from a copy")
@@ -125,14 +124,13 @@ class Retention:
             raise LedgerError("ledger.aggregate-signature-invalid", problem, remedy)
 
 
-def _propose_aggregate(rows: StoreReader, horizon: int, now: int) -> Aggregate | None:
-    head = head_of(rows)
-    withdrawn, spent = _withdrawn_and_spent(rows, head)
-    going, used = _leaves_being_pruned(rows), _earliest_open_run(rows)
+def _propose_aggregate(rows: StoreReader, leaves: CheckedLeaves, horizon: int, now: int) -> Aggregate | None:
+    going, used = _leaves_being_pruned(rows, leaves), _earliest_open_run(rows)
+    withdrawn = leaves.withdrawals(rows)
     counts, withdrawn_counts = Counter[str](), Counter[str]()
     spans: list[list[int]] = []
     digest = hashlib.sha256()
-    for seq, data in rows.leaves(0, head.size):
+    for seq, data in _genuine_leaves(rows, leaves):
         if data.leaf[:3] not in CONTRIBUTION_STARTS:
             continue
         leaf = decode_leaf(data)
@@ -152,6 +150,7 @@ def _propose_aggregate(rows: StoreReader, horizon: int, now: int) -> Aggregate |
         withdrawn_counts[leaf.record.terms.cls] += seq in withdrawn
     if not spans:
         return None
+    spent = _largest_spend(rows, leaves)
     return Aggregate(
         spans=tuple(LeafSpan(first=first, stop=stop) for first, stop in spans),
         horizon=horizon,
@@ -163,12 +162,20 @@ def _propose_aggregate(rows: StoreReader, horizon: int, now: int) -> Aggregate |
     )
 
 
-def _leaves_being_pruned(rows: StoreReader) -> set[int]:
+def _genuine_leaves(rows: StoreReader, leaves: CheckedLeaves) -> Iterator[tuple[int, StoredLeaf]]:
+    """All leaves with their bodies, in order, each compared with the hash that was checked."""
+    for first in range(0, leaves.size, _LEAVES_PER_TRANSACTION):
+        stop = min(first + _LEAVES_PER_TRANSACTION, leaves.size)
+        yield from leaves.leaves(rows, range(first, stop)).items()
+
+
+def _leaves_being_pruned(rows: StoreReader, leaves: CheckedLeaves) -> set[int]:
     """Leaves that are summed up already, by an aggregate that was stopped before their bodies were gone."""
     found: set[int] = set()
     for pruning in rows.prunings():
-        for record in () if pruning.done else records_of(rows, Aggregate, pruning.seq, pruning.seq + 1):
-            found.update(*(range(span.first, span.stop) for span in record.spans))
+        for leaf in () if pruning.done else leaves.records(rows, Aggregate, pruning.seq, pruning.seq + 1):
+            assert isinstance(leaf.record, Aggregate)
+            found.update(*(range(span.first, span.stop) for span in leaf.record.spans))
     return found
 
 
@@ -179,22 +186,11 @@ def _earliest_open_run(rows: StoreReader) -> int:
     return min((days.get(run, 0) * DAY_SECONDS for run in at_work), default=_NEVER)
 
 
-def _withdrawn_and_spent(rows: StoreReader, head: LedgerHead) -> tuple[set[int], dict[str, int]]:
-    """Contributions that were withdrawn, and by class the largest spend that an epoch has recorded: spend never falls.
-
-    By the leaves, which must be those of the tree: what the store lists may hide one, and an aggregate is signed for good.
-    """
-    withdrawn, spent, tree = set[int](), dict[str, int](), Frontier()
-    for _, block in rows.blocks(0, head.size):
-        tree.extend(leaf_hashes(block.leaves))
-        for at, data in enumerate(block.leaves):
-            record = None if data[:3] in CONTRIBUTION_STARTS else decode_leaf(block[at]).record
-            if isinstance(record, Withdrawal):
-                withdrawn.add(record.target)
-            elif isinstance(record, Epoch):
-                for account in record.accounts:
-                    spent[account.cls] = max(account.spend, spent.get(account.cls, 0))
-    if tree.encode() != head.frontier:
-        problem = "the leaves of the ledger are not those of its tree"
-        raise LedgerDamaged("ledger.tree-differs", problem, "restore the ledger from a copy; nothing was pruned")
-    return withdrawn, spent
+def _largest_spend(rows: StoreReader, leaves: CheckedLeaves) -> dict[str, int]:
+    """By class the largest spend that an epoch has recorded: spend never falls."""
+    found: dict[str, int] = {}
+    for leaf in leaves.records(rows, Epoch):
+        assert isinstance(leaf.record, Epoch)
+        for account in leaf.record.accounts:
+            found[account.cls] = max(account.spend, found.get(account.cls, 0))
+    return found

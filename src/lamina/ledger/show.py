@@ -66,7 +66,7 @@ class RecordFilter:
         size = ledger.size
         stop = size if self.stop is None else min(self.stop, size)
         if len(self.kinds) == 1:
-            found = ledger.of_kind(KINDS_BY_NAME[self.kinds[0]], self.first, stop)
+            found = ledger.listed(KINDS_BY_NAME[self.kinds[0]], self.first, stop)
         else:
             found = ledger.leaves(self.first, stop)
         for leaf in found:

@@ -92,7 +92,7 @@ def withdraw(
         raise LedgerError("ledger.operator-without-request", problem, "give what was handed in: --request FILE")
     if run is not None and segment is not None and effect is WithdrawalEffect.FINISH:
         with ledger.store.read() as rows:
-            if rows.generations(run, segment):
+            if ledger.checked(rows).generations(rows, run, segment):
                 problem = f"segment {segment} of run {run.hex()[:8]} was opened before"
                 remedy = "name the segment after it, or abandon it: effect abandon"
                 raise LedgerError("ledger.segment-already-open", problem, remedy)

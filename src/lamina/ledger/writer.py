@@ -14,18 +14,10 @@ from lamina.admit.keys import PrivateKey
 from lamina.errors import LedgerDamaged, LedgerError, StoreLost
 from lamina.ledger import signed_checkpoint as notes
 from lamina.ledger.append import AppendBatch, AppendContext, UnindexedKeys, check_may_follow
-from lamina.ledger.checked_leaves import CheckedLeaves, WriterMark, leaf_not_allowed
+from lamina.ledger.checked_leaves import WriterMark, leaf_not_allowed
 from lamina.ledger.contribution_columns import first_index_difference
 from lamina.ledger.governance_records import Aggregate, GoverningRecord, Header, KeyEvent, KeyEvents, Release, Role
-from lamina.ledger.key_state import (
-    G,
-    GovernanceState,
-    KeyState,
-    check_header_signed,
-    check_key_may_sign,
-    governance_at,
-    signed_record,
-)
+from lamina.ledger.key_state import G, GovernanceState, KeyState, check_header_signed, check_key_may_sign, signed_record
 from lamina.ledger.merkle import Frontier
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.records import KIND_NAMES, Record, decode_leaf
@@ -70,7 +62,6 @@ class Ledger(LedgerReader):
         super().__init__(store)
         self._key, self._governing, self._clock, self._patience = key, governing, clock, patience
         self._id = os.urandom(16)  # names this writer in the store
-        self._checked = CheckedLeaves(self.header)
         self._index_checked = False  # whether the store's index was compared with the leaves
 
     @classmethod
@@ -137,9 +128,6 @@ class Ledger(LedgerReader):
             return self._checked.follow(rows, head_of(rows))
         with self.store.read() as view:
             return self._checked.follow(view, head_of(view))
-
-    def parties(self, before: int | None = None) -> GovernanceState:
-        return self.governance() if before is None else super().parties(before)
 
     @property
     def governs(self) -> bool:
@@ -217,7 +205,7 @@ class Ledger(LedgerReader):
         """LedgerDamaged if the store's index hides a contribution, which could be admitted again. Asked once."""
         if self._index_checked:
             return
-        if (wrong := first_index_difference(rows, head_of(rows).indexed)) is not None:
+        if (wrong := first_index_difference(rows, self.checked(rows), head_of(rows).indexed)) is not None:
             problem = f"the index of the ledger {self.name} does not say of leaf {wrong} what the leaf says"
             raise LedgerDamaged("ledger.key-index-differs", problem, "restore the ledger from a copy")
         self._index_checked = True
@@ -249,7 +237,9 @@ class Ledger(LedgerReader):
             if len(batch.others) < len(batch.records):
                 self.check_index(rows)
             step, ledger = self.header.epoch_clock, self.header_hash
-            context = AppendContext(head, now, step, previous, self._tail, ledger, check_new)
+            context = AppendContext(
+                head, now, step, previous, self._tail, ledger, check_new, lambda: self.checked(rows)
+            )
             seqs = batch.write(rows, context)
             before.append(head)
             if self._key is not None and batch.after is not None:
@@ -269,7 +259,7 @@ class Ledger(LedgerReader):
         with self._turn:
             seqs = self.transact(work)
             if batch.after is not None:
-                self._checked.wrote(before[-1], batch.after, batch.frontier, batch.governing)
+                self._checked.wrote(before[-1], batch.after, batch.frontier, batch.hashes, batch.placed)
                 self._tail.grow(*batch.new_index_keys, batch.after.size)
         return seqs
 
@@ -318,7 +308,7 @@ class Ledger(LedgerReader):
                     raise LedgerDamaged("ledger.checkpoints-differ", problem, "find out who signed the other one")
                 return last.text
             if last != before:  # a checkpoint came between, and may cover that this key was replaced
-                check_key_may_sign(governance_at(rows, self.header, tree.size), key, head.time)
+                check_key_may_sign(self.checked(rows).governance_at(rows, tree.size), key, head.time)
             rows.put_checkpoint(signed)
             return signed.text
 

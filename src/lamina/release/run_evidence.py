@@ -120,7 +120,7 @@ class RunEvidence:
             plans.setdefault(epoch.plan, StepPlan.from_cbor(data))
         spent = RecordedSpend(ledger.header)
         with ledger.store.read() as rows:
-            spent.follow(rows, checkpoint.size)
+            spent.follow(rows, checkpoint.size, ledger.checked(rows))
         return cls(
             run=run, checkpoint=checkpoint, checkpoint_text=text, header_hash=ledger.header_hash,
             time=ledger.leaf(checkpoint.size - 1).time, epochs=covered, plans=plans,

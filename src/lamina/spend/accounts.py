@@ -16,9 +16,9 @@ from lamina.account.accountants import find_accountant
 from lamina.account.gaussian_rdp import step_rdp
 from lamina.account.schedule import Event, EventKey, check_delta, rdp_order_of
 from lamina.errors import AccountingError, BudgetExceeded, RunError
-from lamina.ledger import records
+from lamina.ledger.checked_leaves import CheckedLeaves
 from lamina.ledger.governance_records import Header
-from lamina.ledger.records import KIND_NUMBERS, MAX_ACCOUNTS, Epoch, EpochCharge
+from lamina.ledger.records import MAX_ACCOUNTS, Epoch, EpochCharge
 from lamina.ledger.schema import CLASS, MICRO
 from lamina.ledger.spending import Bound, Spending, steps_by_kind
 from lamina.ledger.store.rows import StoreReader
@@ -355,14 +355,13 @@ class RecordedSpend:
         self._attempts: dict[bytes, dict[AttemptKey, dict[str, int]]] = {}
         self._scales: dict[tuple[bytes, bytes], dict[str, float]] = {}
 
-    def follow(self, rows: StoreReader, size: int) -> None:
-        """Read on to `size` leaves, which are committed."""
-        if size < self._upto:  # the ledger was replaced by a shorter one
+    def follow(self, rows: StoreReader, size: int, leaves: CheckedLeaves) -> None:
+        """Read on to `size` leaves of those that were checked."""
+        if size < self._upto:  # an older view
             self._reset()
-        for _, data in rows.of_kind(KIND_NUMBERS[Epoch], self._upto, size):
-            record = records.decode_leaf(data).record
-            assert isinstance(record, Epoch)
-            self._add(record)
+        for leaf in leaves.records(rows, Epoch, self._upto, size):
+            assert isinstance(leaf.record, Epoch)
+            self._add(leaf.record)
         self._upto = size
 
     def _add(self, epoch: Epoch) -> None:

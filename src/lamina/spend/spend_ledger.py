@@ -11,8 +11,8 @@ from typing import TypeVar
 from lamina import validate
 from lamina.account.accountants import pooled_epsilon
 from lamina.account.schedule import EventCounts, bisect_int
-from lamina.errors import LedgerDamaged, RunError
-from lamina.ledger import records as leaves
+from lamina.errors import RunError
+from lamina.ledger.checked_leaves import CheckedLeaves
 from lamina.ledger.records import Epoch, EpochAccount, EpochCharge, NoiseChange, Segment, SegmentOutcome
 from lamina.ledger.spending import planned_charges, signed_limit
 from lamina.ledger.store.rows import WHOLE_BUDGET_SEGMENT, RunHold, StoreReader, StoreWriter, head_of
@@ -67,12 +67,12 @@ class EpochBuilder:
     variance: Sequence[float]
     changes: NoiseByStep = ()
 
-    def there(self, rows: StoreReader) -> int | None:
+    def there(self, rows: StoreReader, leaves: CheckedLeaves) -> int | None:
         """The leaf that records the attempt already."""
         key = (self.run, self.segment.index, self.segment.generation)
-        if (seq := rows.attempt(*key)) is None:
+        if (seq := leaves.attempts(rows).get(key)) is None:
             return None
-        found = recorded_segment(rows, key, seq)
+        found = recorded_segment(rows, leaves, key, seq)
         if found.nonce != self.segment.nonce:
             problem = f"leaf {seq} records {self._name} with another nonce: a copy of the run made it"
             raise RunError("spend.recorded-by-other-run", problem, "give the ledger that the run was charged in")
@@ -87,7 +87,7 @@ class EpochBuilder:
         return f"segment {self.segment.index}, generation {self.segment.generation} of run {self.run.hex()[:8]}"
 
     def epoch(
-        self, rows: StoreReader, recorded: RecordedSpend, scales: Mapping[str, float]
+        self, rows: StoreReader, leaves: CheckedLeaves, recorded: RecordedSpend, scales: Mapping[str, float]
     ) -> tuple[Epoch, tuple[RunHold, ...]]:
         """The record, with the spend of every account after it; and the open charges that it records."""
         key = (self.run, self.segment.index, self.segment.generation)
@@ -132,7 +132,8 @@ class EpochBuilder:
             )  # fmt: skip
             accounts.append(made)
         earlier = [(*key[:2], generation) for generation in range(self.segment.generation)]
-        unrecorded = sum(rows.attempt(*each) is None for each in earlier)  # open ones too: only the store tells of them
+        known_attempts = leaves.attempts(rows)
+        unrecorded = sum(each not in known_attempts for each in earlier)  # open ones too: only the store tells of them
         epoch = Epoch(
             run=self.run,
             segments=(replace(self.segment, unrecorded=unrecorded or None),),
@@ -176,18 +177,16 @@ class EpochBuilder:
         return [each.cls for each in plan_charges(self.plan, 0, self.plan.steps)]
 
 
-def recorded_segment(rows: StoreReader, key: tuple[bytes, int, int], seq: int) -> Segment:
+def recorded_segment(rows: StoreReader, leaves: CheckedLeaves, key: tuple[bytes, int, int], seq: int) -> Segment:
     """An attempt as its leaf records it."""
-    data = rows.leaf(seq)
-    record = None if data is None else leaves.decode_leaf(data).record
-    if not isinstance(record, Epoch):
-        problem = f"the store says that leaf {seq} records an attempt, but it is no epoch"
-        raise LedgerDamaged("spend.leaf-no-epoch", problem, "restore the ledger from a copy")
+    record = next(leaves.records(rows, Epoch, seq, seq + 1)).record
+    assert isinstance(record, Epoch)
     return next(each for each in record.segments if (each.index, each.generation) == key[1:])
 
 
 T = TypeVar("T")
 _MOST = 2**63 - 1
+_MOST_TRIES = 1000  # how often other runs may be quicker
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -243,15 +242,16 @@ class SpendLedger:
     def next_generation(self, run: str, segment: int) -> int:
         """The next generation of a segment to charge: 0 if it never was charged."""
         id = bytes.fromhex(checked_run(run))
-        return self._ask(lambda _, rows: rows.generations(id, segment))
+        return self._ask(lambda _, rows: self.ledger.checked(rows).generations(rows, id, segment))
 
     def recorded(self, run: str, segment: int, generation: int) -> Segment | None:
         """The attempt as a leaf records it; None if none does."""
         key = (bytes.fromhex(checked_run(run)), segment, generation)
 
         def look(_: SpendView, rows: StoreReader) -> Segment | None:
-            leaf = rows.attempt(*key)
-            return None if leaf is None else recorded_segment(rows, key, leaf)
+            leaves = self.ledger.checked(rows)
+            leaf = leaves.attempts(rows).get(key)
+            return None if leaf is None else recorded_segment(rows, leaves, key, leaf)
 
         return self._ask(look)
 
@@ -376,7 +376,8 @@ class SpendLedger:
         return self._plan[1]
 
     def _followed(self, rows: StoreReader) -> RecordedSpend:
-        self._recorded.follow(rows, head_of(rows).size)
+        leaves = self.ledger.checked(rows)
+        self._recorded.follow(rows, leaves.size, leaves)
         return self._recorded
 
     def _ask(self, look: Callable[[SpendView, StoreReader], T]) -> T:
@@ -436,7 +437,7 @@ class SpendLedger:
         key, nonce = (bytes.fromhex(run), segment, generation), checked_nonce(nonce)
 
         def work(transaction: SpendTransaction, rows: StoreWriter) -> bool:
-            if (earlier := _earlier_charge(rows, key)) is not None:
+            if (earlier := _earlier_charge(rows, self.ledger.checked(rows), key)) is not None:
                 if earlier.nonce == nonce and earlier.leaf is None and not _same_charges(earlier.body, held):
                     problem = (
                         f"segment {segment}, generation {generation} of run {run[:8]} is charged in ledger '{self.path}' "
@@ -469,20 +470,25 @@ class SpendLedger:
             scales: of signed bounds, as far as their charges do not say them.
         """
         id, data = bytes.fromhex(checked_run(run)), self._encoded(plan)
+
         # in a ledger that was restored from an older copy, leaves are not where they were when the segment was opened
-        before, size = self._ask(lambda _, rows: (rows.attempt(id, key[0] - 1, begun.after), head_of(rows).size))
+        def look(_: SpendView, rows: StoreReader) -> tuple[int | None, int]:
+            leaves = self.ledger.checked(rows)
+            return leaves.attempts(rows).get((id, key[0] - 1, begun.after)), leaves.size
+
+        before, size = self._ask(look)
         read = min(max(begun.eligibility, 1 if before is None else before + 1), size)
         segment, variance = replace(begun, eligibility=read).segment(*key, outcome), begun.applied(plan)
         ended = EpochBuilder(
             run=id, segment=segment, plan=plan, digest=self.digest(plan), variance=variance, changes=begun.changes
         )
 
-        def once() -> int:
+        def once() -> int | None:
             with self._turn, self.ledger.store.read() as rows:
-                recorded = self._followed(rows)
-                if (there := ended.there(rows)) is not None:
+                recorded, leaves = self._followed(rows), self.ledger.checked(rows)
+                if (there := ended.there(rows, leaves)) is not None:
                     return there
-                epoch, parts = ended.epoch(rows, recorded, scales)
+                epoch, parts = ended.epoch(rows, leaves, recorded, scales)
                 expected = recorded.epochs + 1
 
             def settle(rows: StoreWriter, seqs: list[int]) -> None:
@@ -491,9 +497,15 @@ class SpendLedger:
             try:
                 return self.ledger.append_with([epoch], [data], settle)[0]
             except StaleEpoch:  # another run was quicker, so the spends have changed
-                return once()
+                return None
 
-        leaf = self.ledger.retry_while_lost(once)
+        leaf = None
+        for _ in range(_MOST_TRIES):
+            if (leaf := self.ledger.retry_while_lost(once)) is not None:
+                break
+        if leaf is None:
+            problem = f"other runs recorded epochs {_MOST_TRIES} times while segment {key[0]} of run {run[:8]} waited"
+            raise RunError("spend.too-many-writers", problem, "start the run again: nothing is lost")
         if self.ledger.signs:
             self.ledger.checkpoint()
         return leaf
@@ -542,12 +554,11 @@ class SpendLedger:
             ) from None  # fmt: skip
 
 
-def _earlier_charge(rows: StoreReader, key: tuple[bytes, int, int]) -> RunHold | None:
-    """The earlier charge of an attempt: open, or recorded in a leaf."""
-    if (hold := rows.hold(*key)) is not None:
-        return hold
-    leaf = rows.attempt(*key)
-    return None if leaf is None else RunHold(*key, recorded_segment(rows, key, leaf).nonce, leaf, b"")
+def _earlier_charge(rows: StoreReader, leaves: CheckedLeaves, key: tuple[bytes, int, int]) -> RunHold | None:
+    """The earlier charge of an attempt: recorded in a leaf, or open."""
+    if (leaf := leaves.attempts(rows).get(key)) is not None:
+        return RunHold(*key, recorded_segment(rows, leaves, key, leaf).nonce, leaf, b"")
+    return rows.hold(*key)
 
 
 def _same_charges(body: bytes, held: OpenCharges) -> bool:

@@ -29,9 +29,10 @@ from lamina.corpus.corpus import Corpus
 from lamina.corpus.payload_admission import reasons_text
 from lamina.errors import AdmissionError, EncodingError, LedgerError, StorageError, StoreLost
 from lamina.ledger.admission_batch import LedgerRegister
+from lamina.ledger.contribution_columns import ContributionColumns, kept_contributions
 from lamina.ledger.corpus_terms import policy_in_force
 from lamina.ledger.governance_records import Withdrawal, WithdrawalEffect, WithdrawalReason
-from lamina.ledger.records import ContributionRecord, KeptContribution
+from lamina.ledger.records import ContributionRecord, decode_kept
 from lamina.ledger.verify.plan_checks import accountant_violation, difference_from_policy, sampling_violation
 from lamina.ledger.writer import Ledger
 from lamina.plan.step_plan import StepPlan
@@ -106,7 +107,9 @@ class LedgerMembership:
         Whoever asked to leave before there was a ledger to say so is withdrawn in it now.
         """
         if self._signed is None:
-            if next(self._ledger.of_kind(ContributionRecord), None) is not None:
+            with self._ledger.store.read() as rows:
+                signed = self._ledger.checked(rows).count(ContributionRecord)
+            if signed:
                 # nobody could tell whether one of them has withdrawn, or signed for less than is charged
                 problem = f"the ledger {self._ledger.name} holds signed contributions, those of this run are not signed"
                 remedy = "admit them: lamina.Gate(policy, keys).admit(folder, ledger); or use another origin for them"
@@ -138,16 +141,21 @@ class LedgerMembership:
 
     def standing(self, accounts: set[str]) -> set[str]:
         """Which of these signed bounds somebody has who was admitted, and neither withdrew nor expired."""
-        wanted, found, now = {account_bound(name): name for name in accounts}, set(), self._ledger.now()
-        for leaf in self._ledger.of_kind(ContributionRecord):
-            record = leaf.record
-            assert isinstance(record, ContributionRecord | KeptContribution)
-            name = wanted.get(record.bound)
-            if name is not None and record.expires > now and self._ledger.withdrawn(leaf.seq) is None:
-                found.add(name)
-                del wanted[record.bound]
-            if not wanted:
-                break
+        wanted, found, now = {account_bound(name): name for name in accounts}, set[str](), self._ledger.now()
+        with self._ledger.store.read() as rows:
+            leaves = self._ledger.checked(rows)
+            withdrawn = leaves.withdrawals(rows)
+            for each in kept_contributions(leaves.kept(rows, 0, leaves.size)):
+                if isinstance(each, ContributionColumns):
+                    bound, stay = each.bound, each.seq[each.expires > now].tolist()
+                elif each.contribution is not None:
+                    bound, stay = each.contribution.bound, [each.seq] * (each.contribution.expires > now)
+                name = wanted.get(bound)
+                if name is not None and any(seq not in withdrawn for seq in stay):
+                    found.add(name)
+                    del wanted[bound]
+                if not wanted:
+                    break
         return found
 
     def check(self, plan: StepPlan) -> None:
@@ -198,17 +206,18 @@ class LedgerMembership:
 
     def _new_withdrawals(self) -> tuple[int, list[tuple[str, Withdrawal]]]:
         """The leaves so far, and (stable id, withdrawal) of each of this corpus since the last `freeze`."""
-        size = self._ledger.size
-        if self._signed is None:
-            return size, []
         found = []
-        for leaf in self._ledger.of_kind(Withdrawal, self._read, size):
-            record = leaf.record
-            assert isinstance(record, Withdrawal)
-            target = self._ledger.leaf(record.target).record
-            if isinstance(target, ContributionRecord) and self._corpus.ids_of(target.descriptor.hex()):
-                found.append((target.descriptor.hex(), record))
-        return size, found
+        with self._ledger.store.read() as rows:
+            leaves = self._ledger.checked(rows)
+            if self._signed is None:
+                return leaves.size, []
+            for leaf in leaves.records(rows, Withdrawal, self._read):
+                record = leaf.record
+                assert isinstance(record, Withdrawal)
+                target = decode_kept(leaves.leaf(rows, record.target).leaf).contribution
+                if target is not None and self._corpus.ids_of(target.descriptor.hex()):
+                    found.append((target.descriptor.hex(), record))
+            return leaves.size, found
 
 
 NoteFunction = Callable[[str], None]

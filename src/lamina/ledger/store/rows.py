@@ -127,6 +127,8 @@ class WriterBatch(NamedTuple):
 
 
 _ROWS_AT_ONCE = 4096  # rows that are in memory at a time
+_LEAVES_PICKED = 256  # leaves that are asked for by their indexes at a time
+_MAX_READ_RATIO = 4  # leaves that are read for one that is wanted, before each is asked for by itself
 
 
 class SqlConnection(Protocol):
@@ -175,8 +177,37 @@ class StoreReader:
             yield seqs, LeafBlock(leaves, bodies)
             first = seqs[-1] + 1
 
+    def kept_blocks(self, first: int, stop: int) -> Iterator[tuple[list[int], list[bytes]]]:
+        """Indexes and bytes of the leaves in [first, stop) that are there, without bodies, many at a time."""
+        query = "SELECT seq, data FROM leaf WHERE seq >= ? AND seq < ? ORDER BY seq LIMIT ?"
+        while first < stop and (found := self._db.rows(query, first, stop, _ROWS_AT_ONCE)):
+            seqs, leaves = zip(*found, strict=True)
+            if set(map(type, leaves)) != {bytes}:
+                list(map(_as_bytes, leaves))
+            yield list(seqs), list(leaves)
+            first = seqs[-1] + 1
+
+    def pick(self, seqs: Sequence[int]) -> Iterator[tuple[int, StoredLeaf]]:
+        """(seq, leaf) of those leaves that are there, in order, in bounded memory."""
+        for at in range(0, len(seqs), _LEAVES_PICKED):
+            part = seqs[at : at + _LEAVES_PICKED]
+            if part[-1] - part[0] < _MAX_READ_RATIO * len(part):  # close together: in one sweep
+                wanted = set(part)
+                yield from (found for found in self.leaves(part[0], part[-1] + 1) if found[0] in wanted)
+                continue
+            query = f"SELECT seq, data, body FROM leaf WHERE seq IN ({', '.join('?' * len(part))}) ORDER BY seq"
+            for seq, data, body in self._db.rows(query, *part):
+                yield seq, StoredLeaf(_as_bytes(data), None if body is None else _as_bytes(body))
+
+    def listed_kinds(self, stop: int) -> dict[int, int]:
+        """Leaf → kind, of the leaves before `stop` that the store does not list as contributions."""
+        return dict(self._db.rows("SELECT seq, kind FROM leaf WHERE kind <> 2 AND seq < ?", stop))
+
     def of_kind(self, kind: int, first: int, stop: int) -> Iterator[tuple[int, StoredLeaf]]:
-        """The same of one kind. Quick for every kind but contributions."""
+        """The same of one kind, by what the store lists: never the basis of a decision (checked_leaves.py).
+
+        Quick for every kind but contributions.
+        """
         # The number is written out, so that the partial index over all kinds but contributions is used.
         return self._leaves(f"kind = {int(kind)}{' AND kind <> 2' * (kind != 2)} AND ", first, stop)
 
