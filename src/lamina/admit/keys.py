@@ -304,12 +304,15 @@ class PublicKey:
 
 
 class PrivateKey:
-    """A key that signs. Nothing but its id is ever shown; on disk it is PKCS#8, encrypted with a passphrase."""
+    """A key that signs. Nothing but its id is ever shown; on disk it is PKCS#8, encrypted with a passphrase.
 
-    __slots__ = ("_key", "public")
+    `path` is the file that it was read from or written to; None for a key that is only in memory.
+    """
 
-    def __init__(self, key: Ed25519PrivateKey) -> None:
-        self._key = key
+    __slots__ = ("_key", "path", "public")
+
+    def __init__(self, key: Ed25519PrivateKey, path: Path | None = None) -> None:
+        self._key, self.path = key, path
         self.public = PublicKey(key.public_key().public_bytes_raw())
 
     @classmethod
@@ -325,7 +328,7 @@ class PrivateKey:
             problem = f"the private key '{path}' is a {_key_type(key)}, must be Ed25519"
             raise BadKey("key.not-ed25519", problem, "make one with lamina keys new")
         _check_only_its_owner_reads(Path(path))
-        return cls(key)
+        return cls(key, Path(os.path.realpath(path)))
 
     @staticmethod
     def sealed(path: str | Path) -> bool:
@@ -335,6 +338,7 @@ class PrivateKey:
     def save(self, path: str | Path, passphrase: bytes | None) -> None:
         """Write it to a new file, mode 0600, never over another. None: without a passphrase."""
         _save_private(Path(path), self._key, passphrase)
+        self.path = Path(os.path.realpath(path))
 
     def sign(self, message: bytes) -> bytes:
         """The signature of `message`, 64 bytes, the same each time."""

@@ -18,7 +18,7 @@ from lamina.cli.terminal import existing_ledger, open_private_key, print_answer
 from lamina.errors import LedgerError, RunError
 from lamina.ledger.admission_batch import LedgerRegister
 from lamina.ledger.contribution_trace import leaf_differences
-from lamina.ledger.corpus_terms import CorpusTerms, check_corpus_terms, policy_in_force
+from lamina.ledger.corpus_terms import CorpusTerms, check_corpus_terms, ledger_key_path, policy_in_force
 from lamina.ledger.governance_records import loosened
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.records import ContributionRecord, KeptContribution
@@ -73,9 +73,12 @@ def read_only_register(where: str, contract: CorpusTerms) -> Iterator[ReadOnlyRe
 
 
 @contextmanager
-def write_spend(where: str) -> Iterator[SpendLedger]:
-    """What runs have spent, to give back a reservation. Needs no key: the next checkpoint covers it."""
-    with Ledger.open(_resolve_link(where)) as ledger:
+def write_spend(where: str, key: PrivateKey | None = None) -> Iterator[SpendLedger]:
+    """What runs have spent, to give back a reservation. The key signs what is open then; default: the one beside it."""
+    place = _resolve_link(where)
+    if key is None and not is_postgres_url(place) and (beside := ledger_key_path(place)).exists():
+        key = PrivateKey.load(beside, None)
+    with Ledger.open(place, key) as ledger:
         yield SpendLedger(ledger)
 
 

@@ -5,13 +5,24 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from shlex import quote
 from typing import Annotated, Any
 
 import typer
 
+from lamina.admit.keys import PrivateKey
 from lamina.cli.open_ledger import find_ledgers, read_spend, write_spend
-from lamina.cli.terminal import JsonOption, argument, columns, option, print_json, print_line
+from lamina.cli.terminal import (
+    JsonOption,
+    PassphraseOption,
+    argument,
+    columns,
+    open_private_key,
+    option,
+    print_json,
+    print_line,
+)
 from lamina.errors import RunError
 from lamina.ledger.schema import pluralize
 from lamina.ledger.store.rows import head_of
@@ -151,6 +162,11 @@ def spend(
     lost: Annotated[
         bool, option("with --release: the run will never go on; record what it had begun as abandoned", "--lost")
     ] = False,
+    key: Annotated[
+        Path | None,
+        option("with --release: the ledger's key, which signs what stays open; default: the one beside a file"),
+    ] = None,
+    passphrase_file: PassphraseOption = None,
     origin: Annotated[str | None, option("only this corpus")] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -164,7 +180,7 @@ def spend(
     the strictest of what the ledger promises, what contributions signed and what the last run was limited to. Remains:
     the bound less what is committed, rounded down; the other figures are rounded up.
 
-    This command verifies nothing; lamina ledger verify recomputes every figure.
+    Charges are read from the leaves under the newest checkpoint; lamina ledger verify recomputes every figure.
 
     Examples:
 
@@ -176,7 +192,8 @@ def spend(
     if lost and release is None:
         raise typer.BadParameter("give --release RUN too", param_hint="--lost")
     places = _by_origin(find_ledgers(where), where, origin)
-    released, recorded = ("", 0) if release is None else _release(list(places.values()), where, release, lost)
+    signer = None if key is None else open_private_key(key, passphrase_file)
+    released, recorded = ("", 0) if release is None else _release(list(places.values()), where, release, lost, signer)
     found = {}
     for name, place in places.items():
         with read_spend(place) as book:
@@ -216,7 +233,7 @@ def _by_origin(ledgers: list[str], where: str, wanted: str | None) -> dict[str, 
     return {name: place for name, place in sorted(found.items()) if wanted in (None, name)}
 
 
-def _release(ledgers: list[str], where: str, name: str, lost: bool) -> tuple[str, int]:
+def _release(ledgers: list[str], where: str, name: str, lost: bool, key: PrivateKey | None) -> tuple[str, int]:
     """The run of this id, beginning of an id, or label gives its reservation back; its id, and attempts recorded."""
     labels: dict[str, str] = {}
     home: dict[str, str] = {}
@@ -232,7 +249,7 @@ def _release(ledgers: list[str], where: str, name: str, lost: bool) -> tuple[str
     if len(found) > 1:
         listed = ", ".join(run_name(run, labels[run]) for run in found[:5])
         raise RunError("cli.run-ambiguous", f"{name!r} fits {len(found)} runs: {listed}", "give more digits of its id")
-    with write_spend(home[found[0]]) as book:
+    with write_spend(home[found[0]], key) as book:
         if lost:
             return found[0], book.abandon_run(found[0])
         book.finish(found[0])

@@ -36,6 +36,7 @@ from lamina.ledger.merkle import (
     leaf_hashes,
     verify_consistency,
 )
+from lamina.ledger.open_rows import OpenHead
 from lamina.ledger.records import (
     CONTRIBUTION_STARTS,
     KIND_NAMES,
@@ -283,11 +284,19 @@ class CheckedLeaves:
             return False
         return verify_consistency(size, self.size, proof, root, self._frontier.root())
 
-    def count(self, kind: type[Record]) -> int:
-        """How many leaves are of a kind."""
+    def root(self) -> bytes:
+        """The root over them."""
+        return self._frontier.root()
+
+    def count(self, kind: type[Record], before: int = LAST_SEQ) -> int:
+        """How many of the leaves before that one are of a kind."""
         if kind is ContributionRecord:
-            return self.size - sum(map(len, self._others.values()))
-        return len(self._others.get(KIND_NUMBERS[kind], ()))
+            return min(self.size, before) - sum(bisect_left(seqs, before) for seqs in self._others.values())
+        return bisect_left(self._others.get(KIND_NUMBERS[kind], []), before)
+
+    def last(self, kind: type[Record]) -> int:
+        """The last leaf of a kind that is no contribution; -1 if there is none."""
+        return max(self._others.get(KIND_NUMBERS[kind], ()), default=-1)
 
     def leaf(self, rows: StoreReader, seq: int) -> StoredLeaf:
         """A leaf with its body, as it was when it was hashed."""
@@ -539,6 +548,7 @@ def cut_unsigned(store: Store) -> list[tuple[int, str]]:
         cut = list(rows.leaves(size, LAST_SEQ))
         tokens = [token for _, data in rows.evidences(size, LAST_SEQ) for token in tokens_of(data)]
         rows.cut(size, tokens)
+        OpenHead.remove(rows)  # the next holder of the key looks at what is open
         last, frontier = decode_kept(leaf_bytes(rows, size - 1)), Frontier()
         for _, block in rows.blocks(0, size):
             rows.put_tiles(grow_tiles(frontier, leaf_hashes(block.leaves), tile_reader(rows)))

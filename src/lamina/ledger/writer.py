@@ -14,13 +14,15 @@ from lamina.admit.keys import PrivateKey
 from lamina.errors import LedgerDamaged, LedgerError, StoreLost
 from lamina.ledger import signed_checkpoint as notes
 from lamina.ledger.append import AppendBatch, AppendContext, UnindexedKeys, check_may_follow
-from lamina.ledger.checked_leaves import WriterMark, leaf_not_allowed
+from lamina.ledger.checked_leaves import AttemptName, CheckedLeaves, WriterMark, leaf_not_allowed
 from lamina.ledger.contribution_columns import first_index_difference
 from lamina.ledger.governance_records import Aggregate, GoverningRecord, Header, KeyEvent, KeyEvents, Release, Role
 from lamina.ledger.key_state import G, GovernanceState, KeyState, check_header_signed, check_key_may_sign, signed_record
 from lamina.ledger.merkle import Frontier
+from lamina.ledger.newest_state import NewestState, NewestStateFile
+from lamina.ledger.open_rows import OpenHead, open_digest, rows_differ
 from lamina.ledger.reader import LedgerReader
-from lamina.ledger.records import KIND_NAMES, Record, decode_leaf
+from lamina.ledger.records import KIND_NAMES, Epoch, Record, decode_leaf
 from lamina.ledger.schema import next_leaf_time
 from lamina.ledger.signed_checkpoint import TreeSignature
 from lamina.ledger.store.rows import (
@@ -41,6 +43,9 @@ T = TypeVar("T")
 Clock = Callable[[], float]
 DAY_SECONDS = 86_400
 _RESERVED_KINDS = {Header, Aggregate}
+_SIGNED_NOW = (
+    "the open charges and reservations in the ledger were not signed before; its key has signed them as they are"
+)
 RETRY_SECONDS = 60.0  # seconds for which a server that went away is waited for
 
 
@@ -62,6 +67,12 @@ class Ledger(LedgerReader):
         super().__init__(store)
         self._key, self._governing, self._clock, self._patience = key, governing, clock, patience
         self._id = os.urandom(16)  # names this writer in the store
+        self._kept = None if key is None else NewestStateFile(key, self.header_hash)
+        self._compared = False  # whether the ledger was compared with what is kept beside the key
+        self._restores: frozenset[AttemptName] = frozenset()
+        self._restoring = False  # whether a run is entering again what the ledger lacks
+        self._unsigned = False  # whether open rows were found that nobody had signed
+        self.notes: list[str] = []  # what its user should be told
         self._index_checked = False  # whether the store's index was compared with the leaves
 
     @classmethod
@@ -119,6 +130,102 @@ class Ledger(LedgerReader):
             problem = f"the ledger {self.name} was opened without its key"
             raise LedgerError("ledger.opened-without-key", problem, "open it with the key that signs checkpoints")
         return self._key
+
+    # ----------------------------------------------------------------------------------- what is believed
+
+    def checked(self, rows: StoreReader) -> CheckedLeaves:
+        leaves = super().checked(rows)
+        if not self._compared and self._kept is not None and self._kept.path is not None:
+            newest, last = self._kept.load(), rows.checkpoint()
+            self._restoring = not newest.check(self.name, self._kept.path, rows, leaves, self._restores)
+            if last is not None and last.size > newest.size and not self._restoring:
+                root = notes.parse_checkpoint(last.text)[0].root
+                self._keep(NewestState.of(rows, leaves, last.size, root))
+        self._compared = True
+        return leaves
+
+    def let_restore(self, attempts: Iterable[AttemptName]) -> None:
+        """A run has a journal of these attempts, and enters again those that the ledger lacks (`restored`)."""
+        self._restores = frozenset(attempts)
+
+    def restored(self) -> None:
+        """The run has entered again what the ledger lacked: what it says now is kept."""
+        if self._restoring:
+            self._restoring = False
+            self.accept()
+
+    def accept(self) -> None:
+        """Go on with the ledger as it is: sign what is open, and keep its newest checkpoint whatever was kept before.
+
+        For an operator who has looked at it. Leaves are not touched; nothing that they record is forgotten.
+        """
+        self._compared = True
+
+        def work(rows: StoreWriter) -> NewestState:
+            leaves, last = self.checked(rows), rows.checkpoint()
+            found = NewestState(open=self._seal(rows, None, self.governance(rows)))
+            if last is None:
+                return found
+            return NewestState.of(rows, leaves, last.size, notes.parse_checkpoint(last.text)[0].root).joined(found)
+
+        self._keep(self.transact(work), anew=True)
+
+    def check_open(self, rows: StoreReader) -> OpenHead | None:
+        """The head over the open rows; LedgerDamaged unless they are those that the ledger key signed last.
+
+        None where they are unsigned: in a ledger of an earlier version, or after a writer without the key.
+        """
+        leaves, head = self.checked(rows), OpenHead.read(rows)
+        if head is None:
+            self._unsigned = self._unsigned or bool(rows.runs())
+        else:
+            if not head.holds(self.governance(rows), open_digest(rows)):
+                raise rows_differ(self.name, "one was deleted, changed or added")
+            newest = leaves.last(Epoch)
+            if newest >= head.size or not leaves.extends(rows, head.size, head.root):
+                raise rows_differ(
+                    self.name, f"they were signed after {head.size} leaves, and leaf {newest} is an epoch"
+                )
+        if self._kept is not None and self._kept.path is not None and not self._restoring:
+            self._kept.load().check_open(self.name, self._kept.path, head)
+        return head
+
+    def change_open(self, work: Callable[[StoreWriter], T]) -> T:
+        """One transaction that changes open rows: they are checked before it, and signed in it."""
+
+        def once(rows: StoreWriter) -> tuple[T, OpenHead | None]:
+            before, keys = self.check_open(rows), self.governance(rows)
+            done = work(rows)
+            return done, self._seal(rows, before, keys)
+
+        done, head = self.transact(once)
+        self._keep(NewestState(open=head))
+        return done
+
+    def _seal(self, rows: StoreWriter, before: OpenHead | None, keys: GovernanceState) -> OpenHead | None:
+        """Sign the open rows as they are now, unless the head `before` is theirs; without a key, remove the head."""
+        if self._key is None:
+            OpenHead.remove(rows)
+            return None
+        head, digest = head_of(rows), open_digest(rows)
+        if before is not None and before.size == head.size and before.holds(keys, digest):
+            return before
+        check_key_may_sign(keys, self._key, head.time)
+        if self._unsigned and _SIGNED_NOW not in self.notes:
+            self.notes.append(_SIGNED_NOW)
+        tree, kept = self._tree(head), None if self._kept is None else self._kept.load().open
+        counter = 1 + max(0 if each is None else each.counter for each in (before, kept))
+        made = OpenHead.sign(self.origin, counter, tree.size, tree.root, digest, self._key)
+        made.write(rows)
+        return made
+
+    def _keep(self, state: NewestState, *, anew: bool = False) -> None:
+        if self._kept is None or self._restoring:
+            return
+        wrong = self._kept.save(state if anew else self._kept.load().joined(state))
+        told = f"the newest checkpoint of the ledger is not kept beside its key, so that a rollback is not noticed: {wrong}"
+        if wrong is not None and told not in self.notes:
+            self.notes.append(told)
 
     # ----------------------------------------------------------------------------------- governing
 
@@ -215,7 +322,7 @@ class Ledger(LedgerReader):
         also_write: Callable[[StoreWriter, list[int]], None] | None = None,
     ) -> list[int]:  # fmt: skip
         batch = AppendBatch(records, blobs)
-        token, before = os.urandom(16), list[LedgerHead]()
+        token, before, sealed = os.urandom(16), list[LedgerHead](), list[OpenHead | None]()
 
         def work(rows: StoreWriter) -> list[int]:
             last = rows.batch(self._id) if self.store.remote else None
@@ -223,6 +330,7 @@ class Ledger(LedgerReader):
                 return list(cbor.decode(last.seqs, max_size=MAX_BATCH_BYTES))  # committed, and the answer was lost
             head = head_of(rows)
             now = next_leaf_time(head.time, self._clock())
+            before.append(head)
             governance = cache(lambda: self._checked.follow(rows, head))
             check_may_follow(rows, batch.others, self.header, head, now, governance)
             signed = rows.checkpoint() if batch.others else None  # only epochs name it
@@ -236,16 +344,19 @@ class Ledger(LedgerReader):
 
             if len(batch.others) < len(batch.records):
                 self.check_index(rows)
+            epochs = any(type(each) is Epoch for each in batch.others)
+            opened = self.check_open(rows) if epochs else None
             step, ledger = self.header.epoch_clock, self.header_hash
             context = AppendContext(
                 head, now, step, previous, self._tail, ledger, check_new, lambda: self.checked(rows)
             )
             seqs = batch.write(rows, context)
-            before.append(head)
             if self._key is not None and batch.after is not None:
                 self._mark(rows, head, batch.frontier, governance(), now)
             if also_write is not None:
                 also_write(rows, seqs)
+            if epochs:
+                sealed.append(self._seal(rows, opened, governance()))
             if self.store.remote:
                 if last is None:
                     rows.forget_writers(now // DAY_SECONDS - 1)
@@ -261,6 +372,8 @@ class Ledger(LedgerReader):
             if batch.after is not None:
                 self._checked.wrote(before[-1], batch.after, batch.frontier, batch.hashes, batch.placed)
                 self._tail.grow(*batch.new_index_keys, batch.after.size)
+            if sealed:
+                self._keep(NewestState(open=sealed[-1]))
         return seqs
 
     def _mark(self, rows: StoreWriter, head: LedgerHead, tree: Frontier, keys: GovernanceState, now: int) -> None:
@@ -279,9 +392,13 @@ class Ledger(LedgerReader):
         """
         key = self.signing_key()
 
+        counted = list[NewestState]()
+
         def settle(rows: StoreWriter) -> tuple[LedgerHead, StoredCheckpoint | None, StoredCheckpoint | None]:
             head, last = head_of(rows), rows.checkpoint()
-            keys = self._checked.follow(rows, head)
+            leaves, keys = self.checked(rows), self.governance(rows)
+            if self._kept is not None and self._kept.path is not None:
+                counted.append(NewestState.of(rows, leaves, head.size, leaves.root()))
             if (there := rows.checkpoint(head.size)) is None:
                 check_key_may_sign(keys, key, head.time)
                 now = next_leaf_time(head.time, self._clock())  # nothing is signed that lies in the future
@@ -312,7 +429,10 @@ class Ledger(LedgerReader):
             rows.put_checkpoint(signed)
             return signed.text
 
-        return self.transact(publish)
+        text = self.transact(publish)
+        if counted:
+            self._keep(counted[-1])
+        return text
 
     def check_signs(self, after: Iterable[KeyEvent] = ()) -> None:
         """LedgerError unless these key events may come next, and its key may sign the checkpoint over them."""

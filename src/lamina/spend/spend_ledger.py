@@ -383,6 +383,7 @@ class SpendLedger:
     def _ask(self, look: Callable[[SpendView, StoreReader], T]) -> T:
         def once() -> T:
             with self._turn, self.ledger.store.read() as rows:
+                self.ledger.check_open(rows)
                 return look(SpendView(rows, self._followed(rows)), rows)
 
         return self.ledger.retry_while_lost(once)
@@ -485,6 +486,7 @@ class SpendLedger:
 
         def once() -> int | None:
             with self._turn, self.ledger.store.read() as rows:
+                self.ledger.check_open(rows)
                 recorded, leaves = self._followed(rows), self.ledger.checked(rows)
                 if (there := ended.there(rows, leaves)) is not None:
                     return there
@@ -544,7 +546,7 @@ class SpendLedger:
 
         try:
             with self._turn:
-                return self.ledger.transact(once)
+                return self.ledger.change_open(once)
         except BoundExceeded as refused:  # the message is made after the ledger is free again
             budget, account = refused.terms, refused.cls
             now = self.total(account, delta=budget.delta, accountant=budget.accountant)

@@ -513,6 +513,13 @@ class Journal(RunHistory):
     @classmethod
     def load(cls, path: Path) -> Journal:
         """Read a journal, and erase the seeds that a crash kept from being erased."""
+        journal = cls.read(path)
+        journal._erase()
+        return journal
+
+    @classmethod
+    def read(cls, path: Path) -> Journal:
+        """Read a journal, and change nothing in it."""
         try:
             with open(path, "rb") as file:
                 facts = os.fstat(file.fileno())
@@ -523,7 +530,6 @@ class Journal(RunHistory):
             raise storage_error(error, f"cannot read the journal {path}", "it is as it was") from None
         journal = cls(path, facts.st_ino, len(data))
         journal._parse(data)
-        journal._erase()
         return journal
 
     def _parse(self, data: bytes) -> None:

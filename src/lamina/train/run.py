@@ -153,6 +153,7 @@ def open_run_ledger(
         if terms.origin != given.origin:
             problem = f"the ledger {given.name} belongs to {given.origin!r}, the corpus to {terms.origin!r}"
             raise LedgerError("train.ledger-of-other-corpus", problem, "give the ledger of this corpus")
+        given.let_restore(_journal_attempts(folder))
         return given, adopt_policy(given, terms)
     link = folder / LEDGER_LINK
     if given is None and link.is_symlink():
@@ -178,11 +179,22 @@ def open_run_ledger(
             Path(where), origin, working if folder.resolve().is_relative_to(working) else folder.parent
         )
     ledger = open_or_create(where, terms, key, governing=governing)
+    ledger.let_restore(_journal_attempts(folder))
     try:
         return ledger, adopt_policy(ledger, terms)
     except BaseException:
         ledger.close()
         raise
+
+
+def _journal_attempts(folder: Path) -> set[tuple[bytes, int, int]]:
+    """The attempts of the run in a folder: what it enters again into a ledger that lacks them (`repair_ledger`)."""
+    with suppress(LaminaError):
+        if (path := folder / "journal").exists():
+            found = Journal.read(path)
+            run, charged = bytes.fromhex(found.start.run), (each for each in found.opens if not found.uncharged(each))
+            return {(run, each.segment, each.generation) for each in charged}
+    return set()
 
 
 def link_ledger(ledger: Ledger, folder: Path) -> None:
@@ -634,6 +646,7 @@ def repair_ledger(run: Run) -> None:
             )
             raise RunError("train.ledger-disagrees", problem, "give the ledger that the run was charged in")
         run.abandon(opened, charged=False)
+    run.spend.ledger.restored()
 
 
 def _repair_adaptive_budgets(run: Run) -> None:

@@ -160,6 +160,14 @@ def checkpoint(
     witnessed: Annotated[
         bool, option("the newest that as many witnesses cosigned as the ledger asks for", "--witnessed")
     ] = False,
+    accept: Annotated[
+        bool,
+        option(
+            "with --key: go on with this ledger as it is, though a newer state is kept beside the key, or open charges "
+            "are not those that were signed",
+            "--accept",
+        ),
+    ] = False,
     output: OutputOption = None,
     passphrase_file: PassphraseOption = None,
     as_json: JsonOption = False,
@@ -178,6 +186,8 @@ def checkpoint(
     if key is not None or cosigned is not None:
         with open_ledger(ledger, key, passphrase_file) as book:
             if key is not None:
+                if accept:
+                    book.accept()
                 book.checkpoint()
             if cosigned is not None:
                 given = keys.read_small(cosigned, "the checkpoint", most=_MAX_FILE_BYTES)

@@ -265,15 +265,6 @@ class StoreReader:
         query = "SELECT key, seq FROM known WHERE key >= ? AND key <= ? ORDER BY key, seq LIMIT ?"
         return [(_as_bytes(key), seq) for key, seq in self._db.rows(query, first, last, limit)]
 
-    def attempt(self, run: bytes, segment: int, generation: int) -> int | None:
-        """The leaf of the epoch that closed an attempt."""
-        query = "SELECT seq FROM attempt WHERE run = ? AND segment = ? AND generation = ?"
-        return self._number(query, run, segment, generation)
-
-    def withdrawn(self, target: int) -> int | None:
-        """The leaf of the withdrawal of a contribution."""
-        return self._number("SELECT seq FROM withdrawn WHERE target = ?", target)
-
     def withdrawals(self) -> Iterator[tuple[int, int]]:
         """(target, leaf of its withdrawal) of every contribution that was withdrawn, by target."""
         query, last = "SELECT target, seq FROM withdrawn WHERE target > ? ORDER BY target LIMIT ?", -1
@@ -347,14 +338,6 @@ class StoreReader:
             for run, segment, generation, nonce, leaf, body in self._db.rows(query, *values)
         ]
 
-    def generations(self, run: bytes, segment: int) -> int:
-        """One more than the largest generation of a segment that was held or recorded; 0 if none was."""
-        largest = [
-            self._db.rows(f"SELECT max(generation) FROM {table} WHERE run = ? AND segment = ?", run, segment)
-            for table in ("held", "attempt")
-        ]
-        return max(-1 if found[0][0] is None else int(found[0][0]) for found in largest) + 1
-
     def terms(self) -> dict[str, bytes]:
         """By account."""
         return {account: _as_bytes(body) for account, body in self._db.rows("SELECT account, body FROM terms")}
@@ -371,10 +354,6 @@ class StoreReader:
     def _bytes(self, query: str, value: Any) -> bytes | None:
         found = self._db.rows(query, value)
         return _as_bytes(found[0][0]) if found else None
-
-    def _number(self, query: str, *values: Any) -> int | None:
-        found = self._db.rows(query, *values)
-        return int(found[0][0]) if found else None
 
     def _range(self, query: str, first: int, stop: int) -> Iterator[tuple[Any, ...]]:
         while first < stop and (found := self._db.rows(query, first, stop, _ROWS_AT_ONCE)):
@@ -430,6 +409,9 @@ class StoreWriter(StoreReader):
 
     def put_meta(self, name: str, value: bytes) -> None:
         self._db.rows(_upsert("meta", ("name",), ("value",)), name, value)
+
+    def drop_meta(self, name: str) -> None:
+        self._db.rows("DELETE FROM meta WHERE name = ?", name)
 
     def put_run(self, run: RunRow) -> None:
         statement = _upsert("run", ("id",), ("label", "finished"), ("day",))
@@ -526,7 +508,8 @@ def tile_reader(rows: StoreReader) -> ReadTile:
 # held        what has no leaf: the reservation of a run's plan, and attempts that are open
 # terms       the bound at which an account was last found to have room
 # token       (key, token) of attestations that were admitted, hashed: none is admitted twice
-# meta        version of the tables, and what leaves a keeper wrote: see checked_leaves.WriterMark
+# meta        version of the tables; what leaves a keeper wrote (checked_leaves.WriterMark); the signed head over run,
+#             held and terms (open_rows.OpenHead)
 
 # {number}, {bytes}, {sorted}: what the dialects call a 64-bit integer, bytes, and a table kept in order of its key
 TABLES = (

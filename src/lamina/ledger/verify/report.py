@@ -83,7 +83,7 @@ class Verification:
 
 
 def unrecorded_spend(rows: StoreReader) -> tuple[UnrecordedSpend, ...]:
-    """Charges and reservations that no leaf records yet. The store states them; nothing here can check them."""
+    """Charges and reservations that no leaf records yet, as the store states them (`check_open_rows`)."""
     labels = {run.id: run.label for run in rows.runs()}
     found: dict[bytes, list[RunHold]] = {}
     for hold in rows.holds():
@@ -200,6 +200,8 @@ def _report_notes(replay: LedgerReplay, trust: Trust | None) -> Iterable[str]:
         yield f"the header names {begun_by}, and every ε was computed again by {program_version()}"
     if replay.held:
         yield _unrecorded_note(replay.held)
+    if not replay.open_signed:
+        yield "what is open is not signed by the ledger key: a charge or reservation could be missing without a trace"
 
 
 def _unrecorded_note(held: tuple[UnrecordedSpend, ...]) -> str:

@@ -22,8 +22,9 @@ from lamina.ledger.governance_records import (
     Withdrawal,
     check_policy_digest,
 )
-from lamina.ledger.key_state import GovernanceState, PolicyInForce, leaf_bytes
-from lamina.ledger.merkle import Frontier, leaf_hashes
+from lamina.ledger.key_state import GovernanceState, KeyState, PolicyInForce, leaf_bytes
+from lamina.ledger.merkle import Frontier, TileNodes, leaf_hashes, root_at
+from lamina.ledger.open_rows import OpenHead, open_digest
 from lamina.ledger.records import (
     KIND_NAMES,
     KIND_NUMBERS,
@@ -35,7 +36,7 @@ from lamina.ledger.records import (
     decode_leaf,
     kind_name,
 )
-from lamina.ledger.store.rows import LeafBlock, LedgerHead, Store, StoredLeaf, StoreReader
+from lamina.ledger.store.rows import LeafBlock, LedgerHead, Store, StoredLeaf, StoreReader, tile_reader
 from lamina.ledger.store.sqlite import make_store
 from lamina.ledger.verify.contribution_checks import (
     AdmittedMembers,
@@ -161,6 +162,23 @@ def check_attempts(rows: StoreReader, attempts: Mapping[tuple[bytes, int, int], 
             fail(seq, STORE, "verify.attempt-index-differs", reason)
 
 
+def check_open_rows(rows: StoreReader, keys: KeyState, size: int, last_epoch: int) -> bool:
+    """Check the signed head over open charges and reservations; False if they are unsigned."""
+    reason = "the open charges and reservations are not those that the ledger key signed last: "
+    try:
+        head = OpenHead.read(rows)
+    except LedgerDamaged as error:
+        fail(None, STORE, "verify.open-rows-differ", error.problem)
+    if head is None:
+        return not (rows.holds() or rows.terms())
+    if not head.holds(keys, open_digest(rows)):
+        fail(None, STORE, "verify.open-rows-differ", f"{reason}one was deleted, changed or added")
+    if not last_epoch < head.size <= size or root_at(TileNodes(tile_reader(rows)), head.size) != head.root:
+        reason += f"they were signed after {head.size} leaves, and leaf {last_epoch} is an epoch"
+        fail(last_epoch, STORE, "verify.open-rows-differ", reason)
+    return True
+
+
 def check_admission_index(rows: StoreReader, indexed: int, found: ContributionChecks, *, tokens: bool) -> None:
     """Check that the store finds every contribution, and with `tokens` every attestation, that was admitted before."""
     if (seq := found.index.first_difference(rows, indexed)) is not None:
@@ -250,6 +268,7 @@ class LedgerReplay:
         )
         self.others: dict[int, type[Record]] = {}
         self.held: tuple[UnrecordedSpend, ...] = ()
+        self.open_signed = True  # whether the ledger key signed what is open
         self.unrecorded = 0
         self._time = self._epoch = 0
         signed, size = self.checkpoints.sizes(), self.head.size
@@ -361,6 +380,7 @@ class LedgerReplay:
         check_withdrawn(self._rows, self.withdrawals.targets)
         check_attempts(self._rows, self.epochs.attempts)
         check_admission_index(self._rows, self.head.indexed, self.contributions, tokens=self.attestations is not None)
+        self.open_signed = check_open_rows(self._rows, self.keys, size, max(self.epochs.attempts.values(), default=-1))
         self.held = unrecorded_spend(self._rows)
         held = [(each.run, each.segment, each.generation) for each in self._rows.holds() if each.attempt]
         self.unrecorded = self.epochs.check_generations(held if self._trust is None else ())

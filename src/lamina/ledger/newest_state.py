@@ -1,0 +1,145 @@
+"""The newest state of a ledger that the holder of its key has verified, in a small file beside the key.
+
+A store can be put back to an earlier moment together with everything that it holds. So whoever has the ledger key keeps
+the newest checkpoint, and the newest head over the open rows, where the key lies: KEY.HEADER.seen, mode 0600. A ledger
+that does not continue that checkpoint is refused, unless what it lacks are epochs of a run whose own journal enters them
+again. A key that was not read from a file keeps nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from lamina.admit.keys import PrivateKey, read_small, replace_file
+from lamina.errors import AdmissionError, LedgerDamaged, LedgerError
+from lamina.ledger.checked_leaves import AttemptName, CheckedLeaves
+from lamina.ledger.open_rows import OpenHead
+from lamina.ledger.records import Epoch
+from lamina.ledger.store.rows import StoreReader
+
+_MOST_TREES = 256  # checkpoints that are kept, so that an older copy of the ledger is recognised as one
+_MAX_FILE = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class NewestState:
+    """What was verified: trees by size (root), the attempts of each run in the newest, and the head over open rows.
+
+    others  leaves of the newest tree that are no epochs
+    """
+
+    trees: Mapping[int, bytes] = field(default_factory=dict)
+    others: int = 0
+    attempts: Mapping[bytes, int] = field(default_factory=dict)
+    open: OpenHead | None = None
+
+    @property
+    def size(self) -> int:
+        return max(self.trees, default=0)
+
+    @classmethod
+    def of(cls, rows: StoreReader, leaves: CheckedLeaves, size: int, root: bytes) -> NewestState:
+        """The state of a tree whose leaves were checked."""
+        return cls({size: root}, *_counts(rows, leaves, size))
+
+    def joined(self, newer: NewestState) -> NewestState:
+        """Both, as far as the other one goes further."""
+        found = self
+        if newer.size >= self.size:
+            trees = dict(sorted({**self.trees, **newer.trees}.items())[-_MOST_TREES:])
+            found = replace(newer, trees=trees, open=self.open)
+        if newer.open is not None and (self.open is None or newer.open.counter >= self.open.counter):
+            found = replace(found, open=newer.open)
+        return found
+
+    def check(
+        self, name: str, path: Path, rows: StoreReader, leaves: CheckedLeaves, restoring: frozenset[AttemptName]
+    ) -> bool:
+        """Whether the ledger continues this state; False if a run enters again what it lacks; refused otherwise."""
+        if not self.size or leaves.extends(rows, self.size, self.trees[self.size]):
+            return True
+        common = max((s for s, root in self.trees.items() if leaves.extends(rows, s, root)), default=0)
+        others, attempts = _counts(rows, leaves, common) if common else (0, {})
+        known = leaves.attempts(rows)
+        runs = {run for run, _, _ in restoring}
+        lost = {run: count - attempts.get(run, 0) for run, count in self.attempts.items()}
+        mine = Counter(each[0] for each in restoring if known.get(each, common) >= common)
+        if common and others == self.others and all(
+            not count or (run in runs and count <= mine[run]) for run, count in lost.items()
+        ):  # fmt: skip
+            return False
+        how = f"has {leaves.size} leaves" if leaves.size < self.size else f"is forked: {common} leaves are the same"
+        problem = f"the ledger {name} {how}, and a checkpoint of {self.size} leaves is kept in '{path}'"
+        remedy = (
+            "restore the newest copy of the ledger; to go on with this one, and forget what it lacks: "
+            "lamina ledger checkpoint LEDGER --key KEY --accept"
+        )
+        raise LedgerError("ledger.older-than-kept", problem, remedy)
+
+    def check_open(self, name: str, path: Path, head: OpenHead | None) -> None:
+        """LedgerDamaged if the open rows are of an earlier moment than the newest head."""
+        if self.open is None or head == self.open or (head is not None and head.counter > self.open.counter):
+            return
+        stands = "unsigned" if head is None else f"signed as number {head.counter}"
+        problem = f"the open charges of the ledger {name} are {stands}; '{path}' keeps number {self.open.counter}"
+        remedy = (
+            "restore the newest copy of the ledger; if they were written without its key, look at them with lamina "
+            "spend, and sign them: lamina ledger checkpoint LEDGER --key KEY --accept"
+        )
+        raise LedgerDamaged("ledger.open-rows-replayed", problem, remedy)
+
+
+def _counts(rows: StoreReader, leaves: CheckedLeaves, size: int) -> tuple[int, dict[bytes, int]]:
+    """Leaves before `size` that are no epochs, and the attempts of each run in them."""
+    runs = Counter(run for (run, _, _), seq in leaves.attempts(rows).items() if seq < size)
+    return size - leaves.count(Epoch, size), dict(runs)
+
+
+class NewestStateFile:
+    """The file of one ledger beside its key."""
+
+    def __init__(self, key: PrivateKey, header_hash: bytes) -> None:
+        self.path = None if key.path is None else key.path.with_name(f"{key.path.name}.{header_hash.hex()[:16]}.seen")
+
+    def load(self) -> NewestState:
+        """What was kept; nothing if there is no file."""
+        if self.path is None or not self.path.exists():
+            return NewestState()
+        try:
+            return _from_json(json.loads(read_small(self.path, "the newest state of a ledger", most=_MAX_FILE)))
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError, LedgerDamaged):
+            problem = f"'{self.path}', which keeps the newest state of a ledger, cannot be read"
+            raise LedgerError(
+                "ledger.kept-state-unreadable", problem, "restore it from a copy of the key's folder"
+            ) from None
+
+    def save(self, state: NewestState) -> str | None:
+        """Keep the state; why it could not be kept, or None."""
+        if self.path is None:
+            return None
+        try:
+            replace_file(self.path, json.dumps(_to_json(state)).encode(), "the newest state", mode=0o600)
+        except AdmissionError as error:
+            return error.problem
+        return None
+
+
+def _to_json(state: NewestState) -> dict[str, Any]:
+    return {
+        "trees": [[size, root.hex()] for size, root in sorted(state.trees.items())],
+        "others": state.others,
+        "attempts": {run.hex(): count for run, count in sorted(state.attempts.items())},
+        "open": None if state.open is None else state.open.encode().hex(),
+    }
+
+
+def _from_json(plain: Any) -> NewestState:
+    trees = {int(size): bytes.fromhex(root) for size, root in plain["trees"]}
+    attempts = {bytes.fromhex(run): int(count) for run, count in plain["attempts"].items()}
+    head = None if plain["open"] is None else OpenHead.decode(bytes.fromhex(plain["open"]))
+    return NewestState(trees, int(plain["others"]), attempts, head)

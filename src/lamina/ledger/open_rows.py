@@ -1,0 +1,114 @@
+"""What a ledger holds beside its leaves (open charges, reservations, budgets, runs), under a head that its key signs.
+
+These rows have no leaf yet, so no checkpoint covers them. A head does: the ledger key signs a counter, the tree and a
+digest of all of them, in the same transaction as every change. A row that is deleted, changed or added shows, because
+the digest differs. Rows and head of an earlier moment show, because an epoch stands behind the head's tree, or because
+the counter is smaller than the one that is kept beside the key (newest_state.py).
+
+    digest   = SHA-256 over the rows that have no leaf, each field with its length before it
+    signed   = "lamina/open/1" LF origin LF counter LF size LF, root, digest
+    stored   = counter (8) ‖ size (8) ‖ root (32) ‖ key id (32) ‖ signature (64), under the name "open" in `meta`
+
+A writer without the key cannot sign: it removes the head. The rows then stand unsigned until the key signs them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from lamina.admit.keys import PrivateKey
+from lamina.errors import LedgerDamaged
+from lamina.ledger.governance_records import Role
+from lamina.ledger.key_state import KeyState
+from lamina.ledger.store.rows import StoreReader, StoreWriter
+
+_NAME = "open"
+_STORED_BYTES = 144
+_RESTORE = "restore the ledger from a copy; to go on with the rows as they are: lamina ledger checkpoint LEDGER --key KEY --accept"
+
+
+def open_digest(rows: StoreReader) -> bytes:
+    """The digest of all rows that a ledger holds beside its leaves."""
+    state = hashlib.sha256()
+    try:
+        for part in _parts(rows):
+            state.update(len(part).to_bytes(8, "big") + part)
+    except (AttributeError, TypeError, OverflowError) as error:
+        problem = f"an open charge of the ledger holds a wrong type: {error}"
+        raise LedgerDamaged("store.row-wrong-type", problem, "restore the ledger from a copy") from None
+    return state.digest()
+
+
+def _parts(rows: StoreReader) -> Iterator[bytes]:
+    holds, terms, runs = rows.holds(), sorted(rows.terms().items()), rows.runs()
+    for table, count in (("held", len(holds)), ("terms", len(terms)), ("run", len(runs))):
+        yield f"{table} {count}".encode()
+    for hold in holds:
+        yield hold.run
+        yield hold.segment.to_bytes(8, "big", signed=True) + hold.generation.to_bytes(8, "big", signed=True)
+        yield hold.nonce
+        yield hold.body
+    for account, body in terms:
+        yield account.encode()
+        yield body
+    for run in runs:
+        yield run.id
+        yield run.label.encode()
+        yield run.day.to_bytes(8, "big", signed=True) + bytes([run.finished])
+
+
+class OpenHead(NamedTuple):
+    """The signed head over the open rows, as the store keeps it."""
+
+    counter: int
+    size: int
+    root: bytes
+    kid: bytes
+    signature: bytes
+
+    @classmethod
+    def sign(cls, origin: str, counter: int, size: int, root: bytes, digest: bytes, key: PrivateKey) -> OpenHead:
+        return cls(counter, size, root, key.public.id, key.sign(_text(origin, counter, size, root, digest)))
+
+    @classmethod
+    def read(cls, rows: StoreReader) -> OpenHead | None:
+        """The head; None if the rows are unsigned."""
+        found = rows.meta(_NAME)
+        return None if found is None else cls.decode(found)
+
+    @classmethod
+    def decode(cls, data: bytes) -> OpenHead:
+        if len(data) != _STORED_BYTES:
+            raise LedgerDamaged("ledger.open-rows-differ", "the head over the open charges cannot be read", _RESTORE)
+        counter, size = (int.from_bytes(data[at : at + 8], "big") for at in (0, 8))
+        return cls(counter, size, data[16:48], data[48:80], data[80:])
+
+    def encode(self) -> bytes:
+        return self.counter.to_bytes(8, "big") + self.size.to_bytes(8, "big") + self.root + self.kid + self.signature
+
+    def write(self, rows: StoreWriter) -> None:
+        rows.put_meta(_NAME, self.encode())
+
+    @staticmethod
+    def remove(rows: StoreWriter) -> None:
+        """Leave the rows unsigned."""
+        rows.drop_meta(_NAME)
+
+    def holds(self, keys: KeyState, digest: bytes) -> bool:
+        """Whether a ledger key that nobody revoked signed it, for rows of this digest."""
+        known = keys.history(self.kid)
+        if known is None or known.key.role is not Role.LEDGER or known.revoked is not None:
+            return False
+        return known.public.verify(_text(keys.origin, self.counter, self.size, self.root, digest), self.signature)
+
+
+def rows_differ(name: str, why: str) -> LedgerDamaged:
+    """The refusal of open rows that are not those that were signed."""
+    problem = f"the open charges and reservations of the ledger {name} are not those that its key signed: {why}"
+    return LedgerDamaged("ledger.open-rows-differ", problem, _RESTORE)
+
+
+def _text(origin: str, counter: int, size: int, root: bytes, digest: bytes) -> bytes:
+    return f"lamina/open/1\n{origin}\n{counter}\n{size}\n".encode() + root + digest
