@@ -227,7 +227,11 @@ class _SqliteConnection:
         self._db = db
 
     def rows(self, query: str, *values: Any) -> list[tuple[Any, ...]]:
-        return self._db.execute(query, values).fetchall()
+        try:
+            return self._db.execute(query, values).fetchall()
+        except UnicodeDecodeError as error:  # SQLite lets any column hold a text of any bytes
+            problem = f"a row of the store holds a text that is not UTF-8: {error}"
+            raise LedgerDamaged("store.row-wrong-type", problem, "restore the ledger from a copy") from None
 
     def insert(self, table: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
         marks = ", ".join("?" * len(columns))
