@@ -10,7 +10,7 @@ from refusals import raises_code
 
 from lamina.errors import LedgerError
 from lamina.ledger import append
-from lamina.ledger.append import INDEX_KEY_BYTES, index_key_ranges
+from lamina.ledger.contribution_columns import INDEX_KEY_BYTES, index_key_ranges
 from lamina.ledger.reader import find_contributions, find_leaf
 from lamina.ledger.writer import Ledger
 

@@ -30,9 +30,8 @@ from lamina.admit.verdicts import (
     class_full,
 )
 from lamina.errors import LedgerError
-from lamina.ledger.append import descriptor_key, subject_key
 from lamina.ledger.checked_leaves import CheckedLeaves, admission_token
-from lamina.ledger.contribution_columns import ContributionColumns, Ints, kept_contributions
+from lamina.ledger.contribution_columns import ContributionColumns, Ints, descriptor_key, subject_key
 from lamina.ledger.corpus_terms import CorpusTerms, adopt_policy, check_corpus_terms, open_or_create
 from lamina.ledger.governance_records import MAX_KEY_EVENTS, Key, KeyChange, KeyEvent, KeyEvents, Role
 from lamina.ledger.key_state import GovernanceState, KeyState, PolicyInForce
@@ -130,18 +129,21 @@ class ClassMembership:
     """
 
     def __init__(self) -> None:
-        self.size = 0
+        self.size = self._groups = 0  # leaves, and groups of contributions among them
         self.ever_admitted: Counter[str] = Counter()
         self._parts: dict[str, list[tuple[Ints, Ints]]] = {}  # leaf, expires
 
     def follow(self, rows: StoreReader, leaves: CheckedLeaves) -> None:
         """Go on to all leaves that were checked."""
-        for each in kept_contributions(leaves.kept(rows, self.size, leaves.size)):
+        found = leaves.contributions(rows)
+        if leaves.size < self.size:  # an older view
+            self.__init__()  # type: ignore[misc]
+        for each in islice(found, self._groups, None):
             if isinstance(each, ContributionColumns):
                 self._add(each.bound[0], each.seq, each.expires)
             elif each.contribution is not None:
                 self._add(each.contribution.cls, [each.seq], [each.contribution.expires])
-        self.size = leaves.size
+        self.size, self._groups = leaves.size, len(found)
 
     def count_members(self, cls: str, now: int, withdrawn: Collection[int]) -> int:
         """Those of a class who are neither expired at `now` nor among the leaves that were `withdrawn`."""

@@ -12,6 +12,15 @@ from typing import Any
 from lamina.errors import LedgerDamaged, LedgerError
 from lamina.ledger import merkle
 from lamina.ledger.checked_leaves import CheckedLeaves, check_epoch_follows, tokens_of
+from lamina.ledger.contribution_columns import (
+    ANCHOR_PREFIX,
+    INDEX_KEY_BYTES,
+    SUBJECT_PREFIX,
+    anchor_key,
+    descriptor_key,
+    index_keys,
+    subject_key,
+)
 from lamina.ledger.governance_records import GoverningRecord, Header, Release, Withdrawal
 from lamina.ledger.key_state import GovernanceState, checkpoint_roots
 from lamina.ledger.merkle import Frontier, leaf_hashes
@@ -33,50 +42,8 @@ from lamina.ledger.records import (
 from lamina.ledger.schema import rounded_epoch_time
 from lamina.ledger.store.rows import AttemptRow, LeafRow, LedgerHead, StoredLeaf, StoreReader, StoreWriter, tile_reader
 
-# Under which keys contributions are found again, and what may be in a ledger only once.
-#
-# Keys are digests, so each belongs at a random place of an index: a thousand new ones would touch a thousand pages,
-# for every batch. Hence the index of the store grows in large steps, sorted, and the keys of the leaves after the
-# last step are kept in memory by whoever needs them, from the leaves themselves. That is a bounded number, however
-# long the ledger.
-
-INDEX_KEY_BYTES = 16  # bytes: enough that nobody finds two with the same, and a small index
-_DIGEST_PART = INDEX_KEY_BYTES - 1
 _CONTRIBUTION_KIND = KIND_NUMBERS[ContributionRecord]
 INDEX_STEP = 65_536  # leaves after which the index grows
-_ANCHOR_PREFIX, _SUBJECT_PREFIX = b"as"
-
-
-def descriptor_key(digest: bytes) -> bytes:
-    """A contribution, by the digest of its descriptor: once, for good."""
-    return b"d" + digest[:_DIGEST_PART]
-
-
-def anchor_key(digest: bytes) -> bytes:
-    """A contribution, by its content anchor: any number of times, as long as its body is there."""
-    return b"a" + digest[:_DIGEST_PART]
-
-
-def subject_key(tag: bytes) -> bytes:
-    """A contribution, by the keyed tag of who it is about: once, for good."""
-    return b"s" + tag[:_DIGEST_PART]
-
-
-def index_keys(record: ContributionRecord | KeptContribution) -> list[bytes]:
-    """All keys of a contribution."""
-    keys = [descriptor_key(record.descriptor)]
-    if isinstance(record, ContributionRecord) and record.anchor is not None:
-        keys.append(anchor_key(record.anchor))
-    if record.subject is not None:
-        keys.append(subject_key(record.subject))
-    return keys
-
-
-def index_key_ranges(digits: str) -> list[tuple[bytes, bytes]]:
-    """First and last key of descriptors, and of anchors, whose digest begins with these hex digits."""
-    width = 2 * (INDEX_KEY_BYTES - 1)
-    first, last = (bytes.fromhex(digits[:width].ljust(width, rest)) for rest in "0f")
-    return [(make(first), make(last)) for make in (descriptor_key, anchor_key)]
 
 
 class UnindexedKeys:
@@ -99,8 +66,8 @@ class UnindexedKeys:
                 record = decode_leaf(data).record if data.leaf[:3] in CONTRIBUTION_STARTS else None
                 if isinstance(record, ContributionRecord | KeptContribution):
                     pairs += [(key, seq) for key in index_keys(record)]
-            anchors = [pair for pair in pairs if pair[0][0] == _ANCHOR_PREFIX]
-            self.grow(dict(pair for pair in pairs if pair[0][0] != _ANCHOR_PREFIX), anchors, head.size)
+            anchors = [pair for pair in pairs if pair[0][0] == ANCHOR_PREFIX]
+            self.grow(dict(pair for pair in pairs if pair[0][0] != ANCHOR_PREFIX), anchors, head.size)
 
     def grow(self, once: Mapping[bytes, int], anchors: Sequence[tuple[bytes, int]], stop: int) -> None:
         """Leaves up to `stop` are committed, with these keys."""
@@ -144,7 +111,7 @@ def find_repeated_contributions(
     found = {once[key]: seq for key, seq in there if _same_record(rows.leaf(seq), encoded[once[key]])}
     for key, seq in there:
         if found.get(once[key]) != seq:
-            what = "subject" if key[0] == _SUBJECT_PREFIX else "contribution"
+            what = "subject" if key[0] == SUBJECT_PREFIX else "contribution"
             problem = f"the {what} of record {once[key]} is in the ledger already, as leaf {seq}"
             remedy = "leave it out: it counts once, under the bound that was signed first"
             raise LedgerError("ledger.already-admitted", problem, remedy)
@@ -262,7 +229,7 @@ class AppendBatch:
         """Keys that may be in a ledger once → position; keys of anchors, and positions."""
         given = [(at, one) for at, one in enumerate(self.records) if type(one) is ContributionRecord]
         subjects = [(subject_key(one.subject), at) for at, one in given if one.subject is not None]
-        once = {b"d" + one.descriptor[:_DIGEST_PART]: at for at, one in given}  # `descriptor_key`, quickly
+        once = {b"d" + one.descriptor[: INDEX_KEY_BYTES - 1]: at for at, one in given}  # `descriptor_key`, quickly
         once.update(subjects)
         if len(once) < len(given) + len(subjects):
             first: dict[Any, int] = {}

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from lamina.admit.attestation import Attestation, window_rules
 from lamina.admit.keys import PrivateKey, format_utc
 from lamina.errors import AdmissionError, EncodingError, LedgerDamaged, LedgerError
+from lamina.ledger.contribution_columns import ContributionColumns, kept_contributions
 from lamina.ledger.governance_records import (
     GOVERNING_KINDS,
     Aggregate,
@@ -47,6 +48,7 @@ from lamina.ledger.records import (
     ContributionTerms,
     Epoch,
     KeptContribution,
+    KeptLeaf,
     Leaf,
     Record,
     SegmentOutcome,
@@ -201,6 +203,8 @@ class CheckedLeaves:
         self._hashes = bytearray()  # _HASH_PART bytes of each leaf's
         self._others: dict[int, list[int]] = {}  # kind → leaves, of all kinds but contributions
         self._withdrawals: tuple[int, dict[int, int]] = 0, {}  # leaves read, target → leaf
+        self._contributions: list[ContributionColumns | KeptLeaf] = []
+        self._columns = 0  # leaves whose contributions are in it
         self._attempts: tuple[int, dict[AttemptName, int]] = 0, {}  # leaves read, attempt → leaf
 
     def follow(self, rows: StoreReader, head: LedgerHead) -> GovernanceState:
@@ -339,6 +343,13 @@ class CheckedLeaves:
         found.covered(0 if last is None else min(size, last.size))
         return found
 
+    def contributions(self, rows: StoreReader) -> Sequence[ContributionColumns | KeptLeaf]:
+        """All contributions, in groups that only become more: leaf, end, bound and index keys of each."""
+        with self._turn:
+            self._contributions += kept_contributions(self.kept(rows, self._columns, self.size))
+            self._columns = self.size
+            return self._contributions
+
     def withdrawals(self, rows: StoreReader) -> Mapping[int, int]:
         """Every contribution that was withdrawn → the leaf in which it was."""
         with self._turn:
@@ -422,7 +433,9 @@ class CheckedLeaves:
         for seqs, leaves in rows.kept_blocks(0, last.size):
             if seqs[0] != self.size or seqs[-1] != self.size + len(seqs) - 1:
                 break
+            self._contributions += kept_contributions([leaves])
             self._take(leaves)
+            self._columns = self.size
         if self.size != last.size:
             problem = f"{self.size} of {last.size} signed leaves are there: leaf {self.size} is missing"
             raise LedgerDamaged("ledger.leaf-missing", problem, _SOMEBODY_WROTE)

@@ -18,8 +18,6 @@ from numpy.typing import NDArray
 
 from lamina.admit.keys import LAST_SECOND
 from lamina.errors import EncodingError
-from lamina.ledger.append import INDEX_KEY_BYTES, index_keys
-from lamina.ledger.checked_leaves import CheckedLeaves
 from lamina.ledger.merkle import hash_all
 from lamina.ledger.records import (
     CONTRIBUTION_BODY,
@@ -38,6 +36,50 @@ if TYPE_CHECKING:
     from lamina.ledger.spending import Bound
 
 
+# Under which keys contributions are found again, and what may be in a ledger only once.
+#
+# Keys are digests, so each belongs at a random place of an index: a thousand new ones would touch a thousand pages,
+# for every batch. Hence the index of the store grows in large steps, sorted, and the keys of the leaves after the
+# last step are kept in memory by whoever needs them, from the leaves themselves. That is a bounded number, however
+# long the ledger.
+
+INDEX_KEY_BYTES = 16  # bytes: enough that nobody finds two with the same, and a small index
+_DIGEST_PART = INDEX_KEY_BYTES - 1
+ANCHOR_PREFIX, SUBJECT_PREFIX = b"as"
+
+
+def descriptor_key(digest: bytes) -> bytes:
+    """A contribution, by the digest of its descriptor: once, for good."""
+    return b"d" + digest[:_DIGEST_PART]
+
+
+def anchor_key(digest: bytes) -> bytes:
+    """A contribution, by its content anchor: any number of times, as long as its body is there."""
+    return b"a" + digest[:_DIGEST_PART]
+
+
+def subject_key(tag: bytes) -> bytes:
+    """A contribution, by the keyed tag of who it is about: once, for good."""
+    return b"s" + tag[:_DIGEST_PART]
+
+
+def index_keys(record: ContributionRecord | KeptContribution) -> list[bytes]:
+    """All keys of a contribution."""
+    keys = [descriptor_key(record.descriptor)]
+    if isinstance(record, ContributionRecord) and record.anchor is not None:
+        keys.append(anchor_key(record.anchor))
+    if record.subject is not None:
+        keys.append(subject_key(record.subject))
+    return keys
+
+
+def index_key_ranges(digits: str) -> list[tuple[bytes, bytes]]:
+    """First and last key of descriptors, and of anchors, whose digest begins with these hex digits."""
+    width = 2 * (INDEX_KEY_BYTES - 1)
+    first, last = (bytes.fromhex(digits[:width].ljust(width, rest)) for rest in "0f")
+    return [(make(first), make(last)) for make in (descriptor_key, anchor_key)]
+
+
 Contribution = ContributionRecord | KeptContribution
 Ints = NDArray[np.int64]
 Bytes = NDArray[np.uint8]
@@ -46,6 +88,7 @@ Prefixes = NDArray[np.uint64]  # the first 8 bytes of digests
 
 _MOST_LAYOUTS = 32  # different layouts in one block; the rest is read one by one
 _FEWEST_ROWS = 16  # fewer leaves than these are read one by one
+_NONE, _NO_PREFIXES = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.uint64)
 _SEQ, _TIME, _EPOCH, _BODY_HASH, _DESCRIPTOR, _END = range(1, 7)  # groups of the leaf
 _ATTESTATION, _KEY, _BEGIN = range(7, 10)  # and, counted on, of the body
 
@@ -81,12 +124,15 @@ def other_kinds(data: LeafBlock) -> list[int]:
 
 
 def kept_contributions(blocks: Iterable[Sequence[bytes]]) -> Iterator[ContributionColumns | KeptLeaf]:
-    """The contributions among these leaves, by what the leaves say: those of one layout together, or one."""
+    """The contributions among these leaves, by what the leaves say: those of one layout together, or one.
+
+    Of many, what is remembered is small: leaf, end, bound and index keys.
+    """
     for block in blocks:
         leaves = [leaf for leaf in block if leaf[:3] in CONTRIBUTION_STARTS]
         for group in read_columns(LeafBlock(leaves, [None] * len(leaves))):
             if isinstance(group, ContributionColumns):
-                yield group
+                yield replace(group, rows=_NONE, time=_NONE, epoch=_NONE, descriptor=_NO_PREFIXES, subject=None)
             else:
                 yield from (decode_kept(leaves[at]) for at in group.tolist())
 
@@ -252,10 +298,12 @@ class KeyIndexChecks:
 
         Anchors of those whose bodies are pruned may be left in it.
         """
-        pairs = list(rows.known_keys())
-        keys = b"".join([key.ljust(INDEX_KEY_BYTES, b"?")[:INDEX_KEY_BYTES] for key, _ in pairs])
-        found = np.frombuffer(keys, np.uint8).reshape(-1, INDEX_KEY_BYTES)
-        seqs: Ints = np.array([seq for _, seq in pairs], dtype=np.int64)
+        parts, numbers = list[bytes](), list[int]()
+        for block in rows.known_keys():
+            parts.append(b"".join([key.ljust(INDEX_KEY_BYTES, b"?")[:INDEX_KEY_BYTES] for key, _ in block]))
+            numbers += [seq for _, seq in block]
+        found = np.frombuffer(b"".join(parts), np.uint8).reshape(-1, INDEX_KEY_BYTES)
+        seqs: Ints = np.array(numbers, dtype=np.int64)
         stays = ~((found[:, 0] == ord("a")) & np.isin(seqs, _joined(self._pruned)))
         found, seqs = found[stays], seqs[stays]
         places = _joined(self._seqs)
@@ -270,10 +318,12 @@ class KeyIndexChecks:
         return int(min(seq for _, seq in stored ^ stated))
 
 
-def first_index_difference(rows: StoreReader, leaves: CheckedLeaves, indexed: int) -> int | None:
+def first_index_difference(
+    rows: StoreReader, contributions: Iterable[ContributionColumns | KeptLeaf], indexed: int
+) -> int | None:
     """The first leaf of which the store's index does not say what the leaf says; None if it is right."""
     index = KeyIndexChecks()
-    for each in kept_contributions(leaves.kept(rows, 0, indexed)):
+    for each in contributions:
         if isinstance(each, ContributionColumns):
             index.many(each.seq, each.keys, pruned=True)
         elif each.contribution is not None:

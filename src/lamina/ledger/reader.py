@@ -12,8 +12,9 @@ from typing import Self
 from lamina.errors import LedgerDamaged, LedgerError
 from lamina.ledger import merkle
 from lamina.ledger import records as leaves
-from lamina.ledger.append import UnindexedKeys, anchor_key, descriptor_key, index_key_ranges, subject_key
+from lamina.ledger.append import UnindexedKeys
 from lamina.ledger.checked_leaves import CheckedLeaves
+from lamina.ledger.contribution_columns import anchor_key, descriptor_key, index_key_ranges, subject_key
 from lamina.ledger.governance_records import Header
 from lamina.ledger.key_state import GovernanceState
 from lamina.ledger.merkle import Frontier, TileNodes, leaf_hash

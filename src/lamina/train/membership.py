@@ -29,7 +29,7 @@ from lamina.corpus.corpus import Corpus
 from lamina.corpus.payload_admission import reasons_text
 from lamina.errors import AdmissionError, EncodingError, LedgerError, StorageError, StoreLost
 from lamina.ledger.admission_batch import LedgerRegister
-from lamina.ledger.contribution_columns import ContributionColumns, kept_contributions
+from lamina.ledger.contribution_columns import ContributionColumns
 from lamina.ledger.corpus_terms import policy_in_force
 from lamina.ledger.governance_records import Withdrawal, WithdrawalEffect, WithdrawalReason
 from lamina.ledger.records import ContributionRecord, decode_kept
@@ -145,7 +145,7 @@ class LedgerMembership:
         with self._ledger.store.read() as rows:
             leaves = self._ledger.checked(rows)
             withdrawn = leaves.withdrawals(rows)
-            for each in kept_contributions(leaves.kept(rows, 0, leaves.size)):
+            for each in leaves.contributions(rows):
                 if isinstance(each, ContributionColumns):
                     bound, stay = each.bound, each.seq[each.expires > now].tolist()
                 elif each.contribution is not None:

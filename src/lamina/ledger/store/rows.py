@@ -277,15 +277,15 @@ class StoreReader:
         found = self._db.rows("SELECT seq, done FROM pruning ORDER BY seq")
         return [PruningRow(seq, bool(done)) for seq, done in found]
 
-    def known_keys(self) -> Iterator[tuple[bytes, int]]:
-        """(key, seq) of everything in the index, in order."""
+    def known_keys(self) -> Iterator[list[tuple[bytes, int]]]:
+        """(key, seq) of everything in the index, in order and many at a time."""
         query = "SELECT key, seq FROM known {} ORDER BY key, seq LIMIT ?"
         found = self._db.rows(query.format(""), _ROWS_AT_ONCE)  # without a bound: SQLite sorts numbers and texts first
         while found:
-            yield from ((_as_bytes(one), at) for one, at in found)
-            key, seq = found[-1]
-            after = query.format("WHERE key > ? OR (key = ? AND seq > ?)")
-            found = self._db.rows(after, key, key, seq, _ROWS_AT_ONCE)
+            if {type(one) for one, _ in found} != {bytes}:
+                list(map(_as_bytes, [one for one, _ in found]))
+            yield found  # type: ignore[misc]
+            found = self._db.rows(query.format("WHERE (key, seq) > (?, ?)"), *found[-1], _ROWS_AT_ONCE)
 
     def attempts(self) -> Iterator[AttemptRow]:
         """Every attempt that an epoch closed."""
