@@ -274,7 +274,7 @@ def test_what_the_store_derives_is_compared_with_the_leaves(path: str, statement
     assert (found.kind, found.code) == ("store", code)
 
 
-def test_what_only_the_store_states_changes_no_verdict(path: str) -> None:
+def test_what_only_the_store_states_is_signed_or_changes_no_verdict(path: str) -> None:
     before = verify(path, trust=MINE)
     changed(
         path,
@@ -283,8 +283,12 @@ def test_what_only_the_store_states_changes_no_verdict(path: str) -> None:
         "INSERT INTO terms VALUES ('clinical/0/0', x'ff')",
         "INSERT INTO writer VALUES (zeroblob(16), zeroblob(16), x'ff', 1)",
     )
+    unsigned = problem(path)
+    assert (unsigned.kind, unsigned.code) == ("store", "verify.open-rows-differ")
+    changed(path, "DELETE FROM meta WHERE name = 'open'")  # as a writer without the key leaves it
     found = verify(path, trust=MINE)
     assert before.verdict == found.verdict == "trusted"
+    assert any("not signed by the ledger key" in note for note in found.notes)
     assert (found.root, found.spends, found.counts) == (before.root, before.spends, before.counts)
     assert any("as the store states" in note for note in found.notes)
 

@@ -219,6 +219,8 @@ def test_a_generation_that_is_still_open(story: Story) -> None:
     assert code_of(story) == "verify.generation-missing"
     with story.ledger.store.write() as rows:
         rows.put_hold(RunHold(RUNS[0], 0, 0, bytes(16), None, b""))
+    assert code_of(story) == "verify.open-rows-differ"
+    story.ledger.accept()
     assert code_of(story) is None
     assert (
         code_of(story, trust=Trust(plain=(GOVERNING.public,))) == "verify.generation-missing"

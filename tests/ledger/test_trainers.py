@@ -145,6 +145,9 @@ def test_what_is_held_is_told(story: Story) -> None:
     for run, index in ((RUNS[0], 2), (RUNS[0], 3), (RUNS[0], -1), (RUNS[1], -1)):
         hold(story, run, index)
     hold(story, RUNS[1], 0, leaf=8)  # is in a leaf: not held any more
+    unsigned = verify(story.ledger.store, trust=MINE).problem
+    assert unsigned is not None and unsigned.code == "verify.open-rows-differ"
+    story.ledger.accept()
     found = verify(story.ledger.store, trust=MINE)
     assert found.verified
     assert found.trusted

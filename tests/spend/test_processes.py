@@ -192,6 +192,9 @@ def test_a_hold_that_cannot_be_read_is_told_and_never_counted_as_nothing(place: 
     with book.ledger.store.write() as rows:
         (held,) = rows.holds()
         rows.put_hold(held._replace(body=body))
+    with raises_code("ledger.open-rows-differ"):
+        pay(book, 1)
+    book.ledger.accept()  # and also if the key signed it so
     for use in (
         lambda: pay(book, 1),
         lambda: book.total("clinical", delta=DELTA),

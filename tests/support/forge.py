@@ -91,6 +91,7 @@ def rewritten(path: str, change: Change, key: PrivateKey | None = LEDGER, *, cha
         *(["checkpoint"] if key else []),
     ):
         sql(path, f"DELETE FROM {table}")
+    sql(path, "DELETE FROM meta WHERE name = 'open'")  # or sign it anew: the rows that it covers stay as they are
     origin = next(one.record.origin for one in map(read, data) if one and isinstance(one.record, Header))
     store = SqliteStore(path)
     with store.write() as rows:

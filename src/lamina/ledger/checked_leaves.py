@@ -215,7 +215,9 @@ class CheckedLeaves:
     def _follow(self, rows: StoreReader, head: LedgerHead) -> GovernanceState:
         last, known = rows.checkpoint(), self._state
         self._state = None  # what stops here begins anew the next time
-        if head.size <= (most := max(self._recent, default=0)) and self._recent.get(head.size) != head.frontier:
+        if self._recent.get(head.size, head.frontier) != head.frontier:
+            raise self._tree_differs()
+        if head.size < (most := max(self._recent, default=0)) and head.size not in self._recent:
             problem = f"the ledger {self._header.origin!r} has {head.size} leaves that do not continue or begin those "
             problem += f"that this process read before, {most} of them"
             raise LedgerDamaged("ledger.rolled-back", problem, "restore the newer copy, and start again")
@@ -228,8 +230,7 @@ class CheckedLeaves:
                 self.vouched = mark.size
         self._read_on(known, rows, head.size)
         if self._frontier.encode() != head.frontier:
-            problem = f"the tree of the ledger {self._header.origin!r} is not that of its leaves"
-            raise LedgerDamaged("ledger.tree-differs", problem, _SOMEBODY_WROTE)
+            raise self._tree_differs()
         known.size, self._state = head.size, known
         known.covered(0 if last is None else last.size)
         self._remember(head)
@@ -484,6 +485,10 @@ class CheckedLeaves:
                     kind = kind_name(leaf_bytes(rows, seq)) or "leaf"
                     return leaf_not_allowed(seq, kind, "it is not the leaf that was signed")
         return self._checkpoint_differs()
+
+    def _tree_differs(self) -> LedgerDamaged:
+        problem = f"the tree of the ledger {self._header.origin!r} is not that of its leaves"
+        return LedgerDamaged("ledger.tree-differs", problem, _SOMEBODY_WROTE)
 
     def _checkpoint_differs(self) -> LedgerDamaged:
         problem = f"the newest checkpoint of the ledger {self._header.origin!r} is not of its tree and keys"

@@ -73,10 +73,13 @@ class OpenHead(NamedTuple):
         return cls(counter, size, root, key.public.id, key.sign(_text(origin, counter, size, root, digest)))
 
     @classmethod
-    def read(cls, rows: StoreReader) -> OpenHead | None:
-        """The head; None if the rows are unsigned."""
-        found = rows.meta(_NAME)
-        return None if found is None else cls.decode(found)
+    def read(cls, rows: StoreReader, keys: KeyState) -> OpenHead | None:
+        """The head; None if the rows are unsigned, or only by a key that was revoked since."""
+        if (found := rows.meta(_NAME)) is None:
+            return None
+        head = cls.decode(found)
+        known = keys.history(head.kid)
+        return head if known is None or known.revoked is None else None
 
     @classmethod
     def decode(cls, data: bytes) -> OpenHead:
@@ -97,9 +100,9 @@ class OpenHead(NamedTuple):
         rows.drop_meta(_NAME)
 
     def holds(self, keys: KeyState, digest: bytes) -> bool:
-        """Whether a ledger key that nobody revoked signed it, for rows of this digest."""
+        """Whether a ledger key signed it, for rows of this digest."""
         known = keys.history(self.kid)
-        if known is None or known.key.role is not Role.LEDGER or known.revoked is not None:
+        if known is None or known.key.role is not Role.LEDGER:
             return False
         return known.public.verify(_text(keys.origin, self.counter, self.size, self.root, digest), self.signature)
 

@@ -175,7 +175,7 @@ class Ledger(LedgerReader):
 
         None where they are unsigned: in a ledger of an earlier version, or after a writer without the key.
         """
-        leaves, head = self.checked(rows), OpenHead.read(rows)
+        leaves, head = self.checked(rows), OpenHead.read(rows, self.governance(rows))
         if head is None:
             self._unsigned = self._unsigned or bool(rows.runs())
         else:

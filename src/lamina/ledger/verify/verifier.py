@@ -166,7 +166,7 @@ def check_open_rows(rows: StoreReader, keys: KeyState, size: int, last_epoch: in
     """Check the signed head over open charges and reservations; False if they are unsigned."""
     reason = "the open charges and reservations are not those that the ledger key signed last: "
     try:
-        head = OpenHead.read(rows)
+        head = OpenHead.read(rows, keys)
     except LedgerDamaged as error:
         fail(None, STORE, "verify.open-rows-differ", error.problem)
     if head is None:
@@ -175,7 +175,7 @@ def check_open_rows(rows: StoreReader, keys: KeyState, size: int, last_epoch: in
         fail(None, STORE, "verify.open-rows-differ", f"{reason}one was deleted, changed or added")
     if not last_epoch < head.size <= size or root_at(TileNodes(tile_reader(rows)), head.size) != head.root:
         reason += f"they were signed after {head.size} leaves, and leaf {last_epoch} is an epoch"
-        fail(last_epoch, STORE, "verify.open-rows-differ", reason)
+        fail(None, STORE, "verify.open-rows-differ", reason)
     return True
 
 
@@ -380,7 +380,6 @@ class LedgerReplay:
         check_withdrawn(self._rows, self.withdrawals.targets)
         check_attempts(self._rows, self.epochs.attempts)
         check_admission_index(self._rows, self.head.indexed, self.contributions, tokens=self.attestations is not None)
-        self.open_signed = check_open_rows(self._rows, self.keys, size, max(self.epochs.attempts.values(), default=-1))
         self.held = unrecorded_spend(self._rows)
         held = [(each.run, each.segment, each.generation) for each in self._rows.holds() if each.attempt]
         self.unrecorded = self.epochs.check_generations(held if self._trust is None else ())
@@ -389,6 +388,7 @@ class LedgerReplay:
         self._check_pruned()
         self._seen.finish(size, self.checkpoints.accepted(self.keys).values())
         self._check_trust()
+        self.open_signed = check_open_rows(self._rows, self.keys, size, max(self.epochs.attempts.values(), default=-1))
 
     def _check_pruned(self) -> None:
         """Check that a checkpoint covers every aggregate of which bodies are gone, and what the store says of them."""
