@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import lamina
 from lamina.integrations.huggingface import PrivateTrainer
 from lamina.integrations.tokens import TokenLoss, token_corpus
-from lamina.train.segments import CodeFingerprint
+from lamina.train.code_fingerprint import CodeFingerprint
 
 pytestmark = [QUIET, pytest.mark.filterwarnings("ignore:.*use_cache=True")]
 PRIVACY = {"epsilon": 8.0, "delta": 1e-5, "clip_norm": 0.1}
@@ -162,8 +162,9 @@ def test_another_process_describes_the_same_model() -> None:
     code = (
         f"import sys; sys.path[:0] = {[str(Path(__file__).parents[1] / 'support')]!r}\n"
         "from adapted_models import adapted\n"
-        "from lamina.train.segments import CodeFingerprint\n"
-        "print(CodeFingerprint(values=False).describe(adapted('llama', 'lora')))"
+        "from lamina.train.code_fingerprint import CodeFingerprint\n"
+        "model = adapted('llama', 'lora')\n"
+        "print(CodeFingerprint(model).describe(model))"
     )
     said = subprocess.run(
         [sys.executable, "-c", code],
@@ -172,7 +173,9 @@ def test_another_process_describes_the_same_model() -> None:
         text=True,
         check=True,
     )
-    assert said.stdout.strip() == CodeFingerprint(values=False).describe(adapted("llama", "lora"))
+    model = adapted("llama", "lora")
+    found = CodeFingerprint(model)
+    assert said.stdout.strip() == found.describe(model) and not found.unknown
 
 
 def test_early_stopping_and_the_best_weights(tmp_path: Path) -> None:

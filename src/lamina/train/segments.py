@@ -19,23 +19,14 @@ again; the old charge stays.
 from __future__ import annotations
 
 import enum
-import functools
-import hashlib
 import platform
 import secrets
-import sys
-import sysconfig
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
-from importlib import metadata
-from pathlib import PurePath
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from lamina.corpus.corpus import Corpus
 from lamina.engine import native
@@ -54,12 +45,16 @@ from lamina.spend.accounts import (
     remaining_accounts,
 )
 from lamina.spend.reservation import NoiseByStep
+from lamina.train.code_fingerprint import SettingsFingerprint
 from lamina.train.journal import AttemptClosed, AttemptOpened, SegmentInputs
 from lamina.train.membership import LedgerMembership
 from lamina.train.run import Run, adaptive_budget_fits, charges_due, repair_ledger, reserve_plan, reserve_rest
-from lamina.train.training_checkpoint import TrainingCheckpoint, TrainingState, tensor_bytes
+from lamina.train.training_checkpoint import TrainingCheckpoint, TrainingState
 
 OPTIONS_DIFFER = "options differ from those of"  # in the notes of a run that was resumed with others
+
+
+_CHARGED_AGAIN = "if the run is killed, its open segment is charged again instead of replayed"
 
 
 class ResumeAction(enum.Enum):
@@ -123,11 +118,12 @@ class Segments:
 
     def __init__(
         self, run: Run, state: TrainingState, *, plan: StepPlan, corpus: Corpus, members: LedgerMembership,
-        settings: bytes, caps: Mapping[str, int], length: int, note: Callable[[str], None], say: Callable[[str], None],
-        world_size: int = 1,
+        settings: Callable[[], SettingsFingerprint], caps: Mapping[str, int], length: int, note: Callable[[str], None],
+        say: Callable[[str], None], world_size: int = 1,
     ) -> None:  # fmt: skip
         self.run, self.state, self.plan, self.corpus = run, state, plan, corpus
-        self.settings, self.caps, self.length, self.note = settings, dict(caps), length, note
+        self._fingerprint, self.caps, self.length, self.note = settings, dict(caps), length, note
+        self.settings, self._unknown = settings()
         self.members, self.end, self.world_size = members, plan.steps, world_size
         self.say = say  # on the screen only
         self._replay: AttemptOpened | None = None
@@ -142,6 +138,11 @@ class Segments:
 
     def start(self) -> None:
         """Begin a new run, or resume one."""
+        if self._unknown:
+            more = f" and {len(self._unknown) - 3} more" if len(self._unknown) > 3 else ""
+            self.note(
+                f"cannot be compared with another process: {', '.join(self._unknown[:3])}{more}; {_CHARGED_AGAIN}"
+            )
         if self.run.fresh or not (self.run.checkpoints.indices() or self.run.journal.opens):
             self.members.check(self.plan)
             self.run.checkpoints.room(self.state.capture(self._header(None)))  # before anything is reserved
@@ -333,8 +334,9 @@ class Segments:
         if self._membership is None or self._membership[0] != revision:
             self._membership = revision, self.corpus.membership(key)
         self.revision = revision
+        settings, unknown = self._fingerprint()  # also of what the steps before have changed
         return SegmentInputs(
-            plan=self.plan.digest(), settings=self.settings, membership=self._membership[1],
+            plan=self.plan.digest(), settings=secrets.token_bytes(32) if unknown else settings, membership=self._membership[1],
             checkpoint=self._checkpoint, data=self.corpus.digest(key), world_size=self.world_size,
             threads=torch.get_num_threads(), code=self._code,
         )  # fmt: skip
@@ -412,139 +414,6 @@ class Segments:
             problem = "the corpus has other contributions, or another order, than when their occurrences were counted"
             remedy = "give the corpus as it was; withdraw contributions with corpus.withdraw(id)"
             raise RunError("train.corpus-order-changed", problem, remedy)
-
-
-_MAX_DEPTH = 64
-_INSTALLED_PATHS = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib")})
-_IGNORED_ATTRIBUTES = {*vars(nn.Module()), "training", "forward"}  # of a module: torch's, the trainer's, the engine's
-_OF_FULLY_SHARD = "__composable_api_state_key"  # what it keeps of itself in a module, another name in every process
-_OF_PROCESS = "_original_object_hash"  # what transformers keeps of a generation config: hash() of a text, salted anew
-_PLAIN_TYPES = (bool, int, str, bytes, complex, PurePath, enum.Enum, torch.dtype, torch.device, torch.Size, range)
-
-
-class CodeFingerprint:
-    """Describes values as text. What cannot be described (a generator, a handle) becomes random: nothing equals it."""
-
-    def __init__(self, *, values: bool = True) -> None:
-        self._values = values  # of a module's tensors, too
-        self._seen: dict[int, tuple[int, Any]] = {}  # an id names an object only while it lives
-
-    def describe(self, value: Any, depth: int = 0) -> str:
-        if value is None or isinstance(value, _PLAIN_TYPES):
-            return f"{type(value).__name__}:{value!r}"
-        if isinstance(value, float):
-            return f"float:{value.hex()}"
-        if isinstance(value, Tensor | np.ndarray | np.generic):
-            data = tensor_bytes(value.detach()) if isinstance(value, Tensor) else np.ascontiguousarray(value).tobytes()
-            return f"array:{value.dtype}{tuple(value.shape)}{hashlib.sha256(data).hexdigest()}"
-        if id(value) in self._seen:
-            return f"again:{self._seen[id(value)][0]}"
-        self._seen[id(value)] = len(self._seen), value
-        parts = None if depth > _MAX_DEPTH else self._parts(value, depth + 1)
-        if parts is None:
-            return f"unknown:{type(value).__name__}:{secrets.token_hex(8)}"
-        return f"{type(value).__name__}({'|'.join(f'{len(part)}:{part}' for part in parts)})"
-
-    def _parts(self, value: Any, depth: int) -> Iterable[str] | None:
-        """The descriptions that make up one of a compound value, in an order that every process repeats."""
-
-        def each(*values: Any) -> list[str]:
-            return [self.describe(one, depth) for one in values]
-
-        if isinstance(value, Mapping):
-            return each(*(part for item in value.items() for part in item))
-        if isinstance(value, list | tuple):
-            return each(*value)
-        if isinstance(value, set | frozenset):
-            return sorted(each(*value))
-        if isinstance(value, nn.Module):
-            return self._module(value, each)
-        if isinstance(value, functools.partial):
-            return each(value.func, value.args, value.keywords)
-        if isinstance(value, MethodType):
-            return each(value.__func__, value.__self__)
-        if isinstance(value, FunctionType | type) and (version := _package_version(value.__module__)) is not None:
-            return [value.__module__, value.__qualname__, version]
-        if isinstance(value, FunctionType):
-            return self._function(value, each)
-        if isinstance(value, CodeType):
-            return each(value.co_code, ",".join(value.co_names), *value.co_consts)
-        if isinstance(value, type):
-            kinds = (FunctionType, *_PLAIN_TYPES, float)
-            own = [(n, m) for n, m in sorted(vars(value).items()) if isinstance(m, kinds) and _counts(n, m)]
-            return each(value.__module__, value.__qualname__, value.__bases__, own)
-        if isinstance(value, ModuleType | BuiltinFunctionType):
-            return [value.__name__]
-        if hasattr(value, "__dict__") and not isinstance(value, torch.Generator | np.random.Generator):
-            return each(type(value), {name: part for name, part in vars(value).items() if name != _OF_PROCESS})
-        return None
-
-    def _module(self, module: nn.Module, each: Callable[..., list[str]]) -> list[str]:
-        own = [
-            (name, part)
-            for name, part in sorted(vars(module).items())
-            if name not in _IGNORED_ATTRIBUTES and not name.startswith(_OF_FULLY_SHARD)
-        ]
-        parts = each(type(module), module.extra_repr(), own)
-        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-            if tensor is not None:
-                parts += [f"{name}:{tensor.dtype}{tuple(tensor.shape)}{tensor.requires_grad}"]
-                parts += each(tensor) if self._values else []
-        return parts + each(module._modules)
-
-    def _function(self, function: FunctionType, each: Callable[..., list[str]]) -> list[str]:
-        """Code, defaults, closure, and the functions and constants of its module that it names."""
-        parts = each(function.__qualname__, function.__code__, function.__defaults__, function.__kwdefaults__)
-        for cell in function.__closure__ or ():
-            try:
-                parts += each(cell.cell_contents)
-            except ValueError:  # not filled yet
-                parts.append("empty")
-        kinds = (*_PLAIN_TYPES, float, FunctionType, Tensor, np.ndarray)
-        named = {name: function.__globals__.get(name) for name in function.__code__.co_names}
-        return parts + each({name: part for name, part in named.items() if isinstance(part, kinds)})
-
-
-def _counts(name: str, member: Any) -> bool:
-    """Whether a member of a class changes what its objects do: not what Python itself writes down about the class."""
-    return isinstance(member, FunctionType) or name[:2] != "__"
-
-
-@functools.lru_cache
-def _package_version(module: str | None) -> str | None:
-    """The version that stands for code which nobody edits: of an installed package; None for the user's own."""
-    root = str(module).partition(".")[0]
-    if root in sys.builtin_module_names or root in sys.stdlib_module_names:
-        return f"python {platform.python_version()}"
-    file = getattr(sys.modules.get(root), "__file__", None) or ""
-    if root != "lamina" and not file.startswith(_INSTALLED_PATHS):
-        return None
-    try:
-        return f"{root} {metadata.version(root)}"
-    except metadata.PackageNotFoundError:
-        return f"{root} {getattr(sys.modules[root], '__version__', '')}"
-
-
-def settings_digest(
-    model: nn.Module, optimizer: Optimizer, scheduler: Any, functions: Mapping[str, Any], options: Mapping[str, Any],
-    given: Iterable[Mapping[str, Any]], schedule: Any,
-) -> bytes:  # fmt: skip
-    """SHA-256 over optimiser, scheduler, loss, model and options as given, and over the user's code that they run.
-
-    Functions count by bytecode, defaults, closures and what they are bound to; modules by name, class, attributes,
-    methods and the types of their tensors; objects by class and attributes (`CodeFingerprint`). `given` and `schedule` are
-    the optimiser's and scheduler's settings before the first step. What none of this can see (a changed library, a file
-    that the model reads) is the user's to keep.
-    """
-    schedule = None if scheduler is None else [type(scheduler), _scheduler_functions(scheduler), schedule]
-    told = [type(optimizer), [dict(group) for group in given], schedule, dict(functions), dict(options)]
-    weightless = CodeFingerprint(values=False).describe(model)  # the weights are the checkpoint's, and change
-    return hashlib.sha256(f"{CodeFingerprint().describe(told)}\n{weightless}".encode()).digest()
-
-
-def _scheduler_functions(scheduler: Any) -> list[Any]:
-    """LambdaLR and its kin keep functions that their state leaves out."""
-    return [value for name, value in sorted(vars(scheduler).items()) if "lambda" in name or callable(value)]
 
 
 def code_version() -> str:

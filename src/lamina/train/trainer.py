@@ -31,6 +31,7 @@ from lamina.ledger.writer import Ledger
 from lamina.plan.step_plan import StepPlan
 from lamina.spend.accounts import SignedAccount, check_accounts
 from lamina.spend.spend_ledger import SpendLedger
+from lamina.train.code_fingerprint import SettingsFingerprint, settings_fingerprint
 from lamina.train.distributed import LedSegment, RunLead, follow
 from lamina.train.journal import AttemptOpened
 from lamina.train.membership import AdmissionRenewal, LedgerMembership, remember_withdrawals
@@ -47,7 +48,7 @@ from lamina.train.run_output import (
     make_progress,
     withhold_text,
 )
-from lamina.train.segments import OPTIONS_DIFFER, Segments, code_version, settings_digest
+from lamina.train.segments import OPTIONS_DIFFER, Segments, code_version
 from lamina.train.target_check import TARGETS_NOT_COMPARED, TargetCheck
 from lamina.train.trainer_checks import (
     NOT_PROBED_NOTE,
@@ -205,8 +206,8 @@ class Trainer:
             problem = "the engine belongs to another model or plan"
             raise RunError("train.engine-of-other-model", problem, "leave engine out, or give the matching one")
 
-    def _settings(self) -> bytes:
-        """Digest of what a step depends on beside plan, data and seed."""
+    def _settings(self) -> SettingsFingerprint:
+        """Digest of what a step depends on beside plan, data and seed; and what it cannot cover."""
         functions, where = {"loss": self.loss_fn, "augment": self.augment}, model_device(self.model).type
         options = {
             "microbatches": self.microbatches,
@@ -221,7 +222,7 @@ class Trainer:
             **({} if self.seed is None else {"seed": self.seed}),
         }
         state = self.state
-        return settings_digest(
+        return settings_fingerprint(
             self.model, self.optimizer, self.scheduler, functions, options, state.given, state.given_schedule
         )
 
@@ -282,7 +283,7 @@ class Trainer:
         corpus = self.corpus
         return {
             "plan": self.plan.digest(),
-            "options, model or loss": self._settings(),
+            "options, model or loss": self._settings()[0],
             "contributions": corpus.order(salt) + corpus.membership(salt),
             "data": corpus.digest(salt),
             "number of threads": b"%d" % torch.get_num_threads(),
@@ -337,7 +338,7 @@ class Trainer:
         keep_charging_bounds(run, self.plan, members.standing)
         self._lead.check(self.corpus, run.salt, self.facts_of_rank)
         segments = Segments(
-            run, self.state, plan=self.plan, corpus=self.corpus, members=members, settings=self._settings(),
+            run, self.state, plan=self.plan, corpus=self.corpus, members=members, settings=self._settings,
             caps=self.max_occurrences, length=self.segment, note=publisher.note, say=self.progress.note,
             world_size=self._ranks.size,
         )  # fmt: skip
