@@ -355,8 +355,9 @@ def _object(value: Any) -> _Parts | None:
     if isinstance(reduced, str):  # a global name: what it stands for is wrapped, if anywhere
         return [*parts, ("", reduced), ("", getattr(value, "__wrapped__", None))]
     _, args, state, listed, mapped = (*reduced, None, None, None)[:5]
-    default = kind.__reduce_ex__ is object.__reduce_ex__ and kind.__reduce__ is object.__reduce__
-    default = default and kind.__getstate__ is object.__getstate__
+    default = all(
+        getattr(kind, name) is getattr(object, name) for name in ("__reduce_ex__", "__reduce__", "__getstate__")
+    )
     parts += [] if len(args) == 1 and args[0] is kind else [("", reduced[0]), ("", args)]
     parts += [] if default else [("", _without_process(state))]
     parts += _state(value) if default or _package_version(kind.__module__) is None else []

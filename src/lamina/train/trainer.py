@@ -153,6 +153,7 @@ class Trainer:
         self._ledger_argument, self._key, self._governing = ledger, key, governing
         self._ledger: Ledger | None = None
         self._policy_changed = False  # the ledger's policy, by opening it
+        self._settings_of_rank = b""
         self._spend: SpendLedger | None = None
         self._noise_applied: list[tuple[int, tuple[float, ...]]] = []  # of a segment: from which step on, S² per layer
         self.bounds = epsilon_bounds_of_policy(corpus, plan) if bounds is None else dict(bounds)
@@ -255,6 +256,7 @@ class Trainer:
 
     def fit(self) -> Outcome:
         """Train to the end of the plan, or go on from where the folder's run was left."""
+        self._settings_of_rank = self._settings()[0]  # before rank 0 tries model and loss, which may count calls
         if not self._ranks.first:
             return self._follow()
         try:
@@ -283,7 +285,7 @@ class Trainer:
         corpus = self.corpus
         return {
             "plan": self.plan.digest(),
-            "options, model or loss": self._settings()[0],
+            "options, model or loss": self._settings_of_rank,
             "contributions": corpus.order(salt) + corpus.membership(salt),
             "data": corpus.digest(salt),
             "number of threads": b"%d" % torch.get_num_threads(),
