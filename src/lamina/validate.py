@@ -13,6 +13,7 @@ import numbers
 import os
 import re
 import stat
+import tomllib
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ __all__ = [
     "number",
     "one_of",
     "open_regular",
+    "parse_toml",
     "positive",
     "read_text_file",
     "short_repr",
@@ -72,6 +74,47 @@ def read_text_file(path: str | Path, most: int = 1 << 24) -> str:
     if len(data) > most:
         raise OSError(errno.EFBIG, f"it has more than {most} bytes")
     return data.decode("utf-8")
+
+
+_MAX_TOML = 1 << 20  # characters
+_MAX_TOML_DEPTH = 32  # tables and arrays inside each other
+_MAX_INTEGER_BITS = 64
+_KEY_PART = r"""(?:[A-Za-z0-9_-]++|"[^"\n]*+"|'[^'\n]*+')"""
+_LONG_KEY = re.compile(rf"(?<![A-Za-z0-9_-]){_KEY_PART}(?:[ \t]*+\.[ \t]*+{_KEY_PART}){{{_MAX_TOML_DEPTH}}}")
+
+_MAX_DIGITS = 1000
+_LONG_NUMBER = re.compile(rf"(?<![A-Za-z0-9_])[0-9][0-9A-Fa-fxob_]{{{_MAX_DIGITS}}}")
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """The tables of a TOML text; ValueError if it is none, or nests deeper or has larger numbers than settings do.
+
+    tomllib takes a time that grows with the square of the parts of a dotted key, keeps a state for every digit, and
+    recurses into arrays.
+    """
+    if len(text) > _MAX_TOML:
+        raise ValueError(f"it has {len(text)} characters, at most {_MAX_TOML} are read")
+    too_long = {
+        _LONG_KEY: f"a key has more than {_MAX_TOML_DEPTH} parts",
+        _LONG_NUMBER: f"a number has more than {_MAX_DIGITS} digits",
+    }
+    for pattern, problem in too_long.items():
+        if (match := pattern.search(text)) is not None:
+            line = text.count("\n", 0, match.start()) + 1
+            raise ValueError(f"{problem} (at line {line})")
+    try:
+        found = tomllib.loads(text)
+    except RecursionError:
+        raise ValueError(f"it nests deeper than {_MAX_TOML_DEPTH} tables and arrays") from None
+    level: list[Any] = [found]
+    for _ in range(_MAX_TOML_DEPTH + 1):
+        level = [part for value in level for part in (value.values() if isinstance(value, dict) else value)]
+        if any(type(part) is int and part.bit_length() > _MAX_INTEGER_BITS for part in level):
+            raise ValueError(f"a whole number has more than {_MAX_INTEGER_BITS} bits")
+        level = [part for part in level if isinstance(part, dict | list)]
+    if level:
+        raise ValueError(f"it nests deeper than {_MAX_TOML_DEPTH} tables and arrays")
+    return found
 
 
 def distinct_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import fcntl
 import hashlib
+import math
 import os
 import secrets
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NoReturn
 
-from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
@@ -280,7 +281,7 @@ class PublicKey:
         """Read a public key in PEM."""
         try:
             key = serialization.load_pem_public_key(data)
-        except (ValueError, UnsupportedAlgorithm):
+        except Exception:  # as in `_open_private`
             remedy = "give a BEGIN PUBLIC KEY block"
             raise BadKey("key.public-not-pem", "the public key is not readable PEM", remedy) from None
         if not isinstance(key, Ed25519PublicKey):
@@ -401,7 +402,7 @@ def p256_verifies(public_pem: bytes, message: bytes, signature: bytes) -> bool:
         if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP256R1):
             return False
         key.verify(signature, message, ec.ECDSA(SHA256()))
-    except (ValueError, UnsupportedAlgorithm, InvalidSignature):
+    except Exception:  # InvalidSignature, and as in `_open_private`
         return False
     return True
 
@@ -416,11 +417,47 @@ def _open_private(path: Path, passphrase: bytes | None) -> object:
     if encrypted and not passphrase:
         raise BadKey("key.passphrase-missing", f"the private key '{path}' has a passphrase", "give the passphrase")
     try:
+        if encrypted:
+            _check_derivation(data)
         return serialization.load_pem_private_key(data, passphrase if encrypted else None)
-    except (ValueError, TypeError, UnsupportedAlgorithm):
+    except Exception:  # of whatever kind: for some damaged keys the library has an error of its own insides
         problem = "is damaged, or has another passphrase" if encrypted else "is not readable PEM"
         remedy = "give the right passphrase and file"
         raise BadKey("key.private-not-opened", f"the private key '{path}' {problem}", remedy) from None
+
+
+_SCRYPT = bytes.fromhex("060b2b06010401da47040b")
+_MAX_ROUNDS, _MAX_SCRYPT = 10_000_000, 1 << 20  # rounds of PBKDF2; N·r of scrypt, in blocks of 128 bytes
+
+
+def _check_derivation(pem: bytes) -> None:
+    """ValueError if turning the passphrase into a key would take minutes, or gigabytes: a number was damaged."""
+    text = pem.partition(_ENCRYPTED_PEM_LABEL)[2].partition(b"-----END")[0]
+    _, content = next(_elements(base64.b64decode(text)))
+    _, algorithm = next(_elements(content))
+    numbers, open_parts = [], [algorithm]
+    for part in open_parts:  # grows meanwhile
+        for tag, inner in _elements(part):
+            if tag == _INTEGER:
+                numbers.append(int.from_bytes(inner, "big"))
+            elif tag == _SEQUENCE:
+                open_parts.append(inner)
+    if max(numbers, default=0) > _MAX_ROUNDS or (_SCRYPT in algorithm and math.prod(numbers[:2]) > _MAX_SCRYPT):
+        raise ValueError("its passphrase would have to be stretched for minutes")
+
+
+def _elements(data: bytes) -> Iterator[tuple[int, bytes]]:
+    """The elements of DER that lie behind each other; ValueError if the bytes are none."""
+    at = 0
+    while at < len(data):
+        tag, size, at = data[at], data[at + 1] if at + 1 < len(data) else 0xFF, at + 2
+        if size >= 0x80:
+            length, at = size & 0x7F, at + (size & 0x7F)
+            size = int.from_bytes(data[at - length : at], "big") if 0 < length <= 4 else len(data)
+        if at + size > len(data):
+            raise ValueError("the bytes are not DER")
+        yield tag, data[at : at + size]
+        at += size
 
 
 def _check_only_its_owner_reads(path: Path) -> None:

@@ -6,7 +6,6 @@ import dataclasses
 import importlib
 import inspect
 import sys
-import tomllib
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -24,6 +23,7 @@ from lamina.models import autoencoders, signal_autoencoders
 from lamina.plan.depth_profile import DepthProfile
 from lamina.plan.selection import did_you_mean
 from lamina.train.run_output import user_code
+from lamina.validate import parse_toml
 
 BUILT_IN_MODELS: dict[str, Callable[..., nn.Module]] = {
     "residual": autoencoders.ResidualAutoencoder,
@@ -132,6 +132,8 @@ def _make_importable(beside: Path | None) -> list[str]:
     return [f"'{folder}'" for folder in folders]
 
 
+_MAX_LISTS = 32  # lists inside each other, or beside each other, in an option
+
 _OPTION_TYPES = {
     bool: ("true or false", "true"),
     int: ("a whole number", "10"),
@@ -222,10 +224,10 @@ def _parse_value(text: str) -> Any:
     """A TOML value; a list of words without quotes; or else the text itself."""
     if "\n" not in text:
         try:
-            return tomllib.loads(f"value = {text}")["value"]
-        except tomllib.TOMLDecodeError:
+            return parse_toml(f"value = {text}")["value"]
+        except ValueError:
             pass
-    if text.startswith("[") and text.endswith("]"):
+    if text.startswith("[") and text.endswith("]") and text.count("[") <= _MAX_LISTS:
         return [_parse_value(part) for part in _split_at_commas(text[1:-1])]
     return text
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from lamina.plan.layer_stack import LayerStack
 from lamina.plan.policy import Policy
 from lamina.plan.selection import planned_noised_sizes
 from lamina.train.run_output import user_code
+from lamina.validate import parse_toml
 
 if TYPE_CHECKING:
     from lamina.sensitivity.measure import Measure
@@ -258,7 +258,7 @@ def run_file_or_none(path: Path) -> RunFile | None:
     """A RUN.toml, which names its policy; None for a policy, or what is neither."""
     found: dict[str, Any] = {}
     with suppress(LaminaError, ValueError):
-        found = tomllib.loads(read_small(path, "the file", most=1 << 20).decode("utf-8"))
+        found = parse_toml(read_small(path, "the file", most=1 << 20).decode("utf-8"))
     return RunFile.load(path) if "policy" in found else None
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import glob
 import json
-import tomllib
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -21,7 +20,7 @@ from lamina.ledger.store.sqlite import printable_location
 from lamina.plan.policy import explain_validation_error
 from lamina.plan.selection import did_you_mean
 from lamina.train.run_files import make_folder, write_atomically
-from lamina.validate import read_text_file, short_repr
+from lamina.validate import parse_toml, read_text_file, short_repr
 
 _REQUIRED_KEYS = {
     "policy": 'policy = "policy.toml"',
@@ -319,8 +318,8 @@ class RunFile(BaseModel):
     def parse(cls, text: str, source: str = "RUN.toml") -> RunFile:
         """Read a run file from its text; `source` names it in errors."""
         try:
-            data = tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
+            data = parse_toml(text)
+        except ValueError as error:
             raise PlanError("cli.run-file-not-toml", f"{source} is not TOML: {error}", "correct that line") from None
         data = with_preset(data)
         check_required_keys(data, source)

@@ -23,6 +23,9 @@ from lamina.validate import open_regular
 
 LABELS_REMEDY = "number the labels from a public list of them, or: labels, y = numpy.unique(y, return_inverse=True)"
 ROWS_PER_CHUNK = 4096
+MAX_COLUMNS = 1 << 18
+_MAX_LINE = 1 << 26  # characters
+_COLUMNS_NAMED = 20  # in a message
 MISSING_VALUES = frozenset({"", "na", "n/a", "nan", "null", "none", "?"})
 CsvLine = tuple[int, list[str]]
 CHUNK_BYTES = 1 << 24  # hashed at a time: a memmap is never held in memory as a whole
@@ -48,12 +51,16 @@ def read_table(
 ) -> CsvTable:
     """Read a CSV file with a header. `x` defaults to all columns that are neither `y` nor among `names`."""
     labels = [] if y is None else [y] if isinstance(y, str) else list(y)
+    if not isinstance(delimiter, str) or len(delimiter) != 1 or delimiter in '\r\n"':
+        problem = f"delimiter is {delimiter!r}, must be one character"
+        raise CorpusError("corpus.csv-delimiter", problem, "say how the lines are cut: ',', ';' or '\\t'")
     with open_csv(path) as file:
-        lines = csv_lines(path, csv.reader(file, delimiter=delimiter, strict=True))
+        lines = csv_lines(path, file, delimiter)
         header = csv_header(path, lines, delimiter)
         for name in [*(x or ()), *labels, *names]:
             check_column(path, name, header)
-        features = list(x) if x is not None else [c for c in header if c not in {*labels, *names}]
+        others = {*labels, *names}
+        features = list(x) if x is not None else [c for c in header if c not in others]
         if not features:
             problem = f"'{path}' has no column left for x"
             raise CorpusError("corpus.no-inputs", problem, "name the feature columns with x=[…]")
@@ -78,7 +85,7 @@ def read_matrix(path: str | Path, content: bytes | None = None) -> tuple[tuple[s
     `content` is what the file holds, where it was read already; `path` then only names it.
     """
     with open_csv(path) if content is None else io.TextIOWrapper(io.BytesIO(content), "utf-8-sig", newline="") as file:
-        lines = list(csv_lines(path, csv.reader(file, strict=True)))
+        lines = list(csv_lines(path, file))
     if not lines:
         raise CorpusError("corpus.file-empty", f"'{path}' is empty", "give a table of numbers")
     header = None if _all_numbers(lines[0][1]) else tuple(cell.strip() for cell in lines.pop(0)[1])
@@ -89,7 +96,8 @@ def read_matrix(path: str | Path, content: bytes | None = None) -> tuple[tuple[s
 
 
 def _places(header: list[str], columns: Sequence[str]) -> list[tuple[int, str]]:
-    return [(header.index(name), name) for name in columns]
+    places = {name: i for i, name in enumerate(header)}
+    return [(places[name], name) for name in columns]
 
 
 def _numbers(
@@ -144,7 +152,7 @@ def read_names(path: Path, *columns: str) -> list[list[str]]:
 
 def _read_lines(path: Path) -> tuple[list[str], list[CsvLine]]:
     with open_csv(path) as file:
-        lines = csv_lines(path, csv.reader(file, strict=True))
+        lines = csv_lines(path, file)
         return csv_header(path, lines, ","), list(lines)
 
 
@@ -156,11 +164,26 @@ def open_csv(path: str | Path) -> Any:
         raise CorpusError("corpus.file-unreadable", problem, "give the path of a CSV file") from None
 
 
-def csv_lines(path: str | Path, reader: Any) -> Iterator[CsvLine]:
-    """Lines that are not empty, with their numbers; all of one width."""
-    width = None
+def csv_lines(path: str | Path, file: Any, delimiter: str = ",") -> Iterator[CsvLine]:
+    """Lines that are not empty, with their numbers; all of one width. One that is too wide is refused before it is cut."""
+    delimiters, width = 0, None
+
+    def lines() -> Iterator[str]:
+        nonlocal delimiters
+        while line := file.readline(_MAX_LINE + 1):
+            delimiters += line.count(delimiter)  # of one row: in quotes it goes on over several lines
+            if delimiters >= MAX_COLUMNS or len(line) > _MAX_LINE:
+                problem = f"'{path}' has a line with more than {MAX_COLUMNS} cells or {_MAX_LINE} characters"
+                remedy = "give one row per example and one column per feature; larger tables as .npz"
+                raise CorpusError("corpus.csv-too-wide", problem, remedy)
+            yield line
+
     try:
-        for row in filter(None, reader):
+        reader = csv.reader(lines(), delimiter=delimiter, strict=True)
+        for row in reader:
+            delimiters = 0
+            if not row:
+                continue
             width = len(row) if width is None else width
             if len(row) != width:
                 problem = f"'{path}' line {reader.line_num} has {len(row)} cells, the first line has {width}"
@@ -186,7 +209,8 @@ def csv_header(path: Path, lines: Iterator[CsvLine], delimiter: str) -> list[str
     if len(header) == 1 and any(sign in header[0] for sign in ";\t|"):
         problem = f"'{path}' has one column if cut at {delimiter!r}"
         raise CorpusError("corpus.csv-wrong-delimiter", problem, "say how it is cut: delimiter=';' or '\\t'")
-    twice = next((name for i, name in enumerate(header) if name in header[:i]), None)
+    known: set[str] = set()
+    twice = next((name for name in header if name in known or known.add(name)), None)  # type: ignore[func-returns-value]
     if twice is not None:
         problem = f"'{path}' has two columns {twice!r}"
         raise CorpusError("corpus.column-repeated", problem, "give every column its own name")
@@ -196,7 +220,10 @@ def csv_header(path: Path, lines: Iterator[CsvLine], delimiter: str) -> list[str
 def check_column(path: Path, name: str, header: list[str]) -> None:
     if name not in header:
         problem = f"'{path}' has no column {name!r}"
-        raise CorpusError("corpus.column-unknown", problem, f"its columns are {', '.join(header)}")
+        more = ", …" if len(header) > _COLUMNS_NAMED else ""
+        raise CorpusError(
+            "corpus.column-unknown", problem, f"its columns are {', '.join(header[:_COLUMNS_NAMED])}{more}"
+        )
 
 
 def _all_numbers(cells: Sequence[str]) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
@@ -20,7 +19,7 @@ from lamina.plan.depth_profile import DepthProfile
 from lamina.plan.rules import MAX_INJECTION_PARTS, Injection, InjectionForm
 from lamina.plan.selection import did_you_mean
 from lamina.plan.step_plan import MAX_UNIT_CHARACTERS
-from lamina.validate import read_text_file
+from lamina.validate import parse_toml, read_text_file
 
 _STRICT = ConfigDict(
     strict=True, extra="forbid", frozen=True, populate_by_name=True, allow_inf_nan=False, arbitrary_types_allowed=True
@@ -231,8 +230,8 @@ class Policy(BaseModel):
     def parse(cls, text: str, source: str = "policy") -> Policy:
         """Read a policy from TOML text; `source` names it in errors."""
         try:
-            data = tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
+            data = parse_toml(text)
+        except ValueError as error:
             raise PlanError("plan.policy-not-toml", f"{source} is not TOML: {error}", "correct that line") from None
         return cls.from_dict(data, source=source)
 

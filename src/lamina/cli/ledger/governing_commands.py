@@ -213,7 +213,7 @@ def init(
 def _with_ledger_line(file: Path, name: str) -> str:
     """The text of the policy with the ledger's name in [corpus]."""
     text, found = re.subn(
-        r"(?m)^\s*\[corpus\].*$", rf'\g<0>\nledger = "{name}"', validate.read_text_file(file), count=1
+        r"(?m)^[ \t]*\[corpus\].*$", rf'\g<0>\nledger = "{name}"', validate.read_text_file(file), count=1
     )
     if not found:
         problem = f"'{file}' has no line [corpus] after which the ledger could be named"
