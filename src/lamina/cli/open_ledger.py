@@ -25,9 +25,8 @@ from lamina.ledger.records import ContributionRecord, KeptContribution
 from lamina.ledger.store.sqlite import is_postgres_url, ledger_exists, make_store
 from lamina.ledger.writer import Ledger
 from lamina.release.reconciliation import anchor_file, read_anchor
+from lamina.spend.neighbours import LEDGER_SUFFIX
 from lamina.spend.spend_ledger import SpendLedger
-
-SUFFIX = ".ledger.db"
 
 
 def find_ledgers(where: str) -> list[str]:
@@ -36,14 +35,14 @@ def find_ledgers(where: str) -> list[str]:
         return [where]
     path = Path(where)
     if path.is_dir():
-        beside = sorted(str(each) for each in path.glob(f"*{SUFFIX}") if each.is_file())
+        beside = sorted(str(each) for each in path.glob(f"*{LEDGER_SUFFIX}") if each.is_file())
         found = beside or [str(path / "ledger.db")] * (path / "ledger.db").is_file()
     else:
         found = [where] * path.is_file()
     if found:
         return found
     problem = f"'{where}' has no ledger"
-    remedy = f"give a ledger, or a folder with NAME{SUFFIX} in it; runs write theirs beside their folders"
+    remedy = f"give a ledger, or a folder with NAME{LEDGER_SUFFIX} in it; runs write theirs beside their folders"
     raise RunError("cli.ledger-missing", problem, remedy)
 
 

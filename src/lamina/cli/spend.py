@@ -26,9 +26,10 @@ from lamina.cli.terminal import (
 from lamina.errors import RunError
 from lamina.ledger.schema import pluralize
 from lamina.ledger.store.rows import head_of
-from lamina.ledger.store.sqlite import printable_location
+from lamina.ledger.store.sqlite import is_postgres_url, printable_location
 from lamina.plan.table import epsilon_text, finite_or_none, printable, remaining_text
 from lamina.spend.accounts import BOUND_SEPARATOR, AccountTotal, RecordedSpend, RunSpend, is_bound, run_name
+from lamina.spend.neighbours import NeighbourLedger, neighbour_ledgers
 from lamina.spend.reservation import SpendLimits, SpendView
 from lamina.spend.spend_ledger import SpendLedger
 
@@ -180,6 +181,8 @@ def spend(
     the strictest of what the ledger promises, what contributions signed and what the last run was limited to. Remains:
     the bound less what is committed, rounded down; the other figures are rounded up.
 
+    Ledgers that lie beside each other are listed at the end, with what their owner states about them.
+
     Charges are read from the leaves under the newest checkpoint; lamina ledger verify recomputes every figure.
 
     Examples:
@@ -194,14 +197,18 @@ def spend(
     places = _by_origin(find_ledgers(where), where, origin)
     signer = None if key is None else open_private_key(key, passphrase_file)
     released, recorded = ("", 0) if release is None else _release(list(places.values()), where, release, lost, signer)
-    found = {}
+    found, beside = {}, {}
     for name, place in places.items():
         with read_spend(place) as book:
             found[name] = account_lines(book)
+            beside[book.ledger.name] = NeighbourLedger.read(book.ledger)
+        beside |= {} if is_postgres_url(place) else {each.name: each for each in neighbour_ledgers(place)}
+    together = [each for _, each in sorted(beside.items())] if len(beside) > 1 else []
     if as_json:
         done = ({"released": released} if released else {}) | ({"recorded": recorded} if lost else {})
         origins = {name: spend_json(each) for name, each in found.items()}
-        print_json({"ledger": printable_location(where), **done, "origins": origins})
+        listed = [each.to_dict() for each in together]
+        print_json({"ledger": printable_location(where), **done, "origins": origins, "beside_each_other": listed})
         return
     if released:
         attempts = pluralize(recorded, "attempt")
@@ -210,7 +217,15 @@ def spend(
         print_line(
             f"Run {released[:8]} holds no reservation any more.{begun} What it was charged stays charged{goes_on}."
         )
-    print_line("\n\n".join(spend_page(name, each) for name, each in found.items()))
+    print_line("\n\n".join([*(spend_page(name, each) for name, each in found.items()), *_together(together)]))
+
+
+def _together(ledgers: Sequence[NeighbourLedger]) -> list[str]:
+    """The ledgers that lie beside each other, if there are several."""
+    if not ledgers:
+        return []
+    head = f"{len(ledgers)} ledgers lie beside each other; a person in several of them has lost the sum:"
+    return ["\n".join([head, *(f"  {each}" for each in ledgers)])]
 
 
 def _by_origin(ledgers: list[str], where: str, wanted: str | None) -> dict[str, str]:

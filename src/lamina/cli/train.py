@@ -50,7 +50,7 @@ from lamina.spend.accounts import describe_account, is_bound, plan_charges
 from lamina.spend.spend_ledger import SpendLedger
 from lamina.train.private import NOTHING_REMAINS, TUNE_ELSEWHERE
 from lamina.train.publisher import Evaluation, Outcome
-from lamina.train.run import default_ledger_path, refuse_second_ledger
+from lamina.train.run import default_ledger_path, neighbours_of_run, refuse_second_ledger
 from lamina.train.run_output import failing_layer_and_input, user_code, user_line
 from lamina.train.trainer import Trainer
 from lamina.train.trainer_checks import steps_per_interval
@@ -377,7 +377,9 @@ def print_plan_only(
             exhausted = spends.exhausted(planned.plan, 0, first, trainer.accounts, trainer.factors)
     admission = None if trainer.corpus.admission is None else trainer.corpus.admission.to_dict()
     facts = {"folder": str(folder), "begun": begun, "ledger": printable_location(where), "standing": standing}
+    beside = neighbours_of_run(where, folder)
     facts |= {"refused": refused, "exhausted": exhausted, "admission": admission, "notes": list(notes)}
+    facts["ledgers_beside"] = [each.to_dict() for each in beside]
     rows = [["class", "ε planned", "ε spent by all runs", "with what is reserved", "bound", "remains after"]]
     for name, row in standing.items():
         bound = (
@@ -393,6 +395,7 @@ def print_plan_only(
     for name, factor in exhausted.items():
         count, done = trainer.corpus.count_signed(name), describe_factor(factor)
         lines.append(f"{describe_account(name)}, {count} contributions, in the first segment{done}")
+    lines += [f"another ledger lies beside it, and a person in both loses the sum: {each}" for each in beside]
     lines.append("nothing was spent or written")
     print_answer({**planned.plan.to_dict(), **facts}, "\n".join(lines), as_json)
     return not refused

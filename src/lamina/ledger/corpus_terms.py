@@ -32,11 +32,12 @@ from lamina.ledger.governance_records import (
     sign_header,
 )
 from lamina.ledger.key_state import GovernanceState
-from lamina.ledger.schema import ORIGIN, PROFILE, program_version
+from lamina.ledger.schema import ORIGIN, PROFILE, STATEMENT, program_version
 from lamina.ledger.store.sqlite import is_postgres_url, ledger_exists, printable_location
 from lamina.ledger.writer import DAY_SECONDS, Ledger
 from lamina.plan.policy import Policy
 from lamina.plan.step_plan import PlannedClass, StepPlan
+from lamina.validate import short_repr
 
 _DELTA_WITHOUT_NOISE = 1e-6  # of a plan that owes nobody noise: nothing is ever stated at it
 _MAX_SLUG = 100  # characters of a slug
@@ -48,8 +49,8 @@ class CorpusTerms:
 
     `policy` is the digest that contributors sign (admit.checks.floors_hash); NO_POLICY where there is none. `ledger` is the
     hash of the header leaf of the only ledger that the policy admits into, if it names one. `retention` (seconds),
-    `granularity`, `witnesses` (None: as many as there are) and `withdraw` are for the header of a new ledger, and nothing
-    after it.
+    `granularity`, `witnesses` (None: as many as there are), `withdraw` and `other_people` are for the header of a new
+    ledger, and nothing after it.
     """
 
     origin: str
@@ -63,6 +64,7 @@ class CorpusTerms:
     granularity: int = 1
     witnesses: int | None = None
     withdraw: WithdrawalRule = WithdrawalRule.KEEPER
+    other_people: str | None = None
 
     def __post_init__(self) -> None:
         if not ORIGIN.fits(self.origin):
@@ -72,6 +74,12 @@ class CorpusTerms:
             )
             remedy = f'choose something like origin = "{origin_slug(str(self.origin))}", and sign for that'
             raise LedgerError("ledger.origin-not-a-name", problem, remedy)
+        if self.other_people is not None and not STATEMENT.fits(self.other_people):
+            problem = f"other_people is {short_repr(self.other_people)}, must be 1 to 255 printable ASCII characters"
+            remedy = (
+                'say why these are other people: other_people="ward 3, opened after the first run; nobody was in both"'
+            )
+            raise LedgerError("ledger.other-people-not-a-reason", problem, remedy)
 
     @classmethod
     def of_policy(cls, policy: Policy) -> CorpusTerms:
@@ -92,10 +100,11 @@ class CorpusTerms:
             granularity=corpus.granularity,
             witnesses=corpus.witnesses,
             withdraw=WithdrawalRule[corpus.withdraw.upper()],
+            other_people=corpus.other_people,
         )
 
     @classmethod
-    def of_plan(cls, plan: StepPlan, origin: str) -> CorpusTerms:
+    def of_plan(cls, plan: StepPlan, origin: str, other_people: str | None = None) -> CorpusTerms:
         """A corpus without a policy: its classes are the plan's, and promise nothing.
 
         A plan that follows its budget has an accountant of its own; a ledger of several runs counts by RDP then. Of
@@ -108,6 +117,7 @@ class CorpusTerms:
             floors=LedgerFloors(),
             presets=tuple(map(_bounds_of_plan, plan.classes)),
             policy=NO_POLICY,
+            other_people=other_people,
         )
 
     def header(self, key: PublicKey, parties: Sequence[Key], **other: Any) -> Header:
@@ -124,6 +134,7 @@ class CorpusTerms:
             floors=self.floors,
             presets=self.presets,
             policy=self.policy,
+            other_people=self.other_people,
             keys=(Key(name=self.origin, x=key.x, role=Role.LEDGER), *parties),
             **terms | other,
         )
@@ -333,9 +344,18 @@ def check_corpus_terms(ledger: Ledger, contract: CorpusTerms) -> None:
     header = ledger.header
     if header.origin != contract.origin:
         problem = f"the ledger {ledger.name} is of {header.origin!r}, not of {contract.origin!r}"
-        remedy = "give the ledger of this corpus, or another path for a new one"
+        remedy = f"give the ledger of this corpus, or another path for a new one; of the same people: origin={header.origin!r}"
         raise LedgerError("ledger.wrong-origin", problem, remedy)
     check_named_ledger(ledger, contract)
+    if contract.other_people is not None and contract.other_people != header.other_people:
+        stated = "nothing" if header.other_people is None else repr(header.other_people)
+        problem = f"other_people is {contract.other_people!r}, the ledger {ledger.name} was begun with {stated} there"
+        remedy = "leave other_people out: it is said when a ledger begins, and this one goes on"
+        raise LedgerError("ledger.other-people-too-late", problem, remedy)
+    if contract.policy == NO_POLICY and contract.delta != header.delta:
+        problem = f"the ledger {ledger.name} of origin {header.origin!r} counts at δ = {header.delta:g}, this run at δ = {contract.delta:g}"
+        remedy = f"give delta={header.delta:g}, or name another origin: what a person loses is then the sum of both"
+        raise LedgerError("ledger.delta-differs", problem, remedy)
     counted, asked = (header.accountant, header.delta), (contract.accountant, contract.delta)
     if contract.policy != NO_POLICY and counted != asked:
         problem = (

@@ -30,6 +30,7 @@ from lamina.ledger.schema import (
     SEQ,
     SIGNATURE,
     SPEND,
+    STATEMENT,
     TIME,
     VERSION,
     bytes_up_to,
@@ -345,6 +346,7 @@ class Header:
     parent          the ledger before this one, if there was one
     signatures      by every governing key that it names: nobody can put a key into a header without its holder
     withdraw        who may withdraw; None: the keeper
+    other_people    why it holds other people than the ledgers that lay beside it when it began: the owner's statement
     """
 
     origin: str = stored(1, ORIGIN)
@@ -365,6 +367,7 @@ class Header:
     parent: ParentLedger | None = stored(16, nested(ParentLedger), default=None)
     signatures: tuple[PartySignature, ...] = stored(17, _SIGNATURES, default=())
     withdraw: WithdrawalRule | None = stored(18, enum_member(WithdrawalRule), default=None)
+    other_people: str | None = stored(19, STATEMENT, default=None)
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -280,6 +280,7 @@ BOOLEAN = FieldType("True or False", lambda value: type(value) is bool)
 CLASS = pattern_text(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 DATA_CLASS = pattern_text(r"[a-z0-9-]{1,64}")
 ORIGIN = pattern_text(r"[!-*,-~]{1,255}")  # names a signed note: no space, no plus
+STATEMENT = pattern_text(r"[ -~]{1,255}")  # in an owner's own words
 ACCOUNTANT = pattern_text(r"[a-z0-9@.+-]{1,64}")
 VERSION = pattern_text(r"[A-Za-z0-9 .,;:+_/@-]{1,128}")
 _MAX_PROFILE_BYTES = 1024

@@ -110,6 +110,7 @@ class CorpusPolicy(BaseModel):
     witnesses: Annotated[int, Field(ge=0, le=1024)] | None = None
     withdraw: Literal["keeper", "signed"] = "keeper"
     exhausted: Literal["refuse", "leave-out", "scale"] = "refuse"
+    other_people: Annotated[str, Field(pattern=r"^[ -~]{1,255}$")] | None = None
 
     @model_validator(mode="after")
     def _floors_only_rise(self) -> Self:

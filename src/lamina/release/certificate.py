@@ -8,14 +8,14 @@ Every figure follows from the charges that the ledger records (docs/theory.md, "
     rho                  zCDP of this run without amplification: N/(2 sigma²) over the steps, or over capped occurrences
     epsilon_unamplified  the exact ε of that: holds even if everybody learns who was sampled when
 
-They are rounded up. Times are the ledger's, so the same ledger and run give the same bytes.
+They are rounded up. Times are the ledger's, so the same ledger and run, with the same ledgers beside, give the same bytes.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from lamina.admit.signed_json import canonical_json, parse_json, read_cose, sign
 from lamina.errors import NotVerified
 from lamina.ledger.governance_records import Header
 from lamina.ledger.reader import LedgerReader
-from lamina.ledger.schema import nano_epsilon
+from lamina.ledger.schema import nano_epsilon, pluralize
 from lamina.ledger.show import epsilon_or_none
 from lamina.ledger.spending import signed_spend
 from lamina.ledger.verify.report import Verification
@@ -37,6 +37,7 @@ from lamina.plan.correlation import correlation_summary
 from lamina.plan.rules import NoiseKind
 from lamina.plan.step_plan import Clipping, PlannedClass, StepPlan
 from lamina.release.run_evidence import WEIGHTS, RunEvidence, RunFacts, file_digest
+from lamina.spend.neighbours import NeighbourLedger, neighbour_ledgers
 
 CERTIFICATE_TYPE = "application/lamina-certificate+json"
 CERTIFICATE_VERSION = 1
@@ -129,6 +130,7 @@ def certify(
     digest = file_digest(weights) if weights.is_file() else None
     conditions = _conditions(facts, evidence, verification, digest, ledger.header.delta)
     plan, header = evidence.plan, ledger.header
+    beside = ledgers_beside(ledger, folder)
     classes = {entry.name: _class_figures(evidence, facts, header, entry) for entry in evidence.classes()}
     content = {
         "version": CERTIFICATE_VERSION,
@@ -146,11 +148,39 @@ def certify(
         "classes": classes,
         "layers": _layers(evidence),
         "conditions": [each.to_dict() for each in conditions],
-        "assumptions": _assumptions(facts, plan, header, most_bands=max(each.bands for each in evidence.plans.values())),
+        "assumptions": [
+            *_assumptions(facts, plan, header, most_bands=max(each.bands for each in evidence.plans.values())),
+            *_about_other_ledgers(header, beside),
+        ],
+        "other_people": header.other_people,
+        "ledgers_beside": [each.to_dict() for each in beside],
         "not_covered": _not_covered(facts, evidence),
     }  # fmt: skip
     content["statement"] = plain_statement(content)
     return Certificate(content=content)
+
+
+def ledgers_beside(ledger: LedgerReader, folder: Path) -> list[NeighbourLedger]:
+    """The other ledgers in the folders round a ledger and a run; what their headers say, unverified."""
+    own = folder.parent / "ledger" if ledger.store.remote else ledger.name
+    return neighbour_ledgers(own, folder.resolve().parent)
+
+
+def _about_other_ledgers(header: Header, beside: Sequence[NeighbourLedger]) -> list[str]:
+    """What ε over all runs leaves out, and what the owner states about it."""
+    found = []
+    if header.other_people is not None:
+        found.append(
+            "The owner states that this ledger holds other people than those beside which it was begun: "
+            f"{header.other_people}. Nobody has verified that."
+        )
+    if beside:
+        names = ", ".join(f"{each.origin} ({pluralize(each.runs, 'run')})" for each in beside)
+        found.append(
+            f"ε over all runs counts those of the ledger {header.origin}. Beside it lay {pluralize(len(beside), 'other ledger')}: "
+            f"{names}. A person whose data is in several of them has lost the sum."
+        )
+    return found
 
 
 def ledger_reference(evidence: RunEvidence, origin: str) -> dict[str, Any]:

@@ -62,7 +62,7 @@ class PlannedBefore(UserWarning):
     """Data that this process planned for before: what all of the plans cost together."""
 
 
-_planned: dict[bytes, list[Schedule]] = {}  # by fingerprint of the data, which stays in this process
+_planned: dict[bytes, list[Schedule]] = {}  # by origin, or fingerprint of the data; stays in this process
 
 
 def sign_corpus(corpus: Corpus, policy: Policy, cls: str, key: PrivateKey | None = None) -> Admission:
@@ -170,6 +170,7 @@ def make_private(
     loss_fn: Callable[[Any, Any], Tensor] | None = None, batch: int, epochs: float | None = None,
     steps: int | None = None, unit: Any = None, population: int | None = None, allocate: str = DEFAULT_ALLOCATION,
     key: PrivateKey | None = None, rows: Mapping[str, str] | None = None, per_contribution: Sequence[str] = (),
+    origin: str | None = None, other_people: str | None = None,
 ) -> tuple[Engine, Corpus, StepPlan]:  # fmt: skip
     """Make engine, corpus and plan for one private class that reaches every layer, with ε and δ as given.
 
@@ -189,6 +190,11 @@ def make_private(
     batch       expected contributions per step
     population  a public number that the contributions do not exceed, whoever is there; default: their number
     key         signs for the data; default: one that is made for this call and forgotten
+    origin      whose data it is: the name under which ε of all runs is added up, whatever changes in the data. It must be
+                given where `Trainer` would otherwise begin another ledger beside one that is there; default: a digest of
+                the data
+    other_people  instead of origin, why these are other people than in the ledgers beside it: your statement, which the
+                new ledger and its certificates show
     rows, per_contribution  as `Engine` takes them: whose rows are whose, and what is run once per contribution
 
     One attestation covers all of the data (`corpus.admission`): what it was, how many contributions, under which ε. A
@@ -203,13 +209,15 @@ def make_private(
     calls cost together (`PlannedBefore`).
     """
     refuse_loader(data)
-    if isinstance(data, Corpus) and unit is not None:
-        problem = "unit is given beside a Corpus"
-        raise PlanError("train.unit-beside-corpus", problem, "give unit to the Corpus instead")
+    if isinstance(data, Corpus):
+        for name, value in {"unit": unit, "origin": origin, "other_people": other_people}.items():
+            if value is not None:
+                problem = f"{name} is given beside a Corpus"
+                raise PlanError("train.unit-beside-corpus", problem, f"give {name} to the Corpus instead")
     if (proxy is None) != (loss_fn is None):
         problem = f"{'loss_fn' if proxy is None else 'proxy'} is given alone"
         raise PlanError("train.proxy-needs-loss", problem, "give both: gradients on the proxy set the clip norm")
-    corpus = _as_corpus(data, unit)
+    corpus = _as_corpus(data, unit=unit, origin=origin, other_people=other_people)
     if {id(t) for t in tree_leaves(proxy) if t is not None} & {id(t) for t in tree_leaves(data)}:
         problem = "the proxy is the data itself, and a norm read from it would be a release without a budget"
         raise PlanError("train.proxy-is-the-data", problem, "give public or simulated data, or leave proxy out")
@@ -277,10 +285,10 @@ def make_private(
     return engine, corpus, plan
 
 
-def _as_corpus(data: Any, unit: Any = None) -> Corpus:
+def _as_corpus(data: Any, **options: Any) -> Corpus:
     if isinstance(data, Corpus):
         return data
-    return Corpus(*data, unit=unit) if isinstance(data, tuple) and len(data) == 2 else Corpus(data, unit=unit)
+    return Corpus(*data, **options) if isinstance(data, tuple) and len(data) == 2 else Corpus(data, **options)
 
 
 def _checked_clip_norm(c: float) -> float:
@@ -290,7 +298,8 @@ def _checked_clip_norm(c: float) -> float:
 
 def _warn_of_earlier_plans(corpus: Corpus, plan: StepPlan) -> None:
     """Warn if this process planned for the same data before, with what all plans cost together."""
-    plans = _planned.setdefault(corpus.fingerprint(), [])
+    origin = corpus.origin  # the same people's, whatever has changed in the data
+    plans = _planned.setdefault(corpus.fingerprint() if origin is None else origin.encode(), [])
     plans.append(plan.schedule(0))
     if len(plans) > 1:
         together = find_accountant(plan.accountant).epsilon(sum(plans, ()), plan.delta(0))

@@ -45,14 +45,16 @@ from lamina.admit.keys import PrivateKey
 from lamina.corpus.corpus import Corpus
 from lamina.engine.random_stream import segment_seed
 from lamina.errors import BudgetExceeded, LaminaError, LedgerError, RunError, StorageError
-from lamina.ledger.corpus_terms import CorpusTerms, adopt_policy, check_named_ledger, open_or_create, origin_slug
+from lamina.ledger.corpus_terms import CorpusTerms, adopt_policy, check_corpus_terms, open_or_create, origin_slug
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.records import SegmentOutcome
 from lamina.ledger.store.rows import WHOLE_BUDGET_SEGMENT
+from lamina.ledger.store.sqlite import is_postgres_url, ledger_exists
 from lamina.ledger.writer import Ledger
 from lamina.plan.signed_bounds import signed_epsilon
 from lamina.plan.step_plan import StepPlan
 from lamina.spend.accounts import Charge, SignedAccount, account_bound, bound_charges, follows_budget, plan_charges
+from lamina.spend.neighbours import LEDGER_SUFFIX, NeighbourLedger, check_units, neighbour_ledgers
 from lamina.spend.reservation import NoiseByStep, OpenAttempt
 from lamina.spend.spend_ledger import SpendLedger
 from lamina.train.journal import (
@@ -103,13 +105,14 @@ def _draw_secret(path: Path) -> None:
 
 
 LEDGER_LINK = "ledger.db"  # in the folder of a run
+_NEIGHBOURS_NAMED = 3  # in a message
 
 LedgerArgument = Ledger | str | os.PathLike[str] | None
 
 
 def default_ledger_path(origin: str, folder: Path) -> Path:
     """Where the ledger of a corpus is kept, for runs in `folder`/…"""
-    return folder / f"{origin_slug(origin)}.ledger.db"
+    return folder / f"{origin_slug(origin)}{LEDGER_SUFFIX}"
 
 
 def refuse_second_ledger(place: Path, origin: str, around: Path) -> None:
@@ -149,11 +152,12 @@ def open_run_ledger(
     """
     if isinstance(given, Ledger):
         terms = _ledger_terms(corpus, plan, corpus.origin or given.origin)
-        check_named_ledger(given, terms)
         if terms.origin != given.origin:
             problem = f"the ledger {given.name} belongs to {given.origin!r}, the corpus to {terms.origin!r}"
             raise LedgerError("train.ledger-of-other-corpus", problem, "give the ledger of this corpus")
         given.let_restore(_journal_attempts(folder))
+        check_corpus_terms(given, terms)
+        check_units(given, plan)
         return given, adopt_policy(given, terms)
     link = folder / LEDGER_LINK
     if given is None and link.is_symlink():
@@ -162,25 +166,25 @@ def open_run_ledger(
             problem = f"the ledger '{given}', in which the run in '{folder}' was charged, is missing"
             remedy = "put it back, or say where it is now: ledger=…; a new one would forget what was spent"
             raise LedgerError("train.ledger-missing", problem, remedy)
-    origin = corpus.origin
+    origin, declared = corpus.origin, corpus.origin is not None
     if origin is None and link.exists() and (folder / "journal").exists():
         with LedgerReader.read_only(link) as view:
-            origin = view.origin
+            origin, declared = view.origin, True
     if origin is None:
-        at_server = isinstance(given, str) and given.startswith(("postgresql://", "postgres://"))
+        at_server = isinstance(given, str) and is_postgres_url(given)
         beside = folder.parent if given is None or at_server else Path(os.path.realpath(given)).parent
         make_folder(beside)
         origin = corpus.origin_or_digest(origin_secret(beside))
     terms = _ledger_terms(corpus, plan, origin)
     where = given if given is not None else default_ledger_path(origin, folder.parent)
     if given is None:
-        working = Path.cwd()
-        refuse_second_ledger(
-            Path(where), origin, working if folder.resolve().is_relative_to(working) else folder.parent
-        )
+        refuse_second_ledger(Path(where), origin, folders_around(folder)[-1])
+    if not declared and terms.other_people is None and not ledger_exists(str(where)):
+        _refuse_undeclared(where, folder)
     ledger = open_or_create(where, terms, key, governing=governing)
     ledger.let_restore(_journal_attempts(folder))
     try:
+        check_units(ledger, plan)
         return ledger, adopt_policy(ledger, terms)
     except BaseException:
         ledger.close()
@@ -195,6 +199,35 @@ def _journal_attempts(folder: Path) -> set[tuple[bytes, int, int]]:
             run, charged = bytes.fromhex(found.start.run), (each for each in found.opens if not found.uncharged(each))
             return {(run, each.segment, each.generation) for each in charged}
     return set()
+
+
+def folders_around(folder: Path) -> tuple[Path, ...]:
+    """Where ledgers of other runs may lie: beside the folder of a run, and in the working directory above it."""
+    working = Path.cwd()
+    return (folder.parent, working) if folder.resolve().is_relative_to(working) else (folder.parent,)
+
+
+def neighbours_of_run(where: str | os.PathLike[str], folder: Path) -> list[NeighbourLedger]:
+    """The ledgers beside the one at `where`, and around the run in `folder`."""
+    own = folder.parent / "ledger" if isinstance(where, str) and is_postgres_url(where) else where
+    return neighbour_ledgers(own, *folders_around(folder))
+
+
+def _refuse_undeclared(where: str | os.PathLike[str], folder: Path) -> None:
+    """RunError if other ledgers lie near: of data without an origin nobody can tell whether it is the same people's.
+
+    One changed value makes another digest of the data, and so another ledger, which would forget what was spent.
+    """
+    if not (found := neighbours_of_run(where, folder)):
+        return
+    listed = "; ".join(map(str, found[:_NEIGHBOURS_NAMED]))
+    more = f"; and {len(found) - _NEIGHBOURS_NAMED} more" if len(found) > _NEIGHBOURS_NAMED else ""
+    problem = f"no origin is declared, and this run would begin another ledger beside {listed}{more}"
+    remedy = (
+        f"if these are the same people, go on in that ledger: origin={found[0].origin!r} (of make_private or Corpus); if "
+        'they are others, say why: other_people="…", which the ledger and its certificates will show'
+    )
+    raise RunError("train.origin-not-declared", problem, remedy)
 
 
 def link_ledger(ledger: Ledger, folder: Path) -> None:
@@ -216,7 +249,9 @@ def link_ledger(ledger: Ledger, folder: Path) -> None:
 
 
 def _ledger_terms(corpus: Corpus, plan: StepPlan, origin: str) -> CorpusTerms:
-    return CorpusTerms.of_plan(plan, origin) if corpus.policy is None else CorpusTerms.of_policy(corpus.policy)
+    if corpus.policy is not None:
+        return CorpusTerms.of_policy(corpus.policy)
+    return CorpusTerms.of_plan(plan, origin, corpus.other_people)
 
 
 class Run:

@@ -36,7 +36,7 @@ from lamina.train.distributed import LedSegment, RunLead, follow
 from lamina.train.journal import AttemptOpened
 from lamina.train.membership import AdmissionRenewal, LedgerMembership, remember_withdrawals
 from lamina.train.publisher import Evaluation, Outcome, Publisher
-from lamina.train.run import LedgerArgument, Run, keep_charging_bounds, link_ledger, open_run_ledger
+from lamina.train.run import LedgerArgument, Run, keep_charging_bounds, link_ledger, neighbours_of_run, open_run_ledger
 from lamina.train.run_files import Lease, make_folder
 from lamina.train.run_output import (
     Callback,
@@ -328,6 +328,8 @@ class Trainer:
         )  # fmt: skip
         self._renewal.start(publisher.note)
         members = LedgerMembership(self.ledger, self.corpus)
+        for each in neighbours_of_run(self.ledger.name, self.folder):
+            publisher.note(f"another ledger lies beside that of this run, and a person in both loses the sum: {each}")
         if self._policy_changed:
             publisher.note("this run changed the policy in force in the ledger: lamina ledger policy shows it")
         members.enter_ledger(publisher.note)
