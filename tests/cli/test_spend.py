@@ -92,7 +92,8 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def test_the_keys_of_the_contract(folder: Path, run: Call) -> None:
     found = tree(run(folder, "--json"))
-    assert found.keys() == {"ledger", "origins"}
+    assert found.keys() == {"ledger", "origins", "beside_each_other"}
+    assert [each["ledger"] for each in found["beside_each_other"]] == ["cardiology.ledger.db", "registry.ledger.db"]
     assert found["ledger"] == str(folder)
     clinical, sensitive = (found["origins"]["cardiology"][name] for name in ("clinical", "sensitive"))
     assert (clinical["delta"], clinical["accountant"], sensitive["accountant"]) == (1e-5, "pld", "pld")

@@ -159,7 +159,10 @@ def test_data_whose_origin_nobody_declared_keeps_its_ledger_when_it_changes(tmp_
     given["x"][0] += 1
     problem.trainer(tmp_path / "b", corpus=lamina.Corpus(**given), plan=plan, bounds={}).fit()
     assert list(tmp_path.glob("data-*.ledger.db")) == [ledger]
-    problem.trainer(tmp_path / "c", corpus=lamina.Corpus(**given), plan=plan, bounds={}).fit()
+    with raises_code("train.origin-not-declared"):  # other data, and nobody says whose
+        problem.trainer(tmp_path / "c", corpus=lamina.Corpus(**given), plan=plan, bounds={}).fit()
+    others = lamina.Corpus(**given, other_people="another ward")
+    problem.trainer(tmp_path / "c", corpus=others, plan=plan, bounds={}).fit()
     assert len(list(tmp_path.glob("data-*.ledger.db"))) == 2  # other data, by themselves
     assert (tmp_path / "origin.key").stat().st_mode & 0o077 == 0
     assert sound(ledger).counts["epoch"] == 5 + 5

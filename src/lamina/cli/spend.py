@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -224,8 +225,18 @@ def _together(ledgers: Sequence[NeighbourLedger]) -> list[str]:
     """The ledgers that lie beside each other, if there are several."""
     if not ledgers:
         return []
-    head = f"{len(ledgers)} ledgers lie beside each other; a person in several of them has lost the sum:"
-    return ["\n".join([head, *(f"  {each}" for each in ledgers)])]
+    rows = [["ledger", "origin", "class", "per", "at δ", "runs", "ε"]]
+    stated = []
+    for each in ledgers:
+        name = printable(os.path.basename(each.name))
+        for cls, epsilon in sorted(each.epsilon.items()) or [("-", 0.0)]:
+            spent = "∞" if epsilon is None else epsilon_text(epsilon)
+            unit = printable(each.units.get(cls, "-"))
+            rows.append([name, printable(each.origin), cls, unit, f"{each.delta:g}", f"{each.runs:,}", spent])
+        if each.other_people is not None:
+            stated.append(f"  {name}: its owner states that it holds other people: {each.other_people}")
+    head = f"{len(ledgers)} ledgers lie beside each other; a person in several has lost the sum"
+    return ["\n".join([head, *(f"  {line}" for line in columns(rows, left=4).split("\n")), *stated])]
 
 
 def _by_origin(ledgers: list[str], where: str, wanted: str | None) -> dict[str, str]:

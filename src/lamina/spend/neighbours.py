@@ -41,7 +41,8 @@ class NeighbourLedger:
     @classmethod
     def read(cls, ledger: LedgerReader) -> NeighbourLedger:
         """What an open ledger says of itself."""
-        runs, epsilon = set(), {}
+        runs: set[bytes] = set()
+        epsilon: dict[str, float | None] = {}
         for leaf in ledger.of_kind(Epoch):
             assert isinstance(leaf.record, Epoch)
             runs.add(leaf.record.run)
