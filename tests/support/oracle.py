@@ -142,8 +142,19 @@ def example_grads(model: nn.Module, x: Any, y: Any = None, losses: LossOf = loss
             warnings.simplefilter("ignore")
             return vmap(grad(lifted), in_dims=(None, 0), randomness="error")(params, inputs)
     except Exception:  # whatever vmap cannot do, a loop can
-        each = [grad(one)(params, *rows_of((x, y), slice(i, i + 1))) for i in range(len(inputs[0]))]
+        each = [_grad(one, params, *rows_of((x, y), slice(i, i + 1))) for i in range(len(inputs[0]))]
         return {name: torch.stack([g[name] for g in each]) for name in params}
+
+
+def _grad(one: Callable[..., Tensor], params: Grads, *given: Any) -> Grads:
+    try:
+        return grad(one)(params, *given)
+    except RuntimeError as problem:  # a Function of the older form, which only autograd itself runs
+        if "setup_context" not in str(problem):
+            raise
+    leaves = {name: p.clone().requires_grad_() for name, p in params.items()}
+    found = torch.autograd.grad(one(leaves, *given), list(leaves.values()), allow_unused=True, materialize_grads=True)
+    return dict(zip(leaves, found, strict=True))
 
 
 def wide_copy(model: nn.Module) -> nn.Module:

@@ -147,7 +147,7 @@ class AdmittedCorpus(Corpus):
         """Leave these out, each for itself: model and loss cannot be computed on them. The admission says so."""
         self._signed.dismiss(rows, Reason.NOT_TRAINABLE)
         if self._on_refusal == STOP or not len(self.eligible) > len(rows):
-            problem = f"model and loss cannot be computed on {len(rows)} of {len(self)} admitted contributions"
+            problem = "model and loss cannot be computed on some of the admitted contributions"
             raise AdmissionError("corpus.contributions-refused", problem, REFUSED_REMEDY)
         self.exclude([self.ids[row] for row in rows.tolist()])
 

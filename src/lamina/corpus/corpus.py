@@ -296,7 +296,7 @@ class Corpus:
 
     def refuse_untrainable(self, rows: NDArray[np.int64]) -> None:
         """Refuse to train: model and loss cannot be computed on these. Their owner is here, and can correct them."""
-        problem = f"model and loss cannot be computed on {len(rows)} of {len(self)} contributions, such as {self._index.ids[rows[0]]!r}"
+        problem = f"model and loss cannot be computed on some contributions, such as {self._index.ids[rows[0]]!r}"
         remedy = (
             "number labels 0 … C-1, C the model's outputs: numpy.unique(labels, return_inverse=True)[1]; keep token ids "
             "below the size of their table, targets finite, and 0 … 1 for BCE; or withdraw them"

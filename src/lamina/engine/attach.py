@@ -34,10 +34,15 @@ from lamina.plan.coverage import find_hazards, running_buffers
 
 # Modules of Hugging Face that look a bias up by relative position, without the batch axis, where they say so.
 _RELATIVE_BIAS_MODULES = ("T5Attention", "MT5Attention", "UMT5Attention", "LongT5Attention", "Pop2PianoAttention")
-# Others, of timm too, that use a trained tensor without the batch axis, or with the batch axis second: run once per contribution.
+# Others, of timm too, that use a trained tensor without the batch axis, or with the batch axis second, or a tensor of a
+# module below without calling it (the convolution of a mixer): run once per contribution.
 _WHOLE_MODULES = ("MPNetEncoder", "DebertaEncoder", "DebertaV2Encoder", "SwinLayer", "Swinv2Layer", "DonutSwinLayer",
                   "SwinTransformerBlock", "MaskFormerSwinLayer", "WavLMEncoder", "WavLMEncoderStableLayerNorm",
-                  "LongformerSelfAttention", "XLNetModel", "DetrModel")  # fmt: skip
+                  "LongformerSelfAttention", "XLNetModel", "DetrModel", "ConditionalDetrModel", "Mamba2Mixer",
+                  "BambaMixer", "FalconH1Mixer", "Zamba2MambaMixer", "GraniteMoeHybridMambaLayer", "NemotronHMamba2Mixer",
+                  "Lfm2ShortConv", "Lfm2MoeShortConv", "Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet",
+                  "OlmoHybridGatedDeltaNet", "RecurrentGemmaRecurrentBlock", "JetMoeAttention", "JetMoeMoE",
+                  "Llama4TextMoe")  # fmt: skip
 # And those that fold another axis behind the batch's (tokens, windows, frames, channels): k rows of each example, in order.
 _FOLDING_MODULES = ("OPTDecoderLayer", "TimesformerLayer", "PatchTSTEncoderLayer", "MobileViTLayer", "MobileViTV2Layer",
                     "MobileVitBlock", "MobileVitV2Block", "LinearNorm")  # fmt: skip

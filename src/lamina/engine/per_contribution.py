@@ -26,6 +26,7 @@ from lamina.engine.layers.layer_rule import (
     ParameterGrads,
     Params,
     SavedTensors,
+    module_above,
 )
 from lamina.engine.probe import ConstantDraws
 from lamina.errors import OwnershipError, UnsupportedLayer
@@ -98,6 +99,7 @@ class PerContributionForward(LayerForward):
         self.shell = _ForwardModule(module, forward)
         self.vmap = True
         self.patterns: dict[Any, list[bool]] = {}
+        self.axes: dict[tuple[bool, ...], int] = {}  # along which results are joined, by their axes of length 1; else 0
 
     def forward(self, apply: ApplyRule, *args: Any, **kwargs: Any) -> Any:
         leaves, spec = pytree.tree_flatten((args, kwargs))
@@ -133,8 +135,7 @@ class PerContributionForward(LayerForward):
     def _no_batch(self) -> OwnershipError:
         what = f"'{self.name}' ({type(self.module).__name__})"
         problem = f"{what} was called without a tensor whose first axis is the batch, or with another one than before"
-        above = self.name.rpartition(".")[0]
-        remedy = f"pass the batch to it, or name a module above it that takes one, such as per_contribution=[{above!r}]"
+        remedy = f"pass the batch to it, or name a module above it that takes one, such as per_contribution=[{module_above(self.name)!r}]"
         return OwnershipError("engine.no-batch-argument", problem, remedy)
 
     def _run(self, copies: dict[str, Tensor], leaves: Sequence[Any], batched: Sequence[bool], spec: Any, n: int) -> Any:
@@ -163,13 +164,17 @@ class PerContributionForward(LayerForward):
         def one(tensors: dict[str, Tensor], inputs: list[Tensor]) -> list[Tensor]:
             rest = iter(inputs)
             mine = [next(rest).unsqueeze(0) if b else leaf for leaf, b in zip(leaves, batched, strict=True)]
-            outputs, shape["spec"] = pytree.tree_flatten(self._call(tensors, mine, spec))
-            shape["outputs"] = outputs = [o.squeeze(0) if isinstance(o, Tensor) else o for o in outputs]
-            return [o for o in outputs if isinstance(o, Tensor)]
+            shape["outputs"], shape["spec"] = pytree.tree_flatten(self._call(tensors, mine, spec))
+            outputs = [o for o in shape["outputs"] if isinstance(o, Tensor)]
+            shape["axes"] = [self._axis(o) for o in outputs]
+            return outputs
 
         inputs = [leaf for leaf, b in zip(leaves, batched, strict=True) if b]
         with sdpa_kernel(SDPBackend.MATH), _PaddingRows():  # the one attention kernel that vmap can differentiate
-            tensors = iter(torch.vmap(one, randomness="different")(copies, inputs))
+            stacked = torch.vmap(one, randomness="different")(copies, inputs)
+        tensors = (
+            t.movedim(0, k).flatten(k, k + 1) if t.dim() > 1 else t for t, k in zip(stacked, shape["axes"], strict=True)
+        )
         outputs = [next(tensors) if isinstance(o, Tensor) else o for o in shape["outputs"]]
         return pytree.tree_unflatten(outputs, shape["spec"])
 
@@ -192,8 +197,19 @@ class PerContributionForward(LayerForward):
             remedy = f"{freeze}set model.config.layerdrop = 0"
             raise UnsupportedLayer("engine.results-differ", problem, remedy)
         outputs = zip(*results, strict=True)
-        joined = [torch.cat(group) if isinstance(group[0], Tensor) else group[0] for group in outputs]
+        joined = [_join(group, self._axis(group[0])) if isinstance(group[0], Tensor) else group[0] for group in outputs]
         return pytree.tree_unflatten(joined, out_spec)
+
+    def _axis(self, output: Tensor) -> int:
+        """The axis along which this result of one example is joined with those of the others."""
+        return self.axes.get(tuple(size == 1 for size in output.shape), 0)
+
+    def _find_axes(self, whole: Sequence[Any], alone: Sequence[Any], n: int) -> None:
+        """Learn the axes from the results of the batch and of one example alone; `_check` compares the values."""
+        for a, b in zip(whole, alone, strict=False):
+            if isinstance(a, Tensor) and isinstance(b, Tensor) and a.dim() == b.dim():
+                wanted = [k for k in range(b.dim()) if a.shape == (*b.shape[:k], n * b.shape[k], *b.shape[k + 1 :])]
+                self.axes.setdefault(tuple(size == 1 for size in b.shape), next(iter(wanted), 0))
 
     def _check(self, leaves: Sequence[Any], batched: Sequence[bool], spec: Any, n: int) -> bool:
         """One example at a time must give what the whole batch gives (random draws aside).
@@ -204,23 +220,46 @@ class PerContributionForward(LayerForward):
         with _evaluating(self.module):
             own = {name: self.module.get_parameter(name) for name in self.parameters}
             whole = pytree.tree_leaves(self._call(own, leaves, spec))
+            first = [leaf[:1] if b else leaf for leaf, b in zip(leaves, batched, strict=True)]
+            alone = pytree.tree_leaves(self._call(own, first, spec))
+            self._find_axes(whole, alone, n)
             copies = {name: p.unsqueeze(0).expand(n, *p.shape) for name, p in own.items()}
             single = pytree.tree_leaves(self._run(copies, leaves, batched, spec, n))
         large, known = _near_overflow([t for t, b in zip(leaves, batched, strict=True) if b], n), True
-        for a, b in zip(whole, single, strict=True):
+        for a, b, one in zip(whole, single, alone, strict=True):
             if not isinstance(a, Tensor) or not a.is_floating_point():
                 continue
+            shape = a.shape
+            if a.dim() and shape == b.shape:
+                a, b = (t.movedim(self._axis(one), 0).reshape(n, -1) for t in (a, b))
             same, as_finite = _compare_examples(a, b)
             overflowed = large & ~as_finite if len(as_finite) == n else torch.zeros_like(same)
             if not bool((same | overflowed).all()):
-                raise UnsupportedLayer(
-                    "engine.examples-not-separate",
-                    f"'{self.name}' ({type(self.module).__name__}) computes one example alone otherwise than in the "
-                    "batch: examples influence each other, or an argument happens to have the batch's length",
-                    "rewrite it, or name a module above it in Engine(..., per_contribution=[...])",
-                )
+                raise self._not_separate(shape, one.shape, n)
             known = known and not bool(overflowed.any())
         return known
+
+    def _not_separate(self, whole: torch.Size, alone: torch.Size, n: int) -> UnsupportedLayer:
+        what = f"'{self.name}' ({type(self.module).__name__})"
+        remedy = (
+            "let it keep nothing from one call for the next (model.config.use_cache = False), or name a module above it "
+            f"that takes the batch, such as per_contribution=[{module_above(self.name)!r}]"
+        )
+        if len(whole) != len(alone) or whole.numel() != n * alone.numel():
+            problem = (
+                f"{what} gives a result of shape {tuple(alone)} for one example and of {tuple(whole)} for {n}: no axis of it "
+                "counts examples"
+            )
+            return UnsupportedLayer("engine.result-without-batch", problem, remedy)
+        problem = (
+            f"{what} computes one example alone otherwise than in the batch: examples influence each other, or an "
+            "argument happens to have the batch's length"
+        )
+        return UnsupportedLayer("engine.examples-not-separate", problem, remedy)
+
+
+def _join(results: tuple[Tensor, ...], axis: int) -> Tensor:
+    return torch.cat(results, axis) if results[0].dim() else torch.stack(results)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from lamina.engine.batch import Batch, RowLayout
 from lamina.engine.distributed import is_sharded
-from lamina.engine.layers.layer_rule import CoveredFunction, RuleCall, hidden_backward_error
+from lamina.engine.layers.layer_rule import CoveredFunction, RuleCall, hidden_backward_error, module_above
 from lamina.errors import CouplingError, EngineError, OwnershipError, UnclippedGradient
 from lamina.plan.step_plan import StepPlan
 
@@ -115,7 +115,13 @@ def _refuse_leaf(leaf: Tensor, names: dict[int, str], node: Any) -> None:
         remedy = "detach it, or make it a parameter of the model so that the plan covers it"
         raise UnclippedGradient("engine.foreign-tensor", problem, remedy)
     problem = f"{type(node).__name__} uses tensor '{name}' outside the engine: its gradient would not be clipped"
-    remedy = "call the module that owns it, and use the optimiser's weight decay instead of a penalty in the losses"
+    owner = name.rpartition(".")[0]
+    remedy = (
+        "use the optimiser's weight decay instead of a penalty in the losses, and call the module that owns the tensor"
+    )
+    if owner:
+        user = module_above(owner)
+        remedy += f"; where module {user!r} uses it without that call, give Engine(..., per_contribution=[{user!r}])"
     raise UnclippedGradient("engine.tensor-used-directly", problem, remedy)
 
 
@@ -206,7 +212,7 @@ def _layout_of_call(use: RuleCall, rows: int, n: int, layout: RowLayout) -> RowL
     if owner is None:
         if rows == n:
             return layout
-        above = use.where.rpartition(".")[0]
+        above = module_above(use.where)
         raise OwnershipError(
             "engine.row-owner-unknown",
             f"'{use.where}' got {rows} rows for a batch of {n} examples: their owners are unknown",

@@ -36,7 +36,7 @@ class TargetCheck:
 
     targets    y is finite, and the loss of a public output against it can be computed, on the CPU (on an accelerator a
                label out of range ends the process); for BCE it is in 0 … 1
-    token ids  lie inside the table of every `nn.Embedding` that is called with them
+    token ids  lie inside every table in which they are looked up
 
     The public output is the model's own for an input that is 0 (or 1) throughout, so only the answer depends on private
     data. Several examples are tried at once, and each alone where that fails: the loss is per example, so the answer is
@@ -55,8 +55,9 @@ class TargetCheck:
         with _on_the_side():
             for fill in (0, 1):
                 try:
-                    with _noting_tables(model, given := to_device(_filled(x, 1, fill), device)) as self._tables:
+                    with _NoteTables(given := to_device(_filled(x, 1, fill), device)) as noted:
                         one = output_of(given)
+                    self._tables = noted.sizes
                     most = max(t.numel() for t in pytree.tree_leaves((one, given)) if isinstance(t, Tensor))
                     self._rows, self._fill = max(1, min(MAX_ROWS, MAX_NUMBERS // most)), fill
                     two = output_of(to_device(_filled(x, 2, fill), device))
@@ -179,20 +180,25 @@ def _shapes(tree: Any) -> Any:
     return pytree.tree_map(lambda t: t.shape[1:] if isinstance(t, Tensor) else None, tree)
 
 
-@contextmanager
-def _noting_tables(model: nn.Module, x: Any) -> Iterator[dict[int, int]]:
-    """Note, by leaf of x, the size of the smallest embedding table that is called with all of it as it is."""
-    found: dict[int, int] = {}
-    leaves = [(i, t) for i, t in enumerate(pytree.tree_leaves(x)) if isinstance(t, Tensor)]
+class _NoteTables(TorchFunctionMode):
+    """Notes, by leaf of x, the size of the smallest table in which all of the leaf is looked up as it is.
 
-    def note(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        for i, t in leaves:
-            if args and (args[0].data_ptr(), args[0].numel()) == (t.data_ptr(), t.numel()):
-                found[i] = min(cast(nn.Embedding, module).num_embeddings, found.get(i, 1 << 62))
+    What counts is the lookup: the position table of BART and Whisper is called with the ids and looks up their places.
+    """
 
-    hooks = [m.register_forward_pre_hook(note) for m in model.modules() if isinstance(m, nn.Embedding)]
-    try:
-        yield found
-    finally:
-        for hook in hooks:
-            hook.remove()
+    def __init__(self, x: Any) -> None:
+        super().__init__()
+        self.sizes: dict[int, int] = {}
+        self._leaves = [(i, t) for i, t in enumerate(pytree.tree_leaves(x)) if isinstance(t, Tensor)]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        looked_up, table = None, None
+        if func is F.embedding:
+            looked_up, table = [*args, *(kwargs or {}).values()][:2]
+        elif func is Tensor.__getitem__ and isinstance(args[0], nn.Parameter):
+            table, looked_up = args
+        if isinstance(looked_up, Tensor):
+            for i, t in self._leaves:
+                if (looked_up.data_ptr(), looked_up.numel()) == (t.data_ptr(), t.numel()):
+                    self.sizes[i] = min(len(cast(Tensor, table)), self.sizes.get(i, 1 << 62))
+        return func(*args, **(kwargs or {}))

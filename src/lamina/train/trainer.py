@@ -173,7 +173,7 @@ class Trainer:
         self._targets = TargetCheck(model, loss_fn, self._output, corpus.source)
         if len(unfit := self._targets.unfit_contributions(corpus)):
             corpus.refuse_untrainable(unfit)
-            self._notes.append(f"{len(unfit)} contributions whose targets model and loss cannot take are left out")
+            self._notes.append("contributions whose targets model and loss cannot take are left out")
         if self._targets.unknown:
             self._notes.append(TARGETS_NOT_COMPARED)
         signed = corpus.accounts(plan, self.max_occurrences)
@@ -439,7 +439,7 @@ class Trainer:
                     break
         if found:
             self.corpus.refuse_untrainable(np.array(found))
-            segments.note(f"{len(found)} contributions on which model or loss fails are left out")
+            segments.note("contributions on which model or loss fails are left out")
         segments.refuse_same_error(stopped)
 
     def _fails(self, units: Tensor) -> bool:

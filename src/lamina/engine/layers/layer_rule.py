@@ -72,6 +72,12 @@ def has_class_forward(module: nn.Module) -> bool:
     return own is None or (isinstance(own, MethodType) and own.__func__ is type(module).forward)
 
 
+def module_above(name: str) -> str:
+    """The name of the module that holds a module, past the lists in which modules are numbered."""
+    above, _, last = name.rpartition(".")
+    return module_above(above) if last.isdigit() else above
+
+
 def weight_and_bias(module: nn.Module) -> tuple[str, ...]:
     return ("weight",) if getattr(module, "bias", None) is None else ("weight", "bias")
 
