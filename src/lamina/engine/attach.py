@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from types import MethodType
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
 
 from lamina.engine import batch
 from lamina.engine.distributed import is_sharded
@@ -27,6 +29,7 @@ from lamina.engine.layers.layer_rule import (
 )
 from lamina.engine.layers.linear import EmbeddingForward
 from lamina.engine.layers.stacked_experts import ExpertsForward, modules_in_expert_blocks
+from lamina.engine.outside_writes import OutsideWrites
 from lamina.engine.per_contribution import BroadcastForward, FlattenedTokensForward, PerContributionForward
 from lamina.engine.safety_checks import StateGuard
 from lamina.errors import CouplingError, EngineError, LaminaError, OwnershipError, UnclippedGradient, UnsupportedLayer
@@ -57,7 +60,8 @@ class Attachment:
 
     def __init__(
         self, model: nn.Module, targets: Mapping[str, Target | None], *,
-        guard: StateGuard, rows: Mapping[str, str] | None = None, per_contribution: Sequence[str] = (),
+        guard: StateGuard, outside: OutsideWrites, rows: Mapping[str, str] | None = None,
+        per_contribution: Sequence[str] = (),
         gather: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         self.model = model
@@ -84,7 +88,10 @@ class Attachment:
         for module in filter(_may_be_called_by_itself, model.modules()):
             self._handles.append(module.register_forward_pre_hook(begin, prepend=True, with_kwargs=True))
             self._handles.append(module.register_forward_hook(end, always_call=True))
-        self._guard, self._gather = guard, gather
+        self._guard, self._outside, self._gather = guard, outside, gather
+        self._probed_hooks: dict[int, Any] | None = None  # that the model had when it was probed, kept alive by id
+        self._hooks_made = 0  # by torch, at that time
+        self.call_with_new_hooks: Any = None  # arguments of the last one, without examples
         check, accept = CopySafeHook(lambda *_: guard.check(values=True)), CopySafeHook(lambda *_: guard.accept())
         self._handles.append(model.register_state_dict_pre_hook(check))
         self._handles.append(model.register_load_state_dict_post_hook(accept))
@@ -185,6 +192,12 @@ class Attachment:
             self._versions = self._written_so_far(module)
             if self.slot.receiver is None:
                 self._guard.begin_call()
+                if torch.is_grad_enabled():
+                    self._outside.begin_call()
+                    if module is self.model and self._hooks_made != RemovableHandle.next_id:
+                        self.call_with_new_hooks = pytree.tree_map_only(
+                            Tensor, lambda t: t.detach()[:0], (args, kwargs)
+                        )
 
     def note_batch_size(self, tensors: Sequence[Tensor]) -> None:
         """How many examples a call from outside carries: the first axis of its first tensor.
@@ -207,6 +220,31 @@ class Attachment:
             self._guard.refused = True
             raise CouplingError("engine.written-during-forward", problem, remedy)
         self._guard.check_trained(again=True)
+        self._outside.end_call()
+
+    def accept_hooks(self) -> None:
+        """The model was probed with the hooks that it has now."""
+        self._hooks_made, self.call_with_new_hooks = RemovableHandle.next_id, None
+        self._probed_hooks = {id(hook): hook for _, hook in _hooks_of(self.model)}
+
+    def new_hooks(self) -> list[str]:
+        """The modules that got a hook since the probe. Torch counts the hooks that it makes: mostly nothing is looked at."""
+        if self._probed_hooks is None or self._hooks_made == RemovableHandle.next_id:
+            return []
+        made = RemovableHandle.next_id
+        found = [name for name, hook in _hooks_of(self.model) if id(hook) not in self._probed_hooks]
+        if not found:  # of tensors, or of other models
+            self._hooks_made, self.call_with_new_hooks = made, None
+        return list(dict.fromkeys(found))
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Forward passes in between: the one before is then gone on with."""
+        kept = self.examples, self.inputs, self._guard.pending
+        try:
+            yield
+        finally:
+            self.examples, self.inputs, self._guard.pending = kept
 
     @property
     def called_from_outside(self) -> bool:
@@ -387,6 +425,17 @@ class CopySafeHook:
 
     def __reduce__(self) -> Any:
         return CopySafeHook, ()
+
+
+def _hooks_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The hooks by which something may change what a model computes, with the name of their module."""
+    everywhere = nn.modules.module
+    for hooks in (everywhere._global_forward_pre_hooks, everywhere._global_forward_hooks,
+                  everywhere._global_backward_pre_hooks, everywhere._global_backward_hooks):  # fmt: skip
+        yield from (("every module", hook) for hook in hooks.values())
+    for name, m in model.named_modules():
+        for hooks in (m._forward_pre_hooks, m._forward_hooks, m._backward_pre_hooks, m._backward_hooks):
+            yield from ((name, hook) for hook in hooks.values())
 
 
 def _may_be_called_by_itself(module: nn.Module) -> bool:

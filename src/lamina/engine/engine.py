@@ -25,8 +25,9 @@ from lamina.engine.distributed import Ranks, is_sharded_model, refuse_unsharded,
 from lamina.engine.integer_noise import Grid, GridSums
 from lamina.engine.layers.layer_rule import Target
 from lamina.engine.noise import NoiseSource, SecureNoise
+from lamina.engine.outside_writes import OutsideWrites
 from lamina.engine.paper_step import PaperStep, UnclippedSums, warn_if_reproduction
-from lamina.engine.probe import Measured, NotProbed, Probe, ProbeBatch, preserve_schedules
+from lamina.engine.probe import Measured, NotProbed, Probe, ProbeBatch, losses_of_outputs, preserve_schedules
 from lamina.engine.proxy_shares import Proxy, ProxyShares
 from lamina.engine.safety_checks import (
     CheckedBatch,
@@ -41,6 +42,7 @@ from lamina.engine.safety_checks import (
     refuse_reduced_products,
 )
 from lamina.engine.sharded import OWNERSHIP_PASSES, ShardedModel, ShardedStep
+from lamina.engine.simulated_input import simulate_for
 from lamina.engine.slices import NO_MASKS, PlanSlices, RestoreUnreached, TensorMasks, trained_tensors
 from lamina.engine.step import (
     ClippedSums,
@@ -158,12 +160,14 @@ class Engine:
         self.window = NoiseWindow(plan, list(self._tensors)) if plan.bands > 1 else None
         self._choice: OpenChoice | None = None
         targets = {name: Target(name, i) if name in self._tensors else None for name, i in self._layer_of.items()}
+        self._outside = OutsideWrites(model, self._tensors, held)
         self._attachment = Attachment(
             model,
             targets,
             rows=rows,
             per_contribution=per_contribution,
             guard=self._guard,
+            outside=self._outside,
             gather=self._sharded.begin_call,
         )
         self._sharded.attach(self._attachment.run_per_contribution)
@@ -174,6 +178,8 @@ class Engine:
             register_optimizer_step_pre_hook(restore.before),
             register_optimizer_step_post_hook(restore.after),
             register_optimizer_step_post_hook(self._sharded.after_optimizer_step),
+            register_optimizer_step_pre_hook(self._outside.before_optimizer_step),
+            register_optimizer_step_post_hook(self._outside.after_optimizer_step),
         ]
         self.compiled: CompiledStep | None = None
         if compiled:
@@ -220,7 +226,7 @@ class Engine:
             losses = losses_of(batch.x, batch.y) if len(batch) else None
             self.backward(losses, batch)
             return None if losses is None else losses.detach()
-        self._say_if_unprobed()
+        self._before_step()
         if batch.first:
             self._open = None
         try:
@@ -265,7 +271,7 @@ class Engine:
         """
         if self._is_of_probe(losses, check_is_batch(batch)):
             return
-        self._say_if_unprobed()
+        self._before_step()
         if batch.first:
             self._open = None  # an earlier step that was not finished is given up; its charge stays
         try:
@@ -298,6 +304,7 @@ class Engine:
             self._slices.zero_unreached(released)
             self._sharded.divide()  # the weights first: nobody needs them whole any more
             self._gradients.write(self._sharded.divided(released))
+            self._outside.after_write()
             if self.adaptation is not None:
                 self.adaptation.after(step.step, {n: whole_tensor(t) for n, t in released.items()}, step.counts)
 
@@ -592,6 +599,7 @@ class Engine:
         else:
             refuse_factor(factor)
         self._open = self._choice = None
+        self._outside.forget()
         self._proxy_step = -1
         self.refuse_elsewhere(hardened=noise.hardened)
         self.noise = self._own_noise(noise)
@@ -609,6 +617,7 @@ class Engine:
         """
         Probe(self, x, y).run(losses_of)
         self.probed = True
+        self._attachment.accept_hooks()
 
     def probe_batches(self, x: Any, y: Any = None, *, simulated: bool = False, joined: bool = False) -> Iterator[Batch]:
         """As `probe`, for a loop of one's own: batches to compute losses of and to hand to `backward`.
@@ -620,7 +629,9 @@ class Engine:
         try:
             with preserve_schedules(self._tensors):
                 yield from self._probe.batches()
-            self.probed = self.probed or self._probe.complete
+            if self._probe.complete:
+                self.probed = True
+                self._attachment.accept_hooks()
         finally:
             self._probe = None
 
@@ -633,6 +644,40 @@ class Engine:
             return isinstance(batch, ProbeBatch)  # of another engine with the same plan
         self._probe.receive(losses, batch)
         return True
+
+    def _before_step(self) -> None:
+        """Say what is not probed, or was written past the engine; probe the model again if it has new hooks."""
+        self._say_if_unprobed()
+        self._outside.private = self.noise.private
+        self._outside.check_weights()
+        if self.probed and self._attachment.call_with_new_hooks is not None and (at := self._attachment.new_hooks()):
+            self._probe_hooks(at[0])
+
+    def _probe_hooks(self, name: str) -> None:
+        """The probe of the model alone, on simulated arguments of its last call: nothing is charged."""
+        problem = f"a hook was registered on '{name}' after the probe"
+        if self.sharded:
+            remedy = "register hooks before the engine is probed"
+            raise EngineError("engine.hook-not-probed", f"{problem}, and the model is divided over ranks", remedy)
+
+        def losses_of(x: Any, y: Any) -> Tensor:
+            return losses_of_outputs(self.model(*x[0], **x[1]), Batch(x).examples)
+
+        try:
+            with self._attachment.aside():
+                x, _ = simulate_for(losses_of, self._attachment.call_with_new_hooks, None)
+                Probe(self, x).run(losses_of)
+        except CouplingError as found:
+            raise CouplingError(
+                found.code, f"{problem}: {found.problem}", f"remove the hook, or: {found.remedy}"
+            ) from None
+        except Exception as error:
+            problem += f", and the model cannot be probed again on simulated input: {type(error).__name__}"
+            remedy = (
+                "call engine.probe(losses_of, x, y) with public examples after registering it, or register it earlier"
+            )
+            raise EngineError("engine.hook-not-probed", problem, remedy) from error
+        self._attachment.accept_hooks()
 
     def _say_if_unprobed(self) -> None:
         if not (self.probed or self._unprobed_said) and self.noise.private:

@@ -28,6 +28,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lamina.engine.batch import Batch, take_rows
+from lamina.engine.outside_writes import kept_tensors
 from lamina.engine.safety_checks import tensors_of_optimizer
 from lamina.engine.simulated_input import WatchLookups, simulate, simulated_count
 from lamina.errors import CouplingError, EngineError
@@ -176,8 +177,8 @@ class Probe:
         self.watched = (0, self.n // 2, self.n - 1)
         self.complete = False
         self.waiting: ProbeCase | None = None  # handed out, and its losses are still to come
-        self._generators = [g for m in engine.model.modules() for g in _attributes(m, torch.Generator).values()]
-        self._kept = _kept_tensors(engine.model)
+        self._generators = [g for m in engine.model.modules() for g in _generators_of(m)]
+        self._kept = kept_tensors(engine.model)[0]
         self._states: list[Any] = []
         self._drawn = False  # whether the last case drew at random
         self._references: dict[tuple[int, float | None, bool], dict[int, Measured]] = {}
@@ -359,7 +360,7 @@ class Probe:
             raise CouplingError("engine.probe-found-coupling", problem, remedy)
 
     def _not_repeatable(self, moved: str) -> CouplingError:
-        now = _kept_tensors(self.engine.model)
+        now = kept_tensors(self.engine.model)[0]
         names = [name for name, written in now.items() if self._kept.get(name) != written]
         what = f"{', '.join(map(repr, names[:3]))} may keep" if names else "model or loss keep"
         problem = f"of the same batch, computed again after another one, {moved}: {what} data of one batch for the next"
@@ -368,6 +369,18 @@ class Probe:
             "not from another"
         )
         return CouplingError("engine.probe-not-repeatable", problem, remedy)
+
+
+def losses_of_outputs(outputs: Any, n: int) -> Tensor:
+    """A loss for each of n examples that moves with every result of a model that counts examples by its first axis."""
+    tensors = (t for t in pytree.tree_leaves(outputs) if isinstance(t, Tensor) and t.requires_grad and t.dim())
+    rows = [t.reshape(n, -1) for t in tensors if len(t) == n]
+    if not rows:
+        problem = "no result of the model has the examples as its first axis"
+        raise EngineError(
+            "engine.probe-without-results", problem, "call engine.probe(losses_of, x, y) with public data"
+        )
+    return torch.stack([(t + t.square()).mean(1) for t in rows]).sum(0)
 
 
 @contextmanager
@@ -386,16 +399,10 @@ def preserve_schedules(tensors: Mapping[str, Tensor]) -> Iterator[None]:
             group.update(options)
 
 
-def _attributes(module: nn.Module, kind: type) -> dict[str, Any]:
-    """What a module holds of a kind in plain attributes: no parameters, no buffers."""
-    held = {name: value for name, value in vars(module).items() if not name.startswith("_")}
-    return {name: t for name, value in held.items() for t in pytree.tree_leaves(value) if isinstance(t, kind)}
-
-
-def _kept_tensors(model: nn.Module) -> dict[str, tuple[int, int]]:
-    """Identity and version of the tensors in plain attributes of modules."""
-    found = ((path, _attributes(module, Tensor)) for path, module in model.named_modules())
-    return {f"{path}.{name}".lstrip("."): (id(t), t._version) for path, held in found for name, t in held.items()}
+def _generators_of(module: nn.Module) -> list[torch.Generator]:
+    """The generators that a module holds in plain attributes."""
+    held = [value for name, value in vars(module).items() if not name.startswith("_")]
+    return [g for value in held for g in pytree.tree_leaves(value) if isinstance(g, torch.Generator)]
 
 
 def _movement(reference: Measured, other: Measured) -> str | None:

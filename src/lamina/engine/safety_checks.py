@@ -416,7 +416,7 @@ class StateGuard:
         self._held = {name: p for name, p in (held or {}).items() if is_sharded(p)}
         self._trained_ids = {id(p) for p in trained.values()}
         self.refused = False
-        self._calls, self._sums = 0, dict[str, int]()
+        self._calls, self.pending = 0, dict[str, int]()  # checksums of a forward pass that waits for its step
         self.accept()
 
     def accept(self) -> None:
@@ -486,26 +486,26 @@ class StateGuard:
         """A forward pass begins."""
         self._calls += 1
         due = self._calls <= _EVERY_CALL_UNTIL or self._calls % _THEN_EVERY == 0
-        self._sums = {name: checksum(self._kept(name, p)) for name, p in self.trained.items()} if due else {}
+        self.pending = {name: checksum(self._kept(name, p)) for name, p in self.trained.items()} if due else {}
 
     def before_optimizer_step(self, optimizer: Optimizer, *_: Any) -> None:
         """The optimiser writes the parameters now: forget their checksums."""
-        if self._sums and (
+        if self.pending and (
             tensors_of_optimizer(optimizer, self.trained) or tensors_of_optimizer(optimizer, self._held)
         ):
-            self._sums = {}
+            self.pending = {}
 
     def check_trained(self, *, again: bool = False) -> None:
         """Refuse trained parameters that were replaced, or moved since the last forward pass began.
 
         `again`: this will be asked again, before the step.
         """
-        for name, p in self.model.named_parameters() if self._sums and not again else ():
+        for name, p in self.model.named_parameters() if self.pending and not again else ():
             if p is not self.trained.get(name) and p is not self._held.get(name) and name not in self._frozen:
                 problem = f"parameter '{name}' was replaced or added, and what it holds was never noised"
                 remedy = "write to it by the optimiser, or make stack, plan and engine anew"
                 raise CouplingError("engine.parameter-replaced", problem, remedy)
-        sums, self._sums = self._sums, self._sums if again else {}
+        sums, self.pending = self.pending, self.pending if again else {}
         for name, value in sums.items():
             if checksum(self._kept(name, self.trained[name])) != value:
                 problem = (
@@ -531,12 +531,12 @@ class StateGuard:
         self._seen[name] = (before, before._version, value)
 
 
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def checksum(t: Tensor) -> int:
     """The sum of the bits of all values, modulo their width: what overwrites a tensor moves it."""
-    bits, t = _BITS[t.element_size()], t.to_local() if is_sharded(t) else t  # type: ignore[attr-defined]
+    bits, t = BITS[t.element_size()], t.to_local() if is_sharded(t) else t  # type: ignore[attr-defined]
     return int(t.detach().view(bits).sum(dtype=bits))
 
 

@@ -84,9 +84,10 @@ def _lookup(name: str, args: Any, kwargs: Mapping[str, Any]) -> tuple[Any, int]:
         return first, given(1, "num_classes") or 0
     if name == "__getitem__" and isinstance(args[1], Tensor):
         return args[1], len(first)
-    if name == "__getitem__" and isinstance(args[1], tuple) and all(isinstance(i, Tensor | slice) for i in args[1]):
-        place = next((i for i, t in reversed(list(enumerate(args[1]))) if isinstance(t, Tensor)), 0)
-        return args[1][place], first.shape[place]
+    at = args[1] if name == "__getitem__" else ()
+    if isinstance(at, tuple) and at and all(isinstance(i, Tensor | slice) for i in at):
+        place = next((i for i, t in reversed(list(enumerate(at))) if isinstance(t, Tensor)), 0)
+        return at[place], first.shape[place]
     return None, 0
 
 

@@ -1,0 +1,212 @@
+"""Notes about what a loop wrote past the engine: gradients after a step, weights between steps, attributes in a forward pass."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from lamina.engine.distributed import is_sharded
+from lamina.engine.safety_checks import BITS, tensors_of_optimizer
+
+_EVERY_TIME_UNTIL, _THEN_EVERY = 24, 64
+_GRADIENT_SAMPLE, _WEIGHT_SAMPLE, _CORNER = 64, 16, 4
+_CHANGES = 3  # of an attribute: a cache that grows once or twice is none of the batch's business
+_OWN_ATTRIBUTES = frozenset(vars(nn.Module()))
+
+
+class WrittenOutsideEngine(UserWarning):
+    """Something that a release may contain was written past the engine: ε covers it only if no private data was read."""
+
+
+class OutsideWrites:
+    """Warns, once for each kind, of what may carry private data without noise although nothing refuses it.
+
+    gradients   changed in place between `Engine.backward` and `optimizer.step`, other than by a factor for each tensor
+                or by clamping (`clip_grad_norm_`, `clip_grad_value_`, a scaler)
+    weights     differ at a step from what the last `optimizer.step` left. A swap that was taken back (evaluation of a
+                moving average) does not show
+    attributes  plain tensors of modules that forward passes go on changing. Of a cache that grows the beginning stays
+
+    It looks at samples, at the first 24 times and then at every 64th; at weights on the CPU every time.
+    """
+
+    def __init__(self, model: nn.Module, tensors: Mapping[str, Tensor], held: Mapping[str, Tensor]) -> None:
+        self.model, self.tensors, self._held = model, tensors, held
+        self.private = True
+        self._said: set[str] = set()
+        self._writes = self._steps = self._calls = 0
+        self._sample_next = self._clips = False
+        self._versions: dict[str, int] = {}
+        self._gradients: dict[str, Tensor] = {}
+        self._views: dict[str, tuple[int, Any]] = {}
+        self._weights: dict[str, bytes] = {}
+        self._before: tuple[dict[str, tuple[int, int]], dict[str, Tensor]] | None = None
+        self._corners: dict[str, Tensor] = {}
+        self._changes: Counter[str] = Counter()
+
+    def forget(self) -> None:
+        """Weights may have been put back by a run: compare with nothing until the next `optimizer.step`."""
+        self._weights.clear()
+
+    def _say(self, kind: str, text: str, stacklevel: int = 4) -> None:
+        if kind not in self._said and self.private:
+            self._said.add(kind)
+            warnings.warn(text, WrittenOutsideEngine, stacklevel=stacklevel)
+
+    # gradients
+
+    def after_write(self) -> None:
+        """The engine wrote `.grad`."""
+        self._writes += 1
+        sampled = self._sample_next or _is_due(self._writes)
+        self._sample_next = False
+        grads = {name: p.grad for name, p in self._held.items() if p.grad is not None and not is_sharded(p)}
+        self._versions = {name: g._version for name, g in grads.items()}
+        self._gradients = {name: _strided(g, _GRADIENT_SAMPLE).clone() for name, g in grads.items()} if sampled else {}
+
+    def before_optimizer_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not self._versions:
+            return
+        now = {name: p.grad for name, p in tensors_of_optimizer(optimizer, self._held) if p.grad is not None}
+        changed = [name for name, g in now.items() if g._version != self._versions.get(name, g._version)]
+        if changed and not self._gradients:
+            self._sample_next = not self._clips
+        for name in changed if self._gradients else ():
+            if _is_clipped(self._gradients[name], _strided(now[name], _GRADIENT_SAMPLE)):
+                self._clips = True
+                continue
+            self._say(
+                "gradients",
+                f"'{name}'.grad was changed after the engine wrote it, and not by clipping or scaling. Post-processing that "
+                "reads no private data is fine; what was computed from private data is not covered by ε",
+            )
+        for name in now:
+            self._versions.pop(name, None)
+
+    # weights
+
+    def after_optimizer_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        mine = tensors_of_optimizer(optimizer, self.tensors)
+        if not mine or any(map(is_sharded, self._held.values())):
+            return
+        self._steps += 1
+        due = _is_due(self._steps)
+        for name, p in mine:
+            if p.is_cpu or due:
+                self._weights[name] = self._sample(name, p)
+            else:
+                self._weights.pop(name, None)
+
+    def check_weights(self) -> None:
+        """At a step: the weights must be what the last `optimizer.step` left."""
+        for name, left in self._weights.items():
+            if self._sample(name, self.tensors[name]) != left:
+                self._say(
+                    "weights",
+                    f"'{name}' was written outside of optimizer.step. Weights that were trained on private data in the "
+                    "clear, in a copy of the model for example, are not covered by ε; a projection or public weights are fine",
+                    stacklevel=5,
+                )
+                self._weights.clear()
+                return
+
+    def _sample(self, name: str, p: Tensor) -> bytes:
+        """Some numbers of a tensor, as bytes: by a view that is kept, because making it takes longer than reading it."""
+        place, view = self._views.get(name, (0, None))
+        if view is None or place != p.data_ptr():
+            view = _strided(p, _WEIGHT_SAMPLE).view(BITS[p.element_size()])
+            view = view.numpy() if p.is_cpu else view
+            self._views[name] = p.data_ptr(), view
+        sample: bytes = (view.cpu().numpy() if isinstance(view, Tensor) else view).tobytes()
+        return sample
+
+    # attributes
+
+    def begin_call(self) -> None:
+        """A forward pass with gradients begins."""
+        self._calls += 1
+        self._before = kept_tensors(self.model) if _is_due(self._calls) and "attributes" not in self._said else None
+
+    def end_call(self) -> None:
+        before, self._before = self._before, None
+        if before is None:
+            return
+        after, tensors = kept_tensors(self.model)
+        for name in (name for name, written in after.items() if before[0].get(name) != written):
+            corner = _corner(tensors[name])
+            last, self._corners[name] = self._corners.get(name), corner
+            self._changes[name] += last is not None and _differ(last, corner)
+            if self._changes[name] >= _CHANGES:
+                self._say(
+                    "attributes",
+                    f"attribute '{name}' keeps a tensor that every forward pass changes: without noise, if it is of the batch. "
+                    "Do not save, log or read it; state_dict leaves it out, a pickle of the model does not",
+                )
+                self._corners.clear()
+                return
+
+
+def _is_due(count: int) -> bool:
+    return count <= _EVERY_TIME_UNTIL or count % _THEN_EVERY == 0
+
+
+def _strided(t: Tensor, most: int) -> Tensor:
+    """At most so many numbers of a tensor, evenly over its memory: a view."""
+    count = min(most, t.numel())
+    return t.detach().as_strided((count,), (max(1, t.numel() // most),))
+
+
+def _is_clipped(before: Tensor, after: Tensor) -> bool:
+    """Whether numbers were multiplied by one factor ≥ 0 and then clamped to -v … v, or zeroed."""
+    old, new = before.double().cpu(), after.double().cpu()
+    near = 8 * torch.finfo(before.dtype).eps
+    top = float(new.abs().max())
+    if not top > 0:
+        return top == 0
+    inside = new.abs() < top * (1 - near)
+    if not bool(inside.any()):
+        return bool((new.sign() == old.sign()).all())
+    largest = int((new.abs() * inside).argmax())
+    factor = float(new[largest] / old[largest]) if float(old[largest]) else 0.0
+    scaled = factor * old
+    same = torch.where(inside, (new - scaled).abs() <= near * scaled.abs(), scaled * new.sign() >= top * (1 - near))
+    return factor > 0 and bool(same.all())
+
+
+def kept_tensors(model: nn.Module) -> tuple[dict[str, tuple[int, int]], dict[str, Tensor]]:
+    """Identity and version, and the tensors themselves, in plain attributes of modules: no parameters, no buffers."""
+    found: dict[str, Tensor] = {}
+    for path, module in model.named_modules():
+        for name, t in tensors_in_attributes(module):
+            found[f"{path}.{name}".lstrip(".")] = t
+    return {name: (id(t), t._version) for name, t in found.items()}, found
+
+
+def tensors_in_attributes(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """The tensors in plain attributes of a module, in containers too; several in one container are numbered."""
+    found: list[tuple[str, Tensor]] = []
+    for name, value in vars(module).items():
+        if isinstance(value, Tensor):
+            found.append((name, value))
+        elif isinstance(value, list | tuple | dict) and name not in _OWN_ATTRIBUTES:
+            found += ((f"{name}[{i}]", t) for i, t in enumerate(pytree.tree_leaves(value)) if isinstance(t, Tensor))
+    return [(name, t) for name, t in found if t.is_floating_point() or t.dim()]
+
+
+def _corner(t: Tensor) -> Tensor:
+    return t.detach()[tuple(slice(_CORNER) for _ in t.shape)].clone()
+
+
+def _differ(a: Tensor, b: Tensor) -> bool:
+    """Whether two corners differ where both have numbers."""
+    if a.dim() != b.dim() or a.dtype != b.dtype:
+        return True
+    both = tuple(slice(min(m, n)) for m, n in zip(a.shape, b.shape, strict=True))
+    return not torch.equal(a[both].nan_to_num(), b[both].nan_to_num())
