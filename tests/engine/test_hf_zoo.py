@@ -9,6 +9,7 @@ of training mode are replayed as well.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 
 import lamina
 from lamina import Batch, Engine
+from lamina.engine.outside_writes import WrittenOutsideEngine
 
 pytestmark = QUIET
 
@@ -289,7 +291,8 @@ def test_two_steps_with_random_draws_and_the_sum_is_the_oracles(name: str) -> No
     model.train()
     engine, corpus, plan = lamina.make_private(model, (x, torch.zeros(N)), epsilon=3.0, batch=3, steps=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with engine:
+    keeps_state = pytest.warns(WrittenOutsideEngine, match="recurrent_states")  # of the last batch, in an attribute
+    with engine, keeps_state if name == "recurrent gemma" else nullcontext():
         for batch in corpus.batches(plan):
             engine.backward(losses(model, batch.x, batch.y) if len(batch) else None, batch)
             optimizer.step()
