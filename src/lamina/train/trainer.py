@@ -67,6 +67,7 @@ from lamina.train.trainer_checks import (
     raw_shown_before,
     rehearse,
     remaining_factors,
+    unwrap_prepared,
 )
 from lamina.train.training_checkpoint import MovingAverage, TrainingState
 from lamina.validate import one_of, whole
@@ -138,6 +139,7 @@ class Trainer:
         probe: ProbeArgument = True, proxy: Proxy | None = None, inside: bool = False, progress: bool | Progress = True,
         seed: int | None = None,
     ) -> None:  # fmt: skip
+        optimizer, scheduler = unwrap_prepared(optimizer), unwrap_prepared(scheduler)
         check_trainer_arguments(model, optimizer, loss_fn, corpus, plan)
         self.interval = check_scheduler(scheduler, plan, interval)
         check_trainer_options(folder, evaluate, max_occurrences, callbacks)

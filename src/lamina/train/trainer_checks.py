@@ -57,6 +57,15 @@ def check_trainer_arguments(model: Any, optimizer: Any, loss_fn: Any, corpus: An
         raise RunError("train.data-not-a-corpus", f"the data is a {type(corpus).__name__}", remedy)
 
 
+def unwrap_prepared(thing: Any) -> Any:
+    """The optimiser or scheduler inside of what `Accelerator.prepare` returned; anything else as it is.
+
+    The wrapper hides the code that a resumed run compares, and leaves steps out inside of `accelerator.accumulate`.
+    """
+    wrapped = type(thing).__module__.startswith("accelerate.")
+    return getattr(thing, "optimizer", None) or getattr(thing, "scheduler", thing) if wrapped else thing
+
+
 _VANISHING_RATE = 1e-6  # of the first learning rate
 
 
