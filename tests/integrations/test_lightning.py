@@ -9,9 +9,20 @@ from typing import Any
 import pytest
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint
-from pytorch_lightning.loggers import CSVLogger
+from pytorch_lightning.callbacks import (
+    EarlyStopping,
+    EMAWeightAveraging,
+    GradientAccumulationScheduler,
+    LambdaCallback,
+    LearningRateFinder,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    OnExceptionCheckpoint,
+    StochasticWeightAveraging,
+)
+from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
 from refusals import raises_code
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -180,3 +191,54 @@ def test_optimisers_that_are_refused(tmp_path: Path, kind: type[Classifier], cod
     _, private = made(tmp_path)
     with raises_code(code):
         lightning(tmp_path, private).fit(kind(), private.loader())
+
+
+@pytest.mark.filterwarnings("ignore:.*was called without a model", "ignore:.*no last checkpoint available")
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda folder: OnExceptionCheckpoint(folder / "saved"),
+        lambda folder: ModelCheckpoint(folder / "saved", save_on_exception=True),
+        lambda folder: LambdaCallback(on_exception=lambda *_: None),
+        lambda folder: EMAWeightAveraging(),
+        lambda folder: StochasticWeightAveraging(1e-2),
+        lambda folder: GradientAccumulationScheduler({0: 2}),
+        lambda folder: LearningRateFinder(),
+    ],
+)
+def test_callbacks_that_wait_for_steps_or_errors_are_refused(tmp_path: Path, make: Any) -> None:
+    """One saved the weights of the middle of a segment, one put the weights of before the run back, others did nothing."""
+    module, private = made(tmp_path)
+    with raises_code("integrations.callback-of-steps"):
+        lightning(tmp_path, private, make(tmp_path), enable_checkpointing=True).fit(module, private.loader())
+    assert not (tmp_path / "run").exists()
+
+
+def test_callbacks_that_do_no_harm_are_kept(tmp_path: Path) -> None:
+    module, private = made(tmp_path)
+    logger = CSVLogger(tmp_path / "log")
+    lightning(
+        tmp_path, private, LearningRateMonitor(), logger=logger, enable_progress_bar=True, enable_model_summary=True
+    ).fit(module, private.loader())
+    assert private.outcome is not None and private.outcome.steps == 6
+
+
+class Validated(Classifier):
+    def validation_step(self, batch: Any, number: int) -> None:
+        raise AssertionError("a validation on data that nobody declared")
+
+
+def test_no_sanity_check_on_undeclared_data(tmp_path: Path) -> None:
+    _, private = made(tmp_path)
+    trainer = lightning(tmp_path, private, num_sanity_val_steps=2)
+    with raises_code("train.evaluation-on-private-data"):
+        trainer.fit(Validated(), private.loader(), val_dataloaders=public())
+
+
+def test_how_long_segments_took_is_not_logged(tmp_path: Path) -> None:
+    module, private = made(tmp_path, eval_on="public")
+    logger = TensorBoardLogger(tmp_path / "log")
+    lightning(tmp_path, private, logger=logger).fit(module, private.loader(), val_dataloaders=public())
+    found = EventAccumulator(logger.log_dir).Reload()
+    events = [event for name in ("epsilon/data", "val_loss") for event in found.Scalars(name)]
+    assert len(events) > 3 and all(event.wall_time == event.step for event in events)

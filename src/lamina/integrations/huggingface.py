@@ -25,6 +25,7 @@ from transformers.trainer_utils import TrainOutput, rotate_checkpoints
 from lamina.corpus.corpus import Corpus
 from lamina.engine.engine import Engine
 from lamina.errors import RunError
+from lamina.integrations.loggers import take_clock_away
 from lamina.integrations.tokens import loss_for
 from lamina.plan.step_plan import StepPlan
 from lamina.train.private import make_private
@@ -324,12 +325,7 @@ def _take_clocks_away(callbacks: Sequence[TrainerCallback]) -> None:
 
 
 def _writer_without_clock(make: Callable[..., Any], **options: Any) -> Any:
-    """A writer of TensorBoard for which the time of a figure is its step: how long steps took depends on who was sampled."""
-    writer = make(**options)
-    add_scalar, add_text = writer.add_scalar, writer.add_text
-    writer.add_scalar = lambda name, value, step=0: add_scalar(name, value, step, walltime=float(step))
-    writer.add_text = lambda name, text, step=0: add_text(name, text, step, walltime=float(step))
-    return writer
+    return take_clock_away(make(**options))
 
 
 def _epsilons(epsilon: Mapping[str, float]) -> dict[str, float]:

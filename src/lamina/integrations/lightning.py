@@ -12,12 +12,13 @@ from typing import Any
 
 import pytorch_lightning
 import torch
+from pytorch_lightning import callbacks, loggers
 from torch.utils.data import DataLoader
 
 from lamina.corpus.corpus import Corpus
 from lamina.engine.engine import Engine
 from lamina.errors import RunError
-from lamina.integrations.loggers import segment_scalars
+from lamina.integrations.loggers import segment_scalars, take_clock_away
 from lamina.plan.step_plan import StepPlan
 from lamina.train.publisher import Evaluation, Outcome
 from lamina.train.run_output import Callback, RunFigures
@@ -42,6 +43,38 @@ _REMEDIES: dict[str, tuple[Any, str]] = {
     "num_devices": (1, _ONE_PROCESS),
     "ckpt_path": (None, "leave it out: fit goes on from the run in `folder` by itself"),
 }
+_EVENTS_OF_STEPS = (
+    "on_exception", "on_train_batch_start", "on_train_batch_end", "on_train_epoch_start", "on_train_epoch_end", "on_before_backward",
+    "on_after_backward", "on_before_optimizer_step", "on_before_zero_grad",
+)  # fmt: skip
+_KEPT = (
+    callbacks.ProgressBar, callbacks.ModelSummary, callbacks.ModelCheckpoint, callbacks.EarlyStopping,
+    callbacks.LearningRateMonitor, callbacks.DeviceStatsMonitor,
+)  # fmt: skip
+_SEARCHES = (callbacks.LearningRateFinder, callbacks.BatchSizeFinder)
+
+
+def check_callback(callback: Any) -> None:
+    """Refuse a callback that waits for single steps, or for an error in one: nothing leaves a run but between segments."""
+    kind, ours = type(callback).__name__, pytorch_lightning.Callback
+    if isinstance(callback, _SEARCHES):
+        problem = f"callback {kind} takes steps of its own, before the private run"
+        raise RunError(
+            "integrations.callback-of-steps", problem, "search on public or simulated data, without PrivateFit"
+        )
+    found = {name: getattr(callback, name) for name in _EVENTS_OF_STEPS}
+    events = [name for name, hook in found.items() if getattr(hook, "__func__", hook) is not getattr(ours, name)]
+    if isinstance(callback, _KEPT):
+        ends = "on_exception" in events and not found["on_exception"].__module__.startswith("pytorch_lightning.")
+        events = ["on_exception"] if ends or getattr(callback, "save_on_exception", False) else []
+    if not events:
+        return
+    remedy = "use on_validation_end, or leave it out: lamina.Trainer(ema=…) averages weights; the run in `folder` survives an error"
+    if events[0] == "on_exception":
+        problem = f"callback {kind} acts on an error, and weights from the middle of a segment do not leave a run"
+    else:
+        problem = f"callback {kind} has {events[0]}, which a private run does not call"
+    raise RunError("integrations.callback-of-steps", problem, remedy)
 
 
 class PrivateFit(pytorch_lightning.Callback):  # type: ignore[misc]
@@ -59,7 +92,7 @@ class PrivateFit(pytorch_lightning.Callback):  # type: ignore[misc]
     Kept of Lightning: `configure_optimizers` with one optimiser and a schedule per step, validation between segments with what
     `validation_step` logs, its loggers (which get ε), `EarlyStopping` and `ModelCheckpoint` after
     validations. `outcome` is what the run came to.
-    Hooks of batches and epochs of training are not called.
+    Hooks of the module for batches and epochs of training are not called; callbacks that have such hooks are refused.
     """
 
     def __init__(
@@ -76,9 +109,22 @@ class PrivateFit(pytorch_lightning.Callback):  # type: ignore[misc]
         """What `fit` is given as its training loader; nobody reads it: the run draws Poisson samples of the corpus."""
         return self._loader
 
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Refuse callbacks that a private run cannot keep, before one of them does anything."""
+        for each in trainer.callbacks if stage == "fit" else ():
+            if each is not self:
+                check_callback(each)
+
+    def on_sanity_check_start(self, trainer: Any, pl_module: Any) -> None:
+        """Refuse a validation before the first step on data that nobody declared."""
+        self._check_validation()
+
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """The whole run."""
         self._check(trainer)
+        for logger in trainer.loggers:
+            if isinstance(logger, loggers.TensorBoardLogger):
+                take_clock_away(logger.experiment)
         for each in trainer.early_stopping_callbacks:  # there are no epochs: they look at validations
             each._check_on_train_epoch_end = False
         for each in trainer.checkpoint_callbacks:
@@ -122,7 +168,11 @@ class PrivateFit(pytorch_lightning.Callback):  # type: ignore[misc]
         if len(trainer.optimizers) != 1:
             problem = f"configure_optimizers returns {len(trainer.optimizers)} optimisers, must be 1"
             raise RunError("integrations.several-optimizers", problem, "return one optimiser of all that trains")
-        if trainer.num_val_batches and sum(trainer.num_val_batches) and self.eval_on is None:
+        if trainer.num_val_batches and sum(trainer.num_val_batches):
+            self._check_validation()
+
+    def _check_validation(self) -> None:
+        if self.eval_on is None:
             problem = (
                 "validation data are given, and eval_on is None: figures on private data are a release without a budget"
             )
