@@ -8,12 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from net_builders import Net, refused, sums_of, tensors_close
-from oracle import agree, losses_of, plan_of
+from oracle import agree, clip_by_hand, difference, example_grads, losses_of, plan_of, unit_grads
 from refusals import raises_code
 from torch import Tensor, nn
 
 import lamina
-from lamina import Batch, Engine
+from lamina import Batch, Engine, SeededNoise
 from lamina.errors import CouplingError, LaminaError
 
 N = 6
@@ -342,3 +342,79 @@ def test_the_padding_row_of_a_table_has_no_gradient_in_any_example() -> None:
     alone = [engine.clipped_sums(model(ids[i : i + 1]).sum((1, 2)), lamina.Batch(ids[i : i + 1])) for i in range(4)]
     for name, found in sums.items():
         torch.testing.assert_close(found, torch.stack([each[name] for each in alone]).sum(0), rtol=1e-5, atol=1e-7)
+
+
+class IndexedBias(nn.Module):
+    """As the attention of LeViT: in evaluation mode the bias is looked up once, and kept until training mode comes back."""
+
+    def __init__(self, heads: int = 4, positions: int = 4) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+        self.biases = nn.Parameter(torch.randn(heads, positions))
+        self.register_buffer("places", torch.randint(positions, (positions, positions)))
+        self.kept: Tensor | None = None
+
+    def train(self, mode: bool = True) -> IndexedBias:
+        super().train(mode)
+        if mode:
+            self.kept = None
+        return self
+
+    def bias(self) -> Tensor:
+        if self.training:
+            return self.biases[:, self.places]
+        if self.kept is None:
+            self.kept = self.biases[:, self.places]
+        return self.kept
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).view(*x.shape[:2], 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        attention = (q @ k.transpose(-2, -1) + self.bias()).softmax(-1)
+        out: Tensor = self.out((attention @ v).transpose(1, 2).reshape(x.shape))
+        return out
+
+
+class Gated(nn.Module):
+    """A branch that ends in zeros, as the last layer of many a residual branch or classifier does at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.gate = nn.Parameter(torch.rand(8) + 0.5), nn.Linear(8, 8)
+        nn.init.zeros_(self.gate.weight)
+        nn.init.zeros_(self.gate.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.gate(x * self.scale)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("length", [3, 4, 5])
+@pytest.mark.parametrize("zero", [False, True])
+def test_a_table_that_is_indexed_and_kept_in_evaluation(length: int, zero: bool) -> None:
+    """Heads, positions and entries of the table have one length, so that a copy on a wrong axis is not refused by its shape."""
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(5, 8), IndexedBias(4, length), nn.Linear(8, 3))
+    if zero:
+        nn.init.zeros_(model[1].out.weight)
+    agree(model.train(), torch.randn(length, length, 5), must_clip=False)
+    kept = model[1].kept
+    assert kept is None  # what was looked up with other values is not used in an evaluation
+
+
+@pytest.mark.parametrize("count", [2, 4, 6])
+def test_a_scale_in_a_branch_that_is_closed_at_first(count: int) -> None:
+    """With as many examples as positions, a copy for each example could be taken for one for each position."""
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(5, 8), Gated(), nn.Linear(8, 3))
+    zeros = [p.detach().clone() for p in model[1].gate.parameters()]
+    x = torch.randn(count, 4, 5)
+    plan = plan_of(model, 0.05)
+    with Engine(model, plan, noise=SeededNoise(1)) as engine:
+        engine.probe(lambda x, y: losses_of(model, x, y), torch.randn(4, 4, 5))
+        assert all(torch.equal(p, zero) for p, zero in zip(model[1].gate.parameters(), zeros, strict=True))
+        engine.backward(losses_of(model, x, None), Batch(x))
+        model.zero_grad()
+        with torch.no_grad():
+            model[1].gate.weight.copy_(torch.randn(8, 8))
+        ref = clip_by_hand(unit_grads(example_grads(model, x), Batch(x)), [0] * count, plan)
+        difference(engine.clipped_sums(losses_of(model, x, None), Batch(x)), ref)

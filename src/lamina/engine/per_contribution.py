@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -16,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from lamina.engine.batch import RowLayout
+from lamina.engine.distributed import is_sharded
 from lamina.engine.grads import DenseGrads, at_least_float32
 from lamina.engine.layers.layer_rule import (
     NO_INPUT,
@@ -28,7 +30,7 @@ from lamina.engine.layers.layer_rule import (
     SavedTensors,
     module_above,
 )
-from lamina.engine.probe import ConstantDraws
+from lamina.engine.probe import ConstantDraws, preserve_global_generators
 from lamina.errors import OwnershipError, UnsupportedLayer
 
 
@@ -271,10 +273,26 @@ def _evaluating(module: nn.Module) -> Iterator[None]:
         with torch.no_grad(), ConstantDraws():
             yield
     finally:
+        module.train(modes[0][1])  # so that what a module keeps in evaluation mode is forgotten
         for m, mode in modes:
             m.training = mode
 
 
+@contextmanager
+def _opened(module: nn.Module) -> Iterator[None]:
+    """Give tensors below `module` that are 0 other values for a while: what they are multiplied with shows in no result."""
+    own = [p.data for p in module.parameters() if p.is_floating_point() and not is_sharded(p)]
+    closed = [(t, t.clone()) for t in own if not bool(t.any())]
+    try:
+        for t, _ in closed:
+            t.copy_(0.1 * torch.cos(torch.arange(t.numel(), device=t.device)).view_as(t))
+        yield
+    finally:
+        for t, value in closed:
+            t.copy_(value)
+
+
+_MOVES = (0.5, 50.0)  # changes of a parameter that are tried, in multiples of its values
 _LENGTHEN = -1  # a first axis of 1 becomes the batch's
 _MOST_AXES = 3
 Axes = dict[str, int]  # by parameter: `_LENGTHEN`, or how many axes of 1 follow the new one of the batch
@@ -335,28 +353,83 @@ class BroadcastForward(LayerForward):
 
     def _find_axes(self, n: int, args: Any, kwargs: Any) -> Axes | None:
         found: Axes = {}
-        with _evaluating(self.module):
+        with _evaluating(self.module), _opened(self.module):
             plain = pytree.tree_leaves(self.original(*args, **kwargs))
             if not (self.tables_only or self._separate(plain, n, args, kwargs)):
                 return None  # `PerContributionForward` refuses it, or finds which argument carries the batch
-            for name in self.parameters:
-                p = self.module.get_parameter(name)
-                moved = p * 1.25 + 0.1
+            unseen = self._fit(self.parameters, found, n, args, kwargs)
+        if unseen:  # kept from an earlier call in evaluation mode, or used in training mode alone
+            with preserve_global_generators(), torch.no_grad(), ConstantDraws(), _opened(self.module):
+                plain, again = (pytree.tree_leaves(self.original(*args, **kwargs)) for _ in range(2))
+                if not any(map(_moved, plain, again, [n] * len(plain))):
+                    unseen = self._fit(unseen, found, n, args, kwargs)
+                    if any(self._used(name, plain, args, kwargs) for name in unseen or ()):
+                        return None
+                for name in unseen or ():
+                    if (
+                        k := next(filter(partial(self._runs, name, n, args, kwargs), self._places(name)), None)
+                    ) is None:
+                        return None
+                    found[name] = k
+        return None if unseen is None else found
+
+    def _fit(self, names: Sequence[str], found: Axes, n: int, args: Any, kwargs: Any) -> list[str] | None:
+        """Add the place of each parameter to `found`. Returns those that move no result; None if one fits nowhere."""
+        plain, unseen = pytree.tree_leaves(self.original(*args, **kwargs)), []
+        for name in names:
+            p = self.module.get_parameter(name)
+            wave = torch.cos(torch.arange(p.numel(), device=p.device)).view_as(p).to(p.dtype)
+            for size in _MOVES:
+                moved = p + size * wave * (1 + p.abs())
                 whole = pytree.tree_leaves(self._with({name: moved}, args, kwargs))
-                table = p.dim() > 1 and p.shape[0] == 1
-                for k in (_LENGTHEN, *range(_MOST_AXES + 1)) if table else range(_MOST_AXES + 1):
-                    copies = (p if k == _LENGTHEN else p[None]).expand(n, *p.shape[k == _LENGTHEN :]).clone()
-                    copies[-1] = moved[0] if k == _LENGTHEN else moved
-                    try:
-                        given = pytree.tree_leaves(self._with({name: _spread(copies, k)}, args, kwargs))
-                    except (RuntimeError, ValueError, IndexError):  # of shapes that do not broadcast
-                        continue
-                    if len(plain) == len(given) and all(map(_only_last_moved, plain, whole, given, [n] * len(plain))):
-                        found[name] = k
-                        break
-                else:
-                    return None
-        return found
+                if any(map(_moved, plain, whole, [n] * len(plain))):
+                    break
+            else:
+                unseen.append(name)
+                continue
+            for k in self._places(name):
+                copies = (p if k == _LENGTHEN else p[None]).expand(n, *p.shape[k == _LENGTHEN :]).clone()
+                copies[-1] = moved[0] if k == _LENGTHEN else moved
+                try:
+                    given = pytree.tree_leaves(self._with({name: _spread(copies, k)}, args, kwargs))
+                except (RuntimeError, ValueError, IndexError):  # of shapes that do not broadcast
+                    continue
+                if len(plain) == len(given) and all(map(_only_last_moved, plain, whole, given, [n] * len(plain))):
+                    found[name] = k
+                    break
+            else:
+                return None
+        return unseen
+
+    def _used(self, name: str, plain: Sequence[Any], args: Any, kwargs: Any) -> bool:
+        """Whether a parameter that moves no result takes part in it: not a number shows where a small change does not."""
+        missing = torch.full_like(self.module.get_parameter(name), torch.nan)
+        broken = pytree.tree_leaves(self._with({name: missing}, args, kwargs))
+        pairs = [(a, b) for a, b in zip(plain, broken, strict=True) if isinstance(a, Tensor) and a.is_floating_point()]
+        return any(bool((torch.isfinite(a) & ~torch.isfinite(b)).any()) for a, b in pairs)
+
+    def _places(self, name: str) -> Sequence[int]:
+        p = self.module.get_parameter(name)
+        return (*([_LENGTHEN] if p.dim() > 1 and p.shape[0] == 1 else []), *range(_MOST_AXES + 1))
+
+    def _runs(self, name: str, n: int, args: Any, kwargs: Any, k: int) -> bool:
+        """Whether a parameter that moves no result can be spread so for other numbers of examples as well.
+
+        Where it cannot, the batch lies on an axis that counts something else, which has the batch's length by chance.
+        """
+        p = self.module.get_parameter(name)
+        for examples in (n, 1, n + 1) if n > 1 else (1,):
+            rows = torch.arange(examples) % n
+            given = pytree.tree_map(
+                lambda t, rows=rows: t[rows.to(t.device)] if isinstance(t, Tensor) and t.dim() and len(t) == n else t,
+                (args, kwargs),
+            )
+            copies = (p if k == _LENGTHEN else p[None]).expand(examples, *p.shape[k == _LENGTHEN :])
+            try:
+                self._with({name: _spread(copies, k)}, *given)
+            except (RuntimeError, ValueError, IndexError):
+                return False
+        return True
 
     def _separate(self, plain: Sequence[Any], n: int, args: Any, kwargs: Any) -> bool:
         """Whether every example alone gives what it gives in the batch."""
@@ -387,6 +460,16 @@ def _spread(copies: Tensor, axes: int) -> Tensor:
     return copies if axes == _LENGTHEN else copies.view(len(copies), *[1] * axes, *copies.shape[1:])
 
 
+def _moved(plain: Any, whole: Any, n: int) -> bool:
+    """Whether the last of n examples has another result than before, by more than rounding."""
+    if not isinstance(plain, Tensor) or not isinstance(whole, Tensor) or not plain.is_floating_point():
+        return False
+    if plain.shape != whole.shape or not plain.numel() or len(plain.reshape(-1)) % n:
+        return True
+    last, other = (t.reshape(n, -1)[-1] for t in (plain, whole))
+    return bool((other - last).abs().amax() > 1e-4 * last.abs().amax())
+
+
 def _only_last_moved(plain: Any, whole: Any, given: Any, n: int) -> bool:
     """Whether a result is that of another value for the last of n examples, and as it was for the others."""
     if not isinstance(plain, Tensor) or not isinstance(given, Tensor) or not plain.is_floating_point():
@@ -395,9 +478,13 @@ def _only_last_moved(plain: Any, whole: Any, given: Any, n: int) -> bool:
         return True  # of every example with every other: it belongs to nobody, and the ownership check sees it used
     if not plain.dim() or plain.shape[1:] != given.shape[1:] or len(given) % n or len(plain) not in (1, len(given)):
         return False
-    whole = whole.expand_as(given).reshape(n, -1)
-    want = torch.cat([plain.expand_as(given).reshape(n, -1)[:-1], whole[-1:]])
-    return bool(_compare_examples(want, given.reshape(n, -1))[0].all())
+    plain, whole = (t.expand_as(given).reshape(n, -1) for t in (plain, whole))
+    want, given = torch.cat([plain[:-1], whole[-1:]]), given.reshape(n, -1)
+    if not bool(_compare_examples(want, given)[0].all()):
+        return False
+    change = (whole[-1] - plain[-1]).abs().amax()  # which may be less than the rounding of what does not move
+    near = (given - want).abs().amax() <= 0.05 * change
+    return bool(near | ~(change > 1e-4 * plain[-1].abs().amax()))
 
 
 def _refuse_caches(name: str, leaves: Sequence[Any]) -> None:
