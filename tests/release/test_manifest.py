@@ -33,7 +33,8 @@ from lamina.release.signed import sign_statement
 def codes(folder: Path, key: PrivateKey | None = None, **options: Any) -> set[str]:
     trust = None if key is None else Trust(plain=(key.public,))
     found = verify_release(folder, trust=trust, **options)
-    assert found.verified == (not found.problems) and found.trusted == (found.verified and key is not None)
+    assert found.verified == (not found.problems) and found.signed == (found.verified and key is not None)
+    assert not found.compared and not found.trusted  # without a ledger, its figures are the word of the signer
     return {each.code for each in found.problems}
 
 
@@ -219,12 +220,20 @@ def test_swapped_weights_with_a_new_manifest(release: Path, key: PrivateKey) -> 
 
 FORGED: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "smaller ε": (lambda p: p["posture"]["classes"]["clinical"].update(epsilon=0.1), "release.posture-differs"),
-    "private as public": (lambda p: p["posture"]["classes"]["clinical"].update(public=True), "release.posture-differs"),
+    "private as public": (
+        lambda p: p["posture"]["classes"]["clinical"].update(public=True, epsilon=None, delta=None),
+        "release.posture-differs",
+    ),
+    "ε of a public class": (
+        lambda p: p["posture"]["classes"]["open"].update(epsilon=0.0),
+        "release.manifest-malformed",
+    ),
     "reach": (lambda p: p["posture"]["layers"][2]["classes"].remove("sensitive"), "release.posture-differs"),
     "more noise": (lambda p: p["posture"]["layers"][0].update(noise_std=1e6), "release.posture-differs"),
     "no certificate": (lambda p: p["certificates"].clear(), "release.certificate-missing"),
     "other run": (lambda p: p["runs"].append("00" * 16), "release.certificate-missing"),
     "ledger head": (lambda p: p["ledger"].update(size=3), "release.ledger-head-differs"),
+    "ledger size of the posture": (lambda p: p["posture"].update(as_of_size=99), "release.ledger-head-differs"),
     "other ledger": (lambda p: p["ledger"].update(header="00" * 32), "release.certificate-wrong"),
     "text as ε": (lambda p: p["posture"]["classes"]["clinical"].update(epsilon="0.1"), "release.manifest-malformed"),
     "text as noise": (lambda p: p["posture"]["layers"][0].update(noise_std="9"), "release.manifest-malformed"),

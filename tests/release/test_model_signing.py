@@ -41,7 +41,7 @@ def signed(trained: Trained, key: PrivateKey, bundle_key: P256Key, tmp_path: Pat
 
 def problems(folder: Path, key: PrivateKey) -> set[tuple[str, str | None]]:
     found = verify_release(folder, trust=Trust(plain=(key.public,)))
-    assert found.trusted == (not found.problems)
+    assert found.signed == (not found.problems)
     return {(each.code, each.file) for each in found.problems}
 
 

@@ -70,7 +70,7 @@ def calls(act: Callable[[], None]) -> None:
     watched(Engine, "backward")
     for name in ("reserve", "charge", "record", "finish"):
         watched(spend_ledger.SpendLedger, name)
-    for name in ("append_with", "checkpoint"):
+    for name in ("append", "append_with", "checkpoint"):
         watched(Ledger, name)
 
 

@@ -59,7 +59,8 @@ def whole(killer: Killer, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     answer = killer.run(tmp_path_factory.mktemp("whole") / "runs" / "a", call=0)
     assert answer["steps"] == STEPS and answer["notes"] == []
     segments = STEPS // SEGMENT
-    assert answer["ledger"] == {"problem": "None", "size": 1 + segments, "signed": 1 + segments, "held": 0}
+    size = 1 + 1 + segments + 1  # header, start, epochs, end
+    assert answer["ledger"] == {"problem": "None", "size": size, "signed": size, "held": 0}
     (bound,) = answer["bounds"].values()
     assert 0 < bound["epsilon"] <= bound["signed"] and bound["total"] == bound["epsilon"]
     return answer
@@ -109,6 +110,12 @@ def test_killed_before_some_calls(killer: Killer, whole: dict[str, Any], tmp_pat
     calls = whole["calls"]
     assert calls > 100
     kill_before_calls(killer, whole, tmp_path, range(calls // 24, calls + 1, calls // 12))
+
+
+def test_killed_while_it_ends(killer: Killer, whole: dict[str, Any], tmp_path: Path) -> None:
+    """Around the record of its end, the weights, metrics.json and the end of its journal: one end is recorded."""
+    calls = whole["calls"]
+    kill_before_calls(killer, whole, tmp_path, range(calls - 44, calls + 1, 4))
 
 
 @pytest.mark.slow

@@ -50,6 +50,10 @@ def certify(
     ledger is verified first, and every figure is computed from what it records. Times are the ledger's: the same run and
     ledger give the same bytes.
 
+    What no epoch shows (source of the noise, probe, digests of the weights) is read from the end of the run that the ledger
+    records, and stated as the trainer's word; the files of the folder are compared with it. A run without that record is
+    refused: open it again with the command that trained it.
+
     A run whose guarantee does not hold (noise from a chosen seed, not probed, raw figures written, a ledger that does not
     verify, …) gets no signature: exit code 1, `private: false` and the reasons.
 
@@ -63,13 +67,14 @@ def certify(
     with LedgerReader.read_only(place) as reader:
         found = make_certificate(run, reader, trust=trusted)
     signer = release_key(place, key, passphrase_file) if found.private else None
+    signed = None if signer is None else found.signed(signer)  # before anything is written
     out = run if folder is None else folder
     paths = {"json": out / "certificate.json"}
     out.mkdir(parents=True, exist_ok=True)
     replace_file(paths["json"], found.json(), "the certificate", mode=0o644)
-    if signer is not None:
+    if signed is not None:
         paths["cose"] = out / "certificate.cose"
-        replace_file(paths["cose"], found.signed(signer), "the certificate", mode=0o644)
+        replace_file(paths["cose"], signed, "the certificate", mode=0o644)
     else:
         (out / "certificate.cose").unlink(missing_ok=True)
     if (pdf := pdf_or_note(found, None if signer is None else signer.public.name)) is not None:

@@ -40,7 +40,7 @@ _HELP = """A model that leaves the house: weights, certificates and manifest in 
 In this order:
 
   lamina release make runs/first -o release-1                  make it
-  lamina release verify release-1 --trust release.pub          check it
+  lamina release verify release-1 --trust release.pub          check it; with --ledger, every figure
   lamina release ask release-1 query.json --trust release.pub  may this query draw on it
   lamina release log decisions.jsonl --trust log.pub           check what its service decided
 """
@@ -102,11 +102,11 @@ def make(
             not_after=None if not_after is None else parse_time(not_after),
             pdf=lambda certificate: pdf_or_note(certificate, signer.public.name), bundle_key=second,
         )  # fmt: skip
-    found = verify_release(out, trust=Trust(plain=(signer.public,)))
+        found = verify_release(out, trust=Trust(plain=(signer.public,)), ledger=opened)
     told = {"folder": str(out), "manifest": str(manifest), **found.to_dict(), "signer": signer.public.name}
     lines = [
         f"release in {out}: {len(found.to_dict()['files'])} files, signed with release key {signer.public.name[:16]}",
-        f"  check it: lamina release verify {out} --trust {_public_part(place, key)}",
+        f"  check it: lamina release verify {out} --trust {_public_part(place, key)} --ledger LEDGER",
         f"  with OpenSSF's tool: model_signing verify key {out} --signature {out}/{MODEL_SIGNATURE}"
         f" --public_key {bundle_key.with_suffix('.pub')}"
         if bundle_key is not None
@@ -143,24 +143,42 @@ def _generation_class(text: str) -> tuple[str, dict[str, Any]]:
     )
 
 
+TrustsOption = Annotated[
+    list[Path] | None,
+    option("keys from elsewhere: a key ring, or public keys of releases and of the ledger's owner; repeatable", "--trust",
+           metavar="KEYS"),
+]  # fmt: skip
+
+
 def verify(
     folder: ReleaseArgument,
-    trust: TrustOption = None,
+    trust: TrustsOption = None,
+    ledger: Annotated[str | None, option("ledger of the release: compute every figure again", metavar="LEDGER")] = None,
     seen: Annotated[list[Path] | None, option("a checkpoint of its ledger that you kept", metavar="CHECKPOINT")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Check a release: every file by hash, no file more or less, signatures, certificates, dates.
+    """Check a release: every file by hash, no file more or less, signatures, certificates, dates; with a ledger, all figures.
 
-    Needs the folder and nothing else. Without --trust a good release is consistent in itself, which anybody can make; with
-    --trust the release key must be one that you have from elsewhere (a key ring, or a public key).
+    Without --trust a good release is consistent in itself, which anybody can make; with --trust the release key must be one
+    that you have from elsewhere. Without --ledger the figures are the word of the signer. With --ledger every figure, class,
+    condition, digest and count is computed again from the ledger as it was when the release was made, and each
+    difference is named. A release is trusted only if a trusted key signed it, a trusted key governs the ledger, and
+    both say the same.
 
     Examples:
 
       lamina release verify release-1 --trust release.pub
+      lamina release verify release-1 --trust release.pub --trust owner.pub --ledger runs/ecg.ledger.db
       lamina release verify release-1 --trust trusted.json --seen last.checkpoint --json
     """
     known = [KnownCheckpoint.load(path) for path in seen or ()]
-    found = verify_release(folder, trust=None if trust is None else Trust.load(trust), seen=known)
+    given = Trust.load_all(trust) if trust else None
+    reader = None if ledger is None else LedgerReader.read_only(existing_ledger(ledger))
+    try:
+        found = verify_release(folder, trust=given, seen=known, ledger=reader)
+    finally:
+        if reader is not None:
+            reader.close()
     lines = [f"{folder}: {found.verdict}", *(f"  {each} [{each.code}]" for each in found.problems)]
     if found.verified and (said := found.manifest) is not None:
         at = said.ledger
@@ -179,8 +197,10 @@ def verify(
 def ask(
     folder: ReleaseArgument,
     query: Annotated[Path, argument("QUERY", "JSON: what is drawn on, and under which rights")],
-    trust: Annotated[Path, option("release key from elsewhere, or a key ring", metavar="KEYS")],
-    ledger: Annotated[str | None, option("ledger of the release: withdrawals up to now", metavar="LEDGER")] = None,
+    trust: Annotated[list[Path], option("release key from elsewhere, or a key ring; repeatable", metavar="KEYS")],
+    ledger: Annotated[
+        str | None, option("ledger of the release: compare every figure, and withdrawals up to now", metavar="LEDGER")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Ask the gate of a release whether a query is allowed, and why not.
@@ -200,7 +220,7 @@ def ask(
     asked = Query.from_dict(parse_json(read_small(query, "the query", most=1 << 20), f"'{query}'"))
     reader = None if ledger is None else LedgerReader.read_only(existing_ledger(ledger))
     try:
-        gate = ReleaseGate(folder, Trust.load(trust), ledger=reader, clock=time.time)
+        gate = ReleaseGate(folder, Trust.load_all(trust), ledger=reader, clock=time.time)
         decision = gate.decide(asked)
     finally:
         if reader is not None:

@@ -39,6 +39,8 @@ from lamina.ledger.records import (
     encode_time_epoch,
     leaf_tail,
 )
+from lamina.ledger.run_history import RunHistory
+from lamina.ledger.run_records import RunBegin, RunEnd, RunRecord
 from lamina.ledger.schema import rounded_epoch_time
 from lamina.ledger.store.rows import AttemptRow, LeafRow, LedgerHead, StoredLeaf, StoreReader, StoreWriter, tile_reader
 
@@ -151,6 +153,28 @@ def find_repeated_withdrawal(
     return seq
 
 
+def find_repeated_run_record(
+    rows: StoreReader, record: RunRecord, encoded: EncodedRecord, leaves: CheckedLeaves
+) -> int | None:
+    """The leaf of the same record."""
+    there = leaves.records(rows, type(record))
+    return next((leaf.seq for leaf in there if _same_record(leaves.leaf(rows, leaf.seq), encoded)), None)
+
+
+def check_run_records(rows: StoreReader, records: Sequence[Record], leaves: Callable[[], CheckedLeaves]) -> None:
+    """LedgerError if the start or end of a run may not follow all leaves and the records before it."""
+    if not any(isinstance(record, RunRecord) for record in records):
+        return
+    before = [leaf for kind in (RunBegin, Epoch, RunEnd) for leaf in leaves().records(rows, kind)]
+    history = RunHistory()
+    for leaf in sorted(before, key=lambda each: each.seq):
+        history.see(leaf.record)
+    for record in records:
+        if isinstance(record, RunRecord):
+            history.check(record)
+        history.see(record)
+
+
 def _same_record(there: StoredLeaf | None, encoded: EncodedRecord) -> bool:
     """Whether a leaf, pruned or not, is of this record: it holds the hash of its body."""
     head, tail, _ = encoded
@@ -213,6 +237,8 @@ class AppendBatch:
                 _claim_once(others, record.attempts, at)
             elif isinstance(record, Withdrawal):
                 _claim_once(others, (record.target,), at)
+            elif isinstance(record, RunRecord):
+                _claim_once(others, ((type(record), record.run),), at)
         self._blobs = {hashlib.sha256(data).digest(): data for data in blobs}
         self._refuse_unreferenced_blobs()
         self._begin()
@@ -257,6 +283,8 @@ class AppendBatch:
                 seq = find_repeated_epoch(rows, record, stand.leaves())
             elif type(record) is Withdrawal and stand.leaves is not None:
                 seq = find_repeated_withdrawal(rows, record, self.encoded[at], stand.leaves())
+            elif isinstance(record, RunRecord) and stand.leaves is not None:
+                seq = find_repeated_run_record(rows, record, self.encoded[at], stand.leaves())
             else:
                 continue
             if seq is not None:
@@ -307,11 +335,12 @@ class AppendBatch:
         stamp = b""  # time and epoch in CBOR: the same for most leaves of a batch
         for seq, at in enumerate(new, start=stand.head.size):
             record, (start, tail, body) = self.records[at], self.encoded[at]
-            if type(record) is Epoch:
+            if isinstance(record, Epoch | RunRecord):  # whose exact time would tell how long steps took
                 time = rounded_epoch_time(time, stand.now, stand.step)
-                _, tail, body = _encode_epoch(record, stand.previous)
                 leaf_stamp, stamp = encode_time_epoch(time, epoch), b""
-                epoch += 1
+                if isinstance(record, Epoch):
+                    _, tail, body = _encode_epoch(record, stand.previous)
+                    epoch += 1
             else:
                 if not stamp:
                     time, stamp = stand.now, encode_time_epoch(stand.now, epoch)

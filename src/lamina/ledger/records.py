@@ -24,6 +24,7 @@ from lamina.ledger.governance_records import (
     TermsChange,
     Withdrawal,
 )
+from lamina.ledger.run_records import RunBegin, RunEnd, RunRecord
 from lamina.ledger.schema import (
     CLASS,
     COUNT,
@@ -352,15 +353,20 @@ class Epoch:
         return [(b - a, v) for a, b, v in zip(starts, [*starts[1:], self.segments[0].last], noise, strict=True)]
 
 
-Record = Header | ContributionRecord | Epoch | Withdrawal | KeyEvents | Aggregate | PolicyChange | Release | TermsChange
+Record = (
+    Header | ContributionRecord | Epoch | Withdrawal | KeyEvents | Aggregate | PolicyChange | Release | TermsChange
+    | RunRecord
+)  # fmt: skip
 
 RECORD_KINDS: dict[int, type[Record]] = {
-    1: Header, 2: ContributionRecord, 3: Epoch, 4: Withdrawal, 6: Aggregate, 8: Release, **GOVERNING_KINDS,
+    1: Header, 2: ContributionRecord, 3: Epoch, 4: Withdrawal, 6: Aggregate, 8: Release, 10: RunBegin, 11: RunEnd,
+    **GOVERNING_KINDS,
 }  # fmt: skip
 KIND_NUMBERS: dict[type[Record], int] = {kind: number for number, kind in RECORD_KINDS.items()}
 KIND_NAMES: dict[type[Record], str] = {  # what people read
     Header: "header", ContributionRecord: "contribution", Epoch: "epoch", Withdrawal: "withdrawal", KeyEvents: "key",
     Aggregate: "aggregate", PolicyChange: "policy", Release: "release", TermsChange: "terms",
+    RunBegin: "run-begin", RunEnd: "run-end",
 }  # fmt: skip
 
 

@@ -34,6 +34,7 @@ from lamina.ledger.records import (
     Record,
     SegmentOutcome,
 )
+from lamina.ledger.run_records import NoiseOrigin, RunBegin, RunEnd
 from lamina.ledger.schema import MICRO, NANO, SPEND, TIME, UNBOUNDED, FieldType, pluralize, schema_of
 from lamina.ledger.withdrawal_request import describe_signer
 
@@ -45,8 +46,8 @@ KINDS_BY_NAME = {word: kind for kind, word in KIND_NAMES.items()}
 class RecordFilter:
     """Which records to show. None asks for nothing.
 
-    A class fits contributions of it and whatever speaks of it; a run, by its first hex digits, its epochs, the
-    withdrawals that name it and the releases that contain it.
+    A class fits contributions of it and whatever speaks of it; a run, by its first hex digits, its start, epochs and
+    ends, the withdrawals that name it and the releases that contain it.
     """
 
     kinds: tuple[str, ...] = ()
@@ -94,6 +95,8 @@ def _classes_named(record: Record | KeptContribution) -> set[str]:
             return {each.cls for each in found}
         case Header(presets=found) | PolicyChange(presets=found):
             return {each.cls for each in found}
+        case RunEnd(caps=found):
+            return {each.cls for each in found}
     return set()
 
 
@@ -101,7 +104,7 @@ def _runs_named(record: Record | KeptContribution) -> tuple[bytes, ...]:
     match record:
         case Epoch(run=run):
             return (run,)
-        case Withdrawal(run=bytes(run)):
+        case Withdrawal(run=bytes(run)) | RunBegin(run=run) | RunEnd(run=run):
             return (run,)
         case Release(runs=runs):
             return runs
@@ -212,6 +215,17 @@ def describe_leaf(leaf: Leaf) -> str:
             runs = ", ".join(run.hex()[:8] for run in r.runs) or "none"
             until = "" if r.not_after is None else f", until {format_utc(r.not_after)}"
             return f"{r.manifest.hex()[:16]} of {'run' if len(r.runs) == 1 else 'runs'} {runs}{until}"
+        case RunBegin() as r:
+            parent = "" if r.parent is None else f" {r.parent.hex()[:8]}"
+            origin = "origin not declared" if r.origin is None else f"origin {r.origin.name.lower()}{parent}"
+            return f"run {r.run.hex()[:8]} starts from weights {r.weights.hex()[:16]}, {origin}"
+        case RunEnd() as r:
+            wrong = [
+                *(["noise from a chosen seed"] * (r.noise is NoiseOrigin.SEEDED)), *(["not probed"] * (not r.probed)),
+                *(["not covered"] * (not r.covered)), *(["raw figures handed out"] * r.raw_figures),
+            ]  # fmt: skip
+            stated = f"; the trainer states: {', '.join(wrong)}" if wrong else ""
+            return f"run {r.run.hex()[:8]} ended at step {r.steps} with weights {r.weights[:16]}{stated}"
 
 
 def _describe_signed(terms: ContributionTerms | KeptContribution) -> str:

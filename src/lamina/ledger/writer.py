@@ -13,7 +13,7 @@ from lamina import cbor
 from lamina.admit.keys import PrivateKey
 from lamina.errors import LedgerDamaged, LedgerError, StoreLost
 from lamina.ledger import signed_checkpoint as notes
-from lamina.ledger.append import AppendBatch, AppendContext, UnindexedKeys, check_may_follow
+from lamina.ledger.append import AppendBatch, AppendContext, UnindexedKeys, check_may_follow, check_run_records
 from lamina.ledger.checked_leaves import AttemptName, CheckedLeaves, WriterMark, leaf_not_allowed
 from lamina.ledger.contribution_columns import first_index_difference
 from lamina.ledger.governance_records import Aggregate, GoverningRecord, Header, KeyEvent, KeyEvents, Release, Role
@@ -343,6 +343,7 @@ class Ledger(LedgerReader):
                     self._checked.check_next(batch.records, at, governance(), now)
                 if batch.others:
                     check_withdrawals(rows, (batch.records[each] for each in at), governance, now)
+                    check_run_records(rows, [batch.records[each] for each in at], lambda: self.checked(rows))
 
             if len(batch.others) < len(batch.records):
                 self.check_index(rows)

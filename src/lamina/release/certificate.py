@@ -8,7 +8,12 @@ Every figure follows from the charges that the ledger records (docs/theory.md, "
     rho                  zCDP of this run without amplification: N/(2 sigma²) over the steps, or over capped occurrences
     epsilon_unamplified  the exact ε of that: holds even if everybody learns who was sampled when
 
-They are rounded up. Times are the ledger's, so the same ledger and run, with the same ledgers beside, give the same bytes.
+They are rounded up. Times are the ledger's, so the same ledger and run, with the same ledgers beside, give the
+same bytes.
+
+Each condition has a source: recomputed from the ledger, or stated by the trainer in the run's end record, or observed by the
+issuer. `certificate_content` computes all of it from the ledger at a checkpoint: `certify` signs it, and who verifies a
+release computes it again (`comparison`).
 """
 
 from __future__ import annotations
@@ -16,7 +21,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +29,10 @@ from lamina.account.accountants import cost, find_accountant, pooled_epsilon
 from lamina.account.schedule import Event, EventKey
 from lamina.admit.keys import PrivateKey, PublicKey, format_utc
 from lamina.admit.signed_json import canonical_json, parse_json, read_cose, sign_cose
-from lamina.errors import NotVerified
-from lamina.ledger.governance_records import Header
+from lamina.errors import BadKey, EncodingError, NotVerified
+from lamina.ledger.governance_records import Header, Role
 from lamina.ledger.reader import LedgerReader
+from lamina.ledger.run_records import WEIGHTS
 from lamina.ledger.schema import nano_epsilon, pluralize
 from lamina.ledger.show import epsilon_or_none
 from lamina.ledger.spending import signed_spend
@@ -36,31 +42,42 @@ from lamina.ledger.verify.verifier import verify
 from lamina.plan.correlation import correlation_summary
 from lamina.plan.rules import NoiseKind
 from lamina.plan.step_plan import Clipping, PlannedClass, StepPlan
-from lamina.release.run_evidence import WEIGHTS, RunEvidence, RunFacts, file_digest
+from lamina.release.run_evidence import RunEvidence, RunMetrics, file_digest
+from lamina.release.signed import MAX_EPSILON, MAX_NOISE, bounded_number, bounded_whole, is_short_text
 from lamina.spend.neighbours import NeighbourLedger, neighbour_ledgers
+from lamina.validate import short_repr
 
 CERTIFICATE_TYPE = "application/lamina-certificate+json"
 CERTIFICATE_VERSION = 1
 _NO_PROTECTION = 20.0  # ε above which odds may change by more than 10⁸: a figure, and no protection
 
 
+BY_TRAINER, BY_LEDGER, BY_ISSUER = "stated by the trainer", "recomputed from the ledger", "observed by the issuer"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Condition:
-    """Something that the guarantee of a run needs; `reason` says why it does not hold, in words for people."""
+    """Something that the guarantee of a run needs; `reason` says why it does not hold, `source` who says so."""
 
     name: str
     holds: bool
     reason: str
+    source: str
 
     def to_dict(self) -> dict[str, Any]:
-        return {"name": self.name, "holds": self.holds, "reason": None if self.holds else self.reason}
+        reason = None if self.holds else self.reason
+        return {"name": self.name, "holds": self.holds, "reason": reason, "source": self.source}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Certificate:
-    """What is certified of a run, as one JSON object. Signed only if every condition holds."""
+    """What is certified of a run, as one JSON object. Signed only if every condition holds.
+
+    `reserved` are ids of keys that the ledger names in another role than release: they do not sign it.
+    """
 
     content: Mapping[str, Any]
+    reserved: frozenset[bytes] = field(default=frozenset(), repr=False, compare=False)
 
     @property
     def private(self) -> bool:
@@ -91,6 +108,8 @@ class Certificate:
         if not self.private:
             problem = f"the run {self.content['run']['id'][:8]} is not private: {'; '.join(self.reasons)}"
             raise NotVerified("release.not-private", problem, "train again without what is named, or use it as it is")
+        if key.public.id in self.reserved:
+            raise in_other_role(key.public)
         return sign_cose(self.json(), key, CERTIFICATE_TYPE)
 
     @classmethod
@@ -101,13 +120,89 @@ class Certificate:
             problem = f"none of the given keys signed the certificate; it names key {found.kid.hex()[:16]}"
             raise NotVerified("release.certificate-not-by-key", problem, "give the release key of who issued it")
         content = parse_json(found.payload, "the certificate")
-        if type(content) is not dict or content.get("version") != CERTIFICATE_VERSION:
-            problem = f"the certificate has version {content.get('version') if type(content) is dict else None!r}"
+        version = content.get("version") if type(content) is dict else None
+        if type(version) is not int or version != CERTIFICATE_VERSION:
+            problem = f"the certificate has version {short_repr(version)}"
             raise NotVerified("release.certificate-version", problem, "read it with a newer version of lamina")
+        try:
+            _check_content(content)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            problem = f"the certificate states what no run has: {error}"
+            raise EncodingError("release.certificate-malformed", problem, "fetch it again") from None
         return cls(content=content)
 
     def __str__(self) -> str:
         return "\n".join(_lines(self.content))
+
+
+def in_other_role(key: PublicKey) -> BadKey:
+    """The refusal of a key that the ledger names in another role than release."""
+    problem = f"the ledger names key {key.name[:16]} in another role than release"
+    return BadKey("release.key-in-other-role", problem, "sign with a key of its own: lamina keys new release.key")
+
+
+def reserved_keys(ledger: LedgerReader) -> frozenset[bytes]:
+    """The ids of all keys that a ledger has ever named in another role than release."""
+    return frozenset(key.id for key in ledger.parties().all() if key.role is not Role.RELEASE)
+
+
+def _check_content(content: Mapping[str, Any]) -> None:
+    """ValueError, TypeError or KeyError unless every figure is in a sane range and every field of its type."""
+    if content.keys() != _FIELDS or content["private"] not in (True, False):
+        raise ValueError(f"it must have the fields {', '.join(sorted(_FIELDS))}")
+    run, model, plan, ledger = content["run"], content["model"], content["plan"], content["ledger"]
+    for name, value in (("steps", run["steps"]), ("planned_steps", run["planned_steps"]), ("steps", plan["steps"])):
+        bounded_whole(name, value, 1, 2**53)
+    bounded_whole("parameters", model["parameters"], 0, 2**63)
+    bounded_whole("size", ledger["size"], 1, 2**63 - 1)
+    bounded_number("expected_batch", plan["expected_batch"], 0.0, 2.0**53)
+    for digits in (run["id"], model["sha256"], plan["sha256"], ledger["root"], ledger["header"]):
+        bytes.fromhex(digits)
+    for name, each in content["classes"].items():
+        _check_figures(name, each)
+    for layer in content["layers"]:
+        bounded_number("depth", layer["depth"], 0.0, 1.0)
+        bounded_number("noise_std", layer["noise_std"], 0.0, MAX_NOISE)
+        bounded_whole("parameters", layer["parameters"], 0, 2**53)
+        if set(layer["classes"]) - content["classes"].keys():
+            raise ValueError(f"layer {str(layer['name'])[:80]!r} names a class that has no figures")
+    for each in content["conditions"]:
+        if type(each["holds"]) is not bool or each["source"] not in (BY_TRAINER, BY_LEDGER, BY_ISSUER):
+            raise ValueError(f"condition {str(each['name'])[:80]!r} is neither true nor false, or has no source")
+    for each in content["ledgers_beside"]:
+        bounded_whole("runs", each["runs"], 0, 2**53)
+        if not is_short_text(each["origin"]):
+            raise ValueError("a ledger beside it has an origin that is no short text")
+    if content["private"] != all(each["holds"] for each in content["conditions"]) or not content["conditions"]:
+        raise ValueError("private is not what its conditions say")
+
+
+def _check_figures(name: str, each: Mapping[str, Any]) -> None:
+    """ValueError unless the figures of a class are in range."""
+    if not is_short_text(name) or type(each["public"]) is not bool or not is_short_text(each["unit"]):
+        raise ValueError(f"class {name[:80]!r} has a name, a unit or a publicness of a wrong type")
+    for key in ("epsilon_total", *_FIGURES):
+        if each[key] is not None:
+            bounded_number(key, each[key], 0.0, MAX_EPSILON)
+    if each["delta"] is not None:
+        bounded_number("delta", each["delta"], 0.0, 1.0)
+    if each["public"] and not each["delta"] is each["epsilon"] is None:
+        raise ValueError(f"class {name[:80]!r} is public, and states ε or δ: it has no protection")
+    for key, least, most in (("noise_multiplier", 0.0, MAX_NOISE), ("sampling_rate", 0.0, 1.0)):
+        if each[key] is not None:
+            bounded_number(key, each[key], least, most)
+    for key in ("population", "max_occurrences"):
+        if each.get(key) is not None:
+            bounded_whole(key, each[key], 0, 2**53)
+    for bound in each["bounds"]:
+        for key, value in bound.items():
+            if value is not None:
+                bounded_number(key, value, 0.0, max(MAX_EPSILON, 1e15))
+
+
+_FIELDS = {
+    "version", "private", "issued", "run", "model", "ledger", "accountant", "plan", "trainer", "classes", "layers",
+    "conditions", "assumptions", "other_people", "ledgers_beside", "not_covered", "statement",}  # fmt: skip
 
 
 def certify(
@@ -116,48 +211,97 @@ def certify(
     *,
     trust: Trust | None = None,
     verification: Verification | None = None,
+    checkpoint: str | None = None,
 ) -> Certificate:
-    """The certificate of the run in a folder, from the ledger in which it was charged.
+    """The certificate of the run in a folder, from the ledger in which it was charged, at its newest checkpoint.
 
-    The ledger is verified first, unless a `verification` of it is given. What voids the guarantee does not stop it: the
-    certificate then says `private: false`, with the reasons, and cannot be signed.
+    Facts of the run that no epoch shows come from the end that the ledger records, and from nowhere else; the files in the
+    folder are compared with it. The ledger is verified first, unless a `verification` of it is given. What voids the
+    guarantee does not stop it: the certificate then says `private: false`, with the reasons, and cannot be signed.
+    RunError if the end of the run is not recorded.
     """
     folder = Path(folder)
-    facts = RunFacts.load(folder)
-    evidence = RunEvidence.read(ledger, facts.run)
+    metrics = RunMetrics.load(folder)
+    evidence = RunEvidence.read(ledger, metrics.run, checkpoint)
+    end = evidence.ended
     verification = verify(ledger.store, trust=trust) if verification is None else verification
-    weights = folder / WEIGHTS
-    digest = file_digest(weights) if weights.is_file() else None
-    conditions = _conditions(facts, evidence, verification, digest, ledger.header.delta)
-    plan, header = evidence.plan, ledger.header
-    beside = ledgers_beside(ledger, folder)
-    classes = {entry.name: _class_figures(evidence, facts, header, entry) for entry in evidence.classes()}
+    failed: dict[str, str] = {}
+    if not verification.verified:
+        failed["ledger"] = f"the ledger does not verify: {verification.problem}"
+    if evidence.later or any(each.run == metrics.run for each in verification.held):
+        failed["recorded"] = "steps of the run are charged but not in a signed record yet"
+    if changed := [name for name, digest in end.digests.items() if _differs(folder / name, digest)]:
+        there = (folder / WEIGHTS).is_file()
+        failed["weights"] = (
+            f"{', '.join(changed)} differs from what the run recorded" if there else f"{WEIGHTS} is missing"
+        )
+    if changed := metrics.differences(end, evidence.plan.adjacency):
+        failed["metrics"] = f"metrics.json differs from what the run recorded: {', '.join(changed)}"
+    beside = [each.to_dict() for each in ledgers_beside(ledger, folder)]
+    content = certificate_content(evidence, ledger, verdict=verification.verdict, failed=failed, beside=beside)
+    return Certificate(content=content, reserved=reserved_keys(ledger))
+
+
+def _differs(path: Path, digest: str) -> bool:
+    """Whether a file is not the recorded one. The weights must be there; other files may have been removed."""
+    return file_digest(path) != digest if path.is_file() else path.name == WEIGHTS
+
+
+def certificate_content(
+    evidence: RunEvidence, ledger: LedgerReader, *, verdict: str, failed: Mapping[str, str],
+    beside: Sequence[Mapping[str, Any]],
+) -> dict[str, Any]:  # fmt: skip
+    """What is certified of a run, from the ledger up to the checkpoint of the evidence.
+
+    `verdict`, `failed` and `beside` are what the issuer observed: of the ledger, conditions (`_OBSERVED`) that do not
+    hold, and the ledgers that lay beside it.
+    """
+    conditions = _conditions(evidence, ledger.header.delta, failed)
+    plan, header, end = evidence.plan, ledger.header, evidence.ended
+    classes = {entry.name: _class_figures(evidence, header, entry) for entry in evidence.classes()}
     content = {
         "version": CERTIFICATE_VERSION,
         "private": all(each.holds for each in conditions),
         "issued": format_utc(evidence.time),
-        "run": {"id": facts.run.hex(), "steps": facts.steps, "planned_steps": facts.planned_steps},
-        "model": {"file": WEIGHTS, "sha256": digest, "parameters": sum(layer.size for layer in plan.layers)},
-        "ledger": ledger_reference(evidence, ledger.origin) | {"verdict": verification.verdict},
+        "run": {"id": end.run.hex(), "steps": end.steps, "planned_steps": plan.steps},
+        "model": {"file": WEIGHTS, "sha256": end.weights, "parameters": sum(layer.size for layer in plan.layers)},
+        "ledger": ledger_reference(evidence, ledger.origin) | {"verdict": verdict},
         "accountant": {"name": header.accountant, "version": header.version},
         "plan": {
             "sha256": plan.digest().hex(), "allocation": plan.allocation, "clipping": plan.clipping.value,
             "expected_batch": plan.batch, "steps": plan.steps, "noise": f"{plan.noise_kind.value}, {plan.injection.form.value}",
             **({} if (banded := correlation_summary(plan)) is None else {"correlation": banded}),
         },
+        "trainer": _stated_by_trainer(evidence),
         "classes": classes,
         "layers": _layers(evidence),
         "conditions": [each.to_dict() for each in conditions],
-        "assumptions": [
-            *_assumptions(facts, plan, header, most_bands=max(each.bands for each in evidence.plans.values())),
-            *_about_other_ledgers(header, beside),
-        ],
+        "assumptions": [*_assumptions(evidence, plan, header), *_about_other_ledgers(header, beside)],
         "other_people": header.other_people,
-        "ledgers_beside": [each.to_dict() for each in beside],
-        "not_covered": _not_covered(facts, evidence),
+        "ledgers_beside": list(beside),
+        "not_covered": _not_covered(evidence),
     }  # fmt: skip
     content["statement"] = plain_statement(content)
-    return Certificate(content=content)
+    return content
+
+
+def _stated_by_trainer(evidence: RunEvidence) -> dict[str, Any]:
+    """What the trainer states in the start and end records of the run. Nothing in the ledger shows that it is true."""
+    assert evidence.end is not None
+    leaf, end = evidence.end
+    start = None
+    if evidence.begin is not None:
+        at, begin = evidence.begin
+        origin = "not declared" if begin.origin is None else begin.origin.name.lower()
+        parent = None if begin.parent is None else begin.parent.hex()
+        start = {"leaf": at, "sha256": begin.weights.hex(), "origin": origin, "parent": parent}
+    return {
+        "leaf": leaf,
+        **end.conditions(evidence.plan.adjacency),
+        "max_occurrences": end.max_occurrences,
+        "files": end.digests,
+        "starting_weights": start,
+    }
 
 
 def ledgers_beside(ledger: LedgerReader, folder: Path) -> list[NeighbourLedger]:
@@ -166,7 +310,7 @@ def ledgers_beside(ledger: LedgerReader, folder: Path) -> list[NeighbourLedger]:
     return neighbour_ledgers(own, folder.resolve().parent)
 
 
-def _about_other_ledgers(header: Header, beside: Sequence[NeighbourLedger]) -> list[str]:
+def _about_other_ledgers(header: Header, beside: Sequence[Mapping[str, Any]]) -> list[str]:
     """What ε over all runs leaves out, and what the owner states about it."""
     found = []
     if header.other_people is not None:
@@ -175,7 +319,7 @@ def _about_other_ledgers(header: Header, beside: Sequence[NeighbourLedger]) -> l
             f"{header.other_people}. Nobody has verified that."
         )
     if beside:
-        names = ", ".join(f"{each.origin} ({pluralize(each.runs, 'run')})" for each in beside)
+        names = ", ".join(f"{each['origin']} ({pluralize(each['runs'], 'run')})" for each in beside)
         found.append(
             f"ε over all runs counts those of the ledger {header.origin}. Beside it lay {pluralize(len(beside), 'other ledger')}: "
             f"{names}. A person whose data is in several of them has lost the sum."
@@ -198,16 +342,18 @@ def ledger_reference(evidence: RunEvidence, origin: str) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------ figures
 
 
-def _class_figures(evidence: RunEvidence, facts: RunFacts, header: Header, entry: PlannedClass) -> dict[str, Any]:
-    plan = evidence.plan
-    adjacency = facts.conditions.get("adjacency", plan.adjacency)
+def _class_figures(evidence: RunEvidence, header: Header, entry: PlannedClass) -> dict[str, Any]:
+    """The figures of a class. None: nothing is proven, and for a public class nothing is protected."""
+    plan, end = evidence.plan, evidence.ended
+    adjacency = end.conditions(plan.adjacency)["adjacency"]
     common = {"unit": entry.unit, "public": entry.public, "population": entry.population, "adjacency": adjacency}
     if entry.public or not _took_part(evidence, entry.name):
-        nothing = dict.fromkeys(("epsilon_total", *_FIGURES), 0.0) | {"delta": 0.0 if entry.public else header.delta}
+        figure, delta = (None, None) if entry.public else (0.0, header.delta)
+        nothing = dict.fromkeys(("epsilon_total", *_FIGURES), figure) | {"delta": delta}
         return common | nothing | {"noise_multiplier": None, "sampling_rate": None, "bounds": []}
     whole, charged = (entry.name, 0, 0), evidence.charged(entry.name)
     events = evidence.events(whole)
-    most = _most_occurrences(evidence, facts, entry.name)
+    most = _most_occurrences(evidence, entry.name)
     figures = _figures(events, header, most, raw=plan.injection.raw) if charged else dict.fromkeys(_FIGURES)
     if any(
         each.bands > 1 for each in evidence.plans.values()
@@ -221,7 +367,7 @@ def _class_figures(evidence: RunEvidence, facts: RunFacts, header: Header, entry
             "epsilon_total": epsilon_or_none(evidence.spending.spend(whole)) if charged else None,
             "noise_multiplier": min((sigma for sigma, _, _ in events), default=None),
             "sampling_rate": entry.sampling_rate,
-            "max_occurrences": facts.max_occurrences.get(entry.name),
+            "max_occurrences": end.max_occurrences.get(entry.name),
             "bounds": [
                 _bound_figures(evidence, header, each)
                 for each in evidence.bounds()
@@ -255,9 +401,9 @@ def _figures(events: Mapping[EventKey, int], header: Header, most: int | None, *
     }
 
 
-def _most_occurrences(evidence: RunEvidence, facts: RunFacts, cls: str) -> int | None:
+def _most_occurrences(evidence: RunEvidence, cls: str) -> int | None:
     """How often a contribution took part at most, if that was capped: each abandoned attempt may add to it."""
-    cap = facts.max_occurrences.get(cls)
+    cap = evidence.ended.max_occurrences.get(cls)
     return None if cap is None else cap + sum(min(cap, steps) for steps in evidence.abandoned_steps())
 
 
@@ -293,7 +439,7 @@ def _layers(evidence: RunEvidence) -> list[dict[str, Any]]:
 
 # ------------------------------------------------------------------------------------------ conditions
 
-# metrics.json → conditions: (what must be there, why it matters)
+# conditions that the trainer states in the end record: (what must be there, why it matters)
 _RUN_CONDITIONS = {
     "noise": ("secure", "the noise came from a seed that somebody chose, so whoever knows the seed can take it away"),
     "sampling": ("poisson", "contributions were not Poisson-sampled, so amplification by sampling cannot be claimed"),
@@ -301,35 +447,21 @@ _RUN_CONDITIONS = {
     "covered": (True, "the model has tensors that trained without being clipped and noised"),
     "raw_figures": ("none", "raw figures of private data (losses, norms) were written down"),
 }
+_OBSERVED = ("ledger", "recorded", "weights", "metrics")  # of ledger and folder, by the issuer
 
 
-def _conditions(
-    facts: RunFacts, evidence: RunEvidence, verification: Verification, digest: str | None, delta: float
-) -> list[Condition]:
+def _conditions(evidence: RunEvidence, delta: float, failed: Mapping[str, str]) -> list[Condition]:
+    stated = evidence.ended.conditions(evidence.plan.adjacency)
     found = [
-        Condition(
-            name=name,
-            holds=facts.conditions.get(name) == wanted and name in facts.conditions,
-            reason=why if name in facts.conditions else f"the run does not say whether {name} was {wanted}",
-        )
+        Condition(name=name, holds=stated[name] == wanted, reason=why, source=BY_TRAINER)
         for name, (wanted, why) in _RUN_CONDITIONS.items()
     ]
-    problem = verification.problem
-    held = [each for each in verification.held if each.run == facts.run]
+    found += [
+        Condition(name=name, holds=name not in failed, reason=failed.get(name, ""), source=BY_ISSUER)
+        for name in _OBSERVED
+    ]
     printed = any(p.claimed or p.clipping is Clipping.ELEMENTWISE for p in evidence.plans.values())
-    written = facts.files.get(WEIGHTS)
     checks = {
-        "ledger": (verification.verified, f"the ledger does not verify: {problem}"),
-        "recorded": (not held and not evidence.later, "steps of the run are charged but not in a signed record yet"),
-        "steps": (
-            facts.steps == evidence.steps,
-            f"the run says that it took {facts.steps} steps, and the ledger records {evidence.steps}",
-        ),
-        "finished": (bool(written), "the run has not ended: it has no final weights"),
-        "weights": (
-            digest is not None and digest == written,
-            f"{WEIGHTS} is missing" if digest is None else f"{WEIGHTS} is not the file that the run wrote",
-        ),
         "sound_plan": (not printed, "the plan reproduces a printed mechanism, whose noise is too small"),
         "finite": (_all_finite(evidence), "a private class was not charged as a whole, or no finite ε of it is proven"),
         "delta": (
@@ -337,7 +469,10 @@ def _conditions(
             "δ is not below one over the population: publishing somebody's data whole would be within the promise",
         ),
     }
-    return [*found, *(Condition(name=name, holds=holds, reason=why) for name, (holds, why) in checks.items())]
+    return [
+        *found,
+        *(Condition(name=name, holds=holds, reason=why, source=BY_LEDGER) for name, (holds, why) in checks.items()),
+    ]
 
 
 def _all_finite(evidence: RunEvidence) -> bool:
@@ -348,7 +483,10 @@ def _all_finite(evidence: RunEvidence) -> bool:
     return charged and all(math.isfinite(evidence.spending.epsilon(bound)) for bound in evidence.bounds())
 
 
-def _assumptions(facts: RunFacts, plan: StepPlan, header: Header, *, most_bands: int) -> list[str]:
+def _assumptions(evidence: RunEvidence, plan: StepPlan, header: Header) -> list[str]:
+    assert evidence.end is not None
+    leaf, end = evidence.end
+    most_bands = max(each.bands for each in evidence.plans.values())
     amplified = find_accountant(header.accountant).amplified and not plan.injection.raw
     return [
         "Each contribution's gradient is clipped as the plan says, and the noise of the plan is added at every step.",
@@ -369,16 +507,18 @@ def _assumptions(facts: RunFacts, plan: StepPlan, header: Header, *, most_bands:
             * (most_bands > 1)  # of this plan, or of an earlier one of the run
         ),
         "Noise and sampling coins come from a cryptographically secure generator and are not kept.",
+        f"The trainer states the source of the noise, the sampling, the probe, the covered tensors and the raw figures in leaf "
+        f"{leaf} of the ledger. That cannot be changed after the run, but nothing in the ledger shows that it is true.",
         *(
             f"No contribution of class {name} was used more than {cap} times. The run counted that itself; the figures "
             "without amplification rest on it."
-            for name, cap in facts.max_occurrences.items()
+            for name, cap in end.max_occurrences.items()
         ),
     ]
 
 
-def _not_covered(facts: RunFacts, evidence: RunEvidence) -> list[str]:
-    zero_out = "zero-out" in str(facts.conditions.get("adjacency", evidence.plan.adjacency))
+def _not_covered(evidence: RunEvidence) -> list[str]:
+    zero_out = evidence.ended.public_number or "zero-out" in evidence.plan.adjacency
     found = [
         *(
             ["How many took part: their number is public here, and ε compares content with nothing in its place."]
@@ -392,7 +532,7 @@ def _not_covered(facts: RunFacts, evidence: RunEvidence) -> list[str]:
     if public := ", ".join(entry.name for entry in evidence.classes() if entry.public):
         found.append(f"Data of public classes ({public}): it has no protection.")
     gaussian = any(plan.noise_kind is NoiseKind.GAUSSIAN for plan in evidence.plans.values())
-    if gaussian and not facts.conditions.get("hardened"):
+    if gaussian and not evidence.ended.hardened:
         found.append("Attacks on floating-point rounding of the noise: the run did not use hardened noise.")
     return found
 
@@ -409,14 +549,31 @@ def plain_statement(content: Mapping[str, Any]) -> str:
         if epsilon > _NO_PROTECTION:
             parts.append(f"Class {name}: ε = {_up(epsilon)} per {unit} promises nothing that anybody could rely on.")
             continue
-        odds = math.exp(epsilon)
-        caught = min(1.0, odds * 0.01 + delta)
-        parts.append(
-            f"Class {name}: with ε = {_up(epsilon)} and δ = {delta:g} per {unit}, nobody who sees the model can raise "
-            f"the odds of any statement about one {unit} by more than a factor of {_up(odds)}, except with probability "
-            f"{delta:g}. A test that accuses one {unit} in a hundred wrongly finds at most {_up(100 * caught)} % of "
-            f"those who took part."
+        exchanged = figures["epsilon_replace_one"]
+        known = (
+            f"For what the contribution of one {unit} known to have taken part contains, no such figure is proven."
+            if exchanged is None
+            else f"If the content of one {unit} known to have taken part is exchanged for another, the factor is "
+            f"{_up(math.exp(min(exchanged, 700.0)))} (ε = {_up(exchanged)}, replace-one)."
         )
+        promise = (
+            f"the probability of any outcome of the training changes by at most a factor of {_up(math.exp(epsilon))}"
+        )
+        slack = f"plus δ = {delta:g} (δ is added to that probability; it is not the probability that the promise fails)"
+        if "zero-out" in figures["adjacency"]:
+            parts.append(
+                f"Class {name}: with ε = {_up(epsilon)} per {unit}, if the content of one {unit} is left out, {promise}, "
+                f"{slack}. {known} Whether one {unit} took part is not protected."
+            )
+            continue
+        caught = min(1.0, math.exp(epsilon) * 0.01 + delta)
+        parts.append(
+            f"Class {name}: with ε = {_up(epsilon)} per {unit}, if one {unit} takes part or not, {promise}, {slack}. "
+            f"A test that accuses one {unit} in a hundred wrongly finds at most {_up(100 * caught)} % of those who took "
+            f"part. {known}"
+        )
+    if public := [name for name, figures in content["classes"].items() if figures["public"] and parts]:
+        parts.append(f"Not protected, because declared public: {', '.join(public)}.")
     return "\n".join(parts) or "All data of this run was declared public: nothing in it is protected."
 
 
@@ -434,7 +591,7 @@ def _lines(content: Mapping[str, Any]) -> list[str]:
     lines = [f"certificate of run {run['id'][:8]}: {head}; {run['steps']} of {run['planned_steps']} steps"]
     for name, each in content["classes"].items():
         if each["public"]:
-            lines.append(f"  class {name}: public, no protection")
+            lines.append(f"  class {name}: public, not protected")
             continue
         figures = (("ε", "epsilon"), ("all runs", "epsilon_total"), ("replace-one", "epsilon_replace_one"))
         shown = ", ".join(f"{label} {_shown(each[key])}" for label, key in figures)

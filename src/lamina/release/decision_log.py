@@ -21,9 +21,9 @@ from typing import Any, BinaryIO
 
 from lamina.admit.keys import PrivateKey, PublicKey, format_utc
 from lamina.errors import EncodingError, LedgerError, NotVerified
+from lamina.ledger.run_records import WEIGHTS
 from lamina.release.gate import Decision, Query
 from lamina.release.manifest import MANIFEST, Manifest
-from lamina.release.run_evidence import WEIGHTS
 from lamina.release.signed import make_statement, read_statement, sign_line
 from lamina.validate import open_regular
 

@@ -31,11 +31,11 @@ from lamina.ledger.governance_records import Role
 from lamina.ledger.merkle import Frontier, leaf_hash, root_from_inclusion
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.records import Leaf, decode_leaf
+from lamina.ledger.run_records import WEIGHTS
 from lamina.ledger.signed_checkpoint import LedgerCheckpoint, NoteKey, parse_checkpoint, verify_checkpoint
 from lamina.ledger.verify.tree_checks import KnownCheckpoint, Trust
 from lamina.release.manifest import Manifest, open_inside, verify_release
 from lamina.release.posture import NOT_REACHED, AdapterPosture, WithdrawalCounter
-from lamina.release.run_evidence import WEIGHTS
 from lamina.validate import number
 
 MAX_PATTERNS = 64
@@ -391,8 +391,8 @@ class ReleaseGate:
         trust = keys if isinstance(keys, Trust) else Trust(plain=tuple(keys))
         self.folder, self._clock = Path(folder), clock
         self._latest = clock()  # that it has shown: one that is set back makes nothing valid again
-        found = verify_release(folder, trust=trust, seen=seen, now=int(clock()))
-        if not found.trusted or found.manifest is None:
+        found = verify_release(folder, trust=trust, seen=seen, now=int(clock()), ledger=ledger)
+        if not found.signed or found.manifest is None:
             problem = f"the release in '{folder}' is {found.verdict}: {'; '.join(map(str, found.problems[:3]))}"
             raise NotVerified("release.not-verified", problem, "serve a release that verifies, with its own key")
         self.manifest: Manifest = found.manifest

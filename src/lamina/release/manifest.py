@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 import stat
 import time as system
@@ -26,22 +27,34 @@ from typing import Any
 from lamina.admit.key_ring import KeyStatus
 from lamina.admit.keys import CLOCK_SKEW, P256Key, PrivateKey, PublicKey, format_utc, parse_utc, write_new
 from lamina.admit.signed_json import canonical_json, parse_json
-from lamina.errors import BadKey, EncodingError, LaminaError, NotVerified
+from lamina.errors import BadKey, EncodingError, LaminaError, NotVerified, PlanError
 from lamina.ledger.governance_records import Release, Role
+from lamina.ledger.reader import LedgerReader
+from lamina.ledger.records import KIND_NUMBERS, LAST_SEQ, Epoch, decode_leaf
+from lamina.ledger.run_records import WEIGHTS
 from lamina.ledger.signed_checkpoint import NoteKey, parse_checkpoint, verify_checkpoint
+from lamina.ledger.store.rows import StoreReader
+from lamina.ledger.verify.report import Verification
 from lamina.ledger.verify.tree_checks import KnownCheckpoint, Trust
+from lamina.ledger.verify.verifier import verify
 from lamina.ledger.writer import Ledger
 from lamina.release.certificate import Certificate, certify, ledger_reference
+from lamina.release.comparison import Note, check_purposes, compare_with_ledger
 from lamina.release.model_card import ml_bom, model_card
 from lamina.release.model_signing import MODEL_SIGNATURE, check_model_signature, sign_model
 from lamina.release.posture import ClassPosture, Posture, read_posture
-from lamina.release.run_evidence import WEIGHTS, RunEvidence, RunFacts, file_digest
-from lamina.release.signed import make_statement, read_statement, sign_statement
+from lamina.release.run_evidence import RunEvidence, RunMetrics, file_digest
+from lamina.release.signed import bounded_whole, is_short_text, make_statement, read_statement, sign_statement
+from lamina.validate import short_repr, whole
 
+_DIGEST = re.compile("[0-9a-f]{64}")
 MANIFEST = "manifest.json"
 CHECKPOINT = "checkpoint.txt"
 PREDICATE_TYPE = "urn:lamina:release:v1"
+MAX_AGE = 366 * 86_400  # seconds for which a gate may go on without knowing withdrawals, at most
 _MAX_FILES = 4096
+_MAX_RUNS = 1024
+_MAX_NAME = 512
 _MAX_PAPER_BYTES = 64 << 20
 _PREDICATE_FIELDS = {
     "version", "name", "created", "not_after", "signer", "runs", "certificates", "ledger", "posture", "gate",
@@ -61,6 +74,16 @@ class GatePolicy:
     max_age: int = 7 * 86_400
     generation_classes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        remedy = f"give 1 second to {MAX_AGE // 86_400} days"
+        whole(PlanError, "release.max-age-out-of-range", least=1, most=MAX_AGE, remedy=remedy, max_age=self.max_age)
+        for name, draws in self.generation_classes.items():
+            if not is_short_text(name) or not _draws_on(draws) or len(self.generation_classes) > _MAX_FILES:
+                problem = f"{short_repr(name)} is no generation class: {short_repr(draws)}"
+                raise PlanError(
+                    "release.generation-class", problem, "give layers, a band of depth in [0, 1], an adapter"
+                )
+
     def to_dict(self) -> dict[str, Any]:
         return {
             "default": "deny",
@@ -78,9 +101,24 @@ class GatePolicy:
             raise ValueError("the default of a gate is to deny")
         return cls(
             unstated_purposes=plain["unstated_purposes"] == "allow",
-            max_age=int(plain["max_age"]),
+            max_age=bounded_whole("max_age", plain["max_age"], 1, MAX_AGE),
             generation_classes=dict(plain["generation_classes"]),
         )
+
+
+def _draws_on(plain: object) -> bool:
+    """Whether it says what a query draws on: layers, a band of depth, an adapter."""
+    if not isinstance(plain, Mapping) or plain.keys() - {"layers", "depth", "adapter"}:
+        return False
+    layers, depth, adapter = plain.get("layers", []), plain.get("depth", [0, 1]), plain.get("adapter", "x")
+    numbers = isinstance(depth, list | tuple) and len(depth) == 2
+    return (
+        isinstance(layers, list | tuple)
+        and all(map(is_short_text, layers))
+        and numbers
+        and all(type(each) in (int, float) and 0 <= each <= 1 for each in depth)
+        and is_short_text(adapter)
+    )
 
 
 # ------------------------------------------------------------------------------------------ making
@@ -114,12 +152,16 @@ def make_release(
     if out.exists():
         problem = f"'{out}' exists, and a release is never written over another"
         raise NotVerified("release.folder-exists", problem, "name a new folder")
-    certificates = [certify(each, ledger, trust=trust) for each in runs]
-    evidence = [RunEvidence.read(ledger, RunFacts.load(each).run) for each in runs]
+    if not 0 < len(name) <= _MAX_NAME:
+        problem = f"the name {short_repr(name)} has {len(name)} characters"
+        raise PlanError("release.name-length", problem, f"give 1 to {_MAX_NAME} characters")
+    verification, at = verify(ledger.store, trust=trust), ledger.latest()
+    certificates = [certify(each, ledger, verification=verification, checkpoint=at) for each in runs]
+    evidence = [RunEvidence.read(ledger, RunMetrics.load(each).run, at) for each in runs]
     signed = [each.signed(key) for each in certificates]
     posture = read_posture(ledger, evidence)
     if gate is not None and gate.unstated_purposes:
-        _check_purposes(posture, evidence)
+        check_purposes(posture, evidence)
     last = evidence[-1]
     not_after = last.time + 365 * 86_400 if not_after is None else not_after
     made = out.with_name(f".{out.name}.{os.getpid()}.lamina-tmp")
@@ -164,7 +206,7 @@ def make_release(
         record = Release(
             manifest=hashlib.sha256(envelope).digest(), runs=tuple(each.run for each in evidence), not_after=not_after
         )
-        ledger.append([record], [envelope])
+        ledger.append_with([record], [envelope], lambda rows, seqs: _refuse_new_epochs(rows, last, record))
         if ledger.signs:
             ledger.checkpoint()
         os.rename(made, out)
@@ -173,12 +215,13 @@ def make_release(
     return out / MANIFEST
 
 
-def _check_purposes(posture: Posture, runs: Iterable[RunEvidence]) -> None:
-    """NotVerified if a class states purposes, but none in common: that is not the same as stating none."""
-    for entry in (entry for run in runs for plan in run.plans.values() for entry in plan.classes):
-        if entry.purposes and not posture.classes[entry.name].purposes:
-            problem = f"class {entry.name!r} was trained on for several purposes, and none is common to all its plans"
-            raise NotVerified("release.purposes-differ", problem, "leave out --any-purpose: nobody may use the class")
+def _refuse_new_epochs(rows: StoreReader, last: RunEvidence, record: Release) -> None:
+    """NotVerified if a run of the release was charged since it was certified: the record would contradict the ledger."""
+    for _, data in rows.of_kind(KIND_NUMBERS[Epoch], last.checkpoint.size, LAST_SEQ):
+        epoch = decode_leaf(data).record
+        if isinstance(epoch, Epoch) and epoch.run in record.runs:
+            problem = f"run {epoch.run.hex()[:8]} was charged while the release was made"
+            raise NotVerified("release.run-charged-meanwhile", problem, "make it again when the run has ended")
 
 
 def _copy_weights(source: Path, target: Path, certificate: Certificate) -> None:
@@ -228,9 +271,17 @@ class Manifest:
 
 @dataclass(frozen=True, kw_only=True)
 class ReleaseVerification:
-    """verified: nothing is wrong. trusted: and a key from outside the folder signed it."""
+    """What was found in a release.
+
+    verified  nothing is wrong
+    signed    and a key from outside the folder signed it
+    compared  every figure was computed again from its ledger, which verified
+    trusted   all of these, and a trusted key governs the ledger
+    """
 
     verified: bool
+    signed: bool
+    compared: bool
     trusted: bool
     problems: tuple[ReleaseProblem, ...]
     manifest: Manifest | None
@@ -238,12 +289,18 @@ class ReleaseVerification:
     @property
     def verdict(self) -> str:
         """In words."""
-        return "not verified" if not self.verified else "trusted" if self.trusted else "self-consistent, not trusted"
+        if not self.verified or self.trusted:
+            return "trusted" if self.trusted else "not verified"
+        who = "signed by a trusted key" if self.signed else "self-consistent, not trusted"
+        agree = "figures agree with a ledger that no trusted key governs"
+        return f"{who}; {agree if self.compared else 'figures not compared with a ledger'}"
 
     def to_dict(self) -> dict[str, Any]:
         """The keys of `lamina release verify --json`."""
         return {
             "verified": self.verified,
+            "signed": self.signed,
+            "compared": self.compared,
             "trusted": self.trusted,
             "verdict": self.verdict,
             "problems": [each.to_dict() for each in self.problems],
@@ -255,9 +312,10 @@ def release_keys(trust: Trust | None, now: int) -> tuple[PublicKey, ...] | None:
     """The release keys that somebody trusts: of a ring, those with that role; None if nothing was given."""
     if trust is None:
         return None
-    ring = () if trust.ring is None else trust.ring
-    mine = (each for each in ring if each.role == Role.RELEASE.name.lower())
-    return (*trust.plain, *(each.key for each in mine if each.standing(now, each.valid_from) is KeyStatus.USABLE))
+    release, ring = Role.RELEASE.name.lower(), () if trust.ring is None else trust.ring
+    others = {each.id for each in ring if each.role != release}
+    mine = (each for each in ring if each.role == release and each.standing(now, each.valid_from) is KeyStatus.USABLE)
+    return (*(key for key in trust.plain if key.id not in others), *(each.key for each in mine))
 
 
 def verify_release(
@@ -266,12 +324,16 @@ def verify_release(
     trust: Trust | None = None,
     seen: Iterable[KnownCheckpoint] = (),
     now: int | None = None,
+    ledger: LedgerReader | None = None,
 ) -> ReleaseVerification:
-    """Check a release by its folder alone: names, files, hashes, signatures, certificates, times. Lists all problems.
+    """Check a release: names, files, hashes, signatures, certificates, times; with its ledger, every figure.
 
-    trust  release keys (and ledger keys) from elsewhere; without them a good release is consistent in itself, which
-           anybody can make
-    seen   checkpoints of its ledger that were seen before: a release that stands on an older one is refused
+    Lists all problems.
+
+    trust   release keys (and ledger keys) from elsewhere; without them a good release is consistent in itself, which
+            anybody can make
+    seen    checkpoints of its ledger that were seen before: a release that stands on an older one is refused
+    ledger  the ledger of the release: everything is computed again from it. Without it, the figures are the signer's word
     """
     now = int(system.time()) if now is None else now
     folder = Path(folder)
@@ -284,12 +346,17 @@ def verify_release(
         manifest = read_manifest(folder, release_keys(trust, now))
     except LaminaError as error:
         note(error.code, error.problem, MANIFEST)
-        return ReleaseVerification(verified=False, trusted=False, problems=tuple(problems), manifest=None)
+        return ReleaseVerification(
+            verified=False, signed=False, compared=False, trusted=False, problems=tuple(problems), manifest=None
+        )
     _check_files(folder, manifest, note)
+    compared: Verification | None = None
     try:
         _check_model_signature(folder, manifest, note)
-        _check_certificates(folder, manifest, note)
+        certificates = _check_certificates(folder, manifest, note)
         _check_ledger_head(manifest, trust, seen, now, note)
+        if ledger is not None:
+            compared = compare_with_ledger(manifest, certificates, ledger, trust=trust, now=now, note=note)
     except (KeyError, TypeError, ValueError, AttributeError) as error:  # fields of other types than we write
         note("release.manifest-malformed", f"a field has a wrong type: {error}", MANIFEST)
     entry = None if trust is None or trust.ring is None else trust.ring.get(manifest.signer.id)
@@ -300,12 +367,11 @@ def verify_release(
         note("release.expired", f"it might be served until {format_utc(manifest.not_after)}, which is past", MANIFEST)
     if manifest.created > now + CLOCK_SKEW:
         note("release.from-the-future", f"it is of {format_utc(manifest.created)}, which is to come", MANIFEST)
+    signed = not problems and trust is not None
     return ReleaseVerification(
-        verified=not problems, trusted=not problems and trust is not None, problems=tuple(problems), manifest=manifest
-    )
-
-
-Note = Callable[[str, str, str | None], None]  # code, reason, file
+        verified=not problems, signed=signed, compared=compared is not None,
+        trusted=signed and compared is not None and compared.trusted, problems=tuple(problems), manifest=manifest,
+    )  # fmt: skip
 
 
 def read_manifest(folder: Path, keys: tuple[PublicKey, ...] | None) -> Manifest:
@@ -320,7 +386,11 @@ def read_manifest(folder: Path, keys: tuple[PublicKey, ...] | None) -> Manifest:
         raise EncodingError("release.manifest-malformed", problem, "fetch the release again")
     predicate, subjects = statement["predicate"], _subjects(statement["subject"])
     try:
-        if predicate.keys() - {"model_signing"} != _PREDICATE_FIELDS or predicate["version"] != 1:
+        if (
+            predicate.keys() - {"model_signing"} != _PREDICATE_FIELDS
+            or type(predicate["version"]) is not int
+            or predicate["version"] != 1
+        ):
             raise ValueError("it has other fields than version 1 has")
         signer = PublicKey(bytes.fromhex(predicate["signer"]))
         found = Manifest(
@@ -333,8 +403,7 @@ def read_manifest(folder: Path, keys: tuple[PublicKey, ...] | None) -> Manifest:
             created=parse_utc(predicate["created"]),
             signer=signer,
         )
-        if {type(found.ledger[each]) for each in ("origin", "root", "header", "checkpoint")} != {str}:
-            raise ValueError("its ledger has no origin, root, header and checkpoint")
+        _check_predicate(found)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError, BadKey) as error:
         problem = f"the manifest cannot be read: {error}"
         raise EncodingError("release.manifest-malformed", problem, "fetch the release again") from None
@@ -345,6 +414,26 @@ def read_manifest(folder: Path, keys: tuple[PublicKey, ...] | None) -> Manifest:
         problem = named if keys is not None else "the key that it names did not sign it"
         raise NotVerified("release.foreign-key", problem, "ask whoever released it for their release key")
     return found
+
+
+def _check_predicate(found: Manifest) -> None:
+    """ValueError unless its fields have the types and ranges that a release has."""
+    predicate, at = found.predicate, found.ledger
+    if at.keys() != {"origin", "size", "root", "header", "checkpoint"}:
+        raise ValueError("its ledger has other fields than origin, size, root, header and checkpoint")
+    if type(at["origin"]) is not str or type(at["checkpoint"]) is not str:
+        raise ValueError("its ledger has no origin and checkpoint")
+    bounded_whole("size", at["size"], 1, 2**63 - 1)
+    runs, entries = predicate["runs"], predicate["certificates"]
+    if type(runs) is not list or not 0 < len(runs) <= _MAX_RUNS or len(set(runs)) < len(runs):
+        raise ValueError("it names no runs, one of them twice, or too many")
+    for digits, size in ((at["root"], 32), (at["header"], 32), *((run, 16) for run in runs)):
+        if len(bytes.fromhex(digits)) != size or digits != digits.lower():
+            raise ValueError(f"{short_repr(digits)} is no digest or run")
+    if type(predicate["name"]) is not str or not 0 < len(predicate["name"]) <= _MAX_NAME or len(entries) > _MAX_RUNS:
+        raise ValueError(f"it has no name of 1 to {_MAX_NAME} characters, or too many certificates")
+    if found.not_after <= found.created:
+        raise ValueError("it might be served until before it was made")
 
 
 def _subjects(listed: object) -> dict[str, str]:
@@ -362,6 +451,9 @@ def _subjects(listed: object) -> dict[str, str]:
             raise EncodingError(
                 "release.manifest-malformed", "a file has no name or no SHA-256", "fetch it again"
             ) from None
+        if type(digest) is not str or not _DIGEST.fullmatch(digest):
+            problem = f"the digest of {name[:80]!r} is no SHA-256"
+            raise EncodingError("release.manifest-malformed", problem, "fetch it again")
         if not inside or not name.isprintable() or name in found or name in (MANIFEST, MODEL_SIGNATURE):
             problem = f"the manifest names the file {name[:80]!r}, which is twice, outside the folder, or no plain name"
             raise NotVerified("release.name-unsafe", problem, "do not use this release")
@@ -454,9 +546,10 @@ def _check_model_signature(folder: Path, manifest: Manifest, note: Note) -> None
         note(error.code, error.problem, MODEL_SIGNATURE)
 
 
-def _check_certificates(folder: Path, manifest: Manifest, note: Note) -> None:
-    """Every run has a certificate by the same key, about these weights and this ledger."""
+def _check_certificates(folder: Path, manifest: Manifest, note: Note) -> dict[str, Certificate]:
+    """Every run has a certificate by the same key, about these weights and this ledger. Returns them, by file."""
     entries, certified = manifest.predicate["certificates"], []
+    by_file: dict[str, Certificate] = {}
     for each in entries if type(entries) is list else []:
         try:
             if {each["file"], each["signed"]} - manifest.subjects.keys():
@@ -470,6 +563,7 @@ def _check_certificates(folder: Path, manifest: Manifest, note: Note) -> None:
             if found.content["ledger"]["header"] != manifest.ledger["header"]:
                 raise NotVerified("release.certificate-wrong", "it is about another ledger")
             certified.append(found)
+            by_file[each["file"]] = found
         except (LaminaError, KeyError, TypeError) as error:
             reason = error.problem if isinstance(error, LaminaError) else f"it cannot be read: {error}"
             note("release.certificate-wrong", reason, str(each.get("file"))[:80] if type(each) is dict else None)
@@ -481,6 +575,7 @@ def _check_certificates(folder: Path, manifest: Manifest, note: Note) -> None:
     else:
         for found in certified:
             _check_posture(manifest, found, note)
+    return by_file
 
 
 def _check_posture(manifest: Manifest, certificate: Certificate, note: Note) -> None:
@@ -513,7 +608,10 @@ def _check_ledger_head(
     at = manifest.ledger
     try:
         checkpoint, _ = parse_checkpoint(at["checkpoint"])
-        if (checkpoint.origin, checkpoint.size, checkpoint.root.hex()) != (at["origin"], at["size"], at["root"]):
+        if _signed_by(at["checkpoint"], NoteKey(checkpoint.origin, manifest.signer)):
+            note("release.key-in-other-role", "its key signs the checkpoints of the ledger", MANIFEST)
+        stated = (at["origin"], at["size"], at["root"], manifest.posture.as_of_size)
+        if (checkpoint.origin, checkpoint.size, checkpoint.root.hex(), checkpoint.size) != stated:
             note("release.ledger-head-differs", "the manifest and its checkpoint state another ledger head", CHECKPOINT)
         keys = [] if trust is None else trust.keys(checkpoint.origin, now)
         if trust is not None and trust.ring is not None and keys:
@@ -530,3 +628,11 @@ def _check_ledger_head(
         elif head.size == checkpoint.size and head.root != checkpoint.root:
             reason = f"the ledger of {head.size} leaves that was seen before has another root"
             note("release.ledger-forked", reason, CHECKPOINT)
+
+
+def _signed_by(checkpoint: str, key: NoteKey) -> bool:
+    try:
+        verify_checkpoint(checkpoint, [key])
+    except LaminaError:
+        return False
+    return True

@@ -21,6 +21,7 @@ from lamina.ledger.schema import nano_epsilon
 from lamina.ledger.show import epsilon_or_none
 from lamina.plan.depth_profile import ProfileKind
 from lamina.release.run_evidence import RunEvidence
+from lamina.release.signed import MAX_EPSILON, MAX_NOISE, bounded_number, bounded_whole, is_short_text
 
 NOT_REACHED = (
     "A class that did not reach a layer had no direct gradient there. Later steps of others saw weights that it moved "
@@ -30,13 +31,16 @@ NOT_REACHED = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClassPosture:
-    """A class in a model. `epsilon` is None where nothing finite is proven; `purposes` are what its policy allows."""
+    """A class in a model. `epsilon` is None where nothing finite is proven, and with `delta` for public data.
+
+    `purposes` are what its policy allows.
+    """
 
     name: str
     public: bool
     unit: str
     epsilon: float | None
-    delta: float
+    delta: float | None
     noise_multiplier: float | None
     purposes: tuple[str, ...]
 
@@ -92,35 +96,59 @@ class Posture:
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> Posture:
         """The inverse of `to_dict`; KeyError, TypeError or ValueError for anything else."""
+        if plain.keys() != {"classes", "layers", "adapters", "eligible", "withdrawn", "as_of_size", "note"}:
+            raise ValueError("the posture has other fields than it must have")
+        size = bounded_whole("as_of_size", plain["as_of_size"], 1, 2**63 - 1)
+        first, last = (bounded_whole("eligible", each, 0, size) for each in plain["eligible"])
         classes = {name: _read(ClassPosture, {"name": name, **each}) for name, each in plain["classes"].items()}
         layers = tuple(_read(LayerPosture, each) for each in plain["layers"])
-        unknown = {name for layer in layers for name in layer.classes} - classes.keys()
-        names = [layer.name for layer in layers]
-        if unknown or not layers or len(set(names)) < len(names) or plain["withdrawn"].keys() - classes.keys():
-            raise ValueError("layers, classes and withdrawals do not fit together")
-        first, last = map(int, plain["eligible"])
         adapters = tuple(_read(AdapterPosture, each) for each in plain["adapters"])
-        _check_types(classes.values(), layers, plain["withdrawn"].values())
+        withdrawn = {name: bounded_whole("withdrawn", each, 0, size) for name, each in plain["withdrawn"].items()}
+        for each in classes.values():
+            _check_class(each)
+        for layer in layers:
+            _check_layer(layer)
+        names = {layer.name for layer in layers}
+        for adapter in adapters:
+            texts = [adapter.name, *(text for text in (adapter.config, adapter.scope) if text is not None)]
+            if not all(map(is_short_text, texts)) or type(adapter.layers) is not tuple or set(adapter.layers) - names:
+                raise ValueError(f"an adapter is no name with layers of the model: {str(adapter.name)[:80]!r}")
+        unknown = {name for layer in layers for name in layer.classes} - classes.keys()
+        if unknown or not layers or len(names) < len(layers) or first > last or withdrawn.keys() != classes.keys():
+            raise ValueError("layers, classes, withdrawals and eligible leaves do not fit together")
+        if max(len(layers), len(classes), len(adapters)) > _MAX_PARTS or plain["note"] != NOT_REACHED:
+            raise ValueError(f"it has more than {_MAX_PARTS} layers, classes or adapters, or another note")
         return cls(
-            classes=classes,
-            layers=layers,
-            adapters=adapters,
-            eligible=(first, last),
-            withdrawn={name: int(count) for name, count in plain["withdrawn"].items()},
-            as_of_size=int(plain["as_of_size"]),
-        )
+            classes=classes, layers=layers, adapters=adapters, eligible=(first, last), withdrawn=withdrawn,
+            as_of_size=size,
+        )  # fmt: skip
 
 
-def _check_types(classes: Iterable[ClassPosture], layers: Iterable[LayerPosture], counts: Iterable[object]) -> None:
-    """ValueError unless figures are finite and not negative, purposes texts, and public is true or false."""
-    figures: list[object] = [*counts, *(each for layer in layers for each in (layer.depth, layer.noise_std))]
-    for each in classes:
-        figures += [value for value in (each.epsilon, each.noise_multiplier) if value is not None]
-        texts = type(each.purposes) is tuple and all(type(purpose) is str for purpose in each.purposes)
-        if not texts or type(each.public) is not bool:
-            raise ValueError(f"class {each.name!r} has purposes or a publicness of a wrong type")
-    if not all(isinstance(value, int | float) and 0 <= value < math.inf for value in figures):
-        raise ValueError("a figure of the posture is no finite number, or negative")
+_MAX_PARTS = 16_384
+
+
+def _check_class(each: ClassPosture) -> None:
+    """ValueError unless its figures are in range, its purposes texts, and it has figures exactly if it is private."""
+    texts = type(each.purposes) is tuple and len(each.purposes) <= 1024 and all(map(is_short_text, each.purposes))
+    if not texts or type(each.public) is not bool or not is_short_text(each.unit) or not is_short_text(each.name):
+        raise ValueError(f"class {str(each.name)[:80]!r} has a name, unit, purposes or a publicness of a wrong type")
+    if each.epsilon is not None:
+        bounded_number("epsilon", each.epsilon, 0.0, MAX_EPSILON)
+    if each.noise_multiplier is not None:
+        bounded_number("noise_multiplier", each.noise_multiplier, 0.0, MAX_NOISE)
+    if each.public:
+        if (each.epsilon, each.delta) != (None, None):
+            raise ValueError(f"class {each.name!r} is public, and states ε or δ: it has no protection")
+    else:
+        bounded_number("delta", each.delta, 0.0, 1.0)
+
+
+def _check_layer(layer: LayerPosture) -> None:
+    if not is_short_text(layer.name) or type(layer.classes) is not tuple or not all(map(is_short_text, layer.classes)):
+        raise ValueError(f"layer {str(layer.name)[:80]!r} has a name or classes of a wrong type")
+    bounded_number("depth", layer.depth, 0.0, 1.0)
+    bounded_number("noise_std", layer.noise_std, 0.0, MAX_NOISE)
+    bounded_whole("parameters", layer.parameters, 0, 2**53)
 
 
 def _plain(each: Any, *without: str) -> dict[str, Any]:
@@ -146,7 +174,7 @@ def read_posture(ledger: LedgerReader, runs: Sequence[RunEvidence]) -> Posture:
     return Posture(
         classes={name: _class_posture(ledger.header, runs, name) for name in names},
         layers=layers,
-        adapters=tuple(_adapters(ledger, layers)),
+        adapters=tuple(_adapters(ledger, layers, size)),
         eligible=eligible,
         withdrawn={name: counter.counts.get(name, 0) for name in names},
         as_of_size=size,
@@ -168,8 +196,8 @@ def _class_posture(header: Header, runs: Iterable[RunEvidence], name: str) -> Cl
         name=name,
         public=public,
         unit=entries[-1].unit,
-        epsilon=0.0 if public else epsilon_or_none(nano_epsilon(epsilon)),
-        delta=0.0 if public else header.delta,
+        epsilon=None if public else epsilon_or_none(nano_epsilon(epsilon)),
+        delta=None if public else header.delta,
         noise_multiplier=min((sigma for sigma, _, _ in events), default=None),
         purposes=tuple(sorted(purposes)),
     )
@@ -198,9 +226,9 @@ def _layers(runs: Sequence[RunEvidence]) -> tuple[LayerPosture, ...]:
     )
 
 
-def _adapters(ledger: LedgerReader, layers: Sequence[LayerPosture]) -> Iterable[AdapterPosture]:
-    """The adapters that the policy names, with the layers that their classes reached."""
-    policies = [ledger.header, *(leaf.record for leaf in ledger.of_kind(PolicyChange))]
+def _adapters(ledger: LedgerReader, layers: Sequence[LayerPosture], size: int) -> Iterable[AdapterPosture]:
+    """The adapters that the policy names up to leaf `size`, with the layers that their classes reached."""
+    policies = [ledger.header, *(leaf.record for leaf in ledger.of_kind(PolicyChange, 0, size))]
     found: dict[tuple[str, str | None, str | None], dict[str, None]] = {}
     for record in policies:
         assert isinstance(record, Header | PolicyChange)

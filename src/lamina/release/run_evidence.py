@@ -1,4 +1,4 @@
-"""What ledger and folder of a run say together: the epochs of the run, its plans, its charges, the files that it wrote."""
+"""What the ledger says of a run (its start, epochs, plans, charges and end), and the figures in its folder."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from lamina.account.schedule import EventKey
 from lamina.admit.keys import read_small
@@ -15,64 +15,78 @@ from lamina.admit.signed_json import parse_json
 from lamina.errors import RunError
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.records import Epoch, SegmentOutcome
+from lamina.ledger.run_records import RunBegin, RunEnd
 from lamina.ledger.signed_checkpoint import LedgerCheckpoint, parse_checkpoint
 from lamina.ledger.spending import Spending
 from lamina.plan.step_plan import PlannedClass, StepPlan
 from lamina.spend.accounts import RecordedSpend, account_name
 
-WEIGHTS = "model.safetensors"
 _MAX_METRICS_BYTES = 64 << 20
 _HASH_CHUNK = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RunFacts:
-    """metrics.json of a run: what it says of itself. Nobody but the run vouches for it.
+class RunMetrics:
+    """metrics.json of a run: figures for people. Nobody signed it; a certificate takes only the name of the run from it.
 
-    conditions  what its guarantee needs and no ledger shows: where the noise came from, whether it was probed, …
-    files       SHA-256 of the weights that it wrote, in hex
+    stated  the fields that the end of the run in the ledger states too
     """
 
     run: bytes
-    origin: str
-    steps: int
-    planned_steps: int
-    conditions: Mapping[str, Any]
-    files: Mapping[str, str]
-    max_occurrences: Mapping[str, int]
     notes: tuple[str, ...]
-    evaluations: tuple[Mapping[str, Any], ...] = ()
+    evaluations: tuple[Mapping[str, Any], ...]
+    stated: Mapping[str, Any]
 
     @classmethod
-    def load(cls, folder: str | os.PathLike[str]) -> RunFacts:
-        """Read metrics.json in the folder of a run; RunError if the run has not ended."""
+    def load(cls, folder: str | os.PathLike[str]) -> RunMetrics:
+        """Read metrics.json in the folder of a run; RunError if it is none."""
         path = Path(folder) / "metrics.json"
         if not path.is_file():
             problem = f"'{folder}' is no folder of a run that has begun: it has no metrics.json"
             raise RunError("release.not-a-run", problem, "name the folder that lamina train wrote: runs/NAME")
         found = parse_json(read_small(path, "the figures of the run", most=_MAX_METRICS_BYTES), f"'{path}'")
         try:
+            run = bytes.fromhex(found["run"])
             caps = {name: entry.get("max_occurrences") for name, entry in found["classes"].items()}
+            known = {name: found.get(name) for name in ("steps", "plan")}
+            final = {name: found.get(name) for name in ("conditions", "files")}
+            if len(run) != 16 or not all(isinstance(each, dict | None) for each in final.values()):
+                raise ValueError
             return cls(
-                run=bytes.fromhex(found["run"]),
-                origin=found["origin"],
-                steps=int(found["steps"]),
-                planned_steps=int(found["planned_steps"]),
-                conditions=dict(found.get("conditions", {})),
-                files=dict(found.get("files", {})),
-                max_occurrences={name: int(cap) for name, cap in caps.items() if cap is not None},
+                run=run,
                 notes=tuple(map(str, found.get("notes", ()))),
                 evaluations=tuple(found.get("evaluations", ())),
+                stated=known
+                | final
+                | {"max_occurrences": {name: cap for name, cap in caps.items() if cap is not None}},
             )
         except (KeyError, TypeError, ValueError, AttributeError):
             problem = f"'{path}' is not what a run writes"
-            raise RunError("release.metrics-malformed", problem, "restore it, or train again") from None
+            raise RunError("release.metrics-malformed", problem, "restore it, or open the run again") from None
+
+    def differences(self, end: RunEnd, adjacency: str) -> list[str]:
+        """In what it differs from the end of the run that the ledger records. What it leaves out does not differ."""
+        conditions, files = self.stated["conditions"], self.stated["files"]
+        recorded = {"steps": end.steps, "plan": end.plan.hex(), "max_occurrences": end.max_occurrences}
+        found = [name for name, value in recorded.items() if not _same(self.stated[name], value)]
+        if conditions is not None:
+            stated = end.conditions(adjacency)
+            found += [f"conditions.{name}" for name in stated if not _same(conditions.get(name), stated[name])]
+        if files is not None:
+            found += [f"files.{name}" for name in end.digests if files.get(name) != end.digests[name]]
+        return found
+
+
+def _same(one: object, two: object) -> bool:
+    """Equal and of one type: 1 is not true."""
+    return type(one) is type(two) and one == two
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunEvidence:
     """The leaves of a ledger up to its newest checkpoint, as they bear on one run.
 
+    begin, end (leaf, record) of its start and its newest end; None if they are not recorded
     epochs     (leaf, epoch) of the run, in order
     plans      by digest; of every epoch of the run
     later      epochs of the run that no checkpoint covers
@@ -85,6 +99,8 @@ class RunEvidence:
     checkpoint_text: str
     header_hash: bytes
     time: int
+    begin: tuple[int, RunBegin] | None
+    end: tuple[int, RunEnd] | None
     epochs: tuple[tuple[int, Epoch], ...]
     plans: Mapping[bytes, StepPlan]
     later: int
@@ -92,22 +108,28 @@ class RunEvidence:
     spent: RecordedSpend = field(repr=False)
 
     @classmethod
-    def read(cls, ledger: LedgerReader, run: bytes) -> RunEvidence:
-        """What the ledger says of a run; RunError if it knows nothing of it."""
-        text = ledger.latest()
+    def read(cls, ledger: LedgerReader, run: bytes, checkpoint: str | None = None) -> RunEvidence:
+        """What the ledger says of a run, up to a checkpoint (the newest if none is given); RunError if nothing.
+
+        Nothing here verifies the ledger or the checkpoint. After a given checkpoint, nothing counts.
+        """
+        text = ledger.latest() if checkpoint is None else checkpoint
         if text is None:
             problem = f"the ledger {ledger.name} has no checkpoint"
             raise RunError("release.ledger-not-signed", problem, "sign one: lamina ledger checkpoint LEDGER")
-        checkpoint, _ = parse_checkpoint(text)
+        head, _ = parse_checkpoint(text)
         mine: list[tuple[int, Epoch]] = []
         split: set[str] = set()
-        for leaf in ledger.of_kind(Epoch):
+        for leaf in ledger.of_kind(Epoch, 0, None if checkpoint is None else head.size):
             assert isinstance(leaf.record, Epoch)
+            if leaf.seq >= head.size:
+                mine += [(leaf.seq, leaf.record)] if leaf.record.run == run else []
+                continue
             whole = {account.cls for account in leaf.record.accounts if not account.noise_multiplier}
             split |= {account.cls for account in leaf.record.accounts} - whole
             if leaf.record.run == run:
                 mine.append((leaf.seq, leaf.record))
-        covered = tuple((seq, epoch) for seq, epoch in mine if seq < checkpoint.size)
+        covered = tuple((seq, epoch) for seq, epoch in mine if seq < head.size)
         if not covered:
             problem = f"the ledger {ledger.name} has no signed record of run {run.hex()[:8]}"
             raise RunError("release.run-not-in-ledger", problem, "name the ledger in which it was charged: --ledger")
@@ -120,23 +142,29 @@ class RunEvidence:
             plans.setdefault(epoch.plan, StepPlan.from_cbor(data))
         spent = RecordedSpend(ledger.header)
         with ledger.store.read() as rows:
-            spent.follow(rows, checkpoint.size, ledger.checked(rows))
+            spent.follow(rows, head.size, ledger.checked(rows))
         return cls(
-            run=run, checkpoint=checkpoint, checkpoint_text=text, header_hash=ledger.header_hash,
-            time=ledger.leaf(checkpoint.size - 1).time, epochs=covered, plans=plans,
+            run=run, checkpoint=head, checkpoint_text=text, header_hash=ledger.header_hash,
+            begin=_last(ledger, RunBegin, run, head.size), end=_last(ledger, RunEnd, run, head.size),
+            time=ledger.leaf(head.size - 1).time, epochs=covered, plans=plans,
             later=len(mine) - len(covered), split=frozenset(split), spent=spent,
         )  # fmt: skip
 
     @property
     def plan(self) -> StepPlan:
-        """The plan of its last epoch."""
-        return self.plans[self.epochs[-1][1].plan]
+        """The plan that it ended under; before its end, that of its last epoch."""
+        return self.plans[self.epochs[-1][1].plan if self.end is None else self.end[1].plan]
 
     @property
-    def steps(self) -> int:
-        """The step that the model is at: where the last segment ends whose steps are in it."""
-        closed = [s for _, epoch in self.epochs for s in epoch.segments if s.outcome is SegmentOutcome.CLOSED]
-        return closed[-1].last if closed else 0
+    def ended(self) -> RunEnd:
+        """Its end; RunError if the ledger records none."""
+        if self.end is None:
+            problem = f"the ledger has no signed record of the end of run {self.run.hex()[:8]}"
+            remedy = (
+                "run the command that trained it again: a finished run is not trained further, and its end is recorded"
+            )
+            raise RunError("release.run-not-ended", problem, remedy)
+        return self.end[1]
 
     def classes(self) -> list[PlannedClass]:
         """The classes of all plans of the run, each as its newest plan has it; as a private one, if it ever was that."""
@@ -199,6 +227,18 @@ class RunEvidence:
             for seq, epoch in self.epochs
             if any(each.outcome is SegmentOutcome.CLOSED for each in epoch.segments)
         ]
+
+
+R = TypeVar("R", RunBegin, RunEnd)
+
+
+def _last(ledger: LedgerReader, kind: type[R], run: bytes, size: int) -> tuple[int, R] | None:
+    """The newest record of this kind of a run, and its leaf."""
+    found = None
+    for leaf in ledger.of_kind(kind, 0, size):
+        if isinstance(leaf.record, kind) and leaf.record.run == run:
+            found = leaf.seq, leaf.record
+    return found
 
 
 def file_digest(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""In-toto Statements in a DSSE envelope (https://github.com/secure-systems-lab/dsse)."""
+"""In-toto Statements in a DSSE envelope (https://github.com/secure-systems-lab/dsse); range checks of what they state."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing import Any
 from lamina.admit.keys import PrivateKey, PublicKey
 from lamina.admit.signed_json import canonical_json, parse_json
 from lamina.errors import EncodingError, NotVerified
+from lamina.ledger.schema import NANO, UNBOUNDED
+from lamina.validate import short_repr
 
 # What is signed is the length and the bytes of type and payload.
 
@@ -101,3 +103,28 @@ def _not_an_envelope(problem: str) -> EncodingError:
     return EncodingError(
         "release.envelope-malformed", f"the DSSE envelope is not as it must be: {problem}", "fetch it again"
     )
+
+
+# Range checks of figures in signed JSON. Whoever signed it may have written anything.
+
+MAX_EPSILON = UNBOUNDED / NANO  # no ledger states more
+MAX_NOISE = 1e300
+
+
+def bounded_whole(name: str, value: object, least: int, most: int) -> int:
+    """A whole number in [least, most]; ValueError for anything else."""
+    if type(value) is not int or not least <= value <= most:
+        raise ValueError(f"{name} is {short_repr(value)}, must be a whole number in [{least}, {most}]")
+    return value
+
+
+def bounded_number(name: str, value: object, least: float, most: float) -> float:
+    """A number in [least, most]; ValueError for anything else, also for an integer that no float holds."""
+    if type(value) not in (int, float) or not least <= value <= most:  # type: ignore[operator]
+        raise ValueError(f"{name} is {short_repr(value)}, must be a number in [{least:g}, {most:g}]")
+    return float(value)  # type: ignore[arg-type]
+
+
+def is_short_text(value: object) -> bool:
+    """Whether it is a text of 1 to 512 printable characters."""
+    return type(value) is str and 0 < len(value) <= 512 and value.isprintable()

@@ -74,7 +74,9 @@ def budget_chart(classes: Mapping[str, ClassView]) -> str:
         for mark in ticks(epochs)
         if mark == round(mark) and mark <= epochs
     ]
-    drawn.append(_text(left + wide / 2, top + high + 36, "epochs recorded in the ledger", "middle", 12))
+    drawn.append(
+        _text(left + wide / 2, top + high + 36, "segments recorded in the ledger, all runs together", "middle", 12)
+    )
     drawn.append(_text(4, top - 2, "ε", "start", 13))
     labels: list[tuple[float, str, str]] = []
     for number, each in enumerate(finite):
@@ -97,7 +99,7 @@ def budget_chart(classes: Mapping[str, ClassView]) -> str:
         below = max(y, below + 14)
         drawn.append(f'<rect x="{left + wide + 6}" y="{below - 5:.1f}" width="9" height="9" rx="2" fill="{colour}"/>')
         drawn.append(_text(left + wide + 19, below + 4, name, "start", 12))
-    return svg(left + wide + 150, top + high + 44, "ε of every class over the epochs of the ledger", drawn)
+    return svg(left + wide + 150, top + high + 44, "ε of every class over the segments that the ledger records", drawn)
 
 
 def _groups(layers: Sequence[LayerPosture]) -> list[list[LayerPosture]]:

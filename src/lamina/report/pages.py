@@ -19,7 +19,7 @@ from lamina.ledger.verify.verifier import verify
 from lamina.plan.table import epsilon_text
 from lamina.release.certificate import certify
 from lamina.release.posture import NOT_REACHED
-from lamina.release.run_evidence import RunFacts
+from lamina.release.run_evidence import RunMetrics
 from lamina.report.charts import budget_chart, evaluation_chart, house_of_layers, share_bars
 from lamina.report.view import LedgerView
 
@@ -61,7 +61,7 @@ def run_report(folder: str | Path, ledger: LedgerReader, *, trust: Trust | None 
     from markupsafe import Markup
 
     folder = Path(folder)
-    facts = RunFacts.load(folder)
+    facts = RunMetrics.load(folder)
     verification = verify(ledger.store, trust=trust)
     certificate = certify(folder, ledger, verification=verification).content
     view = LedgerView(ledger)
@@ -80,7 +80,7 @@ def run_report(folder: str | Path, ledger: LedgerReader, *, trust: Trust | None 
     return render(
         "report.html",
         title=f"Privacy report of {view.origin}",
-        subtitle=f"run {facts.run.hex()[:8]}, {facts.steps} of {facts.planned_steps} steps",
+        subtitle=f"run {facts.run.hex()[:8]}, {certificate['run']['steps']} of {certificate['run']['planned_steps']} steps",
         style=Markup(stylesheet()),
         certificate=certificate,
         facts=list(told.items()),

@@ -33,11 +33,12 @@ from lamina.engine.batch import Batch, model_device, to_device
 from lamina.engine.engine import Engine
 from lamina.engine.probe import preserve_global_generators, seed_global_generators
 from lamina.errors import AdmissionError, PlanError
+from lamina.ledger.run_records import ZERO_OUT
 from lamina.plan.layer_stack import LayerStack, call_arguments
 from lamina.plan.policy import Policy
 from lamina.plan.step_plan import StepPlan
 from lamina.plan.table import epsilon_text
-from lamina.train.trainer_checks import ZERO_OUT, refuse_loader
+from lamina.train.trainer_checks import refuse_loader
 from lamina.validate import number, whole
 
 _P = ParamSpec("_P")

@@ -25,11 +25,12 @@ from lamina.engine.distributed import is_sharded_model
 from lamina.engine.probe import preserve_global_generators, seed_global_generators
 from lamina.errors import RunError
 from lamina.ledger.reader import LedgerReader
+from lamina.ledger.run_records import WEIGHTS, stated_conditions
 from lamina.plan.rules import FollowBudget
 from lamina.plan.step_plan import StepPlan
 from lamina.plan.table import epsilon_text, finite_or_none
 from lamina.release.certificate import Certificate, certify
-from lamina.release.run_evidence import WEIGHTS
+from lamina.release.run_evidence import file_digest
 from lamina.spend.accounts import follows_budget, is_bound
 from lamina.train.run import Run, attempts_outside, uses_adaptive_budget
 from lamina.train.run_output import Callback, Progress, RunFigures, evaluation_text, user_code
@@ -37,6 +38,7 @@ from lamina.train.segments import code_version
 from lamina.train.training_checkpoint import MovingAverage, TrainingState
 from lamina.validate import one_of, whole
 
+BEST = "best.safetensors"
 _SMALLER_IS_BETTER = re.compile(r"loss|nll|error|mse|mae|perplexity", re.IGNORECASE)
 
 
@@ -177,8 +179,7 @@ def weights_file(model: nn.Module, average: MovingAverage | None, sharded: Train
     `sharded`: the state that gathers the weights of a model whose parts are on other ranks too.
     """
     if sharded is not None:
-        whole = {n.removeprefix("model."): t for n, t in sharded.capture({}).tensors.items() if n.startswith("model.")}
-        return save({name: t.clone().contiguous() for name, t in whole.items()}, metadata={"format": "pt"})
+        return sharded.capture({}).weights_file()
     if average is not None:
         with average.applied():
             return weights_file(model, None)
@@ -379,8 +380,11 @@ class Publisher:
         stopped = state.step < self.plan.steps and asked
         return reason or ("callback" if stopped else None)
 
-    def finish(self, run: Run, state: TrainingState, *, reason: str, conditions: Mapping[str, Any]) -> Outcome:
-        """The weights as files, the last figures, and the end of the run. `conditions`: what its guarantee rests on."""
+    def finish(self, run: Run, state: TrainingState, *, reason: str, facts: Mapping[str, Any]) -> Outcome:
+        """Record the end of the run, then write the weights and the last figures. `facts`: fields of `RunEnd`.
+
+        Killed anywhere here, a run that is resumed does the rest: the same weights, and the end that is recorded.
+        """
         if reason == "budget":
             self.note(f"the run ended at step {state.step} of {self.plan.steps}: its budget allows no more")
         if reason == "patience":
@@ -390,10 +394,16 @@ class Publisher:
         weights = {WEIGHTS: weights_file(state.model, None, state if is_sharded_model(state.model) else None)}
         if state.ema is not None:
             weights["ema.safetensors"] = weights_file(state.model, state.ema)
+        files = {name: hashlib.sha256(data).hexdigest() for name, data in weights.items()}
+        if (best := run.folder / BEST).is_file():
+            files[BEST] = file_digest(best)
+        ended = run.end(state.step, facts=facts, caps=self.caps, files=files)
         for name, data in weights.items():
             run.write(name, data)
-        files = {name: hashlib.sha256(data).hexdigest() for name, data in weights.items()}
-        self._write_figures(run, state, final={"conditions": dict(conditions), "files": files})
+        adjacency = self.plan.adjacency
+        conditions = stated_conditions(adjacency, **facts) if ended is None else ended.conditions(adjacency)
+        plan = {} if ended is None else {"plan": ended.plan.hex()}
+        self._write_figures(run, state, final={"conditions": conditions, "files": files, **plan})
         run.finish(state.step, reason)
         epsilon, total = epsilon_of_run(run, self.plan)
         deltas, units = _charged_deltas(run), {entry.name: entry.unit for entry in self.plan.classes}
@@ -423,7 +433,7 @@ class Publisher:
         scores = [max(pair) for pair in pairs]
         if scores[-1] == max(scores):
             average = state.ema if pairs[-1][0] == scores[-1] else None
-            run.write("best.safetensors", weights_file(state.model, average))
+            run.write(BEST, weights_file(state.model, average))
         return "patience" if rule.stops(scores) else None
 
     def _write_figures(

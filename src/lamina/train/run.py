@@ -36,6 +36,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 from lamina.account.accountants import find_accountant
 from lamina.account.gaussian_rdp import step_rdp
@@ -48,6 +49,7 @@ from lamina.errors import BudgetExceeded, LaminaError, LedgerError, RunError, St
 from lamina.ledger.corpus_terms import CorpusTerms, adopt_policy, check_corpus_terms, open_or_create, origin_slug
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.records import SegmentOutcome
+from lamina.ledger.run_records import OccurrenceCap, RunBegin, RunEnd, RunFile
 from lamina.ledger.store.rows import WHOLE_BUDGET_SEGMENT
 from lamina.ledger.store.sqlite import is_postgres_url, ledger_exists
 from lamina.ledger.writer import Ledger
@@ -430,6 +432,46 @@ class Run:
         segment, generation, nonce = opened.key
         self.journal.append(AttemptClosed(segment=segment, generation=generation, nonce=nonce, checkpoint=checkpoint))
         (self.folder / "stopped").unlink(missing_ok=True)
+
+    def begin(self, weights: bytes) -> None:
+        """Record the digest of the starting weights, once. A run whose epochs precede it was begun without."""
+        try:
+            self.spend.ledger.append([RunBegin(run=bytes.fromhex(self.id), weights=weights)])
+        except LedgerError as error:
+            if error.code != "ledger.run-begin-late":
+                raise
+
+    def end(
+        self, steps: int, *, facts: Mapping[str, Any], caps: Mapping[str, int], files: Mapping[str, str]
+    ) -> RunEnd | None:
+        """Record the end of the run after its last closed segment, and sign it; None if it has none.
+
+        An end that is there is not written again. `facts` are the fields of `RunEnd` that the trainer states, `files`
+        the SHA-256 of what it writes.
+        """
+        closed = [opened for opened in self.attempts if opened.last == steps and self.journal.closed(opened)]
+        if not closed:
+            return None
+        last, ledger = closed[-1], self.spend.ledger
+        made = RunEnd(
+            run=bytes.fromhex(self.id), segment=last.segment, generation=last.generation, steps=steps, plan=last.plan,
+            caps=tuple(OccurrenceCap(cls=cls, most=most) for cls, most in sorted(caps.items())),
+            files=tuple(RunFile(name=name, sha256=bytes.fromhex(each)) for name, each in sorted(files.items())),
+            **facts,
+        )  # fmt: skip
+        ends = (leaf.record for leaf in ledger.of_kind(RunEnd))
+        there = next((each for each in ends if isinstance(each, RunEnd) and each.attempt == made.attempt), None)
+        if there is None:
+            ledger.append([made])
+        elif there.weights != made.weights:
+            problem = (
+                f"the run in '{self.folder}' ended with weights {there.weights[:16]}… by the ledger, and has "
+                f"{made.weights[:16]}… now"
+            )
+            raise RunError("train.end-differs", problem, "put back the run's own checkpoint")
+        if ledger.signs:
+            ledger.checkpoint()
+        return there or made
 
     def finish(self, steps: int, reason: str) -> None:
         """No further step will be taken: what is left of the reservation goes back."""

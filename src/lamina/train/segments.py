@@ -1,10 +1,12 @@
 """`Segments`: the protocol of a run, from one checkpoint to the next.
 
+    begin   before the first segment: the digest of the starting weights becomes a leaf of the ledger
     open    plan, membership and data are frozen; a seed is drawn; the charge is durable in journal and ledger
     …       coins, noise, dropout come from the seed; nothing of the segment leaves the process
     save    checkpoint: temporary file, fsync, rename, fsync of the folder
     record  the epoch becomes a leaf of the ledger, is committed, and a checkpoint over it is signed
     close   the seed is erased; weights, evaluations and figures may leave
+    end     after the last segment: the facts of the run and the digests of its files become a leaf of the ledger
 
 Killed anywhere, the run is in one of three states, and `decide_resume` knows which: the checkpoint is there and
 the segment is not closed, perhaps not recorded; the segment is open and is replayed, or redone and charged again; or
@@ -133,6 +135,7 @@ class Segments:
         self._checkpoint = bytes(32)
         self._written_by = bytes(16)  # the nonce of the segment that the checkpoint ended
         self._after = 0  # its generation
+        self._start: bytes | None = None  # SHA-256 of the weights before the first step; None: from a time without it
         self._membership: tuple[int, bytes] | None = None
         self.revision = corpus.revision  # of the membership that the open segment was frozen with
 
@@ -145,7 +148,9 @@ class Segments:
             )
         if self.run.fresh or not (self.run.checkpoints.indices() or self.run.journal.opens):
             self.members.check(self.plan)
-            self.run.checkpoints.room(self.state.capture(self._header(None)))  # before anything is reserved
+            snapshot = self.state.capture(self._header(None))
+            self.run.checkpoints.room(snapshot)  # before anything is reserved
+            self._start = hashlib.sha256(snapshot.weights_file()).digest()
             self._refuse_exhausted()
             reserve_plan(self.run, self.plan)
             self._save(None)  # also after a kill before the first checkpoint: nothing was drawn then
@@ -167,6 +172,8 @@ class Segments:
     def _resume(self) -> None:
         run, state = self.run, self.state
         self._restore()
+        if self._start is not None and run.attempts:
+            run.begin(self._start)  # before epochs that a ledger from a copy may lack
         repair_ledger(run)
         self.members.freeze()  # a segment with somebody who withdrew meanwhile is not replayed
         self._refuse_another_plan()
@@ -255,6 +262,8 @@ class Segments:
         if not self.run.attempts:
             self.members.check(self.plan)
         self._tell_exhausted(first, factors)
+        if self._start is not None and not self.state.segments:
+            self.run.begin(self._start)
         return self.run.open(
             segment=self.state.segments, first=first, last=last, facts=self._facts(), due=due, eligibility=eligibility,
             after=self._after, variance=self._variance(), factors=factors,
@@ -351,6 +360,7 @@ class Segments:
             "settings": self.settings,
             "order": self.corpus.order(self.run.salt),
             "caps": self.caps,
+            "start": self._start,
         }
 
     def _save(self, opened: AttemptOpened | None) -> None:
@@ -378,6 +388,7 @@ class Segments:
         snapshot, self._checkpoint = self.run.checkpoints.load(indices[-1])
         self._check(snapshot, indices[-1])
         self._written_by, self._after = snapshot.state["nonce"], snapshot.state["generation"]
+        self._start = snapshot.state.get("start")
         self.state.restore(snapshot)
         if snapshot.state["settings"] != self.settings and self.state.step == self.plan.steps:
             self.note(f"optimiser, loss, model or {OPTIONS_DIFFER} this run, which has finished: no effect")

@@ -27,6 +27,7 @@ from lamina.engine.probe import preserve_global_generators
 from lamina.engine.proxy_shares import Proxy
 from lamina.engine.random_stream import StreamPurpose
 from lamina.errors import EngineError, RankLost, RunError, StepsAbandoned
+from lamina.ledger.run_records import NoiseOrigin, SamplingScheme
 from lamina.ledger.writer import Ledger
 from lamina.plan.step_plan import StepPlan
 from lamina.spend.accounts import SignedAccount, check_accounts
@@ -54,7 +55,6 @@ from lamina.train.trainer_checks import (
     NOT_PROBED_NOTE,
     RAW_SHOWN_NOTE,
     SEEDED_NOTE,
-    ZERO_OUT,
     check_accounts_signed,
     check_caps,
     check_class_names,
@@ -368,20 +368,20 @@ class Trainer:
                 segments.abandon(opened)
                 self._lead.state(self.state)
         reason = reason or ("complete" if self.state.step == self.plan.steps else "budget")
-        return publisher.finish(run, self.state, reason=reason, conditions=self._conditions())
+        return publisher.finish(run, self.state, reason=reason, facts=self._facts())
 
-    def _conditions(self) -> dict[str, Any]:
-        """What a certificate asks of a run and no ledger shows."""
+    def _facts(self) -> dict[str, Any]:
+        """What a certificate asks of a run and no epoch shows: fields of `RunEnd`."""
         planned = {name for layer in self.plan.layers for name in layer.parameters}
         trained = {name for name, tensor in self.model.named_parameters() if tensor.requires_grad}
         notes = self.state.notes  # of every session of the run, not of the last one alone
         return {
-            "noise": "seeded" if SEEDED_NOTE in notes or not self._engine.private else "secure",
-            "sampling": "poisson",
-            "adjacency": ZERO_OUT if self.corpus.public_number else self.plan.adjacency,
+            "noise": NoiseOrigin.SEEDED if SEEDED_NOTE in notes or not self._engine.private else NoiseOrigin.SYSTEM,
+            "sampling": SamplingScheme.POISSON,
+            "public_number": bool(self.corpus.public_number),
             "probed": NOT_PROBED_NOTE not in notes,
             "covered": trained <= planned,
-            "raw_figures": "given to a progress of the user's own" if RAW_SHOWN_NOTE in notes else "none",
+            "raw_figures": RAW_SHOWN_NOTE in notes,
             "hardened": self.hardened and not any(OPTIONS_DIFFER in note for note in notes),
         }
 

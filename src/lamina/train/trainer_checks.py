@@ -283,7 +283,6 @@ def _check_class_depth(plan: StepPlan, k: int, reach: Reach, layer_of: dict[str,
                 raise RunError("train.class-outside-profile", problem, "make the plan under the policy of the data")
 
 
-ZERO_OUT = "zero-out at a public number of contributions"  # what ε compares where nobody declared a population
 SEEDED_NOTE = "not private: samples and noise came from a seed that somebody chose"
 NOT_PROBED_NOTE = "not probed: ε holds only if examples do not influence each other in augmentation, model and loss"
 RAW_SHOWN_NOTE = "raw losses of private data were given to a progress of the user's own: no certificate is signed"

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors import safe_open
+from safetensors.torch import save
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -333,6 +334,11 @@ class TrainingCheckpoint:
 
     tensors: dict[str, Tensor]
     state: dict[str, Any]
+
+    def weights_file(self) -> bytes:
+        """The model's tensors as the run writes them for others: model.safetensors."""
+        whole = {name.removeprefix("model."): t for name, t in self.tensors.items() if name.startswith("model.")}
+        return save({name: t.detach().clone().contiguous() for name, t in whole.items()}, metadata={"format": "pt"})
 
 
 class TrainingCheckpoints:

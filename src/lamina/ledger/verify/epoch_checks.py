@@ -267,6 +267,13 @@ class ExhaustionClaim:
         return spending.exhausted(self.account, self.plan, self.segments)
 
 
+def check_time_rounded(leaf: Leaf, before: int, clock: int) -> None:
+    """Check the time of an epoch, or of the start or end of a run; `before` is that of the leaf before it."""
+    if leaf.time % clock and leaf.time != before:
+        reason = f"its time {format_utc(leaf.time)} is not rounded to {clock} s, and reveals how long steps took"
+        fail(leaf.seq, leaf.kind, "verify.epoch-time-not-rounded", reason)
+
+
 class EpochChecks:
     """Checks of epochs. The spends that they state are collected in `claims`, to be computed after the replay."""
 
@@ -369,14 +376,12 @@ class EpochChecks:
         return sum(missing.values())
 
     def _check_form(self, leaf: Leaf, record: Epoch, time: int) -> None:
-        seq, clock = leaf.seq, self._header.epoch_clock
+        seq = leaf.seq
         closed = sum(each.outcome is SegmentOutcome.CLOSED for each in record.segments)
         if closed > self._header.granularity:
             reason = f"it closes {closed} segments, the header allows {self._header.granularity}"
             fail(seq, Epoch, "verify.too-many-segments", reason)
-        if leaf.time % clock and leaf.time != time:
-            reason = f"its time {format_utc(leaf.time)} is not rounded to {clock} s, and reveals how long steps took"
-            fail(seq, Epoch, "verify.epoch-time-not-rounded", reason)
+        check_time_rounded(leaf, time, self._header.epoch_clock)
         for segment in record.segments:
             attempt = (record.run, segment.index, segment.generation)
             name = f"segment {segment.index}, generation {segment.generation} of run {record.run.hex()[:8]}"

@@ -189,6 +189,12 @@ def _report_notes(replay: LedgerReplay, trust: Trust | None) -> Iterable[str]:
     if count := replay.unsure_exhaustions:
         bounds = pluralize(count, "exhausted bound was", "exhausted bounds were")
         yield f"{bounds} scaled or left out because of attempts that no leaf shows to have been open then: not trusted"
+    if found := replay.releases.without_end:
+        leaves = ", ".join(map(str, found[:_RUNS_SHOWN])) + (", …" if len(found) > _RUNS_SHOWN else "")
+        yield f"releases without the end of a run, so that their weights were compared with nothing: leaves {leaves}"
+    if found := replay.releases.without_manifest:
+        leaves = ", ".join(map(str, found[:_RUNS_SHOWN])) + (", …" if len(found) > _RUNS_SHOWN else "")
+        yield f"releases whose manifest is not here, so that their figures were compared with nothing: leaves {leaves}"
     if count := replay.unrecorded:
         yield (
             f"{pluralize(count, 'attempt was', 'attempts were')} left out by later generations: only the ledger says that a "

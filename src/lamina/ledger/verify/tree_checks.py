@@ -21,10 +21,10 @@ import numpy as np
 
 from lamina.admit.key_ring import KeyEntry, KeyRing, KeyStatus
 from lamina.admit.keys import PublicKey, format_utc, read_small
-from lamina.errors import EncodingError, LaminaError, LedgerError, NotVerified
+from lamina.errors import BadKey, EncodingError, LaminaError, LedgerError, NotVerified
 from lamina.ledger import signed_checkpoint as notes
 from lamina.ledger.governance_records import Aggregate, Header, LeafSpan, Role
-from lamina.ledger.key_state import CONTRIBUTOR_ROLE, GovernanceState, Violation
+from lamina.ledger.key_state import CONTRIBUTOR_ROLE, GovernanceState, KeyState, Violation
 from lamina.ledger.merkle import HASH_SIZE, TILE_HEIGHT, TILE_WIDTH, Frontier, tile_path
 from lamina.ledger.records import KIND_NAMES, Leaf, Record
 from lamina.ledger.signed_checkpoint import (
@@ -88,6 +88,10 @@ def fail_unreadable(index: int, error: EncodingError) -> NoReturn:
 _MOST_CHECKPOINT_BYTES = 1 << 20
 
 
+_OF_LEDGER = (Role.GOVERNING, Role.LEDGER)
+_OF_LEDGER_NAMES = {role.name.lower() for role in _OF_LEDGER}
+
+
 @dataclass(frozen=True, slots=True)
 class Trust:
     """Keys that an auditor trusts: a key ring, verifier keys of signed notes, or one public key.
@@ -119,6 +123,27 @@ class Trust:
         if not keys:
             raise _no_keys(path)
         return cls(notes=keys)
+
+    @classmethod
+    def load_all(cls, paths: Iterable[str | os.PathLike[str]]) -> Trust:
+        """Read several such files together; at most one of them is a key ring."""
+        found = [cls.load(path) for path in paths]
+        rings = [each.ring for each in found if each.ring is not None]
+        if len(rings) > 1:
+            problem = "two key rings are given, which may name one key in two roles"
+            raise BadKey("key.several-rings", problem, "give one key ring, and public keys beside it")
+        return cls(
+            ring=rings[0] if rings else None,
+            notes=tuple(note for each in found for note in each.notes),
+            plain=tuple(key for each in found for key in each.plain),
+        )
+
+    def for_ledger(self, parties: KeyState) -> Trust | None:
+        """What of it is about a ledger with these keys; None if nothing is. A release key says nothing of a ledger."""
+        plain = tuple(key for key in self.plain if (known := parties.get(key.id)) and known.role in _OF_LEDGER)
+        named = self.ring is not None and any(each.role in _OF_LEDGER_NAMES for each in self.ring)
+        made = Trust(ring=self.ring if named else None, notes=self.notes, plain=plain)
+        return made if named or self.notes or plain else None
 
     def keys(self, origin: str, now: int | None = None) -> list[PublicKey]:
         """The trusted ledger keys for the ledger with that origin."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from time import time as system_time
 
-from lamina.admit.keys import CLOCK_SKEW, format_utc
+from lamina.admit.keys import CLOCK_SKEW
 from lamina.errors import EncodingError, LedgerDamaged, LedgerError, StoreError
 from lamina.ledger.checked_leaves import admission_token
 from lamina.ledger.contribution_columns import other_kinds
@@ -36,6 +35,8 @@ from lamina.ledger.records import (
     decode_leaf,
     kind_name,
 )
+from lamina.ledger.run_history import RunHistory
+from lamina.ledger.run_records import RunRecord
 from lamina.ledger.store.rows import LeafBlock, LedgerHead, Store, StoredLeaf, StoreReader, tile_reader
 from lamina.ledger.store.sqlite import make_store
 from lamina.ledger.verify.contribution_checks import (
@@ -45,7 +46,8 @@ from lamina.ledger.verify.contribution_checks import (
     WithdrawalChecks,
     check_position,
 )
-from lamina.ledger.verify.epoch_checks import EpochChecks
+from lamina.ledger.verify.epoch_checks import EpochChecks, check_time_rounded
+from lamina.ledger.verify.release_checks import ReleaseChecks
 from lamina.ledger.verify.report import UnrecordedSpend, Verification, report, unreadable_report, unrecorded_spend
 from lamina.ledger.verify.tree_checks import (
     LEAF,
@@ -194,25 +196,6 @@ def check_admission_index(rows: StoreReader, indexed: int, found: ContributionCh
             fail(None, STORE, "verify.token-index-differs", "the store lists tokens of attestations that are not there")
 
 
-def check_release(leaf: Leaf, runs: Container[bytes], rows: StoreReader) -> None:
-    """`runs` are those that have an epoch before it."""
-    record, seq = leaf.record, leaf.seq
-    assert isinstance(record, Release)
-    for run in record.runs:
-        if run not in runs:
-            reason = f"its model was trained in run {run.hex()[:8]}, of which no epoch is in the ledger before"
-            fail(seq, Release, "verify.release-of-unknown-run", reason)
-    if len(set(record.runs)) < len(record.runs):
-        fail(seq, Release, "verify.release-run-twice", "it names a run twice")
-    if record.not_after is not None and record.not_after <= leaf.time:
-        reason = f"it may be served until {format_utc(record.not_after)}, and is of {format_utc(leaf.time)}"
-        fail(seq, Release, "verify.release-expired", reason)
-    data = rows.blob(record.manifest)
-    if data is not None and hashlib.sha256(data).digest() != record.manifest:
-        reason = "its stored manifest does not have the digest in the leaf"
-        fail(seq, Release, "verify.release-manifest-swapped", reason)
-
-
 Progress = Callable[[int, int], None]
 
 
@@ -254,6 +237,8 @@ class LedgerReplay:
             self.policy, self.keys, self.attestations, self._tallies, ring, self._members, self._latest
         )
         self.epochs = EpochChecks(self.header, rows, self.policy, self.withdrawals, self._members)
+        self.runs = RunHistory()
+        self.releases = ReleaseChecks(self.header, rows)
         self.aggregates = AggregateChecks(self.header, self.keys, self._tallies)
         self.pinned: set[bytes] = set() if trust is None else trust.governing(self.header, now)
         self.beyond_signed: list[str] = []
@@ -355,14 +340,23 @@ class LedgerReplay:
                     fail(leaf.seq, leaf.kind, error.code, error.problem)
                 if isinstance(change, PolicyChange):
                     self.policy.change(leaf.seq, change)
-            case Epoch():
+            case Epoch() as epoch:
                 self.epochs.see(leaf, self._time, self.checkpoints.digests)
+                self.runs.see(epoch)
+                self.releases.charge(epoch)
+            case change if isinstance(change, RunRecord):
+                check_time_rounded(leaf, self._time, self.header.epoch_clock)
+                try:
+                    self.runs.check(change)
+                except LedgerError as error:
+                    fail(leaf.seq, leaf.kind, error.code, error.problem)
+                self.runs.see(change)
             case Withdrawal(target=target):
                 self.withdrawals.see(leaf, 0 < target < leaf.seq and target not in self.others)
             case Aggregate():
                 self.aggregates.see(leaf, self.withdrawals.targets, self.epochs.spent, self._members.of_class)
             case Release():
-                check_release(leaf, self.epochs.runs, self._rows)
+                self.releases.see(leaf, self.epochs.runs, self.runs.ends)
 
     def _reach(self) -> None:
         """Check the checkpoints of this tree size, if there are any."""

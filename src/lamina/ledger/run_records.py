@@ -1,0 +1,176 @@
+"""Records of how a run began and ended: the facts that a certificate states and no epoch shows.
+
+They are the trainer's word. Once they are in the ledger, neither they nor the weights can be changed after the run.
+"""
+
+from __future__ import annotations
+
+import enum
+
+from lamina.errors import LedgerError
+from lamina.ledger.governance_records import MAX_CLASSES
+from lamina.ledger.schema import (
+    BOOLEAN,
+    CLASS,
+    COUNT,
+    DIGEST,
+    RUN,
+    check_fields,
+    enum_member,
+    integer,
+    ledger_record,
+    nested,
+    pattern_text,
+    stored,
+    tuple_of,
+)
+
+WEIGHTS = "model.safetensors"
+MAX_RUN_FILES = 16
+ZERO_OUT = "zero-out at a public number of contributions"  # what ε compares where nobody declared a population
+
+
+class WeightsOrigin(enum.Enum):
+    """What the trainer declares about the starting weights."""
+
+    NONE = 1  # they have learned nothing yet
+    PUBLIC = 2  # from public data alone
+    RUN = 3  # the final weights of another run
+
+
+class NoiseOrigin(enum.Enum):
+    """The source of noise and sampling coins. A chosen seed is never recorded."""
+
+    SYSTEM = 1  # the system's generator
+    SEEDED = 2  # a seed that the user chose
+
+
+class SamplingScheme(enum.Enum):
+    """How contributions were sampled."""
+
+    POISSON = 1
+    OTHER = 2
+
+
+@ledger_record()
+class OccurrenceCap:
+    """How often a contribution of one class was used at most."""
+
+    cls: str = stored(1, CLASS)
+    most: int = stored(2, integer(1, 2**53))
+
+
+@ledger_record()
+class RunFile:
+    """A file that a run wrote, by name and SHA-256."""
+
+    name: str = stored(1, pattern_text(r"[a-z0-9][a-z0-9_.-]{0,63}"))
+    sha256: bytes = stored(2, DIGEST)
+
+
+@ledger_record()
+class RunBegin:
+    """The starting weights of a run, recorded before its first segment is charged.
+
+    weights  SHA-256 of the file that the run would have written as model.safetensors before its first step
+    origin   what the trainer declares about them; absent: nothing
+    parent   the run that they come from, if `origin` is RUN
+    """
+
+    run: bytes = stored(1, RUN)
+    weights: bytes = stored(2, DIGEST)
+    origin: WeightsOrigin | None = stored(3, enum_member(WeightsOrigin), default=None)
+    parent: bytes | None = stored(4, RUN, default=None)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if (self.origin is WeightsOrigin.RUN) != (self.parent is not None) or self.parent == self.run:
+            problem = "the start of a run names a parent run without that origin, the origin without a run, or itself"
+            raise LedgerError("ledger.run-parent", problem, "give parent exactly if origin is another run")
+
+
+@ledger_record()
+class RunEnd:
+    """The end of a run: the segment that its weights come from, its conditions, and the files that it wrote.
+
+    segment, generation  the closed attempt after which the run ended
+    steps, plan     its last step and its plan, as its epoch records them
+    noise, sampling source of the noise, and how contributions were sampled
+    public_number   whether the number of contributions is public, so that ε is about content alone
+    probed          whether it was tested that contributions do not influence each other
+    covered         whether every trained tensor was clipped and noised
+    raw_figures     whether raw figures of private data were handed out
+    hardened        whether noise was rounded to a public grid in every session
+    caps            how often a contribution was used at most, by class; absent classes were not capped
+    files           the final weights and whatever else the run wrote, in the order of their names
+    """
+
+    run: bytes = stored(1, RUN)
+    segment: int = stored(2, COUNT)
+    generation: int = stored(3, COUNT)
+    steps: int = stored(4, integer(1, 2**53))
+    plan: bytes = stored(5, DIGEST)
+    noise: NoiseOrigin = stored(6, enum_member(NoiseOrigin))
+    sampling: SamplingScheme = stored(7, enum_member(SamplingScheme))
+    public_number: bool = stored(8, BOOLEAN)
+    probed: bool = stored(9, BOOLEAN)
+    covered: bool = stored(10, BOOLEAN)
+    raw_figures: bool = stored(11, BOOLEAN)
+    hardened: bool = stored(12, BOOLEAN)
+    caps: tuple[OccurrenceCap, ...] = stored(13, tuple_of(nested(OccurrenceCap), 0, MAX_CLASSES))
+    files: tuple[RunFile, ...] = stored(14, tuple_of(nested(RunFile), 1, MAX_RUN_FILES))
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        for what, names in (("class", [each.cls for each in self.caps]), ("file", [each.name for each in self.files])):
+            if names != sorted(set(names)):
+                problem = f"the end of a run names a {what} twice or out of order"
+                raise LedgerError("ledger.run-end-not-sorted", problem, "name each once, in order")
+        if WEIGHTS not in self.digests:
+            raise LedgerError("ledger.run-end-no-weights", f"the end of a run has no digest of {WEIGHTS}", "add it")
+
+    @property
+    def digests(self) -> dict[str, str]:
+        """SHA-256 of every file, in hex."""
+        return {each.name: each.sha256.hex() for each in self.files}
+
+    @property
+    def weights(self) -> str:
+        """SHA-256 of the final weights, in hex."""
+        return self.digests[WEIGHTS]
+
+    @property
+    def max_occurrences(self) -> dict[str, int]:
+        """The caps by class."""
+        return {each.cls: each.most for each in self.caps}
+
+    @property
+    def attempt(self) -> tuple[bytes, int, int]:
+        """(run, segment, generation) of the attempt after which the run ended."""
+        return (self.run, self.segment, self.generation)
+
+    def conditions(self, adjacency: str) -> dict[str, str | bool]:
+        """What the record states, as metrics.json and a certificate name it; `adjacency` is that of the plan."""
+        return stated_conditions(
+            adjacency, noise=self.noise, sampling=self.sampling, public_number=self.public_number, probed=self.probed,
+            covered=self.covered, raw_figures=self.raw_figures, hardened=self.hardened,
+        )  # fmt: skip
+
+
+def stated_conditions(
+    adjacency: str, *, noise: NoiseOrigin, sampling: SamplingScheme, public_number: bool, probed: bool, covered: bool,
+    raw_figures: bool, hardened: bool,
+) -> dict[str, str | bool]:  # fmt: skip
+    """Facts of a run as metrics.json and a certificate name them; `adjacency` is that of the plan."""
+    return {
+        "noise": "secure" if noise is NoiseOrigin.SYSTEM else "seeded",
+        "sampling": "poisson" if sampling is SamplingScheme.POISSON else "other",
+        "adjacency": ZERO_OUT if public_number else adjacency,
+        "probed": probed,
+        "covered": covered,
+        "raw_figures": "given to a progress of the user's own" if raw_figures else "none",
+        "hardened": hardened,
+    }
+
+
+RunRecord = RunBegin | RunEnd

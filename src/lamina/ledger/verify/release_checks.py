@@ -1,0 +1,121 @@
+"""Checks of release records: their runs, dates and manifest, and the figures of the manifest against the epochs."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import math
+from collections.abc import Container, Mapping
+from typing import Any
+
+from lamina.account.accountants import pooled_epsilon
+from lamina.account.schedule import EventKey
+from lamina.admit.keys import format_utc
+from lamina.admit.signed_json import parse_json
+from lamina.errors import EncodingError
+from lamina.ledger.governance_records import Header, Release
+from lamina.ledger.records import Epoch, Leaf
+from lamina.ledger.run_records import WEIGHTS, RunEnd
+from lamina.ledger.schema import NANO, nano_epsilon
+from lamina.ledger.spending import Bound, steps_by_kind
+from lamina.ledger.store.rows import StoreReader
+from lamina.ledger.verify.tree_checks import fail
+
+FIGURE_TOLERANCE = 1e-7  # relative, of an ε computed on two machines: accountants sum many small numbers
+
+
+def understated(stated: float, found: float) -> bool:
+    """Whether a stated ε is smaller than the computed one, beyond what two machines may differ by."""
+    return stated < found and not math.isclose(stated, found, rel_tol=FIGURE_TOLERANCE, abs_tol=2 / NANO)
+
+
+class ReleaseChecks:
+    """Checks of releases. A manifest that contradicts the epochs is a finding; one that cannot be compared is counted."""
+
+    def __init__(self, header: Header, rows: StoreReader) -> None:
+        self._header, self._rows = header, rows
+        self._events: dict[tuple[bytes, Bound], dict[EventKey, int]] = {}  # charges by run and account
+        self._split: set[str] = set()  # classes of which an epoch charges signed bounds and not the whole class
+        self.without_manifest: list[int] = []  # leaves of releases of which nothing could be compared
+        self.without_end: list[int] = []  # leaves of releases of runs whose end is not recorded
+
+    def charge(self, epoch: Epoch) -> None:
+        """Add up what an epoch charges."""
+        whole = {each.cls for each in epoch.accounts if not each.noise_multiplier}
+        self._split |= {each.cls for each in epoch.accounts} - whole
+        for account in epoch.accounts:
+            total = self._events.setdefault((epoch.run, account.bound), {})
+            for kind, steps in steps_by_kind(account.charges).items():
+                total[kind] = total.get(kind, 0) + steps
+
+    def see(self, leaf: Leaf, runs: Container[bytes], ends: Mapping[bytes, RunEnd]) -> None:
+        """`runs` are those that have an epoch before it, `ends` those whose end is recorded before it."""
+        record, seq = leaf.record, leaf.seq
+        assert isinstance(record, Release)
+        for run in record.runs:
+            if run not in runs:
+                reason = f"its model was trained in run {run.hex()[:8]}, of which no epoch is in the ledger before"
+                fail(seq, Release, "verify.release-of-unknown-run", reason)
+        if len(set(record.runs)) < len(record.runs):
+            fail(seq, Release, "verify.release-run-twice", "it names a run twice")
+        if record.not_after is not None and record.not_after <= leaf.time:
+            reason = f"it may be served until {format_utc(record.not_after)}, and is of {format_utc(leaf.time)}"
+            fail(seq, Release, "verify.release-expired", reason)
+        data = self._rows.blob(record.manifest)
+        if data is not None and hashlib.sha256(data).digest() != record.manifest:
+            reason = "its stored manifest does not have the digest in the leaf"
+            fail(seq, Release, "verify.release-manifest-swapped", reason)
+        if any(run not in ends for run in record.runs):
+            self.without_end.append(seq)
+        if data is None or (found := _read_manifest(data)) is None:
+            self.without_manifest.append(seq)
+            return
+        self._compare(seq, record, *found, ends)
+
+    def _compare(
+        self, seq: int, record: Release, stated_runs: Any, classes: Mapping[str, Any], weights: Any,
+        ends: Mapping[bytes, RunEnd],
+    ) -> None:  # fmt: skip
+        """Compare what a manifest states with the epochs and ends of its runs."""
+        if stated_runs != [run.hex() for run in record.runs]:
+            fail(seq, Release, "verify.release-runs-differ", "its manifest names other runs than the record")
+        if record.runs and (end := ends.get(record.runs[-1])) is not None and weights != end.weights:
+            reason = f"its weights are {str(weights)[:16]}…, run {end.run.hex()[:8]} ended with {end.weights[:16]}…"
+            fail(seq, Release, "verify.release-weights-differ", reason)
+        for cls in sorted({bound[0] for run, bound in self._events if run in record.runs}):
+            stated = classes.get(cls)
+            if type(stated) is not dict or stated.get("public") is not False:
+                reason = f"class {cls!r} was charged, and its manifest does not state it as a private class"
+                fail(seq, Release, "verify.release-contradicts-epochs", reason)
+            events: dict[EventKey, int] = {}
+            for run in record.runs:
+                for kind, steps in self._events.get((run, (cls, 0, 0)), {}).items():
+                    events[kind] = events.get(kind, 0) + steps
+            self._compare_class(seq, cls, stated, events)
+
+    def _compare_class(self, seq: int, cls: str, stated: Mapping[str, Any], events: dict[EventKey, int]) -> None:
+        header, epsilon, noise = self._header, stated.get("epsilon"), stated.get("noise_multiplier")
+        found = nano_epsilon(pooled_epsilon(events, delta=header.delta, name=header.accountant)) / NANO
+        if cls in self._split:
+            found = math.inf  # half of a loss may stand in one account and half in another
+        if epsilon is not None and (type(epsilon) not in (int, float) or understated(epsilon, found)):
+            shown = "no finite figure" if math.isinf(found) else f"{found:.6g}"
+            reason = f"its manifest states ε = {str(epsilon)[:24]} for class {cls!r}, its epochs give {shown}"
+            fail(seq, Release, "verify.release-contradicts-epochs", reason)
+        least = min((sigma for sigma, _, _ in events), default=None)
+        if noise is not None and (type(noise) not in (int, float) or least is None or noise > least * (1 + 1e-12)):
+            reason = f"its manifest states noise multiplier {str(noise)[:24]} for class {cls!r}, its epochs {least}"
+            fail(seq, Release, "verify.release-contradicts-epochs", reason)
+
+
+def _read_manifest(data: bytes) -> tuple[Any, Mapping[str, Any], Any] | None:
+    """Runs, classes by name and digest of the weights, as a manifest states them; None if it is no manifest."""
+    try:
+        payload = base64.b64decode(parse_json(data, "the envelope")["payload"], validate=True)
+        statement = parse_json(payload, "the manifest")
+        predicate = statement["predicate"]
+        digests = {each["name"]: each["digest"]["sha256"] for each in statement["subject"]}
+        classes = predicate["posture"]["classes"]
+        return (predicate["runs"], classes, digests.get(WEIGHTS)) if type(classes) is dict else None
+    except (EncodingError, KeyError, TypeError, ValueError):
+        return None

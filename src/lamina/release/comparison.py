@@ -1,0 +1,181 @@
+"""Compare a release with its ledger: every figure, class, condition and digest computed again, every difference named.
+
+The release key's holder is the party being audited, so nothing that it signed is believed here. What only the issuer can have
+observed (the verdict of its own verification, files in its folder) is not compared.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from lamina.admit.keys import format_utc
+from lamina.errors import LaminaError, NotVerified
+from lamina.ledger.governance_records import Release, Role
+from lamina.ledger.reader import LedgerReader
+from lamina.ledger.records import KIND_NAMES
+from lamina.ledger.schema import NANO
+from lamina.ledger.signed_checkpoint import NoteKey, verify_checkpoint
+from lamina.ledger.verify.release_checks import FIGURE_TOLERANCE
+from lamina.ledger.verify.report import Verification
+from lamina.ledger.verify.tree_checks import Trust
+from lamina.ledger.verify.verifier import verify
+from lamina.release.certificate import Certificate, certificate_content, in_other_role
+from lamina.release.posture import Posture, read_posture
+from lamina.release.run_evidence import RunEvidence
+from lamina.validate import short_repr
+
+if TYPE_CHECKING:
+    from lamina.release.manifest import Manifest
+
+Note = Callable[[str, str, str | None], None]  # code, reason, file
+_MANIFEST, _CHECKPOINT = "manifest.json", "checkpoint.txt"
+_MOST_DIFFERENCES = 20  # named of one part
+_VERDICTS = ("trusted", "self-consistent")
+
+
+def compare_with_ledger(
+    manifest: Manifest, certificates: Mapping[str, Certificate], ledger: LedgerReader, *, trust: Trust | None, now: int,
+    note: Note,
+) -> Verification | None:  # fmt: skip
+    """Note every difference between a release and its ledger; the verification of the ledger, None if it is another's.
+
+    `certificates` are those of the release, by file.
+    """
+    # 1. The ledger is the one that the manifest names, continued.
+    if not _is_ledger_of(manifest, ledger, note):
+        return None
+    # 2. The ledger verifies, and one of its keys signed the checkpoint that the release stands on.
+    parties = ledger.parties()
+    verification = verify(ledger.store, trust=None if trust is None else trust.for_ledger(parties), now=now)
+    if verification.problem is not None and verification.problem.code == "verify.leaves-unsigned":
+        verification = verify(ledger.store, now=now)  # leaves since the release: nobody vouches for them yet
+    if (problem := verification.problem) is not None:
+        note("release.ledger-not-verified", f"the ledger does not verify: {problem}", None)
+        if problem.kind != KIND_NAMES[Release]:
+            return None  # what follows from it would be no evidence
+    _check_checkpoint(manifest, ledger, note)
+    # 3. The signer has no other role in it.
+    signer = parties.history(manifest.signer.id)
+    if signer is not None and signer.key.role is not Role.RELEASE:
+        note("release.key-in-other-role", in_other_role(manifest.signer).problem, _MANIFEST)
+    elif signer is not None and (wrong := signer.problem(now, manifest.created)) is not None:
+        note("release.key-retired", f"by the ledger, its key signs nothing any more: {wrong.reason}", _MANIFEST)
+    # 4. The release is recorded.
+    _check_record(manifest, ledger, note)
+    # 5. Every certificate, and 6. the posture, follow from the leaves up to that checkpoint.
+    try:
+        evidence = [
+            RunEvidence.read(ledger, bytes.fromhex(run), manifest.ledger["checkpoint"])
+            for run in manifest.predicate["runs"]
+        ]
+        for run, (file, certificate) in zip(evidence, certificates.items(), strict=False):
+            _compare_certificate(run, certificate, file, ledger, note)
+        _compare_posture(manifest, read_posture(ledger, evidence), evidence, note)
+    except LaminaError as error:
+        note(error.code, error.problem, _MANIFEST)
+    return verification if verification.verified else None
+
+
+def _is_ledger_of(manifest: Manifest, ledger: LedgerReader, note: Note) -> bool:
+    at = manifest.ledger
+    if ledger.origin != at["origin"] or ledger.header_hash.hex() != at["header"]:
+        note("release.other-ledger", f"{ledger.name} is not its ledger, which is of {at['origin']!r}", _CHECKPOINT)
+    elif ledger.size < at["size"]:
+        reason = f"the ledger has {ledger.size} leaves, the release stands on {at['size']}"
+        note("release.ledger-older", reason, _CHECKPOINT)
+    elif ledger.root_at(at["size"]).hex() != at["root"]:
+        note("release.ledger-forked", f"the first {at['size']} leaves of the ledger have another root", _CHECKPOINT)
+    else:
+        return True
+    return False
+
+
+def _check_checkpoint(manifest: Manifest, ledger: LedgerReader, note: Note) -> None:
+    keys = [each.public for each in ledger.parties(manifest.ledger["size"]).histories(Role.LEDGER)]
+    try:
+        verify_checkpoint(manifest.ledger["checkpoint"], [NoteKey(ledger.origin, key) for key in keys])
+    except LaminaError as error:
+        note("release.ledger-head-not-verified", error.problem, _CHECKPOINT)
+
+
+def _check_record(manifest: Manifest, ledger: LedgerReader, note: Note) -> None:
+    """The release record of the ledger, after the checkpoint that the release stands on, says what the manifest says."""
+    records = (leaf.record for leaf in ledger.of_kind(Release, manifest.ledger["size"]))
+    mine = [each for each in records if isinstance(each, Release) and each.manifest.hex() == manifest.digest]
+    if not mine:
+        note("release.not-recorded", "the ledger has no record of this release", _MANIFEST)
+    stated = (manifest.predicate["runs"], manifest.not_after)
+    for each in mine:
+        if ([run.hex() for run in each.runs], each.not_after) != stated:
+            reason = "its record in the ledger names other runs, or another date until which it may be served"
+            note("release.record-differs", reason, _MANIFEST)
+
+
+def _compare_certificate(
+    run: RunEvidence, certificate: Certificate, file: str, ledger: LedgerReader, note: Note
+) -> None:
+    stated = certificate.content
+    verdict = stated["ledger"].get("verdict")
+    expected = certificate_content(
+        run,
+        ledger,
+        verdict=verdict if verdict in _VERDICTS else _VERDICTS[-1],
+        failed={},
+        beside=stated["ledgers_beside"],
+    )  # a certificate is signed only if the issuer saw nothing wrong
+
+    def compare(code: str, *parts: str) -> None:
+        for part in parts:
+            for path, one, two in islice(differences(stated.get(part), expected[part], part), _MOST_DIFFERENCES):
+                reason = f"{path} is {short_repr(one)} in the certificate, and {short_repr(two)} by the ledger"
+                note(code, reason, file)
+
+    compare("release.figures-differ", "classes", "accountant")
+    compare("release.weights-differ", "model")
+    compare("release.plan-differs", "plan")
+    compare("release.layers-differ", "layers")
+    compare("release.facts-differ", "run", "trainer")
+    compare("release.conditions-differ", "private", "conditions")
+    compare("release.ledger-head-differs", "ledger", "issued")
+    compare("release.statement-differs", "assumptions", "other_people", "not_covered", "statement")
+
+
+def _compare_posture(manifest: Manifest, expected: Posture, runs: Sequence[RunEvidence], note: Note) -> None:
+    found = differences(manifest.posture.to_dict(), expected.to_dict(), "posture")
+    for path, one, two in islice(found, _MOST_DIFFERENCES):
+        reason = f"{path} is {short_repr(one)} in the manifest, and {short_repr(two)} by the ledger"
+        note("release.posture-differs", reason, _MANIFEST)
+    if manifest.predicate["created"] != format_utc(runs[-1].time):
+        reason = f"it says that it is of {manifest.predicate['created']}, its checkpoint of {format_utc(runs[-1].time)}"
+        note("release.ledger-head-differs", reason, _MANIFEST)
+    if manifest.gate.unstated_purposes:
+        try:
+            check_purposes(expected, runs)
+        except NotVerified as error:
+            note(error.code, error.problem, _MANIFEST)
+
+
+def check_purposes(posture: Posture, runs: Sequence[RunEvidence]) -> None:
+    """NotVerified if a class states purposes, but none in common: that is not the same as stating none."""
+    for entry in (entry for run in runs for plan in run.plans.values() for entry in plan.classes):
+        if entry.purposes and not posture.classes[entry.name].purposes:
+            problem = f"class {entry.name!r} was trained on for several purposes, and none is common to all its plans"
+            raise NotVerified("release.purposes-differ", problem, "leave out --any-purpose: nobody may use the class")
+
+
+def differences(stated: Any, expected: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
+    """(path, stated, expected) of everything that differs. Floats may differ as two machines compute them."""
+    if type(stated) is dict and type(expected) is dict:
+        for name in dict.fromkeys((*expected, *stated)):
+            yield from differences(stated.get(name), expected.get(name), f"{path}.{name}")
+    elif type(stated) is list and type(expected) is list and len(stated) == len(expected):
+        for at, (one, two) in enumerate(zip(stated, expected, strict=True)):
+            yield from differences(one, two, f"{path}[{at}]")
+    elif type(expected) is float and type(stated) in (int, float):
+        if not math.isclose(stated, expected, rel_tol=FIGURE_TOLERANCE, abs_tol=2 / NANO):
+            yield path, stated, expected
+    elif type(stated) is not type(expected) or stated != expected:
+        yield path, stated, expected

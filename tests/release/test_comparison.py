@@ -1,0 +1,401 @@
+"""A release against its ledger: whatever the holder of every key signs, a figure that the epochs contradict is named."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+import shutil
+import sqlite3
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import release_forger
+from refusals import raises_code
+from release_forger import RUN_END, forge, record_release, seed_of
+from trained_run import Trained
+
+from lamina.admit.key_ring import KeyRing
+from lamina.admit.keys import PrivateKey, PublicKey
+from lamina.errors import LaminaError
+from lamina.ledger.corpus_terms import governing_key_path, ledger_key_path
+from lamina.ledger.governance_records import Key, KeyChange, KeyEvent, KeyEvents, Role
+from lamina.ledger.reader import LedgerReader
+from lamina.ledger.verify.tree_checks import Trust
+from lamina.ledger.verify.verifier import verify
+from lamina.ledger.writer import Ledger
+from lamina.release.certificate import certify
+from lamina.release.gate import ReleaseGate
+from lamina.release.manifest import GatePolicy, ReleaseVerification, make_release, verify_release
+
+
+def compared(folder: Path, trained: Trained, *keys: PublicKey) -> ReleaseVerification:
+    with LedgerReader.read_only(trained.ledger) as ledger:
+        return verify_release(folder, trust=Trust(plain=keys) if keys else None, ledger=ledger)
+
+
+def codes(found: ReleaseVerification) -> set[str]:
+    return {each.code for each in found.problems}
+
+
+def owner(trained: Trained) -> PublicKey:
+    return PrivateKey.load(governing_key_path(trained.ledger), None).public
+
+
+def seed(key: PrivateKey, tmp_path: Path) -> bytes:
+    key.save(tmp_path / "release.pem", None)
+    return seed_of(tmp_path / "release.pem")
+
+
+def recorded(trained: Trained, folder: Path) -> None:
+    """Put the forged release into the ledger, with the ledger's own key."""
+    record_release(trained.ledger, folder, seed_of(ledger_key_path(trained.ledger)))
+
+
+# ----------------------------------------------------------------------------------- honest releases
+
+
+def test_an_honest_release_agrees_with_its_ledger(release: Path, trained: Trained, key: PrivateKey) -> None:
+    alone = verify_release(release, trust=Trust(plain=(key.public,)))
+    assert (alone.verified, alone.signed, alone.compared, alone.trusted) == (True, True, False, False)
+    assert alone.verdict == "signed by a trusted key; figures not compared with a ledger"
+    found = compared(release, trained, key.public)
+    assert not found.problems and found.compared and not found.trusted
+    assert found.verdict == "signed by a trusted key; figures agree with a ledger that no trusted key governs"
+    both = compared(release, trained, key.public, owner(trained))
+    assert both.trusted and both.verdict == "trusted" and not both.problems
+    nobody = compared(release, trained)
+    assert nobody.verified and not nobody.signed and not nobody.trusted
+
+
+def test_it_agrees_after_the_ledger_has_grown(release: Path, trained: Trained, key: PrivateKey, tmp_path: Path) -> None:
+    """Another release, and a leaf that no checkpoint covers: what counts is the ledger as it was."""
+    with trained.open() as ledger:
+        make_release(tmp_path / "second", [trained.folder], ledger, key)
+    assert compared(release, trained, key.public, owner(trained)).trusted
+    with Ledger.open(trained.ledger, governing=PrivateKey.load(governing_key_path(trained.ledger), None)) as ledger:
+        at = ledger.now()
+        made = Key(name="late", x=PrivateKey.generate().public.x, role=Role.OPERATOR)
+        ledger.govern(KeyEvents(events=(KeyEvent(change=KeyChange.ADD, key=made, effective=at),)))
+    found = compared(release, trained, key.public, owner(trained))
+    assert found.compared and not found.problems and not found.trusted  # nobody vouches for the last leaf yet
+
+
+def test_a_ledger_that_is_not_its_own_or_too_short_is_named(
+    release: Path, trained: Trained, key: PrivateKey, tmp_path: Path
+) -> None:
+    short = tmp_path / "short"
+    shutil.copytree(trained.folder.parent, short, symlinks=True)
+    hand = release_forger.HandLedger(str(short / trained.name))
+    del hand.rows[8:]
+    with closing(sqlite3.connect(short / trained.name)) as db, db:
+        db.execute("DELETE FROM attempt WHERE seq >= 8")
+    hand.write(seed_of(ledger_key_path(trained.ledger)))
+    found = compared(release, Trained(short / "first", trained.outcome), key.public)
+    assert codes(found) == {"release.ledger-older"} and not found.compared
+
+
+# ----------------------------------------------------------------------------------- forged by all keys (A7)
+
+Change = Callable[[dict[str, Any]], object]
+
+
+def cheaper(content: dict[str, Any]) -> None:
+    content["classes"]["clinical"].update(epsilon=0.1, epsilon_total=0.1)
+
+
+FORGED: dict[str, tuple[Change | None, Change | None, str]] = {
+    "a smaller ε": (cheaper, lambda p: p["posture"]["classes"]["clinical"].update(epsilon=0.1), "release.figures-differ"),
+    "a smaller ε of all runs": (
+        lambda c: c["classes"]["clinical"].update(epsilon_total=0.5), None, "release.figures-differ"
+    ),
+    "a smaller replace-one": (
+        lambda c: c["classes"]["clinical"].update(epsilon_replace_one=1.0), None, "release.figures-differ"
+    ),
+    "one digit": (
+        lambda c: c["classes"]["clinical"].update(epsilon=c["classes"]["clinical"]["epsilon"] - 1e-5), None,
+        "release.figures-differ",
+    ),
+    "a smaller sampling rate": (
+        lambda c: c["classes"]["clinical"].update(sampling_rate=0.001), None, "release.figures-differ"
+    ),
+    "another adjacency": (lambda c: c["classes"]["clinical"].update(adjacency="none"), None, "release.figures-differ"),
+    "another unit": (
+        lambda c: c["classes"]["clinical"].update(unit="patient"),
+        lambda p: p["posture"]["classes"]["clinical"].update(unit="patient"), "release.figures-differ",
+    ),
+    "an unknown class": (
+        lambda c: c["classes"].update(ghost=c["classes"]["clinical"]), None, "release.posture-differs"
+    ),
+    "another plan": (lambda c: c["plan"].update(sha256="00" * 32), None, "release.plan-differs"),
+    "more steps": (lambda c: c["run"].update(steps=21), None, "release.facts-differ"),
+    "hardened noise": (lambda c: c["trainer"].update(hardened=True), None, "release.facts-differ"),
+    "starting weights": (lambda c: c["trainer"].update(starting_weights=None), None, "release.facts-differ"),
+    "a caveat less": (lambda c: c["not_covered"].pop(), None, "release.statement-differs"),
+    "another statement": (lambda c: c.update(statement="Everything is fine."), None, "release.statement-differs"),
+    "a condition less": (lambda c: c["conditions"].pop(0), None, "release.conditions-differ"),
+    "another source": (
+        lambda c: c["conditions"][0].update(source="recomputed from the ledger"), None, "release.conditions-differ"
+    ),
+    "more noise of a layer": (lambda c: c["layers"][0].update(noise_std=9.0), None, "release.layers-differ"),
+    "another date": (lambda c: c.update(issued="2020-01-01T00:00:00Z"), None, "release.ledger-head-differs"),
+    "widened purposes": (
+        None, lambda p: p["posture"]["classes"]["sensitive"].update(purposes=["ads", "care"]), "release.posture-differs"
+    ),
+    "other withdrawn counts": (None, lambda p: p["posture"]["withdrawn"].update(clinical=1), "release.posture-differs"),
+    "another depth": (None, lambda p: p["posture"]["layers"][0].update(depth=1.0), "release.posture-differs"),
+    "other eligible leaves": (None, lambda p: p["posture"].update(eligible=[0, 1]), "release.posture-differs"),
+    "a later end": (None, lambda p: p.update(not_after="2096-01-01T00:00:00Z"), "release.record-differs"),
+    "another date of the manifest": (
+        None, lambda p: p.update(created="2020-01-01T00:00:00Z"), "release.ledger-head-differs"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_what_contradicts_the_ledger_is_named(
+    release: Path, trained: Trained, key: PrivateKey, tmp_path: Path, name: str
+) -> None:
+    certificate, predicate, code = FORGED[name]
+    forge(release, seed(key, tmp_path), certificate=certificate, predicate=predicate)
+    recorded(trained, release)
+    found = compared(release, trained, key.public)
+    assert code in codes(found) and not found.verified and not found.trusted, found.problems
+
+
+def test_swapped_weights_with_every_key_of_the_operator(
+    release: Path, trained: Trained, key: PrivateKey, tmp_path: Path
+) -> None:
+    """Other weights, ε = 0.1, a release record: signed by the release key and the ledger key. Nothing says "trusted"."""
+    weights, release_seed = release / "model.safetensors", seed(key, tmp_path)
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\x01")
+    digest = release_forger.hashlib.sha256(weights.read_bytes()).hexdigest()
+
+    def lie(content: dict[str, Any]) -> None:
+        cheaper(content)
+        content["model"]["sha256"] = digest
+
+    forge(
+        release, release_seed, certificate=lie,
+        predicate=lambda p: p["posture"]["classes"]["clinical"].update(epsilon=0.1),
+    )  # fmt: skip
+    recorded(trained, release)
+    alone = verify_release(release, trust=Trust(plain=(key.public,)))
+    assert alone.signed and not alone.trusted and "trusted;" not in alone.verdict.partition("by a ")[0]
+    ledger_alone = verify(trained.ledger, trust=Trust(plain=(owner(trained),)))
+    assert ledger_alone.problem is not None and ledger_alone.problem.code == "verify.release-weights-differ"
+    found = compared(release, trained, key.public, owner(trained))
+    assert codes(found) >= {"release.ledger-not-verified", "release.weights-differ", "release.figures-differ"}
+    assert not found.compared
+    with LedgerReader.read_only(trained.ledger) as reader, raises_code("release.not-verified"):
+        ReleaseGate(release, key.public, ledger=reader)
+
+
+def test_a_ledger_without_the_bad_release_still_shows_it(
+    release: Path, trained: Trained, key: PrivateKey, tmp_path: Path
+) -> None:
+    """The record of the honest release stands for another manifest: neither weights nor ε pass."""
+    weights = release / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\x01")
+    digest = release_forger.hashlib.sha256(weights.read_bytes()).hexdigest()
+    forge(release, seed(key, tmp_path), certificate=lambda c: (cheaper(c), c["model"].update(sha256=digest)))
+    found = compared(release, trained, key.public, owner(trained))
+    assert codes(found) >= {"release.weights-differ", "release.figures-differ", "release.not-recorded"}
+    assert any("classes.clinical.epsilon is 0.1" in each.reason for each in found.problems)
+
+
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        (lambda c: c.update(epsilon=0.1), "verify.release-contradicts-epochs"),
+        (lambda c: c.update(noise_multiplier=99.0), "verify.release-contradicts-epochs"),
+        (lambda c: c.update(public=True, epsilon=None, delta=None), "verify.release-contradicts-epochs"),
+    ],
+    ids=["ε", "noise", "public"],
+)
+def test_ledger_verify_compares_release_records_with_epochs(
+    release: Path, trained: Trained, key: PrivateKey, tmp_path: Path, change: Change, code: str
+) -> None:
+    forge(release, seed(key, tmp_path), predicate=lambda p: change(p["posture"]["classes"]["clinical"]))
+    recorded(trained, release)
+    found = verify(trained.ledger).problem
+    assert found is not None and (found.kind, found.code) == ("release", code)
+
+
+def test_a_release_of_a_run_without_an_end_is_named(
+    release: Path, trained: Trained, key: PrivateKey, tmp_path: Path
+) -> None:
+    """As ledgers have them from before ends were recorded: they verify, and a note names the release."""
+    older, ledger_seed = tmp_path / "older", seed_of(ledger_key_path(trained.ledger))
+    shutil.copytree(trained.folder.parent, older, symlinks=True)
+    mine = Trained(older / "first", trained.outcome)
+    hand = release_forger.HandLedger(str(mine.ledger))
+    ends = [seq for seq in range(len(hand.rows)) if hand.kept(seq)[1] == RUN_END]
+    del hand.rows[ends[0] :]
+    hand.write(ledger_seed)
+    seq = record_release(mine.ledger, release, ledger_seed)
+    found = verify(mine.ledger)
+    assert found.verified and any("without the end of a run, so that their weights" in each and str(seq) in each
+                                  for each in found.notes)  # fmt: skip
+
+
+# ----------------------------------------------------------------------------------- roles of keys (A4)
+
+OTHER_ROLES = [role for role in Role if role is not Role.RELEASE]
+
+
+def named(trained: Trained, role: Role) -> PrivateKey:
+    """A key that the ledger names in a role."""
+    if role in (Role.LEDGER, Role.GOVERNING):
+        path = ledger_key_path(trained.ledger) if role is Role.LEDGER else governing_key_path(trained.ledger)
+        return PrivateKey.load(path, None)
+    made = PrivateKey.generate()
+    governing = PrivateKey.load(governing_key_path(trained.ledger), None)
+    with Ledger.open(
+        trained.ledger, PrivateKey.load(ledger_key_path(trained.ledger), None), governing=governing
+    ) as ledger:
+        event = KeyEvent(
+            change=KeyChange.ADD, key=Key(name=f"a-{role.name.lower()}", x=made.public.x, role=role),
+            effective=ledger.now(),
+        )  # fmt: skip
+        ledger.govern(KeyEvents(events=(event,)))
+    return made
+
+
+@pytest.mark.parametrize("role", OTHER_ROLES, ids=lambda role: role.name.lower())
+def test_a_key_with_another_role_signs_neither_certificate_nor_release(
+    trained: Trained, tmp_path: Path, role: Role
+) -> None:
+    thief = named(trained, role)
+    with trained.open() as ledger:
+        found = certify(trained.folder, ledger)
+        with raises_code("release.key-in-other-role"):
+            found.signed(thief)
+        size = ledger.size
+        with raises_code("release.key-in-other-role"):
+            make_release(tmp_path / "out", [trained.folder], ledger, thief)
+        assert ledger.size == size
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("role", OTHER_ROLES, ids=lambda role: role.name.lower())
+def test_a_release_by_a_key_with_another_role_is_refused(
+    trained: Trained, key: PrivateKey, tmp_path: Path, role: Role
+) -> None:
+    thief = named(trained, role)
+    with trained.open() as ledger:
+        make_release(tmp_path / "release", [trained.folder], ledger, key)
+    forge(tmp_path / "release", seed(thief, tmp_path))
+    recorded(trained, tmp_path / "release")
+    assert "release.key-in-other-role" in codes(compared(tmp_path / "release", trained, thief.public))
+    ring = KeyRing()
+    ring.add(thief.public, label="somebody", role=role.name.lower())
+    assert codes(verify_release(tmp_path / "release", trust=Trust(ring=ring))) == {"release.foreign-key"}
+    assert codes(verify_release(tmp_path / "release", trust=Trust(ring=ring, plain=(thief.public,)))) == {
+        "release.foreign-key"
+    }
+    alone = verify_release(tmp_path / "release", trust=Trust(plain=(thief.public,)))
+    assert codes(alone) == ({"release.key-in-other-role"} if role is Role.LEDGER else set()) and not alone.trusted
+
+
+def test_a_key_that_the_ledger_names_for_releases_signs_until_it_is_revoked(trained: Trained, tmp_path: Path) -> None:
+    mine = named(trained, Role.RELEASE)
+    with trained.open() as ledger:
+        make_release(tmp_path / "release", [trained.folder], ledger, mine)
+    assert not compared(tmp_path / "release", trained, mine.public).problems
+    governing = PrivateKey.load(governing_key_path(trained.ledger), None)
+    with Ledger.open(
+        trained.ledger, PrivateKey.load(ledger_key_path(trained.ledger), None), governing=governing
+    ) as ledger:
+        event = KeyEvent(change=KeyChange.REVOKE, target=mine.public.id, effective=ledger.now())
+        ledger.govern(KeyEvents(events=(event,)))
+    assert codes(compared(tmp_path / "release", trained, mine.public)) == {"release.key-retired"}
+
+
+# ----------------------------------------------------------------------------------- ranges (A6)
+
+NO_FIGURES: list[Any] = [10**400, -(10**400), -1, -0.5, 1e301, 2**70, True, "1", [], {}]
+
+
+def numbers(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Where a JSON value holds a number."""
+    if type(value) in (int, float):
+        yield path
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, each in items:
+        yield from numbers(each, (*path, name))
+
+
+def put(value: Any, path: tuple[Any, ...], new: Any) -> None:
+    for name in path[:-1]:
+        value = value[name]
+    value[path[-1]] = new
+
+
+def test_no_number_of_a_manifest_is_out_of_range(release: Path, key: PrivateKey, tmp_path: Path) -> None:
+    """Every number, each replaced by what no release states: named, never a raw error."""
+    trust, release_seed = Trust(plain=(key.public,)), seed(key, tmp_path)
+    predicate = release_forger.statement(release)["predicate"]
+    paths = [path for path in numbers(predicate) if path != ("version",)]
+    assert len(paths) > 20 and ("gate", "max_age") in paths
+    for path in paths:
+        for new in NO_FIGURES:
+            forge(release, release_seed, predicate=lambda p, path=path, new=new: put(p, path, new))
+            assert codes(verify_release(release, trust=trust)), (path, new)
+            forge(release, release_seed, predicate=lambda p: p.update(copy.deepcopy(predicate)))
+    assert not codes(verify_release(release, trust=trust))
+
+
+def test_no_number_of_a_certificate_is_out_of_range(release: Path, key: PrivateKey, tmp_path: Path) -> None:
+    trust, release_seed = Trust(plain=(key.public,)), seed(key, tmp_path)
+    content = json.loads((release / "certificate.json").read_text())
+    unchecked = ("trainer",)  # leaves of the ledger, which only the ledger can tell
+    paths = [path for path in numbers(content) if path[0] not in unchecked]
+    assert len(paths) > 30
+
+    def restore(found: dict[str, Any]) -> None:
+        found.clear()
+        found.update(copy.deepcopy(content))
+
+    for path in paths:
+        for new in NO_FIGURES:
+            forge(release, release_seed, certificate=lambda c, path=path, new=new: put(c, path, new))
+            assert codes(verify_release(release, trust=trust)), (path, new)
+            forge(release, release_seed, certificate=restore)
+    assert not codes(verify_release(release, trust=trust))
+
+
+def test_random_changes_never_end_in_a_raw_error(release: Path, key: PrivateKey, tmp_path: Path) -> None:
+    rng, trust, release_seed = random.Random(5), Trust(plain=(key.public,)), seed(key, tmp_path)
+    kept = {path.name: path.read_bytes() for path in release.iterdir()}
+
+    def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+        items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        for name, each in list(items):
+            yield (*path, name)
+            yield from places(each, (*path, name))
+
+    def spoil(found: dict[str, Any]) -> None:
+        put(found, rng.choice(list(places(found))), rng.choice([*NO_FIGURES, None, "\x1b[2J", "a" * 2000, [[[]]]]))
+
+    for _ in range(150):
+        which = rng.choice([{"certificate": spoil}, {"predicate": spoil}])
+        forge(release, release_seed, **which)
+        verify_release(release, trust=trust)  # whatever it says, it says it
+        for name, data in kept.items():
+            (release / name).write_bytes(data)
+
+
+@pytest.mark.parametrize("age", [0, -1, 10**9, 366 * 86_400 + 1, 1.5, True])
+def test_a_gate_does_not_go_without_withdrawals_for_years(age: Any) -> None:
+    with raises_code("release.max-age-out-of-range"):
+        GatePolicy(max_age=age)
+
+
+@pytest.mark.parametrize("draws", [{"depth": [0, 2]}, {"depth": [10**400, 1]}, {"layers": "a"}, {"all": True}, 3])
+def test_a_generation_class_means_something(draws: Any) -> None:
+    with pytest.raises(LaminaError, match="generation-class"):
+        GatePolicy(generation_classes={"head": draws})

@@ -1,0 +1,285 @@
+"""Facts of a run come from the ledger: edits of its folder, and forged records of its start and end, are named."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import release_forger
+import torch
+from refusals import raises_code
+from release_forger import RUN_BEGIN, RUN_END, seed_of
+from safetensors.torch import load_file
+from short_runs import half_of_a_run, trainer
+from torch import nn
+from trained_run import Trained
+
+import lamina
+from lamina.admit.keys import PrivateKey
+from lamina.errors import LedgerError
+from lamina.ledger.corpus_terms import ledger_key_path
+from lamina.ledger.reader import LedgerReader
+from lamina.ledger.records import Epoch
+from lamina.ledger.run_history import RunHistory
+from lamina.ledger.run_records import NoiseOrigin, RunBegin, RunEnd, WeightsOrigin
+from lamina.ledger.verify.verifier import verify
+from lamina.release.certificate import Certificate, certify
+
+NAME = "example.org-resumed.ledger.db"
+
+
+def certificate(trained: Trained) -> Certificate:
+    with LedgerReader.read_only(trained.ledger) as ledger:
+        return certify(trained.folder, ledger)
+
+
+def failing(found: Certificate) -> set[str]:
+    return {each["name"] for each in found.content["conditions"] if not each["holds"]}
+
+
+def edit(trained: Trained, change: Callable[[dict[str, Any]], object]) -> None:
+    path = trained.folder / "metrics.json"
+    found = json.loads(path.read_text())
+    change(found)
+    path.write_text(json.dumps(found))
+
+
+def ledger_seed(trained: Trained) -> bytes:
+    return seed_of(ledger_key_path(trained.ledger))
+
+
+def records(trained: Trained, kind: type[Any]) -> list[Any]:
+    with LedgerReader.read_only(trained.ledger) as ledger:
+        return [leaf.record for leaf in ledger.of_kind(kind)]
+
+
+def test_the_ledger_has_start_and_end(trained: Trained) -> None:
+    (begin,), (end,) = records(trained, RunBegin), records(trained, RunEnd)
+    assert begin.run == end.run and begin.weights.hex() != end.weights
+    assert (end.steps, end.noise, end.caps, list(end.digests)) == (20, NoiseOrigin.SYSTEM, (), ["model.safetensors"])
+    stated = certificate(trained).content["trainer"]
+    assert stated["starting_weights"]["sha256"] == begin.weights.hex() and stated["files"] == end.digests
+    with LedgerReader.read_only(trained.ledger) as ledger:
+        assert ledger.leaf(stated["leaf"]).record == end
+
+
+def test_the_digest_of_the_start_is_that_of_the_file(tmp_path: Path) -> None:
+    """A run that starts from the final weights of another one has their digest."""
+    first = trainer(tmp_path).fit()
+    again = trainer(tmp_path, run="second")
+    again.model.load_state_dict(load_file(first.folder / "model.safetensors"))
+    again.fit()
+    mine = Trained(first.folder, first, NAME)
+    (_, begin), (end, _) = records(mine, RunBegin), records(mine, RunEnd)
+    assert begin.weights.hex() == end.weights
+
+
+EDITS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "cap": (lambda m: m["classes"]["clinical"].update(max_occurrences=1), "max_occurrences"),
+    "adjacency": (lambda m: m["conditions"].update(adjacency="zero-out, no amplification"), "conditions.adjacency"),
+    "steps": (lambda m: m.update(steps=1), "steps"),
+    "infinite steps": (lambda m: m.update(steps=1e300), "steps"),
+    "hardened": (lambda m: m["conditions"].update(hardened=True), "conditions.hardened"),
+    "a number for a condition": (lambda m: m["conditions"].update(probed=1), "conditions.probed"),
+    "plan": (lambda m: m.update(plan="00" * 32), "plan"),
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_an_edited_metrics_file_changes_no_figure_and_is_named(trained: Trained, key: PrivateKey, name: str) -> None:
+    before, (change, field) = certificate(trained).content, EDITS[name]
+    edit(trained, change)
+    found = certificate(trained)
+    assert failing(found) == {"metrics"} and field in found.reasons[0]
+    for part in ("run", "model", "trainer", "classes", "layers", "plan", "not_covered"):
+        assert found.content[part] == before[part]
+    with raises_code("release.not-private"):
+        found.signed(key)
+
+
+def test_other_weights_with_their_digest_are_not_certified(trained: Trained) -> None:
+    path, before = trained.folder / "model.safetensors", certificate(trained).content["model"]
+    path.write_bytes(path.read_bytes()[:-1] + b"\x01")
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    edit(trained, lambda m: m["files"].update({path.name: digest}))
+    found = certificate(trained)
+    assert failing(found) == {"weights", "metrics"} and found.content["model"] == before
+    path.unlink()
+    assert "weights" in failing(certificate(trained))
+
+
+def test_the_name_of_a_cheaper_run_is_not_believed(tmp_path: Path) -> None:
+    dear, cheap = trainer(tmp_path).fit(), trainer(tmp_path, run="second", epsilon=1.0).fit()
+    mine = Trained(dear.folder, dear, NAME)
+    edit(mine, lambda m: m.update(run=cheap.run))
+    assert "weights" in failing(certificate(mine))
+
+
+def test_a_seeded_run_does_not_become_private_by_an_edit(tmp_path: Path) -> None:
+    outcome = trainer(tmp_path, seed=7).fit()
+    mine = Trained(outcome.folder, outcome, NAME)
+    edit(mine, lambda m: m["conditions"].update(noise="secure"))
+    edit(mine, lambda m: m.update(notes=[]))
+    assert failing(certificate(mine)) == {"noise", "metrics"}
+    (end,) = records(mine, RunEnd)
+    assert end.noise is NoiseOrigin.SEEDED
+
+
+FACTS = {6: (2, "noise"), 7: (2, "sampling"), 9: (False, "probed"), 10: (False, "covered"), 11: (True, "raw_figures")}
+
+
+@pytest.mark.parametrize("field", FACTS)
+def test_a_run_that_states_a_broken_condition_gets_no_signature(trained: Trained, key: PrivateKey, field: int) -> None:
+    value, name = FACTS[field]
+    body, seed = release_forger.last(trained.ledger, RUN_END), ledger_seed(trained)
+    release_forger.cut(trained.ledger, RUN_END, seed)
+    release_forger.append(trained.ledger, RUN_END, {**body, field: value}, seed)
+    (trained.folder / "metrics.json").write_text(json.dumps({"run": body[1].hex(), "classes": {}, "steps": 20,
+                                                             "plan": body[5].hex()}))  # fmt: skip
+    found = certificate(trained)
+    assert verify(trained.ledger).verified and failing(found) == {name}
+    source = next(each["source"] for each in found.content["conditions"] if each["name"] == name)
+    assert source == "stated by the trainer"
+    with raises_code("release.not-private"):
+        found.signed(key)
+
+
+def test_a_run_from_before_these_records_is_recorded_when_it_is_opened_again(tmp_path: Path) -> None:
+    outcome = trainer(tmp_path).fit()
+    mine = Trained(outcome.folder, outcome, NAME)
+    release_forger.cut(mine.ledger, RUN_END, ledger_seed(mine))
+    with raises_code("release.run-not-ended"):
+        certificate(mine)
+    again = trainer(tmp_path).fit()
+    assert again.certificate.private and len(records(mine, RunEnd)) == 1 and verify(mine.ledger).verified
+
+
+def test_a_finished_run_that_is_opened_again_writes_nothing_twice(tmp_path: Path) -> None:
+    outcome = trainer(tmp_path).fit()
+    mine, sizes = Trained(outcome.folder, outcome, NAME), []
+    for options in ({}, {}, {"hardened": True}):  # options without effect change no fact
+        assert trainer(tmp_path, **options).fit().certificate.private
+        with LedgerReader.read_only(mine.ledger) as ledger:
+            sizes.append(ledger.size)
+    assert len(set(sizes)) == 1 and len(records(mine, RunBegin)) == len(records(mine, RunEnd)) == 1
+
+
+def test_older_weights_do_not_become_the_end_of_a_run(tmp_path: Path) -> None:
+    """The newest checkpoint is gone: what is left is not the state that the ledger records as the end."""
+    outcome = trainer(tmp_path).fit()
+    weights = (outcome.folder / "model.safetensors").read_bytes()
+    newest = sorted((outcome.folder / "checkpoint").iterdir())[-1]
+    newest.unlink()
+    with raises_code("ledger.run-end-continued"):
+        trainer(tmp_path).fit()
+    assert (outcome.folder / "model.safetensors").read_bytes() == weights
+
+
+ENDS: dict[str, tuple[Callable[[dict[int, Any]], object], str]] = {
+    "more steps": (lambda e: e.update({4: 60}), "ledger.run-end-differs"),
+    "another plan": (lambda e: e.update({5: bytes(32)}), "ledger.run-end-differs"),
+    "a segment that nobody recorded": (lambda e: e.update({2: 77}), "ledger.run-end-unknown-segment"),
+    "an earlier segment": (lambda e: e.update({2: 3, 4: 8}), "ledger.run-end-continued"),
+    "another run": (lambda e: e.update({1: bytes(16)}), "ledger.run-end-unknown-segment"),
+    "other weights": (lambda e: e.update({14: [{1: "model.safetensors", 2: bytes(32)}]}), "ledger.run-ended-twice"),
+    "no weights": (lambda e: e.update({14: [{1: "ema.safetensors", 2: bytes(32)}]}), "verify.leaf-unreadable"),
+    "free text": (lambda e: e.update({14: [{1: "Anna Müller", 2: bytes(32)}]}), "verify.leaf-unreadable"),
+    "an unknown field": (lambda e: e.update({15: "seed 7"}), "verify.leaf-unreadable"),
+    "an unknown source of noise": (lambda e: e.update({6: 9}), "verify.leaf-unreadable"),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_an_end_that_contradicts_the_epochs_is_named_and_not_written(trained: Trained, name: str) -> None:
+    change, code = ENDS[name]
+    body, (end,) = release_forger.last(trained.ledger, RUN_END), records(trained, RunEnd)
+    change(body)
+    if not code.startswith("verify."):
+        made = RunEnd(
+            **{each: getattr(end, each) for each in end.__slots__}
+            | {"run": body[1], "segment": body[2], "steps": body[4], "plan": body[5]}
+            | {"files": tuple(type(end.files[0])(name=one[1], sha256=one[2]) for one in body[14])}
+        )
+        with trained.open() as ledger, raises_code(code):
+            ledger.append([made])
+    release_forger.append(trained.ledger, RUN_END, body, ledger_seed(trained))
+    found = verify(trained.ledger).problem
+    assert found is not None and found.code == code
+
+
+def test_a_start_comes_first_and_once(trained: Trained) -> None:
+    body = release_forger.last(trained.ledger, RUN_BEGIN)
+    for change, code in (
+        ({2: bytes(32)}, "ledger.run-begun-twice"),
+        ({1: bytes(16), 3: 3, 4: bytes(15) + b"\x01"}, None),
+    ):
+        with trained.open() as ledger:
+            made = {**body, **change}
+            origin = None if 3 not in made else WeightsOrigin(made[3])
+            record = RunBegin(run=made[1], weights=made[2], origin=origin, parent=made.get(4))
+            with pytest.raises(LedgerError) as refused:
+                ledger.append([record])
+            assert refused.value.code == (code or "ledger.run-parent-differs")
+    release_forger.append(trained.ledger, RUN_BEGIN, {**body, 2: bytes(32)}, ledger_seed(trained))
+    found = verify(trained.ledger).problem
+    assert found is not None and found.code == "ledger.run-begun-twice"
+
+
+def test_a_start_after_the_first_epoch_is_too_late(trained: Trained) -> None:
+    """Rows are moved by hand: the start behind the first epoch."""
+    hand = release_forger.HandLedger(str(trained.ledger))
+    begin, epoch = hand.kept(1), hand.kept(2)
+    assert (begin[1], epoch[1]) == (RUN_BEGIN, 3)
+    bodies = hand.rows[1][1], hand.rows[2][1]
+    coded = release_forger.cbor2.dumps
+    hand.rows[1] = (coded({**epoch, 2: 1}, canonical=True), bodies[1])
+    hand.rows[2] = (coded({**begin, 2: 2, 4: 1}, canonical=True), bodies[0])
+    hand.write(ledger_seed(trained))
+    with sqlite3.connect(trained.ledger) as db:
+        db.execute("UPDATE attempt SET seq = 1 WHERE seq = 2")
+        db.execute("DELETE FROM checkpoint WHERE size < (SELECT size FROM head)")
+    found = verify(trained.ledger).problem
+    assert found is not None and found.code in ("ledger.run-begin-late", "verify.previous-checkpoint-unknown")
+    history = RunHistory()
+    history.see(records(trained, Epoch)[0])
+    with raises_code("ledger.run-begin-late"):
+        history.check(records(trained, RunBegin)[0])
+
+
+def test_a_resumed_run_has_one_start(tmp_path: Path) -> None:
+    half_of_a_run(tmp_path)
+    outcome = trainer(tmp_path).fit()
+    mine = Trained(outcome.folder, outcome, NAME)
+    assert len(records(mine, RunBegin)) == len(records(mine, RunEnd)) == 1 and outcome.certificate.private
+
+
+def test_the_time_of_an_end_tells_no_more_than_that_of_an_epoch(trained: Trained) -> None:
+    """Rounded like the time of an epoch, or equal to that of the leaf before: how long steps took stays unknown."""
+    body, seed = release_forger.last(trained.ledger, RUN_END), ledger_seed(trained)
+    release_forger.cut(trained.ledger, RUN_END, seed)
+    hand = release_forger.HandLedger(str(trained.ledger))
+    late = hand.kept(len(hand.rows) - 1)[3] + 61
+    hand.append(RUN_END, body, time=late - late % 3600 + 3601)
+    hand.write(seed)
+    found = verify(trained.ledger, now=late + 7200).problem
+    assert found is not None and found.code == "verify.epoch-time-not-rounded"
+
+
+def test_one_layer_model_is_certified(tmp_path: Path) -> None:
+    """With a cap, which is in the record and on the certificate."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(4, 2), torch.randn(60, 4)
+    engine, corpus, plan = lamina.make_private(
+        model, (x, (x.sum(1) > 0).long()), epsilon=2.0, batch=16, steps=4, population=60
+    )
+    outcome = lamina.Trainer(
+        model, torch.optim.SGD(model.parameters(), 0.1), nn.CrossEntropyLoss(reduction="none"), corpus, plan,
+        folder=tmp_path / "runs" / "a", progress=False, engine=engine, max_occurrences={plan.classes[0].name: 3},
+    ).fit()  # fmt: skip
+    (figures,) = outcome.certificate.classes.values()
+    assert outcome.certificate.private and figures["max_occurrences"] == 3
