@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 from asking import Call, succeeded
 from model_signing import verifying
+from release_forger import forge, record_release, seed_of
 from trained_run import Trained, copied_run
 
-from lamina.ledger.corpus_terms import governing_key_path
+from lamina.admit.keys import PrivateKey
+from lamina.ledger.corpus_terms import governing_key_path, ledger_key_path
 
 
 @pytest.fixture
@@ -34,10 +36,16 @@ def test_from_a_run_to_a_query(trained: Trained, tmp_path: Path, lamina: Call) -
     page = json.loads(succeeded(lamina("report", run, "--json")))["report"]
     assert Path(page).read_text().startswith("<!doctype html>")
     made = json.loads(succeeded(lamina("release", "make", run, "-o", out, "--name", "ecg", "--json")))
-    assert made["verified"] and made["trusted"]
+    assert made["verified"] and made["signed"] and made["compared"] and not made["trusted"]
     key = str(trained.ledger).replace(".db", ".release.pub")
     told = json.loads(succeeded(lamina("release", "verify", out, "--trust", key, "--json")))
-    assert (told["verified"], told["trusted"], told["problems"]) == (True, True, [])
+    assert (told["verified"], told["signed"], told["compared"], told["trusted"]) == (True, True, False, False)
+    assert told["problems"] == [] and told["verdict"] == "signed by a trusted key; figures not compared with a ledger"
+    owner = str(tmp_path / "owner.pub")
+    Path(owner).write_bytes(PrivateKey.load(governing_key_path(trained.ledger), None).public.pem())
+    both = ("--trust", key, "--trust", owner, "--ledger", str(trained.ledger))
+    told = json.loads(succeeded(lamina("release", "verify", out, *both, "--json")))
+    assert (told["compared"], told["trusted"], told["verdict"], told["problems"]) == (True, True, "trusted", [])
     assert "ledger  example.org/ecg, " in succeeded(lamina("release", "verify", out, "--trust", key))
     query = asked(tmp_path / "query.json")
     assert succeeded(lamina("release", "ask", out, query, "--trust", key)) == "allowed\n"
@@ -52,6 +60,16 @@ def test_from_a_run_to_a_query(trained: Trained, tmp_path: Path, lamina: Call) -
         str(trained.ledger),
     )
     assert code == 1 and text.startswith("denied\n") and "[purpose-not-allowed]" in text
+    forge(
+        Path(out),
+        seed_of(Path(key).with_suffix(".pem")),
+        certificate=lambda c: c["classes"]["clinical"].update(rho=0.1),
+    )
+    record_release(trained.ledger, Path(out), seed_of(ledger_key_path(trained.ledger)))
+    code, text, _ = lamina("release", "verify", out, *both)
+    assert code == 1 and "classes.clinical.rho is 0.1 in the certificate" in text and "[release.figures-differ]" in text
+    code, _, err = lamina("release", "ask", out, query, *both)
+    assert code == 1 and "release.not-verified" in err
     Path(out, "README.md").write_text("changed")
     code, text, _ = lamina("release", "verify", out, "--trust", key)
     assert code == 1 and "[release.file-changed]" in text

@@ -10,11 +10,12 @@ from decimal import Decimal
 
 import pytest
 from build import HOUR, RUNS, YEAR, Story, build
-from making import GOVERNING, LEDGER, START, authorised, epoch
+from making import GOVERNING, LEDGER, START, authorised, ended, epoch
 from refusals import raises_code
 
 from lamina.ledger.governance_records import TermsChange
 from lamina.ledger.records import KIND_NAMES, ContributionRecord, Epoch, EpochAccount, Leaf
+from lamina.ledger.run_records import RunBegin
 from lamina.ledger.show import (
     KINDS_BY_NAME,
     RecordFilter,
@@ -40,6 +41,11 @@ def test_every_record_in_words(story: Story) -> None:
     told = {KIND_NAMES[leaf.kind]: describe_leaf(leaf) for leaf in story.ledger.leaves()}
     terms = Leaf(TermsChange, 60, START, 3, authorised(story.ledger, TermsChange(witnesses=1, retention=400 * 86_400)))
     told["terms"] = describe_leaf(terms)
+    begin, end = RunBegin(run=RUNS[0], weights=bytes(32)), ended(RUNS[0], steps=30, probed=False)
+    for record in (begin, end):
+        told[KIND_NAMES[type(record)]] = describe_leaf(Leaf(type(record), 60, START, 3, record))
+    assert told["run-begin"].endswith("starts from weights 0000000000000000, origin not declared")
+    assert told["run-end"].endswith("ended at step 30 with weights 0000000000000000; the trainer states: not probed")
     assert told.keys() == KINDS_BY_NAME.keys()
     owner = GOVERNING.public.name[:16]
     assert told["terms"] == f"1 cosignature of witnesses, kept 400 days, by {owner}"

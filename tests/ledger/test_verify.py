@@ -101,7 +101,7 @@ def test_a_good_ledger_in_every_kind_of_store(where: str) -> None:
     assert found.root == story.ledger.root
     assert found.counts == {
         "header": 1, "contribution": 43, "epoch": 3, "withdrawal": 1, "key": 5, "aggregate": 1, "policy": 1,
-        "release": 1, "terms": 0, "pruned": 37,
+        "release": 1, "terms": 0, "run-begin": 0, "run-end": 0, "pruned": 37,
     }  # fmt: skip
     assert (found.attestations, found.spends, found.signed) == (6, 6, 56)
     assert verify(story.ledger.store).verified  # an open store, while it is in use

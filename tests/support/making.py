@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -31,6 +32,7 @@ from lamina.ledger.records import (
     Segment,
     SegmentOutcome,
 )
+from lamina.ledger.run_records import WEIGHTS, NoiseOrigin, RunEnd, RunFile, SamplingScheme
 from lamina.ledger.schema import program_version
 from lamina.ledger.writer import Ledger
 
@@ -170,3 +172,14 @@ def reopen(where: str, clock: Callable[[], float] | None = None) -> Ledger:
 def batches(first: int, stop: int, size: int) -> Iterator[list[ContributionRecord]]:
     for at in range(first, stop, size):
         yield [admitted(n) for n in range(at, min(at + size, stop))]
+
+
+def ended(run: bytes, **changes: Any) -> RunEnd:
+    """The end of a run after its first segment, with weights of zeroes."""
+    weights = RunFile(name=WEIGHTS, sha256=bytes(32))
+    made = RunEnd(
+        run=run, segment=0, generation=0, steps=10, plan=bytes(32), noise=NoiseOrigin.SYSTEM,
+        sampling=SamplingScheme.POISSON, public_number=False, probed=True, covered=True, raw_figures=False,
+        hardened=False, caps=(), files=(weights,),
+    )  # fmt: skip
+    return replace(made, **changes)

@@ -78,7 +78,7 @@ class DemoResult:
         """By class: what it reaches, and what it was charged."""
         rows = [["class", "reaches", "ε", "δ", "unit"]]
         for entry in self.plan.classes:
-            spent = "public" if entry.public else epsilon_text(self.outcome.epsilon[entry.name])
+            spent = "not protected" if entry.public else epsilon_text(self.outcome.epsilon[entry.name])
             delta = "–" if entry.public else f"{entry.delta:g}"
             rows.append([entry.name, entry.profile, spent, delta, entry.unit])
         return rows
@@ -161,8 +161,8 @@ class DemoResult:
             "private": self.outcome.private,
             **{key: self.admission.to_dict()[key] for key in ("admitted", "refused")},
             "bounds": [self.resolution[row].to_dict() for row in range(len(self.admission.bounds))],
-            "epsilon": self.outcome.epsilon,
-            "delta": {entry.name: entry.delta for entry in self.plan.classes},
+            "epsilon": {e.name: None if e.public else self.outcome.epsilon[e.name] for e in self.plan.classes},
+            "delta": {entry.name: None if entry.public else entry.delta for entry in self.plan.classes},
             "auc": {name: found.auc for name, found in self.utility.items()},
             "auc_by_class": {name: found.by_class for name, found in self.utility.items()},
             "error": {name: found.error for name, found in self.utility.items()},
@@ -196,9 +196,11 @@ pre {{ background: #f5f5f2; padding: 1rem; overflow-x: auto; font-size: .8rem }}
 <p>A residual autoencoder with a classifier learned from simulated patients of two classes. {volunteers} volunteers,
 mostly healthy, gave their recordings to the public and train every layer. {sensitive} sensitive patients reach only the
 top quarter of the layers, the classifier, and each loses at most ε = {epsilon}.</p>
-<p><b>What ε = {epsilon} means.</b> Whatever anybody computes from this model, no answer is more than e<sup>ε</sup> ≈ {factor} times
-as likely because one given patient took part, apart from a chance of δ = {delta}. Somebody who knows everything else and would toss a
-coin about whether that patient took part can, apart from that chance, become {sure} % sure and no surer. This is the worst case.</p>
+<p><b>What ε = {epsilon} means.</b> Whatever anybody computes from this model, the probability of an answer with one given patient is
+at most e<sup>ε</sup> ≈ {factor} times that without the patient, plus δ = {delta}. Somebody who knows everything else and would toss a coin
+about whether that patient took part is right in at most {sure} % of cases. If it is known that the patient took part, and the
+question is what the recording contains, the factor is {exchanged} (replace-one). These are worst cases. The volunteers declared their
+recordings public: they are not protected.</p>
 {facts}
 
 <h2>Who was let in</h2>
@@ -282,7 +284,8 @@ def write_report(folder: Path, result: DemoResult) -> Path:
         right=", ".join(f".r{i} tr > :nth-child({i})" for i in range(2, 9)),
         facts=_facts(folder, result),
         factor=f"{math.exp(lost):.3g}",
-        sure=math.ceil(100 / (1 + math.exp(-lost))),
+        exchanged=f"{math.exp(result.plan.epsilon('sensitive', 'replace_one')):,.0f}",
+        sure=math.ceil(100 * (math.exp(lost) + delta) / (1 + math.exp(lost))),
         delta=f"{delta:g}",
         findings=", ".join(html.escape(name) for name in next(iter(result.utility.values())).by_class),
         volunteers=population["volunteer"],

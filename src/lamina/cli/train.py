@@ -289,9 +289,9 @@ def outcome_json(outcome: Outcome, planned: PlannedRun, corpus: Corpus, ledger: 
         "private": outcome.private,
         "classes": {
             entry.name: {
-                "epsilon": finite_or_none(outcome.epsilon.get(entry.name, 0.0)),
-                "total": finite_or_none(outcome.total.get(entry.name, 0.0)),
-                "delta": entry.delta,
+                "epsilon": None if entry.public else finite_or_none(outcome.epsilon.get(entry.name, 0.0)),
+                "total": None if entry.public else finite_or_none(outcome.total.get(entry.name, 0.0)),
+                "delta": None if entry.public else entry.delta,
                 "unit": entry.unit,
             }
             for entry in planned.plan.classes
@@ -313,7 +313,7 @@ def outcome_page(outcome: Outcome, planned: PlannedRun, corpus: Corpus, ledger: 
     for entry in planned.plan.classes:
         name = entry.name
         if entry.public:
-            rows.append([name, entry.unit, "0", "public", "public", f"{outcome.steps:,}"])
+            rows.append([name, entry.unit, "–", "not protected", "not protected", f"{outcome.steps:,}"])
             continue
         spent = [epsilon_text(found.get(name, 0.0)) for found in (outcome.epsilon, outcome.total)]
         rows.append([name, entry.unit, f"{entry.delta:g}", *spent, f"{outcome.steps:,}"])

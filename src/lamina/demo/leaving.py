@@ -33,6 +33,7 @@ class Leaving:
     page: Path
     release: Path
     key: Path
+    ledger: Path
     decisions: dict[str, Decision]
 
     def words(self) -> list[str]:
@@ -46,7 +47,11 @@ class Leaving:
         """What to type, to see it oneself."""
         release, key = quote(str(self.release)), quote(str(self.key))
         asked = quote(str(self.release.parent / "queries" / "advertising.json"))
-        return [f"lamina release verify {release} --trust {key}", f"lamina release ask {release} {asked} --trust {key}"]
+        ledger = quote(str(self.ledger))
+        return [
+            f"lamina release verify {release} --trust {key} --ledger {ledger}",
+            f"lamina release ask {release} {asked} --trust {key} --ledger {ledger}",
+        ]
 
     def machine(self) -> dict[str, Any]:
         return {name: each.to_dict() for name, each in self.decisions.items()}
@@ -79,4 +84,7 @@ def leave(place: Path, ledger_path: Path) -> Leaving:
             (place / "queries" / name).write_text(f"{json.dumps(plain, indent=2)}\n", encoding="utf-8")
         gate = ReleaseGate(release, key.public, ledger=ledger)
         decisions = {name: gate.decide(Query.from_dict(plain)) for name, plain in QUERIES.items()}
-    return Leaving(certificate=place / "certificate.pdf", page=page, release=release, key=public, decisions=decisions)
+    return Leaving(
+        certificate=place / "certificate.pdf", page=page, release=release, key=public, ledger=ledger_path,
+        decisions=decisions,
+    )  # fmt: skip

@@ -108,7 +108,7 @@ def _not_an_envelope(problem: str) -> EncodingError:
 # Range checks of figures in signed JSON. Whoever signed it may have written anything.
 
 MAX_EPSILON = UNBOUNDED / NANO  # no ledger states more
-MAX_NOISE = 1e300
+MAX_NOISE = 1e15  # no plan adds more
 
 
 def bounded_whole(name: str, value: object, least: int, most: int) -> int:

@@ -160,7 +160,7 @@ class Outcome:
         lines = [f"run {self.run[:8]}: {self.steps} of {self.planned} steps, in {self.folder}"]
         for name, epsilon in self.epsilon.items():
             if not self.delta[name]:
-                lines.append(f"  class {name}: public")
+                lines.append(f"  class {name}: public, not protected")
                 continue
             whose = f"per {self.unit[name]} at δ = {self.delta[name]:g}"
             lines.append(
@@ -256,9 +256,9 @@ def public_figures(run: Run, plan: StepPlan, state: TrainingState, notes: Sequen
             "unit": entry.unit,
             "public": entry.public,
             "adjacency": plan.adjacency,
-            "delta": entry.delta,
-            "epsilon": epsilon[entry.name],
-            "total": total[entry.name],
+            "delta": None if entry.public else entry.delta,  # public data is not protected
+            "epsilon": None if entry.public else epsilon[entry.name],
+            "total": None if entry.public else total[entry.name],
             "steps_charged": sum(o.last - o.first for o in run.attempts if any(c.cls == entry.name for c in o.charges)),
         }
         for entry in plan.classes
