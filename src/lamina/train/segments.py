@@ -21,6 +21,7 @@ again; the old charge stays.
 from __future__ import annotations
 
 import enum
+import hashlib
 import platform
 import secrets
 from collections.abc import Callable, Mapping

@@ -349,8 +349,8 @@ class Trainer:
             world_size=self._ranks.size,
         )  # fmt: skip
         segments.start()
-        for each in self.ledger.notes:
-            publisher.note(each)
+        for note in self.ledger.notes:
+            publisher.note(note)
         if (stopped := run.stopped) is not None:
             if self._engine.sharded:  # rank 0 alone cannot compute anything
                 segments.refuse_same_error(stopped)

@@ -284,7 +284,7 @@ class StoreReader:
         while found:
             if {type(one) for one, _ in found} != {bytes}:
                 list(map(_as_bytes, [one for one, _ in found]))
-            yield found  # type: ignore[misc]
+            yield found
             found = self._db.rows(query.format("WHERE (key, seq) > (?, ?)"), *found[-1], _ROWS_AT_ONCE)
 
     def attempts(self) -> Iterator[AttemptRow]:
