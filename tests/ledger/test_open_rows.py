@@ -1,0 +1,114 @@
+"""The head over open rows, by hand from docs/ledger-format.md; and rows that a hand without the key changes, in both stores."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+from keeping import KEY, Attempts, open_book
+from refusals import raises_code
+
+from lamina.ledger.reader import LedgerReader
+from lamina.ledger.verify.verifier import verify
+from lamina.ledger.writer import Ledger
+from lamina.spend.spend_ledger import SpendLedger
+
+
+@pytest.fixture
+def book(where: str) -> Iterator[SpendLedger]:
+    made = open_book(where)
+    Attempts(made).done(0)
+    assert Attempts(made).charge(1)
+    yield made
+    made.ledger.close()
+
+
+def sql(book: SpendLedger, statement: str) -> list[tuple[object, ...]]:
+    """Past every rule, in a transaction of its own."""
+    with book.ledger.store.write() as rows:
+        return rows._db.rows(statement)
+
+
+def number(value: object) -> bytes:
+    assert isinstance(value, int)
+    return value.to_bytes(8, "big", signed=True)
+
+
+def digest(book: SpendLedger) -> bytes:
+    held = sql(book, "SELECT run, segment, generation, nonce, body FROM held WHERE leaf IS NULL")
+    terms, runs = sql(book, "SELECT account, body FROM terms"), sql(book, "SELECT id, label, day, finished FROM run")
+    parts = [f"{name} {len(rows)}".encode() for name, rows in (("held", held), ("terms", terms), ("run", runs))]
+    for run, segment, generation, nonce, body in sorted(held):  # type: ignore[type-var]
+        parts += [run, number(segment) + number(generation), nonce, body]  # type: ignore[list-item]
+    for account, body in sorted(terms):  # type: ignore[type-var]
+        parts += [str(account).encode(), body]  # type: ignore[list-item]
+    for id, label, day, finished in sorted(runs):  # type: ignore[type-var]
+        parts += [id, str(label).encode(), number(day) + bytes([bool(finished)])]  # type: ignore[list-item]
+    return hashlib.sha256(b"".join(len(part).to_bytes(8, "big") + part for part in parts)).digest()
+
+
+def test_the_head_is_what_the_format_says(book: SpendLedger) -> None:
+    ((value,),) = sql(book, "SELECT value FROM meta WHERE name = 'open'")
+    assert isinstance(value, bytes) and len(value) == 144
+    counter, size = int.from_bytes(value[:8], "big"), int.from_bytes(value[8:16], "big")
+    assert (counter, size) == (3, 2)  # two charges and an epoch
+    assert (value[16:48], value[48:80]) == (book.ledger.root, KEY.public.id)
+    text = f"lamina/open/1\n{book.origin}\n{counter}\n{size}\n".encode()
+    Ed25519PublicKey.from_public_bytes(KEY.public.x).verify(value[80:], text + value[16:48] + digest(book))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "DELETE FROM held WHERE leaf IS NULL",
+        "UPDATE held SET leaf = 1 WHERE leaf IS NULL",
+        "UPDATE held SET generation = 7 WHERE leaf IS NULL",
+        "DELETE FROM terms",
+        "DELETE FROM run",
+        "UPDATE run SET label = 'another'",
+    ],
+)
+def test_rows_that_were_changed_decide_nothing(book: SpendLedger, where: str, change: str) -> None:
+    sql(book, change)
+    with Ledger.open(where, KEY) as other:
+        for each in (book, SpendLedger(other)):
+            with raises_code("ledger.open-rows-differ"):
+                Attempts(each).charge(2)
+            with raises_code("ledger.open-rows-differ"):
+                Attempts(each).record(1)
+    found = verify(book.ledger.store, signatures=False).problem
+    assert found is not None and found.code == "verify.open-rows-differ"
+    book.ledger.accept()
+    assert verify(book.ledger.store, signatures=False).verified
+
+
+def test_lists_that_were_changed_decide_nothing(book: SpendLedger, where: str) -> None:
+    """Kinds and attempts of epochs: a process that knows them goes on by the leaves, another one refuses the store."""
+    sql(book, "UPDATE leaf SET kind = 2 WHERE kind = 3")
+    sql(book, "DELETE FROM attempt")
+    assert book.recorded(Attempts(book).run, 0, 0) is not None
+    with Ledger.open(where, KEY) as other, raises_code("ledger.kind-index-differs"):
+        SpendLedger(other).next_generation(Attempts(book).run, 0)
+    sql(book, "UPDATE leaf SET kind = 3 WHERE seq = 1")
+    with Ledger.open(where, KEY) as other, raises_code("ledger.attempt-index-differs"):
+        SpendLedger(other).next_generation(Attempts(book).run, 0)
+
+
+def test_a_writer_without_the_key_leaves_the_rows_unsigned(book: SpendLedger, where: str) -> None:
+    with Ledger.open(where) as keyless:
+        assert Attempts(SpendLedger(keyless)).charge(2)
+    assert sql(book, "SELECT value FROM meta WHERE name = 'open'") == []
+    assert any("not signed by the ledger key" in note for note in verify(book.ledger.store, signatures=False).notes)
+    Attempts(book).record(1)  # a key that is only in memory keeps nothing
+    assert len(sql(book, "SELECT value FROM meta WHERE name = 'open'")) == 1
+
+
+def test_a_leaf_that_changes_after_it_was_read_is_named(book: SpendLedger, where: str) -> None:
+    with LedgerReader(book.ledger.store) as reader:
+        assert len(list(reader.of_kind(type(next(reader.leaves(1)).record)))) == 1  # type: ignore[arg-type]
+        sql(book, "UPDATE leaf SET data = (SELECT data FROM leaf WHERE seq = 0) WHERE seq = 1")
+        with raises_code("ledger.leaf-not-allowed"):
+            list(reader.of_kind(type(book.ledger.leaf(0).record)))  # type: ignore[arg-type]
+            book.recorded(Attempts(book).run, 0, 0)
