@@ -28,7 +28,7 @@ def test_a_run_begins_and_ends_in_every_kind_of_store(where: str) -> None:
     start = RunBegin(run=RUN, weights=digest("start"))
     assert ledger.append([start]) == ledger.append([start])
     story.later(2 * HOUR + 17)
-    story.epoch(RUN, [segment(0, read=ledger.size - 1)])
+    story.epoch(RUN, [segment(0, read=ledger.size)])
     with raises_code("ledger.run-begun-twice"):
         ledger.append([dataclasses.replace(start, weights=digest("other"))])
     end = ended(RUN, plan=plan().digest())
@@ -46,6 +46,19 @@ def test_a_run_begins_and_ends_in_every_kind_of_store(where: str) -> None:
         assert again.append([end]) == [again.size - 1] and again.append([start]) != again.append([end])
         found = verify(again.store, now=int(story.clock.now))
         assert found.problem is None and found.counts["run-begin"] == found.counts["run-end"] == 1
+
+
+def test_the_first_segment_reads_its_members_after_the_start_of_its_run(where: str) -> None:
+    """A contribution that withdrew before the run began cannot be eligible by an older state of the ledger."""
+    story = begin(where)
+    story.admit(contribution(n, terms=STRICT if n % 2 else USUAL) for n in range(6))
+    before = story.ledger.size
+    story.ledger.append([RunBegin(run=RUN, weights=digest("start"))])
+    story.epoch(RUN, [segment(0, read=before)])
+    story.sign()
+    found = verify(story.ledger.store, now=int(story.clock.now))
+    assert found.problem is not None and found.problem.code == "verify.members-read-too-early"
+    story.ledger.close()
 
 
 def test_a_start_after_an_epoch_of_its_run_is_too_late(where: str) -> None:

@@ -14,6 +14,7 @@ from lamina.account.schedule import EventCounts, bisect_int
 from lamina.errors import RunError
 from lamina.ledger.checked_leaves import CheckedLeaves
 from lamina.ledger.records import Epoch, EpochAccount, EpochCharge, NoiseChange, Segment, SegmentOutcome
+from lamina.ledger.run_records import RunBegin
 from lamina.ledger.spending import planned_charges, signed_limit
 from lamina.ledger.store.rows import WHOLE_BUDGET_SEGMENT, RunHold, StoreReader, StoreWriter, head_of
 from lamina.ledger.writer import Ledger
@@ -475,7 +476,11 @@ class SpendLedger:
         # in a ledger that was restored from an older copy, leaves are not where they were when the segment was opened
         def look(_: SpendView, rows: StoreReader) -> tuple[int | None, int]:
             leaves = self.ledger.checked(rows)
-            return leaves.attempts(rows).get((id, key[0] - 1, begun.after)), leaves.size
+            if key[0]:
+                return leaves.attempts(rows).get((id, key[0] - 1, begun.after)), leaves.size
+            starts = leaves.records(rows, RunBegin)
+            mine = (each.seq for each in starts if isinstance(each.record, RunBegin) and each.record.run == id)
+            return next(mine, None), leaves.size
 
         before, size = self._ask(look)
         read = min(max(begun.eligibility, 1 if before is None else before + 1), size)

@@ -256,6 +256,8 @@ class Segments:
         for c in due:
             if c.cls in filters:
                 filters[c.cls].charge(c.sigma, c.q, c.steps)
+        if self._start is not None and not self.state.segments:
+            self.run.begin(self._start)
         present = len(self.corpus)
         eligibility = self.members.freeze()
         if gone := present - len(self.corpus):
@@ -263,8 +265,6 @@ class Segments:
         if not self.run.attempts:
             self.members.check(self.plan)
         self._tell_exhausted(first, factors)
-        if self._start is not None and not self.state.segments:
-            self.run.begin(self._start)
         return self.run.open(
             segment=self.state.segments, first=first, last=last, facts=self._facts(), due=due, eligibility=eligibility,
             after=self._after, variance=self._variance(), factors=factors,

@@ -296,6 +296,7 @@ class EpochChecks:
         self._charged: dict[tuple[bytes, bytes], set[Bound]] = {}  # run and plan → accounts charged so far
         self._scales: dict[tuple[bytes, bytes, Bound], float] = {}
         self._ends: dict[tuple[bytes, int, int], tuple[int, int]] = {}  # closed attempt → its last step, its leaf
+        self.begins: dict[bytes, int] = {}  # run → the leaf of its start
         self.spent: dict[str, int] = {}  # class → the largest stated spend of its accounts
         self._stated: dict[Bound, int] = {}
         self._charges = ChargeChecks()
@@ -398,10 +399,14 @@ class EpochChecks:
                 self._ends[attempt] = segment.last, seq
 
     def _check_continues(self, seq: int, run: bytes, segment: Segment) -> None:
-        """Check that a segment starts where an earlier one ended, and read its members after that one's leaf."""
+        """Check that a segment starts where an earlier one ended, and read its members after that one's leaf.
+
+        The first segment of a run reads its members after the leaf that records the start of the run.
+        """
         if segment.index == segment.first == 0 and segment.after is None:
-            return
-        end, before = self._ends.get((run, segment.index - 1, segment.after or 0), (-1, -1))
+            end, before = 0, self.begins.get(run, -1)
+        else:
+            end, before = self._ends.get((run, segment.index - 1, segment.after or 0), (-1, -1))
         name = f"segment {segment.index} of run {run.hex()[:8]}"
         if end != segment.first:
             reason = f"{name} starts at step {segment.first}, where no earlier segment ended: one is missing"

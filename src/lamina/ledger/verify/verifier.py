@@ -36,7 +36,7 @@ from lamina.ledger.records import (
     kind_name,
 )
 from lamina.ledger.run_history import RunHistory
-from lamina.ledger.run_records import RunRecord
+from lamina.ledger.run_records import RunBegin, RunRecord
 from lamina.ledger.store.rows import LeafBlock, LedgerHead, Store, StoredLeaf, StoreReader, tile_reader
 from lamina.ledger.store.sqlite import make_store
 from lamina.ledger.verify.contribution_checks import (
@@ -351,6 +351,8 @@ class LedgerReplay:
                 except LedgerError as error:
                     fail(leaf.seq, leaf.kind, error.code, error.problem)
                 self.runs.see(change)
+                if isinstance(change, RunBegin):
+                    self.epochs.begins.setdefault(change.run, leaf.seq)
             case Withdrawal(target=target):
                 self.withdrawals.see(leaf, 0 < target < leaf.seq and target not in self.others)
             case Aggregate():
