@@ -168,7 +168,7 @@ def main() -> None:
             "--keys",
             "keys.txt",
         ]
-        words += ["--rate", "1e9", "--concurrent", "256", "--port", "0", "--json"]
+        words += ["--rate", "1e9", "--concurrent", "256", "--concurrent-per-key", "256", "--port", "0", "--json"]
         words += [] if asked.no_ledger else ["--ledger", str(ledger)]
         words += [] if asked.no_log else ["--log", "decisions.jsonl", "--log-key", "log.key"]
         command = [sys.executable, "-m", "lamina", "serve", *words]

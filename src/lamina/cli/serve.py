@@ -70,6 +70,7 @@ def serve(
     max_inputs: Annotated[int, option("inputs of a request", panel=_LIMITS, min=1)] = 256,
     timeout: Annotated[float, option("seconds for a request", panel=_LIMITS, min=0.1)] = 10.0,
     concurrent: Annotated[int, option("requests at a time", panel=_LIMITS, min=1)] = 64,
+    concurrent_per_key: Annotated[int, option("requests at a time of one key", panel=_LIMITS, min=1)] = 16,
     as_json: JsonOption = False,
 ) -> None:
     """Serve a release: every query passes its gate first. Or a run: its ledger, with proofs. Spends nothing.
@@ -110,7 +111,7 @@ def serve(
         raise PlanError(
             "cli.withdrawals-folder", problem, "run lamina ledger withdraw LEDGER --folder DIR --watch 1 on it"
         )
-    limits = Limits(body=max_body, rate=rate, timeout=timeout, concurrent=concurrent)
+    limits = Limits(body=max_body, rate=rate, timeout=timeout, concurrent=concurrent, per_key=concurrent_per_key)
     with ExitStack() as opened:
         is_release = (folder / MANIFEST).is_file()
         beside = str(folder / "ledger.db") if ledger is None and not is_release else ledger
@@ -147,7 +148,7 @@ def serve(
         print_answer(told, f"serving {'release' if is_release else 'run'} '{folder}' at {url}", as_json)
         sys.stdout.flush()
         config = uvicorn.Config(
-            app, http=BoundedHttp, lifespan="off", ws="none", access_log=False, server_header=False, proxy_headers=False,
+            app, http=BoundedHttp.within(timeout), lifespan="off", ws="none", access_log=False, server_header=False, proxy_headers=False,
             log_level="warning", limit_concurrency=16 * concurrent, timeout_keep_alive=5,
             timeout_graceful_shutdown=int(timeout) + 1, ssl_certfile=tls_cert, ssl_keyfile=tls_key,
             ssl_ca_certs=None if tls_clients is None else str(tls_clients),

@@ -18,7 +18,7 @@ import re
 import sys
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Mapping, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -74,6 +74,7 @@ _HEADERS = [
 _PORT = re.compile(r":[0-9]*$")
 _LOOPBACK_NAMES = {"localhost", "127.0.0.1", "[::1]"}
 _OPEN_PATHS = {"/healthz"}  # without a key
+_ONCE = {b"authorization", b"host", b"content-type", b"content-length", b"origin", b"sec-fetch-site"}
 _UNKNOWN = {"ledger.leaf-unknown", "ledger.size-not-reached", "ledger.not-covered", "ledger.tree-too-small"}
 _UNAVAILABLE = {"release.log-not-written", "ledger.withdrawals-waiting", "admit.file-not-written"}
 _LEDGER_WRONG = DenialReason(
@@ -176,12 +177,14 @@ class Guard:
     def __init__(self, service: Service, router: Router) -> None:
         self.service, self._router = service, router
         self._buckets = TokenBuckets(service.limits.rate)
+        self._going: Counter[str] = Counter()  # requests that are being answered, by key or address
         self._routes = {id(route.endpoint): route.path for route in router.routes if isinstance(route, Route)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        metrics, status, began = self.service.metrics, 0, time.perf_counter()
+        metrics, status, began, who = self.service.metrics, 0, time.perf_counter(), ""
+        first_byte = scope.get("lamina.began", asyncio.get_running_loop().time())
 
         async def send_with_headers(message: MutableMapping[str, Any]) -> None:
             nonlocal status
@@ -194,8 +197,8 @@ class Guard:
         metrics.in_flight += 1
         try:
             try:
-                self._admit(scope)
-                async with asyncio.timeout(self.service.limits.timeout):
+                who = self._admit(scope)
+                async with asyncio.timeout_at(first_byte + self.service.limits.timeout):
                     await self._router(scope, receive, send_with_headers)
             except ClientDisconnect:
                 return
@@ -204,14 +207,24 @@ class Guard:
                     await _problem(error, scope)(scope, receive, send_with_headers)
         finally:
             metrics.in_flight -= 1
+            if who:
+                self._going[who] -= 1
+                if not self._going[who]:
+                    del self._going[who]
             route = self._routes.get(id(scope.get("endpoint")), "other")
             metrics.request(route, status, time.perf_counter() - began)
 
-    def _admit(self, scope: Scope) -> None:
+    def _admit(self, scope: Scope) -> str:
+        """Count the request for its key or address, which is returned; RequestRefused if it may not come in."""
         service, headers = self.service, dict(scope["headers"])
+        single = [name for name, _ in scope["headers"] if name in _ONCE]
+        if len(single) > len(set(single)):
+            name = Counter(single).most_common(1)[0][0].decode()
+            problem = f"the request has the header {name} more than once"
+            raise RequestRefused(400, "serve.header-repeated", problem, "send it once")
         if scope["path"] in _OPEN_PATHS:
-            return
-        who = str((scope.get("client") or ("",))[0])
+            return ""
+        who = f"address {(scope.get('client') or ('',))[0]}"
         if service.keys is not None:
             named = service.keys.name_of(headers.get(b"authorization"))
             if named is None:
@@ -234,6 +247,14 @@ class Guard:
         if service.metrics.in_flight > service.limits.concurrent:
             problem = f"{service.limits.concurrent} requests are being answered"
             raise RequestRefused(503, "serve.busy", problem, "try again", headers={"Retry-After": "1"})
+        shared = service.keys is None and service.local  # all requests are of this machine
+        if not shared and self._going[who] >= service.limits.per_key:
+            problem = f"{service.limits.per_key} requests of this key or address are being answered"
+            raise RequestRefused(
+                429, "serve.too-many-at-once", problem, "wait for answers", headers={"Retry-After": "1"}
+            )
+        self._going[who] += 1
+        return who
 
 
 def _same_site(headers: Mapping[bytes, bytes]) -> bool:

@@ -10,11 +10,13 @@ import binascii
 import hashlib
 import hmac
 import re
+from asyncio import AbstractEventLoop, TimerHandle, Transport
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -25,6 +27,8 @@ _KEY_LINE = re.compile(r"([A-Za-z0-9._-]{1,64})\s+([0-9a-f]{64})")
 _NO_KEY = hashlib.sha256(b"").hexdigest()  # what a script writes that had no key to hash: everybody would have it
 _MAX_BUCKETS = 10_000
 _MAX_HEAD = 1 << 16  # bytes
+_PART = 1 << 14  # bytes that are parsed at a time: a head may be counted short by so many
+_LINGER = 5.0  # seconds in which a client may take the rest of its answer from a connection that is closed
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 
 
@@ -47,13 +51,21 @@ class RequestRefused(LaminaError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """body: bytes of a request; rate: requests a second of one key, twice as many at once; timeout: seconds of a request,
-    from its first byte to its answer; concurrent: requests at a time; leaves: of the ledger in one answer."""
+    """Bounds of the service.
+
+    body        bytes of a request
+    rate        requests a second of one key; twice as many may come at once
+    timeout     seconds from the first byte of a request to its answer
+    concurrent  requests at a time
+    per_key     requests at a time of one key; without keys, of one address of another machine
+    leaves      leaves of the ledger in one answer
+    """
 
     body: int = 1 << 20
     rate: float = 500.0
     timeout: float = 10.0
     concurrent: int = 64
+    per_key: int = 16
     leaves: int = 1000
 
 
@@ -120,24 +132,128 @@ class TokenBuckets:
 
 
 class BoundedHttp(HttpToolsProtocol):
-    """HTTP whose requests have a bounded head. The parser keeps first line and headers before anybody is asked for a key."""
+    """HTTP/1.1 with bounds that hold before a request reaches the application, whoever sends it.
+
+    First line and headers have at most 64 KiB; trailers are refused. A request arrives completely within `seconds` of
+    its first byte, and a connection sends one within `seconds` of its beginning. An answer that the client does not
+    take within `seconds` is dropped with its connection.
+    """
+
+    seconds: ClassVar[float] = 10.0
 
     _head: int | None = 0  # bytes of a head that is not complete; None while a body arrives
+    _part = 0  # bytes of the part that is being parsed
+
+    @classmethod
+    def within(cls, seconds: float) -> type[BoundedHttp]:
+        """The same protocol with other deadlines."""
+        return cast(type[BoundedHttp], type(cls.__name__, (cls,), {"seconds": seconds}))
+
+    def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._arrival = _Deadline(self.loop, self._arrived_too_slowly)
+        self._departure = _Deadline(self.loop, transport.abort)
+        self._arrival.start(self.seconds)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._arrival.stop()
+        self._departure.stop()
+        super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        if self._head is not None:
-            self._head += len(data)
-            if self._head > _MAX_HEAD and not self.transport.is_closing():
-                self.send_400_response(f"First line and headers have more than {_MAX_HEAD} bytes.")
+        for at in range(0, len(data), _PART):
+            if self.transport.is_closing():
+                return
+            part = data[at : at + _PART]
+            if self._head is not None and not self._arrival.going:
+                self._arrival.start(self.seconds)
+            self._part = len(part)
+            super().data_received(part)
+            if self._head is not None:
+                self._head += len(part)
+                if self._head > _MAX_HEAD and not self.transport.is_closing():
+                    self.send_400_response(f"First line and headers have more than {_MAX_HEAD} bytes.")
+                    self._drop_later()
+
+    # ----------------------------------------------------------------------------------- the parser's events
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self.scope["lamina.began"] = self.loop.time()  # type: ignore[typeddict-unknown-key]
+        self._arrival.start(self.seconds)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._head is None:  # after the body: the parser would keep any number of them
+            raise ValueError("trailer")
+        super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         self._head = None
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
-        self._head = 0
+        self._head = -self._part  # what follows in this part is the beginning of the next head, and not counted
+        self._arrival.stop()
         super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.transport.is_closing():
+            self._drop_later()
+
+    # ----------------------------------------------------------------------------------- deadlines
+
+    def _arrived_too_slowly(self) -> None:
+        if self.transport.is_closing():
+            return
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._arrival.start(1.0)  # an answer is under way, which has a deadline of its own
+            return
+        if self._head is not None:
+            self.transport.write(b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n")
+        self.transport.close()
+        self._drop_later()
+
+    def _drop_later(self) -> None:
+        """Drop a connection that is closed, even if the client does not take what is left to send."""
+        self.loop.call_later(_LINGER, self.transport.abort)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._departure.start(self.seconds)
+
+    def resume_writing(self) -> None:
+        self._departure.stop()
+        super().resume_writing()
+
+    def timeout_keep_alive_handler(self) -> None:
+        super().timeout_keep_alive_handler()
+        self._drop_later()
+
+
+class _Deadline:
+    """Calls `action` a while after the last `start`, unless it is stopped before."""
+
+    def __init__(self, loop: AbstractEventLoop, action: Callable[[], None]) -> None:
+        self._loop, self._action = loop, action
+        self._timer: TimerHandle | None = None
+
+    @property
+    def going(self) -> bool:
+        return self._timer is not None
+
+    def start(self, seconds: float) -> None:
+        self.stop()
+        self._timer = self._loop.call_later(seconds, self._end)
+
+    def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _end(self) -> None:
+        self._timer = None
+        self._action()
 
 
 class Metrics:
