@@ -9,7 +9,7 @@ from threading import RLock
 from types import TracebackType
 from typing import Self
 
-from lamina.errors import LedgerDamaged, LedgerError
+from lamina.errors import LedgerDamaged, LedgerError, NotVerified
 from lamina.ledger import merkle
 from lamina.ledger import records as leaves
 from lamina.ledger.append import UnindexedKeys
@@ -66,6 +66,16 @@ class LedgerReader:
     def another(self) -> LedgerReader:
         """The same ledger through a connection of its own: whoever reads for long keeps nobody waiting."""
         return self._over(self.store.another())
+
+    def reopen(self) -> None:
+        """Read on from what lies at its place now; LedgerError if that is another ledger, or none."""
+        self.store.close()  # first: SQLite shares what it knows of a file among the connections of a process
+        fresh = self.another()
+        if fresh.header_hash != self.header_hash:
+            fresh.close()
+            problem = f"the ledger at {self.name} was replaced by another one, of {fresh.origin!r}"
+            raise NotVerified("ledger.replaced-by-other", problem, "put the ledger back in its place")
+        self.store, self._nodes, self._tail = fresh.store, TileNodes(self._tile), UnindexedKeys()
 
     def close(self) -> None:
         self.store.close()
@@ -222,6 +232,19 @@ class LedgerReader:
     def consistent(self, old: int, new: int | None = None) -> list[bytes]:
         """The proof that the tree of `new` leaves begins with the tree of `old`."""
         return merkle.consistency_proof(self._nodes, old, self._within(new))
+
+    def check_continues(self, seen: LedgerCheckpoint) -> None:
+        """NotVerified unless the tree of the newest checkpoint begins with the tree of this one."""
+        text = self.latest()
+        newest = LedgerCheckpoint(self.origin, 0, merkle.EMPTY_ROOT) if text is None else parse_checkpoint(text)[0]
+        if newest.size < seen.size:
+            problem = f"the ledger {self.name} is signed up to {newest.size} leaves, and {seen.size} were seen before"
+            raise NotVerified("ledger.shorter-than-seen", problem, "restore the newest copy of the ledger")
+        proof = self.consistent(seen.size, newest.size)
+        continues = merkle.verify_consistency(seen.size, newest.size, proof, seen.root, newest.root)
+        if newest.origin != seen.origin or not continues:
+            problem = f"the first {seen.size} leaves of the ledger {self.name} are not those that were seen before"
+            raise NotVerified("ledger.forked-from-seen", problem, "find out who signed the other history")
 
     def root_at(self, size: int) -> bytes:
         """The root that the tree had at a size."""

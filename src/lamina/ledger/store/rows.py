@@ -242,6 +242,10 @@ class StoreReader:
             yield from map(_checkpoint_of_row, found)
             last = found[-1][0]
 
+    def checkpoint_before(self, size: int) -> int:
+        """The size of the newest checkpoint of fewer leaves; 0 if there is none."""
+        return self._db.rows("SELECT max(size) FROM checkpoint WHERE size < ?", size)[0][0] or 0
+
     def evidence(self, seq: int) -> bytes | None:
         """The bytes whose digest stands in that leaf (an attestation, a request)."""
         return self._bytes("SELECT data FROM evidence WHERE seq = ?", seq)
@@ -574,6 +578,10 @@ class Store(ABC):
     @abstractmethod
     def another(self) -> Store:
         """The same rows through a connection of its own, to read: whoever reads for long keeps nobody waiting."""
+
+    def replaced(self) -> bool:
+        """Whether something else may lie at its place than what was opened: then open `another` to read on."""
+        return False
 
     @abstractmethod
     def compact(self) -> None:

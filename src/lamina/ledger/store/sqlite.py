@@ -51,17 +51,20 @@ class SqliteStore(Store):
         if _sqlite_version() < MIN_SQLITE_VERSION:
             problem = f"SQLite {apsw.sqlite_lib_version()} can lose committed rows; {'.'.join(map(str, MIN_SQLITE_VERSION))} cannot"
             raise StoreError("store.sqlite-too-old", problem, "install a newer apsw")
+        self._given = os.path.abspath(path)
         self.path = Path(os.path.realpath(path))  # runs have links to it; beside it lie its WAL and its key
         self.name = str(self.path)
-        self._vfs = vfs
+        self._vfs, self._immutable = vfs, False
         if create:
             self._make_file()
         elif not self.path.is_file():
             raise self._no_ledger()
+        self._stamp = self._file_stamp()
         with _sqlite_errors(self.name):
             if readonly:
                 self._finish_rollback()
             self._prepare(create)
+        self._refuse_other_file()
 
     # ----------------------------------------------------------------------------------- transactions
 
@@ -84,6 +87,7 @@ class SqliteStore(Store):
             if db.in_transaction and purpose == "read":  # a view inside a view is the same view
                 yield rows
                 return
+            self._refuse_other_file()
             db.execute(begin)
             try:
                 yield rows
@@ -91,6 +95,8 @@ class SqliteStore(Store):
             except BaseException:
                 self._undo(purpose, db)
                 raise
+            if purpose == "write":  # otherwise it was written into a file that nobody opens again
+                self._refuse_other_file()
 
     def _undo(self, purpose: str, db: apsw.Connection) -> None:
         """Back to what is committed. A connection that cannot even do that is not used again."""
@@ -103,7 +109,30 @@ class SqliteStore(Store):
     # ----------------------------------------------------------------------------------- the file
 
     def another(self) -> SqliteStore:
-        return SqliteStore(self.path, readonly=True, patience=self._patience, vfs=self._vfs)
+        return SqliteStore(self._given, readonly=True, patience=self._patience, vfs=self._vfs)
+
+    def replaced(self) -> bool:
+        """Whether the path leads to another file, or the file was changed past SQLite, whose cache would not notice.
+
+        Where SQLite itself copied its WAL into the file it says so too, which costs a reader a new connection.
+        """
+        unseen = self._immutable and os.path.exists(f"{self.path}-wal")
+        return unseen or self._file_stamp() != self._stamp
+
+    def _file_stamp(self) -> tuple[int, ...]:
+        """Device, inode, size and time of change of the file that the given path leads to; nothing if it is gone."""
+        try:
+            found = os.stat(self._given)
+        except OSError:
+            return ()
+        return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+    def _refuse_other_file(self) -> None:
+        """StoreError if the path leads to another file than the one that is open."""
+        if self._file_stamp()[:2] != self._stamp[:2]:
+            problem = f"the file of the ledger '{self.name}' was moved, deleted or replaced while it was open"
+            remedy = "put the ledger back in its place, or start again with the one that lies there"
+            raise StoreError("store.file-replaced", problem, remedy)
 
     def compact(self) -> None:
         with self._locks["write"], _sqlite_errors(self.name):
@@ -216,8 +245,9 @@ class SqliteStore(Store):
 
     def _address(self) -> str:
         """The file; as one that nobody can change, where there is no room for the files that readers share."""
-        fixed = self._readonly and not os.access(self.path.parent, os.W_OK) and not Path(f"{self.path}-wal").exists()
-        return f"file:{quote(os.fsencode(self.path))}{'?immutable=1' if fixed else ''}"
+        alone = not os.access(self.path.parent, os.W_OK) and not Path(f"{self.path}-wal").exists()
+        self._immutable = self._readonly and alone
+        return f"file:{quote(os.fsencode(self.path))}{'?immutable=1' if self._immutable else ''}"
 
 
 class _SqliteConnection:
