@@ -17,7 +17,7 @@ from build import ALICE, BOB, CAROL, HOUR, USUAL, YEAR, Story, begin, contributi
 from forge import sql
 from making import AUDITOR, GOVERNING, LEDGER, ORIGIN, OTHER, START, WITNESS, digest
 
-from lamina.admit.keys import PrivateKey
+from lamina.admit.keys import PrivateKey, format_utc
 from lamina.cli.ledger.record_commands import leaf_table
 from lamina.ledger import signed_checkpoint
 from lamina.ledger.merkle import verify_consistency, verify_inclusion
@@ -339,6 +339,23 @@ def test_receipt(call: Call, story: Story, tmp_path: Path) -> None:
     refused(call("receipt", "--check", "mine", "--trust", "trusted.txt"), "cli.receipt-not-trusted")
     (tmp_path / "mine.cose").write_bytes(b"nonsense")
     refused(call("receipt", "--check", "mine", "--trust", "trusted.txt"), "cli.receipt-malformed")
+
+
+def test_heartbeat(call: Call, story: Story, tmp_path: Path) -> None:
+    WITNESS.save(tmp_path / "witness.key", None)
+    shutil.copy("ledger.db", "backup.db")
+    found = answer(call("heartbeat", "ledger.db", "--key", "ledger.key", "--json"))
+    assert found["time"] == format_utc(NOW) and found["size"] == 55
+    (kept,) = tmp_path.glob("ledger.key.*.checkpoint")
+    assert kept.read_text() == found["checkpoint"] == call("checkpoint", "ledger.db")[1]
+    assert "55 leaves, up to date at" in succeeded(call("heartbeat", "ledger.db", "--key", "ledger.key"))
+    succeeded(call("heartbeat", "ledger.db", "--key", "witness.key", "--seen", "mine.checkpoint"))
+    assert call("checkpoint", "ledger.db", "--json")[1].count("witness.example") == 2  # as a signer, and its line
+    refused(call("heartbeat", "ledger.db", "--key", "other.key"), "ledger.key-may-not-sign")
+    with Ledger.open(tmp_path / "ledger.db") as ledger:
+        ledger.append([contribution(99, at=NOW).record], [contribution(99, at=NOW).attestation])
+    assert answer(call("heartbeat", "ledger.db", "--key", "ledger.key", "--json"))["size"] == 56
+    refused(call("heartbeat", "backup.db", "--key", "ledger.key"), "ledger.shorter-than-seen")
 
 
 def test_checkpoint(call: Call, story: Story, tmp_path: Path) -> None:

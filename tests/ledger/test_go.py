@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import making
 import pytest
 from trees import ORIGIN, partial_tiles, private
 
@@ -126,6 +127,25 @@ def test_go_opens_our_checkpoints(go: Go, shelf: Shelf) -> None:
     ]  # fmt: skip
     assert "invalid signature" in answers[4]["Problem"] and "invalid signature" in answers[5]["Problem"]
     assert "no verifiable signatures" in answers[6]["Problem"] and "malformed" in answers[7]["Problem"]
+
+
+def test_go_verifies_a_heartbeat(go: Go, tmp_path: Path) -> None:
+    """A cosignature by the ledger's own key, under its own name: beside the signature by the same key."""
+    with making.create(str(tmp_path / "a.db")) as ledger:
+        text, time = ledger.heartbeat()
+    key, heart = NoteKey(making.ORIGIN, making.LEDGER.public), WitnessKey(making.ORIGIN, making.LEDGER.public)
+    later = f"\u2014 {making.ORIGIN} " + b64(heart.id + (time + 1).to_bytes(8, "big") + bytes(64)) + "\n"
+    answers = go(
+        {
+            "Notes": [
+                {"Key": key.text, "Note": text, "Witnesses": [heart.text]},
+                {"Note": text, "Witnesses": [heart.text]},
+                {"Note": text.partition("\n\n")[0] + "\n\n" + later, "Witnesses": [heart.text]},
+            ]
+        }
+    )["Notes"]
+    assert [answer["Signers"] for answer in answers] == [[making.ORIGIN] * 2, [making.ORIGIN], None]
+    assert "invalid signature" in answers[2]["Problem"]
 
 
 def test_go_verifies_our_inclusion_proofs(go: Go, shelf: Shelf) -> None:

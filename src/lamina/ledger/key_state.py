@@ -184,19 +184,23 @@ class KeyState:
             found.add(signed.key)
         return found, None
 
-    def cosigned(self, note: Note, time: int, now: int | None = None) -> set[bytes]:
-        """The witnesses that count under a checkpoint whose last leaf is of that time.
+    def cosigned(
+        self, note: Note, time: int, now: int | None = None, role: Role = Role.WITNESS
+    ) -> dict[bytes, int]:  # fmt: skip
+        """The keys that count as cosigners of a checkpoint whose last leaf is of that time, each with its newest time.
 
-        Their keys stood then and when they cosigned, so that none counts beside the one that took over from it.
-        NotVerified if a cosignature is wrong, of the future (of `now`), or older than the last leaf.
+        They stood then and when they cosigned, so that none counts beside the one that took over from it. Witnesses
+        count towards a quorum; cosignatures by ledger keys are heartbeats, which only tell a time. NotVerified if a
+        cosignature is wrong, of the future (of `now`), or older than the last leaf.
         """
-        found = set()
-        for each in self.histories(Role.WITNESS):
+        found = {}
+        for each in self.histories(role):
             if each.revoked is None:
                 named = WitnessQuorum(0, (WitnessKey(each.key.name, each.public),))
                 for at in named.cosigned(note, now=now, since=time).values():
-                    if each.problem(time, time) is None and each.problem(at, at) is None:
-                        found.add(each.public.id)
+                    stood = role is Role.LEDGER or each.problem(time, time) is None
+                    if stood and each.problem(at, at) is None:
+                        found[each.public.id] = at
         return found
 
     # ----------------------------------------------------------------------------------- what may follow
@@ -301,6 +305,11 @@ class GovernanceState(KeyState):
         self.withdraw = header.withdraw or WithdrawalRule.KEEPER
         self.additions: list[KeyAddition] = []
         self.owners = {each.id: each.id for each in header.keys if each.role is Role.GOVERNING}
+
+    def after(self, events: Iterable[KeyEvent], seq: int = 0) -> Self:
+        made = super().after(events, seq)
+        made.additions, made.owners = list(self.additions), dict(self.owners)
+        return made
 
     # ----------------------------------------------------------------------------------- replaying
 

@@ -10,7 +10,7 @@ from functools import cache
 from typing import TypeVar
 
 from lamina import cbor
-from lamina.admit.keys import PrivateKey
+from lamina.admit.keys import PrivateKey, format_utc
 from lamina.errors import LedgerDamaged, LedgerError, StoreLost
 from lamina.ledger import signed_checkpoint as notes
 from lamina.ledger.append import AppendBatch, AppendContext, UnindexedKeys, check_may_follow, check_run_records
@@ -463,6 +463,49 @@ class Ledger(LedgerReader):
             return all_signed
 
         return self.transact(add)
+
+    def heartbeat(
+        self, witness: PrivateKey | None = None, *, seen: notes.LedgerCheckpoint | None = None
+    ) -> tuple[str, int]:
+        """Cosign the newest checkpoint with the present time; the checkpoint, and that time. Adds no leaf.
+
+        Whoever decides by the ledger goes by that time (following.py), so a ledger to which nothing happens stays fresh.
+        The ledger's key signs a checkpoint over all leaves first; a `witness` cosigns the newest one that there is. A
+        later heartbeat takes the place of an earlier one by the same key. NotVerified if the ledger does not continue
+        `seen`, the newest checkpoint that the key has cosigned: a copy from a backup must not become fresh.
+        """
+        if seen is not None:
+            self.check_continues(seen)
+        if witness is None:
+            self.checkpoint()
+        key = self.signing_key() if witness is None else witness
+
+        def renew(rows: StoreWriter) -> tuple[str, int]:
+            head, last = head_of(rows), rows.checkpoint()
+            keys, now = self._checked.follow(rows, head), int(self._clock())
+            next_leaf_time(head.time, now)  # LedgerError if the clock is behind
+            if last is None:
+                problem = f"the ledger {self.name} has no checkpoint that could be cosigned"
+                raise LedgerError("ledger.no-checkpoint", problem, "sign one: lamina ledger checkpoint --key")
+            known, name = keys.history(key.public.id), self.origin
+            if witness is None:
+                check_key_may_sign(keys, key, now)
+            elif known is None or known.key.role is not Role.WITNESS or known.problem(now, now) is not None:
+                problem = f"key {key.public.name[:16]} is neither a ledger key nor a witness of {self.origin!r} now"
+                remedy = "give the ledger's key, or that of a witness: lamina ledger key LEDGER lists them"
+                raise LedgerError("ledger.key-may-not-cosign", problem, remedy)
+            else:
+                name = known.key.name
+            note = notes.parse_checkpoint(last.text)[1]
+            earlier = notes.WitnessQuorum(0, (notes.WitnessKey(name, key.public),)).cosigned(note).get(name, 0)
+            if earlier > now:
+                problem = f"the checkpoint was cosigned at {format_utc(earlier)}, the clock says {format_utc(now)}"
+                raise LedgerError("ledger.clock-behind", problem, "set the clock of this machine")
+            text = note.with_signatures(notes.make_cosignature(note.text, name, key, now)).encode()
+            rows.put_checkpoint(last._replace(text=text))
+            return text, now
+
+        return self.transact(renew)
 
     # ----------------------------------------------------------------------------------- inside
 

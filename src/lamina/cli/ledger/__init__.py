@@ -8,7 +8,7 @@ import typer
 
 from lamina.cli.ledger.governing_commands import init, sign, submit, terms
 from lamina.cli.ledger.policy_key_commands import key, policy
-from lamina.cli.ledger.proof_commands import checkpoint, copy, prove, receipt, verify
+from lamina.cli.ledger.proof_commands import checkpoint, copy, heartbeat, prove, receipt, verify
 from lamina.cli.ledger.reconcile_command import reconcile
 from lamina.cli.ledger.record_commands import prune, show, trace
 from lamina.cli.ledger.withdraw_commands import request, withdraw
@@ -34,6 +34,7 @@ If you contributed:
 To maintain one:
 
   lamina ledger checkpoint ledger.db --key ledger.key sign all records
+  lamina ledger heartbeat ledger.db --key ledger.key  sign that it is up to date; by a timer
   lamina ledger withdraw ledger.db --request mine.cose
   lamina ledger copy ledger.db auditor.db             copy it while runs write
   lamina ledger prune ledger.db --key ledger.key      replace old records by totals
@@ -53,7 +54,8 @@ or the number of a leaf, works too. For the ε that every class has spent: lamin
 
 app = typer.Typer(cls=PlainGroup, no_args_is_help=True, add_completion=False, help=help_text(_HELP))
 _COMMANDS: tuple[Callable[..., None], ...] = (
-    show, verify, prove, receipt, trace, reconcile, request, withdraw, prune, checkpoint, copy, policy, key, init, terms, sign, submit,
+    show, verify, prove, receipt, trace, reconcile, request, withdraw, prune, checkpoint, heartbeat, copy, policy, key, init,
+    terms, sign, submit,
 )  # fmt: skip
 for _command in _COMMANDS:
     app.command(_command.__name__, cls=PlainCommand, help=help_text(_command.__doc__))(_command)

@@ -1,4 +1,4 @@
-"""`lamina ledger verify, checkpoint, prove, receipt, copy`: whether a ledger is right, and proofs for others."""
+"""`lamina ledger verify, checkpoint, heartbeat, prove, receipt, copy`: whether a ledger is right, and proofs for others."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from lamina.cli.terminal import (
     PassphraseOption,
     argument,
     existing_ledger,
+    open_private_key,
     option,
     print_answer,
     print_finding,
@@ -34,6 +35,7 @@ from lamina.ledger import receipt as receipts
 from lamina.ledger import records as leaves
 from lamina.ledger import signed_checkpoint as notes
 from lamina.ledger.checked_leaves import cut_unsigned
+from lamina.ledger.governance_records import Role
 from lamina.ledger.merkle import leaf_hash
 from lamina.ledger.reader import LedgerReader, find_leaf
 from lamina.ledger.receipt import Receipt, TlogProof
@@ -200,6 +202,43 @@ def checkpoint(
     facts |= {"root": head.root.hex(), "unsigned": leaves - head.size if size is None else None}
     written = f"{pluralize(head.size, 'leaf', 'leaves')}, signed by {', '.join(signers)}"
     _print_text({**facts, "signers": signers, "checkpoint": text}, text, output, "the checkpoint", written, as_json)
+
+
+def heartbeat(
+    ledger: LedgerArgument,
+    key: Annotated[Path, option("private key of the ledger, or of one of its witnesses", metavar="FILE")],
+    seen: Annotated[
+        Path | None, option("where the newest checkpoint is kept; default: beside the key", metavar="CHECKPOINT")
+    ] = None,
+    passphrase_file: PassphraseOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Sign the present time under the newest checkpoint. Run it by a timer, more often than --max-age of your releases.
+
+    A gate goes by signed times: without a heartbeat, a ledger to which nothing happens becomes stale, and its releases are
+    no longer served. No leaf is added; the line replaces that of the last heartbeat. With the ledger's key, records that no
+    checkpoint covers yet are signed first.
+
+    The newest checkpoint is kept in a file, and a ledger that does not continue it is refused: one that was restored from
+    an old backup must not become fresh.
+
+    Examples:
+
+      lamina ledger heartbeat ledger.db --key ledger.key
+      lamina ledger heartbeat ledger.db --key witness.key --seen /var/lib/witness/ward.checkpoint
+    """
+    signer = open_private_key(key, passphrase_file)
+    with open_ledger(ledger, signer=signer) as book:
+        known = book.parties().get(signer.public.id)
+        witness = signer if known is not None and known.role is Role.WITNESS else None
+        kept = seen or key.with_name(f"{key.name}.{book.header_hash.hex()[:16]}.checkpoint")
+        before = KnownCheckpoint.load(kept).head if kept.exists() else None
+        text, time = book.heartbeat(witness, seen=before)
+    keys.replace_file(kept, text.encode("utf-8"), "the checkpoint", mode=0o644)
+    size = notes.parse_checkpoint(text)[0].size
+    facts = {"ledger": printable_location(ledger), "size": size, "time": format_utc(time), "checkpoint": text}
+    leaves = pluralize(size, "leaf", "leaves")
+    print_answer(facts, f"{printable_location(ledger)}: {leaves}, up to date at {format_utc(time)}", as_json)
 
 
 def _print_text(

@@ -24,7 +24,7 @@ from lamina.admit.keys import PublicKey, format_utc, read_small
 from lamina.errors import BadKey, EncodingError, LaminaError, LedgerError, NotVerified
 from lamina.ledger import signed_checkpoint as notes
 from lamina.ledger.governance_records import Aggregate, Header, LeafSpan, Role
-from lamina.ledger.key_state import CONTRIBUTOR_ROLE, GovernanceState, KeyState, Violation
+from lamina.ledger.key_state import GovernanceState, KeyState, Violation
 from lamina.ledger.merkle import HASH_SIZE, TILE_HEIGHT, TILE_WIDTH, Frontier, tile_path
 from lamina.ledger.records import KIND_NAMES, Leaf, Record
 from lamina.ledger.signed_checkpoint import (
@@ -165,19 +165,33 @@ class Trust:
 
         `time` is that of the last leaf. A key that took over from another is the same witness, once.
         """
-        mine, at = self._of_role(Role.WITNESS, now), int(system.time()) if now is None else now
+        at = int(system.time()) if now is None else now
         quorum = None if self.ring is None else self.ring.quorum
-        wanted, counted = len({self._last_key(each) for each in mine}) if quorum is None else quorum, set()
-        for each in mine:
-            named = WitnessQuorum(0, (WitnessKey(each.label, each.key),))
-            for signed in named.cosigned(note, now=at, since=time).values():
-                counted |= {self._last_key(each)} if each.standing(at, signed) is KeyStatus.USABLE else set()
+        wanted = len({self._last_key(each) for each in self._of_role(Role.WITNESS, now)}) if quorum is None else quorum
+        counted = self.cosigned(note, time, at, refuse_later=True)
         if len(counted) < wanted:
             why = 'all that the key ring has, as it states no "quorum"' if quorum is None else "the key ring's quorum"
             problem = f"{len(counted)} trusted witnesses cosigned it, {wanted} must: {why}"
             raise NotVerified(
                 "ledger.quorum-not-reached", problem, "ask the witnesses, or get a copy with cosignatures"
             )
+
+    def cosigned(self, note: Note, time: int, now: int, *, refuse_later: bool = False) -> dict[bytes, int]:
+        """The witnesses of the ring that cosigned a checkpoint whose last leaf is of that time, each with its newest time.
+
+        NotVerified if a cosignature is wrong or older than the last leaf; with `refuse_later` also if one is of the future.
+        """
+        found: dict[bytes, int] = {}
+        for each in self._of_role(Role.WITNESS, now):
+            named = WitnessQuorum(0, (WitnessKey(each.label, each.key),))
+            for signed in named.cosigned(note, now=now if refuse_later else None, since=time).values():
+                if each.standing(now, signed) is KeyStatus.USABLE:
+                    found[self._last_key(each)] = max(signed, found.get(self._last_key(each), 0))
+        return found
+
+    def names(self, role: Role) -> bool:
+        """Whether the ring has keys of this role: then no others count."""
+        return self.ring is not None and any(each.role == role.name.lower() for each in self.ring)
 
     def _last_key(self, entry: KeyEntry) -> bytes:
         """The key that signs today for whom this one signed."""
@@ -187,8 +201,7 @@ class Trust:
 
     def contributors(self) -> KeyRing | None:
         """The ring, if it has keys of contributors: then no others count."""
-        known = self.ring is not None and any(each.role == CONTRIBUTOR_ROLE for each in self.ring)
-        return self.ring if known else None
+        return self.ring if self.names(Role.CONTRIBUTOR) else None
 
     def _of_role(self, role: Role, now: int | None) -> list[KeyEntry]:
         at = int(system.time()) if now is None else now
@@ -503,6 +516,7 @@ class CheckpointChecks:
         name = f"the checkpoint of {head.size} leaves"
         try:
             count = len(keys.cosigned(note, time, self._now))
+            keys.cosigned(note, time, self._now, Role.LEDGER)  # heartbeats, which count towards no quorum
         except LedgerError as error:
             early = error.code == "ledger.cosignature-too-old"
             code = "verify.cosigned-before-last-leaf" if early else "verify.cosignature-invalid"
