@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from release_fixtures import key, release, trained
-from trained_run import Trained, hospital_run
+from trained_run import Trained, copied_hospital_run
 
 from lamina.admit.keys import PrivateKey
 from lamina.release.manifest import GatePolicy, make_release
@@ -17,7 +17,7 @@ __all__ = ["key", "release", "trained"]
 @pytest.fixture
 def ward(tmp_path: Path) -> Trained:
     """A run on signed contributions."""
-    return hospital_run(tmp_path)
+    return copied_hospital_run(tmp_path)
 
 
 @pytest.fixture

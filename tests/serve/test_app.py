@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import base64
 import hashlib
+import json
+import os
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,7 @@ from trained_run import Trained
 
 from lamina.admit.keys import PrivateKey
 from lamina.ledger.corpus_terms import ledger_key_path
+from lamina.ledger.governance_records import Release
 from lamina.ledger.merkle import leaf_hash, verify_consistency, verify_inclusion
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.receipt import TlogProof, verify_receipt
@@ -304,3 +308,25 @@ def test_metrics(client: Client, query: dict[str, Any]) -> None:
     assert "lamina_request_seconds_count 3" in lines and "lamina_requests_in_flight 1" in lines
     assert any(line.startswith("lamina_ledger_leaves ") for line in lines)
     assert "lamina_ledger_leaves" not in Metrics().text(None)
+
+
+def test_a_ledger_that_is_moved_or_replaced_is_noticed(
+    client: Client, query: dict[str, Any], trained: Trained, tmp_path: Path
+) -> None:
+    """By the gate, and by what else is served of it. Refusals name the cause, and no file."""
+    served = client(model=None)
+    assert served.post("/v1/decide", json={"query": query}).json()["allowed"]
+    size = served.get("/v1/ledger/head").json()["size"]
+    os.rename(trained.ledger, away := tmp_path / "away.db")
+    time.sleep(0.3)
+    found = served.post("/v1/decide", json={"query": query}).json()
+    assert [each["code"] for each in found["reasons"]] == ["ledger-unreachable"]
+    assert str(tmp_path) not in json.dumps(found)
+    assert code(served.get("/v1/ledger/head")) == (503, "serve.unavailable")
+    shutil.copy(away, trained.ledger)
+    with trained.open() as ledger:
+        ledger.append([Release(manifest=bytes(32), runs=())])
+        ledger.checkpoint()
+    time.sleep(1.1)
+    found = served.post("/v1/decide", json={"query": query}).json()
+    assert found["allowed"] and served.get("/v1/ledger/head").json()["size"] == size + 1

@@ -13,7 +13,7 @@ import pytest
 import uvicorn
 from browser import Browser, browse
 from starlette.testclient import TestClient
-from trained_run import Trained, copied_run, hospital_run
+from trained_run import Trained, copied_hospital_run, copied_run
 
 from lamina.admit.keys import PrivateKey
 from lamina.ledger.governance_records import WithdrawalReason
@@ -33,7 +33,7 @@ EVIL = "<img src=x onerror=alert(1)>'\"{{7*7}}"
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Trained]]:
     """The address of a running service, and the run behind it."""
     folder, key = tmp_path_factory.mktemp("served"), PrivateKey.generate()
-    ward = hospital_run(folder)
+    ward = copied_hospital_run(folder)
     with ward.open() as ledger:
         withdraw(ledger, str(ward.someone("sensitive")), WithdrawalReason.CONSENT)
         gate = GatePolicy(unstated_purposes=True, generation_classes={"head": {"layers": ["4"]}})

@@ -94,8 +94,18 @@ def copied_run(folder: Path) -> Trained:
     return Trained(folder / "trained" / "first", once.outcome)
 
 
-def hospital_run(folder: Path) -> Trained:
-    """A run on the contributions that a hospital signed, in a ledger that records who was admitted."""
+def copied_hospital_run(folder: Path) -> Trained:
+    """A run on the contributions that a hospital signed, and its ledger, trained once and copied for a test to change."""
+    once = _hospital_run()
+    shutil.copytree(once.folder.parent, folder / "runs", symlinks=True)
+    return Trained(folder / "runs" / "first", once.outcome, name=once.name)
+
+
+@cache
+def _hospital_run() -> Trained:
+    """The ledger records who was admitted."""
+    folder = Path(tempfile.mkdtemp(prefix="lamina-hospital-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     hospital, ledger = usual(folder, real=True), folder / "runs" / "ward.ledger.db"
     trainer = hospital.trainer("first", corpus=hospital.admit(ledger=ledger), ledger=str(ledger))
     return Trained(folder / "runs" / "first", trainer.fit(), name=ledger.name)

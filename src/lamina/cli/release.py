@@ -60,7 +60,7 @@ def make(
     name: Annotated[str, option("what the model is called")] = "model",
     not_after: Annotated[str | None, option("until when it may be served; default: a year", metavar="TIME")] = None,
     max_age: Annotated[
-        int, option("days after which a gate without the ledger denies, since withdrawals are unknown", metavar="DAYS")
+        int, option("days after the newest signed time of its ledger until a gate denies everything", metavar="DAYS")
     ] = 7,
     any_purpose: Annotated[
         bool, option("serve classes whose policy names no purpose for any purpose", "--any-purpose")
@@ -209,6 +209,9 @@ def ask(
 
       {"draws_on": {"layers": ["head.*"]},
        "rights": {"classes": ["clinical"], "max_epsilon": 3.0, "min_noise_multiplier": 0.5, "purpose": "research"}}
+
+    With --ledger, withdrawals count up to its newest leaf; without it, those that the manifest states. In both cases the
+    newest signed time (of the ledger or the manifest) may be no older than --max-age of the release.
 
     Exit code 0 if it is allowed, 1 if it is denied.
 

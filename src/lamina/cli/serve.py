@@ -79,7 +79,8 @@ def serve(
     with 403 and every reason. POST /v1/decide asks the gate alone. Where things are: GET /v1/openapi.json, docs/service.md.
 
     The model is loaded with the bytes that the manifest names. All of it answers, so a query must draw on all layers. With
-    --ledger a withdrawal counts within a second; without it, every query is denied once the release is too old.
+    --ledger a withdrawal counts within a second. Every query is denied once the newest signed time of the ledger (without
+    one, of the release) is too old: run lamina ledger heartbeat by a timer.
 
     Ctrl-C stops it. It listens on this machine alone. Any other --host needs --keys, or certificates of clients (--tls-clients).
     A key is any secret text, such as openssl rand -hex 32 prints; its line in --keys is a name and printf %s KEY | sha256sum.

@@ -6,7 +6,8 @@ which rights. It is allowed if for every layer drawn on and every class that rea
     the class is allowed  ∧  ε ≤ max_epsilon  ∧  sigma ≥ min_noise_multiplier  ∧  purpose ∈ purposes of the class
     ∧  (nobody of the class withdrew  ∨  accept_withdrawn)
 
-and the release is not expired, its adapter may be deployed in the scope of the query, and withdrawals are known up to now.
+and the release is not expired, its adapter may be deployed in the scope of the query, and withdrawals are known up to a
+signed time that is no older than the manifest allows.
 A public class is held to its name, purpose and withdrawals: it has neither ε nor noise.
 """
 
@@ -26,13 +27,13 @@ from pathlib import Path
 from typing import Any
 
 from lamina.admit.keys import CLOCK_SKEW, PublicKey, format_utc
-from lamina.errors import EncodingError, LaminaError, NotVerified
-from lamina.ledger.governance_records import Role
-from lamina.ledger.merkle import Frontier, leaf_hash, root_from_inclusion
+from lamina.errors import EncodingError, LaminaError, NotVerified, StoreBusy, StoreError
+from lamina.ledger.following import LedgerFollower
+from lamina.ledger.merkle import leaf_hash, root_from_inclusion
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.records import Leaf, decode_leaf
 from lamina.ledger.run_records import WEIGHTS
-from lamina.ledger.signed_checkpoint import LedgerCheckpoint, NoteKey, parse_checkpoint, verify_checkpoint
+from lamina.ledger.signed_checkpoint import LedgerCheckpoint
 from lamina.ledger.verify.tree_checks import KnownCheckpoint, Trust
 from lamina.release.manifest import Manifest, open_inside, verify_release
 from lamina.release.posture import NOT_REACHED, AdapterPosture, WithdrawalCounter
@@ -43,6 +44,7 @@ MAX_PATTERN_CHARACTERS = 4096  # of all patterns together: each is tried on ever
 _MAX_NAME, _MAX_RIGHTS = 512, 1 << 16  # characters, of one and of all together: a line of the log must hold them
 _MAX_REMEMBERED = 4096  # of what queries draw on, if all of them differ
 REFRESH_SECONDS = 0.25  # between two looks at the ledger: a fresh withdrawal counts within a second
+RETRY_SECONDS = 1.0  # the same after a look that failed
 
 _DRAWS_ON = ("layers", "depth", "adapter", "generation_class")
 _RIGHTS = ("classes", "max_epsilon", "min_noise_multiplier", "purpose", "accept_withdrawn")
@@ -168,7 +170,7 @@ class DenialReason:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
-    """What the gate decided, why not, and up to when withdrawals were known to it."""
+    """What the gate decided, why not, and the signed time up to which withdrawals were known to it."""
 
     allowed: bool
     reasons: tuple[DenialReason, ...]
@@ -371,11 +373,14 @@ class GateRule:
 class ReleaseGate:
     """Decides about queries to one release. Several threads may ask it.
 
-    folder         the release
-    trusted        release keys from elsewhere: a key, several, or what `Trust.load` reads
-    ledger         the ledger of the release: withdrawals count from the moment they are in it. Without it only those that
-                   the manifest knows, and after `max_age` (of the manifest's policy) every query is denied
-    seen           checkpoints of that ledger that were seen before
+    folder   the release
+    trusted  release keys from elsewhere: a key, several, or what `Trust.load` reads
+    ledger   the ledger of the release: withdrawals count from the moment they are in it. Without it, those that the
+             manifest states count
+    seen     checkpoints of that ledger that were seen before
+
+    Every query is denied once the newest signed time up to which withdrawals are known (of the ledger, otherwise of the
+    manifest) is older than `max_age` of the manifest's policy, or while the ledger is not what it was or cannot be read.
     """
 
     def __init__(
@@ -398,9 +403,11 @@ class ReleaseGate:
         self.manifest: Manifest = found.manifest
         self.rule = GateRule(self.manifest)
         self._withdrawn: Mapping[str, int] = self.manifest.posture.withdrawn
-        self._as_of, self._failed = self.manifest.created, ""
-        self._lock, self._looked = threading.Lock(), float("-inf")
-        self._follower = None if ledger is None else _LedgerFollower(ledger, self.manifest, trust)
+        self._as_of = self.manifest.created
+        self._failed: DenialReason | None = None
+        self._lock, self._looked, self._pause = threading.Lock(), float("-inf"), REFRESH_SECONDS
+        self._ledger = None if ledger is None else _ReleaseLedger(ledger, self.manifest, trust)
+        self._look(clock())
 
     def decide(self, query: Query) -> Decision:
         """Whether the query is allowed, with every reason why not."""
@@ -411,30 +418,34 @@ class ReleaseGate:
         return self.rule.decide(query, withdrawn=self._withdrawn, as_of=self._as_of, besides=besides)
 
     def _release_reasons(self, now: float) -> list[DenialReason]:
-        found = []
+        found = [] if self._failed is None else [self._failed]
         if now >= self.manifest.not_after:
             text = f"the release might be served until {format_utc(self.manifest.not_after)}"
             found.append(DenialReason(code="expired", text=text))
-        if self._failed:
-            found.append(DenialReason(code="ledger-not-verified", text=f"withdrawals are not known: {self._failed}"))
-        elif self._follower is None and not -CLOCK_SKEW <= now - self._as_of <= self.manifest.gate.max_age:
-            text = f"withdrawals are known up to {format_utc(self._as_of)} only: give the gate the ledger, or a newer release"
+        if not -CLOCK_SKEW <= now - self._as_of <= (most := self.manifest.gate.max_age):
+            known = f"withdrawals are known up to {format_utc(self._as_of)}"
+            if now < self._as_of:
+                text = f"{known}, which is in the future of this clock: set the clock"
+            elif self._ledger is None:
+                text = f"{known}, at most {most} s ago is allowed: give the gate the ledger, or a newer release"
+            else:
+                text = f"{known}, at most {most} s ago is allowed: run lamina ledger heartbeat on the ledger"
             found.append(DenialReason(code="stale", text=text))
         return found
 
     def _look(self, now: float) -> None:
         """Follow the ledger, at most every quarter of a second. What cannot be verified denies every query."""
-        if self._follower is None or 0 <= now - self._looked < REFRESH_SECONDS:  # below 0: the clock was set back
+        if self._ledger is None or 0 <= now - self._looked < self._pause:  # below 0: the clock was set back
             return
         with self._lock:
-            if 0 <= now - self._looked < REFRESH_SECONDS:
+            if 0 <= now - self._looked < self._pause:
                 return
             try:
-                self._withdrawn = self._follower.withdrawn()
-                self._as_of, self._failed = int(now), ""
+                self._withdrawn, self._as_of = self._ledger.look(now)
+                self._failed, self._pause = None, REFRESH_SECONDS
             except LaminaError as error:
-                self._failed = error.problem
-            self._looked = now
+                self._failed, self._pause = _ledger_denial(error), RETRY_SECONDS
+            self._looked = self._clock()  # a server that does not answer may have taken its time
 
     def weights(self) -> bytes:
         """The weights: the very bytes whose hash is in the manifest, whatever happened to the file since."""
@@ -454,83 +465,65 @@ def _scope_allows(bound: str | None, asked: str | None) -> bool:
     return bound is None or (asked is not None and (asked == bound or asked.startswith(f"{bound}/")))
 
 
-class _LedgerFollower:
-    """Withdrawals in the ledger of a release, up to its newest leaf.
+LEDGER_DENIALS = {  # what a refusal says to everybody; the gate adds the particulars, which name files
+    "ledger-unreachable": "withdrawals are not known: the ledger cannot be read",
+    "ledger-replaced": "withdrawals are not known: another ledger is in the place of the one of this release",
+    "ledger-shorter": "withdrawals are not known: the ledger is shorter than it was",
+    "ledger-forked": "withdrawals are not known: the leaves of the ledger are not those that were signed",
+    "ledger-not-verified": "withdrawals are not known: the ledger cannot be verified",
+}
+_DENIAL_OF_ERROR = {
+    "ledger.replaced-by-other": "ledger-replaced",
+    "ledger.shorter-than-seen": "ledger-shorter",
+    "ledger.forked-from-seen": "ledger-forked",
+    "store.no-ledger": "ledger-unreachable",
+}
 
-    The ledger must continue the one in the manifest: the hashes of its leaves are added to the tree that the manifest
-    states, and at the newest signed checkpoint the root must be the signed one. Leaves after it count too: a withdrawal
-    can only take away.
-    """
+
+def _ledger_denial(error: LaminaError) -> DenialReason:
+    lost = "ledger-unreachable" if isinstance(error, StoreError | StoreBusy) else "ledger-not-verified"
+    code = _DENIAL_OF_ERROR.get(error.code, lost)
+    return DenialReason(code=code, text=f"{LEDGER_DENIALS[code]} ({error.problem})")
+
+
+class _ReleaseLedger:
+    """Withdrawals in the ledger of a release, counted from its leaves (`LedgerFollower`), up to the newest one."""
 
     def __init__(self, ledger: LedgerReader, manifest: Manifest, trust: Trust) -> None:
         at = manifest.ledger
         if ledger.origin != at["origin"] or ledger.header_hash.hex() != at["header"]:
             problem = f"{ledger.name} is not the ledger of this release, which is of {at['origin']!r}"
             raise NotVerified("release.other-ledger", problem, "give the ledger that the manifest names")
-        self._ledger, self._trust, self._manifest = ledger, trust, manifest
-        self._seen: tuple[int, str | None] = (0, None)  # size and checkpoint at the last look
-        self._frontier: Frontier | None = None  # at the last signed checkpoint that was checked
-        self._counter = WithdrawalCounter(self._proven_leaf, manifest.posture.eligible, manifest.posture.withdrawn)
-        self._counts: Mapping[str, int] = self._counter.counts
+        self._ledger = ledger
+        self._known = LedgerCheckpoint(str(at["origin"]), int(at["size"]), bytes.fromhex(at["root"]))
+        self._follower = LedgerFollower(ledger, trust, self._known)
+        self._counter = WithdrawalCounter(self._proven_leaf, manifest.posture.eligible)
+        self._counts = dict(manifest.posture.withdrawn)
 
-    def withdrawn(self) -> Mapping[str, int]:
-        """By class, how many contributions that may be in the model were withdrawn; NotVerified if it is not the ledger."""
-        now = (self._ledger.size, self._ledger.latest())
-        if now != self._seen:
-            self._advance(now[1])
-            self._seen = now
-        return self._counts
+    def look(self, now: float) -> tuple[Mapping[str, int], int]:
+        """By class, how many contributions that may be in the model were withdrawn, never fewer than before; and the
+        signed time up to which that is known. LedgerError if the ledger is not the one that was verified before."""
+        self._follower.look(self._count, now)
+        return self._counts, self._follower.time
 
-    def _advance(self, text: str | None) -> None:
-        signed = self._signed_head(text)
-        frontier = self._manifest_frontier() if self._frontier is None else self._frontier
-        frontier, counter = Frontier(frontier.size, list(frontier.hashes)), self._counter.copy()
-        if frontier.size == signed.size and frontier.root() != signed.root:
-            raise _forked(signed.size)
-        for seq, data in self._ledger.raw_leaves(frontier.size):
-            if seq == signed.size:  # from here on nothing is signed
-                counter = counter.copy()
-            counter.see(decode_leaf(data))
-            if seq >= signed.size:
-                continue
-            frontier.extend([leaf_hash(data.leaf)])
-            if frontier.size == signed.size:
-                if frontier.root() != signed.root:
-                    raise _forked(signed.size)
-                self._frontier, self._counter = frontier, counter
-        self._counts = {name: max(n, self._counts.get(name, 0)) for name, n in counter.counts.items()}  # never fewer
+    def _count(self, signed: Sequence[Leaf], unsigned: Sequence[Leaf]) -> None:
+        counter = self._counter.copy()
+        for leaf in signed:
+            counter.see(leaf)
+        total = counter.copy()
+        for leaf in unsigned:
+            total.see(leaf)
+        self._counter = counter
+        names = self._counts.keys() | total.counts.keys()
+        self._counts = {name: max(self._counts.get(name, 0), total.counts.get(name, 0)) for name in names}
 
     def _proven_leaf(self, seq: int) -> Leaf:
         """A leaf of the tree that the manifest states, by an inclusion proof: a row of a table is no evidence."""
-        size, data = int(self._manifest.ledger["size"]), self._ledger.raw(seq)
-        root = root_from_inclusion(leaf_hash(data.leaf), seq, size, self._ledger.prove(seq, size))
-        if root is None or root.hex() != self._manifest.ledger["root"]:
-            raise _forked(size)
+        data = self._ledger.raw(seq)
+        root = root_from_inclusion(
+            leaf_hash(data.leaf), seq, self._known.size, self._ledger.prove(seq, self._known.size)
+        )
+        if root != self._known.root:
+            problem = f"leaf {seq} is not one of the first {self._known.size} leaves that were signed"
+            raise NotVerified("ledger.forked-from-seen", problem, "give the ledger that the manifest names")
         return decode_leaf(data)
-
-    def _signed_head(self, text: str | None) -> LedgerCheckpoint:
-        least = int(self._manifest.ledger["size"]) if self._frontier is None else self._frontier.size
-        signed = None if text is None else parse_checkpoint(text)[0]
-        if signed is None or text is None or signed.size < least:
-            problem = (
-                f"the ledger is signed up to {0 if signed is None else signed.size} leaves, {least} were seen before"
-            )
-            raise NotVerified("release.ledger-older", problem, "give the present ledger, and sign it")
-        keys = [] if self._trust.ring is None else self._trust.keys(signed.origin)
-        known = self._ledger.parties().histories(Role.LEDGER)
-        keys = keys or [each.public for each in known if each.revoked is None]
-        verify_checkpoint(text, [NoteKey(signed.origin, key) for key in keys])
-        return signed
-
-    def _manifest_frontier(self) -> Frontier:
-        """The tree that the manifest states, from the tiles of the ledger."""
-        at = self._manifest.ledger
-        frontier = self._ledger.frontier(int(at["size"]))
-        if frontier.root().hex() != at["root"]:
-            raise _forked(int(at["size"]))
-        return frontier
-
-
-def _forked(size: int) -> NotVerified:
-    problem = f"the first {size} leaves of the ledger are not those that were signed"
-    return NotVerified("release.ledger-forked", problem, "give the ledger that the manifest names")

@@ -66,7 +66,8 @@ class GatePolicy:
     """What the gate of a release is told beside the posture. Whatever it does not allow is denied.
 
     unstated_purposes   whether a class whose policy names no purpose may be used for any
-    max_age             seconds after which a gate without a ledger denies: withdrawals since then are unknown to it
+    max_age             seconds after the newest signed time that a gate knows (of the ledger, or without one of the
+                        manifest) until it denies everything: later withdrawals are unknown to it
     generation_classes  names for what queries draw on: {"head": {"layers": ["head.*"]}}
     """
 

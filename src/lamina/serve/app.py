@@ -47,7 +47,7 @@ from lamina.ledger.signed_checkpoint import parse_checkpoint
 from lamina.ledger.store.rows import StoredLeaf
 from lamina.ledger.withdrawal import check_withdrawal, drop_withdrawal, withdrawal_state
 from lamina.release.decision_log import DecisionLog
-from lamina.release.gate import Decision, DenialReason, Query, ReleaseGate
+from lamina.release.gate import LEDGER_DENIALS, Decision, DenialReason, Query, ReleaseGate
 from lamina.release.manifest import MANIFEST, read_file
 from lamina.serve.limits import ApiKeys, Limits, Metrics, RequestRefused, TokenBuckets
 from lamina.serve.openapi import openapi
@@ -77,9 +77,6 @@ _OPEN_PATHS = {"/healthz"}  # without a key
 _ONCE = {b"authorization", b"host", b"content-type", b"content-length", b"origin", b"sec-fetch-site"}
 _UNKNOWN = {"ledger.leaf-unknown", "ledger.size-not-reached", "ledger.not-covered", "ledger.tree-too-small"}
 _UNAVAILABLE = {"release.log-not-written", "ledger.withdrawals-waiting", "admit.file-not-written"}
-_LEDGER_WRONG = DenialReason(
-    code="ledger-not-verified", text="withdrawals are not known: the ledger cannot be verified"
-)
 _TOGETHER, _MOST_TOGETHER = 0.004, 16  # seconds and number of requests that are computed together
 _MOST_QUERIES, _MOST_QUERY_CHARACTERS = 256, 4096  # that are remembered
 _JSON, _COSE, _TEXT = "application/json", "application/cose", "text/plain; charset=utf-8"
@@ -111,14 +108,18 @@ class Service:
     metrics: Metrics = field(default_factory=Metrics)
     recent: deque[tuple[str, bool, list[str]]] = field(default_factory=lambda: deque(maxlen=100))
 
-    def decide(self, query: Query, *, answering: bool) -> Decision:
-        """What the gate says, with what the model really draws on if it is to answer. Counted and logged."""
+    def ask_gate(self, query: Query) -> Decision:
+        """What the gate says, without what only the operator may see."""
         if self.gate is None:
             raise RequestRefused(404, "serve.no-release", "a run is served here, which has no gate", "serve a release")
         decision = self.gate.decide(query)
-        if any(each.code == _LEDGER_WRONG.code for each in decision.reasons):  # its text names files
-            reasons = (_LEDGER_WRONG if each.code == _LEDGER_WRONG.code else each for each in decision.reasons)
-            decision = dataclasses.replace(decision, reasons=tuple(reasons))
+        if any(each.code in LEDGER_DENIALS for each in decision.reasons):
+            decision = dataclasses.replace(decision, reasons=tuple(map(_public_reason, decision.reasons)))
+        return decision
+
+    def decide(self, query: Query, *, answering: bool) -> Decision:
+        """What the gate says, with what the model really draws on if it is to answer. Counted and logged."""
+        decision = self.ask_gate(query)
         if answering and self.inference is not None:
             decision = self.inference.judge(query, decision)
         if self.log is not None:
@@ -127,6 +128,12 @@ class Service:
         self.metrics.decision(decision.allowed, codes)
         self.recent.append((format_utc(int(time.time())), decision.allowed, codes))
         return decision
+
+    def follow_file(self) -> None:
+        """Read the ledger from the file that lies at its place now. Where none does, reading it is refused (503)."""
+        if self.ledger is not None and self.ledger.store.replaced():
+            with suppress(LaminaError):
+                self.ledger.reopen()
 
     def papers(self) -> dict[str, bytes]:
         """Manifest and certificate of the release, as they were verified."""
@@ -145,6 +152,11 @@ class Service:
         """Write what is left of the log."""
         if self.log is not None:
             self.log.close()
+
+
+def _public_reason(reason: DenialReason) -> DenialReason:
+    """The reason as clients see it: the gate's own text about the ledger names files."""
+    return dataclasses.replace(reason, text=LEDGER_DENIALS.get(reason.code, reason.text))
 
 
 def make_app(service: Service, pages: Sequence[BaseRoute] = ()) -> Guard:
@@ -198,6 +210,7 @@ class Guard:
         try:
             try:
                 who = self._admit(scope)
+                self.service.follow_file()
                 async with asyncio.timeout_at(first_byte + self.service.limits.timeout):
                     await self._router(scope, receive, send_with_headers)
             except ClientDisconnect:

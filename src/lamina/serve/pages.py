@@ -191,7 +191,7 @@ class Dashboard:
         decision, problem = None, ""
         if "purpose" in given:
             try:
-                decision = gate.decide(Query.from_dict(_query_of_form(given))).to_dict()
+                decision = self.service.ask_gate(Query.from_dict(_query_of_form(given))).to_dict()
             except LaminaError as error:
                 problem = f"{error.problem}. {error.remedy}"
         names = list(gate.manifest.posture.classes)
