@@ -174,9 +174,8 @@ def test_a_release_that_hides_a_withdrawal_is_not_served(
     with ward.open() as ledger:
         make_release(tmp_path / "blind", [ward.folder], ledger, key, gate=GatePolicy(unstated_purposes=True))
     monkeypatch.undo()
-    with LedgerReader.read_only(ward.ledger) as reader:
-        with raises_code("release.not-verified"):
-            ReleaseGate(tmp_path / "blind", key.public, ledger=reader)
+    with LedgerReader.read_only(ward.ledger) as reader, raises_code("release.not-verified"):
+        ReleaseGate(tmp_path / "blind", key.public, ledger=reader)
 
 
 def test_a_ledger_that_is_moved_or_restored_under_a_running_gate_is_noticed(
