@@ -29,6 +29,13 @@ PRIVACY = {"epsilon": 8.0, "delta": 1e-5, "clip_norm": 0.1}
 PUBLIC = [{"input_ids": ids[:8], "labels": ids[:8]} for ids in ([3, 4, 5, 6, 7, 8, 9, 10], [9, 8, 7, 6, 5, 4, 3, 2])]
 
 
+@pytest.fixture
+def tmp_path(tmp_path: Path) -> Path:
+    """A folder in one of the test's own: a run lies beside its output_dir, and its ledger beside the run."""
+    (tmp_path / "output").mkdir()
+    return tmp_path / "output"
+
+
 def corpus_of(count: int = 60) -> lamina.Corpus:
     return token_corpus(texts(count), length=8, pad=0, unit=[i // 2 for i in range(count)], unit_name="patient")
 

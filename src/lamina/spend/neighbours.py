@@ -95,7 +95,7 @@ def check_units(ledger: LedgerReader, plan: StepPlan) -> None:
 
 
 def neighbour_ledgers(own: str | os.PathLike[str], *around: Path) -> list[NeighbourLedger]:
-    """The other ledgers beside a ledger in a file: in its folder and the folders in and above that, and around a run."""
+    """The other ledgers beside a ledger in a file: in its folder, the folders in it and the one above, and around a run."""
     home = Path(os.path.realpath(own)).parent
     found: dict[str, NeighbourLedger] = {}
     for path in _ledger_files(home, *around):
@@ -110,5 +110,4 @@ def _ledger_files(home: Path, *around: Path) -> Iterator[Path]:
     for folder in dict.fromkeys((home, *(each.resolve() for each in around))):
         for pattern in (f"*{LEDGER_SUFFIX}", f"*/*{LEDGER_SUFFIX}", "*/ledger.db"):
             yield from (path for path in folder.glob(pattern) if path.is_file())
-    for folder in home.parents[:2]:
-        yield from (path for path in folder.glob(f"*{LEDGER_SUFFIX}") if path.is_file())
+    yield from (path for path in home.parent.glob(f"*{LEDGER_SUFFIX}") if path.is_file())
