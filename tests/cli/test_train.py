@@ -386,6 +386,22 @@ def test_plan_only_says_what_remains_afterwards(project: Project) -> None:
     assert 6.0 - 2 * spent < fresh["remaining"] < again["remaining"]
 
 
+def test_ledgers_beside_each_other_are_listed_before_training(project: Project) -> None:
+    """A run under another origin; its owner states that these are other people, in the policy."""
+    project.train_json()
+    policy = project.folder / "policy.toml"
+    other = policy.read_text().replace('origin = "test"', 'origin = "other"\nother_people = "another town"')
+    policy.write_text(other)
+    found = project.train_json("--plan-only", "--fresh")
+    (beside,) = found["ledgers_beside"]
+    assert (beside["ledger"], beside["origin"], beside["runs"]) == ("test.ledger.db", "test", 1)
+    out = succeeded(project.train("--plan-only", "--fresh"))
+    assert "another ledger lies beside it, and a person in both loses the sum" in out and "test.ledger.db" in out
+    assert any("test.ledger.db" in note for note in project.train_json("--fresh")["notes"])
+    page = succeeded(project.call("ledger", "show", str(project.folder / "runs" / "other.ledger.db")))
+    assert "another town" in page
+
+
 def test_plan_only_says_that_nothing_remains(project: Project) -> None:
     out = succeeded(project.train("--plan-only", run=project.run.replace("epsilon = 2.0\n", "")))
     assert "after this run nothing remains for clinical" in out
