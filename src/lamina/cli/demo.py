@@ -51,7 +51,7 @@ TRAINING_LABELS = {
     "private": "private",
     "without_privacy": "without privacy",
 }
-_FIGURE = re.compile(r"[\d.,e-]+|–|public")
+_FIGURE = re.compile(r"[\d.,e-]+|–|public|not protected")
 _LEDGER_LABELS = ("audit:", "record:", "trace:")
 
 
