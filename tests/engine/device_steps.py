@@ -6,6 +6,7 @@ Run by test_device.py, in a process of their own.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -23,8 +24,9 @@ import lamina
 from lamina import Batch, Engine, SeededNoise
 from lamina.engine import native
 from lamina.engine.compiled import NotCompiled
-from lamina.errors import CouplingError, EngineError, NoiseError
-from lamina.plan.rules import Choose, FollowEnergy, FollowQuantile, Injection
+from lamina.engine.noise import PLAIN_NOTE, PlainNoise
+from lamina.errors import CouplingError, EngineError
+from lamina.plan.rules import Choose, FollowEnergy, FollowQuantile, Injection, NoiseKind
 from lamina.plan.selection import Slice
 
 pretend_device()  # before the first backward pass
@@ -116,7 +118,7 @@ def losses_of(model: nn.Module, x: Tensor) -> Tensor:
 
 def step_of(model: nn.Module, plan: Any, x: Tensor, **who: Any) -> dict[str, Tensor]:
     """The gradients of one step, on the CPU."""
-    with Engine(model, plan, noise=SeededNoise(7)) as engine:
+    with Engine(model, plan, noise=SeededNoise(7, hardened=False)) as engine:
         batch = Batch(x, **who)
         engine.backward(losses_of(model, x) if len(batch) else None, batch)
     given = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -328,19 +330,39 @@ def test_a_coupled_model_is_refused() -> None:
         engine.probe(lambda x, y: losses_of(nn.Sequential(nn.Dropout(0.5), model), x), x)
 
 
-def test_exact_noise_is_refused_before_anything_is_spent() -> None:
-    device = pretend_device()
-    model = nn.Linear(5, 3).to(device)
+def test_integer_noise_is_refused_before_anything_is_spent() -> None:
+    model = nn.Linear(5, 3).to(pretend_device())
+    plan = replace(plan_of(model), noise_kind=NoiseKind.DISCRETE_GAUSSIAN, accountant="rdp-integer")
     with pytest.raises(EngineError) as refused:
-        Engine(model, plan_of(model), noise=SeededNoise(7, hardened=True))
+        Engine(model, plan, noise=SeededNoise(7))
     assert refused.value.code == "engine.exact-noise-elsewhere"
-    with pytest.raises(NoiseError) as unfit:
-        SeededNoise(7, hardened=True).add_(torch.zeros(5, device=device), 1.0, step=0)
-    assert unfit.value.code == "noise.hardened-elsewhere"
-    with Engine(model, plan_of(model), noise=SeededNoise(7)) as engine:
-        with pytest.raises(EngineError) as refused:
-            engine.continue_at(1, SeededNoise(7, hardened=True))
-        assert refused.value.code == "engine.exact-noise-elsewhere" and engine.budget.taken == 0
+
+
+@pytest.mark.filterwarnings("error")
+def test_noise_is_hardened_by_default() -> None:
+    """Added and rounded in float64 on the device: multiples of 2^-8·S, B times."""
+    device = pretend_device()
+    model, x = nn.Linear(5, 3).to(device), torch.randn(N, 5, device=device)
+    plan = plan_of(model)
+    with Engine(model, plan, noise=SeededNoise(7)) as engine:
+        engine.backward(losses_of(model, x), Batch(x))
+        assert engine.noise.hardened and not engine.plain_noise_note
+    steps = model.weight.grad.cpu().double() * plan.batch * 2.0**8
+    assert torch.equal(steps, steps.round()) and math.frexp(plan.noise[0])[0] == 0.5
+
+
+def test_noise_is_plain_and_announced_where_there_is_no_float64() -> None:
+    device = pretend_device()
+    model, x = nn.Linear(5, 3).to(device), torch.randn(N, 5, device=device)
+    with without_float64():
+        with pytest.warns(PlainNoise, match="pretend has no float64"):
+            engine = Engine(model, plan_of(model), noise=SeededNoise(7))
+        with engine:
+            assert not engine.noise.hardened and PLAIN_NOTE in engine.plain_noise_note
+            engine.backward(losses_of(model, x), Batch(x))
+            engine.continue_at(1, SeededNoise(8))
+            assert not engine.noise.hardened
+            engine.backward(losses_of(model, x), Batch(x))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -113,7 +113,7 @@ def test_the_forms_cannot_be_told_apart(hardened: bool) -> None:
 
 def test_parts_steps_and_tensors_are_independent() -> None:
     """Draws of two parts, of two steps, of two tensors: no correlation beyond chance."""
-    source, size = SeededNoise(5), 40_000
+    source, size = SeededNoise(5, hardened=False), 40_000
     columns = []
     for step, part, tensor in ((0, 0, 0), (0, 1, 0), (0, 2, 0), (1, 1, 0), (0, 1, 1)):
         out = torch.zeros(size)
@@ -214,7 +214,7 @@ def test_a_step_is_the_clipped_sum_and_its_noise(injection: Injection) -> None:
     """Two batches with the same members and other contents differ by their clipped sums, exactly."""
     made, batch = planned(injection), batch_of()
     other = replace(batch, x=batch.x * 3 + 1)
-    noisy = [taken(made, b, SeededNoise(4)) for b in (batch, other)]
+    noisy = [taken(made, b, SeededNoise(4, hardened=False)) for b in (batch, other)]
     plain = [clipped(made, b) for b in (batch, other)]
     for name in plain[0]:
         moved = noisy[0][name] - noisy[1][name]
@@ -225,8 +225,8 @@ def test_whether_a_contribution_is_empty_does_not_show_in_raw_noise() -> None:
     made, batch = planned(RAW), batch_of(5)
     weight = torch.tensor([1.0, 0.0, 1.0, 0.0, 1.0])
     silent = replace(batch, weight=weight)
-    noise = noise_of(made, [batch.cls.tolist()], SeededNoise(4))  # type: ignore[union-attr]
-    found, rest = taken(made, silent, SeededNoise(4)), clipped(made, silent)
+    noise = noise_of(made, [batch.cls.tolist()], SeededNoise(4, hardened=False))  # type: ignore[union-attr]
+    found, rest = taken(made, silent, SeededNoise(4, hardened=False)), clipped(made, silent)
     for name in rest:
         assert torch.allclose(found[name] - noise[name], rest[name], atol=2e-5)
 
@@ -251,8 +251,8 @@ def test_the_pure_function_gives_the_same(injection: Injection) -> None:
         one = torch.autograd.grad(losses_of(model, batch.x[i : i + 1]).sum(), list(model.parameters()))
         for (name, _), value in zip(model.named_parameters(), one, strict=True):
             grads[name][i] = value
-    found = route(grads, batch.cls, made, noise=SeededNoise(4))  # type: ignore[arg-type]
-    stepped = taken(made, batch, SeededNoise(4))
+    found = route(grads, batch.cls, made, noise=SeededNoise(4, hardened=False))  # type: ignore[arg-type]
+    stepped = taken(made, batch, SeededNoise(4, hardened=False))
     for name, values in stepped.items():
         assert torch.allclose(found[name].double() * made.batch, values, atol=2e-5)
 
@@ -262,7 +262,7 @@ def test_hardened_parts_are_rounded_once_to_the_grid_of_the_whole(injection: Inj
     """Exactly round(sum + noise), the noise being the float64 sum of its parts."""
     made, classes = planned(injection), [0, 1, 0]
     found = noise_of(made, [classes], SeededNoise(8, hardened=True))
-    plain = SeededNoise(8)
+    plain = SeededNoise(8, hardened=False)
     each = math.sqrt(injection.parts)
     for index, (name, p) in enumerate(net().named_parameters()):
         s = made.noise[0 if name.startswith("0") else 1]

@@ -8,6 +8,7 @@ import os
 import pickle
 from collections.abc import Iterator
 from decimal import Decimal, getcontext
+from functools import partial
 
 import numpy as np
 import pytest
@@ -78,15 +79,15 @@ EDGES = [PACK_BELOW_ELEMENTS - 1, PACK_BELOW_ELEMENTS + 1, CELL_ELEMENTS - 1, CE
 @given(size=st.one_of(st.integers(1, 70), st.sampled_from(EDGES)))
 def test_every_element_is_noised_once(size: int) -> None:
     out = torch.full((size,), 1e6, dtype=torch.float64)
-    SeededNoise(1).add_(out, 1.0, step=0)
+    SeededNoise(1, hardened=False).add_(out, 1.0, step=0)
     z = out - 1e6
     assert bool((z != 0).all())
     assert float(z.abs().max()) < 7
-    assert torch.allclose(z, draw(SeededNoise(1), size, dtype=torch.float64), atol=1e-9)
+    assert torch.allclose(z, draw(SeededNoise(1, hardened=False), size, dtype=torch.float64), atol=1e-9)
 
 
 def test_mixed_dtypes_in_one_call() -> None:
-    source = SeededNoise(2)
+    source = SeededNoise(2, hardened=False)
     outs = [torch.zeros(100), torch.zeros(100, dtype=torch.float64), torch.zeros(7)]
     source.add_many_(outs, [1.0, 2.0, 3.0], step=0)
     for i, out in enumerate(outs):
@@ -96,14 +97,14 @@ def test_mixed_dtypes_in_one_call() -> None:
 def test_non_contiguous_tensors_get_the_noise_of_their_logical_order() -> None:
     out = torch.ones(30, 40).t()
     assert not out.is_contiguous()
-    SeededNoise(9).add_(out, 1.0, step=0)
-    assert torch.equal(out.reshape(-1), 1 + draw(SeededNoise(9), 1200))
+    SeededNoise(9, hardened=False).add_(out, 1.0, step=0)
+    assert torch.equal(out.reshape(-1), 1 + draw(SeededNoise(9, hardened=False), 1200))
 
 
 def test_autograd_sees_the_change() -> None:
     out = torch.zeros(5, requires_grad=True)
     before = out._version
-    SeededNoise(9).add_(out, 1.0, step=0)
+    SeededNoise(9, hardened=False).add_(out, 1.0, step=0)
     assert out._version > before
     assert out.requires_grad
     assert out.grad_fn is None
@@ -119,20 +120,44 @@ def test_hardened_results_lie_on_a_grid_that_depends_on_std_alone(std: float) ->
     assert 2**GRID_BITS <= std / spacing < 2 ** (GRID_BITS + 1)
     total = torch.randn(10_000, generator=torch.Generator().manual_seed(1)) * std * 3
     plain, hard = total.clone(), total.clone()
-    SeededNoise(1).add_(plain, std, step=0)
+    SeededNoise(1, hardened=False).add_(plain, std, step=0)
     SeededNoise(1, hardened=True).add_(hard, std, step=0)
     steps = hard.double() / spacing
     assert torch.equal(steps, steps.round())
     assert float((plain.double() - hard.double()).abs().max()) <= spacing / 2 * (1 + 1e-2)
-    exact = total.double() + draw(SeededNoise(1), 10_000, std, dtype=torch.float64)
+    exact = total.double() + draw(SeededNoise(1, hardened=False), 10_000, std, dtype=torch.float64)
     assert torch.equal(hard.double(), (exact / spacing).round() * spacing)
 
 
 def test_declared() -> None:
     assert SecureNoise().private
-    assert not SecureNoise().hardened
-    assert SecureNoise(hardened=True).hardened
     assert not SeededNoise(1).private
+
+
+def test_noise_is_hardened_unless_plain_noise_is_asked_for_by_name() -> None:
+    seed = bytes(range(32))
+    for made in (
+        SecureNoise,
+        partial(SeededNoise, 1),
+        partial(SecureNoise.of_journal, seed),
+        partial(SeededNoise.of_segment, seed),
+    ):
+        assert made().hardened and "hardened" in repr(made())
+        assert not made(hardened=False).hardened and "plain" in repr(made(hardened=False))
+
+
+@pytest.mark.parametrize("hardened", [False, True])
+@pytest.mark.parametrize("on", [False, True], ids=["numpy", "native"])
+def test_the_division_comes_after_the_rounding(hardened: bool, on: bool) -> None:
+    with native.switched(on):
+        for dtype in (torch.float32, torch.float64):
+            source, stds = SeededNoise(3, hardened=hardened), [0.75, 0.0, 4.0]
+            whole = [torch.full((n,), 0.3, dtype=dtype) for n in (5, 7, 70_000)]
+            divided = [total.clone() for total in whole]
+            source.add_many_(whole, stds, step=0)
+            source.add_many_(divided, stds, step=0, divisor=7.0)
+            for a, b in zip(whole, divided, strict=True):
+                assert torch.allclose(a / 7, b, rtol=3e-7 if dtype == torch.float32 else 1e-15, atol=0)
 
 
 # -------------------------------------------------------------------------------------------- refusals
@@ -225,7 +250,7 @@ def test_a_key_that_is_kept_is_never_that_of_another_thread() -> None:
 
 
 def test_two_secure_sources_share_nothing() -> None:
-    a, b = (draw(SecureNoise(), 200_000, dtype=torch.float64).numpy() for _ in range(2))
+    a, b = (draw(SecureNoise(hardened=False), 200_000, dtype=torch.float64).numpy() for _ in range(2))
     assert not np.intersect1d(a, b).size
     assert abs(np.dot(a, b)) < 7 * math.sqrt(a.size)
 
@@ -316,7 +341,7 @@ def many(request: pytest.FixtureRequest) -> Iterator[np.ndarray]:
     with native.switched(request.param == "native"):
         if request.param == "native" and native_noise() is None:
             pytest.skip(native.missing() or "the processor lacks the instructions of the native kernel")
-        yield draw(SeededNoise(20), DRAWS).numpy().astype(np.float64)
+        yield draw(SeededNoise(20, hardened=False), DRAWS).numpy().astype(np.float64)
 
 
 def smirnov(ordered: np.ndarray) -> float:
@@ -423,7 +448,7 @@ def test_sine_and_cosine_of_all_directions(dtype: type) -> None:
 
 def test_draws_follow_the_specification_word_by_word() -> None:
     """From key to draw with nothing but HKDF, AES and the math module."""
-    source = SeededNoise(8)
+    source = SeededNoise(8, hardened=False)
     size = 11
     stream = KeyStream(step_key(source._seed, step=6))
     h = 6  # 2·ceil(11/4)
@@ -455,12 +480,12 @@ def energy(z: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize(
     ("other", "step", "tensor"),
     [
-        (SeededNoise(20), 0, 1),
-        (SeededNoise(20), 0, 1 << 40),
-        (SeededNoise(20), 1, 0),
-        (SeededNoise(20, rank=1), 0, 0),
-        (SeededNoise(21), 0, 0),
-        (SeededNoise(-20), 0, 0),
+        (SeededNoise(20, hardened=False), 0, 1),
+        (SeededNoise(20, hardened=False), 0, 1 << 40),
+        (SeededNoise(20, hardened=False), 1, 0),
+        (SeededNoise(20, rank=1, hardened=False), 0, 0),
+        (SeededNoise(21, hardened=False), 0, 0),
+        (SeededNoise(-20, hardened=False), 0, 0),
     ],
     ids=["tensor", "tensor far", "step", "rank", "seed", "minus seed"],
 )

@@ -84,7 +84,8 @@ def step(name: str, rank: int, size: int) -> dict[str, Any]:
     model, plan, whole, options = case(name)
     if name.startswith("bins"):
         plan = dataclasses.replace(plan, injection=Injection(form="per_microbatch", parts=size))  # type: ignore[arg-type]
-    noise = SeededNoise(SEED, rank=rank, hardened=options["hardened"])
+    kind = {} if options["hardened"] else {"hardened": False}
+    noise = SeededNoise(SEED, rank=rank, **kind)
     with Engine(model, plan, noise=noise) as engine:
         for part in whole.shard(rank, size).split(options["parts"]):
             engine.backward(losses_of(model, part.x, None) if len(part) else None, part)

@@ -165,8 +165,8 @@ def trained(way: str, rank: int, size: int, *, sharded: bool) -> dict[str, Any]:
         shard(model, way)
     optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.05)
     options: dict[str, Any] = {"per_contribution": ["blocks.1"]} if way == "once per contribution" else {}
-    whole, notes = 0, []
-    with Engine(model, plan, noise=SeededNoise(7, rank=rank, hardened=hardened), **options) as engine:
+    whole, notes, kind = 0, [], {} if hardened else {"hardened": False}
+    with Engine(model, plan, noise=SeededNoise(7, rank=rank, **kind), **options) as engine:
         for step, count in enumerate((7, 0, 1, 6, 5) if way != "nobody" else (0, 0)):
             part = batch_of(count, way).shard(rank, size)
             if way == "evaluated by one" and step == 2 and rank == 0:

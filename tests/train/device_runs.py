@@ -5,6 +5,7 @@ Run by tests/engine/test_device.py, in a process of their own.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,15 +13,14 @@ from typing import Any
 import problem
 import pytest
 import torch
-from pretend_device import PretendTensor, pretend_device
-from refusals import raises_code
+from pretend_device import PretendTensor, pretend_device, without_float64
 from safetensors.torch import load_file
 from stopping import LOOSE, killed, told
 from torch import Tensor, nn
 
 import lamina
 from lamina.engine import native
-from lamina.errors import EngineError
+from lamina.engine.noise import PlainNoise
 from lamina.train import training_checkpoint
 
 pretend_device()  # before the first backward pass
@@ -77,10 +77,22 @@ def test_an_open_segment_is_never_replayed(tmp_path: Path) -> None:
     assert told(again, "sums are not the same again") and again.total["clinical"] > trainer.plan.epsilon("clinical")
 
 
-def test_hardened_noise_is_refused_before_anything_is_spent(tmp_path: Path) -> None:
-    with raises_code(EngineError, "engine.exact-noise-elsewhere"):
-        problem.trainer(tmp_path / "a", model=on_device(), hardened=True)
-    assert not (tmp_path / "a" / "journal").exists()
+def test_noise_is_hardened_and_certified_so(tmp_path: Path) -> None:
+    found = problem.trainer(tmp_path / "a", model=on_device()).fit()
+    assert conditions(found.folder)["hardened"] is True and found.notes == ()
+
+
+def test_plain_noise_of_a_device_without_float64_is_announced_and_certified(tmp_path: Path) -> None:
+    with without_float64():
+        with pytest.warns(PlainNoise):
+            trainer = problem.trainer(tmp_path / "a", model=on_device())
+        found = trainer.fit()
+    assert told(found, "the noise is plain") and conditions(found.folder)["hardened"] is False
+
+
+def conditions(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "metrics.json").read_text())["conditions"]
+    return found
 
 
 def test_targets_that_the_loss_cannot_take_are_found_on_the_cpu(tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ class AuditTarget:
     losses_of  (x, y) → one loss per example, model included, as for `Engine.probe`
     make       makes a fresh stepper; by default `Engine(model, plan, noise=…, **options)`
     parts      microbatches that a batch is cut into
-    hardened   whether the noise is rounded to its public grid
+    hardened   whether the noise is rounded to its public grid, as it is by default
 
     Under torch.distributed every rank audits the same batches at once: each takes its part of them, so that contribution u
     is on rank u modulo the number of ranks.
@@ -124,7 +124,7 @@ class AuditTarget:
     losses_of: PerExampleLosses
     make: MakeStepper | None = None
     parts: int = 1
-    hardened: bool = False
+    hardened: bool = True
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def release(self, batch: Batch, *, seed: int = 0, noise: float = 1.0, clip: float = 1.0) -> dict[str, Tensor]:

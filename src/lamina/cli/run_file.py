@@ -294,7 +294,7 @@ class RunFile(BaseModel):
     views: Count = 1
     threads: Count | None = None
     max_occurrences: Annotated[int | dict[str, int], _per_class(int, "> 0")] | None = None
-    hardened: bool = False
+    hardened: bool | None = None
     seed: Annotated[int, Field(ge=0)] | None = None
     evaluate: EvaluateTable | None = None
     proxy: ProxyTable | None = None

@@ -377,7 +377,7 @@ class ClipBounds:
     def _collector(
         self, part: CheckedBatch, into: ClippedSums, reached: Sequence[bool], masks: TensorMasks
     ) -> Collector:
-        (bounds, radius), scale = self.of(part), into.scale
+        (bounds, radius), scale = self.of(part), 1.0
         start = part, reached, into.sums, masks
         if self.plan.clipping is not Clipping.BOX:
             reach = self.clip[part.classes] > 0

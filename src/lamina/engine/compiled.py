@@ -45,6 +45,7 @@ LossesOf = Callable[[Any, Any], Tensor]
 HOOK_STEPS_FIRST = 2  # of every computation, with all checks of the hook engine
 COMPARE_EVERY = 128  # as often as the ownership check comes again
 MOST_GRAPHS, MOST_COMPUTATIONS = 4, 16
+MOST_CONTRIBUTIONS = 512  # as WIDE_UNITS of native/product.c: see `SUM_BLOCK` of grads.py
 BACKEND = "inductor"
 _TOLERANCE = 1e-4  # between the sums of the hook engine and of the graph as it was traced, of their size
 _COMPILED_TOLERANCE = 5e-3  # and of the graph as it was compiled: an input of ReLU may round to the other side of 0
@@ -510,6 +511,8 @@ class CompiledStep:
             return "a contribution has several examples"
         if not bool((batch.weight > 0).all()):
             return "the batch has padding"
+        if len(batch) > MOST_CONTRIBUTIONS:
+            return f"more than {MOST_CONTRIBUTIONS} contributions are added up in float64"
         if not all_reached:
             return "nobody in the batch reaches some layer, so that the backward pass is cut short"
         if torch.is_autocast_enabled("cpu"):

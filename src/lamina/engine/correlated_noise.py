@@ -26,7 +26,7 @@ class NoiseWindow:
     def __init__(self, plan: StepPlan, names: Sequence[str]) -> None:
         self.bands, self._plan, self._names = plan.bands, plan.digest(), list(names)
         self.members = b""  # a digest of whose turns it is used with: somebody with another turn would come too early
-        self._coefficients, self._scale = band_coefficients(plan.bands), 0.0
+        self._coefficients = band_coefficients(plan.bands)
         self._past: deque[list[Tensor]] = deque()  # newest first
 
     def __len__(self) -> int:
@@ -34,11 +34,8 @@ class NoiseWindow:
         return len(self._past)
 
     @torch.no_grad()
-    def correlate_(self, fresh: list[Tensor], scale: float) -> None:
-        """Turn Z of the next step times `scale`, one tensor for each name, into W times `scale`, and remember it."""
-        if scale != self._scale:  # hardened now, and not before: other units
-            self.clear()
-            self._scale = scale
+    def correlate_(self, fresh: list[Tensor]) -> None:
+        """Turn Z of the next step, one tensor of float64 for each name, into W, and remember it."""
         if not fresh[0].is_cpu:  # a checkpoint comes to the CPU
             self._past = deque([w.to(z.device) for w, z in zip(past, fresh, strict=True)] for past in self._past)
         first, *rest = self._coefficients
@@ -59,14 +56,16 @@ class NoiseWindow:
             f"{_PREFIX}.{age}.{name}": noise
             for age, noises in enumerate(self._past)
             for name, noise in zip(self._names, noises, strict=True)
-        }, {"plan": self._plan, "scale": self._scale, "members": self.members}
+        }, {"plan": self._plan, "members": self.members}
 
     def load(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any] | None) -> bool:
-        """Restore what `to_state` gave, bit for bit; False, and empty, if it is of another plan or of other contributions."""
+        """Restore what `to_state` gave, bit for bit; False, and empty, if it is of another plan or of other
+        contributions."""
         self.clear()
         if state is None or (state["plan"], state.get("members")) != (self._plan, self.members):
             return False
-        self._scale = state["scale"]
+        if state.get("scale", 1.0) != 1.0:  # of a version that kept plain noise divided by B
+            return False
         while f"{_PREFIX}.{len(self)}.{self._names[0]}" in tensors:
             age = len(self)
             self._past.append([tensors[f"{_PREFIX}.{age}.{name}"].clone() for name in self._names])

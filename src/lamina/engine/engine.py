@@ -24,7 +24,7 @@ from lamina.engine.correlated_noise import NoiseWindow
 from lamina.engine.distributed import Ranks, is_sharded_model, refuse_unsharded, weights_digest, whole_tensor
 from lamina.engine.integer_noise import Grid, GridSums
 from lamina.engine.layers.layer_rule import Target
-from lamina.engine.noise import NoiseSource, SecureNoise
+from lamina.engine.noise import PLAIN_NOISE, PLAIN_NOTE, NoiseSource, PlainNoise, SecureNoise, widest_dtype
 from lamina.engine.outside_writes import OutsideWrites
 from lamina.engine.paper_step import PaperStep, UnclippedSums, warn_if_reproduction
 from lamina.engine.probe import Measured, NotProbed, Probe, ProbeBatch, losses_of_outputs, preserve_schedules
@@ -50,10 +50,9 @@ from lamina.engine.step import (
     IntegerStep,
     OpenStep,
     SumMemory,
-    are_sums_of_their_own,
     check_is_batch,
+    own_their_storage,
     parts_out_of_order_error,
-    sum_scale,
     zero_sums,
 )
 from lamina.errors import CouplingError, EngineError
@@ -101,7 +100,8 @@ class Engine:
         compiled: bool = False, ranks: Ranks | None = None,
     ) -> None:  # fmt: skip
         """
-        noise             where the noise comes from: a secure stream unless a test says otherwise
+        noise             where the noise comes from: a secure, hardened stream by default; SecureNoise(hardened=False)
+                          for plain noise
         filters           by class name: asked before each step, and charged for it
         rows              by pattern of module name: 'contiguous' or 'interleaved' rows per example
         per_contribution  names of modules to run once per contribution
@@ -125,6 +125,7 @@ class Engine:
         self._sharded.gather()
         self.coverage = check_coverage(model, plan)
         self.model, self.plan, self.constant_time = model, plan, constant_time
+        self.plain_noise_note = ""  # why the noise is not hardened although it should be
         self.noise = self._own_noise(SecureNoise(rank=self.ranks.rank) if noise is None else noise)
         self._trained = [any(row[i] > 0 for row in plan.clip) for i in range(len(plan.layers))]
         self._layer_of = {name: i for i, layer in enumerate(plan.layers) for name in layer.parameters}
@@ -134,7 +135,8 @@ class Engine:
         self._slices = PlanSlices(plan, parameters)
         self.adaptation = Adaptation.of(plan, self._slices.sizes)
         refuse_float16(parameters)
-        self.refuse_elsewhere(hardened=self.noise.hardened)
+        self._soften_elsewhere(self.noise)
+        self.refuse_integers_elsewhere()
         refuse_extra_state(model)
         rule, self._proxy_step = plan.rule(FollowProxy), -1
         if (rule is None) != (proxy is None):
@@ -204,10 +206,21 @@ class Engine:
             raise EngineError("engine.noise-of-other-rank", problem, f"make it with rank={self.ranks.rank}")
         return noise
 
-    def refuse_elsewhere(self, *, hardened: bool) -> None:
-        """Refuse hardened or integer noise for a model on another device."""
+    def refuse_integers_elsewhere(self) -> None:
+        """Refuse integer noise for a model on another device."""
         whole = self.plan.noise_kind is not NoiseKind.GAUSSIAN
-        refuse_elsewhere(self._tensors, "hardened noise" if hardened else "integer noise" if whole else "")
+        refuse_elsewhere(self._tensors, "integer noise" if whole else "")
+
+    def _soften_elsewhere(self, noise: NoiseSource) -> None:
+        """Use plain noise for a model on a device without float64, and say so."""
+        if not noise.hardened:
+            return
+        lacking = next((p.device for p in self._tensors.values() if widest_dtype(p.device) != torch.float64), None)
+        if lacking is not None:
+            noise.use_plain()
+            if not self.plain_noise_note:
+                self.plain_noise_note = f"{PLAIN_NOTE} device {lacking.type} has no float64"
+                warnings.warn(f"{self.plain_noise_note}: {PLAIN_NOISE}", PlainNoise, stacklevel=4)
 
     @property
     def device(self) -> torch.device:
@@ -248,13 +261,12 @@ class Engine:
             return None
         self._check_state()
         self._guard.begin_call()
-        scale = sum_scale(self.plan, self.noise)
-        ready = compiled.sums(graph, batch, bounds, radius, scale)
+        ready = compiled.sums(graph, batch, bounds, radius, 1.0)
         self._guard.check_trained()
         if ready is None or not graph.compare_now:
             return ready
         losses = losses_of(batch.x, batch.y)
-        part, own = self._examine(losses, batch, again=True), ClippedSums(zero_sums(self._tensors), scale)
+        part, own = self._examine(losses, batch, again=True), ClippedSums(zero_sums(self._tensors))
         assert part is not None
         self._accumulate(part, own)
         compiled.compare(graph, ready[0], own.sums)
@@ -322,13 +334,8 @@ class Engine:
             made = IntegerStep
         step = self.budget.charge(factor)
         reuse: dict[str, Any] = {"memory": self._memory} if made is OpenStep else {}
-        if (
-            ready is not None
-            and made is OpenStep
-            and not self.noise.hardened
-            and are_sums_of_their_own(ready, self._tensors)
-        ):
-            reuse["ready"] = ready
+        if ready is not None and made is OpenStep and own_their_storage(ready, self._tensors):
+            reuse["sums"] = ready
         if made is OpenStep and self.sharded:
             made, reuse = ShardedStep, {"model": self._sharded}
         opened: OpenStep | ShardedStep = made(
@@ -601,8 +608,8 @@ class Engine:
         self._open = self._choice = None
         self._outside.forget()
         self._proxy_step = -1
-        self.refuse_elsewhere(hardened=noise.hardened)
         self.noise = self._own_noise(noise)
+        self._soften_elsewhere(noise)
         self.budget.set_taken(step)
         if self.window is not None and not resumed:
             self.window.clear()

@@ -243,6 +243,10 @@ def _ranges_of_true(flags: Tensor) -> tuple[Range, ...]:
 # Elements of per-contribution gradient formed at a time: large enough to keep both cores busy, small
 # enough to stay in cache and to leave peak memory alone.
 CHUNK_ELEMENTS = 1 << 21
+# Contributions added up in float32: more of them are added up in float64, so many at a time. Where a float32 sum is
+# rounded depends on what is in it, and a contribution can move how thousands of others are rounded, by several times its
+# bound (docs/decisions/noise.md, "Rounding in the sum").
+SUM_BLOCK = 128
 _UNIT_LENGTH = torch.ones((), dtype=torch.float64)
 _MIN_WIDTH_PER_POSITION = 8  # a matrix of so many numbers per position is masked before it is formed
 _MIN_SAFE_NORM, _MAX_SAFE_NORM = 1e-15, 1e15  # norms between which products in float32 lose nothing
@@ -328,11 +332,8 @@ class DenseGrads(ContributionGrads):
         return row_norm_sq(self.grads) if self.measure is None else self.measure()
 
     def add_to(self, out: Tensor, weights: ClipWeights) -> None:
-        grads = weights.clean(self.grads)
-        if grads.dim() == 2:
-            out.addmv_(grads.t(), _like(weights.factor, grads))
-        else:
-            _add_weighted(out, grads.reshape(self.units, -1), weights.factor)
+        with _wide_sum(out, self.units) as total:
+            _add_weighted(total, weights.clean(self.grads).reshape(self.units, -1), weights.factor)
 
     def dense(self, low: int, high: int) -> Tensor:
         return self.grads[low:high].reshape(high - low, -1)
@@ -358,19 +359,21 @@ class ChunkedGrads(ContributionGrads):
         return torch.cat([row_norm_sq(self.dense(low, high)) for low, high in self.chunks()])
 
     def add_to(self, out: Tensor, weights: ClipWeights) -> None:
-        for low, high in self.chunks():
-            part = weights.slice(low, high)
-            _add_weighted(out, part.clean(self.dense(low, high)), part.factor)
+        with _wide_sum(out, self.units) as total:
+            for low, high in self.chunks():
+                part = weights.slice(low, high)
+                _add_weighted(total, part.clean(self.dense(low, high)), part.factor)
 
     def clip_and_add(self, out: Tensor, others: Tensor | None, clip: ClipFunction) -> ClipWeights:
         factors, broken = [], []
-        for low, high in self.chunks():
-            grads = self.dense(low, high)
-            norm_sq = row_norm_sq(grads)
-            part = clip(norm_sq if others is None else norm_sq + others[low:high], low, high)
-            _add_weighted(out, part.clean(grads), part.factor)
-            factors.append(part.factor)
-            broken.append(torch.zeros(high - low, dtype=torch.bool) if part.broken is None else part.broken)
+        with _wide_sum(out, self.units) as total:
+            for low, high in self.chunks():
+                grads = self.dense(low, high)
+                norm_sq = row_norm_sq(grads)
+                part = clip(norm_sq if others is None else norm_sq + others[low:high], low, high)
+                _add_weighted(total, part.clean(grads), part.factor)
+                factors.append(part.factor)
+                broken.append(torch.zeros(high - low, dtype=torch.bool) if part.broken is None else part.broken)
         if not factors:
             return ClipWeights(torch.zeros(0, dtype=torch.float64), None)
         bad = torch.cat(broken)
@@ -430,8 +433,10 @@ class OuterProductGrads(ContributionGrads):
 
     def add_to(self, out: Tensor, weights: ClipWeights) -> None:
         factor = weights.factor if self.length is _UNIT_LENGTH else weights.factor * weights.clean(self.length)
-        g = weights.clean(self.g) * _like(factor, self.g).unsqueeze(1)
-        out.addmm_(g.t(), weights.clean(self.a))
+        g, a = weights.clean(self.g) * _like(factor, self.g).unsqueeze(1), weights.clean(self.a)
+        with _wide_sum(out, self.units) as total:
+            for low in range(0, self.units, SUM_BLOCK):
+                total += g[low : low + SUM_BLOCK].t() @ a[low : low + SUM_BLOCK]
 
     def dense(self, low: int, high: int) -> Tensor:
         product = self.g[low:high].unsqueeze(2) * self.a[low:high].unsqueeze(1)
@@ -500,9 +505,22 @@ def _masked_factors(g: Tensor, a: Tensor, axis: int, mask: SliceMask) -> tuple[T
     return mask.emptied(g), mask.kept(a, a.dim() - 1)
 
 
+@contextmanager
+def _wide_sum(out: Tensor, units: int) -> Iterator[Tensor]:
+    """Where so many contributions are added up before they are added to `out`: in float64 if they are many."""
+    if units <= SUM_BLOCK or out.dtype == torch.float64 or not out.is_cpu:
+        yield out
+        return
+    total = torch.zeros(out.shape, dtype=torch.float64)
+    yield total
+    out += total
+
+
 def _add_weighted(out: Tensor, grads: Tensor, factor: Tensor) -> None:
-    """out += factorᵀ · grads, for grads (P, numel) and a contiguous out."""
-    out.view(1, -1).addmm_(_like(factor, grads).unsqueeze(0), grads)
+    """out += factorᵀ · grads, for grads (P, numel)."""
+    factor = _like(factor, grads)
+    for low in range(0, len(grads), SUM_BLOCK):
+        out += (factor[low : low + SUM_BLOCK] @ grads[low : low + SUM_BLOCK]).view(out.shape)
 
 
 class ScatterGrads(ContributionGrads):
@@ -529,7 +547,11 @@ class ScatterGrads(ContributionGrads):
         grads = self.grads
         if weights.broken is not None:
             grads = grads.masked_fill(weights.broken.to(grads.device)[self.owner].unsqueeze(1), 0)
-        out.index_add_(0, self.row, grads * factor.unsqueeze(1))
+        row, made = self.row, grads * factor.unsqueeze(1)
+        if self.units > SUM_BLOCK and out.is_cpu:
+            row, place = torch.unique(row, return_inverse=True)
+            made = made.new_zeros(len(row), made.shape[1], dtype=torch.float64).index_add_(0, place, made.double())
+        out.index_add_(0, row, made.to(out.dtype))
 
     def dense(self, low: int, high: int) -> Tensor:
         mine = (self.owner >= low) & (self.owner < high)

@@ -98,12 +98,12 @@ def rounding_grid(std: float) -> float:
     return math.ldexp(1.0, math.frexp(std)[1] - 1 - GRID_BITS)
 
 
-def add_rounded(total: Reals, noise: NDArray[np.float64], spacing: float) -> None:
-    """total = the multiple of `spacing` nearest to total + noise, computed in float64. Overwrites `noise`."""
+def add_rounded(total: Reals, noise: NDArray[np.float64], spacing: float, unit: float) -> None:
+    """total = n·unit, n·spacing nearest to total + noise: computed in float64. Overwrites `noise`."""
     np.add(total, noise, out=noise)
     np.multiply(noise, 1.0 / spacing, out=noise)
     np.rint(noise, out=noise)
-    np.multiply(noise, spacing, out=total, casting="same_kind")
+    np.multiply(noise, unit, out=total, casting="same_kind")
 
 
 def _aligned_empty(size: int, dtype: torch.dtype) -> NDArray[Any]:
@@ -166,9 +166,15 @@ def draw_pack(
 # number of threads. They differ from those of numpy in the last digits: a journal keeps which of the two drew, and a
 # segment that was begun by the other one is not replayed but charged anew.
 
-NOISE_VERSIONS = {True: "3 native", False: "1 numpy"}
+NOISE_VERSIONS = {True: "4 native", False: "2 numpy"}
 NATIVE_PIECE = np.dtype(
-    [("tensor", "u8"), ("block", "u8"), ("size", "i8"), ("out", "u8"), ("std", "f8"), ("spacing", "f8")], align=True
+    [
+        *((name, "u8") for name in ("tensor", "block")),
+        ("size", "i8"),
+        ("out", "u8"),
+        *((name, "f8") for name in ("std", "spacing", "unit")),
+    ],
+    align=True,
 )
 _FLOAT64, _FILL = 1, 2
 _BATCH_BLOCKS = 16
@@ -194,9 +200,9 @@ class NativeNoise:
 
     def draw(
         self, key: bytes, totals: list[torch.Tensor], stds: list[float], spacing: list[float], indices: list[int], *,
-        fill: bool, threads: int,
+        fill: bool, threads: int, divisor: float = 1.0,
     ) -> None:  # fmt: skip
-        """Add stds[i] · z to totals[i], all float32 or all float64; round to spacing[i] if that is given."""
+        """Add stds[i] · z to totals[i], all float32 or all float64; round to spacing[i] if that is given; then divide."""
         dtype = totals[0].dtype
         assert len(key) == BLOCK_BYTES and dtype in (torch.float32, torch.float64)
         for x in totals:
@@ -205,8 +211,10 @@ class NativeNoise:
         pieces = layout.copy()
         pieces["out"] = np.array([x.data_ptr() for x in totals], dtype=np.uint64)[slots] + starts * dtype.itemsize
         pieces["std"] = np.array(stds)[slots]
+        pieces["unit"] = 1.0 / divisor
         if spacing:
             pieces["spacing"] = np.array(spacing)[slots]
+            pieces["unit"] = pieces["spacing"] / divisor
         flags = _FLOAT64 * (dtype == torch.float64) | _FILL * (fill and not spacing)
         if _fork_count[0]:  # the threads of the kernel are torch's, which a forked child does not have
             threads = 1
@@ -219,7 +227,7 @@ def _native_pieces(numels: tuple[int, ...], tensors: tuple[int, ...]) -> tuple[N
     every = [p for slot, (t, n) in enumerate(zip(tensors, numels, strict=True)) for p in cut_into_cells(slot, t, n)]
     layout = np.zeros(len(every), dtype=NATIVE_PIECE)
     for i, piece in enumerate(every):
-        layout[i] = piece.tensor, piece.block, piece.size, 0, 0.0, 0.0
+        layout[i] = piece.tensor, piece.block, piece.size, 0, 0.0, 0.0, 1.0
     slots, starts = (np.array([getattr(p, name) for p in every], dtype=np.uint64) for name in ("slot", "start"))
     return layout, slots, starts
 
@@ -254,12 +262,18 @@ def noise_version() -> str:
 # - `SeededNoise(seed)` is for tests: `private` is False, and so is everything derived from it.
 #
 # Formal guarantees. With uniform words the draws are N(0, 1) up to the floating-point error stated above, and cut at
-# 9.35 standard deviations (mass 2^-63 a pair). Not hardened (the default): the sum is taken in the sums' own
-# precision; which low bits can occur then depends on the sum, so a certificate lists floating point as not covered.
-# `hardened=True`: normals and sum in float64, the result rounded to the public grid `rounding_grid(std)`.
-# docs/decisions/noise.md says what that does and does not protect against.
+# 9.35 standard deviations (mass 2^-63 a pair). Hardened (the default): normals and sum in float64, the result rounded to
+# the public grid `rounding_grid(std)`. docs/decisions/noise.md says what that does and does not protect against.
+# `hardened=False` is plain noise: the sum is taken in the sums' own precision. Which low bits can occur then depends on
+# the sum, and its bits give a contribution away. A certificate lists floating point as not covered.
 
 STD_RANGE = (1e-30, 1e30)
+PLAIN_NOTE = "the noise is plain, not hardened:"  # in the notes of a run on a device without float64
+PLAIN_NOISE = "the low-order bits of a released gradient can show whether a contribution was in the batch"
+
+
+class PlainNoise(UserWarning):
+    """The noise is plain although it should be hardened."""
 
 
 _DISCRETE_GAUSSIAN = NoiseKind.DISCRETE_GAUSSIAN
@@ -306,21 +320,44 @@ class NoiseSource:
 
     def add_many_(
         self, totals: Sequence[torch.Tensor], stds: Sequence[float], *,
-        step: int, tensors: Sequence[int] | None = None, part: int = 0, rounded: bool = True,
+        step: int, tensors: Sequence[int] | None = None, part: int = 0, rounded: bool = True, divisor: float = 1.0,
     ) -> None:  # fmt: skip
-        """totals[i] <- totals[i] + stds[i] · z_i, on as many threads as torch uses.
+        """totals[i] <- (totals[i] + stds[i] · z_i) / divisor, on as many threads as torch uses.
 
-        `tensors[i]` is the index that identifies the tensor in the model, by default its position. A std of 0
-        leaves its tensor as it is. Everything is checked before anything is drawn.
+        `tensors[i]` is the index that identifies the tensor in the model, by default its position. A std of 0 adds
+        nothing to its tensor. Everything is checked before anything is drawn.
 
-        rounded=False leaves out the grid of a hardened source, for noise that is gathered in float64 and rounded
-        once, with the sum (`add_rounded_many_`): the grid belongs to the std of the whole.
+        A hardened source rounds the sum to the grid of its std before it is divided. rounded=False leaves that out, for
+        noise that is gathered in float64 and rounded once, with the sum (`add_gathered_`): the grid belongs to the std
+        of the whole.
         """
         if self._hardened and not rounded and any(total.dtype != torch.float64 for total in totals):
             problem = "hardened noise is gathered in a tensor that is not float64"
             raise NoiseError("noise.hardened-not-float64", problem, "use float64")
         rounded = rounded and self._hardened
-        self._apply(totals, stds, step=step, tensors=tensors, part=part, fill=False, rounded=rounded)
+        self._apply(totals, stds, step=step, tensors=tensors, part=part, fill=False, rounded=rounded, divisor=divisor)
+
+    def add_gathered_(
+        self, totals: Sequence[torch.Tensor], noises: Sequence[torch.Tensor], stds: Sequence[float], *,
+        divisor: float = 1.0,
+    ) -> None:  # fmt: skip
+        """totals[i] <- (totals[i] + noises[i]) / divisor: noise that this source drew before, of std stds[i] in all.
+
+        A hardened source rounds the sum to the grid of stds[i] before it is divided. `noises` are float64 and are
+        overwritten; float32 where there is no float64. A std of 0 adds nothing to its tensor.
+        """
+        for total, noise, std in zip(totals, noises, stds, strict=True):
+            whole = total.detach()
+            if std > 0 and self._hardened:
+                _add_rounded(whole, noise, std, divisor)
+            elif std > 0:
+                whole.copy_(noise.add_(whole).div_(divisor))
+            else:
+                whole.div_(divisor)
+
+    def use_plain(self) -> None:
+        """Draw plain noise from here on: of a model on a device without float64."""
+        self._hardened = False
 
     def add_integers_(
         self, totals: Sequence[torch.Tensor], bits: Sequence[int], *, step: int, kind: NoiseKind = _DISCRETE_GAUSSIAN,
@@ -342,45 +379,53 @@ class NoiseSource:
 
     def _apply(
         self, totals: Sequence[torch.Tensor], stds: Sequence[float], *,
-        step: int, tensors: Sequence[int] | None, part: int, fill: bool, rounded: bool,
+        step: int, tensors: Sequence[int] | None, part: int, fill: bool, rounded: bool, divisor: float = 1.0,
     ) -> None:  # fmt: skip
         indices = _check_tensors(totals, stds, tensors)
-        if rounded and not all(total.is_cpu for total in totals):
-            problem = "hardened noise is added and rounded in float64 on the CPU, and a sum is on another device"
-            raise NoiseError("noise.hardened-elsewhere", problem, "train on the CPU, or without hardened noise")
         key = self._key_of(step, part)
         self._claim(step, [(part << 64) + index for index in indices])
-        if fill:
-            for total, std in zip(totals, stds, strict=True):
-                if rounded or std == 0:
-                    total.detach().zero_()
+        for total, std in zip(totals, stds, strict=True):
+            if fill and (rounded or std == 0):
+                total.detach().zero_()
+            elif std == 0 and divisor != 1:
+                total.detach().div_(divisor)
         for dtype in (torch.float32, torch.float64):
             live = [i for i, x in enumerate(totals) if x.dtype == dtype and stds[i] > 0 and x.numel()]
             for i in [i for i in live if not totals[i].is_cpu]:
                 live.remove(i)
-                self._draw_elsewhere(totals[i], float(stds[i]), indices[i], key, fill)
+                self._draw_elsewhere(totals[i], float(stds[i]), indices[i], key, fill, rounded, divisor)
             if live:
                 outs, scales = [totals[i] for i in live], [float(stds[i]) for i in live]
-                self._draw(outs, scales, [indices[i] for i in live], key, fill, rounded)
+                self._draw(outs, scales, [indices[i] for i in live], key, fill, rounded, divisor)
 
-    def _draw_elsewhere(self, total: torch.Tensor, std: float, index: int, key: bytes, fill: bool) -> None:
+    def _draw_elsewhere(
+        self, total: torch.Tensor, std: float, index: int, key: bytes, fill: bool, rounded: bool, divisor: float
+    ) -> None:
         """On another device: the draws of the CPU, one tensor at a time. Noise is all that travels."""
-        noise = torch.empty(total.shape, dtype=total.dtype)
+        noise, whole = torch.empty(total.shape, dtype=torch.float64 if rounded else total.dtype), total.detach()
         self._draw([noise], [std], [index], key, fill=True, rounded=False)
-        total.detach().copy_(noise) if fill else total.detach().add_(noise.to(total.device))
+        if rounded:
+            _add_rounded(whole, noise.to(total.device), std, divisor)
+        elif fill:
+            whole.copy_(noise)
+        else:
+            whole.add_(noise.to(total.device)).mul_(1.0 / divisor)
 
     def _draw(
-        self, totals: list[torch.Tensor], stds: list[float], indices: list[int], key: bytes, fill: bool, rounded: bool
-    ) -> None:
+        self, totals: list[torch.Tensor], stds: list[float], indices: list[int], key: bytes, fill: bool, rounded: bool,
+        divisor: float = 1.0,
+    ) -> None:  # fmt: skip
         flat = [x if x.is_contiguous() else x.detach().contiguous() for x in totals]
         spacing = [rounding_grid(std) for std in stds] if rounded else []
         threads = torch.get_num_threads() if self._threads is None else self._threads
         if (kernel := native_noise()) is not None:
-            kernel.draw(key, flat, stds, spacing, indices, fill=fill, threads=threads)
+            kernel.draw(key, flat, stds, spacing, indices, fill=fill, threads=threads, divisor=divisor)
         else:
             arrays = [x.detach().numpy().reshape(-1) for x in flat]
             precise = self._hardened or flat[0].dtype == torch.float64
-            _draw_in_python(key, arrays, stds, spacing, indices, fill=fill, threads=threads, precise=precise)
+            _draw_in_python(
+                key, arrays, stds, spacing, indices, fill=fill, threads=threads, precise=precise, divisor=divisor
+            )
         for total, written in zip(totals, flat, strict=True):
             if written is not total:
                 total.detach().copy_(written)
@@ -403,7 +448,7 @@ class NoiseSource:
 
     def __repr__(self) -> str:
         private = "private" if self.private else "not private"
-        return f"{type(self).__name__}({private}, {'hardened' if self._hardened else 'not hardened'})"
+        return f"{type(self).__name__}({private}, {'hardened' if self._hardened else 'plain'})"
 
 
 class SecureNoise(NoiseSource):
@@ -411,12 +456,12 @@ class SecureNoise(NoiseSource):
 
     private: ClassVar[bool] = True
 
-    def __init__(self, *, rank: int = 0, hardened: bool = False, threads: int | None = None) -> None:
+    def __init__(self, *, rank: int = 0, hardened: bool = True, threads: int | None = None) -> None:
         self._start(os.urandom(SEED_BYTES), rank=rank, hardened=hardened, threads=threads)
 
     @classmethod
     def of_journal(
-        cls, seed: bytes, *, rank: int = 0, hardened: bool = False, threads: int | None = None
+        cls, seed: bytes, *, rank: int = 0, hardened: bool = True, threads: int | None = None
     ) -> SecureNoise:
         """The source of a journalled segment: `seed` is 32 secret bytes that its journal took from os.urandom.
 
@@ -456,32 +501,34 @@ class SecureNoise(NoiseSource):
 class SeededNoise(NoiseSource):
     """Noise that anyone can predict: for tests and audits. It may be drawn again and again."""
 
-    def __init__(self, seed: int, *, rank: int = 0, hardened: bool = False, threads: int | None = None) -> None:
+    def __init__(self, seed: int, *, rank: int = 0, hardened: bool = True, threads: int | None = None) -> None:
         raw = repr(int(seed)).encode()
         derived = HKDF(algorithm=SHA256(), length=SEED_BYTES, salt=None, info=b"lamina/test seed").derive(raw)
         super().__init__(derived, rank=rank, hardened=hardened, threads=threads)
 
     @classmethod
-    def of_segment(cls, seed: bytes, *, rank: int = 0, hardened: bool = False) -> SeededNoise:
+    def of_segment(cls, seed: bytes, *, rank: int = 0, hardened: bool = True) -> SeededNoise:
         """The source of a segment whose seed follows from one that somebody chose."""
         source = cls.__new__(cls)
         NoiseSource.__init__(source, seed, rank=rank, hardened=hardened, threads=None)
         return source
 
 
-def add_rounded_many_(totals: Sequence[torch.Tensor], noises: Sequence[torch.Tensor], stds: Sequence[float]) -> None:
-    """totals[i] <- the multiple of grid(stds[i]) nearest to totals[i] + noises[i]: a hardened sum of gathered noise.
+def _add_rounded(total: torch.Tensor, noise: torch.Tensor, std: float, divisor: float) -> None:
+    """total <- the multiple of grid(std) nearest to total + noise, divided. `noise` is float64 and overwritten."""
+    spacing = rounding_grid(std)
+    noise.add_(total).mul_(1.0 / spacing).round_()
+    total.copy_(noise.mul_(spacing / divisor))
 
-    `noises` are float64 and overwritten. A std of 0 leaves its tensor as it is.
-    """
-    for total, noise, std in zip(totals, noises, stds, strict=True):
-        if std > 0:
-            whole = total.detach()
-            flat = whole.contiguous()
-            add_rounded(flat.numpy().reshape(-1), noise.numpy().reshape(-1), rounding_grid(std))
-            if flat is not whole:
-                whole.copy_(flat)
-    torch.autograd.graph.increment_version(list(totals))
+
+def widest_dtype(device: torch.device) -> torch.dtype:
+    """float64, which hardened noise is added and rounded in, or float32 on a device without it: MPS."""
+    try:
+        if device.type != "cpu":
+            torch.zeros(1, dtype=torch.float64, device=device)
+    except TypeError:
+        return torch.float32
+    return torch.float64
 
 
 def _check_tensors(totals: Sequence[torch.Tensor], stds: Sequence[float], tensors: Sequence[int] | None) -> list[int]:
@@ -519,7 +566,7 @@ def _expanded(t: torch.Tensor) -> bool:
 
 def _draw_in_python(
     key: bytes, arrays: list[Reals], stds: list[float], spacing: list[float], indices: list[int], *,
-    fill: bool, threads: int, precise: bool,
+    fill: bool, threads: int, precise: bool, divisor: float,
 ) -> None:  # fmt: skip
     """What `NativeNoise.draw` does, in numpy: the same words, other last digits (NOISE_VERSIONS)."""
     scales = np.array(stds, dtype=np.float64 if precise else np.float32)
@@ -531,10 +578,11 @@ def _draw_in_python(
         np.multiply(r, noise, out=noise)
         part = arrays[slot][start : start + noise.size]
         np.add(part, noise, out=part)
+        np.multiply(part, part.dtype.type(1.0 / divisor), out=part)
 
     def add_hardened(slot: int, start: int, r: Reals, noise: Reals) -> None:
         np.multiply(r, noise, out=noise)
-        add_rounded(arrays[slot][start : start + noise.size], noise, spacing[slot])
+        add_rounded(arrays[slot][start : start + noise.size], noise, spacing[slot], spacing[slot] / divisor)
 
     store = add_hardened if spacing else put if fill else add
     packs = plan_packs(tuple(x.size for x in arrays), tuple(indices))

@@ -581,7 +581,7 @@ def refuse_elsewhere(tensors: Mapping[str, Tensor], what: str) -> None:
     for name, p in tensors.items() if what else ():
         if not p.is_cpu:
             problem = f"{what} is made for sums on the CPU, and '{name}' is on {p.device}"
-            remedy = "train on the CPU, or with Gaussian noise that is not hardened"
+            remedy = "train on the CPU, or with Gaussian noise"
             raise EngineError("engine.exact-noise-elsewhere", problem, remedy)
 
 

@@ -36,9 +36,9 @@ from lamina.engine.distributed import (
     shard_like,
 )
 from lamina.engine.grads import release_buffers
-from lamina.engine.noise import NoiseSource, add_rounded_many_
+from lamina.engine.noise import NoiseSource, widest_dtype
 from lamina.engine.safety_checks import tensors_of_optimizer
-from lamina.engine.step import ClippedSums, OpenStep, sum_scale, zero_sums
+from lamina.engine.step import ClippedSums, LateSums, OpenStep, zero_sums
 from lamina.errors import EngineError
 from lamina.plan.rules import FollowProxy
 from lamina.plan.step_plan import Clipping, StepPlan
@@ -356,23 +356,11 @@ def _reshard(part: Any) -> None:
     part.reshard()
 
 
-class LateSums(dict[str, Tensor]):
-    """Sums of which each begins when it is first asked for."""
-
-    def __init__(self, begin: Callable[[str], Tensor]) -> None:
-        self._begin = begin
-
-    def __missing__(self, name: str) -> Tensor:
-        self[name] = made = self._begin(name)
-        return made
-
-
 class ShardedStep(ClippedSums):
     """The running sum of a step of several ranks, of which each keeps its part.
 
-    A sum begins as this rank's share of the noise (hardened, it gets it at the end), and is sent when its layer is
-    complete: after that only this rank's part of the total is there. `release` sends the rest and gives all parts away;
-    before it nothing leaves.
+    A sum is sent when its layer is complete, in float64 and with this rank's share of the noise: after that only this
+    rank's part of the total is there. `release` sends the rest and gives all parts away; before it nothing leaves.
     """
 
     streamed = True
@@ -385,7 +373,7 @@ class ShardedStep(ClippedSums):
         self._tensors, self._layer_of = tensors, layer_of
         self._place = {name: i for i, name in enumerate(tensors)}
         self._counts = OpenStep(plan, noise, {}, layer_of, step, ranks=ranks)  # which are small, and not divided
-        super().__init__(LateSums(self._begin), sum_scale(plan, noise), self._counts.counts)
+        super().__init__(LateSums(lambda name: zero_sums({name: tensors[name]})[name]), self._counts.counts)
         self.early = plan.clipping is not Clipping.JOINT
         self.later: JointCollector | None = None  # adds what is to be sent
         self._by_part = model.names_by_part(list(tensors))
@@ -401,13 +389,6 @@ class ShardedStep(ClippedSums):
 
     def _std(self, name: str) -> float:
         return self.plan.noise[self._layer_of[name]]
-
-    def _begin(self, name: str) -> Tensor:
-        total = zero_sums({name: self._tensors[name]})[name]
-        if not self.noise.hardened:
-            share = self._std(name) * self.scale * self.ranks.noise_share
-            self.noise.fill_(total, share, step=self.step, tensor=self._place[name])
-        return total
 
     def is_complete(self, part: int, collector: Collector | None) -> bool:
         """Whether nothing more comes to the sums of a block."""
@@ -436,10 +417,9 @@ class ShardedStep(ClippedSums):
         totals, dtypes, held = [], [self.sums[name].dtype for name in names], self.model.held
         for name in names:
             total = self.sums.pop(name)
-            if self.noise.hardened:
-                total = total.double()
-                share, place = self._std(name) * self.ranks.noise_share, self._place[name]
-                self.noise.add_many_([total], [share], step=self.step, tensors=[place], rounded=False)
+            total = total.to(widest_dtype(total.device))
+            share, place = self._std(name) * self.ranks.noise_share, self._place[name]
+            self.noise.add_many_([total], [share], step=self.step, tensors=[place], rounded=False)
             totals.append(total)
         if is_sharded(held[names[0]]):
             rows = [
@@ -453,17 +433,16 @@ class ShardedStep(ClippedSums):
         else:
             self.ranks.add_up(totals)
         for name, total, dtype in zip(names, totals, dtypes, strict=True):
-            found = self._rounded(total, self._std(name), dtype) if self.noise.hardened else total
+            found = self._released(total, self._std(name), dtype)
             self._sent[name] = as_shard(found, held[name]) if is_sharded(held[name]) else found
 
-    def _rounded(self, total: Tensor, std: float, dtype: torch.dtype) -> Tensor:
-        """Of a hardened sum: rounded once, to the grid of S, and divided by B."""
-        out = torch.zeros(total.shape, dtype=dtype)
-        if std:
-            add_rounded_many_([out], [total], [std])
-        else:
+    def _released(self, total: Tensor, std: float, dtype: torch.dtype) -> Tensor:
+        """A sum that holds its noise, rounded once, to the grid of S, and divided by B."""
+        out = torch.zeros(total.shape, dtype=dtype, device=total.device)
+        if not std:
             out.copy_(total)
-        return out.div_(self.plan.batch)
+        self.noise.add_gathered_([out], [total], [std], divisor=self.plan.batch)
+        return out
 
     def release(self) -> dict[str, Tensor]:
         """This rank's part of (clipped sum + noise) / B. `counts` is noised, too, from here on."""

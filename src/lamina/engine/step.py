@@ -6,7 +6,7 @@ import math
 import os
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -17,7 +17,7 @@ from lamina.engine.batch import Batch
 from lamina.engine.correlated_noise import NoiseWindow
 from lamina.engine.distributed import ALONE, Ranks
 from lamina.engine.integer_noise import Grid, layer_grids, row_taxicab_sq
-from lamina.engine.noise import NoiseSource, add_rounded_many_
+from lamina.engine.noise import NoiseSource, widest_dtype
 from lamina.engine.safety_checks import CheckedBatch
 from lamina.engine.slices import trained_tensors, unreached_ranges, zero_outside_slices
 from lamina.errors import EngineError, NoiseError
@@ -30,21 +30,19 @@ from lamina.plan.step_plan import Clipping, StepPlan
 # Part i of a step has a place of its own in the noise stream (`NoiseSource`, part=i). Parts enter with the parts of a
 # batch as these come, and what is left enters at the release: how a batch is cut moves the order of additions only.
 #
-# Not hardened, parts are added to the sums themselves, in their precision. Hardened, they are gathered in float64 and
-# the whole is rounded once, to the grid of S: the result is one rounding away from the exact sum, as with one noise.
+# They are gathered in float64 and the whole is rounded once, to the grid of S: the result is one rounding away from the
+# exact sum, as with one noise.
 
 
 class NoiseInjection(ABC):
-    """The noise of one step on its way into `sums`, which hold what is added times `scale`."""
+    """The noise of one step, gathered in float64 until it is added to the sums."""
 
     def __init__(
-        self, plan: StepPlan, source: NoiseSource, sums: Mapping[str, Tensor], stds: Sequence[float], *,
-        step: int, scale: float,
-    ) -> None:  # fmt: skip
+        self, plan: StepPlan, source: NoiseSource, tensors: Mapping[str, Tensor], stds: Sequence[float], *, step: int
+    ) -> None:
         self.plan, self.source, self.step = plan, source, step
-        self.names, self.sums, self.stds = list(sums), list(sums.values()), list(stds)
-        self.into = [torch.zeros_like(t, dtype=torch.float64) for t in self.sums] if source.hardened else self.sums
-        self.scale = 1.0 if source.hardened else scale
+        self.names, self.stds = list(tensors), list(stds)
+        self.gathered = _zeros_for_noise(tensors.values())
         self.private = torch.tensor([not entry.public for entry in plan.classes])
         self.taken = 0  # parts that are in
 
@@ -52,39 +50,38 @@ class NoiseInjection(ABC):
     def add_noise_for(self, classes: Tensor) -> None:
         """Add the noise that comes with contributions of these classes."""
 
-    def finish(self) -> None:
-        """Add what is left: every contribution of the step was announced."""
-        if self.source.hardened:
-            add_rounded_many_(self.sums, self.into, self.stds)
+    def finish(self) -> list[Tensor]:
+        """All of the noise: every contribution of the step was announced."""
+        return self.gathered
 
     def _draw(self, outs: Sequence[Tensor], places: Sequence[int], share: float) -> None:
-        stds = [self.stds[i] * self.scale * share for i in places]
+        stds = [self.stds[i] * share for i in places]
         self.source.add_many_(outs, stds, step=self.step, tensors=places, part=self.taken, rounded=False)
 
 
 class NoiseInShares(NoiseInjection):
     """`parts` equal shares N(0, S²/parts): one for every part of the batch, or for every private contribution in it.
 
-    All of them enter, whoever was sampled, and no more. Part 0 is there from the start.
+    All of them enter, whoever was sampled, and no more.
     """
 
-    def __init__(self, *args: object, taken: int, **options: object) -> None:
+    def __init__(self, *args: object, **options: object) -> None:
         super().__init__(*args, **options)  # type: ignore[arg-type]
-        self.taken, self._here = taken, 0
+        self._here = 0
         self._each = self.plan.injection.form is InjectionForm.SHARES
 
     def add_noise_for(self, classes: Tensor) -> None:
         self._here += int(self.private[classes].sum()) if self._each else 1
         self._upto(min(self._here, self.plan.injection.parts))
 
-    def finish(self) -> None:
+    def finish(self) -> list[Tensor]:
         self._upto(self.plan.injection.parts)
-        super().finish()
+        return super().finish()
 
     def _upto(self, parts: int) -> None:
-        every = range(len(self.sums))
+        every = range(len(self.gathered))
         while self.taken < parts:
-            self._draw(self.into, every, 1.0 / math.sqrt(self.plan.injection.parts))
+            self._draw(self.gathered, every, 1.0 / math.sqrt(self.plan.injection.parts))
             self.taken += 1
 
 
@@ -103,13 +100,13 @@ class NoisePerContribution(NoiseInjection):
     def add_noise_for(self, classes: Tensor) -> None:
         for k in classes[self.private[classes]].tolist():
             whole, partly = self._reached(k)
-            self._draw([self.into[i] for i in whole], whole, 1.0)
-            scratch = [torch.zeros_like(self.into[i]) for i in partly]
+            self._draw([self.gathered[i] for i in whole], whole, 1.0)
+            scratch = [torch.zeros_like(self.gathered[i]) for i in partly]
             self._draw(scratch, list(partly), 1.0)
             for made, (i, (axis, ranges)) in zip(scratch, partly.items(), strict=True):
                 for first, stop in ranges:
                     place = (axis, first, stop - first)
-                    self.into[i].narrow(*place).add_(made.narrow(*place))
+                    self.gathered[i].narrow(*place).add_(made.narrow(*place))
             self.taken += 1
 
     def _reached(self, k: int) -> tuple[list[int], dict[int, tuple[int, tuple[Range, ...]]]]:
@@ -131,12 +128,12 @@ COUNTS_TENSOR = 1 << 62  # the counts' place in the noise stream of a step: no m
 
 
 class ClippedSums:
-    """Clipped gradients times `scale`, added up; and counts of unclipped contributions where they are asked for."""
+    """Clipped gradients, added up; and counts of unclipped contributions where they are asked for."""
 
     streamed = False  # whether each sum is given away as soon as it is complete
 
-    def __init__(self, sums: dict[str, Tensor], scale: float = 1.0, counts: Tensor | None = None) -> None:
-        self.sums, self.scale, self.counts = sums, scale, counts
+    def __init__(self, sums: dict[str, Tensor], counts: Tensor | None = None) -> None:
+        self.sums, self.counts = sums, counts
         self.grid: Mapping[str, Grid] = {}  # by tensor: the grid on which it is added up, if it is
 
     def prepare(self, part: CheckedBatch) -> CheckedBatch:
@@ -144,24 +141,34 @@ class ClippedSums:
         return part
 
 
+class LateSums(dict[str, Tensor]):
+    """Sums of which each begins when it is first asked for."""
+
+    def __init__(self, begin: Callable[[str], Tensor]) -> None:
+        self._begin = begin
+
+    def __missing__(self, name: str) -> Tensor:
+        self[name] = made = self._begin(name)
+        return made
+
+
 class OpenStep(ClippedSums):
     """The running sum of a step. Nothing of it leaves before `release`.
 
-    Unhardened, the sums *start* as noise S/B·z and clipped gradients are added times 1/B: no pass
-    over the parameters is spent on zeroing, scaling or adding. Hardened, the exact sum is noised and
-    rounded at the end, in float64. Counts, where the plan has them, are one more tensor of the step.
+    Noise is added at the end, in one pass that also rounds and divides by B. Counts, where the plan has them, are one
+    more tensor of the step. Noise that the plan injects in parts enters with `add_noise_for`.
 
-    `ready`: sums that are there already, of a step whose noise is not injected in parts; they are written to.
+    Of several ranks each adds its share of the noise to its own sums; these are added up in float64 when all of them
+    release.
 
-    Noise that the plan injects in parts enters with `add_noise_for`, that of the counts once. Of several ranks each has
-    its share of the noise in its own sums; these are added up when all of them release.
+    `sums`: those of the first part, if something else has added them up already; they are written to.
     """
 
     drawn = -1  # the number of the sample, which must be the same on all ranks
 
     def __init__(
         self, plan: StepPlan, noise: NoiseSource, tensors: Mapping[str, Tensor], layer_of: Mapping[str, int], step: int,
-        *, ranks: Ranks = ALONE, memory: SumMemory | None = None, ready: dict[str, Tensor] | None = None,
+        *, ranks: Ranks = ALONE, memory: SumMemory | None = None, sums: dict[str, Tensor] | None = None,
     ) -> None:  # fmt: skip
         self.plan, self.noise, self.step, self.process = plan, noise, step, os.getpid()
         self.ranks, self._names = ranks, tuple(tensors)
@@ -169,39 +176,14 @@ class OpenStep(ClippedSums):
         counted = plan.rule(FollowQuantile)
         counts = None if counted is None else torch.zeros(len(plan.layers), dtype=torch.float64)
         self.extra = 0.0 if counted is None else counted.noise
-        self._counts_noise: Tensor | None = None  # noise for the counts, added once: parts then add up exactly
-        form, parts = (plan.injection.form, plan.injection.parts) if ranks.alone else (InjectionForm.STEP, 1)
-        filled = not noise.hardened and form is not InjectionForm.RAW
-        scale = sum_scale(plan, noise)
-        if filled:
-            share = scale * ranks.noise_share / math.sqrt(parts)
-            stds = [s * share for s in self.std]
-            if ready is not None:
-                sums = ready
-                noise.add_many_([ready[name] for name in tensors], stds, step=step)
-            else:
-                begin = SumsFromNoise(noise, tensors, stds, step, memory or SumMemory())
-                sums = begin if form is InjectionForm.STEP else begin.whole()
-            if counts is not None:
-                self._counts_noise = torch.empty_like(counts)
-                noise.fill_(self._counts_noise, self.extra * ranks.noise_share, step=step, tensor=COUNTS_TENSOR)
-        else:
-            sums = zero_sums(tensors)
-        super().__init__(sums, scale, counts)
+        memory = memory or SumMemory()
+        super().__init__(LateSums(lambda name: memory.zeros(name, tensors[name])) if sums is None else sums, counts)
         self._injected: NoiseInjection | None = None
+        form = plan.injection.form if ranks.alone else InjectionForm.STEP
         if form is InjectionForm.RAW:
-            self._injected = NoisePerContribution(
-                plan, noise, self.sums, self.std, step=step, scale=scale, layer_of=layer_of
-            )
+            self._injected = NoisePerContribution(plan, noise, tensors, self.std, step=step, layer_of=layer_of)
         elif form is not InjectionForm.STEP:
-            self._injected = NoiseInShares(plan, noise, self.sums, self.std, step=step, scale=scale, taken=int(filled))
-
-    def _with_counts(self) -> tuple[list[Tensor], list[float], list[int]]:
-        """Sums and, as one more tensor in a place of its own, counts; their noise and their places in its stream."""
-        outs, places = list(self.sums.values()), list(range(len(self.sums)))
-        if self.counts is None:
-            return outs, self.std, places
-        return [*outs, self.counts], [*self.std, self.extra], [*places, COUNTS_TENSOR]
+            self._injected = NoiseInShares(plan, noise, tensors, self.std, step=step)
 
     def add_noise_for(self, classes: Tensor) -> None:
         """Add the noise that comes with contributions of these classes, which are added next."""
@@ -216,37 +198,31 @@ class OpenStep(ClippedSums):
         """(clipped sum + noise) / B. `counts` is noised, too, from here on."""
         self._same_process()
         self.ranks.agree(self.step, drawn=self.drawn)
-        if isinstance(self.sums, SumsFromNoise):
-            self.sums = self.sums.whole()
         self.sums = {name: self.sums[name] for name in self._names}  # in one order on all ranks
-        if self._injected is not None:
-            self._injected.finish()
-        if self.noise.hardened and not self.ranks.alone:
-            self._add_up_hardened()
-        elif self.noise.hardened:
-            outs, stds, places = self._with_counts()
-            late = 0 if self._injected is None else len(self.sums)  # those of the sums are in already
-            self.noise.add_many_(outs[late:], stds[late:], step=self.step, tensors=places[late:])
-        elif self.counts is not None and self._counts_noise is not None:
-            self.counts += self._counts_noise
-            self._counts_noise = None
-        if self.noise.hardened:
-            for total in self.sums.values():
-                total.div_(self.plan.batch)
+        totals, divisor = list(self.sums.values()), self.plan.batch
+        if not self.ranks.alone:
+            self._add_up_over_ranks(totals, self.std, range(len(totals)), divisor)
+        elif self._injected is not None:
+            self.noise.add_gathered_(totals, self._injected.finish(), self.std, divisor=divisor)
         else:
-            self.ranks.add_up([*self.sums.values(), *([] if self.counts is None else [self.counts])])
+            self.noise.add_many_(totals, self.std, step=self.step, divisor=divisor)
+        if self.counts is not None and not self.ranks.alone:
+            self._add_up_over_ranks([self.counts], [self.extra], [COUNTS_TENSOR], 1.0)
+        elif self.counts is not None:
+            self.noise.add_(self.counts, self.extra, step=self.step, tensor=COUNTS_TENSOR)
         return self.sums
 
-    def _add_up_hardened(self) -> None:
+    def _add_up_over_ranks(
+        self, totals: Sequence[Tensor], stds: Sequence[float], places: Sequence[int], divisor: float
+    ) -> None:
         """Sums and shares of the noise in float64 over all ranks; the whole is rounded once, to the grid of S."""
         share = self.ranks.noise_share
-        outs, stds, places = self._with_counts()
-        whole = [out.double() if out.dtype != torch.float64 else out.clone() for out in outs]
+        whole = [total.to(widest_dtype(total.device), copy=True) for total in totals]
         self.noise.add_many_(whole, [s * share for s in stds], step=self.step, tensors=places, rounded=False)
         self.ranks.add_up(whole)
-        for out, total, std in zip(outs, whole, stds, strict=True):
-            out.zero_() if std else out.copy_(total)
-        add_rounded_many_(outs, whole, stds)
+        for total, added_up, std in zip(totals, whole, stds, strict=True):
+            total.zero_() if std else total.copy_(added_up)
+        self.noise.add_gathered_(totals, whole, stds, divisor=divisor)
 
     def _same_process(self) -> None:
         if os.getpid() != self.process:
@@ -262,21 +238,14 @@ class CorrelatedStep(OpenStep):
         window: NoiseWindow,
     ) -> None:  # fmt: skip
         super().__init__(plan, noise, tensors, layer_of, step)
-        if isinstance(self.sums, SumsFromNoise):
-            self.sums = self.sums.whole()
-        self._gathered = list(self.sums.values())  # hardened, the sums start as 0 and the noise is kept beside them
-        if noise.hardened:
-            self._gathered = [torch.zeros_like(total, dtype=torch.float64) for total in self._gathered]
-            noise.add_many_(self._gathered, self.std, step=step, rounded=False)
-        window.correlate_(self._gathered, self.scale)
+        self._gathered = _zeros_for_noise(tensors.values())
+        noise.add_many_(self._gathered, self.std, step=step, rounded=False)
+        window.correlate_(self._gathered)
 
     def release(self) -> dict[str, Tensor]:
-        if not self.noise.hardened:
-            return super().release()
         self._same_process()
-        add_rounded_many_(list(self.sums.values()), self._gathered, self.std)
-        for total in self.sums.values():
-            total.div_(self.plan.batch)
+        self.sums = {name: self.sums[name] for name in self._names}
+        self.noise.add_gathered_(list(self.sums.values()), self._gathered, self.std, divisor=self.plan.batch)
         return self.sums
 
 
@@ -310,7 +279,7 @@ class IntegerStep(OpenStep):
         return {name: total.to(self._dtypes[name]) for name, total in made.items()}
 
 
-def are_sums_of_their_own(sums: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> bool:
+def own_their_storage(sums: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> bool:
     """Whether each tensor has a sum, in memory that nothing else uses."""
     if sums.keys() != tensors.keys() or len({t.data_ptr() for t in sums.values()}) < len(sums):
         return False
@@ -318,11 +287,6 @@ def are_sums_of_their_own(sums: Mapping[str, Tensor], tensors: Mapping[str, Tens
         t.dtype == _sum_dtype(tensors[name].dtype) and t.shape == tensors[name].shape for name, t in sums.items()
     )
     return alike and all(t.is_contiguous() and t.untyped_storage().nbytes() == t.nbytes for t in sums.values())
-
-
-def sum_scale(plan: StepPlan, noise: NoiseSource) -> float:
-    """What clipped gradients are multiplied by as they are added to an `OpenStep`."""
-    return 1.0 if noise.hardened else 1.0 / plan.batch
 
 
 def check_is_batch(batch: Any) -> Batch:
@@ -340,45 +304,13 @@ def parts_out_of_order_error() -> EngineError:
 
 
 def zero_sums(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: total.zero_() for name, total in SumMemory().empty(tensors).items()}
+    memory = SumMemory()
+    return {name: memory.zeros(name, p) for name, p in tensors.items()}
 
 
-class SumsFromNoise(dict[str, Tensor]):
-    """Sums that begin as noise. A large one begins when it is first asked for, unless its memory is there already; those
-    before it, which a backward pass asks for next, begin with it until a call is worth its while."""
-
-    def __init__(
-        self, noise: NoiseSource, tensors: Mapping[str, Tensor], stds: Sequence[float], step: int, memory: SumMemory
-    ) -> None:
-        self._noise, self._tensors, self._stds, self._step, self._memory = noise, tensors, stds, step, memory
-        self._place = {name: i for i, name in enumerate(tensors)}
-        self._begin([name for name, p in tensors.items() if name in memory.keeps or p.numel() < _MIN_LATE_ELEMENTS])
-
-    def _begin(self, names: Sequence[str]) -> None:
-        if names:
-            sums, places = (
-                self._memory.empty({name: self._tensors[name] for name in names}),
-                [self._place[name] for name in names],
-            )
-            self._noise.fill_many_([*sums.values()], [self._stds[i] for i in places], step=self._step, tensors=places)
-            self.update(sums)
-
-    def __missing__(self, name: str) -> Tensor:
-        names = [name]
-        left = _TOGETHER_ELEMENTS - self._tensors[name].numel()
-        for other in reversed([*self._tensors][: self._place[name]]):
-            if other not in self:
-                left -= self._tensors[other].numel()
-                if left < 0:
-                    break
-                names.append(other)
-        self._begin(names)
-        return self[name]
-
-    def whole(self) -> dict[str, Tensor]:
-        """All of them, in the order of the tensors."""
-        self._begin([name for name in self._tensors if name not in self])
-        return {name: self[name] for name in self._tensors}
+def _zeros_for_noise(tensors: Iterable[Tensor]) -> list[Tensor]:
+    layout = torch.contiguous_format
+    return [torch.zeros_like(t, dtype=widest_dtype(t.device), memory_format=layout) for t in tensors]
 
 
 class SumMemory:
@@ -404,25 +336,20 @@ class SumMemory:
             and not storage.is_shared()
         )
 
-    def empty(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Uninitialised sums."""
-        sums = {}
-        for name, p in tensors.items():
-            wanted, kept = _sum_dtype(p.dtype), self._kept.get(name)
-            if kept is not None and kept[1:3] == (wanted, p.shape) and p.is_cpu and self._free(kept[0]):
-                storage, dtype, shape, stride = kept
-                sums[name] = torch.empty(0, dtype=dtype).set_(storage, 0, shape, stride)
-                continue
-            made = sums[name] = torch.empty_like(p, dtype=wanted, memory_format=torch.contiguous_format)
-            if name in self.keeps and p.numel() >= _MIN_KEPT_ELEMENTS and type(made) is Tensor and p.is_cpu:
-                self._kept[name] = made.untyped_storage(), wanted, p.shape, made.stride()
-        return sums
+    def zeros(self, name: str, p: Tensor) -> Tensor:
+        """The sum of a tensor, 0."""
+        wanted, kept = _sum_dtype(p.dtype), self._kept.get(name)
+        if kept is not None and kept[1:3] == (wanted, p.shape) and p.is_cpu and self._free(kept[0]):
+            storage, dtype, shape, stride = kept
+            return torch.empty(0, dtype=dtype).set_(storage, 0, shape, stride).zero_()
+        made = torch.zeros_like(p, dtype=wanted, memory_format=torch.contiguous_format)
+        if name in self.keeps and p.numel() >= _MIN_KEPT_ELEMENTS and type(made) is Tensor and p.is_cpu:
+            self._kept[name] = made.untyped_storage(), wanted, p.shape, made.stride()
+        return made
 
 
 _MIN_KEPT_ELEMENTS = 1 << 12  # a few pages
 _MAX_SMALL_BYTES, _MAX_KEPT_BYTES = 6 << 20, 4 << 20  # of a small model; of what is kept of its sums
-_MIN_LATE_ELEMENTS = 1 << 16  # of a sum that begins late: a call for each must not show
-_TOGETHER_ELEMENTS = 1 << 19  # of sums that begin in one call
 _OWN_REFERENCES = 3  # to a storage: `_kept`, the argument of `_free`, and that of getrefcount
 
 
@@ -497,7 +424,7 @@ def route(
         if name in opened.grid:
             opened.sums[name].add_((clipped[name] / opened.grid[name].unit).trunc().to(torch.int64).sum(0))
         else:
-            opened.sums[name].add_(total, alpha=opened.scale)
+            opened.sums[name].add_(total)
     released = opened.release()
     for name, total in released.items():
         if (places := unreached_ranges(plan, name)) is not None:

@@ -63,10 +63,16 @@ class RunLead:
         self.waiting = waiting
         self.ranks.broadcast(message)
 
-    def check(self, corpus: Corpus, salt: bytes, facts: Callable[[bytes], Mapping[str, bytes]]) -> None:
-        """Refuse, on all ranks, to go on if one of them differs. Who is not eligible here is nowhere."""
+    def check(
+        self, corpus: Corpus, salt: bytes, facts: Callable[[bytes], Mapping[str, bytes]], *, hardened: bool
+    ) -> None:
+        """Refuse, on all ranks, to go on if one of them differs. Who is not eligible here is nowhere.
+
+        `hardened`: the kind of noise of the run, which a rank to which none was named takes over.
+        """
         if not self.ranks.alone:
-            self._tell("check", waiting=False, salt=salt, members=corpus.eligible.astype("<i8").tobytes())
+            members = corpus.eligible.astype("<i8").tobytes()
+            self._tell("check", waiting=False, salt=salt, members=members, hardened=hardened)
             self.ranks.check_same(**facts(salt))
             self.waiting = True
 
@@ -116,6 +122,7 @@ def follow(trainer: Trainer, ranks: Ranks) -> Outcome:
         kind = told.pop("kind")
         if kind == "check":
             trainer.corpus.keep_only(np.frombuffer(told["members"], dtype="<i8").astype(np.int64))
+            trainer.keep_hardened(told["hardened"])
             ranks.check_same(**trainer.facts_of_rank(told["salt"]))
         elif kind == "state":
             trainer.state.restore(_received_state(ranks, told))

@@ -22,7 +22,7 @@ from lamina.corpus.sampler import Sampler, occurrence_caps
 from lamina.engine.batch import Batch, model_device, to_device
 from lamina.engine.distributed import Ranks, is_sharded_model, weights_digest
 from lamina.engine.engine import Engine
-from lamina.engine.noise import NoiseSource, SecureNoise, SeededNoise
+from lamina.engine.noise import PLAIN_NOTE, NoiseSource, SecureNoise, SeededNoise
 from lamina.engine.probe import preserve_global_generators
 from lamina.engine.proxy_shares import Proxy
 from lamina.engine.random_stream import StreamPurpose
@@ -118,7 +118,9 @@ class Trainer:
     views            so many random views of every example in each step (augmentation multiplicity): their gradients are
                      averaged within the contribution before it is clipped, so ε is the same
     on_withdrawal    "finish" the segment in which somebody withdrew, or "abandon" it; both are charged
-    hardened         float64 noise on a public grid: docs/decisions/noise.md
+    hardened         noise added in float64 and rounded to a public grid, so that the bits of a released gradient do not
+                     show what was summed (docs/decisions/noise.md); False: plain noise, and the certificate says so.
+                     Default: hardened, and a run that is resumed keeps what it began with
     probe            check on simulated input, or on public examples (x, y), that examples do not influence each other
     proxy            public or simulated examples for a plan whose shares follow them (`LADP(estimator="fisher")`)
     inside           show the raw loss on the terminal; it is never written
@@ -135,7 +137,7 @@ class Trainer:
         ema: float | None = None, evaluate: Evaluation | None = None, callbacks: Sequence[Callback] = (),
         log: str | None = None, segment: int | None = None,
         max_occurrences: Mapping[str, int] | None = None, filters: Mapping[str, PrivacyFilter] | None = None,
-        augment: Callable[[Any], Any] | None = None, views: int = 1, on_withdrawal: str = "finish", hardened: bool = False,
+        augment: Callable[[Any], Any] | None = None, views: int = 1, on_withdrawal: str = "finish", hardened: bool | None = None,
         probe: ProbeArgument = True, proxy: Proxy | None = None, inside: bool = False, progress: bool | Progress = True,
         seed: int | None = None,
     ) -> None:  # fmt: skip
@@ -183,7 +185,7 @@ class Trainer:
         check_accounts_signed(signed, accounts or ())
         self.factors = remaining_factors(corpus, plan, accounts or ())
         check_caps(corpus, plan, self.max_occurrences)
-        self.on_withdrawal, self.hardened = on_withdrawal, hardened
+        self.on_withdrawal, self._hardened_argument, self.hardened = on_withdrawal, hardened, hardened is not False
         self.seed = None if seed is None else whole(RunError, "train.not-a-count", least=0, seed=seed)
         self._notes += [] if seed is None else [SEEDED_NOTE]
         if not self._ranks.first:
@@ -200,7 +202,7 @@ class Trainer:
         self._engine.refuse_sharded_since()
         if self._engine.sharded and self._ranks.first:
             self.state.before_capture = self._lead.capture
-        self._engine.refuse_elsewhere(hardened=hardened)
+        self._notes += [self._engine.plain_noise_note] if self._engine.plain_noise_note and self.hardened else []
         self._notes += [self._engine.claim] if self._engine.claim else []
         self._share_state()
         self._renewal = AdmissionRenewal(corpus, plan, self.folder / "admitted")
@@ -209,7 +211,17 @@ class Trainer:
             problem = "the engine belongs to another model or plan"
             raise RunError("train.engine-of-other-model", problem, "leave engine out, or give the matching one")
 
-    def _settings(self) -> SettingsFingerprint:
+    def keep_hardened(self, hardened: bool) -> None:
+        """Use the kind of noise that the run began with, unless the caller named one."""
+        if self._hardened_argument is None:
+            self.hardened = hardened
+
+    def _keep_hardened_of(self, run: Run) -> None:
+        """Of a run that is resumed: its journal has the digest of the options that it was given."""
+        if run.attempts:
+            self.keep_hardened(run.attempts[-1].settings != self._settings(hardened=False)[0])
+
+    def _settings(self, *, hardened: bool | None = None) -> SettingsFingerprint:
         """Digest of what a step depends on beside plan, data and seed; and what it cannot cover."""
         functions, where = {"loss": self.loss_fn, "augment": self.augment}, model_device(self.model).type
         options = {
@@ -217,7 +229,7 @@ class Trainer:
             "views": self.views,
             "interval": self.interval,
             "ema": None if self.state.ema is None else self.state.ema.decay,
-            "hardened": self.hardened,
+            "hardened": self.hardened if hardened is None else hardened,
             "max_occurrences": self.max_occurrences,
             "filters": {name: getattr(f, "budget", None) for name, f in self.state.filters.items()},
             "autocast": [torch.is_autocast_enabled(where), str(torch.get_autocast_dtype(where))],
@@ -342,7 +354,8 @@ class Trainer:
             seed=self.seed,
         )  # fmt: skip
         keep_charging_bounds(run, self.plan, members.standing)
-        self._lead.check(self.corpus, run.salt, self.facts_of_rank)
+        self._keep_hardened_of(run)
+        self._lead.check(self.corpus, run.salt, self.facts_of_rank, hardened=self.hardened)
         segments = Segments(
             run, self.state, plan=self.plan, corpus=self.corpus, members=members, settings=self._settings,
             caps=self.max_occurrences, length=self.segment, note=publisher.note, say=self.progress.note,
@@ -382,13 +395,13 @@ class Trainer:
             "probed": NOT_PROBED_NOTE not in notes,
             "covered": trained <= planned,
             "raw_figures": RAW_SHOWN_NOTE in notes,
-            "hardened": self.hardened and not any(OPTIONS_DIFFER in note for note in notes),
+            "hardened": self.hardened and not any(OPTIONS_DIFFER in note or PLAIN_NOTE in note for note in notes),
         }
 
     def _next(self, segments: Segments, publisher: Publisher) -> AttemptOpened | None:
         """The next segment, among those who may still be learned from when it begins."""
         self._renewal.revalidate(publisher.note, self.state.step)
-        self._lead.check(self.corpus, segments.run.salt, self.facts_of_rank)
+        self._lead.check(self.corpus, segments.run.salt, self.facts_of_rank, hardened=self.hardened)
         return segments.open()
 
     def rehearse(self) -> None:

@@ -96,7 +96,15 @@ def draw_words(kernel: NativeNoise, radius_words: tuple[int, int], dtype: type =
     block = np.array(radius_words, dtype=np.uint64).tobytes()
     counter = Cipher(algorithms.AES(KEY), modes.ECB()).decryptor().update(block)
     out, pieces = np.zeros(4, dtype), np.zeros(1, dtype=NATIVE_PIECE)
-    pieces[0] = int.from_bytes(counter[:8], "big"), int.from_bytes(counter[8:], "big"), 4, out.ctypes.data, 1.0, 0.0
+    pieces[0] = (
+        int.from_bytes(counter[:8], "big"),
+        int.from_bytes(counter[8:], "big"),
+        4,
+        out.ctypes.data,
+        1.0,
+        0.0,
+        1.0,
+    )
     kernel._draw(KEY, pieces.ctypes.data, 1, int(dtype is np.float64), kernel.level, 1)
     return np.hypot(out[:2], out[2:])
 
@@ -151,7 +159,7 @@ def test_numpy_draws_the_same_up_to_rounding(hardened: bool) -> None:
             SeededNoise(3, hardened=hardened).add_many_(outs, [1.0, 2.0], step=1)
             both.append(torch.cat(outs))
     assert torch.allclose(*both, rtol=0, atol=2.0**-7 if hardened else 1e-14)
-    assert noise_version() == "3 native" and noise_version() in code_version()
+    assert noise_version() == "4 native" and noise_version() in code_version()
 
 
 def test_hardened_keeps_what_cannot_be_added() -> None:

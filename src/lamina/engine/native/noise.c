@@ -38,6 +38,7 @@ typedef struct {
     int64_t size;           /* elements, at most a cell */
     void *out;
     double std, spacing; /* spacing > 0: the sum is rounded to its multiples */
+    double unit;         /* what the sum is multiplied by; of a rounded sum, the number of multiples */
 } Piece;
 
 typedef struct {
@@ -205,20 +206,20 @@ INLINE VECTOR_AES void roots32_512(float *x, int64_t count) {
     for (int64_t i = 0; i < count; i += 16) _mm512_storeu_ps(x + i, _mm512_sqrt_ps(_mm512_loadu_ps(x + i)));
 }
 
-INLINE void store_draws(float *restrict out, const float *restrict draws, int64_t count, int fill) {
+INLINE void store_draws(float *restrict out, const float *restrict draws, int64_t count, int fill, float unit) {
     if (fill) memcpy(out, draws, sizeof(float) * (size_t)(count > 0 ? count : 0));
-    else FOR(i, count) out[i] += draws[i];
+    else FOR(i, count) out[i] = (out[i] + draws[i]) * unit;
 }
 
-#define DEFINE_STORE(name, real)                                                                                   \
-    INLINE void name(real *restrict out, const double *restrict draws, int64_t count, int fill, double spacing) { \
-        const double inverse = 1.0 / spacing;                                                                      \
-        if (spacing > 0)                                                                                           \
-            FOR(i, count) out[i] = (real)(__builtin_rint(((double)out[i] + draws[i]) * inverse) * spacing);        \
-        else if (fill)                                                                                             \
-            FOR(i, count) out[i] = (real)draws[i];                                                                 \
-        else                                                                                                       \
-            FOR(i, count) out[i] = out[i] + (real)draws[i];                                                        \
+#define DEFINE_STORE(name, real)                                                                                                \
+    INLINE void name(real *restrict out, const double *restrict draws, int64_t count, int fill, double spacing, double unit) { \
+        const double inverse = 1.0 / spacing;                                                                                   \
+        if (spacing > 0)                                                                                                        \
+            FOR(i, count) out[i] = (real)(__builtin_rint(((double)out[i] + draws[i]) * inverse) * unit);                        \
+        else if (fill)                                                                                                          \
+            FOR(i, count) out[i] = (real)draws[i];                                                                              \
+        else                                                                                                                    \
+            FOR(i, count) out[i] = (out[i] + (real)draws[i]) * (real)unit;                                                      \
     }
 DEFINE_STORE(store_float, float)
 DEFINE_STORE(store_double, double)
@@ -240,7 +241,7 @@ DEFINE_STORE(store_double, double)
                 turns_32(space->words[1], space->rest, space->quarter, space->radius32, space->draws32[0], space->draws32[1], padded, std); \
                 for (int64_t member = 0; member < 2; member++) {                                            \
                     const int64_t first = member * pairs + at, left = piece->size - first;                  \
-                    store_draws((float *)piece->out + first, space->draws32[member], left < count ? left : count, flags & FILL); \
+                    store_draws((float *)piece->out + first, space->draws32[member], left < count ? left : count, flags & FILL, (float)piece->unit); \
                 }                                                                                           \
                 continue;                                                                                   \
             }                                                                                               \
@@ -251,9 +252,9 @@ DEFINE_STORE(store_double, double)
                 const int64_t first = member * pairs + at, left = piece->size - first;                      \
                 const int64_t live = left < count ? left : count;                                           \
                 if (flags & FLOAT64)                                                                        \
-                    store_double((double *)piece->out + first, space->draws[member], live, flags & FILL, piece->spacing); \
+                    store_double((double *)piece->out + first, space->draws[member], live, flags & FILL, piece->spacing, piece->unit); \
                 else                                                                                        \
-                    store_float((float *)piece->out + first, space->draws[member], live, flags & FILL, piece->spacing); \
+                    store_float((float *)piece->out + first, space->draws[member], live, flags & FILL, piece->spacing, piece->unit); \
             }                                                                                               \
         }                                                                                                   \
     }

@@ -6,6 +6,7 @@
 #include <string.h>
 
 #define LANES 16
+#define COLUMNS 64 /* that are added up together */
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
 /* In the order of `_Norms` in norm_sums.py. x̂ = (x - mean) · rstd; mean may be NULL. */
@@ -76,16 +77,29 @@ static double row_squares(const float *x, int64_t n) {
     return (sum[0] + sum[1]) + (sum[2] + sum[3]);
 }
 
+/* Some columns of one tensor, added up in float64. Contributions of factor 0 may not be finite. */
+static void add_columns(const struct dense *job, int64_t k, int64_t low) {
+    const int64_t width = job->width[k], count = width - low < COLUMNS ? width - low : COLUMNS;
+    double sum[COLUMNS] = {0};
+    for (int64_t p = 0; p < job->units; p++) {
+        const float *x = job->x[k] + p * width + low;
+        if (job->factor[p] == 0) continue;
+        if (count == COLUMNS)
+            for (int64_t i = 0; i < COLUMNS; i++) sum[i] += job->factor[p] * x[i];
+        else
+            for (int64_t i = 0; i < count; i++) sum[i] += job->factor[p] * x[i];
+    }
+    for (int64_t i = 0; i < count; i++) job->out[k][low + i] += (float)sum[i];
+}
+
 /* Returns how many norms are not finite. */
 LAMINA_EXPORT int64_t lamina_dense(const struct dense *job) {
     for (int64_t p = 0; p < job->units; p++) {
         job->norm_sq[p] = 0;
         for (int64_t k = 0; k < job->count; k++) job->norm_sq[p] += row_squares(job->x[k] + p * job->width[k], job->width[k]);
-        const float factor = (float)(job->factor[p] = clip_factor(job->norm_sq[p], job->bound[p], job->scale, job->least));
-        for (int64_t k = 0; k < job->count && factor != 0; k++) {
-            const float *x = job->x[k] + p * job->width[k];
-            for (int64_t i = 0; i < job->width[k]; i++) job->out[k][i] += factor * x[i];
-        }
+        job->factor[p] = clip_factor(job->norm_sq[p], job->bound[p], job->scale, job->least);
     }
+    for (int64_t k = 0; k < job->count; k++)
+        for (int64_t low = 0; low < job->width[k]; low += COLUMNS) add_columns(job, k, low);
     return count_broken(job->norm_sq, job->units);
 }

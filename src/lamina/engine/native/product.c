@@ -9,9 +9,11 @@
 #include <stdatomic.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 
 #define DEPTH 128 /* positions that are packed at a time */
+#define WIDE_UNITS 512 /* contributions: more of them are added up in float64, DEPTH of them at a time */
 #define CHUNK 16  /* contributions whose norms are measured by one thread at a time */
 #define BLOCK 16  /* panels of rows and of columns of a block of outer products */
 #define SHARES 8  /* into which rows of the sum are cut */
@@ -19,6 +21,7 @@
 #define MAX_SAFE_NORM 1e15
 #define MIN_EXACT_FACTOR 1e-20 /* a smaller one times v could lose bits before it meets u: it waits for the product */
 
+enum add { NOT, FIRST, AFTER }; /* what is in a tile before: overwritten · summed first · added to the sum */
 enum mode { NORM, CLIP, ADD, FORM }; /* norms · clip and add · add with given factors · every gradient by itself */
 
 /* In the order of `_Product` in products.py, which checks everything that is said here. */

@@ -13,13 +13,14 @@ typedef double NAME(wide) __attribute__((vector_size(8 * LANES)));
 static inline VEC NAME(load)(const float *p) { return *(const VEC *)p; }
 static inline void NAME(store)(float *p, VEC x) { *(VEC *)p = x; }
 
-/* Rows of c are `apart` numbers from each other. */
+/* Rows of c are `apart` numbers from each other. AFTER: what was summed is added to c as a whole, so that how it was rounded does not
+   depend on what is in c. */
 static inline __attribute__((always_inline)) void NAME(tile)(int64_t depth, const float *a, const float *b, float *c, int64_t apart, int add) {
     NAME(reg) sum[ROWS][2];
 #pragma GCC unroll 16
     for (int m = 0; m < ROWS; m++) {
-        sum[m][0] = add ? (NAME(reg))NAME(load)(c + m * apart) : (NAME(reg)){0};
-        sum[m][1] = add ? (NAME(reg))NAME(load)(c + m * apart + LANES) : (NAME(reg)){0};
+        sum[m][0] = add == FIRST ? (NAME(reg))NAME(load)(c + m * apart) : (NAME(reg)){0};
+        sum[m][1] = add == FIRST ? (NAME(reg))NAME(load)(c + m * apart + LANES) : (NAME(reg)){0};
     }
     for (int64_t k = 0; k < depth; k++, a += ROWS, b += COLUMNS) {
         const NAME(reg) low = (NAME(reg))NAME(load)(b), high = (NAME(reg))NAME(load)(b + LANES);
@@ -31,8 +32,8 @@ static inline __attribute__((always_inline)) void NAME(tile)(int64_t depth, cons
     }
 #pragma GCC unroll 16
     for (int m = 0; m < ROWS; m++) {
-        NAME(store)(c + m * apart, (VEC)sum[m][0]);
-        NAME(store)(c + m * apart + LANES, (VEC)sum[m][1]);
+        NAME(store)(c + m * apart, (VEC)(add == AFTER ? (NAME(reg))NAME(load)(c + m * apart) + sum[m][0] : sum[m][0]));
+        NAME(store)(c + m * apart + LANES, (VEC)(add == AFTER ? (NAME(reg))NAME(load)(c + m * apart + LANES) + sum[m][1] : sum[m][1]));
     }
 }
 
@@ -175,17 +176,20 @@ static double NAME(form)(const struct product *job, int64_t p, struct memory *m,
     return norm_sq;
 }
 
-/* Row o of G, from the order of tiles, summed over `parts` accumulators, added to (or put into) `out`. */
+/* Row o of G, from the order of tiles, summed in float64 over `parts` accumulators, added to (or put into) `out`. */
 static void NAME(untile)(const struct product *job, int64_t o, const float *grad, int64_t parts, int64_t apart, float *out, float *line, int add) {
     const int64_t columns = job->inputs * job->taps, row_panels = (job->outputs + ROWS - 1) / ROWS;
     const int64_t column_panels = (columns + COLUMNS - 1) / COLUMNS, group = o / job->outputs, row = o % job->outputs;
     const float *x = grad + (group * column_panels * row_panels + row / ROWS) * ROWS * COLUMNS + row % ROWS * COLUMNS;
     for (int64_t c = 0; c < columns; c += COLUMNS, x += row_panels * ROWS * COLUMNS) {
-        VEC sum[2];
         for (int n = 0; n < 2; n++) {
-            sum[n] = NAME(load)(x + n * LANES);
-            for (int64_t part = 1; part < parts; part++) sum[n] += NAME(load)(x + part * apart + n * LANES);
-            NAME(store)(line + c + n * LANES, sum[n]);
+            if (parts == 1) {
+                NAME(store)(line + c + n * LANES, NAME(load)(x + n * LANES));
+                continue;
+            }
+            NAME(wide) sum = {0};
+            for (int64_t part = 0; part < parts; part++) sum += __builtin_convertvector(NAME(load)(x + part * apart + n * LANES), NAME(wide));
+            NAME(store)(line + c + n * LANES, __builtin_convertvector(sum, VEC));
         }
     }
     out += o * columns;
@@ -290,6 +294,11 @@ static void NAME(outer_block)(int part, void *context) {
     const int64_t o0 = item % row_blocks * BLOCK * ROWS, i0 = item / row_blocks * BLOCK * COLUMNS, outputs = layer->outputs, inputs = layer->inputs;
     const int64_t o1 = o0 + BLOCK * ROWS < outputs ? o0 + BLOCK * ROWS : outputs, i1 = i0 + BLOCK * COLUMNS < inputs ? i0 + BLOCK * COLUMNS : inputs;
     float left[BLOCK][DEPTH * ROWS], right[DEPTH * COLUMNS], edge[ROWS * COLUMNS];
+    double bias[BLOCK * ROWS] = {0}, *wide_sum = NULL;
+    if (job->units > WIDE_UNITS) {
+        wide_sum = calloc((size_t)((o1 - o0) * (i1 - i0)), sizeof(double));
+        if (wide_sum == NULL) abort(); /* out of memory, as everywhere */
+    }
     for (int64_t from = 0, count; from < job->units; from += count) {
         count = job->units - from < DEPTH ? job->units - from : DEPTH;
         for (int64_t k = 0; k < count; k++) {
@@ -311,7 +320,7 @@ static void NAME(outer_block)(int part, void *context) {
                     for (int64_t m = 0; m < here; m++) to[m] = g[o + m] * factor;
             }
             if (i0 == 0 && layer->bias != NULL && layer->factor[p] != 0)
-                for (int64_t o = o0; o < o1; o++) layer->bias[o] += g[o] * factor;
+                for (int64_t o = o0; o < o1; o++) bias[o - o0] += (double)g[o] * factor;
         }
         for (int64_t i = i0; i < i1; i += COLUMNS) {
             const int64_t wide = i1 - i < COLUMNS ? i1 - i : COLUMNS;
@@ -332,16 +341,26 @@ static void NAME(outer_block)(int part, void *context) {
             for (int64_t o = o0; o < o1; o += ROWS) {
                 float *out = layer->out + o * inputs + i;
                 const int64_t high = o1 - o < ROWS ? o1 - o : ROWS;
-                if (high == ROWS && wide == COLUMNS) {
-                    NAME(tile)(count, left[(o - o0) / ROWS], right, out, inputs, 1);
+                if (high == ROWS && wide == COLUMNS && wide_sum == NULL) {
+                    NAME(tile)(count, left[(o - o0) / ROWS], right, out, inputs, AFTER);
                     continue;
                 }
-                NAME(tile)(count, left[(o - o0) / ROWS], right, edge, COLUMNS, 0);
+                NAME(tile)(count, left[(o - o0) / ROWS], right, edge, COLUMNS, NOT);
+                double *sum = wide_sum == NULL ? NULL : wide_sum + (o - o0) * (i1 - i0) + i - i0;
                 for (int64_t m = 0; m < high; m++)
-                    for (int64_t n = 0; n < wide; n++) out[m * inputs + n] += edge[m * COLUMNS + n];
+                    if (sum != NULL)
+                        for (int64_t n = 0; n < wide; n++) sum[m * (i1 - i0) + n] += edge[m * COLUMNS + n];
+                    else
+                        for (int64_t n = 0; n < wide; n++) out[m * inputs + n] += edge[m * COLUMNS + n];
             }
         }
     }
+    if (i0 == 0 && layer->bias != NULL)
+        for (int64_t o = o0; o < o1; o++) layer->bias[o] += (float)bias[o - o0];
+    if (wide_sum != NULL)
+        for (int64_t o = o0; o < o1; o++)
+            for (int64_t i = i0; i < i1; i++) layer->out[o * inputs + i] += (float)wide_sum[(o - o0) * (i1 - i0) + i - i0];
+    free(wide_sum);
 }
 
 static const struct kernels NAME(kernels) = {NAME(part), NAME(sum_rows), NAME(outer_rows), NAME(outer_block), ROWS, COLUMNS};

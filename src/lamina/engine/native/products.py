@@ -31,6 +31,7 @@ from lamina.engine.grads import (
 MAX_ELEMENTS = 1 << 22  # of a larger tensor torch's own product uses all cores, and accumulators would be large
 _ACCUMULATOR_ELEMENTS = 1 << 20
 _MAX_THREADS = 64
+_PART_UNITS, _MAX_PARTS = 256, 64  # contributions that one accumulator of float32 takes, while there are not too many
 _MIN_SHARED_ELEMENTS = 1 << 14  # below, a second thread takes longer to wake than to help
 
 
@@ -199,8 +200,8 @@ class NativeGrads(ContributionGrads):
             _Mode.CLIP,
             _Mode.ADD,
         ):  # an accumulator each: not many for few contributions, or for a large tensor
-            share = max(4, min(16, units // 16, _ACCUMULATOR_ELEMENTS // self.shape.numel()))
-        job.parts = max(1, min(units, share))
+            share = max(4, min(16, units // 16, _ACCUMULATOR_ELEMENTS // self.shape.numel()), -(-units // _PART_UNITS))
+        job.parts = max(1, min(units, share, _MAX_PARTS))
         job.threads = min(job.threads, max(job.parts, 8))
         processor = native.processor()
         size = library.lamina_product_memory(ctypes.byref(job), processor)
