@@ -65,7 +65,7 @@ def test_raw_losses_of_a_session_that_got_to_no_checkpoint_count(tmp_path: Path)
 
 
 def test_noise_that_was_hardened_only_at_the_end_is_not_hardened(tmp_path: Path) -> None:
-    half_of_a_run(tmp_path)
+    half_of_a_run(tmp_path, hardened=False)
     for _ in range(2):
         found = trainer(tmp_path, hardened=True).fit().certificate
         assert found.private and any("floating-point" in each for each in found.content["not_covered"])
