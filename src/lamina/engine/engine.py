@@ -683,7 +683,7 @@ class Engine:
             remedy = (
                 "call engine.probe(losses_of, x, y) with public examples after registering it, or register it earlier"
             )
-            raise EngineError("engine.hook-not-probed", problem, remedy) from error
+            raise EngineError("engine.hook-not-probed", problem, remedy) from None
         self._attachment.accept_hooks()
 
     def _say_if_unprobed(self) -> None:
