@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import release_forger
 import torch
+from forger import Forger
+from hand_ledger import encoded
 from refusals import raises_code
 from release_forger import RUN_BEGIN, RUN_END, seed_of
 from safetensors.torch import load_file
@@ -23,11 +25,14 @@ import lamina
 from lamina.admit.keys import PrivateKey
 from lamina.errors import LedgerError
 from lamina.ledger.corpus_terms import ledger_key_path
+from lamina.ledger.governance_records import WithdrawalReason
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.records import Epoch
 from lamina.ledger.run_history import RunHistory
 from lamina.ledger.run_records import NoiseOrigin, RunBegin, RunEnd, WeightsOrigin
 from lamina.ledger.verify.verifier import verify
+from lamina.ledger.withdrawal import withdraw
+from lamina.ledger.writer import Ledger
 from lamina.release.certificate import Certificate, certify
 
 NAME = "example.org-resumed.ledger.db"
@@ -235,10 +240,10 @@ def test_a_start_after_the_first_epoch_is_too_late(trained: Trained) -> None:
     hand = release_forger.HandLedger(str(trained.ledger))
     begin, epoch = hand.kept(1), hand.kept(2)
     assert (begin[1], epoch[1]) == (RUN_BEGIN, 3)
-    bodies = hand.rows[1][1], hand.rows[2][1]
-    coded = release_forger.cbor2.dumps
-    hand.rows[1] = (coded({**epoch, 2: 1}, canonical=True), bodies[1])
-    hand.rows[2] = (coded({**begin, 2: 2, 4: 1}, canonical=True), bodies[0])
+    (segment, *more), start = hand.body(2)[2], hand.rows[1][1]
+    charged = encoded({**hand.body(2), 2: [{**segment, 6: 1}, *more]})  # it read its members before leaf 1
+    hand.rows[1] = (encoded({**epoch, 2: 1, 5: hashlib.sha256(charged).digest()}), charged)
+    hand.rows[2] = (encoded({**begin, 2: 2, 4: 1}), start)
     hand.write(ledger_seed(trained))
     with sqlite3.connect(trained.ledger) as db:
         db.execute("UPDATE attempt SET seq = 1 WHERE seq = 2")
@@ -283,3 +288,62 @@ def test_one_layer_model_is_certified(tmp_path: Path) -> None:
     ).fit()  # fmt: skip
     (figures,) = outcome.certificate.classes.values()
     assert outcome.certificate.private and figures["max_occurrences"] == 3
+
+
+# ------------------------------------------------------------------- records written past the ledger, without its key
+
+
+def forged_end(ledger: Path, weights: bytes) -> dict[int, Any]:
+    """The end of the run after its last epoch, with these weights and every condition as a certificate wants it."""
+    epoch = release_forger.last(ledger, 3)
+    segment = epoch[2][-1]
+    files = [{1: "model.safetensors", 2: hashlib.sha256(weights).digest()}]
+    facts = {6: 1, 7: 1, 8: False, 9: True, 10: True, 11: False, 12: True, 13: [], 14: files}
+    return {1: epoch[1], 2: segment[1], 3: segment[2], 4: segment[5], 5: epoch[3], **facts}
+
+
+def test_an_end_that_was_written_without_the_key_is_never_signed_over(tmp_path: Path) -> None:
+    """Between a kill and the end of a seeded run, a hand in the store writes the end, with weights of its own."""
+    half_of_a_run(tmp_path, seed=7)
+    ledger = tmp_path / "runs" / NAME
+    key = PrivateKey.load(ledger_key_path(ledger), None)
+    seq = Forger(str(ledger)).append(RUN_END, forged_end(ledger, b"other weights"))
+    with Ledger.open(ledger, key) as book:
+        for sign in (book.checkpoint, book.heartbeat):
+            with pytest.raises(LedgerError) as refused:
+                sign()
+            assert refused.value.code == "ledger.leaf-not-allowed" and f"leaf {seq} " in refused.value.problem
+    with raises_code("ledger.leaf-not-allowed"):
+        trainer(tmp_path, seed=7).fit()
+
+
+def test_a_start_that_was_written_without_the_key_is_never_signed_over(trained: Trained) -> None:
+    Forger(str(trained.ledger)).append(RUN_BEGIN, {1: bytes(16), 2: bytes(32)})
+    with trained.open() as book, raises_code("ledger.leaf-not-allowed"):
+        book.checkpoint()
+
+
+def test_a_run_without_the_key_records_no_end_until_the_key_is_there(tmp_path: Path) -> None:
+    half_of_a_run(tmp_path)
+    path = tmp_path / "runs" / NAME
+    key, away = ledger_key_path(path), tmp_path / "away.key"
+    key.rename(away)
+    outcome = trainer(tmp_path).fit()
+    mine = Trained(outcome.folder, outcome, NAME)
+    assert len(records(mine, RunBegin)) == 1 and records(mine, RunEnd) == []
+    away.rename(key)
+    with mine.open() as book:
+        book.accept()
+        book.checkpoint()
+    assert trainer(tmp_path).fit().certificate.private and verify(path).verified
+
+
+def test_a_start_after_leaves_without_the_key_can_be_signed(ward: Trained) -> None:
+    """Withdrawals come from processes without the key, at any moment: the writer of the start looks at them."""
+    with Ledger.open(ward.ledger) as keyless:
+        withdraw(keyless, str(ward.someone("sensitive")), WithdrawalReason.REQUEST)
+    with ward.open() as book:
+        book.append([RunBegin(run=bytes(16), weights=bytes(32))])
+    with ward.open() as book:  # the first writer was killed before it signed
+        book.checkpoint()
+    assert verify(ward.ledger).verified

@@ -107,6 +107,6 @@ def cut(ledger: Path, kind: int, seed: bytes) -> None:
     assert hand.kept(len(hand.rows) - 1)[1] == kind
     hand.rows.pop()
     with closing(sqlite3.connect(ledger)) as db, db:
-        db.execute("DELETE FROM meta WHERE name IN ('written', 'signing')")
+        db.execute("DELETE FROM meta WHERE name IN ('written', 'signing', 'open')")
         db.execute("DELETE FROM checkpoint WHERE size >= ?", (len(hand.rows),))
     hand.write(seed)

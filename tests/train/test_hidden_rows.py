@@ -292,11 +292,12 @@ def test_an_older_copy_is_refused_between_two_runs(tmp_path: Path) -> None:
     with pytest.raises(LaminaError) as refused:
         problem.trainer(tmp_path / "c", plan=plan, bounds=LOOSE).fit()
     assert refused.value.code == "ledger.older-than-kept"
-    assert "2 leaves" in refused.value.problem and "3 leaves" in refused.value.problem
+    assert "4 leaves" in refused.value.problem and "7 leaves" in refused.value.problem  # start, epoch and end of each
     with raises_code("ledger.older-than-kept"):  # the run whose epoch it has does not restore the other's
         problem.trainer(tmp_path / "a", plan=plan, bounds=LOOSE).fit()
     problem.trainer(tmp_path / "b", plan=plan, bounds=LOOSE).fit()  # its journal says what is missing
-    assert verify(path, signatures=False).counts["epoch"] == 2
+    found = verify(path, signatures=False)
+    assert found.problem is None and [found.counts[kind] for kind in ("epoch", "run-begin", "run-end")] == [2, 2, 2]
     put(path, newer)
     with raises_code("ledger.older-than-kept", "ledger.open-rows-replayed"):  # which is now the other branch
         problem.trainer(tmp_path / "c", plan=plan, bounds=LOOSE).fit()
@@ -351,6 +352,28 @@ def test_a_run_restores_its_own_epochs(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------------------------------- a second admission
+
+
+def test_a_run_that_restores_its_epochs_does_not_hide_what_another_one_holds(tmp_path: Path) -> None:
+    """The older copy lacks epochs of one run, which its journal has, and an open charge of another, which it has not."""
+    path, saved = tmp_path / "tests.ledger.db", tmp_path / "saved"
+    loose = {name: 2 * most for name, most in LOOSE.items()}
+    for name in ("a", "b"):
+        with pytest.raises(Killed):
+            problem.trainer(tmp_path / name, progress=During(segments={5: die}), bounds=loose).fit()
+    copy(path, saved)
+    with pytest.raises(Killed):
+        problem.trainer(tmp_path / "a", progress=During(segments={10: die}), bounds=loose).fit()
+    with pytest.raises(Killed):  # charged for a segment, whose steps were taken and are in no leaf
+        problem.trainer(tmp_path / "b", progress=During({8: die}), bounds=loose).fit()
+    newer = tmp_path / "newer"
+    copy(path, newer)
+    put(path, saved)
+    with raises_code("ledger.older-than-kept"):
+        problem.trainer(tmp_path / "a", bounds=loose).fit()
+    put(path, newer)
+    problem.trainer(tmp_path / "a", bounds=loose).fit()
+    assert len(verify(path, signatures=False).held) == 1
 
 
 def test_nobody_is_admitted_twice_by_deleting_index_rows(ward: hospital.Hospital) -> None:

@@ -2,8 +2,8 @@
 
 A store can be put back to an earlier moment together with everything that it holds. So whoever has the ledger key keeps
 the newest checkpoint, and the newest head over the open rows, where the key lies: KEY.HEADER.seen, mode 0600. A ledger
-that does not continue that checkpoint is refused, unless what it lacks are epochs of a run whose own journal enters them
-again. A key that was not read from a file keeps nothing.
+that does not continue that checkpoint is refused, unless what it lacks are epochs, start and end of a run whose own journal
+enters them again. A key that was not read from a file keeps nothing.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from typing import Any
 from lamina.admit.keys import PrivateKey, read_small, replace_file
 from lamina.errors import AdmissionError, LedgerDamaged, LedgerError
 from lamina.ledger.checked_leaves import AttemptName, CheckedLeaves
-from lamina.ledger.open_rows import OpenHead
+from lamina.ledger.open_rows import OpenHead, held_digests
 from lamina.ledger.records import Epoch
+from lamina.ledger.run_records import RunBegin, RunEnd, RunRecord
 from lamina.ledger.store.rows import StoreReader
 
 _MOST_TREES = 256  # checkpoints that are kept, so that an older copy of the ledger is recognised as one
@@ -28,15 +29,20 @@ _MAX_FILE = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class NewestState:
-    """What was verified: trees by size (root), the attempts of each run in the newest, and the head over open rows.
+    """What was verified: trees by size (root), what the newest has of each run, and the head over open rows.
 
-    others  leaves of the newest tree that are no epochs
+    others    leaves of the newest tree that are neither epochs nor the start or end of a run
+    attempts  by run, how many attempts are in its epochs
+    records   by run, how often its start and end are recorded
+    held      by run, the digest of what is open under the head
     """
 
     trees: Mapping[int, bytes] = field(default_factory=dict)
     others: int = 0
     attempts: Mapping[bytes, int] = field(default_factory=dict)
+    records: Mapping[bytes, int] = field(default_factory=dict)
     open: OpenHead | None = None
+    held: Mapping[bytes, bytes] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
@@ -52,9 +58,9 @@ class NewestState:
         found = self
         if newer.size >= self.size:
             trees = dict(sorted({**self.trees, **newer.trees}.items())[-_MOST_TREES:])
-            found = replace(newer, trees=trees, open=self.open)
+            found = replace(newer, trees=trees, open=self.open, held=self.held)
         if newer.open is not None and (self.open is None or newer.open.counter >= self.open.counter):
-            found = replace(found, open=newer.open)
+            found = replace(found, open=newer.open, held=newer.held)
         return found
 
     def check(
@@ -64,13 +70,17 @@ class NewestState:
         if not self.size or leaves.extends(rows, self.size, self.trees[self.size]):
             return True
         common = max((s for s, root in self.trees.items() if leaves.extends(rows, s, root)), default=0)
-        others, attempts = _counts(rows, leaves, common) if common else (0, {})
-        known = leaves.attempts(rows)
-        runs = {run for run, _, _ in restoring}
+        others, attempts, records = _counts(rows, leaves, common) if common else (0, {}, {})
+        known, held = leaves.attempts(rows), held_digests(rows)
+        runs = {run for run, _, _ in restoring}  # they enter their start and end again, too
         lost = {run: count - attempts.get(run, 0) for run, count in self.attempts.items()}
         mine = Counter(each[0] for each in restoring if known.get(each, common) >= common)
         if common and others == self.others and all(
             not count or (run in runs and count <= mine[run]) for run, count in lost.items()
+        ) and all(
+            records.get(run) == count for run, count in self.records.items() if run not in runs
+        ) and all(
+            held.get(run) == digest for run, digest in self.held.items() if run not in runs
         ):  # fmt: skip
             return False
         how = f"has {leaves.size} leaves" if leaves.size < self.size else f"is forked: {common} leaves are the same"
@@ -94,10 +104,16 @@ class NewestState:
         raise LedgerDamaged("ledger.open-rows-replayed", problem, remedy)
 
 
-def _counts(rows: StoreReader, leaves: CheckedLeaves, size: int) -> tuple[int, dict[bytes, int]]:
-    """Leaves before `size` that are no epochs, and the attempts of each run in them."""
+def _counts(rows: StoreReader, leaves: CheckedLeaves, size: int) -> tuple[int, dict[bytes, int], dict[bytes, int]]:
+    """Of the leaves before `size`: how many are not about a run, and by run its attempts, and its starts and ends."""
     runs = Counter(run for (run, _, _), seq in leaves.attempts(rows).items() if seq < size)
-    return size - leaves.count(Epoch, size), dict(runs)
+    ends = Counter(
+        leaf.record.run
+        for kind in (RunBegin, RunEnd)
+        for leaf in leaves.records(rows, kind, 0, size)
+        if isinstance(leaf.record, RunRecord)
+    )
+    return size - leaves.count(Epoch, size) - ends.total(), dict(runs), dict(ends)
 
 
 class NewestStateFile:
@@ -134,12 +150,17 @@ def _to_json(state: NewestState) -> dict[str, Any]:
         "trees": [[size, root.hex()] for size, root in sorted(state.trees.items())],
         "others": state.others,
         "attempts": {run.hex(): count for run, count in sorted(state.attempts.items())},
+        "records": {run.hex(): count for run, count in sorted(state.records.items())},
         "open": None if state.open is None else state.open.encode().hex(),
+        "held": {run.hex(): digest.hex() for run, digest in sorted(state.held.items())},
     }
 
 
 def _from_json(plain: Any) -> NewestState:
     trees = {int(size): bytes.fromhex(root) for size, root in plain["trees"]}
-    attempts = {bytes.fromhex(run): int(count) for run, count in plain["attempts"].items()}
+    attempts, records = (
+        {bytes.fromhex(run): int(count) for run, count in plain[name].items()} for name in ("attempts", "records")
+    )
+    held = {bytes.fromhex(run): bytes.fromhex(digest) for run, digest in plain["held"].items()}
     head = None if plain["open"] is None else OpenHead.decode(bytes.fromhex(plain["open"]))
-    return NewestState(trees, int(plain["others"]), attempts, head)
+    return NewestState(trees, int(plain["others"]), attempts, records, head, held)

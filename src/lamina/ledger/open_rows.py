@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from lamina.admit.keys import PrivateKey
 from lamina.errors import LedgerDamaged
 from lamina.ledger.governance_records import Role
 from lamina.ledger.key_state import KeyState
-from lamina.ledger.store.rows import StoreReader, StoreWriter
+from lamina.ledger.store.rows import RunHold, StoreReader, StoreWriter
 
 _NAME = "open"
 _STORED_BYTES = 144
@@ -41,15 +41,29 @@ def open_digest(rows: StoreReader) -> bytes:
     return state.digest()
 
 
+def held_digests(rows: StoreReader) -> dict[bytes, bytes]:
+    """By run, the digest of its open charges and reservations."""
+    found: dict[bytes, Any] = {}
+    for hold in rows.holds():
+        state = found.setdefault(hold.run, hashlib.sha256())
+        for part in _hold_parts(hold):
+            state.update(len(part).to_bytes(8, "big") + part)
+    return {run: state.digest() for run, state in found.items()}
+
+
+def _hold_parts(hold: RunHold) -> Iterator[bytes]:
+    yield hold.run
+    yield hold.segment.to_bytes(8, "big", signed=True) + hold.generation.to_bytes(8, "big", signed=True)
+    yield hold.nonce
+    yield hold.body
+
+
 def _parts(rows: StoreReader) -> Iterator[bytes]:
     holds, terms, runs = rows.holds(), sorted(rows.terms().items()), rows.runs()
     for table, count in (("held", len(holds)), ("terms", len(terms)), ("run", len(runs))):
         yield f"{table} {count}".encode()
     for hold in holds:
-        yield hold.run
-        yield hold.segment.to_bytes(8, "big", signed=True) + hold.generation.to_bytes(8, "big", signed=True)
-        yield hold.nonce
-        yield hold.body
+        yield from _hold_parts(hold)
     for account, body in terms:
         yield account.encode()
         yield body

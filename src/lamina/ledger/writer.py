@@ -20,9 +20,10 @@ from lamina.ledger.governance_records import Aggregate, GoverningRecord, Header,
 from lamina.ledger.key_state import G, GovernanceState, KeyState, check_header_signed, check_key_may_sign, signed_record
 from lamina.ledger.merkle import Frontier
 from lamina.ledger.newest_state import NewestState, NewestStateFile
-from lamina.ledger.open_rows import OpenHead, open_digest, rows_differ
+from lamina.ledger.open_rows import OpenHead, held_digests, open_digest, rows_differ
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.records import KIND_NAMES, Epoch, Record, decode_leaf
+from lamina.ledger.run_records import RunBegin, RunEnd
 from lamina.ledger.schema import next_leaf_time
 from lamina.ledger.signed_checkpoint import TreeSignature
 from lamina.ledger.store.rows import (
@@ -43,6 +44,9 @@ T = TypeVar("T")
 Clock = Callable[[], float]
 DAY_SECONDS = 86_400
 _RESERVED_KINDS = {Header, Aggregate}
+KEPT_BY_KEY = (
+    Release | Aggregate | RunBegin | RunEnd
+)  # records that are signed over only if a holder of the key wrote them
 _SIGNED_NOW = (
     "the open charges and reservations in the ledger were not signed before; its key has signed them as they are"
 )
@@ -163,7 +167,7 @@ class Ledger(LedgerReader):
 
         def work(rows: StoreWriter) -> NewestState:
             leaves, last = self.checked(rows), rows.checkpoint()
-            found = NewestState(open=self._seal(rows, None, self.governance(rows)))
+            found = self._seal(rows, None, self.governance(rows))
             if last is None:
                 return found
             return NewestState.of(rows, leaves, last.size, notes.parse_checkpoint(last.text)[0].root).joined(found)
@@ -193,23 +197,23 @@ class Ledger(LedgerReader):
     def change_open(self, work: Callable[[StoreWriter], T]) -> T:
         """One transaction that changes open rows: they are checked before it, and signed in it."""
 
-        def once(rows: StoreWriter) -> tuple[T, OpenHead | None]:
+        def once(rows: StoreWriter) -> tuple[T, NewestState]:
             before, keys = self.check_open(rows), self.governance(rows)
             done = work(rows)
             return done, self._seal(rows, before, keys)
 
-        done, head = self.transact(once)
-        self._keep(NewestState(open=head))
+        done, newest = self.transact(once)
+        self._keep(newest)
         return done
 
-    def _seal(self, rows: StoreWriter, before: OpenHead | None, keys: GovernanceState) -> OpenHead | None:
+    def _seal(self, rows: StoreWriter, before: OpenHead | None, keys: GovernanceState) -> NewestState:
         """Sign the open rows as they are now, unless the head `before` is theirs; without a key, remove the head."""
         if self._key is None:
             OpenHead.remove(rows)
-            return None
+            return NewestState()
         head, digest = head_of(rows), open_digest(rows)
         if before is not None and before.size == head.size and before.holds(keys, digest):
-            return before
+            return NewestState(open=before, held=held_digests(rows))
         check_key_may_sign(keys, self._key, head.time)
         if self._unsigned and _SIGNED_NOW not in self.notes:
             self.notes.append(_SIGNED_NOW)
@@ -217,7 +221,7 @@ class Ledger(LedgerReader):
         counter = 1 + max(0 if each is None else each.counter for each in (before, kept))
         made = OpenHead.sign(self.origin, counter, tree.size, tree.root, digest, self._key)
         made.write(rows)
-        return made
+        return NewestState(open=made, held=held_digests(rows))
 
     def _keep(self, state: NewestState, *, anew: bool = False) -> None:
         if self._kept is None or self._restoring:
@@ -324,7 +328,7 @@ class Ledger(LedgerReader):
         also_write: Callable[[StoreWriter, list[int]], None] | None = None,
     ) -> list[int]:  # fmt: skip
         batch = AppendBatch(records, blobs)
-        token, before, sealed = os.urandom(16), list[LedgerHead](), list[OpenHead | None]()
+        token, before, sealed = os.urandom(16), list[LedgerHead](), list[NewestState]()
 
         def work(rows: StoreWriter) -> list[int]:
             last = rows.batch(self._id) if self.store.remote else None
@@ -334,6 +338,9 @@ class Ledger(LedgerReader):
             now = next_leaf_time(head.time, self._clock())
             before.append(head)
             governance = cache(lambda: self._checked.follow(rows, head))
+            if self._key is not None and any(isinstance(each, KEPT_BY_KEY) for each in batch.others):
+                check_key_may_sign(governance(), self._key, now)
+                self._vouch(rows, head.size, now)  # otherwise no mark is set, and nobody signs over the record later
             check_may_follow(rows, batch.others, self.header, head, now, governance)
             signed = rows.checkpoint() if batch.others else None  # only epochs name it
             previous = None if signed is None else checkpoint_digest(signed.text)
@@ -376,7 +383,7 @@ class Ledger(LedgerReader):
                 self._checked.wrote(before[-1], batch.after, batch.frontier, batch.hashes, batch.placed)
                 self._tail.grow(*batch.new_index_keys, batch.after.size)
             if sealed:
-                self._keep(NewestState(open=sealed[-1]))
+                self._keep(sealed[-1])
         return seqs
 
     def _mark(self, rows: StoreWriter, head: LedgerHead, tree: Frontier, keys: GovernanceState, now: int) -> None:
@@ -384,6 +391,12 @@ class Ledger(LedgerReader):
         key = self.signing_key()
         if self._checked.vouched == head.size and keys.why_not_signing(key.public.id, now) is None:
             WriterMark.sign(self.origin, tree, key).write(rows)
+
+    def _vouch(self, rows: StoreReader, size: int, now: int) -> None:
+        """Look at leaves that were written without the key; LedgerError if they may not be signed over."""
+        if self._checked.vouched < size:
+            check_unvouched(rows, self._checked.vouched, size, now)
+            self._checked.vouched = size
 
     # ----------------------------------------------------------------------------------- checkpoints
 
@@ -405,9 +418,7 @@ class Ledger(LedgerReader):
             if (there := rows.checkpoint(head.size)) is None:
                 check_key_may_sign(keys, key, head.time)
                 now = next_leaf_time(head.time, self._clock())  # nothing is signed that lies in the future
-                if self._checked.vouched < head.size:
-                    check_unvouched(rows, self._checked.vouched, head.size, now)
-                    self._checked.vouched = head.size
+                self._vouch(rows, head.size, now)
                 rows.put_meta("signing", head.size.to_bytes(8, "big"))
             return head, there, last
 
@@ -562,7 +573,7 @@ def check_unvouched(rows: StoreReader, first: int, size: int, now: int) -> None:
     """
     for seq, data in rows.leaves(first, size):
         kind, *_, record = decode_leaf(data)
-        why = "only who has the key of the ledger writes it" if isinstance(record, Release | Aggregate) else ""
+        why = "only who has the key of the ledger writes it" if isinstance(record, KEPT_BY_KEY) else ""
         if isinstance(record, GoverningRecord) and record.authorization is not None:
             why = "leave for the change has ended meanwhile" if now >= record.authorization.expires else ""
         if why:

@@ -434,7 +434,12 @@ class Run:
         (self.folder / "stopped").unlink(missing_ok=True)
 
     def begin(self, weights: bytes) -> None:
-        """Record the digest of the starting weights, once. A run whose epochs precede it was begun without."""
+        """Record the digest of the starting weights, once. A run whose epochs precede it was begun without.
+
+        Without the ledger's key nothing is recorded: nobody could tell the record from one that a stranger wrote.
+        """
+        if not self.spend.ledger.signs:
+            return
         try:
             self.spend.ledger.append([RunBegin(run=bytes.fromhex(self.id), weights=weights)])
         except LedgerError as error:
@@ -444,13 +449,13 @@ class Run:
     def end(
         self, steps: int, *, facts: Mapping[str, Any], caps: Mapping[str, int], files: Mapping[str, str]
     ) -> RunEnd | None:
-        """Record the end of the run after its last closed segment, and sign it; None if it has none.
+        """Record the end of the run after its last closed segment, and sign it; None if it has none, or without the key.
 
         An end that is there is not written again. `facts` are the fields of `RunEnd` that the trainer states, `files`
         the SHA-256 of what it writes.
         """
         closed = [opened for opened in self.attempts if opened.last == steps and self.journal.closed(opened)]
-        if not closed:
+        if not closed or not self.spend.ledger.signs:
             return None
         last, ledger = closed[-1], self.spend.ledger
         made = RunEnd(
@@ -469,8 +474,7 @@ class Run:
                 f"{made.weights[:16]}… now"
             )
             raise RunError("train.end-differs", problem, "put back the run's own checkpoint")
-        if ledger.signs:
-            ledger.checkpoint()
+        ledger.checkpoint()
         return there or made
 
     def finish(self, steps: int, reason: str) -> None:
