@@ -30,7 +30,7 @@ from lamina.admit.signed_json import canonical_json, parse_json
 from lamina.errors import BadKey, EncodingError, LaminaError, NotVerified, PlanError
 from lamina.ledger.governance_records import Release, Role
 from lamina.ledger.reader import LedgerReader
-from lamina.ledger.records import KIND_NUMBERS, LAST_SEQ, Epoch, decode_leaf
+from lamina.ledger.records import LAST_SEQ, Epoch, decode_leaf
 from lamina.ledger.run_records import WEIGHTS
 from lamina.ledger.signed_checkpoint import NoteKey, parse_checkpoint, verify_checkpoint
 from lamina.ledger.store.rows import StoreReader
@@ -218,7 +218,7 @@ def make_release(
 
 def _refuse_new_epochs(rows: StoreReader, last: RunEvidence, record: Release) -> None:
     """NotVerified if a run of the release was charged since it was certified: the record would contradict the ledger."""
-    for _, data in rows.of_kind(KIND_NUMBERS[Epoch], last.checkpoint.size, LAST_SEQ):
+    for _, data in rows.leaves(last.checkpoint.size, LAST_SEQ):  # the column `kind` is no evidence
         epoch = decode_leaf(data).record
         if isinstance(epoch, Epoch) and epoch.run in record.runs:
             problem = f"run {epoch.run.hex()[:8]} was charged while the release was made"
