@@ -444,7 +444,11 @@ def test_withdraw(call: Call, story: Story, tmp_path: Path) -> None:
     assert answer(call("verify", "ledger.db", "--trust", "owner.pub", "--json"))["trusted"]
     text = succeeded(call(*words))
     assert "already withdrawn" in text
-    assert "not signed yet" in text
+    assert "no checkpoint covers it" not in text  # the first call signed one
+    other = contribution(2, _who(2)).record.descriptor.hex()
+    unsigned = ("withdraw", "ledger.db", other, "--reason", "consent")
+    assert "no checkpoint covers it yet" in succeeded(call(*unsigned))
+    assert not answer(call(*unsigned, "--json"))["signed"]
     assert call("withdraw", "ledger.db", "ab" * 32, "--reason", "data")[0] == 1
 
 

@@ -184,13 +184,17 @@ def withdraw(
             found = append(book, target, why, effect=what, request=digest, operator=operator)
         with book.store.read() as rows:
             still = sum(hold.segment >= 0 for hold in rows.holds())
+            newest = rows.checkpoint()
+    covered = newest is not None and all(each.leaf.seq < newest.size for each in found)
     lines = [_withdrawal_page(each) for each in found]
     if still:
         lines.append(f"{pluralize(still, 'open segment')} may add to that: lamina ledger trace shows it once recorded")
-    if signer is None:
-        lines.append("not signed yet: lamina ledger checkpoint --key, or the next epoch")
+    if not covered:
+        lines.append(
+            "no checkpoint covers it yet: lamina ledger checkpoint --key signs one, and so does the next epoch"
+        )
     withdrawn = [each.to_dict() for each in found]
-    machine = {"ledger": printable_location(ledger), "signed": signer is not None, "withdrawn": withdrawn}
+    machine = {"ledger": printable_location(ledger), "signed": covered, "withdrawn": withdrawn}
     print_answer(machine, "\n".join(lines), as_json)
 
 
