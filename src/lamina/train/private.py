@@ -214,7 +214,9 @@ def make_private(
         for name, value in {"unit": unit, "origin": origin, "other_people": other_people}.items():
             if value is not None:
                 problem = f"{name} is given beside a Corpus"
-                raise PlanError("train.unit-beside-corpus", problem, f"give {name} to the Corpus instead")
+                raise PlanError(
+                    "train.unit-beside-corpus", problem, f"give it to the Corpus instead: Corpus(…, {name}=…)"
+                )
     if (proxy is None) != (loss_fn is None):
         problem = f"{'loss_fn' if proxy is None else 'proxy'} is given alone"
         raise PlanError("train.proxy-needs-loss", problem, "give both: gradients on the proxy set the clip norm")

@@ -226,8 +226,9 @@ def _refuse_undeclared(where: str | os.PathLike[str], folder: Path) -> None:
     more = f"; and {len(found) - _NEIGHBOURS_NAMED} more" if len(found) > _NEIGHBOURS_NAMED else ""
     problem = f"no origin is declared, and this run would begin another ledger beside {listed}{more}"
     remedy = (
-        f"if these are the same people, go on in that ledger: origin={found[0].origin!r} (of make_private or Corpus); if "
-        'they are others, say why: other_people="…", which the ledger and its certificates will show'
+        f"if these are the same people, go on in that ledger: origin={found[0].origin!r}, given where the data is given "
+        '(Corpus, Corpus.of_csv, …, or make_private on arrays); if they are others, say there why: other_people="…", '
+        "which the ledger and its certificates will show"
     )
     raise RunError("train.origin-not-declared", problem, remedy)
 
