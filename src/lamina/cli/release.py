@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,7 +33,7 @@ from lamina.ledger.store.sqlite import is_postgres_url
 from lamina.ledger.verify.tree_checks import KnownCheckpoint, Trust
 from lamina.release.decision_log import verify_log
 from lamina.release.gate import Query, ReleaseGate
-from lamina.release.manifest import GatePolicy, make_release, verify_release
+from lamina.release.manifest import GatePolicy, ReleaseVerification, make_release, verify_release
 from lamina.release.model_signing import MODEL_SIGNATURE
 
 _HELP = """A model that leaves the house: weights, certificates and manifest in one signed folder, and its gate.
@@ -104,9 +105,10 @@ def make(
         )  # fmt: skip
         found = verify_release(out, trust=Trust(plain=(signer.public,)), ledger=opened)
     told = {"folder": str(out), "manifest": str(manifest), **found.to_dict(), "signer": signer.public.name}
+    where = "LEDGER" if is_postgres_url(place) else place  # the address of a server is printed nowhere
     lines = [
         f"release in {out}: {len(found.to_dict()['files'])} files, signed with release key {signer.public.name[:16]}",
-        f"  check it: lamina release verify {out} --trust {_public_part(place, key)} --ledger LEDGER",
+        f"  check it: lamina release verify {out} --trust {_public_part(place, key)} --ledger {where}",
         f"  with OpenSSF's tool: model_signing verify key {out} --signature {out}/{MODEL_SIGNATURE}"
         f" --public_key {bundle_key.with_suffix('.pub')}"
         if bundle_key is not None
@@ -189,9 +191,20 @@ def verify(
             f"  files   {len(said.subjects)}, as the manifest names them",
             f"  ledger  {at['origin']}, {at['size']} leaves, root {at['root']}",
         ]
+        lines += [f"  note    {each}" for each in _what_was_not_checked(found)]
     print_answer({"folder": str(folder), **found.to_dict()}, "\n".join(lines), as_json)
     if not found.verified:
         raise typer.Exit(1)
+
+
+def _what_was_not_checked(found: ReleaseVerification) -> Iterator[str]:
+    """What lacks before a verified release is trusted, and the option that supplies it."""
+    if not found.signed:
+        yield "anybody can make such a folder: give --trust with the release key, which you have from elsewhere"
+    if not found.compared:
+        yield "ε and all other figures are the signer's word: give --ledger to compute them again"
+    elif not found.trusted:
+        yield "anybody can make such a ledger: give --trust also with the public key of its owner, from elsewhere"
 
 
 def ask(
