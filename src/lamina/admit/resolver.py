@@ -140,7 +140,7 @@ MAX_DISTINCT_BOUNDS = 256  # distinct bounds of a class: each has an accountant 
 def _table_row(entry: ResolvedBound) -> list[str]:
     bound = entry.bound
     if not bound.noise_multiplier:
-        return [bound.cls, "public", "", "1", "", "", "", "", "0"]
+        return [bound.cls, "public", "", "1", "", "", "", "", "not protected"]
     line, signed = [bound.cls, at_most(bound.c), at_least(bound.z)], epsilon_text(entry.epsilon_signed)
     if entry.problem:
         return [*line, "stays out", "", "", "", signed, ""]

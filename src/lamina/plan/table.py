@@ -93,7 +93,7 @@ def plan_table(plan: StepPlan) -> str:
         population = "-" if entry.population is None else f"{entry.population:,}"
         row = [entry.name, reach_text(plan, k), population, at_most(entry.sampling_rate)]
         if entry.public:
-            classes.append([*row, "public", "0", "0", entry.unit])
+            classes.append([*row, "public", "not protected", "–", entry.unit])
             continue
         epsilon = epsilon_text(plan.epsilon(k))
         classes.append([*row, at_least(plan.sigma(k)), epsilon, f"{entry.delta:g}", entry.unit])
