@@ -412,7 +412,9 @@ def _open_private(path: Path, passphrase: bytes | None) -> object:
     data = read_small(path, "the private key", most=_MAX_KEY_FILE)
     encrypted = _ENCRYPTED_PEM_LABEL in data
     if b"BEGIN PUBLIC KEY-----" in data:
-        remedy = f"give the private key that belongs to it: '{path.with_suffix('.key')}', if it is named so"
+        beside = [each for suffix in (".key", ".pem") if (each := path.with_suffix(suffix)).exists()]
+        named = f"'{beside[0]}'" if beside else f"'{path.with_suffix('.key')}', if it is named so"
+        remedy = f"give the private key that belongs to it: {named}"
         raise BadKey("key.public-given-for-private", f"'{path}' is a public key, which cannot sign", remedy)
     if encrypted and not passphrase:
         raise BadKey("key.passphrase-missing", f"the private key '{path}' has a passphrase", "give the passphrase")

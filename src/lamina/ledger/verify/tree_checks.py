@@ -565,7 +565,7 @@ def note_signed_by(note: Note, key: NamedKey) -> bool | None:
     return all(key.holds(note.text, value) for value in lines) if lines else None
 
 
-SIGNED_ANEW = "the ledger was signed anew, or this is another ledger"
+SIGNED_ANEW = "the ledger was signed anew, this is another ledger, or the trusted keys are not those of its owner"
 
 
 class KnownCheckpointChecks:
@@ -602,7 +602,9 @@ class KnownCheckpointChecks:
                 reason = f"{name} is of another ledger, {each.head.origin!r}"
                 fail(None, KNOWN_CHECKPOINT, "verify.known-checkpoint-of-other-ledger", reason)
             if not any(note_signed_by(each.note, key) for key in accepted):
-                reason = f"{name} is signed by no key of this ledger: {SIGNED_ANEW}"
+                reason = (
+                    f"{name} is signed by no key of this ledger: the ledger was signed anew, or this is another ledger"
+                )
                 fail(None, KNOWN_CHECKPOINT, "verify.known-checkpoint-of-other-key", reason)
             if seen > size:
                 reason = f"{name} is longer than the ledger, which has {size}: the ledger was rolled back"
