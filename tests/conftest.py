@@ -35,6 +35,15 @@ def nothing_planned_before() -> None:
         private._planned.clear()
 
 
+@pytest.fixture(autouse=True)
+def keys_without_files() -> None:
+    """Tests share keys, and a key remembers the file beside which it keeps the newest state of a ledger."""
+    if (making := sys.modules.get("making")) is not None:
+        for shared in vars(making).values():
+            if type(shared).__name__ == "PrivateKey":
+                shared.path = None
+
+
 ALLOWED = Path(__file__).with_name("allowed_skips.txt")
 _skipped: list[tuple[str, str]] = []
 
