@@ -238,7 +238,7 @@ def test_a_release_of_a_run_without_an_end_is_named(
     hand.write(ledger_seed)
     seq = record_release(mine.ledger, release, ledger_seed)
     found = verify(mine.ledger)
-    assert found.verified and any("without the end of a run, so that their weights" in each and str(seq) in each
+    assert found.verified and any("because the end of a run is not recorded" in each and str(seq) in each
                                   for each in found.notes)  # fmt: skip
 
 

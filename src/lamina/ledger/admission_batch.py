@@ -129,14 +129,14 @@ class ClassMembership:
     """
 
     def __init__(self) -> None:
-        self.size = self._groups = 0  # leaves, and groups of contributions among them
+        self.size = self._groups = 0  # leaves and groups of contributions that were read
         self.ever_admitted: Counter[str] = Counter()
         self._parts: dict[str, list[tuple[Ints, Ints]]] = {}  # leaf, expires
 
     def follow(self, rows: StoreReader, leaves: CheckedLeaves) -> None:
-        """Go on to all leaves that were checked."""
+        """Add the contributions of all checked leaves that were not read yet."""
         found = leaves.contributions(rows)
-        if leaves.size < self.size:  # an older view
+        if leaves.size < self.size:  # the view of an older transaction
             self.__init__()  # type: ignore[misc]
         for each in islice(found, self._groups, None):
             if isinstance(each, ContributionColumns):
@@ -146,7 +146,7 @@ class ClassMembership:
         self.size, self._groups = leaves.size, len(found)
 
     def count_members(self, cls: str, now: int, withdrawn: Collection[int]) -> int:
-        """Those of a class who are neither expired at `now` nor among the leaves that were `withdrawn`."""
+        """Return how many contributions of a class are neither expired at `now` nor in `withdrawn`."""
         parts = self._parts.get(cls)
         if parts is None:
             return 0
@@ -169,8 +169,8 @@ class MembershipIndex:
         self._members = ClassMembership()
 
     def look(self, rows: StoreReader, entries: Sequence[RegisterEntry]) -> list[RegisterStatus]:
-        """What is known of each."""
-        checked = self._ledger.checked(rows)  # begins the view of PostgreSQL, so that `find_keys` is a part of it
+        """Return what the ledger records about each entry."""
+        checked = self._ledger.checked(rows)  # takes the snapshot of PostgreSQL first; `find_keys` then reads from it
         names = [descriptor_key(entry.descriptor) for entry in entries]
         subjects = [None if entry.tag is None else subject_key(entry.tag) for entry in entries]
         there = dict(self._ledger.find_keys([*names, *(one for one in subjects if one is not None)]))
@@ -197,13 +197,13 @@ class MembershipIndex:
         return {each.public.id for each in keys if each.revoked is not None and now >= each.revoked}
 
     def count_members(self, rows: StoreReader, cls: str, now: int) -> int:
-        """How many of a class are neither withdrawn nor expired."""
+        """Return how many contributions of a class are neither withdrawn nor expired."""
         checked = self._ledger.checked(rows)
         self._members.follow(rows, checked)
         return self._members.count_members(cls, now, checked.withdrawals(rows))
 
     def free_places(self, rows: StoreReader, cls: str, places: int, wanted: int, now: int) -> int:
-        """How many of those who want one find a place. Counted exactly only where that can matter."""
+        """Return how many of `wanted` places are free; members are counted only if the class could be full."""
         checked = self._ledger.checked(rows)
         self._members.follow(rows, checked)
         if self._members.ever_admitted[cls] + wanted <= places:

@@ -121,7 +121,7 @@ def find_repeated_contributions(
 
 
 def find_repeated_epoch(rows: StoreReader, record: Epoch, leaves: CheckedLeaves) -> int | None:
-    """The leaf in which the same segments were closed in the same way."""
+    """Return the leaf that already closes the same segments in the same way, or None."""
     known = leaves.attempts(rows)
     seqs = {known.get(attempt) for attempt in record.attempts}
     if seqs == {None}:
@@ -140,7 +140,7 @@ def find_repeated_epoch(rows: StoreReader, record: Epoch, leaves: CheckedLeaves)
 def find_repeated_withdrawal(
     rows: StoreReader, record: Withdrawal, encoded: EncodedRecord, leaves: CheckedLeaves
 ) -> int | None:
-    """The leaf in which the same contribution was withdrawn for the same reason."""
+    """Return the leaf that already withdraws the same contribution for the same reason, or None."""
     size = leaves.size
     data = leaves.leaf(rows, record.target) if record.target < size else None
     if data is None or type(decode_leaf(data).record) is not ContributionRecord:
@@ -156,13 +156,13 @@ def find_repeated_withdrawal(
 def find_repeated_run_record(
     rows: StoreReader, record: RunRecord, encoded: EncodedRecord, leaves: CheckedLeaves
 ) -> int | None:
-    """The leaf of the same record."""
+    """Return the leaf that already holds the same record, or None."""
     there = leaves.records(rows, type(record))
     return next((leaf.seq for leaf in there if _same_record(leaves.leaf(rows, leaf.seq), encoded)), None)
 
 
 def check_run_records(rows: StoreReader, records: Sequence[Record], leaves: Callable[[], CheckedLeaves]) -> None:
-    """LedgerError if the start or end of a run may not follow all leaves and the records before it."""
+    """Raise LedgerError if a start or end of a run may not follow the leaves and records before it."""
     if not any(isinstance(record, RunRecord) for record in records):
         return
     before = [leaf for kind in (RunBegin, Epoch, RunEnd) for leaf in leaves().records(rows, kind)]
@@ -206,7 +206,8 @@ class AppendContext:
 
     `header_hash` is that of leaf 0, once it is there.
 
-    `check` refuses records, by their positions in the batch, that may not come next. `leaves` are those before it.
+    `check` takes positions in the batch and refuses records that may not come next. `leaves` returns the leaves
+    before the batch.
     """
 
     head: LedgerHead
@@ -246,8 +247,8 @@ class AppendBatch:
     def _begin(self) -> None:
         """Forget an attempt that was not committed."""
         self.new_index_keys: tuple[dict[bytes, int], list[tuple[bytes, int]]] = ({}, [])  # unique ones, and anchors
-        self.hashes: list[bytes] = []  # of the leaves that were written
-        self.placed: list[LeafRow] = []  # those that are no contributions
+        self.hashes: list[bytes] = []  # hashes of the leaves that were written
+        self.placed: list[LeafRow] = []  # rows of written leaves that are not contributions
         self.after: LedgerHead | None = None
         self.frontier = Frontier()
 
@@ -255,7 +256,7 @@ class AppendBatch:
         """Keys that may be in a ledger once → position; keys of anchors, and positions."""
         given = [(at, one) for at, one in enumerate(self.records) if type(one) is ContributionRecord]
         subjects = [(subject_key(one.subject), at) for at, one in given if one.subject is not None]
-        once = {b"d" + one.descriptor[: INDEX_KEY_BYTES - 1]: at for at, one in given}  # `descriptor_key`, quickly
+        once = {b"d" + one.descriptor[: INDEX_KEY_BYTES - 1]: at for at, one in given}  # as `descriptor_key`, faster
         once.update(subjects)
         if len(once) < len(given) + len(subjects):
             first: dict[Any, int] = {}
@@ -335,7 +336,7 @@ class AppendBatch:
         stamp = b""  # time and epoch in CBOR: the same for most leaves of a batch
         for seq, at in enumerate(new, start=stand.head.size):
             record, (start, tail, body) = self.records[at], self.encoded[at]
-            if isinstance(record, Epoch | RunRecord):  # whose exact time would tell how long steps took
+            if isinstance(record, Epoch | RunRecord):  # an exact time would reveal how long steps took
                 time = rounded_epoch_time(time, stand.now, stand.step)
                 leaf_stamp, stamp = encode_time_epoch(time, epoch), b""
                 if isinstance(record, Epoch):

@@ -1,4 +1,4 @@
-"""The leaves that this process hashed or wrote itself: what deciders derive from them, and what may be signed over."""
+"""Leaves that this process hashed or wrote itself, the facts derived from them, and how many of them may be signed."""
 
 from __future__ import annotations
 
@@ -174,20 +174,20 @@ class AdmissionRules:
 
 
 AttemptName = tuple[bytes, int, int]  # run, segment, generation
-_HASH_PART = 16  # bytes of each leaf's hash that are remembered: no second leaf with the same is ever found
+_HASH_PART = 16  # bytes of each leaf hash kept in memory; a second leaf with the same bytes cannot be found
 
 
 class CheckedLeaves:
-    """Follows a ledger leaf by leaf, and answers from the leaves alone: for everything that decides.
+    """Facts of a ledger, derived from its leaves alone. Every decision uses these facts.
 
-    It hashes the kept bytes of every leaf. The root over those that the newest checkpoint covers must be the one that a
-    key of the ledger signed; their rules were checked by the signer, and of them the governing records are replayed.
-    Every later leaf is read and checked, unless this process wrote it itself. What the store lists beside the leaves
-    (kinds, withdrawals, attempts, head, tiles) is compared with them, and decides nothing.
+    It hashes the kept bytes of every leaf. The leaves under the newest checkpoint must have the root that a key of the
+    ledger signed. The signer checked the rules of these leaves, so only their governing records are replayed. Every
+    later leaf is read and checked, unless this process wrote it itself. What the store lists beside the leaves (kinds,
+    withdrawals, attempts, head, tiles) is compared with them and decides nothing.
 
-    It remembers the hash of each leaf, so that a leaf that changes later is noticed when it is read again.
+    It remembers the hash of each leaf, so it notices a changed leaf when the leaf is read again.
 
-    vouched  the first so many leaves were written by who has a key of the ledger, or verified: they may be signed over
+    vouched  the number of first leaves that a holder of a ledger key wrote or verified: they may be signed
     """
 
     def __init__(self, header: Header) -> None:
@@ -200,11 +200,11 @@ class CheckedLeaves:
         self._frontier, self._time, self._epoch = Frontier(), 0, 0
         self.vouched = self._signed = 0
         self._state: GovernanceState | None = None
-        self._hashes = bytearray()  # _HASH_PART bytes of each leaf's
+        self._hashes = bytearray()  # the first _HASH_PART bytes of each leaf hash
         self._others: dict[int, list[int]] = {}  # kind → leaves, of all kinds but contributions
         self._withdrawals: tuple[int, dict[int, int]] = 0, {}  # leaves read, target → leaf
         self._contributions: list[ContributionColumns | KeptLeaf] = []
-        self._columns = 0  # leaves whose contributions are in it
+        self._columns = 0  # leaves whose contributions are in `_contributions`
         self._attempts: tuple[int, dict[AttemptName, int]] = 0, {}  # leaves read, attempt → leaf
 
     def follow(self, rows: StoreReader, head: LedgerHead) -> GovernanceState:
@@ -218,10 +218,10 @@ class CheckedLeaves:
         if self._recent.get(head.size, head.frontier) != head.frontier:
             raise self._tree_differs()
         if head.size < (most := max(self._recent, default=0)) and head.size not in self._recent:
-            problem = f"the ledger {self._header.origin!r} has {head.size} leaves that do not continue or begin those "
-            problem += f"that this process read before, {most} of them"
-            raise LedgerDamaged("ledger.rolled-back", problem, "restore the newer copy, and start again")
-        if known is None or head.size < self._frontier.size:  # the latter: an older view, of another thread
+            problem = f"the ledger {self._header.origin!r} has {head.size} leaves, which neither continue nor begin "
+            problem += f"the {most} leaves that this process read before"
+            raise LedgerDamaged("ledger.rolled-back", problem, "restore the newer copy, and restart the process")
+        if known is None or head.size < self._frontier.size:  # a smaller head is the older view of another thread
             known = self._begin(rows, last)
         mark = WriterMark.read(rows)
         if mark is not None and max(self._frontier.size, self.vouched + 1) <= mark.size <= head.size:
@@ -244,7 +244,7 @@ class CheckedLeaves:
         hashes: Sequence[bytes],
         others: Sequence[LeafRow],
     ) -> None:
-        """This process appended from `head` to `after`, by the rules: these hashes, and these leaves of other kinds."""
+        """Take over what this process appended from `head` to `after`; `others` are the leaves that are not contributions."""
         with self._turn:
             if self._state is None or self._frontier.encode() != head.frontier:
                 return
@@ -270,15 +270,15 @@ class CheckedLeaves:
                 size = mark.size if mark.holds(state, self._frontier.root(), self._time) else size
         return size
 
-    # ----------------------------------------------------------------------------------- what the leaves say
+    # ----------------------------------------------------------------------------------- facts derived from the leaves
 
     @property
     def size(self) -> int:
-        """How many leaves were followed."""
+        """The number of leaves that were checked."""
         return self._frontier.size
 
     def extends(self, rows: StoreReader, size: int, root: bytes) -> bool:
-        """Whether the first `size` leaves have this root."""
+        """Return whether the first `size` leaves have this root."""
         if size == self.size:
             return root == self._frontier.root()
         if not 0 < size < self.size:
@@ -290,43 +290,43 @@ class CheckedLeaves:
         return verify_consistency(size, self.size, proof, root, self._frontier.root())
 
     def root(self) -> bytes:
-        """The root over them."""
+        """Return the root over all checked leaves."""
         return self._frontier.root()
 
     def count(self, kind: type[Record], before: int = LAST_SEQ) -> int:
-        """How many of the leaves before that one are of a kind."""
+        """Return how many leaves of a kind come before leaf `before`."""
         if kind is ContributionRecord:
             return min(self.size, before) - sum(bisect_left(seqs, before) for seqs in self._others.values())
         return bisect_left(self._others.get(KIND_NUMBERS[kind], []), before)
 
     def last(self, kind: type[Record]) -> int:
-        """The last leaf of a kind that is no contribution; -1 if there is none."""
+        """Return the last leaf of a kind other than contributions; -1 if there is none."""
         return max(self._others.get(KIND_NUMBERS[kind], ()), default=-1)
 
     def leaf(self, rows: StoreReader, seq: int) -> StoredLeaf:
-        """A leaf with its body, as it was when it was hashed."""
+        """Return a leaf with its body; raise LedgerDamaged if it is not the leaf that was hashed."""
         return next(data for _, data in self._genuine(rows, [seq]))
 
     def leaves(self, rows: StoreReader, seqs: Sequence[int]) -> dict[int, StoredLeaf]:
-        """The same of several, in order."""
+        """Return several leaves with their bodies, checked as in `leaf`."""
         return dict(self._genuine(rows, seqs))
 
     def records(self, rows: StoreReader, kind: type[Record], first: int = 0, stop: int = LAST_SEQ) -> Iterator[Leaf]:
-        """The leaves of one kind, but contributions, among [first, stop), in order."""
+        """Yield the leaves of one kind, other than contributions, in [first, stop), in order."""
         seqs = self._others.get(KIND_NUMBERS[kind], [])
         wanted = seqs[bisect_left(seqs, first) : bisect_left(seqs, min(stop, self.size))]
         for seq, data in self._genuine(rows, wanted):
             yield _decoded(seq, data)
 
     def kept(self, rows: StoreReader, first: int, stop: int) -> Iterator[list[bytes]]:
-        """The bytes of the leaves in [first, stop), without bodies, in order and many at a time."""
+        """Yield blocks of the kept bytes of the leaves in [first, stop), without bodies, in order."""
         at = first
         for seqs, leaves in rows.kept_blocks(first, min(stop, self.size)):
             found = b"".join([each[:_HASH_PART] for each in leaf_hashes(leaves)])
             known = self._hashes[at * _HASH_PART : (at + len(leaves)) * _HASH_PART]
             if seqs[0] != at or seqs[-1] != at + len(seqs) - 1 or found != known:
                 for seq in range(at, at + len(leaves)):
-                    self.leaf(rows, seq)  # names the one that changed
+                    self.leaf(rows, seq)  # raises an error that names the changed leaf
                 raise _leaf_missing(at)
             yield leaves
             at += len(leaves)
@@ -334,7 +334,7 @@ class CheckedLeaves:
             raise _leaf_missing(at)
 
     def governance_at(self, rows: StoreReader, size: int) -> GovernanceState:
-        """Keys, policy and terms after so many leaves."""
+        """Return keys, policy and terms after the first `size` leaves."""
         found = GovernanceState(self._header, self.leaf(rows, 0).leaf)
         seqs = sorted(seq for kind in GOVERNING_KINDS for seq in self._others.get(kind, ()) if seq < size)
         for seq, data in self._genuine(rows, seqs):
@@ -345,14 +345,14 @@ class CheckedLeaves:
         return found
 
     def contributions(self, rows: StoreReader) -> Sequence[ContributionColumns | KeptLeaf]:
-        """All contributions, in groups that only become more: leaf, end, bound and index keys of each."""
+        """Return all contributions in groups, with leaf, expiry, bound and index keys. Later calls only append groups."""
         with self._turn:
             self._contributions += kept_contributions(self.kept(rows, self._columns, self.size))
             self._columns = self.size
             return self._contributions
 
     def withdrawals(self, rows: StoreReader) -> Mapping[int, int]:
-        """Every contribution that was withdrawn → the leaf in which it was."""
+        """Return withdrawn contribution → leaf of its withdrawal."""
         with self._turn:
             read, found = self._withdrawals
             for leaf in self.records(rows, Withdrawal, read):
@@ -365,7 +365,7 @@ class CheckedLeaves:
             return found
 
     def attempts(self, rows: StoreReader) -> Mapping[AttemptName, int]:
-        """Every attempt that an epoch closed → its leaf."""
+        """Return attempt → leaf of the epoch that records it."""
         with self._turn:
             read, found = self._attempts
             for leaf in self.records(rows, Epoch, read):
@@ -379,7 +379,7 @@ class CheckedLeaves:
             return found
 
     def generations(self, rows: StoreReader, run: bytes, segment: int) -> int:
-        """One more than the largest generation of a segment that was held or recorded; 0 if none was."""
+        """Return the next free generation of a segment, after all that are held or recorded."""
         recorded = [name[2] for name in self.attempts(rows) if name[:2] == (run, segment)]
         return max([-1, *recorded, *(each.generation for each in rows.kept(run) if each.segment == segment)]) + 1
 
@@ -391,7 +391,7 @@ class CheckedLeaves:
             del self._recent[min(self._recent)]
 
     def _genuine(self, rows: StoreReader, seqs: Sequence[int]) -> Iterator[tuple[int, StoredLeaf]]:
-        """These leaves, in order, if they are those that were hashed before."""
+        """Yield these leaves in order; raise LedgerDamaged if one is missing or is not the leaf that was hashed."""
         expected = iter(seqs)
         for seq, data in rows.pick(seqs):
             if seq != (wanted := next(expected)):
@@ -404,30 +404,30 @@ class CheckedLeaves:
             raise _leaf_missing(wanted)
 
     def _compare(self, listed: Mapping[Any, int], real: Mapping[Any, int], what: str, claim: str) -> None:
-        """LedgerDamaged unless the store lists, of the signed leaves, what they say."""
+        """Raise LedgerDamaged if the list of the store differs from the signed leaves."""
         signed = {name: seq for name, seq in real.items() if seq < self._signed}
         if listed == signed:
             return
         name = min(each for each in listed.keys() | signed.keys() if listed.get(each) != signed.get(each))
         says, seq = ("does not list", signed[name]) if name in signed else ("lists", listed[name])
-        problem = f"the store {says} that leaf {seq} {claim.format(name)}, and the leaves differ"
+        problem = f"the store {says} that leaf {seq} {claim.format(name)}, which contradicts the leaves"
         raise LedgerDamaged(f"ledger.{what}-index-differs", problem, _CACHE_CHANGED)
 
     def _compare_kinds(self, rows: StoreReader) -> None:
-        """LedgerDamaged unless the store lists every signed leaf under the kind that the leaf states."""
+        """Raise LedgerDamaged if the store lists a signed leaf under another kind than the leaf states."""
         listed, real = rows.listed_kinds(self._signed), {at: n for n, seqs in self._others.items() for at in seqs}
         for seq in sorted(listed.keys() | real.keys()) if listed != real else ():
             if listed.get(seq) != real.get(seq):
-                stated, told = (RECORD_KINDS.get(each.get(seq, 2)) for each in (real, listed))
-                names = [KIND_NAMES.get(each, "unknown") if each else "unknown" for each in (stated, told)]
-                problem = f"leaf {seq} is of kind {names[0]}, and the store lists it as {names[1]}"
+                stated, stored = (RECORD_KINDS.get(each.get(seq, 2)) for each in (real, listed))
+                names = [KIND_NAMES.get(each, "unknown") if each else "unknown" for each in (stated, stored)]
+                problem = f"leaf {seq} is of kind {names[0]}, but the store lists it as {names[1]}"
                 raise LedgerDamaged("ledger.kind-index-differs", problem, _CACHE_CHANGED)
 
     def _begin(self, rows: StoreReader, last: StoredCheckpoint | None) -> GovernanceState:
-        """Begin anew: hash all leaves that the newest checkpoint covers, or begin before the first leaf."""
+        """Start again: hash all leaves under the newest checkpoint, or none if there is no checkpoint."""
         self._reset()
         state = GovernanceState(self._header, leaf_bytes(rows, 0))
-        self.vouched = 1  # the header is its owners' word
+        self.vouched = 1  # its owners signed the header
         if last is None:
             return state
         tree, note = parse_checkpoint(last.text)
@@ -438,7 +438,7 @@ class CheckedLeaves:
             self._take(leaves)
             self._columns = self.size
         if self.size != last.size:
-            problem = f"{self.size} of {last.size} signed leaves are there: leaf {self.size} is missing"
+            problem = f"leaf {self.size} is missing, but {last.size} leaves were signed"
             raise LedgerDamaged("ledger.leaf-missing", problem, _SOMEBODY_WROTE)
         if (tree.size, tree.root) != (last.size, self._frontier.root()):
             raise self._not_signed(rows)
@@ -462,9 +462,9 @@ class CheckedLeaves:
         return state
 
     def _take(self, leaves: Sequence[bytes]) -> None:
-        """Hash the next leaves, and note the kinds of those that are no contributions."""
+        """Hash the next leaves, and note the kind of each leaf that is not a contribution."""
         hashes = leaf_hashes(leaves)
-        if not CONTRIBUTION_STARTS.issuperset(map(itemgetter(slice(3)), leaves)):  # most blocks have no other
+        if not CONTRIBUTION_STARTS.issuperset(map(itemgetter(slice(3)), leaves)):  # most blocks hold contributions only
             for seq, leaf in enumerate(leaves, start=self.size):
                 if leaf[:3] not in CONTRIBUTION_STARTS:
                     try:
@@ -476,7 +476,7 @@ class CheckedLeaves:
         self._hashes += b"".join([each[:_HASH_PART] for each in hashes])
 
     def _not_signed(self, rows: StoreReader) -> LedgerError:
-        """The leaves are not those of the newest checkpoint; the first one that the tiles do not have, if there is."""
+        """Return the error for leaves other than the signed ones. It names the first leaf that differs from its tile."""
         for at in range(0, self.size, TILE_WIDTH):
             tile = rows.tile(0, at // TILE_WIDTH) or b""
             for seq in range(at, min(at + TILE_WIDTH, self.size)):
@@ -487,11 +487,11 @@ class CheckedLeaves:
         return self._checkpoint_differs()
 
     def _tree_differs(self) -> LedgerDamaged:
-        problem = f"the tree of the ledger {self._header.origin!r} is not that of its leaves"
+        problem = f"the tree of the ledger {self._header.origin!r} does not match its leaves"
         return LedgerDamaged("ledger.tree-differs", problem, _SOMEBODY_WROTE)
 
     def _checkpoint_differs(self) -> LedgerDamaged:
-        problem = f"the newest checkpoint of the ledger {self._header.origin!r} is not of its tree and keys"
+        problem = f"the newest checkpoint of the ledger {self._header.origin!r} does not match its tree and keys"
         return LedgerDamaged("ledger.checkpoint-not-of-ledger", problem, _SOMEBODY_WROTE)
 
     def check_next(self, batch: Sequence[Record], at: Sequence[int], state: GovernanceState, time: int) -> None:
@@ -566,7 +566,7 @@ def cut_unsigned(store: Store) -> list[tuple[int, str]]:
         cut = list(rows.leaves(size, LAST_SEQ))
         tokens = [token for _, data in rows.evidences(size, LAST_SEQ) for token in tokens_of(data)]
         rows.cut(size, tokens)
-        OpenHead.remove(rows)  # the next holder of the key looks at what is open
+        OpenHead.remove(rows)  # the operator reviews the open rows before they are signed again
         last, frontier = decode_kept(leaf_bytes(rows, size - 1)), Frontier()
         for _, block in rows.blocks(0, size):
             rows.put_tiles(grow_tiles(frontier, leaf_hashes(block.leaves), tile_reader(rows)))
@@ -576,10 +576,10 @@ def cut_unsigned(store: Store) -> list[tuple[int, str]]:
 
 
 _SOMEBODY_WROTE = (
-    "find out who wrote into the store past its rules; go on with a copy without what nobody signed: "
-    "lamina ledger copy LEDGER NEW --signed"
+    "the store was changed outside of Lamina; find out by whom, and continue with a copy that holds only leaves which were "
+    "signed: lamina ledger copy LEDGER NEW --signed"
 )
-_CACHE_CHANGED = "somebody changed the store past its rules: restore the ledger from a copy"
+_CACHE_CHANGED = "the store was changed outside of Lamina; restore the ledger from a copy"
 _HEADS_REMEMBERED = 256
 
 

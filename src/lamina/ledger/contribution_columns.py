@@ -36,35 +36,34 @@ if TYPE_CHECKING:
     from lamina.ledger.spending import Bound
 
 
-# Under which keys contributions are found again, and what may be in a ledger only once.
+# Index keys: contributions are found by them, and those of descriptors and subjects are unique in a ledger.
 #
 # Keys are digests, so each belongs at a random place of an index: a thousand new ones would touch a thousand pages,
-# for every batch. Hence the index of the store grows in large steps, sorted, and the keys of the leaves after the
-# last step are kept in memory by whoever needs them, from the leaves themselves. That is a bounded number, however
-# long the ledger.
+# for every batch. Hence the index of the store grows in large, sorted steps. The keys of the leaves after the last step
+# are read from the leaves and kept in memory. Their number is bounded, however long the ledger is.
 
-INDEX_KEY_BYTES = 16  # bytes: enough that nobody finds two with the same, and a small index
+INDEX_KEY_BYTES = 16  # long enough to rule out collisions, short enough for a small index
 _DIGEST_PART = INDEX_KEY_BYTES - 1
 ANCHOR_PREFIX, SUBJECT_PREFIX = b"as"
 
 
 def descriptor_key(digest: bytes) -> bytes:
-    """A contribution, by the digest of its descriptor: once, for good."""
+    """Return the key of a descriptor digest. It stays unique in a ledger."""
     return b"d" + digest[:_DIGEST_PART]
 
 
 def anchor_key(digest: bytes) -> bytes:
-    """A contribution, by its content anchor: any number of times, as long as its body is there."""
+    """Return the key of a content anchor. It may occur several times, and is found while the body is kept."""
     return b"a" + digest[:_DIGEST_PART]
 
 
 def subject_key(tag: bytes) -> bytes:
-    """A contribution, by the keyed tag of who it is about: once, for good."""
+    """Return the key of a subject tag. It stays unique in a ledger."""
     return b"s" + tag[:_DIGEST_PART]
 
 
 def index_keys(record: ContributionRecord | KeptContribution) -> list[bytes]:
-    """All keys of a contribution."""
+    """Return all index keys of a contribution."""
     keys = [descriptor_key(record.descriptor)]
     if isinstance(record, ContributionRecord) and record.anchor is not None:
         keys.append(anchor_key(record.anchor))
@@ -74,7 +73,7 @@ def index_keys(record: ContributionRecord | KeptContribution) -> list[bytes]:
 
 
 def index_key_ranges(digits: str) -> list[tuple[bytes, bytes]]:
-    """First and last key of descriptors, and of anchors, whose digest begins with these hex digits."""
+    """Return the first and last key of descriptors, and of anchors, whose digest begins with these hex digits."""
     width = 2 * (INDEX_KEY_BYTES - 1)
     first, last = (bytes.fromhex(digits[:width].ljust(width, rest)) for rest in "0f")
     return [(make(first), make(last)) for make in (descriptor_key, anchor_key)]
@@ -124,9 +123,9 @@ def other_kinds(data: LeafBlock) -> list[int]:
 
 
 def kept_contributions(blocks: Iterable[Sequence[bytes]]) -> Iterator[ContributionColumns | KeptLeaf]:
-    """The contributions among these leaves, by what the leaves say: those of one layout together, or one.
+    """Yield the contributions among these leaves: as columns where several share a layout, otherwise one by one.
 
-    Of many, what is remembered is small: leaf, end, bound and index keys.
+    Columns keep only leaf, expiry, bound and index keys.
     """
     for block in blocks:
         leaves = [leaf for leaf in block if leaf[:3] in CONTRIBUTION_STARTS]

@@ -49,8 +49,8 @@ class CorpusTerms:
 
     `policy` is the digest that contributors sign (admit.checks.floors_hash); NO_POLICY where there is none. `ledger` is the
     hash of the header leaf of the only ledger that the policy admits into, if it names one. `retention` (seconds),
-    `granularity`, `witnesses` (None: as many as there are), `withdraw` and `other_people` are for the header of a new
-    ledger, and nothing after it.
+    `granularity`, `witnesses` (None: as many as there are), `withdraw` and `other_people` are written into the
+    header of a new ledger and not used later.
     """
 
     origin: str
@@ -76,9 +76,7 @@ class CorpusTerms:
             raise LedgerError("ledger.origin-not-a-name", problem, remedy)
         if self.other_people is not None and not STATEMENT.fits(self.other_people):
             problem = f"other_people is {short_repr(self.other_people)}, must be 1 to 255 printable ASCII characters"
-            remedy = (
-                'say why these are other people: other_people="ward 3, opened after the first run; nobody was in both"'
-            )
+            remedy = 'state why these are other people: other_people="ward 3, opened after the first run; nobody was in both"'
             raise LedgerError("ledger.other-people-not-a-reason", problem, remedy)
 
     @classmethod
@@ -344,17 +342,17 @@ def check_corpus_terms(ledger: Ledger, contract: CorpusTerms) -> None:
     header = ledger.header
     if header.origin != contract.origin:
         problem = f"the ledger {ledger.name} is of {header.origin!r}, not of {contract.origin!r}"
-        remedy = f"give the ledger of this corpus, or another path for a new one; of the same people: origin={header.origin!r}"
+        remedy = f"give the ledger of this corpus, or another path for a new one; if it holds the same people, set origin={header.origin!r}"
         raise LedgerError("ledger.wrong-origin", problem, remedy)
     check_named_ledger(ledger, contract)
     if contract.other_people is not None and contract.other_people != header.other_people:
         stated = "nothing" if header.other_people is None else repr(header.other_people)
-        problem = f"other_people is {contract.other_people!r}, the ledger {ledger.name} was begun with {stated} there"
-        remedy = "leave other_people out: it is said when a ledger begins, and this one goes on"
+        problem = f"other_people is {contract.other_people!r}, but the ledger {ledger.name} was created with {stated}"
+        remedy = "leave other_people out: it is stated only when a ledger is created"
         raise LedgerError("ledger.other-people-too-late", problem, remedy)
     if contract.policy == NO_POLICY and contract.delta != header.delta:
-        problem = f"the ledger {ledger.name} of origin {header.origin!r} counts at δ = {header.delta:g}, this run at δ = {contract.delta:g}"
-        remedy = f"give delta={header.delta:g}, or name another origin: what a person loses is then the sum of both"
+        problem = f"the ledger {ledger.name} of origin {header.origin!r} uses δ = {header.delta:g}, this run δ = {contract.delta:g}"
+        remedy = f"set delta={header.delta:g}, or use another origin: a person in both ledgers then loses the sum"
         raise LedgerError("ledger.delta-differs", problem, remedy)
     counted, asked = (header.accountant, header.delta), (contract.accountant, contract.delta)
     if contract.policy != NO_POLICY and counted != asked:

@@ -1,11 +1,11 @@
-"""`LedgerFollower`: what another process writes into a ledger, for one that decides by it; and how fresh that is.
+"""`LedgerFollower`: verifies what other processes append to a ledger, and states how fresh the ledger is.
 
-Nothing is believed but leaves and signatures. Every leaf is hashed into a tree of the follower's own, from leaf 0 on, and
-that tree must have the root of the newest checkpoint, which a ledger key in force must have signed. So the ledger may
-grow, also by being replaced with a longer copy of itself; a shorter one, a fork and one that cannot be read are refused.
+The follower relies only on leaves and signatures. It hashes every leaf, from leaf 0 on, into its own tree. That tree must
+have the root of the newest checkpoint, which a ledger key in force must have signed. The ledger may therefore grow, also
+by being replaced with a longer copy of itself. A shorter ledger, a fork and an unreadable ledger are refused.
 
 Freshness is a signed time: that of the newest leaf under the checkpoint, or of a later cosignature of the checkpoint by
-a ledger key in force (`lamina ledger heartbeat`) or a witness. The follower's own clock says nothing about the ledger.
+a ledger key in force (`lamina ledger heartbeat`) or a witness. The follower's own clock is no evidence about the ledger.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from lamina.ledger.store.rows import StoredLeaf, StoreReader, head_of
 from lamina.ledger.verify.tree_checks import Trust, note_signed_by
 
 T = TypeVar("T")
-UseLeaves = Callable[[Sequence[Leaf], Sequence[Leaf]], None]  # of withdrawals: those that are signed, and the others
-_RESTORE = "put the newest ledger back in its place, and find out who replaced it"
+UseLeaves = Callable[[Sequence[Leaf], Sequence[Leaf]], None]  # withdrawals under the checkpoint, and later ones
+_RESTORE = "restore the newest copy of the ledger, and find out who replaced it"
 _SIGN = "sign it: lamina ledger checkpoint LEDGER --key KEY"
 
 
 @dataclass(slots=True)
 class _HashedLeaves:
-    """Leaves from the first one on: their tree, who governs after them, and the time of the last."""
+    """The leaves read so far: their tree, the governing state after them, and the time of the last leaf."""
 
     frontier: Frontier
     state: GovernanceState
@@ -42,7 +42,7 @@ class _HashedLeaves:
         return _HashedLeaves(self.frontier.copy(), self.state.after(()), self.time)
 
     def read(self, rows: StoreReader, stop: int) -> list[Leaf]:
-        """Go on to the first `stop` leaves; the withdrawals among the new ones."""
+        """Read on until `stop` leaves were read; return the withdrawals among the new leaves."""
         found: list[Leaf] = []
         for seqs, leaves in rows.kept_blocks(self.frontier.size, stop):
             if seqs[0] != self.frontier.size or seqs[-1] - seqs[0] != len(seqs) - 1:
@@ -55,30 +55,30 @@ class _HashedLeaves:
             self.frontier.extend(leaf_hashes(leaves))
             self.time = decode_kept(leaves[-1]).time
         if self.frontier.size != stop:
-            problem = f"leaf {self.frontier.size} of the ledger, or one after it, is missing, and {stop} were signed"
+            problem = f"leaf {self.frontier.size} of the ledger, or a later one, is missing, but {stop} were signed"
             raise LedgerDamaged("ledger.leaf-missing", problem, _RESTORE)
         self.state.size = stop
         return found
 
 
 def _decided_by(rows: StoreReader, seqs: Sequence[int], leaves: Sequence[bytes]) -> Iterator[tuple[bytes, Leaf]]:
-    """Withdrawals and governing records among these leaves, by the leaves: the column `kind` is no evidence."""
+    """Yield the withdrawals and governing records among these leaves. The column `kind` is not used: it is no evidence."""
     for seq, data in zip(seqs, leaves, strict=True):
         if data[:3] in CONTRIBUTION_STARTS or not issubclass(decode_kept(data).kind, Withdrawal | GoverningRecord):
             continue
         stored = rows.leaf(seq)
         leaf = decode_leaf(StoredLeaf(data, None if stored is None else stored.body))
         if leaf.seq != seq:
-            problem = f"leaf {seq} of the ledger says that it is leaf {leaf.seq}"
+            problem = f"leaf {seq} of the ledger states the number {leaf.seq}"
             raise LedgerDamaged("ledger.leaf-misplaced", problem, _RESTORE)
         yield data, leaf
 
 
 class LedgerFollower:
-    """Follows a ledger by its leaves. One thread at a time.
+    """A verifying reader of a ledger that other processes extend. Not thread-safe.
 
-    ledger  to read from; opened again whenever the file at its place is another one, or a look at it failed
-    trust   if its ring names ledger keys or witnesses, no others of the role count
+    ledger  the ledger to read; it is opened again if its file was replaced or the last look failed
+    trust   if its key ring names ledger keys (or witnesses), only those ledger keys (or witnesses) count
     known   a checkpoint of the ledger that was verified elsewhere: the ledger must continue it
 
     time    the newest signed time: all withdrawals up to it are known
@@ -88,13 +88,13 @@ class LedgerFollower:
         self.time = 0
         self._ledger, self._trust, self._known = ledger, trust, known
         self._verified = _HashedLeaves(Frontier(), GovernanceState(ledger.header, ledger.raw(0).leaf))
-        self._seen = (0, "")  # leaves, also unsigned ones, and checkpoint at the last look
-        self._failed = False  # whether the last look did not end
+        self._seen = (0, "")  # number of leaves, signed or not, and checkpoint at the last look
+        self._failed = False  # whether the last look raised an error
 
     def look(self, use: UseLeaves, now: float) -> None:
-        """Verify what is new, and give the withdrawals in it to `use`. If that raises, nothing of it counts as seen.
+        """Verify what is new, and pass its withdrawals to `use`. If `use` raises, the next look passes them again.
 
-        Withdrawals that no checkpoint covers yet are given again whenever something is new.
+        Withdrawals that no checkpoint covers yet are passed again whenever something is new.
         """
         reopen, self._failed = self._failed or self._ledger.store.replaced(), True
         if reopen:
@@ -109,14 +109,14 @@ class LedgerFollower:
         self._failed = False
 
     def _advance(self, rows: StoreReader, text: str, leaves: int, use: UseLeaves, now: int) -> None:
-        # 1. The newest checkpoint is of this ledger, and of no smaller tree than the one that was verified before.
+        # 1. The newest checkpoint belongs to this ledger, and its tree is not smaller than the one verified before.
         tree, note = parse_checkpoint(text)
         least = max(self._verified.frontier.size, self._known.size)
         if tree.origin != self._ledger.origin or tree.extensions:
-            problem = f"the newest checkpoint of the ledger is of {tree.origin!r}, or has further lines"
+            problem = f"the newest checkpoint of the ledger belongs to {tree.origin!r}, or has further lines"
             raise NotVerified("ledger.checkpoint-wrong-origin", problem, _RESTORE)
         if tree.size < least:
-            problem = f"the ledger is signed up to {tree.size} leaves, and {least} were verified before"
+            problem = f"the ledger is signed up to {tree.size} leaves, but {least} were verified before"
             raise NotVerified("ledger.shorter-than-seen", problem, _RESTORE)
 
         # 2. The leaves have the roots that were signed: new ones continue the tree that was verified before.
@@ -134,7 +134,7 @@ class LedgerFollower:
         keys = self._counting({each.public.id: each.public for each in state.histories(Role.LEDGER)})
         signing = (key for kid, key in keys.items() if state.why_not_signing(kid, time) is None)
         if not any(note_signed_by(note, NoteKey(tree.origin, key)) for key in signing):
-            problem = f"no key of the ledger that may sign it signed its checkpoint of {tree.size} leaves"
+            problem = f"no ledger key that may sign here signed the checkpoint of {tree.size} leaves"
             raise NotVerified("ledger.not-signed", problem, _SIGN)
 
         # 4. The newest signed time is that of the last leaf, or of a cosignature by a key in force.
@@ -142,13 +142,13 @@ class LedgerFollower:
         by_ring = self._trust.names(Role.WITNESS)
         times |= self._trust.cosigned(note, time, now) if by_ring else state.cosigned(note, time)
 
-        # 5. Withdrawals count from here on. Unsigned ones do too: they can only take away.
+        # 5. Withdrawals count from here on. Unsigned ones count too: they can only deny more.
         tail = (leaf for block in rows.kept_blocks(tree.size, leaves) for _, leaf in _decided_by(rows, *block))
         use(withdrawals, [leaf for leaf in tail if isinstance(leaf.record, Withdrawal)])
         self._verified, self.time = found, max(time, *times.values(), 0)
 
     def _counting(self, keys: Mapping[bytes, T]) -> dict[bytes, T]:
-        """Those of these ledger keys that count: if the ring names ledger keys, no others."""
+        """Return the ledger keys that count: if the key ring names ledger keys, only those."""
         if not self._trust.names(Role.LEDGER):
             return dict(keys)
         trusted = {key.id for key in self._trust.keys(self._ledger.origin)}

@@ -346,7 +346,7 @@ class Header:
     parent          the ledger before this one, if there was one
     signatures      by every governing key that it names: nobody can put a key into a header without its holder
     withdraw        who may withdraw; None: the keeper
-    other_people    why it holds other people than the ledgers that lay beside it when it began: the owner's statement
+    other_people    the owner's statement why it holds other people than the ledgers beside which it was created
     """
 
     origin: str = stored(1, ORIGIN)

@@ -187,11 +187,12 @@ class KeyState:
     def cosigned(
         self, note: Note, time: int, now: int | None = None, role: Role = Role.WITNESS
     ) -> dict[bytes, int]:  # fmt: skip
-        """The keys that count as cosigners of a checkpoint whose last leaf is of that time, each with its newest time.
+        """Return the keys that count as cosigners of a checkpoint, each with its newest time of signing.
 
-        They stood then and when they cosigned, so that none counts beside the one that took over from it. Witnesses
-        count towards a quorum; cosignatures by ledger keys are heartbeats, which only tell a time. NotVerified if a
-        cosignature is wrong, of the future (of `now`), or older than the last leaf.
+        `time` is that of the last leaf. A key counts if it was in force both at `time` and when it cosigned, so a key
+        never counts together with its successor. Witnesses count towards a quorum; cosignatures by ledger keys are
+        heartbeats, which only state a time. Raises NotVerified if a cosignature is wrong, later than `now`, or older
+        than the last leaf.
         """
         found = {}
         for each in self.histories(role):

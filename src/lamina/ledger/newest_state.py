@@ -1,9 +1,9 @@
 """The newest state of a ledger that the holder of its key has verified, in a small file beside the key.
 
-A store can be put back to an earlier moment together with everything that it holds. So whoever has the ledger key keeps
-the newest checkpoint, and the newest head over the open rows, where the key lies: KEY.HEADER.seen, mode 0600. A ledger
-that does not continue that checkpoint is refused, unless what it lacks are epochs, start and end of a run whose own journal
-enters them again. A key that was not read from a file keeps nothing.
+A store can be put back to an earlier state together with everything that it holds. Therefore a process with the ledger
+key keeps the newest checkpoint and the newest head over the open rows in a file beside the key: KEY.HEADER.seen, mode
+0600. A ledger that does not continue that checkpoint is refused, unless it lacks only epochs, start and end
+of a run whose journal enters them again. Nothing is kept for a key that was not read from a file.
 """
 
 from __future__ import annotations
@@ -23,18 +23,20 @@ from lamina.ledger.records import Epoch
 from lamina.ledger.run_records import RunBegin, RunEnd, RunRecord
 from lamina.ledger.store.rows import StoreReader
 
-_MOST_TREES = 256  # checkpoints that are kept, so that an older copy of the ledger is recognised as one
+_MOST_TREES = 256  # checkpoints kept, so that an older copy of the ledger is told from a fork
 _MAX_FILE = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
 class NewestState:
-    """What was verified: trees by size (root), what the newest has of each run, and the head over open rows.
+    """The verified state of a ledger.
 
-    others    leaves of the newest tree that are neither epochs nor the start or end of a run
-    attempts  by run, how many attempts are in its epochs
-    records   by run, how often its start and end are recorded
-    held      by run, the digest of what is open under the head
+    trees     size of a tree → its root
+    others    number of leaves in the newest tree that are neither epochs nor the start or end of a run
+    attempts  run → number of its attempts in the newest tree
+    records   run → number of its starts and ends in the newest tree
+    held      run → digest of its open rows
+    open      the newest head over the open rows
     """
 
     trees: Mapping[int, bytes] = field(default_factory=dict)
@@ -50,11 +52,11 @@ class NewestState:
 
     @classmethod
     def of(cls, rows: StoreReader, leaves: CheckedLeaves, size: int, root: bytes) -> NewestState:
-        """The state of a tree whose leaves were checked."""
+        """Return the state of a tree whose leaves were checked."""
         return cls({size: root}, *_counts(rows, leaves, size))
 
     def joined(self, newer: NewestState) -> NewestState:
-        """Both, as far as the other one goes further."""
+        """Return both states joined: for trees and for open rows, the newer one counts."""
         found = self
         if newer.size >= self.size:
             trees = dict(sorted({**self.trees, **newer.trees}.items())[-_MOST_TREES:])
@@ -66,7 +68,7 @@ class NewestState:
     def check(
         self, name: str, path: Path, rows: StoreReader, leaves: CheckedLeaves, restoring: frozenset[AttemptName]
     ) -> bool:
-        """Whether the ledger continues this state; False if a run enters again what it lacks; refused otherwise."""
+        """Return True if the ledger continues this state, False if a run enters what it lacks again; raise otherwise."""
         if not self.size or leaves.extends(rows, self.size, self.trees[self.size]):
             return True
         common = max((s for s, root in self.trees.items() if leaves.extends(rows, s, root)), default=0)
@@ -83,29 +85,29 @@ class NewestState:
             held.get(run) == digest for run, digest in self.held.items() if run not in runs
         ):  # fmt: skip
             return False
-        how = f"has {leaves.size} leaves" if leaves.size < self.size else f"is forked: {common} leaves are the same"
-        problem = f"the ledger {name} {how}, and a checkpoint of {self.size} leaves is kept in '{path}'"
+        how = f"has {leaves.size} leaves" if leaves.size < self.size else f"is forked after {common} common leaves"
+        problem = f"the ledger {name} {how}, but a checkpoint of {self.size} leaves is kept in '{path}'"
         remedy = (
-            "restore the newest copy of the ledger; to go on with this one, and forget what it lacks: "
+            "restore the newest copy of the ledger; to continue with this one and forget what it lacks, run "
             "lamina ledger checkpoint LEDGER --key KEY --accept"
         )
         raise LedgerError("ledger.older-than-kept", problem, remedy)
 
     def check_open(self, name: str, path: Path, head: OpenHead | None) -> None:
-        """LedgerDamaged if the open rows are of an earlier moment than the newest head."""
+        """Raise LedgerDamaged if the open rows are older than the newest head."""
         if self.open is None or head == self.open or (head is not None and head.counter > self.open.counter):
             return
-        stands = "unsigned" if head is None else f"signed as number {head.counter}"
-        problem = f"the open charges of the ledger {name} are {stands}; '{path}' keeps number {self.open.counter}"
+        stands = "unsigned" if head is None else f"signed under number {head.counter}"
+        problem = f"the open charges of the ledger {name} are {stands}, but '{path}' keeps number {self.open.counter}"
         remedy = (
-            "restore the newest copy of the ledger; if they were written without its key, look at them with lamina "
+            "restore the newest copy of the ledger; if they were written without its key, review them with lamina "
             "spend, and sign them: lamina ledger checkpoint LEDGER --key KEY --accept"
         )
         raise LedgerDamaged("ledger.open-rows-replayed", problem, remedy)
 
 
 def _counts(rows: StoreReader, leaves: CheckedLeaves, size: int) -> tuple[int, dict[bytes, int], dict[bytes, int]]:
-    """Of the leaves before `size`: how many are not about a run, and by run its attempts, and its starts and ends."""
+    """Return how many leaves before `size` are not about a run, and each run's attempts, and starts and ends, before it."""
     runs = Counter(run for (run, _, _), seq in leaves.attempts(rows).items() if seq < size)
     ends = Counter(
         leaf.record.run
@@ -123,7 +125,7 @@ class NewestStateFile:
         self.path = None if key.path is None else key.path.with_name(f"{key.path.name}.{header_hash.hex()[:16]}.seen")
 
     def load(self) -> NewestState:
-        """What was kept; nothing if there is no file."""
+        """Return the state that was kept; an empty one if there is no file."""
         if self.path is None or not self.path.exists():
             return NewestState()
         try:
@@ -135,7 +137,7 @@ class NewestStateFile:
             ) from None
 
     def save(self, state: NewestState) -> str | None:
-        """Keep the state; why it could not be kept, or None."""
+        """Write the state; return the reason if that failed, otherwise None."""
         if self.path is None:
             return None
         try:

@@ -1,15 +1,16 @@
-"""What a ledger holds beside its leaves (open charges, reservations, budgets, runs), under a head that its key signs.
+"""Rows of a ledger that have no leaf yet (open charges, reservations, budgets, runs), and the signed head over them.
 
-These rows have no leaf yet, so no checkpoint covers them. A head does: the ledger key signs a counter, the tree and a
-digest of all of them, in the same transaction as every change. A row that is deleted, changed or added shows, because
-the digest differs. Rows and head of an earlier moment show, because an epoch stands behind the head's tree, or because
-the counter is smaller than the one that is kept beside the key (newest_state.py).
+No checkpoint covers these rows. Instead the ledger key signs a head (a counter, the tree and a digest of all rows) in
+the same transaction as every change. If a row is deleted, changed or added, the digest differs. If rows and head are
+replaced by older ones, either an epoch comes after the tree of the head, or the counter is smaller than the one that is
+kept beside the key (newest_state.py).
 
     digest   = SHA-256 over the rows that have no leaf, each field with its length before it
     signed   = "lamina/open/1" LF origin LF counter LF size LF, root, digest
     stored   = counter (8) ‖ size (8) ‖ root (32) ‖ key id (32) ‖ signature (64), under the name "open" in `meta`
 
-A writer without the key cannot sign: it removes the head. The rows then stand unsigned until the key signs them.
+A writer without the key cannot sign, so it removes the head. The rows stay unsigned until a writer with the key signs
+them.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from lamina.ledger.store.rows import RunHold, StoreReader, StoreWriter
 
 _NAME = "open"
 _STORED_BYTES = 144
-_RESTORE = "restore the ledger from a copy; to go on with the rows as they are: lamina ledger checkpoint LEDGER --key KEY --accept"
+_RESTORE = "restore the ledger from a copy; to accept the rows as they are, run lamina ledger checkpoint LEDGER --key KEY --accept"
 
 
 def open_digest(rows: StoreReader) -> bytes:
-    """The digest of all rows that a ledger holds beside its leaves."""
+    """Return the digest of all rows that a ledger holds beside its leaves."""
     state = hashlib.sha256()
     try:
         for part in _parts(rows):
@@ -88,7 +89,7 @@ class OpenHead(NamedTuple):
 
     @classmethod
     def read(cls, rows: StoreReader, keys: KeyState) -> OpenHead | None:
-        """The head; None if the rows are unsigned, or only by a key that was revoked since."""
+        """Return the head; None if there is none, or if its key was revoked since."""
         if (found := rows.meta(_NAME)) is None:
             return None
         head = cls.decode(found)
@@ -110,11 +111,11 @@ class OpenHead(NamedTuple):
 
     @staticmethod
     def remove(rows: StoreWriter) -> None:
-        """Leave the rows unsigned."""
+        """Remove the head, so that the rows are unsigned."""
         rows.drop_meta(_NAME)
 
     def holds(self, keys: KeyState, digest: bytes) -> bool:
-        """Whether a ledger key signed it, for rows of this digest."""
+        """Return whether a ledger key signed this head for rows of this digest."""
         known = keys.history(self.kid)
         if known is None or known.key.role is not Role.LEDGER:
             return False
@@ -122,8 +123,8 @@ class OpenHead(NamedTuple):
 
 
 def rows_differ(name: str, why: str) -> LedgerDamaged:
-    """The refusal of open rows that are not those that were signed."""
-    problem = f"the open charges and reservations of the ledger {name} are not those that its key signed: {why}"
+    """Return the error for open rows that differ from the signed ones."""
+    problem = f"the open charges and reservations of the ledger {name} differ from those that its key signed: {why}"
     return LedgerDamaged("ledger.open-rows-differ", problem, _RESTORE)
 
 

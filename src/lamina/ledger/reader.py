@@ -68,12 +68,12 @@ class LedgerReader:
         return self._over(self.store.another())
 
     def reopen(self) -> None:
-        """Read on from what lies at its place now; LedgerError if that is another ledger, or none."""
-        self.store.close()  # first: SQLite shares what it knows of a file among the connections of a process
+        """Open the file or database at this place again; raise LedgerError if it is another ledger, or none."""
+        self.store.close()  # before opening: connections of one process share SQLite's state of a file
         fresh = self.another()
         if fresh.header_hash != self.header_hash:
             fresh.close()
-            problem = f"the ledger at {self.name} was replaced by another one, of {fresh.origin!r}"
+            problem = f"the ledger at {self.name} was replaced by another one, with origin {fresh.origin!r}"
             raise NotVerified("ledger.replaced-by-other", problem, "put the ledger back in its place")
         self.store, self._nodes, self._tail = fresh.store, TileNodes(self._tile), UnindexedKeys()
 
@@ -127,7 +127,7 @@ class LedgerReader:
         return None if signed is None else signed.text
 
     def checked(self, rows: StoreReader) -> CheckedLeaves:
-        """All leaves of this view, hashed under the newest checkpoint: what every decision is derived from."""
+        """Return all leaves of this view, checked under the newest checkpoint. Every decision is derived from them."""
         self._checked.follow(rows, head_of(rows))
         return self._checked
 
@@ -160,7 +160,7 @@ class LedgerReader:
             yield _decode_stored_leaf(seq, data)
 
     def of_kind(self, kind: type[Record], first: int = 0, stop: int | None = None) -> Iterator[Leaf]:
-        """Leaves of one kind, in order, by what the leaves say. Quick for every kind but contributions."""
+        """Yield the leaves of one kind in order, as the leaves state it. Fast for every kind but contributions."""
         with self.store.read() as rows:
             last = head_of(rows).size if stop is None else stop
             if kind is not ContributionRecord:
@@ -171,7 +171,7 @@ class LedgerReader:
                     yield _decode_stored_leaf(seq, data)
 
     def listed(self, kind: type[Record], first: int = 0, stop: int | None = None) -> Iterator[Leaf]:
-        """The same, quickly, by what the store lists: to show, never to decide."""
+        """Yield the leaves that the store lists under a kind. Faster than `of_kind`, but for display only."""
         with self.store.read() as rows:
             last = head_of(rows).size if stop is None else stop
             for seq, data in rows.of_kind(KIND_NUMBERS[kind], first, last):
@@ -234,11 +234,11 @@ class LedgerReader:
         return merkle.consistency_proof(self._nodes, old, self._within(new))
 
     def check_continues(self, seen: LedgerCheckpoint) -> None:
-        """NotVerified unless the tree of the newest checkpoint begins with the tree of this one."""
+        """Raise NotVerified unless the tree of the newest checkpoint continues the tree of `seen`."""
         text = self.latest()
         newest = LedgerCheckpoint(self.origin, 0, merkle.EMPTY_ROOT) if text is None else parse_checkpoint(text)[0]
         if newest.size < seen.size:
-            problem = f"the ledger {self.name} is signed up to {newest.size} leaves, and {seen.size} were seen before"
+            problem = f"the ledger {self.name} is signed up to {newest.size} leaves, but {seen.size} were seen before"
             raise NotVerified("ledger.shorter-than-seen", problem, "restore the newest copy of the ledger")
         proof = self.consistent(seen.size, newest.size)
         continues = merkle.verify_consistency(seen.size, newest.size, proof, seen.root, newest.root)

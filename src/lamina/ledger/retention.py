@@ -103,7 +103,7 @@ class Retention:
             with self._store.read() as rows:
                 aggregate = decode_leaf(self._ledger.checked(rows).leaf(rows, seq)).record
             if not isinstance(aggregate, Aggregate):
-                problem = f"the store says that leaf {seq} prunes contributions, but it is no aggregate"
+                problem = f"the store lists leaf {seq} as an aggregate that prunes contributions, but it is none"
                 raise LedgerDamaged("ledger.pruning-index-differs", problem, "restore the ledger from a copy")
             for span in aggregate.spans:
                 for first in range(span.first, span.stop, _LEAVES_PER_TRANSACTION):
@@ -163,7 +163,7 @@ def _propose_aggregate(rows: StoreReader, leaves: CheckedLeaves, horizon: int, n
 
 
 def _genuine_leaves(rows: StoreReader, leaves: CheckedLeaves) -> Iterator[tuple[int, StoredLeaf]]:
-    """All leaves with their bodies, in order, each compared with the hash that was checked."""
+    """Yield all leaves with their bodies, in order. Each is compared with its checked hash."""
     for first in range(0, leaves.size, _LEAVES_PER_TRANSACTION):
         stop = min(first + _LEAVES_PER_TRANSACTION, leaves.size)
         yield from leaves.leaves(rows, range(first, stop)).items()

@@ -1,4 +1,4 @@
-"""`RunHistory`: whether the start or end of a run may come next, by the leaves before it. Writer and verifier share it."""
+"""`RunHistory`: checks whether the start or end of a run may follow the leaves before it. Writer and verifier share it."""
 
 from __future__ import annotations
 
@@ -21,33 +21,33 @@ class RunHistory:
         self._charged: set[bytes] = set()
 
     def check(self, record: RunRecord) -> None:
-        """LedgerError if the record may not come next."""
+        """Raise LedgerError if the record may not come next."""
         run = f"run {record.run.hex()[:8]}"
         if isinstance(record, RunBegin):
             self._check_begin(record, run)
             return
         at = f"segment {record.segment}, generation {record.generation} of {run}"
         if record.attempt not in self._closed:
-            problem = f"the end of {run} comes after {at}, which no epoch before it closes"
+            problem = f"the end of {run} names {at}, which no epoch before it closes"
             raise LedgerError("ledger.run-end-unknown-segment", problem, _RESUME)
         last, plan = self._closed[record.attempt]
         if (record.steps, record.plan) != (last, plan):
             stated = f"{record.steps} steps under plan {record.plan.hex()[:16]}"
-            problem = f"the end of {run} states {stated}, its epoch {last} steps under plan {plan.hex()[:16]}"
+            problem = f"the end of {run} states {stated}, but its epoch {last} steps under plan {plan.hex()[:16]}"
             raise LedgerError("ledger.run-end-differs", problem, _RESUME)
         if record.attempt in self._continued:
-            problem = f"the end of {run} comes after {at}, but the ledger records later steps of it"
+            problem = f"the end of {run} names {at}, but the ledger records later steps of the run"
             raise LedgerError("ledger.run-end-continued", problem, _RESUME)
         if record.attempt in self._ended:
-            problem = f"the end of {run} after {at} is in the ledger already, with other facts"
+            problem = f"the ledger already records an end after {at}, with other facts"
             raise LedgerError("ledger.run-ended-twice", problem, _RESUME)
 
     def _check_begin(self, record: RunBegin, run: str) -> None:
         if record.run in self.begins:
-            problem = f"the start of {run} is in the ledger already, with other weights"
+            problem = f"the ledger already records the start of {run}, with other weights"
             raise LedgerError("ledger.run-begun-twice", problem, _RESUME)
         if record.run in self._charged:
-            problem = f"{run} has epochs already, so that its starting weights cannot be recorded any more"
+            problem = f"{run} already has epochs, so its starting weights can no longer be recorded"
             raise LedgerError("ledger.run-begin-late", problem, "record the start before the first segment")
         if record.parent is not None:
             end = self.ends.get(record.parent)
@@ -56,7 +56,7 @@ class RunHistory:
                 raise LedgerError("ledger.run-parent-differs", problem, "name the run whose weights these are")
 
     def see(self, record: object) -> None:
-        """Take the record of the next leaf, of whatever kind."""
+        """Add the record of the next leaf. Records of other kinds have no effect."""
         if isinstance(record, RunBegin):
             self.begins[record.run] = record
         elif isinstance(record, RunEnd):

@@ -1,6 +1,7 @@
-"""Records of how a run began and ended: the facts that a certificate states and no epoch shows.
+"""Records of the start and end of a run: the facts that a certificate states and no epoch contains.
 
-They are the trainer's word. Once they are in the ledger, neither they nor the weights can be changed after the run.
+They are statements of the trainer. Once they are in the ledger, neither they nor the weights can be changed after the
+run.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ from lamina.ledger.schema import (
 
 WEIGHTS = "model.safetensors"
 MAX_RUN_FILES = 16
-ZERO_OUT = "zero-out at a public number of contributions"  # what ε compares where nobody declared a population
+ZERO_OUT = "zero-out at a public number of contributions"  # adjacency of ε if no population was declared
 
 
 class WeightsOrigin(enum.Enum):
     """What the trainer declares about the starting weights."""
 
-    NONE = 1  # they have learned nothing yet
-    PUBLIC = 2  # from public data alone
+    NONE = 1  # they were not trained before
+    PUBLIC = 2  # trained on public data only
     RUN = 3  # the final weights of another run
 
 
@@ -54,7 +55,7 @@ class SamplingScheme(enum.Enum):
 
 @ledger_record()
 class OccurrenceCap:
-    """How often a contribution of one class was used at most."""
+    """The largest number of times that a contribution of one class was used."""
 
     cls: str = stored(1, CLASS)
     most: int = stored(2, integer(1, 2**53))
@@ -85,8 +86,8 @@ class RunBegin:
     def __post_init__(self) -> None:
         check_fields(self)
         if (self.origin is WeightsOrigin.RUN) != (self.parent is not None) or self.parent == self.run:
-            problem = "the start of a run names a parent run without that origin, the origin without a run, or itself"
-            raise LedgerError("ledger.run-parent", problem, "give parent exactly if origin is another run")
+            problem = "the start of a run names a parent without the origin RUN, the origin RUN without a parent, or itself as parent"
+            raise LedgerError("ledger.run-parent", problem, "give a parent if, and only if, the origin is RUN")
 
 
 @ledger_record()
@@ -125,7 +126,7 @@ class RunEnd:
         for what, names in (("class", [each.cls for each in self.caps]), ("file", [each.name for each in self.files])):
             if names != sorted(set(names)):
                 problem = f"the end of a run names a {what} twice or out of order"
-                raise LedgerError("ledger.run-end-not-sorted", problem, "name each once, in order")
+                raise LedgerError("ledger.run-end-not-sorted", problem, "list each once, in order")
         if WEIGHTS not in self.digests:
             raise LedgerError("ledger.run-end-no-weights", f"the end of a run has no digest of {WEIGHTS}", "add it")
 
@@ -150,7 +151,7 @@ class RunEnd:
         return (self.run, self.segment, self.generation)
 
     def conditions(self, adjacency: str) -> dict[str, str | bool]:
-        """What the record states, as metrics.json and a certificate name it; `adjacency` is that of the plan."""
+        """Return the facts of this record, named as in metrics.json and certificates; `adjacency` is that of the plan."""
         return stated_conditions(
             adjacency, noise=self.noise, sampling=self.sampling, public_number=self.public_number, probed=self.probed,
             covered=self.covered, raw_figures=self.raw_figures, hardened=self.hardened,
@@ -161,7 +162,7 @@ def stated_conditions(
     adjacency: str, *, noise: NoiseOrigin, sampling: SamplingScheme, public_number: bool, probed: bool, covered: bool,
     raw_figures: bool, hardened: bool,
 ) -> dict[str, str | bool]:  # fmt: skip
-    """Facts of a run as metrics.json and a certificate name them; `adjacency` is that of the plan."""
+    """Return facts of a run, named as in metrics.json and certificates; `adjacency` is that of the plan."""
     return {
         "noise": "secure" if noise is NoiseOrigin.SYSTEM else "seeded",
         "sampling": "poisson" if sampling is SamplingScheme.POISSON else "other",

@@ -44,10 +44,10 @@ KINDS_BY_NAME = {word: kind for kind, word in KIND_NAMES.items()}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordFilter:
-    """Which records to show. None asks for nothing.
+    """Which records to show. None selects all.
 
-    A class fits contributions of it and whatever speaks of it; a run, by its first hex digits, its start, epochs and
-    ends, the withdrawals that name it and the releases that contain it.
+    A class selects its contributions and the other records that name it. A run, given by its first hex digits, selects
+    its start, epochs and ends, the withdrawals that name it and the releases that contain it.
     """
 
     kinds: tuple[str, ...] = ()

@@ -48,7 +48,7 @@ KEPT_BY_KEY = (
     Release | Aggregate | RunBegin | RunEnd
 )  # records that are signed over only if a holder of the key wrote them
 _SIGNED_NOW = (
-    "the open charges and reservations in the ledger were not signed before; its key has signed them as they are"
+    "the open charges and reservations in the ledger were not signed before; its key has now signed them as they are"
 )
 RETRY_SECONDS = 60.0  # seconds for which a server that went away is waited for
 
@@ -60,8 +60,8 @@ class Ledger(LedgerReader):
     committed before it was signed, and no two checkpoints of one size differ. Every state that a reader can see has
     head, leaves and tiles that agree, whatever was killed when.
 
-    Each transaction reads the head under the writer's lock, so writers take turns and cannot fork it. Remembered between
-    calls are the header, tiles, and what the checked leaves say, which only grow: some 50 bytes for each leaf.
+    Each transaction reads the head under the writer's lock, so writers take turns and cannot fork it. Between calls
+    it remembers the header, tiles and the facts of the checked leaves, which only grow: about 50 bytes for each leaf.
     """
 
     def __init__(
@@ -74,9 +74,9 @@ class Ledger(LedgerReader):
         self._kept = None if key is None else NewestStateFile(key, self.header_hash)
         self._compared = False  # whether the ledger was compared with what is kept beside the key
         self._restores: frozenset[AttemptName] = frozenset()
-        self._restoring = False  # whether a run is entering again what the ledger lacks
-        self._unsigned = False  # whether open rows were found that nobody had signed
-        self.notes: list[str] = []  # what its user should be told
+        self._restoring = False  # whether a run is entering epochs again that the ledger lacks
+        self._unsigned = False  # whether unsigned open rows were found
+        self.notes: list[str] = []  # messages for the user
         self._index_checked = False  # whether the store's index was compared with the leaves
 
     @classmethod
@@ -135,7 +135,7 @@ class Ledger(LedgerReader):
             raise LedgerError("ledger.opened-without-key", problem, "open it with the key that signs checkpoints")
         return self._key
 
-    # ----------------------------------------------------------------------------------- what is believed
+    # ----------------------------------------------------------------------------------- checked leaves and open rows
 
     def checked(self, rows: StoreReader) -> CheckedLeaves:
         leaves = super().checked(rows)
@@ -149,19 +149,19 @@ class Ledger(LedgerReader):
         return leaves
 
     def let_restore(self, attempts: Iterable[AttemptName]) -> None:
-        """A run has a journal of these attempts, and enters again those that the ledger lacks (`restored`)."""
+        """Allow a run to enter these attempts of its journal again if the ledger lacks them. It then calls `restored`."""
         self._restores = frozenset(attempts)
 
     def restored(self) -> None:
-        """The run has entered again what the ledger lacked: what it says now is kept."""
+        """Keep the state of the ledger, after a run has entered again what it lacked."""
         if self._restoring:
             self._restoring = False
             self.accept()
 
     def accept(self) -> None:
-        """Go on with the ledger as it is: sign what is open, and keep its newest checkpoint whatever was kept before.
+        """Accept the ledger as it is: sign its open rows, and keep its newest checkpoint instead of what was kept before.
 
-        For an operator who has looked at it. Leaves are not touched; nothing that they record is forgotten.
+        An operator does this after reviewing the ledger. Its leaves are not changed.
         """
         self._compared = True
 
@@ -175,9 +175,9 @@ class Ledger(LedgerReader):
         self._keep(self.transact(work), anew=True)
 
     def check_open(self, rows: StoreReader) -> OpenHead | None:
-        """The head over the open rows; LedgerDamaged unless they are those that the ledger key signed last.
+        """Return the head over the open rows; raise LedgerDamaged if they differ from what the ledger key signed last.
 
-        None where they are unsigned: in a ledger of an earlier version, or after a writer without the key.
+        Returns None if they are unsigned: in a ledger of an earlier version, or after a writer without the key.
         """
         leaves, head = self.checked(rows), OpenHead.read(rows, self.governance(rows))
         if head is None:
@@ -195,7 +195,7 @@ class Ledger(LedgerReader):
         return head
 
     def change_open(self, work: Callable[[StoreWriter], T]) -> T:
-        """One transaction that changes open rows: they are checked before it, and signed in it."""
+        """Run a transaction that changes open rows. They are checked before the change and signed after it."""
 
         def once(rows: StoreWriter) -> tuple[T, NewestState]:
             before, keys = self.check_open(rows), self.governance(rows)
@@ -207,7 +207,7 @@ class Ledger(LedgerReader):
         return done
 
     def _seal(self, rows: StoreWriter, before: OpenHead | None, keys: GovernanceState) -> NewestState:
-        """Sign the open rows as they are now, unless the head `before` is theirs; without a key, remove the head."""
+        """Sign the open rows as they are now, unless the head `before` covers them; without a key, remove the head."""
         if self._key is None:
             OpenHead.remove(rows)
             return NewestState()
@@ -227,9 +227,9 @@ class Ledger(LedgerReader):
         if self._kept is None or self._restoring:
             return
         wrong = self._kept.save(state if anew else self._kept.load().joined(state))
-        told = f"the newest checkpoint of the ledger is not kept beside its key, so that a rollback is not noticed: {wrong}"
-        if wrong is not None and told not in self.notes:
-            self.notes.append(told)
+        note = f"the newest checkpoint of the ledger is not kept beside its key, so a rollback will not be noticed: {wrong}"
+        if wrong is not None and note not in self.notes:
+            self.notes.append(note)
 
     # ----------------------------------------------------------------------------------- governing
 
@@ -478,12 +478,12 @@ class Ledger(LedgerReader):
     def heartbeat(
         self, witness: PrivateKey | None = None, *, seen: notes.LedgerCheckpoint | None = None
     ) -> tuple[str, int]:
-        """Cosign the newest checkpoint with the present time; the checkpoint, and that time. Adds no leaf.
+        """Cosign the newest checkpoint with the present time. Return the checkpoint and that time; add no leaf.
 
-        Whoever decides by the ledger goes by that time (following.py), so a ledger to which nothing happens stays fresh.
-        The ledger's key signs a checkpoint over all leaves first; a `witness` cosigns the newest one that there is. A
-        later heartbeat takes the place of an earlier one by the same key. NotVerified if the ledger does not continue
-        `seen`, the newest checkpoint that the key has cosigned: a copy from a backup must not become fresh.
+        Followers take that time as the age of the ledger (following.py), so an idle ledger stays fresh. The ledger key
+        first signs a checkpoint over all leaves; a `witness` cosigns the newest existing one. A later heartbeat
+        replaces an earlier one by the same key. Raises NotVerified if the ledger does not continue `seen`, the newest
+        checkpoint that the key has cosigned, so that a copy from a backup does not become fresh.
         """
         if seen is not None:
             self.check_continues(seen)
@@ -510,7 +510,7 @@ class Ledger(LedgerReader):
             note = notes.parse_checkpoint(last.text)[1]
             earlier = notes.WitnessQuorum(0, (notes.WitnessKey(name, key.public),)).cosigned(note).get(name, 0)
             if earlier > now:
-                problem = f"the checkpoint was cosigned at {format_utc(earlier)}, the clock says {format_utc(now)}"
+                problem = f"the checkpoint was cosigned at {format_utc(earlier)}, but the clock shows {format_utc(now)}"
                 raise LedgerError("ledger.clock-behind", problem, "set the clock of this machine")
             text = note.with_signatures(notes.make_cosignature(note.text, name, key, now)).encode()
             rows.put_checkpoint(last._replace(text=text))

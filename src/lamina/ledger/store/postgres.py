@@ -186,8 +186,8 @@ _SELECT_LEDGER_SCHEMAS = (
     "WHERE c.relkind = 'r' AND c.relname IN ('leaf', 'head', 'tile', 'checkpoint') "
     "GROUP BY n.nspname HAVING count(*) = 4 ORDER BY n.nspname"
 )
-# Everything in the schema that decides what a row means, or that runs when one is read or written: relations (with what hides,
-# adds or loses rows of them), columns, indexes, constraints, triggers, routines and operators.
+# Everything in the schema that affects what a row means, or that runs when a row is read or written: relations (and whether
+# their rows can be hidden, added or lost), columns, indexes, constraints, triggers, routines and operators.
 _SELECT_CATALOGUE = """
 WITH own AS (SELECT * FROM pg_class WHERE relnamespace = to_regnamespace(?) AND relkind NOT IN ('i', 't'))
 SELECT 'relation', relname::text, '', concat_ws(' ', relkind::text, relpersistence::text,
@@ -246,7 +246,7 @@ class PostgresStore(Store):
             raise LedgerError("store.schema-name-invalid", problem, remedy)
         self.name = f"{self._address.shown}#{self._schema}"
         self._answered_before = False  # whether it ever answered
-        self._prepared = False  # whether its tables were made, or found right
+        self._prepared = False  # whether its tables were created or checked
         try:
             with postgres_errors(self.name):
                 self._prepare(create)
@@ -294,9 +294,9 @@ class PostgresStore(Store):
             db = self._open.get("read")
             if db is None or db.closed or db.info.transaction_status != psycopg.pq.TransactionStatus.IDLE:
                 return
-            waiting = select.poll()  # unlike select.select, for any number of open files
+            waiting = select.poll()  # works for any number of open files, unlike select.select
             waiting.register(db.fileno(), select.POLLIN)
-            if waiting.poll(0):  # nothing was asked: this is the end, or a notice
+            if waiting.poll(0):  # no query is pending, so this is a closed connection or a notice
                 try:
                     db.execute("SELECT 1")
                     db.rollback()
@@ -333,7 +333,7 @@ class PostgresStore(Store):
         plain = PostgresConnection(db)
         try:
             version = self._tables_version(plain)
-            if not version and create:  # the lock is for making tables alone: anyone who can connect can hold it
+            if not version and create:  # only creating tables takes the lock, which any user who can connect can hold
                 plain.rows("SELECT pg_advisory_xact_lock(hashtext(?))", f"lamina {self._schema}")
                 db.execute(sql.SQL("CREATE SCHEMA IF NOT EXISTS {}").format(sql.Identifier(self._schema)))
                 version = self._tables_version(plain)
@@ -400,7 +400,7 @@ class PostgresStore(Store):
         return LedgerError("store.no-ledger", problem, remedy)
 
     def _set_up(self, db: psycopg.Connection, purpose: str) -> None:
-        """Durable, or not at all; nobody waits for ever; and no default of the server or the user decides what is read."""
+        """Set durable commits, bounded waits, and every default of the server or user that affects what is read."""
         plain = PostgresConnection(db)
         for name in ("fsync", "full_page_writes"):
             if plain.rows(f"SHOW {name}")[0][0] == "off":
@@ -411,7 +411,7 @@ class PostgresStore(Store):
             raise StoreError("store.encoding-not-utf8", problem, "use a database that was created with ENCODING 'UTF8'")
         if plain.rows("SHOW synchronous_commit")[0][0] == "off":
             plain.rows("SET synchronous_commit = on")
-        # pg_temp comes last: named nowhere, temporary tables would be found before those of the ledger.
+        # pg_temp is listed last. If it were not listed, temporary tables would be found before those of the ledger.
         plain.rows("SELECT set_config('search_path', ?, false)", f'"{self._schema}", pg_temp')
         plain.rows("SELECT set_config('lock_timeout', ?, false)", f"{int(self._patience * 1000)}ms")
         plain.rows("SELECT set_config('idle_in_transaction_session_timeout', ?, false)", f"{_IDLE_SECONDS}s")
@@ -420,12 +420,12 @@ class PostgresStore(Store):
         db.autocommit = False
         if purpose == "read":
             db.isolation_level, db.read_only = psycopg.IsolationLevel.REPEATABLE_READ, True
-        else:  # a snapshot from before the turn began would not show what the writer before committed
+        else:  # a snapshot from before the lock would miss what the previous writer committed
             db.isolation_level = psycopg.IsolationLevel.READ_COMMITTED
 
     def _check_clock(self, db: PostgresConnection) -> None:
-        """StoreError if this machine's clock is not the server's: a leaf from the future keeps every other writer out."""
+        """Raise StoreError if the clocks of this machine and the server differ: a leaf of the future blocks other writers."""
         ahead = time.time() - db.rows("SELECT extract(epoch FROM clock_timestamp())::float8")[0][0]
         if abs(ahead) > CLOCK_SKEW:
             problem = f"the clocks of this machine and of the server of {self.name} differ by {abs(ahead):.0f} s"
-            raise StoreError("store.clocks-differ", problem, f"set them: they may differ by {CLOCK_SKEW} s")
+            raise StoreError("store.clocks-differ", problem, f"synchronise them to within {CLOCK_SKEW} s")

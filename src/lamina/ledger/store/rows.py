@@ -127,8 +127,8 @@ class WriterBatch(NamedTuple):
 
 
 _ROWS_AT_ONCE = 4096  # rows that are in memory at a time
-_LEAVES_PICKED = 256  # leaves that are asked for by their indexes at a time
-_MAX_READ_RATIO = 4  # leaves that are read for one that is wanted, before each is asked for by itself
+_LEAVES_PICKED = 256  # leaves in one query by number
+_MAX_READ_RATIO = 4  # leaves of a range per wanted leaf, up to which the whole range is read
 
 
 class SqlConnection(Protocol):
@@ -178,7 +178,7 @@ class StoreReader:
             first = seqs[-1] + 1
 
     def kept_blocks(self, first: int, stop: int) -> Iterator[tuple[list[int], list[bytes]]]:
-        """Indexes and bytes of the leaves in [first, stop) that are there, without bodies, many at a time."""
+        """Yield blocks of numbers and kept bytes of the stored leaves in [first, stop), without bodies."""
         query = "SELECT seq, data FROM leaf WHERE seq >= ? AND seq < ? ORDER BY seq LIMIT ?"
         while first < stop and (found := self._db.rows(query, first, stop, _ROWS_AT_ONCE)):
             seqs, leaves = zip(*found, strict=True)
@@ -188,7 +188,7 @@ class StoreReader:
             first = seqs[-1] + 1
 
     def pick(self, seqs: Sequence[int]) -> Iterator[tuple[int, StoredLeaf]]:
-        """(seq, leaf) of those leaves that are there, in order, in bounded memory."""
+        """Yield (seq, leaf) of those leaves that are stored, in order and in bounded memory."""
         for at in range(0, len(seqs), _LEAVES_PICKED):
             part = seqs[at : at + _LEAVES_PICKED]
             if part[-1] - part[0] < _MAX_READ_RATIO * len(part):  # close together: in one sweep
@@ -200,13 +200,13 @@ class StoreReader:
                 yield seq, StoredLeaf(_as_bytes(data), None if body is None else _as_bytes(body))
 
     def listed_kinds(self, stop: int) -> dict[int, int]:
-        """Leaf → kind, of the leaves before `stop` that the store does not list as contributions."""
+        """Return leaf → kind for the leaves before `stop` that the store does not list as contributions."""
         return dict(self._db.rows("SELECT seq, kind FROM leaf WHERE kind <> 2 AND seq < ?", stop))
 
     def of_kind(self, kind: int, first: int, stop: int) -> Iterator[tuple[int, StoredLeaf]]:
-        """The same of one kind, by what the store lists: never the basis of a decision (checked_leaves.py).
+        """Yield the leaves that the store lists under one kind. Never the basis of a decision (checked_leaves.py).
 
-        Quick for every kind but contributions.
+        Fast for every kind but contributions.
         """
         # The number is written out, so that the partial index over all kinds but contributions is used.
         return self._leaves(f"kind = {int(kind)}{' AND kind <> 2' * (kind != 2)} AND ", first, stop)
@@ -243,7 +243,7 @@ class StoreReader:
             last = found[-1][0]
 
     def checkpoint_before(self, size: int) -> int:
-        """The size of the newest checkpoint of fewer leaves; 0 if there is none."""
+        """Return the size of the newest checkpoint with fewer than `size` leaves; 0 if there is none."""
         return self._db.rows("SELECT max(size) FROM checkpoint WHERE size < ?", size)[0][0] or 0
 
     def evidence(self, seq: int) -> bytes | None:
@@ -282,7 +282,7 @@ class StoreReader:
         return [PruningRow(seq, bool(done)) for seq, done in found]
 
     def known_keys(self) -> Iterator[list[tuple[bytes, int]]]:
-        """(key, seq) of everything in the index, in order and many at a time."""
+        """Yield blocks of (key, seq) of all entries of the index, in order."""
         query = "SELECT key, seq FROM known {} ORDER BY key, seq LIMIT ?"
         found = self._db.rows(query.format(""), _ROWS_AT_ONCE)  # without a bound: SQLite sorts numbers and texts first
         while found:
@@ -580,7 +580,7 @@ class Store(ABC):
         """The same rows through a connection of its own, to read: whoever reads for long keeps nobody waiting."""
 
     def replaced(self) -> bool:
-        """Whether something else may lie at its place than what was opened: then open `another` to read on."""
+        """Return whether the store may have been replaced since it was opened. If so, open `another` to read on."""
         return False
 
     @abstractmethod

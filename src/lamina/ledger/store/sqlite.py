@@ -95,7 +95,7 @@ class SqliteStore(Store):
             except BaseException:
                 self._undo(purpose, db)
                 raise
-            if purpose == "write":  # otherwise it was written into a file that nobody opens again
+            if purpose == "write":  # otherwise the rows were written into a file that no process opens again
                 self._refuse_other_file()
 
     def _undo(self, purpose: str, db: apsw.Connection) -> None:
@@ -112,15 +112,16 @@ class SqliteStore(Store):
         return SqliteStore(self._given, readonly=True, patience=self._patience, vfs=self._vfs)
 
     def replaced(self) -> bool:
-        """Whether the path leads to another file, or the file was changed past SQLite, whose cache would not notice.
+        """Return whether the path leads to another file, or the file was changed outside of this connection.
 
-        Where SQLite itself copied its WAL into the file it says so too, which costs a reader a new connection.
+        The cache of SQLite may miss such a change. A copy of the WAL into the file, by SQLite itself, also counts as a
+        change, which costs a reader a new connection.
         """
         unseen = self._immutable and os.path.exists(f"{self.path}-wal")
         return unseen or self._file_stamp() != self._stamp
 
     def _file_stamp(self) -> tuple[int, ...]:
-        """Device, inode, size and time of change of the file that the given path leads to; nothing if it is gone."""
+        """Return device, inode, size and change time of the file at the given path; empty if there is none."""
         try:
             found = os.stat(self._given)
         except OSError:
@@ -128,10 +129,10 @@ class SqliteStore(Store):
         return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
     def _refuse_other_file(self) -> None:
-        """StoreError if the path leads to another file than the one that is open."""
+        """Raise StoreError if the path leads to another file than the open one."""
         if self._file_stamp()[:2] != self._stamp[:2]:
             problem = f"the file of the ledger '{self.name}' was moved, deleted or replaced while it was open"
-            remedy = "put the ledger back in its place, or start again with the one that lies there"
+            remedy = "put the ledger back in its place, or restart with the file that is there now"
             raise StoreError("store.file-replaced", problem, remedy)
 
     def compact(self) -> None:
@@ -259,7 +260,7 @@ class _SqliteConnection:
     def rows(self, query: str, *values: Any) -> list[tuple[Any, ...]]:
         try:
             return self._db.execute(query, values).fetchall()
-        except UnicodeDecodeError as error:  # SQLite lets any column hold a text of any bytes
+        except UnicodeDecodeError as error:  # SQLite accepts text of any bytes in any column
             problem = f"a row of the store holds a text that is not UTF-8: {error}"
             raise LedgerDamaged("store.row-wrong-type", problem, "restore the ledger from a copy") from None
 

@@ -270,7 +270,7 @@ class ExhaustionClaim:
 def check_time_rounded(leaf: Leaf, before: int, clock: int) -> None:
     """Check the time of an epoch, or of the start or end of a run; `before` is that of the leaf before it."""
     if leaf.time % clock and leaf.time != before:
-        reason = f"its time {format_utc(leaf.time)} is not rounded to {clock} s, and reveals how long steps took"
+        reason = f"its time {format_utc(leaf.time)} is not rounded to {clock} s, so it reveals how long steps took"
         fail(leaf.seq, leaf.kind, "verify.epoch-time-not-rounded", reason)
 
 
@@ -399,9 +399,9 @@ class EpochChecks:
                 self._ends[attempt] = segment.last, seq
 
     def _check_continues(self, seq: int, run: bytes, segment: Segment) -> None:
-        """Check that a segment starts where an earlier one ended, and read its members after that one's leaf.
+        """Check that a segment starts where an earlier one ended, and that its members were read after that one's leaf.
 
-        The first segment of a run reads its members after the leaf that records the start of the run.
+        The members of the first segment must have been read after the leaf that records the start of the run.
         """
         if segment.index == segment.first == 0 and segment.after is None:
             end, before = 0, self.begins.get(run, -1)

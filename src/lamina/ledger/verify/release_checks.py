@@ -25,12 +25,12 @@ FIGURE_TOLERANCE = 1e-7  # relative, of an ε computed on two machines: accounta
 
 
 def understated(stated: float, found: float) -> bool:
-    """Whether a stated ε is smaller than the computed one, beyond what two machines may differ by."""
+    """Return whether a stated ε is smaller than the computed one by more than rounding between two machines."""
     return stated < found and not math.isclose(stated, found, rel_tol=FIGURE_TOLERANCE, abs_tol=2 / NANO)
 
 
 class ReleaseChecks:
-    """Checks of releases. A manifest that contradicts the epochs is a finding; one that cannot be compared is counted."""
+    """Checks of releases. A manifest that contradicts the epochs is a finding; one that cannot be compared is listed."""
 
     def __init__(self, header: Header, rows: StoreReader) -> None:
         self._header, self._rows = header, rows
@@ -49,17 +49,17 @@ class ReleaseChecks:
                 total[kind] = total.get(kind, 0) + steps
 
     def see(self, leaf: Leaf, runs: Container[bytes], ends: Mapping[bytes, RunEnd]) -> None:
-        """`runs` are those that have an epoch before it, `ends` those whose end is recorded before it."""
+        """Check a release record. `runs` have an epoch before it; the ends in `ends` are recorded before it."""
         record, seq = leaf.record, leaf.seq
         assert isinstance(record, Release)
         for run in record.runs:
             if run not in runs:
-                reason = f"its model was trained in run {run.hex()[:8]}, of which no epoch is in the ledger before"
+                reason = f"its model was trained in run {run.hex()[:8]}, which has no earlier epoch in the ledger"
                 fail(seq, Release, "verify.release-of-unknown-run", reason)
         if len(set(record.runs)) < len(record.runs):
             fail(seq, Release, "verify.release-run-twice", "it names a run twice")
         if record.not_after is not None and record.not_after <= leaf.time:
-            reason = f"it may be served until {format_utc(record.not_after)}, and is of {format_utc(leaf.time)}"
+            reason = f"it may be served until {format_utc(record.not_after)}, but is of {format_utc(leaf.time)}"
             fail(seq, Release, "verify.release-expired", reason)
         data = self._rows.blob(record.manifest)
         if data is not None and hashlib.sha256(data).digest() != record.manifest:
@@ -80,12 +80,12 @@ class ReleaseChecks:
         if stated_runs != [run.hex() for run in record.runs]:
             fail(seq, Release, "verify.release-runs-differ", "its manifest names other runs than the record")
         if record.runs and (end := ends.get(record.runs[-1])) is not None and weights != end.weights:
-            reason = f"its weights are {str(weights)[:16]}…, run {end.run.hex()[:8]} ended with {end.weights[:16]}…"
+            reason = f"its weights are {str(weights)[:16]}…, but run {end.run.hex()[:8]} ended with {end.weights[:16]}…"
             fail(seq, Release, "verify.release-weights-differ", reason)
         for cls in sorted({bound[0] for run, bound in self._events if run in record.runs}):
             stated = classes.get(cls)
             if type(stated) is not dict or stated.get("public") is not False:
-                reason = f"class {cls!r} was charged, and its manifest does not state it as a private class"
+                reason = f"class {cls!r} was charged, but its manifest does not state it as a private class"
                 fail(seq, Release, "verify.release-contradicts-epochs", reason)
             events: dict[EventKey, int] = {}
             for run in record.runs:
@@ -97,19 +97,19 @@ class ReleaseChecks:
         header, epsilon, noise = self._header, stated.get("epsilon"), stated.get("noise_multiplier")
         found = nano_epsilon(pooled_epsilon(events, delta=header.delta, name=header.accountant)) / NANO
         if cls in self._split:
-            found = math.inf  # half of a loss may stand in one account and half in another
+            found = math.inf  # a loss may be split over two accounts
         if epsilon is not None and (type(epsilon) not in (int, float) or understated(epsilon, found)):
             shown = "no finite figure" if math.isinf(found) else f"{found:.6g}"
-            reason = f"its manifest states ε = {str(epsilon)[:24]} for class {cls!r}, its epochs give {shown}"
+            reason = f"its manifest states ε = {str(epsilon)[:24]} for class {cls!r}, but its epochs give {shown}"
             fail(seq, Release, "verify.release-contradicts-epochs", reason)
         least = min((sigma for sigma, _, _ in events), default=None)
         if noise is not None and (type(noise) not in (int, float) or least is None or noise > least * (1 + 1e-12)):
-            reason = f"its manifest states noise multiplier {str(noise)[:24]} for class {cls!r}, its epochs {least}"
+            reason = f"its manifest states noise multiplier {str(noise)[:24]} for class {cls!r}, but its epochs state {least}"
             fail(seq, Release, "verify.release-contradicts-epochs", reason)
 
 
 def _read_manifest(data: bytes) -> tuple[Any, Mapping[str, Any], Any] | None:
-    """Runs, classes by name and digest of the weights, as a manifest states them; None if it is no manifest."""
+    """Return runs, classes by name and digest of the weights of a manifest; None if the data is no manifest."""
     try:
         payload = base64.b64decode(parse_json(data, "the envelope")["payload"], validate=True)
         statement = parse_json(payload, "the manifest")

@@ -191,10 +191,10 @@ def _report_notes(replay: LedgerReplay, trust: Trust | None) -> Iterable[str]:
         yield f"{bounds} scaled or left out because of attempts that no leaf shows to have been open then: not trusted"
     if found := replay.releases.without_end:
         leaves = ", ".join(map(str, found[:_RUNS_SHOWN])) + (", …" if len(found) > _RUNS_SHOWN else "")
-        yield f"releases without the end of a run, so that their weights were compared with nothing: leaves {leaves}"
+        yield f"releases whose weights were not compared, because the end of a run is not recorded: leaves {leaves}"
     if found := replay.releases.without_manifest:
         leaves = ", ".join(map(str, found[:_RUNS_SHOWN])) + (", …" if len(found) > _RUNS_SHOWN else "")
-        yield f"releases whose manifest is not here, so that their figures were compared with nothing: leaves {leaves}"
+        yield f"releases whose figures were not compared, because the manifest is not stored here: leaves {leaves}"
     if count := replay.unrecorded:
         yield (
             f"{pluralize(count, 'attempt was', 'attempts were')} left out by later generations: only the ledger says that a "
@@ -207,7 +207,7 @@ def _report_notes(replay: LedgerReplay, trust: Trust | None) -> Iterable[str]:
     if replay.held:
         yield _unrecorded_note(replay.held)
     if not replay.open_signed:
-        yield "what is open is not signed by the ledger key: a charge or reservation could be missing without a trace"
+        yield "open charges and reservations are not signed by the ledger key, so one could be missing without a trace"
 
 
 def _unrecorded_note(held: tuple[UnrecordedSpend, ...]) -> str:

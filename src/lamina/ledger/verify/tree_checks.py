@@ -126,7 +126,7 @@ class Trust:
 
     @classmethod
     def load_all(cls, paths: Iterable[str | os.PathLike[str]]) -> Trust:
-        """Read several such files together; at most one of them is a key ring."""
+        """Read several key files together. At most one of them may be a key ring."""
         found = [cls.load(path) for path in paths]
         rings = [each.ring for each in found if each.ring is not None]
         if len(rings) > 1:
@@ -139,7 +139,7 @@ class Trust:
         )
 
     def for_ledger(self, parties: KeyState) -> Trust | None:
-        """What of it is about a ledger with these keys; None if nothing is. A release key says nothing of a ledger."""
+        """Return the part that concerns a ledger with these keys, or None. Release keys concern no ledger."""
         plain = tuple(key for key in self.plain if (known := parties.get(key.id)) and known.role in _OF_LEDGER)
         named = self.ring is not None and any(each.role in _OF_LEDGER_NAMES for each in self.ring)
         made = Trust(ring=self.ring if named else None, notes=self.notes, plain=plain)
@@ -177,9 +177,10 @@ class Trust:
             )
 
     def cosigned(self, note: Note, time: int, now: int, *, refuse_later: bool = False) -> dict[bytes, int]:
-        """The witnesses of the ring that cosigned a checkpoint whose last leaf is of that time, each with its newest time.
+        """Return the witnesses of the key ring that cosigned a checkpoint, each with its newest time of signing.
 
-        NotVerified if a cosignature is wrong or older than the last leaf; with `refuse_later` also if one is of the future.
+        `time` is that of the last leaf. Raises NotVerified if a cosignature is wrong or older than the last leaf, and
+        with `refuse_later` also if it is later than `now`.
         """
         found: dict[bytes, int] = {}
         for each in self._of_role(Role.WITNESS, now):
@@ -190,7 +191,7 @@ class Trust:
         return found
 
     def names(self, role: Role) -> bool:
-        """Whether the ring has keys of this role: then no others count."""
+        """Return whether the key ring has keys of this role. If so, only those count."""
         return self.ring is not None and any(each.role == role.name.lower() for each in self.ring)
 
     def _last_key(self, entry: KeyEntry) -> bytes:
