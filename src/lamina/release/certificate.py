@@ -3,17 +3,17 @@
 Every figure follows from the charges that the ledger records (docs/theory.md, "What a certificate reports"):
 
     epsilon              of this run, by the ledger's accountant, with amplification by sampling where it credits that
-    epsilon_total        the same of all runs in the ledger, up to the checkpoint
+    epsilon_total        the same, of all runs in the ledger up to the checkpoint
     epsilon_replace_one  of this run, if the content of a contribution is exchanged: what stays secret where members are known
     rho                  zCDP of this run without amplification: N/(2 sigma²) over the steps, or over capped occurrences
     epsilon_unamplified  the exact ε of that: holds even if everybody learns who was sampled when
 
-They are rounded up. Times are the ledger's, so the same ledger and run, with the same ledgers beside, give the
-same bytes.
+Figures are rounded up. Times are those of the ledger, so the same ledger and run, with the same other ledgers beside
+them, give the same bytes.
 
-Each condition has a source: recomputed from the ledger, or stated by the trainer in the run's end record, or observed by the
-issuer. `certificate_content` computes all of it from the ledger at a checkpoint: `certify` signs it, and who verifies a
-release computes it again (`comparison`).
+Each condition has a source: it is recomputed from the ledger, stated by the trainer in the end record of the run, or
+observed by the issuer. `certificate_content` computes all of it from the ledger at a checkpoint. `certify` signs the
+result, and `comparison` computes it again to verify a release.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ BY_TRAINER, BY_LEDGER, BY_ISSUER = "stated by the trainer", "recomputed from the
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Condition:
-    """Something that the guarantee of a run needs; `reason` says why it does not hold, `source` who says so."""
+    """A condition of the guarantee of a run. `reason` states why it does not hold, `source` where that is known from."""
 
     name: str
     holds: bool
@@ -71,9 +71,9 @@ class Condition:
 
 @dataclass(frozen=True, kw_only=True)
 class Certificate:
-    """What is certified of a run, as one JSON object. Signed only if every condition holds.
+    """What is certified about a run, as one JSON object. It is signed only if every condition holds.
 
-    `reserved` are ids of keys that the ledger names in another role than release: they do not sign it.
+    `reserved` are ids of keys that the ledger names in another role than release; they may not sign it.
     """
 
     content: Mapping[str, Any]
@@ -127,7 +127,7 @@ class Certificate:
         try:
             _check_content(content)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            problem = f"the certificate states what no run has: {error}"
+            problem = f"the certificate has a field that is out of range: {error}"
             raise EncodingError("release.certificate-malformed", problem, "fetch it again") from None
         return cls(content=content)
 
@@ -136,18 +136,18 @@ class Certificate:
 
 
 def in_other_role(key: PublicKey) -> BadKey:
-    """The refusal of a key that the ledger names in another role than release."""
+    """Return the error for a key that the ledger names in another role than release."""
     problem = f"the ledger names key {key.name[:16]} in another role than release"
     return BadKey("release.key-in-other-role", problem, "sign with a key of its own: lamina keys new release.key")
 
 
 def reserved_keys(ledger: LedgerReader) -> frozenset[bytes]:
-    """The ids of all keys that a ledger has ever named in another role than release."""
+    """Return the ids of all keys that a ledger has ever named in another role than release."""
     return frozenset(key.id for key in ledger.parties().all() if key.role is not Role.RELEASE)
 
 
 def _check_content(content: Mapping[str, Any]) -> None:
-    """ValueError, TypeError or KeyError unless every figure is in a sane range and every field of its type."""
+    """Raise ValueError, TypeError or KeyError unless every field has its type and every figure is in range."""
     if content.keys() != _FIELDS or content["private"] not in (True, False):
         raise ValueError(f"it must have the fields {', '.join(sorted(_FIELDS))}")
     run, model, plan, ledger = content["run"], content["model"], content["plan"], content["ledger"]
@@ -172,22 +172,22 @@ def _check_content(content: Mapping[str, Any]) -> None:
     for each in content["ledgers_beside"]:
         bounded_whole("runs", each["runs"], 0, 2**53)
         if not is_short_text(each["origin"]):
-            raise ValueError("a ledger beside it has an origin that is no short text")
+            raise ValueError("the origin of a ledger beside it is not a short text")
     if content["private"] != all(each["holds"] for each in content["conditions"]) or not content["conditions"]:
-        raise ValueError("private is not what its conditions say")
+        raise ValueError("the field private contradicts the conditions")
 
 
 def _check_figures(name: str, each: Mapping[str, Any]) -> None:
-    """ValueError unless the figures of a class are in range."""
+    """Raise ValueError unless the figures of a class are in range."""
     if not is_short_text(name) or type(each["public"]) is not bool or not is_short_text(each["unit"]):
-        raise ValueError(f"class {name[:80]!r} has a name, a unit or a publicness of a wrong type")
+        raise ValueError(f"class {name[:80]!r} has a name, a unit or a field public of a wrong type")
     for key in ("epsilon_total", *_FIGURES):
         if each[key] is not None:
             bounded_number(key, each[key], 0.0, MAX_EPSILON)
     if each["delta"] is not None:
         bounded_number("delta", each["delta"], 0.0, 1.0)
     if each["public"] and not each["delta"] is each["epsilon"] is None:
-        raise ValueError(f"class {name[:80]!r} is public, and states ε or δ: it has no protection")
+        raise ValueError(f"class {name[:80]!r} is public but states ε or δ; public data is not protected")
     for key, least, most in (("noise_multiplier", 0.0, MAX_NOISE), ("sampling_rate", 0.0, 1.0)):
         if each[key] is not None:
             bounded_number(key, each[key], least, most)
@@ -213,11 +213,11 @@ def certify(
     verification: Verification | None = None,
     checkpoint: str | None = None,
 ) -> Certificate:
-    """The certificate of the run in a folder, from the ledger in which it was charged, at its newest checkpoint.
+    """Return the certificate of the run in a folder, from the ledger in which it was charged, at its newest checkpoint.
 
-    Facts of the run that no epoch shows come from the end that the ledger records, and from nowhere else; the files in the
-    folder are compared with it. The ledger is verified first, unless a `verification` of it is given. What voids the
-    guarantee does not stop it: the certificate then says `private: false`, with the reasons, and cannot be signed.
+    Facts that no epoch contains come only from the end of the run that the ledger records; the files in the folder are
+    compared with it. The ledger is verified first, unless a `verification` of it is given. If a condition of the
+    guarantee does not hold, the certificate states `private: false` with the reasons and cannot be signed. Raises
     RunError if the end of the run is not recorded.
     """
     folder = Path(folder)
@@ -229,7 +229,7 @@ def certify(
     if not verification.verified:
         failed["ledger"] = f"the ledger does not verify: {verification.problem}"
     if evidence.later or any(each.run == metrics.run for each in verification.held):
-        failed["recorded"] = "steps of the run are charged but not in a signed record yet"
+        failed["recorded"] = "the ledger has no signed record yet of some steps that were charged"
     if changed := [name for name, digest in end.digests.items() if _differs(folder / name, digest)]:
         there = (folder / WEIGHTS).is_file()
         failed["weights"] = (
@@ -243,7 +243,7 @@ def certify(
 
 
 def _differs(path: Path, digest: str) -> bool:
-    """Whether a file is not the recorded one. The weights must be there; other files may have been removed."""
+    """Return whether a file differs from the recorded one. Only the weights must exist; other files may be removed."""
     return file_digest(path) != digest if path.is_file() else path.name == WEIGHTS
 
 
@@ -251,10 +251,10 @@ def certificate_content(
     evidence: RunEvidence, ledger: LedgerReader, *, verdict: str, failed: Mapping[str, str],
     beside: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:  # fmt: skip
-    """What is certified of a run, from the ledger up to the checkpoint of the evidence.
+    """Return what is certified about a run, from the ledger up to the checkpoint of the evidence.
 
-    `verdict`, `failed` and `beside` are what the issuer observed: of the ledger, conditions (`_OBSERVED`) that do not
-    hold, and the ledgers that lay beside it.
+    `verdict`, `failed` and `beside` are observations of the issuer: the result of verifying the ledger, the conditions
+    (`_OBSERVED`) that do not hold, and the other ledgers beside it.
     """
     conditions = _conditions(evidence, ledger.header.delta, failed)
     plan, header, end = evidence.plan, ledger.header, evidence.ended
@@ -286,7 +286,7 @@ def certificate_content(
 
 
 def _stated_by_trainer(evidence: RunEvidence) -> dict[str, Any]:
-    """What the trainer states in the start and end records of the run. Nothing in the ledger shows that it is true."""
+    """Return what the trainer states in the start and end records of the run. The ledger does not prove it."""
     assert evidence.end is not None
     leaf, end = evidence.end
     start = None
@@ -305,24 +305,24 @@ def _stated_by_trainer(evidence: RunEvidence) -> dict[str, Any]:
 
 
 def ledgers_beside(ledger: LedgerReader, folder: Path) -> list[NeighbourLedger]:
-    """The other ledgers in the folders round a ledger and a run; what their headers say, unverified."""
+    """Return the other ledgers in the folders around a ledger and a run. They are not verified."""
     own = folder.parent / "ledger" if ledger.store.remote else ledger.name
     return neighbour_ledgers(own, folder.resolve().parent)
 
 
 def _about_other_ledgers(header: Header, beside: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What ε over all runs leaves out, and what the owner states about it."""
+    """Return sentences about ledgers that ε over all runs does not include, and the owner's statement about them."""
     found = []
     if header.other_people is not None:
         found.append(
-            "The owner states that this ledger holds other people than those beside which it was begun: "
-            f"{header.other_people}. Nobody has verified that."
+            "The owner states that this ledger holds other people than the ledgers beside which it was created: "
+            f"{header.other_people}. This statement is not verified."
         )
     if beside:
         names = ", ".join(f"{each['origin']} ({pluralize(each['runs'], 'run')})" for each in beside)
         found.append(
-            f"ε over all runs counts those of the ledger {header.origin}. Beside it lay {pluralize(len(beside), 'other ledger')}: "
-            f"{names}. A person whose data is in several of them has lost the sum."
+            f"ε over all runs includes only the runs of the ledger {header.origin}. The issuer found "
+            f"{pluralize(len(beside), 'other ledger')} beside it: {names}. A person whose data is in several of them has lost the sum."
         )
     return found
 
@@ -343,7 +343,7 @@ def ledger_reference(evidence: RunEvidence, origin: str) -> dict[str, Any]:
 
 
 def _class_figures(evidence: RunEvidence, header: Header, entry: PlannedClass) -> dict[str, Any]:
-    """The figures of a class. None: nothing is proven, and for a public class nothing is protected."""
+    """Return the figures of a class. None means that nothing is proven, or that a public class is not protected."""
     plan, end = evidence.plan, evidence.ended
     adjacency = end.conditions(plan.adjacency)["adjacency"]
     common = {"unit": entry.unit, "public": entry.public, "population": entry.population, "adjacency": adjacency}
@@ -439,7 +439,7 @@ def _layers(evidence: RunEvidence) -> list[dict[str, Any]]:
 
 # ------------------------------------------------------------------------------------------ conditions
 
-# conditions that the trainer states in the end record: (what must be there, why it matters)
+# conditions that the trainer states in the end record: (required value, reason if it differs)
 _RUN_CONDITIONS = {
     "noise": ("secure", "the noise came from a seed that somebody chose, so whoever knows the seed can take it away"),
     "sampling": ("poisson", "contributions were not Poisson-sampled, so amplification by sampling cannot be claimed"),
@@ -447,7 +447,7 @@ _RUN_CONDITIONS = {
     "covered": (True, "the model has tensors that trained without being clipped and noised"),
     "raw_figures": ("none", "raw figures of private data (losses, norms) were written down"),
 }
-_OBSERVED = ("ledger", "recorded", "weights", "metrics")  # of ledger and folder, by the issuer
+_OBSERVED = ("ledger", "recorded", "weights", "metrics")  # conditions about ledger and folder that the issuer observes
 
 
 def _conditions(evidence: RunEvidence, delta: float, failed: Mapping[str, str]) -> list[Condition]:
@@ -508,7 +508,7 @@ def _assumptions(evidence: RunEvidence, plan: StepPlan, header: Header) -> list[
         ),
         "Noise and sampling coins come from a cryptographically secure generator and are not kept.",
         f"The trainer states the source of the noise, the sampling, the probe, the covered tensors and the raw figures in leaf "
-        f"{leaf} of the ledger. That cannot be changed after the run, but nothing in the ledger shows that it is true.",
+        f"{leaf} of the ledger. These statements cannot be changed after the run, but the ledger does not prove them.",
         *(
             f"No contribution of class {name} was used more than {cap} times. The run counted that itself; the figures "
             "without amplification rest on it."
@@ -556,7 +556,7 @@ def plain_statement(content: Mapping[str, Any]) -> str:
             continue
         exchanged = figures["epsilon_replace_one"]
         known = (
-            f"For what the contribution of one {unit} known to have taken part contains, no such figure is proven."
+            f"No such figure is proven for the content of one {unit} known to have taken part."
             if exchanged is None
             else f"If the content of one {unit} known to have taken part is exchanged for another, the factor is "
             f"{_up(math.exp(min(exchanged, 700.0)))} (ε = {_up(exchanged)}, replace-one)."
@@ -573,7 +573,7 @@ def plain_statement(content: Mapping[str, Any]) -> str:
             continue
         caught = min(1.0, math.exp(epsilon) * 0.01 + delta)
         parts.append(
-            f"Class {name}: with ε = {_up(epsilon)} per {unit}, if one {unit} takes part or not, {promise}, {slack}. "
+            f"Class {name}: with ε = {_up(epsilon)} per {unit}, whether one {unit} takes part or not, {promise}, {slack}. "
             f"A test that accuses one {unit} in a hundred wrongly finds at most {_up(100 * caught)} % of those who took "
             f"part. {known}"
         )
@@ -583,7 +583,7 @@ def plain_statement(content: Mapping[str, Any]) -> str:
 
 
 def _up(value: float) -> str:
-    """Rounded up to three digits."""
+    """Return a number as text, rounded up to three digits."""
     if not value:
         return "0"
     unit = 10.0 ** (math.floor(math.log10(value)) - 2)

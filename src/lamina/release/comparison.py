@@ -1,7 +1,7 @@
-"""Compare a release with its ledger: every figure, class, condition and digest computed again, every difference named.
+"""Compare a release with its ledger: compute every figure, class, condition and digest again, and name every difference.
 
-The release key's holder is the party being audited, so nothing that it signed is believed here. What only the issuer can have
-observed (the verdict of its own verification, files in its folder) is not compared.
+The holder of the release key is the audited party, so its signature is no evidence here. What only the issuer can observe
+(the result of its own verification, files in its folder) is not compared.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 Note = Callable[[str, str, str | None], None]  # code, reason, file
 _MANIFEST, _CHECKPOINT = "manifest.json", "checkpoint.txt"
-_MOST_DIFFERENCES = 20  # named of one part
+_MOST_DIFFERENCES = 20  # differences that are named for one part
 _VERDICTS = ("trusted", "self-consistent")
 
 
@@ -40,9 +40,9 @@ def compare_with_ledger(
     manifest: Manifest, certificates: Mapping[str, Certificate], ledger: LedgerReader, *, trust: Trust | None, now: int,
     note: Note,
 ) -> Verification | None:  # fmt: skip
-    """Note every difference between a release and its ledger; the verification of the ledger, None if it is another's.
+    """Note every difference between a release and its ledger. Return the verification of the ledger, if it is the right one.
 
-    `certificates` are those of the release, by file.
+    `certificates` are those of the release, by file. Returns None for another ledger or one that does not verify.
     """
     # 1. The ledger is the one that the manifest names, continued.
     if not _is_ledger_of(manifest, ledger, note):
@@ -51,19 +51,19 @@ def compare_with_ledger(
     parties = ledger.parties()
     verification = verify(ledger.store, trust=None if trust is None else trust.for_ledger(parties), now=now)
     if verification.problem is not None and verification.problem.code == "verify.leaves-unsigned":
-        verification = verify(ledger.store, now=now)  # leaves since the release: nobody vouches for them yet
+        verification = verify(ledger.store, now=now)  # includes leaves since the release, which may not be signed yet
     if (problem := verification.problem) is not None:
         note("release.ledger-not-verified", f"the ledger does not verify: {problem}", None)
         if problem.kind != KIND_NAMES[Release]:
-            return None  # what follows from it would be no evidence
+            return None  # a ledger that does not verify is no evidence
     _check_checkpoint(manifest, ledger, note)
-    # 3. The signer has no other role in it.
+    # 3. The signer has no other role in the ledger.
     signer = parties.history(manifest.signer.id)
     if signer is not None and signer.key.role is not Role.RELEASE:
         note("release.key-in-other-role", in_other_role(manifest.signer).problem, _MANIFEST)
     elif signer is not None and (wrong := signer.problem(now, manifest.created)) is not None:
-        note("release.key-retired", f"by the ledger, its key signs nothing any more: {wrong.reason}", _MANIFEST)
-    # 4. The release is recorded.
+        note("release.key-retired", f"according to the ledger, its key may no longer sign: {wrong.reason}", _MANIFEST)
+    # 4. The ledger records the release.
     _check_record(manifest, ledger, note)
     # 5. Every certificate, and 6. the posture, follow from the leaves up to that checkpoint.
     try:
@@ -82,9 +82,9 @@ def compare_with_ledger(
 def _is_ledger_of(manifest: Manifest, ledger: LedgerReader, note: Note) -> bool:
     at = manifest.ledger
     if ledger.origin != at["origin"] or ledger.header_hash.hex() != at["header"]:
-        note("release.other-ledger", f"{ledger.name} is not its ledger, which is of {at['origin']!r}", _CHECKPOINT)
+        note("release.other-ledger", f"{ledger.name} is not its ledger, which has origin {at['origin']!r}", _CHECKPOINT)
     elif ledger.size < at["size"]:
-        reason = f"the ledger has {ledger.size} leaves, the release stands on {at['size']}"
+        reason = f"the ledger has {ledger.size} leaves, but the release refers to {at['size']}"
         note("release.ledger-older", reason, _CHECKPOINT)
     elif ledger.root_at(at["size"]).hex() != at["root"]:
         note("release.ledger-forked", f"the first {at['size']} leaves of the ledger have another root", _CHECKPOINT)
@@ -102,7 +102,7 @@ def _check_checkpoint(manifest: Manifest, ledger: LedgerReader, note: Note) -> N
 
 
 def _check_record(manifest: Manifest, ledger: LedgerReader, note: Note) -> None:
-    """The release record of the ledger, after the checkpoint that the release stands on, says what the manifest says."""
+    """Check that a release record after the checkpoint of the release states the same as the manifest."""
     records = (leaf.record for leaf in ledger.of_kind(Release, manifest.ledger["size"]))
     mine = [each for each in records if isinstance(each, Release) and each.manifest.hex() == manifest.digest]
     if not mine:
@@ -130,7 +130,7 @@ def _compare_certificate(
     def compare(code: str, *parts: str) -> None:
         for part in parts:
             for path, one, two in islice(differences(stated.get(part), expected[part], part), _MOST_DIFFERENCES):
-                reason = f"{path} is {short_repr(one)} in the certificate, and {short_repr(two)} by the ledger"
+                reason = f"{path} is {short_repr(one)} in the certificate, but {short_repr(two)} by the ledger"
                 note(code, reason, file)
 
     compare("release.figures-differ", "classes", "accountant")
@@ -146,10 +146,10 @@ def _compare_certificate(
 def _compare_posture(manifest: Manifest, expected: Posture, runs: Sequence[RunEvidence], note: Note) -> None:
     found = differences(manifest.posture.to_dict(), expected.to_dict(), "posture")
     for path, one, two in islice(found, _MOST_DIFFERENCES):
-        reason = f"{path} is {short_repr(one)} in the manifest, and {short_repr(two)} by the ledger"
+        reason = f"{path} is {short_repr(one)} in the manifest, but {short_repr(two)} by the ledger"
         note("release.posture-differs", reason, _MANIFEST)
     if manifest.predicate["created"] != format_utc(runs[-1].time):
-        reason = f"it says that it is of {manifest.predicate['created']}, its checkpoint of {format_utc(runs[-1].time)}"
+        reason = f"it states the date {manifest.predicate['created']}, but its checkpoint {format_utc(runs[-1].time)}"
         note("release.ledger-head-differs", reason, _MANIFEST)
     if manifest.gate.unstated_purposes:
         try:
@@ -159,15 +159,17 @@ def _compare_posture(manifest: Manifest, expected: Posture, runs: Sequence[RunEv
 
 
 def check_purposes(posture: Posture, runs: Sequence[RunEvidence]) -> None:
-    """NotVerified if a class states purposes, but none in common: that is not the same as stating none."""
+    """Raise NotVerified if the plans of a class state purposes but have none in common; that differs from stating none."""
     for entry in (entry for run in runs for plan in run.plans.values() for entry in plan.classes):
         if entry.purposes and not posture.classes[entry.name].purposes:
-            problem = f"class {entry.name!r} was trained on for several purposes, and none is common to all its plans"
-            raise NotVerified("release.purposes-differ", problem, "leave out --any-purpose: nobody may use the class")
+            problem = f"class {entry.name!r} was used for several purposes, but its plans have none in common"
+            raise NotVerified(
+                "release.purposes-differ", problem, "leave out --any-purpose; the class may then not be used"
+            )
 
 
 def differences(stated: Any, expected: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
-    """(path, stated, expected) of everything that differs. Floats may differ as two machines compute them."""
+    """Yield (path, stated, expected) of every difference. Floats may differ by rounding between two machines."""
     if type(stated) is dict and type(expected) is dict:
         for name in dict.fromkeys((*expected, *stated)):
             yield from differences(stated.get(name), expected.get(name), f"{path}.{name}")

@@ -44,7 +44,7 @@ MAX_PATTERN_CHARACTERS = 4096  # of all patterns together: each is tried on ever
 _MAX_NAME, _MAX_RIGHTS = 512, 1 << 16  # characters, of one and of all together: a line of the log must hold them
 _MAX_REMEMBERED = 4096  # of what queries draw on, if all of them differ
 REFRESH_SECONDS = 0.25  # between two looks at the ledger: a fresh withdrawal counts within a second
-RETRY_SECONDS = 1.0  # the same after a look that failed
+RETRY_SECONDS = 1.0  # seconds between looks after one that failed
 
 _DRAWS_ON = ("layers", "depth", "adapter", "generation_class")
 _RIGHTS = ("classes", "max_epsilon", "min_noise_multiplier", "purpose", "accept_withdrawn")
@@ -170,7 +170,7 @@ class DenialReason:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
-    """What the gate decided, why not, and the signed time up to which withdrawals were known to it."""
+    """A decision of the gate: the reasons of a denial, and the signed time up to which withdrawals were known."""
 
     allowed: bool
     reasons: tuple[DenialReason, ...]
@@ -375,12 +375,12 @@ class ReleaseGate:
 
     folder   the release
     trusted  release keys from elsewhere: a key, several, or what `Trust.load` reads
-    ledger   the ledger of the release: withdrawals count from the moment they are in it. Without it, those that the
-             manifest states count
+    ledger   the ledger of the release: withdrawals count as soon as they are in it. Without a ledger, only the
+             withdrawals that the manifest states count
     seen     checkpoints of that ledger that were seen before
 
     Every query is denied once the newest signed time up to which withdrawals are known (of the ledger, otherwise of the
-    manifest) is older than `max_age` of the manifest's policy, or while the ledger is not what it was or cannot be read.
+    manifest) is older than `max_age` of the manifest's policy, and while the ledger cannot be read or verified.
     """
 
     def __init__(
@@ -395,7 +395,7 @@ class ReleaseGate:
         keys = (trusted,) if isinstance(trusted, PublicKey) else trusted
         trust = keys if isinstance(keys, Trust) else Trust(plain=tuple(keys))
         self.folder, self._clock = Path(folder), clock
-        self._latest = clock()  # that it has shown: one that is set back makes nothing valid again
+        self._latest = clock()  # the latest time shown; setting the clock back makes nothing valid again
         found = verify_release(folder, trust=trust, seen=seen, now=int(clock()), ledger=ledger)
         if not found.signed or found.manifest is None:
             problem = f"the release in '{folder}' is {found.verdict}: {'; '.join(map(str, found.problems[:3]))}"
@@ -425,11 +425,11 @@ class ReleaseGate:
         if not -CLOCK_SKEW <= now - self._as_of <= (most := self.manifest.gate.max_age):
             known = f"withdrawals are known up to {format_utc(self._as_of)}"
             if now < self._as_of:
-                text = f"{known}, which is in the future of this clock: set the clock"
+                text = f"{known}, which is later than the clock of this machine; set the clock"
             elif self._ledger is None:
-                text = f"{known}, at most {most} s ago is allowed: give the gate the ledger, or a newer release"
+                text = f"{known}, more than {most} s ago; give the gate the ledger, or a newer release"
             else:
-                text = f"{known}, at most {most} s ago is allowed: run lamina ledger heartbeat on the ledger"
+                text = f"{known}, more than {most} s ago; run lamina ledger heartbeat on the ledger"
             found.append(DenialReason(code="stale", text=text))
         return found
 
@@ -445,7 +445,7 @@ class ReleaseGate:
                 self._failed, self._pause = None, REFRESH_SECONDS
             except LaminaError as error:
                 self._failed, self._pause = _ledger_denial(error), RETRY_SECONDS
-            self._looked = self._clock()  # a server that does not answer may have taken its time
+            self._looked = self._clock()  # read again: a server that does not answer takes a while
 
     def weights(self) -> bytes:
         """The weights: the very bytes whose hash is in the manifest, whatever happened to the file since."""
@@ -465,11 +465,11 @@ def _scope_allows(bound: str | None, asked: str | None) -> bool:
     return bound is None or (asked is not None and (asked == bound or asked.startswith(f"{bound}/")))
 
 
-LEDGER_DENIALS = {  # what a refusal says to everybody; the gate adds the particulars, which name files
+LEDGER_DENIALS = {  # texts for clients; the gate adds details, which name files, for the operator
     "ledger-unreachable": "withdrawals are not known: the ledger cannot be read",
-    "ledger-replaced": "withdrawals are not known: another ledger is in the place of the one of this release",
+    "ledger-replaced": "withdrawals are not known: the ledger of this release was replaced by another one",
     "ledger-shorter": "withdrawals are not known: the ledger is shorter than it was",
-    "ledger-forked": "withdrawals are not known: the leaves of the ledger are not those that were signed",
+    "ledger-forked": "withdrawals are not known: the leaves of the ledger differ from those that were signed",
     "ledger-not-verified": "withdrawals are not known: the ledger cannot be verified",
 }
 _DENIAL_OF_ERROR = {
@@ -487,7 +487,7 @@ def _ledger_denial(error: LaminaError) -> DenialReason:
 
 
 class _ReleaseLedger:
-    """Withdrawals in the ledger of a release, counted from its leaves (`LedgerFollower`), up to the newest one."""
+    """Counts the withdrawals in the ledger of a release from its leaves (`LedgerFollower`), up to the newest leaf."""
 
     def __init__(self, ledger: LedgerReader, manifest: Manifest, trust: Trust) -> None:
         at = manifest.ledger
@@ -501,8 +501,8 @@ class _ReleaseLedger:
         self._counts = dict(manifest.posture.withdrawn)
 
     def look(self, now: float) -> tuple[Mapping[str, int], int]:
-        """By class, how many contributions that may be in the model were withdrawn, never fewer than before; and the
-        signed time up to which that is known. LedgerError if the ledger is not the one that was verified before."""
+        """Return, by class, how many contributions that may be in the model were withdrawn, never fewer than before; and
+        the signed time up to which that is known. Raises LedgerError if the ledger does not continue the verified one."""
         self._follower.look(self._count, now)
         return self._counts, self._follower.time
 

@@ -51,7 +51,7 @@ _DIGEST = re.compile("[0-9a-f]{64}")
 MANIFEST = "manifest.json"
 CHECKPOINT = "checkpoint.txt"
 PREDICATE_TYPE = "urn:lamina:release:v1"
-MAX_AGE = 366 * 86_400  # seconds for which a gate may go on without knowing withdrawals, at most
+MAX_AGE = 366 * 86_400  # largest `max_age` in seconds
 _MAX_FILES = 4096
 _MAX_RUNS = 1024
 _MAX_NAME = 512
@@ -63,11 +63,11 @@ _PREDICATE_FIELDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class GatePolicy:
-    """What the gate of a release is told beside the posture. Whatever it does not allow is denied.
+    """Settings of the gate of a release, in addition to the posture. The gate denies everything that they do not allow.
 
     unstated_purposes   whether a class whose policy names no purpose may be used for any
     max_age             seconds after the newest signed time that a gate knows (of the ledger, or without one of the
-                        manifest) until it denies everything: later withdrawals are unknown to it
+                        manifest) until it denies everything, because later withdrawals are unknown to it
     generation_classes  names for what queries draw on: {"head": {"layers": ["head.*"]}}
     """
 
@@ -108,7 +108,7 @@ class GatePolicy:
 
 
 def _draws_on(plain: object) -> bool:
-    """Whether it says what a query draws on: layers, a band of depth, an adapter."""
+    """Return whether it states what a query draws on: layers, a band of depth, an adapter."""
     if not isinstance(plain, Mapping) or plain.keys() - {"layers", "depth", "adapter"}:
         return False
     layers, depth, adapter = plain.get("layers", []), plain.get("depth", [0, 1]), plain.get("adapter", "x")
@@ -217,12 +217,12 @@ def make_release(
 
 
 def _refuse_new_epochs(rows: StoreReader, last: RunEvidence, record: Release) -> None:
-    """NotVerified if a run of the release was charged since it was certified: the record would contradict the ledger."""
+    """Raise NotVerified if a run was charged after its certificate: the release record would contradict the ledger."""
     for _, data in rows.leaves(last.checkpoint.size, LAST_SEQ):  # the column `kind` is no evidence
         epoch = decode_leaf(data).record
         if isinstance(epoch, Epoch) and epoch.run in record.runs:
             problem = f"run {epoch.run.hex()[:8]} was charged while the release was made"
-            raise NotVerified("release.run-charged-meanwhile", problem, "make it again when the run has ended")
+            raise NotVerified("release.run-charged-meanwhile", problem, "make the release again when the run has ended")
 
 
 def _copy_weights(source: Path, target: Path, certificate: Certificate) -> None:
@@ -272,12 +272,12 @@ class Manifest:
 
 @dataclass(frozen=True, kw_only=True)
 class ReleaseVerification:
-    """What was found in a release.
+    """The result of verifying a release.
 
-    verified  nothing is wrong
-    signed    and a key from outside the folder signed it
-    compared  every figure was computed again from its ledger, which verified
-    trusted   all of these, and a trusted key governs the ledger
+    verified  no problem was found
+    signed    verified, and signed by a trusted key from outside the folder
+    compared  every figure was computed again from the ledger, and the ledger verified
+    trusted   all of these hold, and a trusted key governs the ledger
     """
 
     verified: bool
@@ -289,7 +289,7 @@ class ReleaseVerification:
 
     @property
     def verdict(self) -> str:
-        """In words."""
+        """The verdict in words."""
         if not self.verified or self.trusted:
             return "trusted" if self.trusted else "not verified"
         who = "signed by a trusted key" if self.signed else "self-consistent, not trusted"
@@ -327,14 +327,14 @@ def verify_release(
     now: int | None = None,
     ledger: LedgerReader | None = None,
 ) -> ReleaseVerification:
-    """Check a release: names, files, hashes, signatures, certificates, times; with its ledger, every figure.
+    """Check names, files, hashes, signatures, certificates and times of a release; with its ledger, also every figure.
 
-    Lists all problems.
+    Returns all problems.
 
-    trust   release keys (and ledger keys) from elsewhere; without them a good release is consistent in itself, which
-            anybody can make
+    trust   release keys (and ledger keys) from another source. Without them, a release can only be self-consistent,
+            which anybody can achieve
     seen    checkpoints of its ledger that were seen before: a release that stands on an older one is refused
-    ledger  the ledger of the release: everything is computed again from it. Without it, the figures are the signer's word
+    ledger  the ledger of the release, from which everything is computed again. Without it, the figures are not checked
     """
     now = int(system.time()) if now is None else now
     folder = Path(folder)
@@ -418,7 +418,7 @@ def read_manifest(folder: Path, keys: tuple[PublicKey, ...] | None) -> Manifest:
 
 
 def _check_predicate(found: Manifest) -> None:
-    """ValueError unless its fields have the types and ranges that a release has."""
+    """Raise ValueError unless all fields have the right types and ranges."""
     predicate, at = found.predicate, found.ledger
     if at.keys() != {"origin", "size", "root", "header", "checkpoint"}:
         raise ValueError("its ledger has other fields than origin, size, root, header and checkpoint")
@@ -434,7 +434,7 @@ def _check_predicate(found: Manifest) -> None:
     if type(predicate["name"]) is not str or not 0 < len(predicate["name"]) <= _MAX_NAME or len(entries) > _MAX_RUNS:
         raise ValueError(f"it has no name of 1 to {_MAX_NAME} characters, or too many certificates")
     if found.not_after <= found.created:
-        raise ValueError("it might be served until before it was made")
+        raise ValueError("its last date of serving is before the date on which it was made")
 
 
 def _subjects(listed: object) -> dict[str, str]:
@@ -548,7 +548,7 @@ def _check_model_signature(folder: Path, manifest: Manifest, note: Note) -> None
 
 
 def _check_certificates(folder: Path, manifest: Manifest, note: Note) -> dict[str, Certificate]:
-    """Every run has a certificate by the same key, about these weights and this ledger. Returns them, by file."""
+    """Check that every run has a certificate by the same key, for these weights and this ledger; return them by file."""
     entries, certified = manifest.predicate["certificates"], []
     by_file: dict[str, Certificate] = {}
     for each in entries if type(entries) is list else []:

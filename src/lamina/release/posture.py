@@ -31,9 +31,9 @@ NOT_REACHED = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClassPosture:
-    """A class in a model. `epsilon` is None where nothing finite is proven, and with `delta` for public data.
+    """A class in a model. `epsilon` is None if nothing finite is proven; for public data, `delta` is None as well.
 
-    `purposes` are what its policy allows.
+    `purposes` are those that its policy allows.
     """
 
     name: str
@@ -97,7 +97,7 @@ class Posture:
     def from_dict(cls, plain: Mapping[str, Any]) -> Posture:
         """The inverse of `to_dict`; KeyError, TypeError or ValueError for anything else."""
         if plain.keys() != {"classes", "layers", "adapters", "eligible", "withdrawn", "as_of_size", "note"}:
-            raise ValueError("the posture has other fields than it must have")
+            raise ValueError("the posture lacks a field, or has an unknown one")
         size = bounded_whole("as_of_size", plain["as_of_size"], 1, 2**63 - 1)
         first, last = (bounded_whole("eligible", each, 0, size) for each in plain["eligible"])
         classes = {name: _read(ClassPosture, {"name": name, **each}) for name, each in plain["classes"].items()}
@@ -112,7 +112,9 @@ class Posture:
         for adapter in adapters:
             texts = [adapter.name, *(text for text in (adapter.config, adapter.scope) if text is not None)]
             if not all(map(is_short_text, texts)) or type(adapter.layers) is not tuple or set(adapter.layers) - names:
-                raise ValueError(f"an adapter is no name with layers of the model: {str(adapter.name)[:80]!r}")
+                raise ValueError(
+                    f"an adapter has no name, or layers that the model does not have: {str(adapter.name)[:80]!r}"
+                )
         unknown = {name for layer in layers for name in layer.classes} - classes.keys()
         if unknown or not layers or len(names) < len(layers) or first > last or withdrawn.keys() != classes.keys():
             raise ValueError("layers, classes, withdrawals and eligible leaves do not fit together")
@@ -128,17 +130,17 @@ _MAX_PARTS = 16_384
 
 
 def _check_class(each: ClassPosture) -> None:
-    """ValueError unless its figures are in range, its purposes texts, and it has figures exactly if it is private."""
+    """Raise ValueError unless figures are in range, purposes are texts, and only a private class has figures."""
     texts = type(each.purposes) is tuple and len(each.purposes) <= 1024 and all(map(is_short_text, each.purposes))
     if not texts or type(each.public) is not bool or not is_short_text(each.unit) or not is_short_text(each.name):
-        raise ValueError(f"class {str(each.name)[:80]!r} has a name, unit, purposes or a publicness of a wrong type")
+        raise ValueError(f"class {str(each.name)[:80]!r} has a name, unit, purposes or a field public of a wrong type")
     if each.epsilon is not None:
         bounded_number("epsilon", each.epsilon, 0.0, MAX_EPSILON)
     if each.noise_multiplier is not None:
         bounded_number("noise_multiplier", each.noise_multiplier, 0.0, MAX_NOISE)
     if each.public:
         if (each.epsilon, each.delta) != (None, None):
-            raise ValueError(f"class {each.name!r} is public, and states ε or δ: it has no protection")
+            raise ValueError(f"class {each.name!r} is public but states ε or δ; public data is not protected")
     else:
         bounded_number("delta", each.delta, 0.0, 1.0)
 
@@ -227,7 +229,7 @@ def _layers(runs: Sequence[RunEvidence]) -> tuple[LayerPosture, ...]:
 
 
 def _adapters(ledger: LedgerReader, layers: Sequence[LayerPosture], size: int) -> Iterable[AdapterPosture]:
-    """The adapters that the policy names up to leaf `size`, with the layers that their classes reached."""
+    """Return the adapters that the policy names before leaf `size`, with the layers that their classes reached."""
     policies = [ledger.header, *(leaf.record for leaf in ledger.of_kind(PolicyChange, 0, size))]
     found: dict[tuple[str, str | None, str | None], dict[str, None]] = {}
     for record in policies:

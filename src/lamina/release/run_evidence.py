@@ -1,4 +1,4 @@
-"""What the ledger says of a run (its start, epochs, plans, charges and end), and the figures in its folder."""
+"""What the ledger records about a run (start, epochs, plans, charges, end), and the figures in the folder of the run."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _HASH_CHUNK = 1 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunMetrics:
-    """metrics.json of a run: figures for people. Nobody signed it; a certificate takes only the name of the run from it.
+    """metrics.json of a run. It is for people and not signed; a certificate takes only the name of the run from it.
 
-    stated  the fields that the end of the run in the ledger states too
+    stated  the fields that the end record of the run states as well
     """
 
     run: bytes
@@ -39,7 +39,7 @@ class RunMetrics:
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> RunMetrics:
-        """Read metrics.json in the folder of a run; RunError if it is none."""
+        """Read metrics.json in the folder of a run; raise RunError if it is missing or malformed."""
         path = Path(folder) / "metrics.json"
         if not path.is_file():
             problem = f"'{folder}' is no folder of a run that has begun: it has no metrics.json"
@@ -65,7 +65,7 @@ class RunMetrics:
             raise RunError("release.metrics-malformed", problem, "restore it, or open the run again") from None
 
     def differences(self, end: RunEnd, adjacency: str) -> list[str]:
-        """In what it differs from the end of the run that the ledger records. What it leaves out does not differ."""
+        """Return the fields that differ from the end record of the run. Missing fields do not count as different."""
         conditions, files = self.stated["conditions"], self.stated["files"]
         recorded = {"steps": end.steps, "plan": end.plan.hex(), "max_occurrences": end.max_occurrences}
         found = [name for name, value in recorded.items() if not _same(self.stated[name], value)]
@@ -78,7 +78,7 @@ class RunMetrics:
 
 
 def _same(one: object, two: object) -> bool:
-    """Equal and of one type: 1 is not true."""
+    """Return whether two values are equal and of one type: 1 is not true."""
     return type(one) is type(two) and one == two
 
 
@@ -109,9 +109,9 @@ class RunEvidence:
 
     @classmethod
     def read(cls, ledger: LedgerReader, run: bytes, checkpoint: str | None = None) -> RunEvidence:
-        """What the ledger says of a run, up to a checkpoint (the newest if none is given); RunError if nothing.
+        """Read what the ledger records about a run up to a checkpoint, by default the newest; raise RunError if nothing.
 
-        Nothing here verifies the ledger or the checkpoint. After a given checkpoint, nothing counts.
+        Neither the ledger nor the checkpoint is verified here. Leaves after a given checkpoint do not count.
         """
         text = ledger.latest() if checkpoint is None else checkpoint
         if text is None:
@@ -152,16 +152,16 @@ class RunEvidence:
 
     @property
     def plan(self) -> StepPlan:
-        """The plan that it ended under; before its end, that of its last epoch."""
+        """The plan under which the run ended; before its end, the plan of its last epoch."""
         return self.plans[self.epochs[-1][1].plan if self.end is None else self.end[1].plan]
 
     @property
     def ended(self) -> RunEnd:
-        """Its end; RunError if the ledger records none."""
+        """Return the end of the run; raise RunError if the ledger records none."""
         if self.end is None:
             problem = f"the ledger has no signed record of the end of run {self.run.hex()[:8]}"
             remedy = (
-                "run the command that trained it again: a finished run is not trained further, and its end is recorded"
+                "run the command that trained it again; this records the end and does not train a finished run further"
             )
             raise RunError("release.run-not-ended", problem, remedy)
         return self.end[1]
@@ -233,7 +233,7 @@ R = TypeVar("R", RunBegin, RunEnd)
 
 
 def _last(ledger: LedgerReader, kind: type[R], run: bytes, size: int) -> tuple[int, R] | None:
-    """The newest record of this kind of a run, and its leaf."""
+    """Return the newest record of this kind of a run, with its leaf."""
     found = None
     for leaf in ledger.of_kind(kind, 0, size):
         if isinstance(leaf.record, kind) and leaf.record.run == run:

@@ -1,4 +1,4 @@
-"""In-toto Statements in a DSSE envelope (https://github.com/secure-systems-lab/dsse); range checks of what they state."""
+"""In-toto Statements in a DSSE envelope (https://github.com/secure-systems-lab/dsse), and range checks of their fields."""
 
 from __future__ import annotations
 
@@ -105,26 +105,26 @@ def _not_an_envelope(problem: str) -> EncodingError:
     )
 
 
-# Range checks of figures in signed JSON. Whoever signed it may have written anything.
+# Range checks of figures in signed JSON. A signer may have written anything.
 
 MAX_EPSILON = UNBOUNDED / NANO  # no ledger states more
 MAX_NOISE = 1e15  # no plan adds more
 
 
 def bounded_whole(name: str, value: object, least: int, most: int) -> int:
-    """A whole number in [least, most]; ValueError for anything else."""
+    """Return a whole number in [least, most]; raise ValueError for anything else."""
     if type(value) is not int or not least <= value <= most:
         raise ValueError(f"{name} is {short_repr(value)}, must be a whole number in [{least}, {most}]")
     return value
 
 
 def bounded_number(name: str, value: object, least: float, most: float) -> float:
-    """A number in [least, most]; ValueError for anything else, also for an integer that no float holds."""
+    """Return a number in [least, most]; raise ValueError for anything else, also for an integer that no float holds."""
     if type(value) not in (int, float) or not least <= value <= most:  # type: ignore[operator]
         raise ValueError(f"{name} is {short_repr(value)}, must be a number in [{least:g}, {most:g}]")
     return float(value)  # type: ignore[arg-type]
 
 
 def is_short_text(value: object) -> bool:
-    """Whether it is a text of 1 to 512 printable characters."""
+    """Return whether the value is a text of 1 to 512 printable characters."""
     return type(value) is str and 0 < len(value) <= 512 and value.isprintable()
