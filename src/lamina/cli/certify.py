@@ -50,9 +50,9 @@ def certify(
     ledger is verified first, and every figure is computed from what it records. Times are the ledger's: the same run and
     ledger give the same bytes.
 
-    What no epoch shows (source of the noise, probe, digests of the weights) is read from the end of the run that the ledger
-    records, and stated as the trainer's word; the files of the folder are compared with it. A run without that record is
-    refused: open it again with the command that trained it.
+    Facts that no epoch contains (source of the noise, probe, digests of the weights) are read from the end of the run that
+    the ledger records. They are marked as stated by the trainer, and the files of the folder are compared with them. A run
+    without that record is refused; run the command that trained it again to add the record.
 
     A run whose guarantee does not hold (noise from a chosen seed, not probed, raw figures written, a ledger that does not
     verify, …) gets no signature: exit code 1, `private: false` and the reasons.

@@ -196,11 +196,11 @@ pre {{ background: #f5f5f2; padding: 1rem; overflow-x: auto; font-size: .8rem }}
 <p>A residual autoencoder with a classifier learned from simulated patients of two classes. {volunteers} volunteers,
 mostly healthy, gave their recordings to the public and train every layer. {sensitive} sensitive patients reach only the
 top quarter of the layers, the classifier, and each loses at most ε = {epsilon}.</p>
-<p><b>What ε = {epsilon} means.</b> Whatever anybody computes from this model, the probability of an answer with one given patient is
-at most e<sup>ε</sup> ≈ {factor} times that without the patient, plus δ = {delta}. Somebody who knows everything else and would toss a coin
-about whether that patient took part is right in at most {sure} % of cases. If it is known that the patient took part, and the
-question is what the recording contains, the factor is {exchanged} (replace-one). These are worst cases. The volunteers declared their
-recordings public: they are not protected.</p>
+<p><b>What ε = {epsilon} means.</b> The probability of any result that is computed from this model is, with one given patient, at most
+e<sup>ε</sup> ≈ {factor} times the probability without the patient, plus δ = {delta}. An attacker who knows everything else, and for whom
+both cases are equally likely, is right in at most {sure} % of cases about whether that patient took part. If the attacker knows that the
+patient took part and asks what the recording contains, the factor is {exchanged} (replace-one). These are worst cases. The volunteers
+declared their recordings public, so they are not protected.</p>
 {facts}
 
 <h2>Who was let in</h2>

@@ -42,7 +42,7 @@ def find_ledgers(where: str) -> list[str]:
     if found:
         return found
     problem = f"'{where}' has no ledger"
-    remedy = f"give a ledger, or a folder with NAME{LEDGER_SUFFIX} in it; runs write theirs beside their folders"
+    remedy = f"give a ledger, or a folder with NAME{LEDGER_SUFFIX} in it; runs write their ledger beside their folder"
     raise RunError("cli.ledger-missing", problem, remedy)
 
 
@@ -73,7 +73,7 @@ def read_only_register(where: str, contract: CorpusTerms) -> Iterator[ReadOnlyRe
 
 @contextmanager
 def write_spend(where: str, key: PrivateKey | None = None) -> Iterator[SpendLedger]:
-    """What runs have spent, to give back a reservation. The key signs what is open then; default: the one beside it."""
+    """Open a ledger to release a reservation. The key signs what stays open; default: the key beside the ledger."""
     place = _resolve_link(where)
     if key is None and not is_postgres_url(place) and (beside := ledger_key_path(place)).exists():
         key = PrivateKey.load(beside, None)

@@ -36,7 +36,7 @@ from lamina.release.gate import Query, ReleaseGate
 from lamina.release.manifest import GatePolicy, ReleaseVerification, make_release, verify_release
 from lamina.release.model_signing import MODEL_SIGNATURE
 
-_HELP = """A model that leaves the house: weights, certificates and manifest in one signed folder, and its gate.
+_HELP = """Create, verify and query signed model releases.
 
 In this order:
 
@@ -147,7 +147,7 @@ def _generation_class(text: str) -> tuple[str, dict[str, Any]]:
 
 TrustsOption = Annotated[
     list[Path] | None,
-    option("keys from elsewhere: a key ring, or public keys of releases and of the ledger's owner; repeatable", "--trust",
+    option("trusted keys: a key ring, or public keys of releases and of the owner of the ledger; repeatable", "--trust",
            metavar="KEYS"),
 ]  # fmt: skip
 
@@ -155,17 +155,19 @@ TrustsOption = Annotated[
 def verify(
     folder: ReleaseArgument,
     trust: TrustsOption = None,
-    ledger: Annotated[str | None, option("ledger of the release: compute every figure again", metavar="LEDGER")] = None,
+    ledger: Annotated[
+        str | None, option("ledger of the release; every figure is computed again from it", metavar="LEDGER")
+    ] = None,
     seen: Annotated[list[Path] | None, option("a checkpoint of its ledger that you kept", metavar="CHECKPOINT")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Check a release: every file by hash, no file more or less, signatures, certificates, dates; with a ledger, all figures.
+    """Check the files, signatures, certificates and dates of a release; with --ledger, also all figures.
 
-    Without --trust a good release is consistent in itself, which anybody can make; with --trust the release key must be one
-    that you have from elsewhere. Without --ledger the figures are the word of the signer. With --ledger every figure, class,
-    condition, digest and count is computed again from the ledger as it was when the release was made, and each
-    difference is named. A release is trusted only if a trusted key signed it, a trusted key governs the ledger, and
-    both say the same.
+    Without --trust a release can only be self-consistent, which anybody can achieve. With --trust, the release key must be
+    one of these keys, which you obtained from another source. Without --ledger the figures are not checked. With --ledger,
+    every figure, class, condition, digest and count is computed again from the ledger as it was when the release was made,
+    and each difference is named. A release is trusted only if a trusted key signed it, a trusted key governs the ledger,
+    and both agree.
 
     Examples:
 
@@ -210,9 +212,12 @@ def _what_was_not_checked(found: ReleaseVerification) -> Iterator[str]:
 def ask(
     folder: ReleaseArgument,
     query: Annotated[Path, argument("QUERY", "JSON: what is drawn on, and under which rights")],
-    trust: Annotated[list[Path], option("release key from elsewhere, or a key ring; repeatable", metavar="KEYS")],
+    trust: Annotated[list[Path], option("trusted release key, or a key ring; repeatable", metavar="KEYS")],
     ledger: Annotated[
-        str | None, option("ledger of the release: compare every figure, and withdrawals up to now", metavar="LEDGER")
+        str | None,
+        option(
+            "ledger of the release; figures are compared with it, and withdrawals count up to now", metavar="LEDGER"
+        ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -223,8 +228,8 @@ def ask(
       {"draws_on": {"layers": ["head.*"]},
        "rights": {"classes": ["clinical"], "max_epsilon": 3.0, "min_noise_multiplier": 0.5, "purpose": "research"}}
 
-    With --ledger, withdrawals count up to its newest leaf; without it, those that the manifest states. In both cases the
-    newest signed time (of the ledger or the manifest) may be no older than --max-age of the release.
+    With --ledger, withdrawals count up to its newest leaf. Without it, only those count that the manifest states. In both
+    cases the newest signed time (of the ledger or the manifest) must not be older than --max-age of the release.
 
     Exit code 0 if it is allowed, 1 if it is denied.
 

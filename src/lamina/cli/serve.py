@@ -70,7 +70,7 @@ def serve(
     max_inputs: Annotated[int, option("inputs of a request", panel=_LIMITS, min=1)] = 256,
     timeout: Annotated[float, option("seconds for a request", panel=_LIMITS, min=0.1)] = 10.0,
     concurrent: Annotated[int, option("requests at a time", panel=_LIMITS, min=1)] = 64,
-    concurrent_per_key: Annotated[int, option("requests at a time of one key", panel=_LIMITS, min=1)] = 16,
+    concurrent_per_key: Annotated[int, option("requests of one key at a time", panel=_LIMITS, min=1)] = 16,
     as_json: JsonOption = False,
 ) -> None:
     """Serve a release: every query passes its gate first. Or a run: its ledger, with proofs. Spends nothing.
@@ -79,8 +79,8 @@ def serve(
     with 403 and every reason. POST /v1/decide asks the gate alone. Where things are: GET /v1/openapi.json, docs/service.md.
 
     The model is loaded with the bytes that the manifest names. All of it answers, so a query must draw on all layers. With
-    --ledger a withdrawal counts within a second. Every query is denied once the newest signed time of the ledger (without
-    one, of the release) is too old: run lamina ledger heartbeat by a timer.
+    --ledger a withdrawal counts within a second. Every query is denied if the newest signed time of the ledger (without a
+    ledger, of the release) is too old, so run lamina ledger heartbeat by a timer.
 
     Ctrl-C stops it. It listens on this machine alone. Any other --host needs --keys, or certificates of clients (--tls-clients).
     A key is any secret text, such as openssl rand -hex 32 prints; its line in --keys is a name and printf %s KEY | sha256sum.

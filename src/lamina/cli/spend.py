@@ -166,7 +166,9 @@ def spend(
     ] = False,
     key: Annotated[
         Path | None,
-        option("with --release: the ledger's key, which signs what stays open; default: the one beside a file"),
+        option(
+            "with --release: key of the ledger, which signs what stays open; default: the key beside the ledger file"
+        ),
     ] = None,
     passphrase_file: PassphraseOption = None,
     origin: Annotated[str | None, option("only this corpus")] = None,
@@ -182,7 +184,7 @@ def spend(
     the strictest of what the ledger promises, what contributions signed and what the last run was limited to. Remains:
     the bound less what is committed, rounded down; the other figures are rounded up.
 
-    Ledgers that lie beside each other are listed at the end, with what their owner states about them.
+    Ledgers in neighbouring folders are listed at the end, with the statements of their owners.
 
     Charges are read from the leaves under the newest checkpoint; lamina ledger verify recomputes every figure.
 
@@ -222,7 +224,7 @@ def spend(
 
 
 def _together(ledgers: Sequence[NeighbourLedger]) -> list[str]:
-    """The ledgers that lie beside each other, if there are several."""
+    """Return the table of neighbouring ledgers, or nothing if there is only one."""
     if not ledgers:
         return []
     rows = [["ledger", "origin", "class", "per", "at δ", "runs", "ε"]]

@@ -94,12 +94,12 @@ def refusal_json(error: LaminaError) -> dict[str, str]:
 
 
 def print_finding(verdict: str, text: str) -> None:
-    """A verdict against something, and why."""
+    """Print a negative verdict and its reason."""
     err.print(f"[bold red]{verdict}[/] {_below(text)}", soft_wrap=True)
 
 
 def _below(text: str) -> str:
-    """Text after a heading: further lines are indented, so that a line break in a name begins no line of its own."""
+    """Indent all lines after the first, so that a line break in a name cannot start a line of its own."""
     return escape(visible(text).replace("\n", "\n         "))
 
 

@@ -34,7 +34,7 @@ If you contributed:
 To maintain one:
 
   lamina ledger checkpoint ledger.db --key ledger.key sign all records
-  lamina ledger heartbeat ledger.db --key ledger.key  sign that it is up to date; by a timer
+  lamina ledger heartbeat ledger.db --key ledger.key  sign the present time; run it by a timer
   lamina ledger withdraw ledger.db --request mine.cose
   lamina ledger copy ledger.db auditor.db             copy it while runs write
   lamina ledger prune ledger.db --key ledger.key      replace old records by totals

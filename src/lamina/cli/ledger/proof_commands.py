@@ -165,8 +165,8 @@ def checkpoint(
     accept: Annotated[
         bool,
         option(
-            "with --key: go on with this ledger as it is, though a newer state is kept beside the key, or open charges "
-            "are not those that were signed",
+            "with --key: accept this ledger as it is, although a newer state is kept beside the key or open charges "
+            "differ from those that were signed",
             "--accept",
         ),
     ] = False,
@@ -208,19 +208,19 @@ def heartbeat(
     ledger: LedgerArgument,
     key: Annotated[Path, option("private key of the ledger, or of one of its witnesses", metavar="FILE")],
     seen: Annotated[
-        Path | None, option("where the newest checkpoint is kept; default: beside the key", metavar="CHECKPOINT")
+        Path | None, option("file that keeps the newest checkpoint; default: beside the key", metavar="CHECKPOINT")
     ] = None,
     passphrase_file: PassphraseOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Sign the present time under the newest checkpoint. Run it by a timer, more often than --max-age of your releases.
 
-    A gate goes by signed times: without a heartbeat, a ledger to which nothing happens becomes stale, and its releases are
-    no longer served. No leaf is added; the line replaces that of the last heartbeat. With the ledger's key, records that no
-    checkpoint covers yet are signed first.
+    Gates use signed times. Without a heartbeat, an idle ledger becomes stale and its releases are no longer served. The
+    command adds no leaf, and its line replaces that of the last heartbeat. With the ledger's key, it first signs records
+    that no checkpoint covers yet.
 
-    The newest checkpoint is kept in a file, and a ledger that does not continue it is refused: one that was restored from
-    an old backup must not become fresh.
+    It keeps the newest checkpoint in a file and refuses a ledger that does not continue it, so that an old backup does not
+    become fresh.
 
     Examples:
 
