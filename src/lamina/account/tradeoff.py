@@ -95,7 +95,7 @@ class TradeOffCurve:
             return math.inf
         while True:  # on an interval, the difference is at most that of the right end's TPR and the left end's α
             rates = self.rates(_normal(grid))
-            grid = grid[: int(np.searchsorted(rates, 1 - least)) + 1]  # up to the first that finds too many
+            grid = grid[: int(np.searchsorted(rates, 1 - least)) + 1]  # up to the first point whose rate is too large
             values = ndtri(np.minimum(rates[: len(grid)], 1 - least))
             upper, lower = values[1:] - grid[:-1], float(np.max(values - grid))
             if float(upper.max()) <= lower + _MU_TOLERANCE:
@@ -181,7 +181,7 @@ def _gaussian_rates(mu: float, fpr: Array) -> Array:
 
 
 def _sampled_rates(plain: Callable[[Array], Array], losses: PrivacyLossDistribution, fpr: Array) -> Array:
-    """min over ε of e^ε·α + δ(ε) by one loss distribution, and at most the rate without amplification."""
+    """Return min over ε of e^ε·α + δ(ε) for one loss distribution, and at most the rate without amplification."""
     epsilons, deltas, reached = _loss_corners(losses)
     at = np.searchsorted(-reached, -fpr)  # `reached` falls
     near = [np.clip(at + shift, 0, len(epsilons) - 1) for shift in (-1, 0)]
@@ -192,7 +192,7 @@ _corners: dict[int, tuple[PrivacyLossDistribution, tuple[Array, Array, Array]]] 
 
 
 def _loss_corners(losses: PrivacyLossDistribution) -> tuple[Array, Array, Array]:
-    """At each grid point ε: ε, δ(ε) rounded up, and the false-positive rate of the test "loss > ε"."""
+    """Return, for each grid point ε: ε, δ(ε) rounded up, and the false-positive rate of the test "loss > ε"."""
     known = _corners.get(id(losses))
     if known is None or known[0] is not losses:
         if len(_corners) >= 16:
@@ -237,7 +237,7 @@ def _renyi_rates(
 
 
 def _two_point_rates(order: Array, most: Array, fpr: Array) -> Array:
-    """For each order, the largest TPR whose Bernoulli pair keeps the Rényi divergence `most` in both directions."""
+    """Return, for each order, the largest TPR whose Bernoulli pair keeps the Rényi divergence `most` in both directions."""
     inside = (fpr > 0) & (fpr < 1)
     alpha = np.broadcast_to(np.where(inside, fpr, 0.5), (len(order), len(fpr)))
     low, high, limit = alpha.copy(), np.ones_like(alpha), (order - 1) * most
@@ -250,7 +250,7 @@ def _two_point_rates(order: Array, most: Array, fpr: Array) -> Array:
 
 
 def _bernoulli_log_moment(order: Array, p: Array, q: Array) -> Array:
-    """log Σ p^a q^(1-a) over both outcomes: (a - 1) times the divergence of two Bernoulli laws."""
+    """Return log Σ p^a q^(1-a) over both outcomes: (a - 1) times the divergence of two Bernoulli laws."""
     with np.errstate(divide="ignore", invalid="ignore"):
         first = order * np.log(p) + (1 - order) * np.log(q)
         second = order * np.log1p(-p) + (1 - order) * np.log1p(-q)

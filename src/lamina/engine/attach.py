@@ -37,8 +37,8 @@ from lamina.plan.coverage import find_hazards, running_buffers
 
 # Modules of Hugging Face that look a bias up by relative position, without the batch axis, where they say so.
 _RELATIVE_BIAS_MODULES = ("T5Attention", "MT5Attention", "UMT5Attention", "LongT5Attention", "Pop2PianoAttention")
-# Others, of timm too, that use a trained tensor without the batch axis, or with the batch axis second, or a tensor of a
-# module below without calling it (the convolution of a mixer): run once per contribution.
+# Other modules, also of timm, that are run once per contribution: they use a trained tensor without the batch axis, or with
+# the batch axis second, or a tensor of a submodule without calling it (the convolution of a mixer).
 _WHOLE_MODULES = ("MPNetEncoder", "DebertaEncoder", "DebertaV2Encoder", "SwinLayer", "Swinv2Layer", "DonutSwinLayer",
                   "SwinTransformerBlock", "MaskFormerSwinLayer", "WavLMEncoder", "WavLMEncoderStableLayerNorm",
                   "LongformerSelfAttention", "XLNetModel", "DetrModel", "ConditionalDetrModel", "Mamba2Mixer",
@@ -89,9 +89,11 @@ class Attachment:
             self._handles.append(module.register_forward_pre_hook(begin, prepend=True, with_kwargs=True))
             self._handles.append(module.register_forward_hook(end, always_call=True))
         self._guard, self._outside, self._gather = guard, outside, gather
-        self._probed_hooks: dict[int, Any] | None = None  # that the model had when it was probed, kept alive by id
-        self._hooks_made = 0  # by torch, at that time
-        self.call_with_new_hooks: Any = None  # arguments of the last one, without examples
+        self._probed_hooks: dict[int, Any] | None = (
+            None  # hooks of the model when it was probed, by id; keeps them alive
+        )
+        self._hooks_made = 0  # number of hooks that torch had made at that time
+        self.call_with_new_hooks: Any = None  # arguments of the last call, without examples
         check, accept = CopySafeHook(lambda *_: guard.check(values=True)), CopySafeHook(lambda *_: guard.accept())
         self._handles.append(model.register_state_dict_pre_hook(check))
         self._handles.append(model.register_load_state_dict_post_hook(accept))
@@ -223,23 +225,23 @@ class Attachment:
         self._outside.end_call()
 
     def accept_hooks(self) -> None:
-        """The model was probed with the hooks that it has now."""
+        """Note that the model was probed with its present hooks."""
         self._hooks_made, self.call_with_new_hooks = RemovableHandle.next_id, None
         self._probed_hooks = {id(hook): hook for _, hook in _hooks_of(self.model)}
 
     def new_hooks(self) -> list[str]:
-        """The modules that got a hook since the probe. Torch counts the hooks that it makes: mostly nothing is looked at."""
+        """Return the modules that got a hook since the probe. Fast if torch's counter of hooks has not changed."""
         if self._probed_hooks is None or self._hooks_made == RemovableHandle.next_id:
             return []
         made = RemovableHandle.next_id
         found = [name for name, hook in _hooks_of(self.model) if id(hook) not in self._probed_hooks]
-        if not found:  # of tensors, or of other models
+        if not found:  # the new hooks are on tensors or other models
             self._hooks_made, self.call_with_new_hooks = made, None
         return list(dict.fromkeys(found))
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Forward passes in between: the one before is then gone on with."""
+        """Allow other forward passes inside the block, then restore the state of the pending one."""
         kept = self.examples, self.inputs, self._guard.pending
         try:
             yield
@@ -428,7 +430,7 @@ class CopySafeHook:
 
 
 def _hooks_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The hooks by which something may change what a model computes, with the name of their module."""
+    """Yield the hooks that may change what a model computes, with the name of their module."""
     everywhere = nn.modules.module
     for hooks in (everywhere._global_forward_pre_hooks, everywhere._global_forward_hooks,
                   everywhere._global_backward_pre_hooks, everywhere._global_backward_hooks):  # fmt: skip

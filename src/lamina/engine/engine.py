@@ -653,7 +653,7 @@ class Engine:
         return True
 
     def _before_step(self) -> None:
-        """Say what is not probed, or was written past the engine; probe the model again if it has new hooks."""
+        """Warn if the model is not probed or was written outside of the engine; probe it again if it has new hooks."""
         self._say_if_unprobed()
         self._outside.private = self.noise.private
         self._outside.check_weights()
@@ -661,11 +661,11 @@ class Engine:
             self._probe_hooks(at[0])
 
     def _probe_hooks(self, name: str) -> None:
-        """The probe of the model alone, on simulated arguments of its last call: nothing is charged."""
+        """Probe the model alone, on simulated arguments of its last call. Nothing is charged."""
         problem = f"a hook was registered on '{name}' after the probe"
         if self.sharded:
             remedy = "register hooks before the engine is probed"
-            raise EngineError("engine.hook-not-probed", f"{problem}, and the model is divided over ranks", remedy)
+            raise EngineError("engine.hook-not-probed", f"{problem}, but the model is divided over ranks", remedy)
 
         def losses_of(x: Any, y: Any) -> Tensor:
             return losses_of_outputs(self.model(*x[0], **x[1]), Batch(x).examples)

@@ -1,4 +1,4 @@
-"""Notes about what a loop wrote past the engine: gradients after a step, weights between steps, attributes in a forward pass."""
+"""Warnings about writes outside of the engine: gradients after a step, weights between steps, attributes in a forward pass."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from lamina.engine.safety_checks import BITS, tensors_of_optimizer
 
 _EVERY_TIME_UNTIL, _THEN_EVERY = 24, 64
 _GRADIENT_SAMPLE, _WEIGHT_SAMPLE, _CORNER = 64, 16, 4
-_CHANGES = 3  # of an attribute: a cache that grows once or twice is none of the batch's business
+_CHANGES = 3  # of an attribute before a warning: a cache may grow once or twice
 _OWN_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 
 class WrittenOutsideEngine(UserWarning):
-    """Something that a release may contain was written past the engine: ε covers it only if no private data was read."""
+    """A value that a release may contain was written outside of the engine. ε covers it only if it reads no private data."""
 
 
 class OutsideWrites:
-    """Warns, once for each kind, of what may carry private data without noise although nothing refuses it.
+    """Warns, once for each kind, about writes that may carry private data without noise.
 
     gradients   changed in place between `Engine.backward` and `optimizer.step`, other than by a factor for each tensor
                 or by clamping (`clip_grad_norm_`, `clip_grad_value_`, a scaler)
-    weights     differ at a step from what the last `optimizer.step` left. A swap that was taken back (evaluation of a
-                moving average) does not show
-    attributes  plain tensors of modules that forward passes go on changing. Of a cache that grows the beginning stays
+    weights     differ at a step from what the last `optimizer.step` left. A swap that was undone (evaluation of a
+                moving average) is not noticed
+    attributes  plain tensors of modules that change in every forward pass. A growing cache keeps its beginning
 
-    It looks at samples, at the first 24 times and then at every 64th; at weights on the CPU every time.
+    It compares samples of the numbers, the first 24 times and then every 64th time; weights on the CPU every time.
     """
 
     def __init__(self, model: nn.Module, tensors: Mapping[str, Tensor], held: Mapping[str, Tensor]) -> None:
@@ -52,7 +52,7 @@ class OutsideWrites:
         self._changes: Counter[str] = Counter()
 
     def forget(self) -> None:
-        """Weights may have been put back by a run: compare with nothing until the next `optimizer.step`."""
+        """Compare no weights until the next `optimizer.step`, because a run may have restored them."""
         self._weights.clear()
 
     def _say(self, kind: str, text: str, stacklevel: int = 4) -> None:
@@ -63,7 +63,7 @@ class OutsideWrites:
     # gradients
 
     def after_write(self) -> None:
-        """The engine wrote `.grad`."""
+        """Sample `.grad` after the engine wrote it."""
         self._writes += 1
         sampled = self._sample_next or _is_due(self._writes)
         self._sample_next = False
@@ -85,7 +85,7 @@ class OutsideWrites:
             self._say(
                 "gradients",
                 f"'{name}'.grad was changed after the engine wrote it, and not by clipping or scaling. Post-processing that "
-                "reads no private data is fine; what was computed from private data is not covered by ε",
+                "reads no private data is allowed; values computed from private data are not covered by ε",
             )
         for name in now:
             self._versions.pop(name, None)
@@ -105,20 +105,20 @@ class OutsideWrites:
                 self._weights.pop(name, None)
 
     def check_weights(self) -> None:
-        """At a step: the weights must be what the last `optimizer.step` left."""
+        """Warn if the weights at a step differ from what the last `optimizer.step` left."""
         for name, left in self._weights.items():
             if self._sample(name, self.tensors[name]) != left:
                 self._say(
                     "weights",
                     f"'{name}' was written outside of optimizer.step. Weights that were trained on private data in the "
-                    "clear, in a copy of the model for example, are not covered by ε; a projection or public weights are fine",
+                    "clear, in a copy of the model for example, are not covered by ε; a projection or public weights are allowed",
                     stacklevel=5,
                 )
                 self._weights.clear()
                 return
 
     def _sample(self, name: str, p: Tensor) -> bytes:
-        """Some numbers of a tensor, as bytes: by a view that is kept, because making it takes longer than reading it."""
+        """Return a sample of a tensor as bytes. The view is kept, because making it takes longer than reading it."""
         place, view = self._views.get(name, (0, None))
         if view is None or place != p.data_ptr():
             view = _strided(p, _WEIGHT_SAMPLE).view(BITS[p.element_size()])
@@ -130,7 +130,7 @@ class OutsideWrites:
     # attributes
 
     def begin_call(self) -> None:
-        """A forward pass with gradients begins."""
+        """Note the plain tensors of the model before a forward pass with gradients."""
         self._calls += 1
         self._before = kept_tensors(self.model) if _is_due(self._calls) and "attributes" not in self._said else None
 
@@ -146,7 +146,7 @@ class OutsideWrites:
             if self._changes[name] >= _CHANGES:
                 self._say(
                     "attributes",
-                    f"attribute '{name}' keeps a tensor that every forward pass changes: without noise, if it is of the batch. "
+                    f"attribute '{name}' keeps a tensor that every forward pass changes; if it depends on the batch, it has no noise. "
                     "Do not save, log or read it; state_dict leaves it out, a pickle of the model does not",
                 )
                 self._corners.clear()
@@ -158,13 +158,13 @@ def _is_due(count: int) -> bool:
 
 
 def _strided(t: Tensor, most: int) -> Tensor:
-    """At most so many numbers of a tensor, evenly over its memory: a view."""
+    """Return a view of at most `most` numbers of a tensor, spread evenly over its memory."""
     count = min(most, t.numel())
     return t.detach().as_strided((count,), (max(1, t.numel() // most),))
 
 
 def _is_clipped(before: Tensor, after: Tensor) -> bool:
-    """Whether numbers were multiplied by one factor ≥ 0 and then clamped to -v … v, or zeroed."""
+    """Return whether numbers were multiplied by one factor ≥ 0 and then clamped to -v … v, or zeroed."""
     old, new = before.double().cpu(), after.double().cpu()
     near = 8 * torch.finfo(before.dtype).eps
     top = float(new.abs().max())
@@ -182,7 +182,7 @@ def _is_clipped(before: Tensor, after: Tensor) -> bool:
 
 
 def kept_tensors(model: nn.Module) -> tuple[dict[str, tuple[int, int]], dict[str, Tensor]]:
-    """Identity and version, and the tensors themselves, in plain attributes of modules: no parameters, no buffers."""
+    """Return identities with versions, and tensors, in plain attributes of modules (no parameters, no buffers)."""
     found: dict[str, Tensor] = {}
     for path, module in model.named_modules():
         for name, t in tensors_in_attributes(module):
@@ -191,7 +191,7 @@ def kept_tensors(model: nn.Module) -> tuple[dict[str, tuple[int, int]], dict[str
 
 
 def tensors_in_attributes(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """The tensors in plain attributes of a module, in containers too; several in one container are numbered."""
+    """Return the tensors in plain attributes of a module, also in containers; several in one container are numbered."""
     found: list[tuple[str, Tensor]] = []
     for name, value in vars(module).items():
         if isinstance(value, Tensor):
@@ -206,7 +206,7 @@ def _corner(t: Tensor) -> Tensor:
 
 
 def _differ(a: Tensor, b: Tensor) -> bool:
-    """Whether two corners differ where both have numbers."""
+    """Return whether two corners differ in the part that both have."""
     if a.dim() != b.dim() or a.dtype != b.dtype:
         return True
     both = tuple(slice(min(m, n)) for m, n in zip(a.shape, b.shape, strict=True))

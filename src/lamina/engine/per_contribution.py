@@ -101,7 +101,9 @@ class PerContributionForward(LayerForward):
         self.shell = _ForwardModule(module, forward)
         self.vmap = True
         self.patterns: dict[Any, list[bool]] = {}
-        self.axes: dict[tuple[bool, ...], int] = {}  # along which results are joined, by their axes of length 1; else 0
+        self.axes: dict[
+            tuple[bool, ...], int
+        ] = {}  # axis along which results are joined, by their axes of length 1; otherwise 0
 
     def forward(self, apply: ApplyRule, *args: Any, **kwargs: Any) -> Any:
         leaves, spec = pytree.tree_flatten((args, kwargs))
@@ -203,7 +205,7 @@ class PerContributionForward(LayerForward):
         return pytree.tree_unflatten(joined, out_spec)
 
     def _axis(self, output: Tensor) -> int:
-        """The axis along which this result of one example is joined with those of the others."""
+        """Return the axis along which this result of one example is joined with those of the others."""
         return self.axes.get(tuple(size == 1 for size in output.shape), 0)
 
     def _find_axes(self, whole: Sequence[Any], alone: Sequence[Any], n: int) -> None:
@@ -244,18 +246,18 @@ class PerContributionForward(LayerForward):
     def _not_separate(self, whole: torch.Size, alone: torch.Size, n: int) -> UnsupportedLayer:
         what = f"'{self.name}' ({type(self.module).__name__})"
         remedy = (
-            "let it keep nothing from one call for the next (model.config.use_cache = False), or name a module above it "
+            "make it stateless between calls (model.config.use_cache = False), or name a module above it "
             f"that takes the batch, such as per_contribution=[{module_above(self.name)!r}]"
         )
         if len(whole) != len(alone) or whole.numel() != n * alone.numel():
             problem = (
-                f"{what} gives a result of shape {tuple(alone)} for one example and of {tuple(whole)} for {n}: no axis of it "
-                "counts examples"
+                f"{what} gives a result of shape {tuple(alone)} for one example and of {tuple(whole)} for {n}: none of its "
+                "axes counts examples"
             )
             return UnsupportedLayer("engine.result-without-batch", problem, remedy)
         problem = (
-            f"{what} computes one example alone otherwise than in the batch: examples influence each other, or an "
-            "argument happens to have the batch's length"
+            f"{what} gives another result for one example alone than in the batch: examples influence each other, or an "
+            "argument has the length of the batch by chance"
         )
         return UnsupportedLayer("engine.examples-not-separate", problem, remedy)
 
@@ -273,14 +275,14 @@ def _evaluating(module: nn.Module) -> Iterator[None]:
         with torch.no_grad(), ConstantDraws():
             yield
     finally:
-        module.train(modes[0][1])  # so that what a module keeps in evaluation mode is forgotten
+        module.train(modes[0][1])  # so that a module drops what it cached in evaluation mode
         for m, mode in modes:
             m.training = mode
 
 
 @contextmanager
 def _opened(module: nn.Module) -> Iterator[None]:
-    """Give tensors below `module` that are 0 other values for a while: what they are multiplied with shows in no result."""
+    """Replace all-zero tensors below `module` for a while: a factor of 0 would hide other tensors from the result."""
     own = [p.data for p in module.parameters() if p.is_floating_point() and not is_sharded(p)]
     closed = [(t, t.clone()) for t in own if not bool(t.any())]
     try:
@@ -374,7 +376,7 @@ class BroadcastForward(LayerForward):
         return None if unseen is None else found
 
     def _fit(self, names: Sequence[str], found: Axes, n: int, args: Any, kwargs: Any) -> list[str] | None:
-        """Add the place of each parameter to `found`. Returns those that move no result; None if one fits nowhere."""
+        """Add the place of each parameter to `found`. Return those that change no result; None if one fits nowhere."""
         plain, unseen = pytree.tree_leaves(self.original(*args, **kwargs)), []
         for name in names:
             p = self.module.get_parameter(name)
@@ -392,7 +394,7 @@ class BroadcastForward(LayerForward):
                 copies[-1] = moved[0] if k == _LENGTHEN else moved
                 try:
                     given = pytree.tree_leaves(self._with({name: _spread(copies, k)}, args, kwargs))
-                except (RuntimeError, ValueError, IndexError):  # of shapes that do not broadcast
+                except (RuntimeError, ValueError, IndexError):  # shapes that do not broadcast
                     continue
                 if len(plain) == len(given) and all(map(_only_last_moved, plain, whole, given, [n] * len(plain))):
                     found[name] = k
@@ -402,7 +404,7 @@ class BroadcastForward(LayerForward):
         return unseen
 
     def _used(self, name: str, plain: Sequence[Any], args: Any, kwargs: Any) -> bool:
-        """Whether a parameter that moves no result takes part in it: not a number shows where a small change does not."""
+        """Return whether a result depends on a parameter that changes no result: NaN shows in it, a small change does not."""
         missing = torch.full_like(self.module.get_parameter(name), torch.nan)
         broken = pytree.tree_leaves(self._with({name: missing}, args, kwargs))
         pairs = [(a, b) for a, b in zip(plain, broken, strict=True) if isinstance(a, Tensor) and a.is_floating_point()]
@@ -413,9 +415,9 @@ class BroadcastForward(LayerForward):
         return (*([_LENGTHEN] if p.dim() > 1 and p.shape[0] == 1 else []), *range(_MOST_AXES + 1))
 
     def _runs(self, name: str, n: int, args: Any, kwargs: Any, k: int) -> bool:
-        """Whether a parameter that moves no result can be spread so for other numbers of examples as well.
+        """Return whether a parameter that changes no result can be spread in this way for other numbers of examples.
 
-        Where it cannot, the batch lies on an axis that counts something else, which has the batch's length by chance.
+        If it cannot, the axis counts something else, which has the length of the batch by chance.
         """
         p = self.module.get_parameter(name)
         for examples in (n, 1, n + 1) if n > 1 else (1,):
@@ -461,7 +463,7 @@ def _spread(copies: Tensor, axes: int) -> Tensor:
 
 
 def _moved(plain: Any, whole: Any, n: int) -> bool:
-    """Whether the last of n examples has another result than before, by more than rounding."""
+    """Return whether the result of the last of n examples changed by more than rounding."""
     if not isinstance(plain, Tensor) or not isinstance(whole, Tensor) or not plain.is_floating_point():
         return False
     if plain.shape != whole.shape or not plain.numel() or len(plain.reshape(-1)) % n:
@@ -482,7 +484,7 @@ def _only_last_moved(plain: Any, whole: Any, given: Any, n: int) -> bool:
     want, given = torch.cat([plain[:-1], whole[-1:]]), given.reshape(n, -1)
     if not bool(_compare_examples(want, given)[0].all()):
         return False
-    change = (whole[-1] - plain[-1]).abs().amax()  # which may be less than the rounding of what does not move
+    change = (whole[-1] - plain[-1]).abs().amax()  # may be smaller than the rounding of the other examples
     near = (given - want).abs().amax() <= 0.05 * change
     return bool(near | ~(change > 1e-4 * plain[-1].abs().amax()))
 

@@ -372,7 +372,7 @@ class Probe:
 
 
 def losses_of_outputs(outputs: Any, n: int) -> Tensor:
-    """A loss for each of n examples that moves with every result of a model that counts examples by its first axis."""
+    """Return one loss for each of n examples that depends on every result whose first axis counts examples."""
     tensors = (t for t in pytree.tree_leaves(outputs) if isinstance(t, Tensor) and t.requires_grad and t.dim())
     rows = [t.reshape(n, -1) for t in tensors if len(t) == n]
     if not rows:
@@ -400,7 +400,7 @@ def preserve_schedules(tensors: Mapping[str, Tensor]) -> Iterator[None]:
 
 
 def _generators_of(module: nn.Module) -> list[torch.Generator]:
-    """The generators that a module holds in plain attributes."""
+    """Return the generators that a module holds in plain attributes."""
     held = [value for name, value in vars(module).items() if not name.startswith("_")]
     return [g for value in held for g in pytree.tree_leaves(value) if isinstance(g, torch.Generator)]
 

@@ -416,7 +416,7 @@ class StateGuard:
         self._held = {name: p for name, p in (held or {}).items() if is_sharded(p)}
         self._trained_ids = {id(p) for p in trained.values()}
         self.refused = False
-        self._calls, self.pending = 0, dict[str, int]()  # checksums of a forward pass that waits for its step
+        self._calls, self.pending = 0, dict[str, int]()  # checksums of a forward pass whose step is pending
         self.accept()
 
     def accept(self) -> None:

@@ -55,10 +55,10 @@ _SEARCHES = (callbacks.LearningRateFinder, callbacks.BatchSizeFinder)
 
 
 def check_callback(callback: Any) -> None:
-    """Refuse a callback that waits for single steps, or for an error in one: nothing leaves a run but between segments."""
+    """Refuse a callback that acts on single steps or on errors: a run hands out values only between segments."""
     kind, ours = type(callback).__name__, pytorch_lightning.Callback
     if isinstance(callback, _SEARCHES):
-        problem = f"callback {kind} takes steps of its own, before the private run"
+        problem = f"callback {kind} takes its own steps before the private run"
         raise RunError(
             "integrations.callback-of-steps", problem, "search on public or simulated data, without PrivateFit"
         )
@@ -71,7 +71,7 @@ def check_callback(callback: Any) -> None:
         return
     remedy = "use on_validation_end, or leave it out: lamina.Trainer(ema=…) averages weights; the run in `folder` survives an error"
     if events[0] == "on_exception":
-        problem = f"callback {kind} acts on an error, and weights from the middle of a segment do not leave a run"
+        problem = f"callback {kind} acts on an error, but a run never hands out weights from the middle of a segment"
     else:
         problem = f"callback {kind} has {events[0]}, which a private run does not call"
     raise RunError("integrations.callback-of-steps", problem, remedy)
@@ -89,7 +89,7 @@ class PrivateFit(pytorch_lightning.Callback):  # type: ignore[misc]
                  are refused
     run_options  whatever else `lamina.Trainer` takes: segment, microbatches, ledger, probe, seed, …
 
-    Kept of Lightning: `configure_optimizers` with one optimiser and a schedule per step, validation between segments with what
+    Supported parts of Lightning: `configure_optimizers` with one optimiser and a schedule per step, validation between segments with what
     `validation_step` logs, its loggers (which get ε), `EarlyStopping` and `ModelCheckpoint` after
     validations. `outcome` is what the run came to.
     Hooks of the module for batches and epochs of training are not called; callbacks that have such hooks are refused.
@@ -110,13 +110,13 @@ class PrivateFit(pytorch_lightning.Callback):  # type: ignore[misc]
         return self._loader
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Refuse callbacks that a private run cannot keep, before one of them does anything."""
+        """Refuse callbacks that a private run does not support, before one of them acts."""
         for each in trainer.callbacks if stage == "fit" else ():
             if each is not self:
                 check_callback(each)
 
     def on_sanity_check_start(self, trainer: Any, pl_module: Any) -> None:
-        """Refuse a validation before the first step on data that nobody declared."""
+        """Refuse a sanity check on validation data that was not declared with `eval_on`."""
         self._check_validation()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:

@@ -47,7 +47,7 @@ def segment_scalars(now: RunFigures) -> dict[str, float]:
 
 
 def take_clock_away(writer: Any) -> Any:
-    """Let a writer of TensorBoard take the step for the time of a figure: how long steps took depends on who was sampled."""
+    """Make a TensorBoard writer use the step as the time of a figure: real times depend on the sampled contributions."""
     add_scalar, add_text = writer.add_scalar, writer.add_text
     writer.add_scalar = lambda name, value, step=0: add_scalar(name, value, step, walltime=float(step))
     writer.add_text = lambda name, text, step=0: add_text(name, text, step, walltime=float(step))

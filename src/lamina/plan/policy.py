@@ -55,7 +55,7 @@ def _check_origin(origin: str) -> str:
 
 def _check_unit(unit: str) -> str:
     if not unit.isprintable():
-        raise ValueError("must be printable text on one line: it stands in sentences of the certificate")
+        raise ValueError("must be printable text on one line, because sentences of the certificate contain it")
     return unit
 
 

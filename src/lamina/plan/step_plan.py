@@ -76,9 +76,7 @@ class PlannedLayer:
         validate.whole(PlanError, "plan.layer-size", remedy="leave empty layers out", size=self.size)
 
 
-MAX_UNIT_CHARACTERS = (
-    64  # sentences of a certificate name the unit: a longer one, or one of several lines, could forge them
-)
+MAX_UNIT_CHARACTERS = 64  # sentences of a certificate contain the unit; a longer or multi-line unit could forge them
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -73,7 +73,7 @@ def has_class_forward(module: nn.Module) -> bool:
 
 
 def module_above(name: str) -> str:
-    """The name of the module that holds a module, past the lists in which modules are numbered."""
+    """Return the name of the nearest module above that is not a numbered entry of a list."""
     above, _, last = name.rpartition(".")
     return module_above(above) if last.isdigit() else above
 
