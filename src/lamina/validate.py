@@ -45,12 +45,12 @@ def short_repr(value: object, width: int = 80) -> str:
     return text if len(text) <= width else f"{text[: width - 1]}…"
 
 
-# Control characters but line feed and tab; marks that change the direction of writing; lone surrogates, as in names of files.
+# Control characters except line feed and tab, marks that change the writing direction, and lone surrogates (from file names).
 INVISIBLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def visible(text: str) -> str:
-    r"""Spell out what would steer a terminal: text from a file name or a foreign release must not rewrite the screen.
+    r"""Escape characters that control a terminal, so that a file name or a foreign release cannot rewrite the screen.
 
     >>> visible("a\x1b[2Kb")
     'a\\x1b[2Kb'
@@ -77,7 +77,7 @@ def read_text_file(path: str | Path, most: int = 1 << 24) -> str:
 
 
 _MAX_TOML = 1 << 20  # characters
-_MAX_TOML_DEPTH = 32  # tables and arrays inside each other
+_MAX_TOML_DEPTH = 32  # levels of nested tables and arrays
 _MAX_INTEGER_BITS = 64
 _KEY_PART = r"""(?:[A-Za-z0-9_-]++|"[^"\n]*+"|'[^'\n]*+')"""
 _LONG_KEY = re.compile(rf"(?<![A-Za-z0-9_-]){_KEY_PART}(?:[ \t]*+\.[ \t]*+{_KEY_PART}){{{_MAX_TOML_DEPTH}}}")
@@ -87,13 +87,13 @@ _LONG_NUMBER = re.compile(rf"(?<![A-Za-z0-9_])[0-9][0-9A-Fa-fxob_]{{{_MAX_DIGITS
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """The tables of a TOML text; ValueError if it is none, or nests deeper or has larger numbers than settings do.
+    """Return the tables of a TOML text; raise ValueError if it is malformed, nested too deeply or has too large numbers.
 
-    tomllib takes a time that grows with the square of the parts of a dotted key, keeps a state for every digit, and
-    recurses into arrays.
+    These limits are needed because the time of tomllib grows with the square of the parts of a dotted key, and because it
+    keeps a state for every digit and recurses into arrays.
     """
     if len(text) > _MAX_TOML:
-        raise ValueError(f"it has {len(text)} characters, at most {_MAX_TOML} are read")
+        raise ValueError(f"it has {len(text)} characters; the limit is {_MAX_TOML}")
     too_long = {
         _LONG_KEY: f"a key has more than {_MAX_TOML_DEPTH} parts",
         _LONG_NUMBER: f"a number has more than {_MAX_DIGITS} digits",

@@ -305,7 +305,7 @@ class PublicKey:
 
 
 class PrivateKey:
-    """A key that signs. Nothing but its id is ever shown; on disk it is PKCS#8, encrypted with a passphrase.
+    """A key that signs. Only its id is ever shown; on disk it is PKCS#8, encrypted with a passphrase.
 
     `path` is the file that it was read from or written to; None for a key that is only in memory.
     """
@@ -422,7 +422,7 @@ def _open_private(path: Path, passphrase: bytes | None) -> object:
         if encrypted:
             _check_derivation(data)
         return serialization.load_pem_private_key(data, passphrase if encrypted else None)
-    except Exception:  # of whatever kind: for some damaged keys the library has an error of its own insides
+    except Exception:  # of any kind: for some damaged keys the library raises an internal error
         problem = "is damaged, or has another passphrase" if encrypted else "is not readable PEM"
         remedy = "give the right passphrase and file"
         raise BadKey("key.private-not-opened", f"the private key '{path}' {problem}", remedy) from None
@@ -433,23 +433,23 @@ _MAX_ROUNDS, _MAX_SCRYPT = 10_000_000, 1 << 20  # rounds of PBKDF2; N·r of scry
 
 
 def _check_derivation(pem: bytes) -> None:
-    """ValueError if turning the passphrase into a key would take minutes, or gigabytes: a number was damaged."""
+    """Raise ValueError if deriving the key from the passphrase would take minutes or gigabytes: the file is damaged."""
     text = pem.partition(_ENCRYPTED_PEM_LABEL)[2].partition(b"-----END")[0]
     _, content = next(_elements(base64.b64decode(text)))
     _, algorithm = next(_elements(content))
     numbers, open_parts = [], [algorithm]
-    for part in open_parts:  # grows meanwhile
+    for part in open_parts:  # grows inside the loop
         for tag, inner in _elements(part):
             if tag == _INTEGER:
                 numbers.append(int.from_bytes(inner, "big"))
             elif tag == _SEQUENCE:
                 open_parts.append(inner)
     if max(numbers, default=0) > _MAX_ROUNDS or (_SCRYPT in algorithm and math.prod(numbers[:2]) > _MAX_SCRYPT):
-        raise ValueError("its passphrase would have to be stretched for minutes")
+        raise ValueError("deriving its key from the passphrase would take minutes")
 
 
 def _elements(data: bytes) -> Iterator[tuple[int, bytes]]:
-    """The elements of DER that lie behind each other; ValueError if the bytes are none."""
+    """Yield the consecutive DER elements of these bytes; raise ValueError if they are not DER."""
     at = 0
     while at < len(data):
         tag, size, at = data[at], data[at + 1] if at + 1 < len(data) else 0xFF, at + 2

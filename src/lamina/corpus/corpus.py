@@ -79,10 +79,10 @@ class Corpus:
     ceiling   > 0, by contribution: the largest norm that its clipped gradient may have, in plain units
     examples_per_unit  at most so many examples of a contribution per step, chosen afresh at every step
     policy    the policy that the corpus is under: its origin, its classes, its bounds
-    origin    what spending is recorded under; default: the policy's, or a digest of the data, and then only where no
-              other ledger lies beside the new one
-    other_people  why these are other people than in the ledgers beside a new one: the owner's statement, which the new
-              ledger and its certificates show
+    origin    the name under which spending is recorded; default: the policy's, or a digest of the data, which is
+              accepted only if no other ledger is beside the new one
+    other_people  the owner's statement why these are other people than in the ledgers beside a new one. The new ledger
+              and its certificates show it
     version   a name for this state of the data, if reading all of it at every start takes too long. Whoever changes
               the data and not the version has a replay that is not one
     dtype     of x, instead of float32 for floating point and whatever it was for integers
@@ -112,7 +112,7 @@ class Corpus:
         self.examples_per_unit, self.policy = examples_per_unit, policy
         self._origin = declared_origin(origin, policy)
         if policy is not None and other_people is not None:
-            problem = "other_people is given beside a policy"
+            problem = "other_people is given together with a policy"
             raise CorpusError("corpus.other-people-beside-policy", problem, "write it into [corpus] of the policy")
         self.other_people = other_people if policy is None else policy.corpus.other_people
         self.version = version

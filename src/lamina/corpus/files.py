@@ -53,7 +53,7 @@ def read_table(
     labels = [] if y is None else [y] if isinstance(y, str) else list(y)
     if not isinstance(delimiter, str) or len(delimiter) != 1 or delimiter in '\r\n"':
         problem = f"delimiter is {delimiter!r}, must be one character"
-        raise CorpusError("corpus.csv-delimiter", problem, "say how the lines are cut: ',', ';' or '\\t'")
+        raise CorpusError("corpus.csv-delimiter", problem, "give the character between cells: ',', ';' or '\\t'")
     with open_csv(path) as file:
         lines = csv_lines(path, file, delimiter)
         header = csv_header(path, lines, delimiter)
@@ -165,13 +165,13 @@ def open_csv(path: str | Path) -> Any:
 
 
 def csv_lines(path: str | Path, file: Any, delimiter: str = ",") -> Iterator[CsvLine]:
-    """Lines that are not empty, with their numbers; all of one width. One that is too wide is refused before it is cut."""
+    """Yield the non-empty lines with their numbers. All have one width; a line that is too wide is refused unparsed."""
     delimiters, width = 0, None
 
     def lines() -> Iterator[str]:
         nonlocal delimiters
         while line := file.readline(_MAX_LINE + 1):
-            delimiters += line.count(delimiter)  # of one row: in quotes it goes on over several lines
+            delimiters += line.count(delimiter)  # of one row, which may span several lines in quotes
             if delimiters >= MAX_COLUMNS or len(line) > _MAX_LINE:
                 problem = f"'{path}' has a line with more than {MAX_COLUMNS} cells or {_MAX_LINE} characters"
                 remedy = "give one row per example and one column per feature; larger tables as .npz"

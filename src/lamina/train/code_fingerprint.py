@@ -1,9 +1,9 @@
 """`CodeFingerprint`: a digest of the settings, code and values that a step depends on, equal in every process.
 
-A segment may be replayed with its seed only if loss, model and options are what they were when it was opened. So values
-count by what they hold, never by address, `hash()` or `repr`: containers by their items, objects by class and attributes,
-functions by bytecode, defaults, closure and the globals that they name. What has no such description (a lock, an open
-file, a random generator) is listed in `unknown`, and equals nothing.
+A segment may be replayed with its seed only if loss, model and options are the same as when it was opened. Values are
+therefore compared by content, never by address, `hash()` or `repr`: containers by their items, objects by class and
+attributes, functions by bytecode, defaults, closure and the globals that they name. A value without such a description (a
+lock, an open file, a random generator) is listed in `unknown` and equals nothing.
 """
 
 from __future__ import annotations
@@ -41,41 +41,45 @@ from torch.optim import Optimizer
 
 from lamina.train.training_checkpoint import tensor_bytes
 
-_MAX_DEPTH = 64  # containers and objects inside each other
+_MAX_DEPTH = 64  # levels of nested containers and objects
 _MAX_VALUES = 1 << 20
 _MAX_ARRAY_BYTES = 1 << 33
 _MAX_TEXT = 256  # characters of a description; a longer one is hashed
 _INSTALLED_PATHS = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib")})
 _PYTHON_PATHS = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")})
-_IGNORED_ATTRIBUTES = {*vars(nn.Module()), "training", "forward"}  # of a module: torch's, the trainer's, the engine's
+_IGNORED_ATTRIBUTES = {
+    *vars(nn.Module()),
+    "training",
+    "forward",
+}  # of a module; set by torch, the trainer or the engine
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-_OF_FULLY_SHARD = "__composable_api_state_key"  # what it keeps of itself in a module, another name in every process
-_OF_PROCESS = "_original_object_hash"  # what transformers keeps of a generation config: hash() of a text, salted anew
+_OF_FULLY_SHARD = "__composable_api_state_key"  # attribute that fully_shard sets; its name differs between processes
+_OF_PROCESS = "_original_object_hash"  # attribute that transformers sets: a salted hash() of a generation config
 _PLAIN_TYPES = frozenset(
     {bool, str, bytes, complex, range, slice, type(None), type(...), type(NotImplemented)}
     | {torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format}
 )
-_IMMUTABLE = (tuple, frozenset, CodeType)  # Python may share equal ones, or not: whether it does says nothing
+_IMMUTABLE = (tuple, frozenset, CodeType)  # Python may share equal objects or not, so identity means nothing
 _DRAW_AND_CHANGE = (torch.Generator, np.random.Generator, np.random.RandomState, np.random.BitGenerator, random.Random)
 _BOUND = (BuiltinFunctionType, MethodWrapperType)
 _DESCRIPTORS = (MemberDescriptorType, GetSetDescriptorType, MethodDescriptorType, WrapperDescriptorType)
 
 _PYTHON = f"python {platform.python_version()}"
 
-_Parts = Iterable[tuple[str, Any]]  # what a value is made of, each with its name in the value: ".x", "['x']"
+_Parts = Iterable[tuple[str, Any]]  # parts of a value, with their names in it: ".x", "['x']"
 
 
-SettingsFingerprint = tuple[bytes, tuple[str, ...]]  # a digest, and what it could not cover
+SettingsFingerprint = tuple[bytes, tuple[str, ...]]  # a digest, and the names of values that it does not cover
 
 
 def settings_fingerprint(
     model: nn.Module, optimizer: Optimizer, scheduler: Any, functions: Mapping[str, Any], options: Mapping[str, Any],
     given: Iterable[Mapping[str, Any]], schedule: Any,
 ) -> SettingsFingerprint:  # fmt: skip
-    """SHA-256 over optimiser, scheduler, loss, model and options as given, and over the user's code that they run.
+    """Return the SHA-256 of optimiser, scheduler, loss, model and options, and of the user's code that they run.
 
-    `given` and `schedule` are the optimiser's and scheduler's settings before the first step. What none of this can see
-    (a changed library, a file that the model reads) is the user's to keep.
+    `given` and `schedule` are the optimiser's and scheduler's settings before the first step. The user
+    must keep unchanged what the digest does not cover, such as a library or a file that the model reads.
     """
     schedule = None if scheduler is None else [type(scheduler), _scheduler_functions(scheduler), schedule]
     settings = {"optimizer": [type(optimizer), [dict(group) for group in given]], "scheduler": schedule}
@@ -86,15 +90,15 @@ def settings_fingerprint(
 
 
 def _scheduler_functions(scheduler: Any) -> list[Any]:
-    """LambdaLR and its kin keep functions that their state leaves out."""
+    """Return the functions of schedulers such as LambdaLR, which their state does not contain."""
     return [value for name, value in sorted(vars(scheduler).items()) if "lambda" in name or callable(value)]
 
 
 class CodeFingerprint:
-    """Describes values as text: the same text in every process, another one for anything that changes a step.
+    """Describes values as text, which is equal in every process and differs for anything that changes a step.
 
-    model    its weights are the checkpoint's and change, so they count by shape and type, wherever they are reached
-    unknown  what could not be described, by its path: "loss: SETTINGS['file'] (TextIOWrapper)"
+    model    its weights change and are in the checkpoint, so they count by shape and type only
+    unknown  values that could not be described, by path: "loss: SETTINGS['file'] (TextIOWrapper)"
     """
 
     def __init__(self, model: nn.Module | None = None) -> None:
@@ -107,7 +111,7 @@ class CodeFingerprint:
         self._values, self._array_bytes = 0, 0
 
     def describe(self, value: Any, path: str = "", depth: int = 0) -> str:
-        """The description of a value; `path` names it in `unknown`."""
+        """Return the description of a value; `path` names it in `unknown`."""
         kind = type(value)
         self._values += 1
         if kind in _PLAIN_TYPES:
@@ -127,7 +131,7 @@ class CodeFingerprint:
         try:
             parts = self._parts(value)
             parts = None if parts is None else list(islice(parts, _MAX_VALUES))
-        except Exception:  # of whatever kind: an object of the user's own may refuse to be looked at
+        except Exception:  # of any kind: attribute access of a user's object may fail
             parts = None
         if parts is None:
             return self._cannot(value, path)
@@ -156,7 +160,7 @@ class CodeFingerprint:
         return f"{type(value).__name__}:{kind}{hashlib.sha256(data).hexdigest()}"
 
     def _parts(self, value: Any) -> _Parts | None:
-        """What a compound value is made of, in an order that every process repeats; None if that cannot be told."""
+        """Return the parts of a compound value in an order that is the same in every process; None if they are unknown."""
         kind = type(value)
         if isinstance(value, np.ndarray | np.generic):
             return self._array(value)
@@ -195,7 +199,7 @@ class CodeFingerprint:
         return _object(value)
 
     def _element(self, one: Any, inside: Any, path: str, depth: int) -> str:
-        """One element of a set, described by itself: sets have no order, so what came before must not count."""
+        """Return the description of one element of a set, independent of elements before it: sets have no order."""
         seen, self._seen = self._seen, {id(inside): (0, inside)}
         try:
             return self.describe(one, path, depth + 1)
@@ -232,7 +236,7 @@ class CodeFingerprint:
 
 
 def _short(text: str) -> str:
-    """The text, or its digest if it is long: descriptions of large values stay small."""
+    """Return the text, or its digest if it is long, so that descriptions stay small."""
     if len(text) <= _MAX_TEXT:
         return text
     return f"sha256:{hashlib.sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()}"
@@ -254,7 +258,7 @@ def _numbered(values: Iterable[Any]) -> _Parts:
 
 
 def _function(function: FunctionType) -> _Parts:
-    """Code, defaults and closure; and what it names of its module. Code of a package is its version."""
+    """Yield code, defaults, closure and named globals of a function; for code of a package, its version."""
     yield "", function.__qualname__
     modules: list[tuple[str, ModuleType]] = []
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
@@ -279,7 +283,7 @@ def _function(function: FunctionType) -> _Parts:
 
 
 def _globals_read(function: FunctionType, modules: list[tuple[str, ModuleType]]) -> _Parts:
-    """The globals that a function reads, and what it names of modules of the user's own (`settings.RATE`)."""
+    """Yield the globals that a function reads, and the attributes that it reads from the user's modules (`settings.RATE`)."""
     loaded, names = _names_in(function.__code__)
     for name in sorted(loaded & function.__globals__.keys()):
         part = function.__globals__[name]
@@ -290,7 +294,7 @@ def _globals_read(function: FunctionType, modules: list[tuple[str, ModuleType]])
             yield f": {name}", part
     modules += [(name, sys.modules[name]) for name in sorted(names & sys.modules.keys())]  # imported by the function
     visited: set[int] = set()
-    for prefix, module in modules:  # grows meanwhile
+    for prefix, module in modules:  # grows inside the loop
         if id(module) in visited or not _is_own_module(module):
             continue
         visited.add(id(module))
@@ -309,7 +313,7 @@ def _is_own_module(value: Any) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _names_in(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
-    """The names that a function, and those inside it, load as globals; and all names and texts in them."""
+    """Return the names that a function and its inner functions load as globals, and all names and texts in them."""
     loaded = {each.argval for each in dis.get_instructions(code) if each.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
     names = set(code.co_names)
     for part in code.co_consts:
@@ -333,15 +337,15 @@ def _class(cls: type) -> _Parts:
 
 
 def _counts(name: str, member: Any) -> bool:
-    """Whether a member of a class changes what its objects do: not what Python itself writes down about the class."""
+    """Return whether a member of a class affects its objects. Python's own bookkeeping does not."""
     return isinstance(member, FunctionType) or (name[:2] != "__" and name != "_abc_impl")
 
 
 def _object(value: Any) -> _Parts | None:
-    """An object by class and attributes; None if it holds what attributes do not show.
+    """Return the parts of an object, by class and attributes; None if it has state that attributes do not show.
 
-    `__reduce_ex__` refuses objects with a hidden state (locks, files, generators), and tells what containers in C hold.
-    Classes of the user's own may leave something out there, so their attributes count beside it.
+    `__reduce_ex__` refuses objects with hidden state (locks, files, generators) and returns the content of C containers.
+    A user's class may omit something there, so its attributes count as well.
     """
     if isinstance(value, _DRAW_AND_CHANGE):
         return None
@@ -349,7 +353,7 @@ def _object(value: Any) -> _Parts | None:
     try:
         reducer = copyreg.dispatch_table.get(kind)
         reduced = value.__reduce_ex__(4) if reducer is None else reducer(value)
-    except Exception:  # of whatever kind: the method may be the user's
+    except Exception:  # of any kind: the method may be the user's
         return None
     parts: list[tuple[str, Any]] = [("", kind)]
     if isinstance(reduced, str):  # a global name: what it stands for is wrapped, if anywhere
@@ -370,7 +374,7 @@ def _without_process(state: Any) -> Any:
 
 
 def _state(value: Any) -> _Parts:
-    """Attributes of an object, in `__dict__` and in slots."""
+    """Yield the attributes of an object, in `__dict__` and in slots."""
     yield from _attributes(value)
     for cls in type(value).__mro__:
         for name, member in vars(cls).items() if "__slots__" in vars(cls) else ():
@@ -392,7 +396,7 @@ def _unless_module(value: Any) -> Any:
 
 @functools.lru_cache
 def _package_version(module: str | None) -> str | None:
-    """The version that stands for code which nobody edits: of an installed package; None for the user's own."""
+    """Return the version of the installed package that contains the code; None for the user's own code."""
     root = str(module).partition(".")[0]
     file = getattr(sys.modules.get(root), "__file__", None) or ""
     if root in sys.stdlib_module_names and (not file or file.startswith(_PYTHON_PATHS)):

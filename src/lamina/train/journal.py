@@ -519,7 +519,7 @@ class Journal(RunHistory):
 
     @classmethod
     def read(cls, path: Path) -> Journal:
-        """Read a journal, and change nothing in it."""
+        """Read a journal without changing it."""
         try:
             with open(path, "rb") as file:
                 facts = os.fstat(file.fileno())

@@ -191,11 +191,10 @@ def make_private(
     batch       expected contributions per step
     population  a public number that the contributions do not exceed, whoever is there; default: their number
     key         signs for the data; default: one that is made for this call and forgotten
-    origin      whose data it is: the name under which ε of all runs is added up, whatever changes in the data. It must be
-                given where `Trainer` would otherwise begin another ledger beside one that is there; default: a digest of
-                the data
-    other_people  instead of origin, why these are other people than in the ledgers beside it: your statement, which the
-                new ledger and its certificates show
+    origin      the name under which ε of all runs on these people is added up, even if the data changes. Required if
+                `Trainer` would otherwise create another ledger beside an existing one; default: a digest of the data
+    other_people  instead of origin: your statement why these are other people than in the ledgers beside it. The new
+                ledger and its certificates show it
     rows, per_contribution  as `Engine` takes them: whose rows are whose, and what is run once per contribution
 
     One attestation covers all of the data (`corpus.admission`): what it was, how many contributions, under which ε. A
@@ -213,10 +212,9 @@ def make_private(
     if isinstance(data, Corpus):
         for name, value in {"unit": unit, "origin": origin, "other_people": other_people}.items():
             if value is not None:
-                problem = f"{name} is given beside a Corpus"
-                raise PlanError(
-                    "train.unit-beside-corpus", problem, f"give it to the Corpus instead: Corpus(…, {name}=…)"
-                )
+                problem = f"{name} is given together with a Corpus"
+                remedy = f"give {name} to the Corpus instead: Corpus(…, {name}=…)"
+                raise PlanError("train.unit-beside-corpus", problem, remedy)
     if (proxy is None) != (loss_fn is None):
         problem = f"{'loss_fn' if proxy is None else 'proxy'} is given alone"
         raise PlanError("train.proxy-needs-loss", problem, "give both: gradients on the proxy set the clip norm")
@@ -301,7 +299,7 @@ def _checked_clip_norm(c: float) -> float:
 
 def _warn_of_earlier_plans(corpus: Corpus, plan: StepPlan) -> None:
     """Warn if this process planned for the same data before, with what all plans cost together."""
-    origin = corpus.origin  # the same people's, whatever has changed in the data
+    origin = corpus.origin  # the same people, even if the data has changed
     plans = _planned.setdefault(corpus.fingerprint() if origin is None else origin.encode(), [])
     plans.append(plan.schedule(0))
     if len(plans) > 1:

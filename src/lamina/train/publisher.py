@@ -381,9 +381,9 @@ class Publisher:
         return reason or ("callback" if stopped else None)
 
     def finish(self, run: Run, state: TrainingState, *, reason: str, facts: Mapping[str, Any]) -> Outcome:
-        """Record the end of the run, then write the weights and the last figures. `facts`: fields of `RunEnd`.
+        """Record the end of the run, then write the weights and the last figures. `facts` are fields of `RunEnd`.
 
-        Killed anywhere here, a run that is resumed does the rest: the same weights, and the end that is recorded.
+        If the process is killed here, resuming the run completes the rest, with the same weights and the recorded end.
         """
         if reason == "budget":
             self.note(f"the run ended at step {state.step} of {self.plan.steps}: its budget allows no more")

@@ -194,7 +194,7 @@ def open_run_ledger(
 
 
 def _journal_attempts(folder: Path) -> set[tuple[bytes, int, int]]:
-    """The attempts of the run in a folder: what it enters again into a ledger that lacks them (`repair_ledger`)."""
+    """Return the attempts in the journal of a folder. `repair_ledger` enters those again that the ledger lacks."""
     with suppress(LaminaError):
         if (path := folder / "journal").exists():
             found = Journal.read(path)
@@ -204,31 +204,31 @@ def _journal_attempts(folder: Path) -> set[tuple[bytes, int, int]]:
 
 
 def folders_around(folder: Path) -> tuple[Path, ...]:
-    """Where ledgers of other runs may lie: beside the folder of a run, and in the working directory above it."""
+    """Return the folders to search for other ledgers: that of the run's folder, and the working directory above it."""
     working = Path.cwd()
     return (folder.parent, working) if folder.resolve().is_relative_to(working) else (folder.parent,)
 
 
 def neighbours_of_run(where: str | os.PathLike[str], folder: Path) -> list[NeighbourLedger]:
-    """The ledgers beside the one at `where`, and around the run in `folder`."""
+    """Return the ledgers beside the one at `where`, and around the run in `folder`."""
     own = folder.parent / "ledger" if isinstance(where, str) and is_postgres_url(where) else where
     return neighbour_ledgers(own, *folders_around(folder))
 
 
 def _refuse_undeclared(where: str | os.PathLike[str], folder: Path) -> None:
-    """RunError if other ledgers lie near: of data without an origin nobody can tell whether it is the same people's.
+    """Raise RunError if other ledgers are near. Without an origin, the same people cannot be recognised in other data.
 
-    One changed value makes another digest of the data, and so another ledger, which would forget what was spent.
+    One changed value gives another digest of the data, hence another ledger, which would not count what was spent.
     """
     if not (found := neighbours_of_run(where, folder)):
         return
     listed = "; ".join(map(str, found[:_NEIGHBOURS_NAMED]))
     more = f"; and {len(found) - _NEIGHBOURS_NAMED} more" if len(found) > _NEIGHBOURS_NAMED else ""
-    problem = f"no origin is declared, and this run would begin another ledger beside {listed}{more}"
+    problem = f"no origin is declared, and this run would create another ledger beside {listed}{more}"
     remedy = (
-        f"if these are the same people, go on in that ledger: origin={found[0].origin!r}, given where the data is given "
-        '(Corpus, Corpus.of_csv, …, or make_private on arrays); if they are others, say there why: other_people="…", '
-        "which the ledger and its certificates will show"
+        f"if these are the same people, use that ledger: origin={found[0].origin!r}, given where the data is given (Corpus, "
+        'Corpus.of_csv, …, or make_private on arrays); if they are other people, state there why: other_people="…", which '
+        "the ledger and its certificates will show"
     )
     raise RunError("train.origin-not-declared", problem, remedy)
 
@@ -435,9 +435,9 @@ class Run:
         (self.folder / "stopped").unlink(missing_ok=True)
 
     def begin(self, weights: bytes) -> None:
-        """Record the digest of the starting weights, once. A run whose epochs precede it was begun without.
+        """Record the digest of the starting weights, once. A run that already has epochs gets no such record.
 
-        Without the ledger's key nothing is recorded: nobody could tell the record from one that a stranger wrote.
+        Nothing is recorded without the ledger's key, because an unsigned record could have been written by anyone.
         """
         if not self.spend.ledger.signs:
             return
@@ -450,10 +450,12 @@ class Run:
     def end(
         self, steps: int, *, facts: Mapping[str, Any], caps: Mapping[str, int], files: Mapping[str, str]
     ) -> RunEnd | None:
-        """Record the end of the run after its last closed segment, and sign it; None if it has none, or without the key.
+        """Record and sign the end of the run after its last closed segment.
 
-        An end that is there is not written again. `facts` are the fields of `RunEnd` that the trainer states, `files`
-        the SHA-256 of what it writes.
+        Return None if no segment is closed, or if the ledger was opened without its key.
+
+        An end that is recorded already is not written again. `facts` are the fields of `RunEnd` that the trainer
+        states, `files` the SHA-256 of the files that it writes.
         """
         closed = [opened for opened in self.attempts if opened.last == steps and self.journal.closed(opened)]
         if not closed or not self.spend.ledger.signs:
@@ -471,10 +473,10 @@ class Run:
             ledger.append([made])
         elif there.weights != made.weights:
             problem = (
-                f"the run in '{self.folder}' ended with weights {there.weights[:16]}… by the ledger, and has "
-                f"{made.weights[:16]}… now"
+                f"the run in '{self.folder}' ended with weights {there.weights[:16]}… by the ledger, but "
+                f"has {made.weights[:16]}… now"
             )
-            raise RunError("train.end-differs", problem, "put back the run's own checkpoint")
+            raise RunError("train.end-differs", problem, "restore the checkpoint of the run")
         ledger.checkpoint()
         return there or made
 

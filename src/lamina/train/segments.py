@@ -12,7 +12,8 @@ Killed anywhere, the run is in one of three states, and `decide_resume` knows wh
 the segment is not closed, perhaps not recorded; the segment is open and is replayed, or redone and charged again; or
 nothing is open.
 
-Same noise on another batch gives the difference away; fresh noise on the same step is a second release. So a segment
+Reusing noise on a different batch reveals the difference of the two sums; fresh noise on the same step is a second
+release. So a segment
 that never reached its checkpoint is *replayed*, seed and all, if nothing that its outcome depends on has changed: it is
 then the same random variable, charged once. Otherwise it is *redone* as a new generation with a fresh seed, and charged
 again; the old charge stays.
@@ -136,7 +137,7 @@ class Segments:
         self._checkpoint = bytes(32)
         self._written_by = bytes(16)  # the nonce of the segment that the checkpoint ended
         self._after = 0  # its generation
-        self._start: bytes | None = None  # SHA-256 of the weights before the first step; None: from a time without it
+        self._start: bytes | None = None  # SHA-256 of the weights before the first step; None in runs of older versions
         self._membership: tuple[int, bytes] | None = None
         self.revision = corpus.revision  # of the membership that the open segment was frozen with
 
@@ -174,7 +175,7 @@ class Segments:
         run, state = self.run, self.state
         self._restore()
         if self._start is not None and run.attempts:
-            run.begin(self._start)  # before epochs that a ledger from a copy may lack
+            run.begin(self._start)  # before epochs are entered again into an older copy of the ledger
         repair_ledger(run)
         self.members.freeze()  # a segment with somebody who withdrew meanwhile is not replayed
         self._refuse_another_plan()
@@ -344,7 +345,7 @@ class Segments:
         if self._membership is None or self._membership[0] != revision:
             self._membership = revision, self.corpus.membership(key)
         self.revision = revision
-        settings, unknown = self._fingerprint()  # also of what the steps before have changed
+        settings, unknown = self._fingerprint()  # again, because earlier steps may have changed values
         return SegmentInputs(
             plan=self.plan.digest(), settings=secrets.token_bytes(32) if unknown else settings, membership=self._membership[1],
             checkpoint=self._checkpoint, data=self.corpus.digest(key), world_size=self.world_size,

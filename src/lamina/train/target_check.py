@@ -181,9 +181,9 @@ def _shapes(tree: Any) -> Any:
 
 
 class _NoteTables(TorchFunctionMode):
-    """Notes, by leaf of x, the size of the smallest table in which all of the leaf is looked up as it is.
+    """Notes, for each leaf of x, the size of the smallest table in which the leaf itself is looked up.
 
-    What counts is the lookup: the position table of BART and Whisper is called with the ids and looks up their places.
+    Only the lookup counts: the position tables of BART and Whisper are called with ids but look up positions.
     """
 
     def __init__(self, x: Any) -> None:

@@ -212,17 +212,17 @@ class Trainer:
             raise RunError("train.engine-of-other-model", problem, "leave engine out, or give the matching one")
 
     def keep_hardened(self, hardened: bool) -> None:
-        """Use the kind of noise that the run began with, unless the caller named one."""
+        """Use the kind of noise with which the run began, unless the caller chose one."""
         if self._hardened_argument is None:
             self.hardened = hardened
 
     def _keep_hardened_of(self, run: Run) -> None:
-        """Of a run that is resumed: its journal has the digest of the options that it was given."""
+        """Keep the kind of noise of a resumed run, which follows from the digest of its options in the journal."""
         if run.attempts:
             self.keep_hardened(run.attempts[-1].settings != self._settings(hardened=False)[0])
 
     def _settings(self, *, hardened: bool | None = None) -> SettingsFingerprint:
-        """Digest of what a step depends on beside plan, data and seed; and what it cannot cover."""
+        """Return a digest of what a step depends on beside plan, data and seed, and the values that it does not cover."""
         functions, where = {"loss": self.loss_fn, "augment": self.augment}, model_device(self.model).type
         options = {
             "microbatches": self.microbatches,
@@ -270,7 +270,9 @@ class Trainer:
 
     def fit(self) -> Outcome:
         """Train to the end of the plan, or go on from where the folder's run was left."""
-        self._settings_of_rank = self._settings()[0]  # before rank 0 tries model and loss, which may count calls
+        self._settings_of_rank = self._settings()[
+            0
+        ]  # before rank 0 tries model and loss, whose call counters may change
         if not self._ranks.first:
             return self._follow()
         try:
@@ -384,7 +386,7 @@ class Trainer:
         return publisher.finish(run, self.state, reason=reason, facts=self._facts())
 
     def _facts(self) -> dict[str, Any]:
-        """What a certificate asks of a run and no epoch shows: fields of `RunEnd`."""
+        """Return the facts that a certificate needs and no epoch contains: fields of `RunEnd`."""
         planned = {name for layer in self.plan.layers for name in layer.parameters}
         trained = {name for name, tensor in self.model.named_parameters() if tensor.requires_grad}
         notes = self.state.notes  # of every session of the run, not of the last one alone

@@ -58,9 +58,9 @@ def check_trainer_arguments(model: Any, optimizer: Any, loss_fn: Any, corpus: An
 
 
 def unwrap_prepared(thing: Any) -> Any:
-    """The optimiser or scheduler inside of what `Accelerator.prepare` returned; anything else as it is.
+    """Return the optimiser or scheduler inside the wrapper of `Accelerator.prepare`; other objects are returned unchanged.
 
-    The wrapper hides the code that a resumed run compares, and leaves steps out inside of `accelerator.accumulate`.
+    The wrapper hides the code that a resumed run compares, and skips steps inside of `accelerator.accumulate`.
     """
     wrapped = type(thing).__module__.startswith("accelerate.")
     return getattr(thing, "optimizer", None) or getattr(thing, "scheduler", thing) if wrapped else thing

@@ -336,7 +336,7 @@ class TrainingCheckpoint:
     state: dict[str, Any]
 
     def weights_file(self) -> bytes:
-        """The model's tensors as the run writes them for others: model.safetensors."""
+        """Return the bytes of model.safetensors: the tensors of the model as the run publishes them."""
         whole = {name.removeprefix("model."): t for name, t in self.tensors.items() if name.startswith("model.")}
         return save({name: t.detach().clone().contiguous() for name, t in whole.items()}, metadata={"format": "pt"})
 
