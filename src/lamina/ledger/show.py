@@ -187,7 +187,11 @@ def describe_leaf(leaf: Leaf) -> str:
         case Header() as r:
             kept = f"kept {r.retention / 86400:g} day{'' if r.retention == 86400 else 's'}"
             rule = "" if r.withdraw is None else f", {describe_rule(r.withdraw)}"
-            rule += "" if r.other_people is None else f", other people than beside it: {r.other_people}"
+            rule += (
+                ""
+                if r.other_people is None
+                else f", owner states other people than in ledgers beside it: {r.other_people}"
+            )
             return f"{r.origin}: {r.accountant} at δ = {r.delta:g}, {kept}, {pluralize(len(r.keys), 'key')}{rule}"
         case ContributionRecord(terms=t) as r:
             return f"{r.descriptor.hex()[:16]}  {_describe_signed(t)}, {t.profile or 'any depth'}"

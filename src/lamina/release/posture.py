@@ -229,7 +229,7 @@ def _layers(runs: Sequence[RunEvidence]) -> tuple[LayerPosture, ...]:
 
 
 def _adapters(ledger: LedgerReader, layers: Sequence[LayerPosture], size: int) -> Iterable[AdapterPosture]:
-    """Return the adapters that the policy names before leaf `size`, with the layers that their classes reached."""
+    """Yield the adapters that the policy names before leaf `size`, with the layers that their classes reached."""
     policies = [ledger.header, *(leaf.record for leaf in ledger.of_kind(PolicyChange, 0, size))]
     found: dict[tuple[str, str | None, str | None], dict[str, None]] = {}
     for record in policies:

@@ -157,7 +157,7 @@ class RunEvidence:
 
     @property
     def ended(self) -> RunEnd:
-        """Return the end of the run; raise RunError if the ledger records none."""
+        """The end of the run; raises RunError if the ledger records none."""
         if self.end is None:
             problem = f"the ledger has no signed record of the end of run {self.run.hex()[:8]}"
             remedy = (

@@ -109,7 +109,7 @@ class Service:
     recent: deque[tuple[str, bool, list[str]]] = field(default_factory=lambda: deque(maxlen=100))
 
     def ask_gate(self, query: Query) -> Decision:
-        """What the gate says, without what only the operator may see."""
+        """Return the decision of the gate, without details that only the operator may see."""
         if self.gate is None:
             raise RequestRefused(404, "serve.no-release", "a run is served here, which has no gate", "serve a release")
         decision = self.gate.decide(query)
@@ -118,7 +118,7 @@ class Service:
         return decision
 
     def decide(self, query: Query, *, answering: bool) -> Decision:
-        """What the gate says, with what the model really draws on if it is to answer. Counted and logged."""
+        """Return the decision of the gate; if the model is to answer, for all layers it uses. Counts and logs it."""
         decision = self.ask_gate(query)
         if answering and self.inference is not None:
             decision = self.inference.judge(query, decision)
@@ -130,7 +130,7 @@ class Service:
         return decision
 
     def follow_file(self) -> None:
-        """Read the ledger from the file that lies at its place now. Where none does, reading it is refused (503)."""
+        """Open the ledger again if its file was replaced. If there is no file, reading it is refused (503)."""
         if self.ledger is not None and self.ledger.store.replaced():
             with suppress(LaminaError):
                 self.ledger.reopen()
@@ -155,7 +155,7 @@ class Service:
 
 
 def _public_reason(reason: DenialReason) -> DenialReason:
-    """The reason as clients see it: the gate's own text about the ledger names files."""
+    """Return the reason for clients. The text of the gate itself may name files of the ledger."""
     return dataclasses.replace(reason, text=LEDGER_DENIALS.get(reason.code, reason.text))
 
 
@@ -228,7 +228,7 @@ class Guard:
             metrics.request(route, status, time.perf_counter() - began)
 
     def _admit(self, scope: Scope) -> str:
-        """Count the request for its key or address, which is returned; RequestRefused if it may not come in."""
+        """Count the request for its key or address and return that; raise RequestRefused if it may not be answered."""
         service, headers = self.service, dict(scope["headers"])
         single = [name for name, _ in scope["headers"] if name in _ONCE]
         if len(single) > len(set(single)):
@@ -260,9 +260,9 @@ class Guard:
         if service.metrics.in_flight > service.limits.concurrent:
             problem = f"{service.limits.concurrent} requests are being answered"
             raise RequestRefused(503, "serve.busy", problem, "try again", headers={"Retry-After": "1"})
-        shared = service.keys is None and service.local  # all requests are of this machine
+        shared = service.keys is None and service.local  # all requests come from this machine
         if not shared and self._going[who] >= service.limits.per_key:
-            problem = f"{service.limits.per_key} requests of this key or address are being answered"
+            problem = f"{service.limits.per_key} requests of this key or address are being answered already"
             raise RequestRefused(
                 429, "serve.too-many-at-once", problem, "wait for answers", headers={"Retry-After": "1"}
             )

@@ -27,8 +27,8 @@ _KEY_LINE = re.compile(r"([A-Za-z0-9._-]{1,64})\s+([0-9a-f]{64})")
 _NO_KEY = hashlib.sha256(b"").hexdigest()  # what a script writes that had no key to hash: everybody would have it
 _MAX_BUCKETS = 10_000
 _MAX_HEAD = 1 << 16  # bytes
-_PART = 1 << 14  # bytes that are parsed at a time: a head may be counted short by so many
-_LINGER = 5.0  # seconds in which a client may take the rest of its answer from a connection that is closed
+_PART = 1 << 14  # bytes parsed at a time; the counted size of a head may be too small by this number
+_LINGER = 5.0  # seconds for a client to receive the rest of its answer after the server closed the connection
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 
 
@@ -54,10 +54,10 @@ class Limits:
     """Bounds of the service.
 
     body        bytes of a request
-    rate        requests a second of one key; twice as many may come at once
+    rate        requests of one key per second; bursts of twice as many are accepted
     timeout     seconds from the first byte of a request to its answer
-    concurrent  requests at a time
-    per_key     requests at a time of one key; without keys, of one address of another machine
+    concurrent  requests that are answered at the same time
+    per_key     the same for one key; without keys, for one address of another machine
     leaves      leaves of the ledger in one answer
     """
 
@@ -132,7 +132,7 @@ class TokenBuckets:
 
 
 class BoundedHttp(HttpToolsProtocol):
-    """HTTP/1.1 with bounds that hold before a request reaches the application, whoever sends it.
+    """HTTP/1.1 with bounds that hold for every client, before a request reaches the application.
 
     First line and headers have at most 64 KiB; trailers are refused. A request arrives completely within `seconds` of
     its first byte, and a connection sends one within `seconds` of its beginning. An answer that the client does not
@@ -146,7 +146,7 @@ class BoundedHttp(HttpToolsProtocol):
 
     @classmethod
     def within(cls, seconds: float) -> type[BoundedHttp]:
-        """The same protocol with other deadlines."""
+        """Return the same protocol with other deadlines."""
         return cast(type[BoundedHttp], type(cls.__name__, (cls,), {"seconds": seconds}))
 
     def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
@@ -183,7 +183,7 @@ class BoundedHttp(HttpToolsProtocol):
         self._arrival.start(self.seconds)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._head is None:  # after the body: the parser would keep any number of them
+        if self._head is None:  # a trailer after the body; the parser would keep any number of them
             raise ValueError("trailer")
         super().on_header(name, value)
 
@@ -192,7 +192,7 @@ class BoundedHttp(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
-        self._head = -self._part  # what follows in this part is the beginning of the next head, and not counted
+        self._head = -self._part  # the rest of this part begins the next head, and is not counted
         self._arrival.stop()
         super().on_message_complete()
 
@@ -207,7 +207,7 @@ class BoundedHttp(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         if self.cycle is not None and not self.cycle.response_complete:
-            self._arrival.start(1.0)  # an answer is under way, which has a deadline of its own
+            self._arrival.start(1.0)  # the answer in progress has its own deadline
             return
         if self._head is not None:
             self.transport.write(b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n")
@@ -215,7 +215,7 @@ class BoundedHttp(HttpToolsProtocol):
         self._drop_later()
 
     def _drop_later(self) -> None:
-        """Drop a connection that is closed, even if the client does not take what is left to send."""
+        """Drop a closing connection, even if the client does not receive the rest of its answer."""
         self.loop.call_later(_LINGER, self.transport.abort)
 
     def pause_writing(self) -> None:
@@ -232,7 +232,7 @@ class BoundedHttp(HttpToolsProtocol):
 
 
 class _Deadline:
-    """Calls `action` a while after the last `start`, unless it is stopped before."""
+    """A timer that calls `action` some seconds after the last `start`, unless it is stopped."""
 
     def __init__(self, loop: AbstractEventLoop, action: Callable[[], None]) -> None:
         self._loop, self._action = loop, action

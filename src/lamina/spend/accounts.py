@@ -356,8 +356,8 @@ class RecordedSpend:
         self._scales: dict[tuple[bytes, bytes], dict[str, float]] = {}
 
     def follow(self, rows: StoreReader, size: int, leaves: CheckedLeaves) -> None:
-        """Read on to `size` leaves of those that were checked."""
-        if size < self._upto:  # an older view
+        """Read the checked leaves up to leaf `size`."""
+        if size < self._upto:  # the view of an older transaction
             self._reset()
         for leaf in leaves.records(rows, Epoch, self._upto, size):
             assert isinstance(leaf.record, Epoch)

@@ -1,4 +1,4 @@
-"""Ledgers that lie beside each other: a person whose data is in two of them has lost what both record together."""
+"""Neighbouring ledgers: a person whose data is in two of them has lost what both record together."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ LEDGER_SUFFIX = ".ledger.db"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NeighbourLedger:
-    """What a ledger says of itself. Nothing of it was verified.
+    """What a neighbouring ledger states about itself. It is not verified.
 
     name          its file
     units         what ε protects, by private class that was charged
-    epsilon       by private class: what its last epoch says, over all runs; None if no finite figure is known
-    other_people  the owner's reason why it holds other people than the ledgers beside it; None if nobody stated one
+    epsilon       by private class, over all runs, as its last epoch states it; None if no finite figure is known
+    other_people  the owner's statement why it holds other people than the ledgers beside it; None if there is none
     """
 
     name: str
@@ -40,7 +40,7 @@ class NeighbourLedger:
 
     @classmethod
     def read(cls, ledger: LedgerReader) -> NeighbourLedger:
-        """What an open ledger says of itself."""
+        """Read what an open ledger states about itself."""
         runs: set[bytes] = set()
         epsilon: dict[str, float | None] = {}
         for leaf in ledger.of_kind(Epoch):
@@ -56,7 +56,7 @@ class NeighbourLedger:
         )  # fmt: skip
 
     def to_dict(self) -> dict[str, Any]:
-        """For machines. The file without its folder: a certificate names no path of a machine."""
+        """Return the fields for JSON. The folder is left out, because a certificate contains no path of a machine."""
         found = {"ledger": os.path.basename(self.name), "origin": self.origin, "units": self.units, "delta": self.delta}
         return found | {"runs": self.runs, "epsilon": self.epsilon, "other_people": self.other_people}
 
@@ -71,7 +71,7 @@ class NeighbourLedger:
 
 
 def ledger_units(ledger: LedgerReader) -> dict[str, str]:
-    """What ε protects, by private class, as the plans of the ledger's epochs say."""
+    """Return what ε protects, by private class, from the plans of the ledger's epochs."""
     found: dict[str, str] = {}
     for digest in {leaf.record.plan: None for leaf in ledger.of_kind(Epoch) if isinstance(leaf.record, Epoch)}:
         if (data := ledger.blob(digest)) is not None:
@@ -80,22 +80,20 @@ def ledger_units(ledger: LedgerReader) -> dict[str, str]:
 
 
 def check_units(ledger: LedgerReader, plan: StepPlan) -> None:
-    """LedgerError if the ledger has protected another unit than the plan does: ε of a patient and of a visit do not add."""
+    """Raise LedgerError if ledger and plan protect different units: ε per patient and ε per visit do not add up."""
     known = ledger_units(ledger)
     for entry in plan.classes:
         if not entry.public and (unit := known.get(entry.name, entry.unit)) != entry.unit:
             problem = (
                 f"the ledger {ledger.name} of origin {ledger.origin!r} counts class {entry.name!r} per {unit}, "
-                f"this run per {entry.unit}"
+                f"but this run per {entry.unit}"
             )
-            remedy = (
-                f"give the data by {unit}, or name another origin for it: what a person loses is then the sum of both"
-            )
+            remedy = f"give the data per {unit}, or use another origin: a person in both ledgers then loses the sum"
             raise LedgerError("ledger.unit-differs", problem, remedy)
 
 
 def neighbour_ledgers(own: str | os.PathLike[str], *around: Path) -> list[NeighbourLedger]:
-    """The other ledgers beside a ledger in a file: in its folder, the folders in it and the one above, and around a run."""
+    """Return the other ledgers near a ledger file: in its folder, its subfolders, the folder above, and around a run."""
     home = Path(os.path.realpath(own)).parent
     found: dict[str, NeighbourLedger] = {}
     for path in _ledger_files(home, *around):

@@ -134,7 +134,9 @@ class EpochBuilder:
             accounts.append(made)
         earlier = [(*key[:2], generation) for generation in range(self.segment.generation)]
         known_attempts = leaves.attempts(rows)
-        unrecorded = sum(each not in known_attempts for each in earlier)  # open ones too: only the store tells of them
+        unrecorded = sum(
+            each not in known_attempts for each in earlier
+        )  # includes open ones, which only the store records
         epoch = Epoch(
             run=self.run,
             segments=(replace(self.segment, unrecorded=unrecorded or None),),
@@ -187,7 +189,7 @@ def recorded_segment(rows: StoreReader, leaves: CheckedLeaves, key: tuple[bytes,
 
 T = TypeVar("T")
 _MOST = 2**63 - 1
-_MOST_TRIES = 1000  # how often other runs may be quicker
+_MOST_TRIES = 1000  # how often another run may record an epoch first
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -512,7 +514,7 @@ class SpendLedger:
                 break
         if leaf is None:
             problem = f"other runs recorded epochs {_MOST_TRIES} times while segment {key[0]} of run {run[:8]} waited"
-            raise RunError("spend.too-many-writers", problem, "start the run again: nothing is lost")
+            raise RunError("spend.too-many-writers", problem, "start the run again; nothing is lost")
         if self.ledger.signs:
             self.ledger.checkpoint()
         return leaf
@@ -562,7 +564,7 @@ class SpendLedger:
 
 
 def _earlier_charge(rows: StoreReader, leaves: CheckedLeaves, key: tuple[bytes, int, int]) -> RunHold | None:
-    """The earlier charge of an attempt: recorded in a leaf, or open."""
+    """Return the earlier charge of an attempt, recorded in a leaf or open."""
     if (leaf := leaves.attempts(rows).get(key)) is not None:
         return RunHold(*key, recorded_segment(rows, leaves, key, leaf).nonce, leaf, b"")
     return rows.hold(*key)
