@@ -79,21 +79,24 @@ CASES += [
 ]
 
 
+def noise_of(options: dict[str, Any], rank: int) -> SeededNoise:
+    """Plain noise by name, so that it can be compared; hardened noise as it is by default."""
+    return SeededNoise(SEED, rank=rank) if options["hardened"] else SeededNoise(SEED, rank=rank, hardened=False)
+
+
 def step(name: str, rank: int, size: int) -> dict[str, Any]:
     """The gradient that one step writes, as lists."""
     model, plan, whole, options = case(name)
     if name.startswith("bins"):
         plan = dataclasses.replace(plan, injection=Injection(form="per_microbatch", parts=size))  # type: ignore[arg-type]
-    kind = {} if options["hardened"] else {"hardened": False}
-    noise = SeededNoise(SEED, rank=rank, **kind)
-    with Engine(model, plan, noise=noise) as engine:
+    with Engine(model, plan, noise=noise_of(options, rank)) as engine:
         for part in whole.shard(rank, size).split(options["parts"]):
             engine.backward(losses_of(model, part.x, None) if len(part) else None, part)
         return {each: p.grad.tolist() for each, p in model.named_parameters() if p.grad is not None}
 
 
 SHARDED = ["plain box", "plain joint", "plain box 1", "plain joint 1", "tied box", "parts joint", "several box"]
-SHARDED += ["restricted box", "plain box 0"]
+SHARDED += ["restricted box", "plain box 0", "hardened box"]
 FEW = ["plain box", "plain joint", "plain box 1", "plain joint 1", "several joint", "restricted box"]
 
 
@@ -106,7 +109,7 @@ def sharded_step(name: str, rank: int, size: int) -> dict[str, Any]:
         fully_shard(model[2])
     fully_shard(model)
     optimizer = torch.optim.Adam(model.parameters())
-    with Engine(model, plan, noise=SeededNoise(SEED, rank=rank)) as engine:
+    with Engine(model, plan, noise=noise_of(options, rank)) as engine:
         for part in whole.shard(rank, size).split(options["parts"]):
             engine.backward(losses_of(model, part.x, None) if len(part) else None, part)
         found = {each: p.grad.full_tensor().tolist() for each, p in model.named_parameters() if p.grad is not None}
@@ -133,7 +136,7 @@ def compiled_steps(rank: int, size: int) -> float:
         def losses(x: Tensor, y: Any, model: nn.Module = model) -> Tensor:
             return losses_of(model, x, y)
 
-        with Engine(model, plan_of(model, 0.3, 0.8), noise=SeededNoise(SEED, rank=rank), compiled=compiled) as engine:
+        with Engine(model, plan_of(model, 0.3, 0.8), noise=SeededNoise(SEED, rank=rank, hardened=False), compiled=compiled) as engine:
             for count in (8, 8, 8, 8, 3, 8):  # of three, rank 1 of 2 has one
                 engine.step(losses, batch_of(count).shard(rank, size))
                 found[-1] += [p.grad.clone() for p in model.parameters() if p.grad is not None]
@@ -236,7 +239,7 @@ def proxied(rank: int, size: int) -> dict[str, Any]:
     plan = make_plan(LayerStack.from_model(model), Policy.parse(PROXY_POLICY), batch=8, steps=10, allocate=rule)
     followed, alone, off = [], [], 0.0
     layer_of = {each: i for i, layer in enumerate(plan.layers) for each in layer.parameters}
-    with Engine(model, plan, noise=SeededNoise(5, rank=rank), proxy=proxy) as engine:
+    with Engine(model, plan, noise=SeededNoise(5, rank=rank, hardened=False), proxy=proxy) as engine:
         for number in range(4):
             whole = batch_of(7)
             twin = dense()
@@ -255,7 +258,7 @@ def proxied(rank: int, size: int) -> dict[str, Any]:
             for other in range(size):
                 drawn = [torch.empty(t.shape, dtype=torch.float64) for t in sums.values()]
                 stds = [engine.applied.noise[layer_of[name]] / size**0.5 for name in sums]
-                SeededNoise(5, rank=other).fill_many_(drawn, stds, step=number)
+                SeededNoise(5, rank=other, hardened=False).fill_many_(drawn, stds, step=number)
                 sums = {name: t + z for (name, t), z in zip(sums.items(), drawn, strict=True)}
             for name, p in model.named_parameters():
                 off = max(off, float((p.grad * plan.batch - sums[name]).abs().max()))
