@@ -413,8 +413,12 @@ def test_a_file_that_is_no_key_is_called_so(data: bytes, tmp_path: Path) -> None
 
 def test_a_public_key_where_a_private_one_is_asked_for(tmp_path: Path) -> None:
     (tmp_path / "h.pub").write_bytes(PrivateKey.generate().public.pem())
-    with raises_code("key.public-given-for-private"):
-        PrivateKey.load(tmp_path / "h.pub", None)
+    for name, words in (("", "h.key', if it is named so"), ("h.pem", "h.pem'"), ("h.key", "h.key'")):
+        if name:
+            (tmp_path / name).touch()
+        with raises_code("key.public-given-for-private") as refused:
+            PrivateKey.load(tmp_path / "h.pub", None)
+        assert str(refused.value.remedy).endswith(words)
 
 
 def test_a_passphrase_is_bytes(tmp_path: Path) -> None:

@@ -46,7 +46,11 @@ def test_from_a_run_to_a_query(trained: Trained, tmp_path: Path, lamina: Call) -
     both = ("--trust", key, "--trust", owner, "--ledger", str(trained.ledger))
     told = json.loads(succeeded(lamina("release", "verify", out, *both, "--json")))
     assert (told["compared"], told["trusted"], told["verdict"], told["problems"]) == (True, True, "trusted", [])
-    assert "ledger  example.org/ecg, " in succeeded(lamina("release", "verify", out, "--trust", key))
+    alone = succeeded(lamina("release", "verify", out, "--trust", key))
+    assert "ledger  example.org/ecg, " in alone and "give --ledger" in alone and "give --trust" not in alone
+    compared = succeeded(lamina("release", "verify", out, "--trust", key, "--ledger", str(trained.ledger)))
+    assert "public key of its owner" in compared and "give --ledger" not in compared
+    assert "note" not in succeeded(lamina("release", "verify", out, *both))
     query = asked(tmp_path / "query.json")
     assert succeeded(lamina("release", "ask", out, query, "--trust", key)) == "allowed\n"
     code, text, _ = lamina(

@@ -252,6 +252,8 @@ def test_table_and_summary_tell_the_same() -> None:
     assert row == ["l1", "0.50", "11", "4", "2", "public", "50.0", "%"]
     silent = next(line for line in text.splitlines() if line.startswith("l2")).split()
     assert silent == ["l2", "1.00", "12", "none", "-", "public", "0.0", "%"]
+    public = next(line for line in text.splitlines() if line.startswith("c1"))
+    assert "public  not protected  " in public  # no ε and no δ
     told = plan.to_dict()
     assert json.loads(json.dumps(told, allow_nan=False)) == told
     c0 = told["classes"]["c0"]
