@@ -69,6 +69,7 @@ def test_what_trainers_write(call: Call, tmp_path: Path) -> None:
     with made.ledger.store.write() as rows:
         rows.put_run(RunRow(digest("run")[:16], "[bold]first", 0, False))
         rows.put_hold(RunHold(digest("run")[:16], 1, 0, bytes(16), None, b""))
+    made.ledger.accept()  # signs the rows, which this test wrote past the ledger
     made.ledger.close()
     text = succeeded(call("trace", "trained.db", str(seq)))
     assert "eligible   in 1 epoch:" in text
