@@ -225,10 +225,11 @@ def _refuse_undeclared(where: str | os.PathLike[str], folder: Path) -> None:
     listed = "; ".join(map(str, found[:_NEIGHBOURS_NAMED]))
     more = f"; and {len(found) - _NEIGHBOURS_NAMED} more" if len(found) > _NEIGHBOURS_NAMED else ""
     problem = f"no origin is declared, and this run would create another ledger beside {listed}{more}"
+    that = "that" if len(found) == 1 else "their"
     remedy = (
-        f"if these are the same people, use that ledger: origin={found[0].origin!r}, given where the data is given (Corpus, "
-        'Corpus.of_csv, …, or make_private on arrays); if they are other people, state there why: other_people="…", which '
-        "the ledger and its certificates will show"
+        f"if these are the same people, use {that} ledger: origin={found[0].origin!r}, given where the data is given "
+        '(Corpus, Corpus.of_csv, …, or make_private on arrays); if they are other people, state there why: other_people="…", '
+        "which the ledger and its certificates will show"
     )
     raise RunError("train.origin-not-declared", problem, remedy)
 
