@@ -179,8 +179,8 @@ def test_people_get_a_table_and_where_to_look(ran: Ran) -> None:
     )
     found = replace(ran.found, outcome=outcome)
     lines = found.table(ran.folder, ran.folder / "report.html").splitlines()
-    assert "sensitive  top 25 %    3.0000  1e-05  patient" in lines  # rounded up
-    assert "volunteer  all layers  public      –  patient" in lines
+    assert "sensitive  top 25 %           3.0000  1e-05  patient" in lines  # rounded up
+    assert "volunteer  all layers  not protected      –  patient" in lines
     rows = [" ".join(line.split()) for line in lines]
     assert f"admitted by signature: {QUICK_SIZES.volunteers + QUICK_SIZES.sensitive}; refused: {len(REFUSED)}" in rows
     for name, reason in REFUSED.items():
