@@ -219,7 +219,7 @@ profile = { top = 0.5 }
     run = project.run.replace("epsilon = 2.0", "").replace('unit = "patient"', 'unit = "patient"\nclass = "kind"')
     out = succeeded(project.train(run=run))
     rows = [line.split() for line in out.splitlines()]
-    assert ["volunteers", "contribution", "0", "public", "public", "6"] in rows
+    assert ["volunteers", "contribution", "–", "not", "protected", "not", "protected", "6"] in rows
     found = project.train_json(run=run)
     assert found["classes"]["volunteers"] == {"epsilon": 0.0, "total": 0.0, "delta": 0.0, "unit": "contribution"}
     assert 5.5 < found["classes"]["sensitive"]["total"] <= 6.0

@@ -132,7 +132,7 @@ FORGED: dict[str, tuple[Change | None, Change | None, str]] = {
     ),
     "another plan": (lambda c: c["plan"].update(sha256="00" * 32), None, "release.plan-differs"),
     "more steps": (lambda c: c["run"].update(steps=21), None, "release.facts-differ"),
-    "hardened noise": (lambda c: c["trainer"].update(hardened=True), None, "release.facts-differ"),
+    "other noise": (lambda c: c["trainer"].update(hardened=not c["trainer"]["hardened"]), None, "release.facts-differ"),
     "starting weights": (lambda c: c["trainer"].update(starting_weights=None), None, "release.facts-differ"),
     "a caveat less": (lambda c: c["not_covered"].pop(), None, "release.statement-differs"),
     "another statement": (lambda c: c.update(statement="Everything is fine."), None, "release.statement-differs"),
@@ -235,10 +235,13 @@ def test_a_release_of_a_run_without_an_end_is_named(
     hand = release_forger.HandLedger(str(mine.ledger))
     ends = [seq for seq in range(len(hand.rows)) if hand.kept(seq)[1] == RUN_END]
     del hand.rows[ends[0] :]
+    with closing(sqlite3.connect(mine.ledger)) as db, db:
+        db.execute("DELETE FROM meta WHERE name = 'open'")  # older ledgers have no head over open rows
     hand.write(ledger_seed)
     seq = record_release(mine.ledger, release, ledger_seed)
     found = verify(mine.ledger)
-    assert found.verified and any("because the end of a run is not recorded" in each and str(seq) in each
+    assert found.verified, found.problem
+    assert any("because the end of a run is not recorded" in each and str(seq) in each
                                   for each in found.notes)  # fmt: skip
 
 

@@ -136,7 +136,9 @@ def compiled_steps(rank: int, size: int) -> float:
         def losses(x: Tensor, y: Any, model: nn.Module = model) -> Tensor:
             return losses_of(model, x, y)
 
-        with Engine(model, plan_of(model, 0.3, 0.8), noise=SeededNoise(SEED, rank=rank, hardened=False), compiled=compiled) as engine:
+        with Engine(
+            model, plan_of(model, 0.3, 0.8), noise=SeededNoise(SEED, rank=rank, hardened=False), compiled=compiled
+        ) as engine:
             for count in (8, 8, 8, 8, 3, 8):  # of three, rank 1 of 2 has one
                 engine.step(losses, batch_of(count).shard(rank, size))
                 found[-1] += [p.grad.clone() for p in model.parameters() if p.grad is not None]

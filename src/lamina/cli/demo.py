@@ -280,11 +280,12 @@ def write_report(folder: Path, result: DemoResult) -> Path:
         result.outcome.epsilon["sensitive"],
         next(e.delta for e in result.plan.classes if e.name == "sensitive"),
     )
+    exchanged = math.ceil(math.exp(result.plan.epsilon("sensitive", "replace_one")))
     page = _REPORT_TEMPLATE.format(
         right=", ".join(f".r{i} tr > :nth-child({i})" for i in range(2, 9)),
         facts=_facts(folder, result),
         factor=f"{math.exp(lost):.3g}",
-        exchanged=f"{math.exp(result.plan.epsilon('sensitive', 'replace_one')):,.0f}",
+        exchanged=f"{exchanged:,}",
         sure=math.ceil(100 * (math.exp(lost) + delta) / (1 + math.exp(lost))),
         delta=f"{delta:g}",
         findings=", ".join(html.escape(name) for name in next(iter(result.utility.values())).by_class),

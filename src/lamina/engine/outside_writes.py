@@ -198,7 +198,8 @@ def tensors_in_attributes(module: nn.Module) -> list[tuple[str, Tensor]]:
             found.append((name, value))
         elif isinstance(value, list | tuple | dict) and name not in _OWN_ATTRIBUTES:
             found += ((f"{name}[{i}]", t) for i, t in enumerate(pytree.tree_leaves(value)) if isinstance(t, Tensor))
-    return [(name, t) for name, t in found if t.is_floating_point() or t.dim()]
+    ours = ((name, t) for name, t in found if not torch._C._functorch.is_functorch_wrapped_tensor(t))  # left by vmap
+    return [(name, t) for name, t in ours if t.is_floating_point() or t.dim()]
 
 
 def _corner(t: Tensor) -> Tensor:
