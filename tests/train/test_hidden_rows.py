@@ -385,3 +385,18 @@ def test_nobody_is_admitted_twice_by_deleting_index_rows(ward: hospital.Hospital
     db.close()
     with raises_code("ledger.key-index-differs"):
         ward.admit(ledger=path)
+
+
+# ---------------------------------------------------------------------------------------- honest writers beside each other
+
+
+def test_a_view_from_before_another_writer_is_not_taken_for_a_rollback(tmp_path: Path) -> None:
+    """A view is opened, another process charges and keeps that beside the key, then the view is compared with it."""
+    with pytest.raises(Killed):
+        problem.trainer(tmp_path / "a", progress=During({3: die}), bounds=LOOSE).fit()
+    path, key = tmp_path / "tests.ledger.db", PrivateKey.load(tmp_path / "tests.ledger.pem", None)
+    with Ledger.open(path, key) as slow, slow.store.read() as rows:
+        assert rows.head() is not None  # the view begins here
+        problem.trainer(tmp_path / "a", bounds=LOOSE).fit()
+        head = slow.check_open(rows)
+        assert head is not None and head.size < verify(path, signatures=False).size

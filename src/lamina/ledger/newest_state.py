@@ -130,7 +130,7 @@ class NewestStateFile:
             return NewestState()
         try:
             return _from_json(json.loads(read_small(self.path, "the newest state of a ledger", most=_MAX_FILE)))
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError, LedgerDamaged):
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError, LedgerDamaged):
             problem = f"'{self.path}', which keeps the newest state of a ledger, cannot be read"
             raise LedgerError(
                 "ledger.kept-state-unreadable", problem, "restore it from a copy of the key's folder"

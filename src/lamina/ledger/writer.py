@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 import time as system
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import TypeVar
 
@@ -141,7 +142,11 @@ class Ledger(LedgerReader):
         leaves = super().checked(rows)
         if not self._compared and self._kept is not None and self._kept.path is not None:
             newest, last = self._kept.load(), rows.checkpoint()
-            self._restoring = not newest.check(self.name, self._kept.path, rows, leaves, self._restores)
+            try:
+                self._restoring = not newest.check(self.name, self._kept.path, rows, leaves, self._restores)
+            except LedgerError as error:
+                with self._newer_view(leaves, error) as (view, checked):
+                    newest.check(self.name, self._kept.path, view, checked, frozenset())
             if last is not None and last.size > newest.size and not self._restoring:
                 root = notes.parse_checkpoint(last.text)[0].root
                 self._keep(NewestState.of(rows, leaves, last.size, root))
@@ -191,8 +196,30 @@ class Ledger(LedgerReader):
                     self.name, f"they were signed after {head.size} leaves, and leaf {newest} is an epoch"
                 )
         if self._kept is not None and self._kept.path is not None and not self._restoring:
-            self._kept.load().check_open(self.name, self._kept.path, head)
+            kept = self._kept.load()
+            try:
+                kept.check_open(self.name, self._kept.path, head)
+            except LedgerDamaged as error:
+                with self._newer_view(leaves, error) as (view, _):
+                    keys = self.governance(rows)
+                    newer = OpenHead.read(view, keys)
+                    if newer is None or not newer.holds(keys, open_digest(view)):
+                        raise
+                    kept.check_open(self.name, self._kept.path, newer)
         return head
+
+    @contextmanager
+    def _newer_view(self, leaves: CheckedLeaves, error: LedgerError) -> Iterator[tuple[StoreReader, CheckedLeaves]]:
+        """The ledger as it is now, with its leaves; raises `error` if they do not continue the given ones.
+
+        A view that was opened before another process wrote is older than what that process keeps beside the key.
+        """
+        size, root = leaves.size, leaves.root()
+        with self.another() as ledger, ledger.store.read() as view:
+            fresh = ledger.checked(view)
+            if not fresh.extends(view, size, root):
+                raise error
+            yield view, fresh
 
     def change_open(self, work: Callable[[StoreWriter], T]) -> T:
         """Run a transaction that changes open rows. They are checked before the change and signed after it."""
