@@ -1,4 +1,4 @@
-"""Files of the user's own that are damaged or absurd: every outcome is a value or a Lamina error, and comes quickly."""
+"""Damaged or extreme files of the user: every outcome is a value or a Lamina error, within a bounded time."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FEW = settings(max_examples=200, deadline=None, suppress_health_check=[HealthChe
 
 @contextmanager
 def within(seconds: float, megabytes: float) -> Iterator[None]:
-    """The block takes no more processor time and memory of Python than that."""
+    """Assert that the block stays within these limits of processor time and Python memory."""
     tracemalloc.start()
     began = time.process_time()
     try:
@@ -142,7 +142,7 @@ def opened(path: Path, data: bytes, passphrase: bytes | None = None) -> None:
 
 
 def test_every_changed_bit_of_a_private_key_ends_in_a_key_or_a_lamina_error(tmp_path: Path) -> None:
-    """One of them made the library fail inside: another algorithm for the same bytes."""
+    """One of these changes makes the library fail internally: it names another algorithm for the same bytes."""
     for name in ("ed25519", "p256"):
         for bit in range(8 * len(PLAIN[name])):
             changed = bytearray(PLAIN[name])
@@ -209,7 +209,7 @@ def der_scrypt(cost: int, block: int) -> bytes:
 
 
 def test_keys_that_others_encrypted_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The library's own rounds and ours; the wrong passphrase is refused; every cut is."""
+    """The usual numbers of rounds are accepted; a wrong passphrase and every truncated file are refused."""
     monkeypatch.setattr(keys, "PBKDF2_ROUNDS", 1 << 20)
     ours = PrivateKey.generate()
     ours.save(tmp_path / "ours", b"secret")

@@ -345,7 +345,7 @@ def test_help_takes_less_than_a_second_of_one_core() -> None:
 )
 @pytest.mark.parametrize("command", ["ledger verify", "ledger show", "keys show", "spend", "release verify --trust"])
 def test_a_name_does_not_steer_the_terminal(lamina: Call, tmp_path: Path, command: str, name: str) -> None:
-    """Names of files come from others: in a folder of contributions, in a release."""
+    """File names may come from an attacker, in a folder of contributions or in a release."""
     path = tmp_path / name
     path.write_bytes(b"neither a ledger nor a key")
     for more in ((), ("--json",)):

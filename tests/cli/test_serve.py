@@ -104,7 +104,7 @@ def test_a_run_is_served(trained: Trained, tmp_path: Path) -> None:
 def certificate(
     folder: Path, name: str, by: str | None = None, *, days: int = 0, usage: x509.ObjectIdentifier | None = None
 ) -> None:
-    """NAME.pem and NAME-key.pem: an authority, or for 127.0.0.1 and clients, signed by one; valid `days` from now."""
+    """Write NAME.pem and NAME-key.pem: an authority, or a certificate signed by one; valid for `days` from now."""
     key, now = ec.generate_private_key(ec.SECP256R1()), datetime.now(UTC) + timedelta(days=days)
     own = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     made = x509.CertificateBuilder().subject_name(own).public_key(key.public_key()).serial_number(len(name) + 1)

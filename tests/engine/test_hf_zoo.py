@@ -119,7 +119,7 @@ def patchtst(norm: str = "layernorm") -> Case:
 
 
 def xlnet(**options: Any) -> Case:
-    """In evaluation mode it returns `mems`, whose second axis is the batch's."""
+    """XLNet: in evaluation mode it returns `mems`, whose second axis is the batch axis."""
     config = transformers.XLNetConfig(vocab_size=V, d_model=16, n_layer=2, n_head=2, d_inner=24, **options)
     return transformers.XLNetForSequenceClassification(config), tokens(), of_logits
 
@@ -335,7 +335,7 @@ def test_layers_dropped_for_each_example_by_itself_are_named(kind: str) -> None:
 
 
 class Borrows(nn.Module):
-    """Uses the weight of a module below without calling it, as the mixers of state space models do."""
+    """A module that uses the weight of a submodule without calling it, as mixers of state space models do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -346,7 +346,7 @@ class Borrows(nn.Module):
 
 
 class TimeFirst(nn.Module):
-    """Gives a result without an axis of examples."""
+    """A module whose result has no axis of examples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -373,7 +373,7 @@ def test_a_result_without_an_axis_of_examples_is_named_as_the_reason() -> None:
 
 
 def test_a_position_table_that_is_called_with_the_ids_is_not_taken_for_their_table(tmp_path: Path) -> None:
-    """Whisper looks up places, not ids, in it; an id outside the real table is still found, and nobody is counted."""
+    """Whisper looks up positions, not ids, in its position table. An id outside the token table is still found."""
     torch.manual_seed(0)
     for make in (whisper, bart):
         model, x, _ = make()

@@ -1,4 +1,4 @@
-"""What a loop of one's own writes past the engine: a hook is probed again, other writes are noted, and usual ones are not."""
+"""Writes outside of the engine in a custom loop: hooks are probed again, unusual writes give a note, usual ones do not."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def nothing(model: nn.Module, engine: Engine) -> None:
 def notes(
     model: nn.Module, *, before: Act = nothing, between: Act = nothing, after: Act = nothing, steps: int = 6
 ) -> list[str]:
-    """The notes of a loop that does something before the forward pass, before or after `optimizer.step`."""
+    """Return the notes of a loop that acts before the forward pass, or before or after `optimizer.step`."""
     engine, corpus, plan = lamina.make_private(model, (X, Y), epsilon=3.0, batch=16, steps=steps)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with warnings.catch_warnings(record=True) as caught, engine:

@@ -345,7 +345,7 @@ def test_the_padding_row_of_a_table_has_no_gradient_in_any_example() -> None:
 
 
 class IndexedBias(nn.Module):
-    """As the attention of LeViT: in evaluation mode the bias is looked up once, and kept until training mode comes back."""
+    """Like the attention of LeViT: in evaluation mode the bias is looked up once and cached until training mode."""
 
     def __init__(self, heads: int = 4, positions: int = 4) -> None:
         super().__init__()

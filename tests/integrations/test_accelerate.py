@@ -87,7 +87,7 @@ def test_mixed_precision_is_that_of_torch(tmp_path: Path) -> None:
 
 
 def test_accumulation_leaves_no_step_out(tmp_path: Path) -> None:
-    """A prepared optimiser does nothing inside of `accumulate` until it is the last part's turn."""
+    """Inside of `accumulate`, a prepared optimiser skips all steps but the last."""
     x = torch.randn(60, 4)
     plain, optimizer = net()
     fit(tmp_path / "a", plain, optimizer, x)
@@ -119,7 +119,7 @@ def prepared_with(folder: Path, kind: Any, factor: Any, x: torch.Tensor) -> lami
 def test_noise_is_not_used_again_with_another_optimiser_or_schedule(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any, factor: Any
 ) -> None:
-    """Killed, edited and run again: what `prepare` wrapped is other code, so the segment is charged again."""
+    """If the wrapped optimiser is edited between a kill and the next start, the segment is charged again."""
     x, seen = torch.randn(60, 4), list[bytes]()
     of_journal = lamina.SecureNoise.of_journal
 

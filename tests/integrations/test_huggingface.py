@@ -31,7 +31,7 @@ PUBLIC = [{"input_ids": ids[:8], "labels": ids[:8]} for ids in ([3, 4, 5, 6, 7, 
 
 @pytest.fixture
 def tmp_path(tmp_path: Path) -> Path:
-    """A folder in one of the test's own: a run lies beside its output_dir, and its ledger beside the run."""
+    """Return a folder inside a folder of this test, because the run and its ledger are written beside output_dir."""
     (tmp_path / "output").mkdir()
     return tmp_path / "output"
 

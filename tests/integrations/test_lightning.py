@@ -207,7 +207,7 @@ def test_optimisers_that_are_refused(tmp_path: Path, kind: type[Classifier], cod
     ],
 )
 def test_callbacks_that_wait_for_steps_or_errors_are_refused(tmp_path: Path, make: Any) -> None:
-    """One saved the weights of the middle of a segment, one put the weights of before the run back, others did nothing."""
+    """Without the refusal, some callbacks save or restore weights during a segment, and others have no effect."""
     module, private = made(tmp_path)
     with raises_code("integrations.callback-of-steps"):
         lightning(tmp_path, private, make(tmp_path), enable_checkpointing=True).fit(module, private.loader())

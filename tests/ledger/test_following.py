@@ -37,7 +37,7 @@ def withdraw(ledger: Ledger, target: int, *, sign: bool = True) -> int:
 
 
 class Following:
-    """A follower, and the contributions that it knows to be withdrawn."""
+    """A follower with the set of contributions that it knows to be withdrawn."""
 
     def __init__(self, where: Any, trust: Trust | None = None, known: str | None = None) -> None:
         self.reader = LedgerReader.read_only(where)
@@ -88,7 +88,7 @@ def copied(path: Path, name: str = "copy.db") -> Path:
 
 
 def put_in_place(other: Path, path: Path) -> None:
-    """Another file instead of the ledger, without the WAL that belongs to the first."""
+    """Put another file in the place of the ledger and remove the WAL of the first one."""
     for end in ("-wal", "-shm"):
         Path(f"{path}{end}").unlink(missing_ok=True)
     os.replace(other, path)
@@ -109,7 +109,7 @@ def test_a_withdrawal_that_the_tables_hide_is_seen(path: Path, following: Follow
 
 
 def test_a_key_that_was_revoked_signs_nothing_though_the_tables_hide_it(path: Path, following: Following) -> None:
-    """A stolen ledger key: the owner names another one and revokes it, and the thief signs on past the record."""
+    """A ledger key is stolen. The owner replaces and revokes it, and the thief signs further leaves."""
     with reopen(str(path)) as ledger:
         named = Key(name=ORIGIN, x=OTHER.public.x, role=Role.LEDGER)
         add = KeyEvent(change=KeyChange.ADD, key=named, effective=START)
@@ -136,7 +136,7 @@ def test_an_edited_leaf_is_refused_by_who_has_not_read_it_yet(path: Path, follow
 
 
 def test_the_time_of_the_last_leaf_is_that_of_the_leaf_that_was_hashed(path: Path, following: Following) -> None:
-    """Somebody writes a later time into the last leaf, to make an old ledger look fresh."""
+    """An attacker writes a later time into the last leaf to make an old ledger look fresh."""
     db = apsw.Connection(str(path))
     ((seq, data),) = db.execute("SELECT seq, data FROM leaf ORDER BY seq DESC LIMIT 1").fetchall()
     later = data.replace(START.to_bytes(4, "big"), (START + 9 * HOUR).to_bytes(4, "big"))
@@ -203,7 +203,7 @@ def test_a_fork_in_its_place_is_refused(path: Path, following: Following) -> Non
 
 
 def test_a_file_beside_the_wal_of_another_is_refused_until_the_wal_is_gone(path: Path, following: Following) -> None:
-    """SQLite would read both together."""
+    """SQLite would read the new file together with the old WAL."""
     longer = copied(path)
     with reopen(str(path)) as ledger:
         withdraw(ledger, 2)
@@ -256,7 +256,7 @@ def test_the_known_checkpoint_must_be_continued(path: Path) -> None:
 
 
 def test_a_writer_notices_that_its_file_was_replaced(path: Path) -> None:
-    """What it wrote would be in a file that nobody opens again: a charge or a withdrawal would be lost."""
+    """Otherwise a charge or a withdrawal would be written into a file that no process opens again, and be lost."""
     backup = copied(path)
     with reopen(str(path)) as ledger:
         os.replace(backup, path)
@@ -306,7 +306,7 @@ def cosigned_by_hand(path: Path, secret: Any, name: str, time: int, *, over: str
 
 
 def check_cosignature(line: str, text: str, x: bytes, time: int) -> None:
-    """As C2SP tlog-cosignature says, without our code."""
+    """Verify a cosignature by the text of C2SP tlog-cosignature, without code of Lamina."""
     dash, name, blob = line.split(" ")
     raw = base64.b64decode(blob, validate=True)
     assert (dash, name) == ("\u2014", text.partition("\n")[0])
@@ -347,7 +347,7 @@ def test_a_cosignature_that_does_not_hold_is_refused(path: Path, following: Foll
 
 
 def test_a_ring_says_whose_times_count(path: Path) -> None:
-    """Where it names ledger keys or witnesses, no others of the role count."""
+    """If the key ring names ledger keys or witnesses, only those keys of the role count."""
     cosigned_by_hand(path, SECRETS["ledger"], ORIGIN, START + HOUR)
     cosigned_by_hand(path, SECRETS["witness"], "witness.example", START + 2 * HOUR)
     cosigned_by_hand(path, SECRETS["other"], "outside.example", START + 3 * HOUR)

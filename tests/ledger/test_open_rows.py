@@ -1,4 +1,4 @@
-"""The head over open rows, by hand from docs/ledger-format.md; and rows that a hand without the key changes, in both stores."""
+"""The head over open rows, recomputed from docs/ledger-format.md, and rows that are changed without the key, in both stores."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def book(where: str) -> Iterator[SpendLedger]:
 
 
 def sql(book: SpendLedger, statement: str) -> list[tuple[object, ...]]:
-    """Past every rule, in a transaction of its own."""
+    """Execute SQL directly on the store, in its own transaction."""
     with book.ledger.store.write() as rows:
         return rows._db.rows(statement)
 

@@ -363,7 +363,7 @@ HIDDEN = {  # by SQL alone, without a key, and put back afterwards
 def test_nothing_is_pruned_while_the_store_hides_a_record(
     ledger: Ledger, where: str, clock: Clock, statements: tuple[str, ...]
 ) -> None:
-    """The aggregate is signed, and the bodies are gone: one that is untrue could never be mended."""
+    """The aggregate is signed and the bodies are deleted, so a wrong aggregate could never be corrected."""
     honest = proposed(ledger)
     kinds, withdrawn = rows_of(where, "SELECT kind, seq FROM leaf"), rows_of(where, "SELECT target, seq FROM withdrawn")
     for statement in statements:
@@ -381,7 +381,7 @@ def test_nothing_is_pruned_while_the_store_hides_a_record(
 
 
 def test_nothing_is_pruned_where_the_leaves_are_not_those_of_the_tree(ledger: Ledger, where: str, clock: Clock) -> None:
-    """A withdrawal is replaced by another leaf for the while: what is summed up is what was signed."""
+    """A withdrawal is replaced by another leaf during pruning. The aggregate must still count the signed leaves."""
     rows_of(
         where,
         "UPDATE leaf SET data = (SELECT data FROM leaf WHERE seq = 300), body = (SELECT body FROM leaf WHERE seq = 300) "
@@ -398,7 +398,7 @@ def test_a_pruning_of_a_leaf_that_is_no_aggregate_is_named(ledger: Ledger, where
 
 
 def rows_of(where: str, statement: str) -> list[tuple[Any, ...]]:
-    """A statement of somebody who can write the store and has no key."""
+    """Execute SQL as an attacker who can write the store but has no key."""
     if where.startswith("postgresql:"):
         import psycopg
 

@@ -21,7 +21,7 @@ RUN, OTHER = b"a" * 16, b"b" * 16
 
 
 def test_a_run_begins_and_ends_in_every_kind_of_store(where: str) -> None:
-    """Appended twice it is there once, its time is rounded, and another process that opens the ledger sees the same."""
+    """A record that is appended twice is stored once, with a rounded time, and another process reads the same."""
     story = begin(where)
     ledger = story.ledger
     story.admit(contribution(n, terms=STRICT if n % 2 else USUAL) for n in range(6))
@@ -114,7 +114,7 @@ def test_a_parent_is_a_run_with_these_weights(where: str) -> None:
     ids=str,
 )  # fmt: skip
 def test_an_end_is_read_strictly(change: dict[int, object]) -> None:
-    """By the CBOR of cbor2: whatever our own encoder would not write is refused."""
+    """Records encoded with cbor2 are refused if Lamina's encoder could not write them."""
     good = records.encode_leaf(ended(RUN, caps=(OccurrenceCap(cls="a", most=3),)), 7, 1_800_000_000, 1)
     body = cbor2.loads(good.body or b"")
     assert isinstance(records.decode_leaf(good).record, RunEnd)

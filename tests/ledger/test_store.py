@@ -495,7 +495,7 @@ def test_a_schema_that_changes_is_noticed_by_the_next_connection(server: postgre
 def test_a_writer_sees_the_one_before_whatever_the_default_isolation_is(
     server: postgres.Server, isolation: str
 ) -> None:
-    """Under a snapshot from before its turn it would miss what the other reserved, and both would spend the same room."""
+    """With a snapshot from before its lock, a writer would miss the other's reservation, and both would spend the same room."""
     import psycopg
 
     database = isolation.partition(" ")[0]
@@ -571,7 +571,7 @@ def test_temporary_tables_do_not_stand_before_those_of_the_ledger(server: postgr
 
 
 def test_a_process_with_many_open_files_reads(server: postgres.Server) -> None:
-    """select.select knows the first 1,024 alone."""
+    """select.select supports only the first 1,024 file descriptors."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(2048, before[1]), before[1]))
     opened = [os.open(os.devnull, os.O_RDONLY) for _ in range(1024)]
@@ -591,7 +591,7 @@ def test_a_process_with_many_open_files_reads(server: postgres.Server) -> None:
 def test_a_machine_whose_clock_is_not_the_servers_does_not_write(
     server: postgres.Server, monkeypatch: pytest.MonkeyPatch, wrong: int
 ) -> None:
-    """Leaves never lie before the last one: one of tomorrow would keep all other machines out until then."""
+    """A leaf is never earlier than the one before it, so a leaf dated tomorrow would block all other machines until then."""
     make_store(server.url("in_time"), create=True).close()
     right = time.time
     monkeypatch.setattr(time, "time", lambda: right() + wrong)

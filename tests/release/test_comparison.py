@@ -197,7 +197,7 @@ def test_swapped_weights_with_every_key_of_the_operator(
 def test_a_ledger_without_the_bad_release_still_shows_it(
     release: Path, trained: Trained, key: PrivateKey, tmp_path: Path
 ) -> None:
-    """The record of the honest release stands for another manifest: neither weights nor ε pass."""
+    """The honest release is recorded and another manifest is presented. Neither its weights nor its ε are accepted."""
     weights = release / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\x01")
     digest = release_forger.hashlib.sha256(weights.read_bytes()).hexdigest()
@@ -228,7 +228,7 @@ def test_ledger_verify_compares_release_records_with_epochs(
 def test_a_release_of_a_run_without_an_end_is_named(
     release: Path, trained: Trained, key: PrivateKey, tmp_path: Path
 ) -> None:
-    """As ledgers have them from before ends were recorded: they verify, and a note names the release."""
+    """In a ledger of an earlier version, runs have no end record. It verifies, and a note names the release."""
     older, ledger_seed = tmp_path / "older", seed_of(ledger_key_path(trained.ledger))
     shutil.copytree(trained.folder.parent, older, symlinks=True)
     mine = Trained(older / "first", trained.outcome)
@@ -324,7 +324,7 @@ NO_FIGURES: list[Any] = [10**400, -(10**400), -1, -0.5, 1e301, 2**70, True, "1",
 
 
 def numbers(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Where a JSON value holds a number."""
+    """Yield the paths of all numbers in a JSON value."""
     if type(value) in (int, float):
         yield path
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
@@ -339,7 +339,7 @@ def put(value: Any, path: tuple[Any, ...], new: Any) -> None:
 
 
 def test_no_number_of_a_manifest_is_out_of_range(release: Path, key: PrivateKey, tmp_path: Path) -> None:
-    """Every number, each replaced by what no release states: named, never a raw error."""
+    """Each number is replaced by one out of range. The result is a named problem, never a raw exception."""
     trust, release_seed = Trust(plain=(key.public,)), seed(key, tmp_path)
     predicate = release_forger.statement(release)["predicate"]
     paths = [path for path in numbers(predicate) if path != ("version",)]

@@ -79,7 +79,7 @@ def connected(opened: ExitStack, port: int, *parts: bytes) -> socket.socket:
 
 
 def seconds_open(connection: socket.socket, trickle: bytes = b"") -> tuple[float, bytes]:
-    """How long the server leaves a connection open that sends a little now and then; and what it answers."""
+    """Return how long the server keeps a slow connection open, and its answer."""
     began, found = time.monotonic(), b""
     connection.settimeout(0.1)
     while time.monotonic() - began < 8 * SECONDS:
@@ -169,7 +169,7 @@ def test_two_lengths_of_one_body_are_refused_before_anything_is_executed(port: i
 
 
 def test_trailers_are_refused(port: int) -> None:
-    """The parser would keep any number of them, and after the headers were judged."""
+    """The parser would keep any number of trailers, after the headers were checked."""
     chunked = POST + b"transfer-encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n"
     assert b"<3>" in answer(port, chunked + b"\r\n", POST + CLOSE)
     found = answer(port, chunked + b"authorization: Bearer alice\r\n\r\n")
@@ -257,7 +257,7 @@ def test_a_header_that_decides_is_there_once(guarded: int, twice: bytes) -> None
 
 
 def test_a_client_that_takes_no_answer_loses_its_connection() -> None:
-    """Two requests in a row: the second answer waits for the first, which nobody takes, and its place with it."""
+    """With two pipelined requests, the second answer waits for the first, which the client never reads, and keeps its place."""
 
     async def large(scope: dict[str, Any], receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})

@@ -1,6 +1,6 @@
 """Signs releases and certificates with raw keys, and appends records to a ledger file. Nothing here imports lamina.
 
-JSON is json's, CBOR is cbor2's, signatures are of `cryptography`, SQL is plain: whatever the holder of a key can do.
+It uses json, cbor2, `cryptography` and plain SQL, as any holder of a key could.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def last(ledger: Path, kind: int) -> dict[int, Any]:
 
 
 def cut(ledger: Path, kind: int, seed: bytes) -> None:
-    """Take away the newest record of a kind, which must be the last leaf, and sign what is left."""
+    """Remove the newest record of a kind, which must be the last leaf, and sign the remaining leaves."""
     hand = HandLedger(str(ledger))
     assert hand.kept(len(hand.rows) - 1)[1] == kind
     hand.rows.pop()

@@ -22,7 +22,7 @@ TWO_CLASSES = POLICY + "[class.sensitive]\npopulation = 40\n"
 
 
 class StopAfter(lamina.Callback):
-    """Fails once so many segments are closed, as a crash would."""
+    """Raises after a number of closed segments, like a crash."""
 
     def __init__(self, segments: int) -> None:
         self._left = segments

@@ -1,4 +1,4 @@
-"""What a run was told: the same words in every process, other words for anything that changes a step."""
+"""The fingerprint is equal in every process and differs for anything that changes a step."""
 
 from __future__ import annotations
 
@@ -221,7 +221,7 @@ def test_what_a_function_reads_from_its_module_counts_by_value(edit: str, monkey
 
 
 def test_what_a_function_does_not_read_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`x.size` reads no global `size`: a handle of that name is nobody's business."""
+    """`x.size` reads no global `size`, so a global of that name does not count."""
     monkeypatch.setitem(globals(), "size", threading.Lock())
     assert words(lambda x: x.size) and words(lambda x: own_settings)
 

@@ -1,4 +1,4 @@
-"""What loss and model read from modules is edited between a kill and the next start: nothing is replayed with its seed."""
+"""If values that loss or model read are edited between a kill and the next start, no segment is replayed with its seed."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_what_cannot_be_compared_is_named_before_training_and_charged_again(tmp_
 
 
 def test_what_the_steps_themselves_change_is_charged_again(tmp_path: Path, seeds: list[bytes]) -> None:
-    """A counter that the loss keeps is another one in the next process, from the second segment on."""
+    """A counter in the loss has another value in the next process, from the second segment on."""
     CALLS["forward"] = 0
     killed(tmp_path / "a", 8, bounds=LOOSE, loss_fn=counting)
     CALLS["forward"] = 0

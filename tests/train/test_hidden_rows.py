@@ -1,4 +1,4 @@
-"""A hand with write access to the ledger file and no key hides rows before an honest run, and puts them back after it."""
+"""An attacker with write access to the ledger file, but no key, hides rows before an honest run and restores them after it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def sql(path: Path, *statements: str) -> None:
 
 @contextmanager
 def changed(path: Path, *statements: str) -> Iterator[None]:
-    """The file is changed past the ledger, and as it was afterwards: as far as it was not written meanwhile."""
+    """Change the file with SQL, and restore the changed rows afterwards unless they were written meanwhile."""
     db, names = apsw.Connection(str(path)), ("withdrawn", "attempt", "held", "terms", "run", "meta", "known", "token")
     try:
         before = {name: list(db.execute(f"SELECT * FROM {name}")) for name in names}
@@ -66,7 +66,7 @@ def ward(tmp_path: Path) -> hospital.Hospital:
 
 
 def withdrawn_one(ward: hospital.Hospital) -> tuple[Path, int]:
-    """A ledger in which one of 57 has withdrawn; it, and the leaf of the withdrawal."""
+    """Return a ledger in which one of 57 contributions is withdrawn, and the leaf of the withdrawal."""
     path = ward.root / "l.db"
     return path, leave(ward, ward.admit(ledger=path).digests[20])
 
@@ -215,7 +215,7 @@ def test_open_rows_that_were_changed_are_refused(tmp_path: Path, what: str) -> N
 
 
 def test_open_rows_of_an_earlier_moment_are_refused(tmp_path: Path) -> None:
-    """With the head that was signed over them: between two epochs only the file beside the key can tell."""
+    """Rows are restored together with their signed head. Between two epochs, only the file beside the key reveals it."""
     path, kept = tmp_path / "tests.ledger.db", []
 
     def save() -> None:

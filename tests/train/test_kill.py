@@ -113,7 +113,7 @@ def test_killed_before_some_calls(killer: Killer, whole: dict[str, Any], tmp_pat
 
 
 def test_killed_while_it_ends(killer: Killer, whole: dict[str, Any], tmp_path: Path) -> None:
-    """Around the record of its end, the weights, metrics.json and the end of its journal: one end is recorded."""
+    """Kill the run around its end record, the weights, metrics.json and the end of the journal; one end is recorded."""
     calls = whole["calls"]
     kill_before_calls(killer, whole, tmp_path, range(calls - 44, calls + 1, 4))
 

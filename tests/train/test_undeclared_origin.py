@@ -1,4 +1,4 @@
-"""Several runs on the same people: what they cost together is not forgotten because a byte of the data has changed."""
+"""Several runs on the same people: their joint cost is still counted if a byte of the data has changed."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def spend_of(folder: Path) -> dict[str, Any]:
 
 
 def total_of(runs: int, sigma: float) -> float:
-    """ε of so many runs together, by dp-accounting alone."""
+    """Return ε of several runs together, computed by dp-accounting alone."""
     step = dp_accounting.PoissonSampledDpEvent(BATCH / (2 * PEOPLE), dp_accounting.GaussianDpEvent(sigma))
     accountant = PLDAccountant(value_discretization_interval=1e-4)
     accountant.compose(step, runs * STEPS)
