@@ -89,7 +89,7 @@ EDITS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "adjacency": (lambda m: m["conditions"].update(adjacency="zero-out, no amplification"), "conditions.adjacency"),
     "steps": (lambda m: m.update(steps=1), "steps"),
     "infinite steps": (lambda m: m.update(steps=1e300), "steps"),
-    "hardened": (lambda m: m["conditions"].update(hardened=True), "conditions.hardened"),
+    "hardened": (lambda m: m["conditions"].update(hardened=not m["conditions"]["hardened"]), "conditions.hardened"),
     "a number for a condition": (lambda m: m["conditions"].update(probed=1), "conditions.probed"),
     "plan": (lambda m: m.update(plan="00" * 32), "plan"),
 }
@@ -167,7 +167,7 @@ def test_a_run_from_before_these_records_is_recorded_when_it_is_opened_again(tmp
 def test_a_finished_run_that_is_opened_again_writes_nothing_twice(tmp_path: Path) -> None:
     outcome = trainer(tmp_path).fit()
     mine, sizes = Trained(outcome.folder, outcome, NAME), []
-    for options in ({}, {}, {"hardened": True}):  # options without effect change no fact
+    for options in ({}, {}, {"hardened": False}):  # options without effect change no fact
         assert trainer(tmp_path, **options).fit().certificate.private
         with LedgerReader.read_only(mine.ledger) as ledger:
             sizes.append(ledger.size)

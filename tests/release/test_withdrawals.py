@@ -67,7 +67,7 @@ def test_a_release_after_a_withdrawal_states_it(ward: Trained, key: PrivateKey, 
 def test_a_withdrawal_that_somebody_hides_in_the_store_denies(ward: Trained, served: Path, key: PrivateKey) -> None:
     """The leaf is changed into another kind, or its hash: then nothing is allowed at all."""
     with LedgerReader.read_only(ward.ledger) as reader:
-        gate = ReleaseGate(served, key.public, ledger=reader)
+        gate = ReleaseGate(served, key.public, ledger=reader, clock=Watch())
         take_back(ward, "clinical")
         take_back(ward, "sensitive")
         with closing(sqlite3.connect(ward.ledger)) as db:
@@ -85,7 +85,7 @@ def test_a_withdrawn_contribution_that_somebody_changes_in_the_store_denies(
     """The class of a withdrawal stands in the leaf of the contribution, which lies before the release."""
     sql = "UPDATE leaf SET (data, body) = (SELECT data, body FROM leaf WHERE seq = 0) WHERE seq = ?"
     with LedgerReader.read_only(ward.ledger) as reader:
-        gate = ReleaseGate(served, key.public, ledger=reader)
+        gate = ReleaseGate(served, key.public, ledger=reader, clock=Watch())
         take_back(ward, "clinical")
         with closing(sqlite3.connect(ward.ledger)) as db:
             db.execute(sql, (ward.someone("clinical"),))
@@ -126,7 +126,7 @@ def test_a_ledger_of_another_corpus_is_refused(served: Path, trained: Trained, k
 
 def test_a_ledger_from_before_the_release_is_refused(ward: Trained, served: Path, key: PrivateKey) -> None:
     with LedgerReader.read_only(ward.ledger) as reader:
-        gate = ReleaseGate(served, key.public, ledger=reader)
+        gate = ReleaseGate(served, key.public, ledger=reader, clock=Watch())
         with closing(sqlite3.connect(ward.ledger)) as db:
             db.execute("DELETE FROM checkpoint WHERE size > 60")
             db.commit()

@@ -360,7 +360,8 @@ class CheckedLeaves:
                 found.setdefault(leaf.record.target, leaf.seq)
             if not read:
                 listed = {target: seq for target, seq in rows.withdrawals() if seq < self._signed}
-                self._compare(listed, found, "withdrawal", "withdraws leaf {}")
+                if (problem := self._index_differs(listed, found, "withdraws leaf {}")) is not None:
+                    raise LedgerDamaged("ledger.withdrawal-index-differs", problem, _CACHE_CHANGED)
             self._withdrawals = self.size, found
             return found
 
@@ -374,7 +375,9 @@ class CheckedLeaves:
                     found.setdefault(attempt, leaf.seq)
             if not read:
                 listed = {tuple(each[:3]): each.seq for each in rows.attempts() if each.seq < self._signed}
-                self._compare(listed, found, "attempt", "records segment {0[1]}, generation {0[2]}")
+                claim = "records segment {0[1]}, generation {0[2]}"
+                if (problem := self._index_differs(listed, found, claim)) is not None:
+                    raise LedgerDamaged("ledger.attempt-index-differs", problem, _CACHE_CHANGED)
             self._attempts = self.size, found
             return found
 
@@ -403,15 +406,14 @@ class CheckedLeaves:
         for wanted in expected:
             raise _leaf_missing(wanted)
 
-    def _compare(self, listed: Mapping[Any, int], real: Mapping[Any, int], what: str, claim: str) -> None:
-        """Raise LedgerDamaged if the list of the store differs from the signed leaves."""
+    def _index_differs(self, listed: Mapping[Any, int], real: Mapping[Any, int], claim: str) -> str | None:
+        """Return how the list of the store differs from the signed leaves, or None if it does not."""
         signed = {name: seq for name, seq in real.items() if seq < self._signed}
         if listed == signed:
-            return
+            return None
         name = min(each for each in listed.keys() | signed.keys() if listed.get(each) != signed.get(each))
         says, seq = ("does not list", signed[name]) if name in signed else ("lists", listed[name])
-        problem = f"the store {says} that leaf {seq} {claim.format(name)}, which contradicts the leaves"
-        raise LedgerDamaged(f"ledger.{what}-index-differs", problem, _CACHE_CHANGED)
+        return f"the store {says} that leaf {seq} {claim.format(name)}, which contradicts the leaves"
 
     def _compare_kinds(self, rows: StoreReader) -> None:
         """Raise LedgerDamaged if the store lists a signed leaf under another kind than the leaf states."""
