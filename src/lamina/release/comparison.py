@@ -48,7 +48,11 @@ def compare_with_ledger(
     if not _is_ledger_of(manifest, ledger, note):
         return None
     # 2. The ledger verifies, and one of its keys signed the checkpoint that the release stands on.
-    parties = ledger.parties()
+    try:
+        parties = ledger.parties()
+    except LaminaError as error:  # its leaves are not those that were signed
+        note("release.ledger-not-verified", f"the ledger does not verify: {error.problem}", None)
+        return None
     verification = verify(ledger.store, trust=None if trust is None else trust.for_ledger(parties), now=now)
     if verification.problem is not None and verification.problem.code == "verify.leaves-unsigned":
         verification = verify(ledger.store, now=now)  # includes leaves since the release, which may not be signed yet
