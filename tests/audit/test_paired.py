@@ -51,7 +51,7 @@ def test_the_difference_is_the_clipped_gradient() -> None:
 def test_noise_cancels_at_every_level(noise: float) -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Tanh(), nn.Linear(4, 2)).double()
     batch = Batch(torch.randn(4, 3).double(), torch.full((4,), 9.0).double())
-    subject = subject_of(model, plan_for(model))
+    subject = subject_of(model, plan_for(model), hardened=False)  # no grid, which would be coarser than what is left
     quiet = paired_step(subject, batch, 1)
     loud = paired_step(subject, batch, 1, noise=noise)
     assert loud.sensitivity == pytest.approx(quiet.sensitivity, rel=1e-12)
