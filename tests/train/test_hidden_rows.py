@@ -16,7 +16,8 @@ from refusals import raises_code
 from stopping import LOOSE, During, Killed, die
 
 from lamina.admit.keys import PrivateKey
-from lamina.cli.open_ledger import read_spend
+from lamina.cli.app import app
+from lamina.cli.open_ledger import open_ledger, read_spend
 from lamina.errors import BudgetExceeded, LaminaError
 from lamina.ledger.corpus_terms import CorpusTerms, open_or_create
 from lamina.ledger.governance_records import WithdrawalReason
@@ -261,7 +262,7 @@ def test_a_head_from_before_an_epoch_is_refused_without_the_file(tmp_path: Path)
     with raises_code("ledger.open-rows-differ"):
         problem.trainer(tmp_path / "b").fit()
     found = verify(path, signatures=False).problem
-    assert found is not None and found.code == "verify.open-rows-differ" and "leaf 1 is an epoch" in found.reason
+    assert found is not None and found.code == "verify.open-rows-differ" and "leaf 2 is an epoch" in found.reason
 
 
 # ---------------------------------------------------------------------------------------- an older or another ledger
@@ -293,6 +294,12 @@ def test_an_older_copy_is_refused_between_two_runs(tmp_path: Path) -> None:
         problem.trainer(tmp_path / "c", plan=plan, bounds=LOOSE).fit()
     assert refused.value.code == "ledger.older-than-kept"
     assert "4 leaves" in refused.value.problem and "7 leaves" in refused.value.problem  # start, epoch and end of each
+    for opening in (read_spend, open_ledger):  # of `lamina spend` and of `lamina ledger withdraw`, without the key
+        with raises_code("ledger.older-than-kept"), opening(str(path)):
+            pass
+    with pytest.raises(LaminaError) as refused:
+        app(["certify", str(tmp_path / "a")], standalone_mode=False)
+    assert refused.value.code == "ledger.older-than-kept" and not (tmp_path / "a" / "certificate.json").exists()
     with raises_code("ledger.older-than-kept"):  # the run whose epoch it has does not restore the other's
         problem.trainer(tmp_path / "a", plan=plan, bounds=LOOSE).fit()
     problem.trainer(tmp_path / "b", plan=plan, bounds=LOOSE).fit()  # its journal says what is missing

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from lamina.admit.keys import PrivateKey, replace_file, write_new
+from lamina.cli.open_ledger import refuse_older
 from lamina.cli.terminal import (
     JsonOption,
     PassphraseOption,
@@ -65,6 +66,7 @@ def certify(
     place = run_ledger(run, ledger)
     trusted = None if trust is None else Trust.load(trust)
     with LedgerReader.read_only(place) as reader:
+        refuse_older(reader, place)
         found = make_certificate(run, reader, trust=trusted)
     signer = release_key(place, key, passphrase_file) if found.private else None
     signed = None if signer is None else found.signed(signer)  # before anything is written

@@ -20,6 +20,7 @@ from lamina.ledger.admission_batch import LedgerRegister
 from lamina.ledger.contribution_trace import leaf_differences
 from lamina.ledger.corpus_terms import CorpusTerms, check_corpus_terms, ledger_key_path, policy_in_force
 from lamina.ledger.governance_records import loosened
+from lamina.ledger.newest_state import refuse_rolled_back
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.records import ContributionRecord, KeptContribution
 from lamina.ledger.store.sqlite import is_postgres_url, ledger_exists, make_store
@@ -49,8 +50,16 @@ def find_ledgers(where: str) -> list[str]:
 @contextmanager
 def read_spend(where: str) -> Iterator[SpendLedger]:
     """What runs have spent, read-only."""
-    with Ledger(make_store(_resolve_link(where), readonly=True), None) as ledger:
+    place = _resolve_link(where)
+    with Ledger(make_store(place, readonly=True), None) as ledger:
+        refuse_older(ledger, place)
         yield SpendLedger(ledger)
+
+
+def refuse_older(ledger: LedgerReader, place: str) -> None:
+    """Raise LedgerError if a ledger file is older than the state that lies beside its key."""
+    if not is_postgres_url(place):
+        refuse_rolled_back(ledger, ledger_key_path(place))
 
 
 class ReadOnlyRegister(LedgerRegister):
@@ -114,6 +123,8 @@ def open_ledger(
     """The ledger, to append to; with a key (a file, or an open one) also to sign."""
     place = existing_ledger(where)
     with Ledger.open(place, signer if key is None else open_private_key(key, passphrase_file)) as ledger:
+        if not ledger.signs:
+            refuse_older(ledger, place)
         yield ledger
 
 

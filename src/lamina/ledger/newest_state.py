@@ -9,16 +9,18 @@ of a run whose journal enters them again. Nothing is kept for a key that was not
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from lamina.admit.keys import PrivateKey, read_small, replace_file
+from lamina.admit.keys import read_small, replace_file
 from lamina.errors import AdmissionError, LedgerDamaged, LedgerError
 from lamina.ledger.checked_leaves import AttemptName, CheckedLeaves
 from lamina.ledger.open_rows import OpenHead, held_digests
+from lamina.ledger.reader import LedgerReader
 from lamina.ledger.records import Epoch
 from lamina.ledger.run_records import RunBegin, RunEnd, RunRecord
 from lamina.ledger.store.rows import StoreReader
@@ -121,8 +123,8 @@ def _counts(rows: StoreReader, leaves: CheckedLeaves, size: int) -> tuple[int, d
 class NewestStateFile:
     """The file of one ledger beside its key."""
 
-    def __init__(self, key: PrivateKey, header_hash: bytes) -> None:
-        self.path = None if key.path is None else key.path.with_name(f"{key.path.name}.{header_hash.hex()[:16]}.seen")
+    def __init__(self, key: Path | None, header_hash: bytes) -> None:
+        self.path = None if key is None else key.with_name(f"{key.name}.{header_hash.hex()[:16]}.seen")
 
     def load(self) -> NewestState:
         """Return the state that was kept; an empty one if there is no file."""
@@ -145,6 +147,15 @@ class NewestStateFile:
         except AdmissionError as error:
             return error.problem
         return None
+
+
+def refuse_rolled_back(ledger: LedgerReader, key: Path) -> None:
+    """Raise LedgerError if a ledger that is open without its key does not continue the state kept beside that key."""
+    kept = NewestStateFile(key, ledger.header_hash)
+    if kept.path is not None and os.access(kept.path, os.R_OK):
+        newest = kept.load()  # before the view below begins, which is then not older than the file
+        with ledger.store.read() as rows:
+            newest.check(ledger.name, kept.path, rows, ledger.checked(rows), frozenset())
 
 
 def _to_json(state: NewestState) -> dict[str, Any]:

@@ -72,7 +72,7 @@ class Ledger(LedgerReader):
         super().__init__(store)
         self._key, self._governing, self._clock, self._patience = key, governing, clock, patience
         self._id = os.urandom(16)  # names this writer in the store
-        self._kept = None if key is None else NewestStateFile(key, self.header_hash)
+        self._kept = None if key is None else NewestStateFile(key.path, self.header_hash)
         self._compared = False  # whether the ledger was compared with what is kept beside the key
         self._restores: frozenset[AttemptName] = frozenset()
         self._restoring = False  # whether a run is entering epochs again that the ledger lacks
