@@ -115,8 +115,9 @@ INLINE float as_float(uint32_t bits) { float x; memcpy(&x, &bits, 4); return x; 
 INLINE uint32_t as_bits32(float x) { uint32_t bits; memcpy(&bits, &x, 4); return bits; }
 
 /* (double)(int64_t)word, rounded once: two halves by their place in the mantissas of 2^84 and 2^52, which every
- * vector unit can do. */
-INLINE double from_signed(uint64_t word) {
+ * vector unit can do. `direct`: one instruction, where the vector unit has it. */
+INLINE double from_signed(uint64_t word, int direct) {
+    if (direct) return (double)(int64_t)word;
     const double high = as_double((word >> 32 ^ 0x80000000u) | 0x4530000000000000u) - 0x1.0000080100000p84;
     return high + as_double((word & 0xffffffffu) | 0x4330000000000000u);
 }
@@ -134,17 +135,17 @@ INLINE double minus_twice_log(double u) {
     return -2.0 * FMA(k, 6.93147180369123816490e-01, f - (half - low));
 }
 
-INLINE void squared_radii(const uint64_t *restrict words, double *restrict radius, int64_t count) {
-    FOR(i, count) radius[i] = minus_twice_log(__builtin_fabs(from_signed(words[i] | 1)) * 0x1p-63);
+INLINE void squared_radii(const uint64_t *restrict words, double *restrict radius, int64_t count, int direct) {
+    FOR(i, count) radius[i] = minus_twice_log(__builtin_fabs(from_signed(words[i] | 1, direct)) * 0x1p-63);
 }
 
 /* r cos theta and r sin theta: the nearest quarter turn is taken off the word exactly, the rest is in [-pi/4, pi/4]
  * (fdlibm k_sin.c, k_cos.c). */
 INLINE void turns(const uint64_t *restrict words, const double *restrict radius, double *restrict cosines,
-                  double *restrict sines, int64_t count, double std) {
+                  double *restrict sines, int64_t count, double std, int direct) {
     FOR(i, count) {
         const uint64_t quarter = (words[i] + (1ull << 61)) >> 62;
-        const double x = from_signed(words[i] - (quarter << 62)) * 0x1.921fb54442d18p-62, z = x * x;
+        const double x = from_signed(words[i] - (quarter << 62), direct) * 0x1.921fb54442d18p-62, z = x * x;
         double s = FMA(FMA(1.58969099521155010221e-10, z, -2.50507602534068634195e-08), z, 2.75573137070700676789e-06);
         s = FMA(FMA(FMA(s, z, -1.98412698298579493134e-04), z, 8.33333333332248946124e-03), z, -1.66666666666666324348e-01);
         s = FMA(x * z, s, x);
@@ -159,9 +160,9 @@ INLINE void turns(const uint64_t *restrict words, const double *restrict radius,
 }
 
 /* The same in float32. u = 2^k (1 + f) is taken apart in float64: f is exact, so that a radius near 0 keeps all its digits. */
-INLINE void squared_radii_32(const uint64_t *restrict words, float *restrict power, float *restrict rest, float *restrict radius, int64_t count) {
+INLINE void squared_radii_32(const uint64_t *restrict words, float *restrict power, float *restrict rest, float *restrict radius, int64_t count, int direct) {
     FOR(i, count) {
-        const uint64_t bits = as_bits(__builtin_fabs(from_signed(words[i] | 1))), biased = (bits - 0x3fe6a09e667f3bcdu + (1023ull << 52)) >> 52;
+        const uint64_t bits = as_bits(__builtin_fabs(from_signed(words[i] | 1, direct))), biased = (bits - 0x3fe6a09e667f3bcdu + (1023ull << 52)) >> 52;
         power[i] = (float)(as_double(biased | 0x4330000000000000u) - (0x1p52 + 1023.0 + 63.0));
         rest[i] = (float)(as_double(bits - ((biased - 1023) << 52)) - 1.0);
     }
@@ -174,10 +175,10 @@ INLINE void squared_radii_32(const uint64_t *restrict words, float *restrict pow
 }
 
 INLINE void turns_32(const uint64_t *restrict words, float *restrict rest, uint32_t *restrict quarter, const float *restrict radius,
-                     float *restrict cosines, float *restrict sines, int64_t count, float std) {
+                     float *restrict cosines, float *restrict sines, int64_t count, float std, int direct) {
     FOR(i, count) {
         const uint64_t nearest = (words[i] + (1ull << 61)) >> 62;
-        rest[i] = (float)(from_signed(words[i] - (nearest << 62)) * 0x1.921fb54442d18p-62);
+        rest[i] = (float)(from_signed(words[i] - (nearest << 62), direct) * 0x1.921fb54442d18p-62);
         quarter[i] = (uint32_t)nearest;
     }
     FOR(i, count) {
@@ -224,7 +225,7 @@ INLINE void store_draws(float *restrict out, const float *restrict draws, int64_
 DEFINE_STORE(store_float, float)
 DEFINE_STORE(store_double, double)
 
-#define DEFINE_DRAW(name, target, blocks, roots, roots32)                                                               \
+#define DEFINE_DRAW(name, target, blocks, roots, roots32, direct)                                                               \
     target static void name(const Piece *piece, const __m128i *keys, Space *space, int flags) {             \
         const int64_t pairs = (piece->size + 3) / 4 * 2;                                                    \
         const int in_float32 = !(flags & FLOAT64) && !(piece->spacing > 0);                                 \
@@ -236,18 +237,20 @@ DEFINE_STORE(store_double, double)
             blocks(keys, piece->tensor, block, count / 2, space->words[0]);                          \
             blocks(keys, piece->tensor, block + (uint64_t)pairs / 2, count / 2, space->words[1]);    \
             if (in_float32) {                                                                               \
-                squared_radii_32(space->words[0], space->power, space->rest, space->radius32, padded);      \
+                squared_radii_32(space->words[0], space->power, space->rest, space->radius32, padded, direct); \
                 roots32(space->radius32, padded);                                                           \
-                turns_32(space->words[1], space->rest, space->quarter, space->radius32, space->draws32[0], space->draws32[1], padded, std); \
+                turns_32(space->words[1], space->rest, space->quarter, space->radius32, space->draws32[0], space->draws32[1], padded, std, direct); \
                 for (int64_t member = 0; member < 2; member++) {                                            \
                     const int64_t first = member * pairs + at, left = piece->size - first;                  \
                     store_draws((float *)piece->out + first, space->draws32[member], left < count ? left : count, flags & FILL, (float)piece->unit); \
                 }                                                                                           \
                 continue;                                                                                   \
             }                                                                                               \
-            squared_radii(space->words[0], space->radius, padded);                                          \
-            roots(space->radius, padded);                                                                   \
-            turns(space->words[1], space->radius, space->draws[0], space->draws[1], padded, piece->std);    \
+            for (int64_t j = 0; j < padded; j += 16) { /* root and division wait while the polynomials go on */ \
+                squared_radii(space->words[0] + j, space->radius + j, 16, direct);                          \
+                roots(space->radius + j, 16);                                                               \
+                turns(space->words[1] + j, space->radius + j, space->draws[0] + j, space->draws[1] + j, 16, piece->std, direct); \
+            }                                                                                               \
             for (int64_t member = 0; member < 2; member++) {                                                \
                 const int64_t first = member * pairs + at, left = piece->size - first;                      \
                 const int64_t live = left < count ? left : count;                                           \
@@ -258,8 +261,8 @@ DEFINE_STORE(store_double, double)
             }                                                                                               \
         }                                                                                                   \
     }
-DEFINE_DRAW(draw_256, AES_NI, blocks_128, roots_256, roots32_256)
-DEFINE_DRAW(draw_512, VECTOR_AES, blocks_512, roots_512, roots32_512)
+DEFINE_DRAW(draw_256, AES_NI, blocks_128, roots_256, roots32_256, 0)
+DEFINE_DRAW(draw_512, VECTOR_AES, blocks_512, roots_512, roots32_512, 1)
 
 /* ------------------------------------------------------------------------------------------------ what Python calls */
 
