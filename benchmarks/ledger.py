@@ -1,4 +1,4 @@
-"""What a ledger costs: appends, proofs, replay, memory, disk, and what pruning gives back.
+"""What a ledger costs: appends, proofs, replay, opening for a decision, memory, disk, and what pruning gives back.
 
     python benchmarks/ledger.py [--leaves 1000000] [--batch 1000] [--postgres URL | --no-postgres] [--out FILE]
 
@@ -164,6 +164,20 @@ def reading(ledger: Ledger) -> dict[str, float]:
     return found
 
 
+def deciding(where: str, key: PrivateKey, clock: Callable[[], float]) -> dict[str, float]:
+    """Open the ledger as a command that decides: hash all leaves, derive withdrawals and attempts, compare the index."""
+    wall, processor = time.perf_counter(), time.process_time()
+    with Ledger.open(where, key, clock=clock) as ledger, ledger.store.read() as rows:
+        leaves = ledger.checked(rows)
+        leaves.withdrawals(rows)
+        leaves.attempts(rows)
+        ledger.check_index(rows)
+    return {
+        "deciding_seconds": time.perf_counter() - wall,
+        "deciding_processor_seconds": time.process_time() - processor,
+    }
+
+
 def megabytes_on_disk(ledger: Ledger) -> float:
     """SQLite: the file and its WAL; PostgreSQL: tables with their indexes."""
     if not ledger.store.remote:
@@ -200,7 +214,7 @@ def server(url: str | None, wanted: bool) -> Iterator[str | None]:
     if url is not None or not wanted:
         yield url
         return
-    sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
     postgres = importlib.import_module("postgres")
     bin = postgres.binaries()
     if bin is None:
@@ -246,6 +260,9 @@ def measure(leaves: int, batch: int, url: str | None, folder: Path) -> dict[str,
         began = time.perf_counter()
         ledger.checkpoint()
         result[name] = {"checkpoint_ms": (time.perf_counter() - began) * 1e3, **reading(ledger)}
+        result[name] |= deciding(
+            url if name == "postgres" and url else str(folder / "ledger.db"), key, lambda: clock[0]
+        )
         result[name] |= pruning(ledger, clock)
         ledger.close()
     return result
