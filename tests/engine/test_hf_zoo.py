@@ -380,7 +380,7 @@ def test_a_position_table_that_is_called_with_the_ids_is_not_taken_for_their_tab
         engine, corpus, plan = lamina.make_private(model, (x, torch.zeros(N)), epsilon=3.0, batch=3, steps=1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         with engine:
-            folder = tmp_path / type(model).__name__
+            folder = tmp_path / type(model).__name__ / "runs" / "first"
             run = lamina.Trainer(model, optimizer, of_answer, corpus, plan, engine=engine, folder=folder)
             assert run.fit().steps == 1
         x["decoder_input_ids"][4, 2] = V
