@@ -622,7 +622,11 @@ class Engine:
         fewer. This finds what the graph cannot show: a loss divided by the tokens of the batch, padding to the
         longest, expert capacity, batch statistics. Random draws are replayed. See `lamina.engine.probe`.
         """
-        Probe(self, x, y).run(losses_of)
+        self._outside.probing = True
+        try:
+            Probe(self, x, y).run(losses_of)
+        finally:
+            self._outside.probing = False
         self.probed = True
         self._attachment.accept_hooks()
 
@@ -632,7 +636,7 @@ class Engine:
         Buffers, generators and learning rate schedules are left as they were. `simulated`: of x and y only shapes and
         types are used, and values are made up. `joined`: contributions may have several examples.
         """
-        self._probe = Probe(self, x, y, simulated=simulated, joined=joined)
+        self._probe, self._outside.probing = Probe(self, x, y, simulated=simulated, joined=joined), True
         try:
             with preserve_schedules(self._tensors):
                 yield from self._probe.batches()
@@ -640,7 +644,7 @@ class Engine:
                 self.probed = True
                 self._attachment.accept_hooks()
         finally:
-            self._probe = None
+            self._probe, self._outside.probing = None, False
 
     def decline_probe(self) -> None:
         """Say that this engine is meant to take steps without a probe: it does not warn of it."""

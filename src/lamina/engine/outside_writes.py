@@ -39,7 +39,7 @@ class OutsideWrites:
 
     def __init__(self, model: nn.Module, tensors: Mapping[str, Tensor], held: Mapping[str, Tensor]) -> None:
         self.model, self.tensors, self._held = model, tensors, held
-        self.private = True
+        self.private, self.probing = True, False  # forward passes of the probe are not judged here
         self._said: set[str] = set()
         self._writes = self._steps = self._calls = 0
         self._sample_next = self._clips = False
@@ -132,7 +132,8 @@ class OutsideWrites:
     def begin_call(self) -> None:
         """Note the plain tensors of the model before a forward pass with gradients."""
         self._calls += 1
-        self._before = kept_tensors(self.model) if _is_due(self._calls) and "attributes" not in self._said else None
+        wanted = _is_due(self._calls) and "attributes" not in self._said and not self.probing
+        self._before = kept_tensors(self.model) if wanted else None
 
     def end_call(self) -> None:
         before, self._before = self._before, None
