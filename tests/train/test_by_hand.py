@@ -74,8 +74,9 @@ def test_a_segment_is_what_the_plan_says(tmp_path: Path, monkeypatch: pytest.Mon
     plan = problem.plan(model, steps=steps)
     assert plan.clipping is lamina.Clipping.JOINT
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    problem.trainer(tmp_path / "a", model=model, plan=plan, optimizer=optimizer, scheduler=None, segment=steps).fit()
-    noise = SecureNoise.of_journal(SEED)
+    options = {"scheduler": None, "segment": steps, "hardened": False}  # a rounded sum hides small differences
+    problem.trainer(tmp_path / "a", model=model, plan=plan, optimizer=optimizer, **options).fit()
+    noise = SecureNoise.of_journal(SEED, hardened=False)
     names = [name for layer in plan.layers for name in layer.parameters]
     stds = [plan.noise[i] / plan.batch for i, layer in enumerate(plan.layers) for _ in layer.parameters]
     for step in range(steps):

@@ -67,6 +67,10 @@ def test_the_quickstart_runs(
     assert (tmp_path / "runs" / "third" / "model.safetensors").exists()
     assert "60 admitted, 0 refused" in printed
     assert "third.ledger.db: self-consistent, not trusted" in printed
-    assert "release-1: trusted" in printed and "\nallowed\n" in printed and "signed by the contributor" in printed
+    assert (
+        "release-1: signed by a trusted key" in printed
+        and "\nallowed\n" in printed
+        and "signed by the contributor" in printed
+    )
     assert (tmp_path / "request-1" / "reconciliation.html").exists()
     assert {path.name for path in (tmp_path / "runs").glob("*.ledger.db")} > {"elsewhere.example-cardiology.ledger.db"}

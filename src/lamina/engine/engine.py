@@ -552,7 +552,7 @@ class Engine:
         try:
             with torch.autocast(self.device.type, enabled=False), self._sharded.backward_pass(into, collector):
                 torch.autograd.backward(part.losses, part.weights, inputs=inputs, retain_graph=retain_graph)
-            with torch.no_grad():
+            with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
                 if isinstance(into, ShardedStep) and isinstance(collector, JointCollector):
                     collector.measure()
                     into.later = collector

@@ -405,7 +405,8 @@ class ShardedStep(ClippedSums):
             if name in self._sent:
                 continue
             if self.later is not None:
-                self.later.add(self._layer_of[name])
+                with torch.autocast("cpu", enabled=False):  # the caller's, which would add up in bfloat16
+                    self.later.add(self._layer_of[name])
             if self._tensors[name].numel() >= _SENT_ALONE:
                 self._send([name])
             else:
