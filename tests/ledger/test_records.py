@@ -63,7 +63,7 @@ from lamina.ledger.records import (
     Segment,
     SegmentOutcome,
 )
-from lamina.ledger.run_records import OccurrenceCap, RunBegin, RunEnd, RunFile, RunRecord, WeightsOrigin
+from lamina.ledger.run_records import FileDigest, OccurrenceCap, RunBegin, RunEnd, RunRecord, WeightsOrigin
 from lamina.ledger.schema import UNBOUNDED, exact_float, exact_text, nano_epsilon, schema_of
 from lamina.ledger.store.rows import StoredLeaf
 
@@ -521,7 +521,7 @@ CDDL = {
     "withdrawal": Withdrawal, "key-events": KeyEvents, "key-event": KeyEvent, "authorization": Authorization,
     "aggregate": Aggregate, "span": LeafSpan, "class-total": ClassTotal,
     "policy-change": PolicyChange, "signed": PartySignature, "release": Release, "terms-change": TermsChange,
-    "run-begin": RunBegin, "run-end": RunEnd, "cap": OccurrenceCap, "run-file": RunFile,
+    "run-begin": RunBegin, "run-end": RunEnd, "cap": OccurrenceCap, "run-file": FileDigest,
 }  # fmt: skip
 
 

@@ -28,7 +28,7 @@ from lamina.ledger.corpus_terms import ledger_key_path
 from lamina.ledger.governance_records import WithdrawalReason
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.records import Epoch
-from lamina.ledger.run_history import RunHistory
+from lamina.ledger.run_history import RecordedRuns
 from lamina.ledger.run_records import NoiseOrigin, RunBegin, RunEnd, WeightsOrigin
 from lamina.ledger.verify.verifier import verify
 from lamina.ledger.withdrawal import withdraw
@@ -250,7 +250,7 @@ def test_a_start_after_the_first_epoch_is_too_late(trained: Trained) -> None:
         db.execute("DELETE FROM checkpoint WHERE size < (SELECT size FROM head)")
     found = verify(trained.ledger).problem
     assert found is not None and found.code in ("ledger.run-begin-late", "verify.previous-checkpoint-unknown")
-    history = RunHistory()
+    history = RecordedRuns()
     history.see(records(trained, Epoch)[0])
     with raises_code("ledger.run-begin-late"):
         history.check(records(trained, RunBegin)[0])

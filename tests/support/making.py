@@ -32,7 +32,7 @@ from lamina.ledger.records import (
     Segment,
     SegmentOutcome,
 )
-from lamina.ledger.run_records import WEIGHTS, NoiseOrigin, RunEnd, RunFile, SamplingScheme
+from lamina.ledger.run_records import WEIGHTS, FileDigest, NoiseOrigin, RunEnd, SamplingScheme
 from lamina.ledger.schema import program_version
 from lamina.ledger.writer import Ledger
 
@@ -176,7 +176,7 @@ def batches(first: int, stop: int, size: int) -> Iterator[list[ContributionRecor
 
 def ended(run: bytes, **changes: Any) -> RunEnd:
     """The end of a run after its first segment, with weights of zeroes."""
-    weights = RunFile(name=WEIGHTS, sha256=bytes(32))
+    weights = FileDigest(name=WEIGHTS, sha256=bytes(32))
     made = RunEnd(
         run=run, segment=0, generation=0, steps=10, plan=bytes(32), noise=NoiseOrigin.SYSTEM,
         sampling=SamplingScheme.POISSON, public_number=False, probed=True, covered=True, raw_figures=False,

@@ -39,7 +39,7 @@ from lamina.ledger.records import (
     encode_time_epoch,
     leaf_tail,
 )
-from lamina.ledger.run_history import RunHistory
+from lamina.ledger.run_history import RecordedRuns
 from lamina.ledger.run_records import RunBegin, RunEnd, RunRecord
 from lamina.ledger.schema import rounded_epoch_time
 from lamina.ledger.store.rows import AttemptRow, LeafRow, LedgerHead, StoredLeaf, StoreReader, StoreWriter, tile_reader
@@ -166,7 +166,7 @@ def check_run_records(rows: StoreReader, records: Sequence[Record], leaves: Call
     if not any(isinstance(record, RunRecord) for record in records):
         return
     before = [leaf for kind in (RunBegin, Epoch, RunEnd) for leaf in leaves().records(rows, kind)]
-    history = RunHistory()
+    history = RecordedRuns()
     for leaf in sorted(before, key=lambda each: each.seq):
         history.see(leaf.record)
     for record in records:

@@ -1,4 +1,4 @@
-"""`RunHistory`: checks whether the start or end of a run may follow the leaves before it. Writer and verifier share it."""
+"""`RecordedRuns`: checks whether the start or end of a run may follow the leaves before it. Writer and verifier share it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lamina.ledger.run_records import RunBegin, RunEnd, RunRecord
 _RESUME = "resume the run in its own folder, with its own journal and checkpoints"
 
 
-class RunHistory:
+class RecordedRuns:
     """Attempts, starts and ends of runs, in the order of the leaves."""
 
     def __init__(self) -> None:

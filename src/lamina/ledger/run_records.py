@@ -62,7 +62,7 @@ class OccurrenceCap:
 
 
 @ledger_record()
-class RunFile:
+class FileDigest:
     """A file that a run wrote, by name and SHA-256."""
 
     name: str = stored(1, pattern_text(r"[a-z0-9][a-z0-9_.-]{0,63}"))
@@ -119,7 +119,7 @@ class RunEnd:
     raw_figures: bool = stored(11, BOOLEAN)
     hardened: bool = stored(12, BOOLEAN)
     caps: tuple[OccurrenceCap, ...] = stored(13, tuple_of(nested(OccurrenceCap), 0, MAX_CLASSES))
-    files: tuple[RunFile, ...] = stored(14, tuple_of(nested(RunFile), 1, MAX_RUN_FILES))
+    files: tuple[FileDigest, ...] = stored(14, tuple_of(nested(FileDigest), 1, MAX_RUN_FILES))
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -49,7 +49,7 @@ from lamina.errors import BudgetExceeded, LaminaError, LedgerError, RunError, St
 from lamina.ledger.corpus_terms import CorpusTerms, adopt_policy, check_corpus_terms, open_or_create, origin_slug
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.records import SegmentOutcome
-from lamina.ledger.run_records import OccurrenceCap, RunBegin, RunEnd, RunFile
+from lamina.ledger.run_records import FileDigest, OccurrenceCap, RunBegin, RunEnd
 from lamina.ledger.store.rows import WHOLE_BUDGET_SEGMENT
 from lamina.ledger.store.sqlite import is_postgres_url, ledger_exists
 from lamina.ledger.writer import Ledger
@@ -465,7 +465,7 @@ class Run:
         made = RunEnd(
             run=bytes.fromhex(self.id), segment=last.segment, generation=last.generation, steps=steps, plan=last.plan,
             caps=tuple(OccurrenceCap(cls=cls, most=most) for cls, most in sorted(caps.items())),
-            files=tuple(RunFile(name=name, sha256=bytes.fromhex(each)) for name, each in sorted(files.items())),
+            files=tuple(FileDigest(name=name, sha256=bytes.fromhex(each)) for name, each in sorted(files.items())),
             **facts,
         )  # fmt: skip
         ends = (leaf.record for leaf in ledger.of_kind(RunEnd))

@@ -35,7 +35,7 @@ from lamina.ledger.records import (
     decode_leaf,
     kind_name,
 )
-from lamina.ledger.run_history import RunHistory
+from lamina.ledger.run_history import RecordedRuns
 from lamina.ledger.run_records import RunBegin, RunRecord
 from lamina.ledger.store.rows import LeafBlock, LedgerHead, Store, StoredLeaf, StoreReader, tile_reader
 from lamina.ledger.store.sqlite import make_store
@@ -237,7 +237,7 @@ class LedgerReplay:
             self.policy, self.keys, self.attestations, self._tallies, ring, self._members, self._latest
         )
         self.epochs = EpochChecks(self.header, rows, self.policy, self.withdrawals, self._members)
-        self.runs = RunHistory()
+        self.runs = RecordedRuns()
         self.releases = ReleaseChecks(self.header, rows)
         self.aggregates = AggregateChecks(self.header, self.keys, self._tallies)
         self.pinned: set[bytes] = set() if trust is None else trust.governing(self.header, now)
