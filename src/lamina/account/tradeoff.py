@@ -41,6 +41,7 @@ from lamina.errors import AccountingError
 # Each direction of add/remove has a concave branch that does not decrease; the larger TPR of both is reported. Branches
 # compose along a chain of neighbours: if A bounds (D, D') and B bounds (D', D''), then B(A(α)) bounds (D, D'').
 
+BY_LOSSES, BY_GAUSSIAN, BY_RENYI = "privacy loss distribution", "Gaussian", "Rényi divergence"
 _BISECTIONS = 40
 _MU_TOLERANCE = 1e-4
 
@@ -50,10 +51,12 @@ class TradeOffCurve:
     """An upper bound on the true-positive rate of every attack, for each false-positive rate.
 
     adjacency  the two worlds between which the attacker decides
+    bound      the kind of bound that it comes from: `BY_LOSSES`, `BY_GAUSSIAN` or `BY_RENYI`
     branches   TPR(α) with the one and with the other world as the null hypothesis; one entry if they are equal
     """
 
     adjacency: Adjacency
+    bound: str
     branches: tuple[Callable[[Array], Array], ...]
 
     def tpr(self, fpr: float) -> float:
@@ -106,9 +109,8 @@ class TradeOffCurve:
     def twice(self) -> TradeOffCurve:
         """Return the curve for two neighbouring steps, such as removing one contribution and adding another."""
         first, last = self.branches[0], self.branches[-1]
-        return TradeOffCurve(
-            adjacency=Adjacency.REPLACE_ONE, branches=(lambda fpr: _bounded(first, _bounded(last, fpr)),)
-        )
+        both = (lambda fpr: _bounded(first, _bounded(last, fpr)),)
+        return TradeOffCurve(adjacency=Adjacency.REPLACE_ONE, bound=self.bound, branches=both)
 
 
 def _bounded(branch: Callable[[Array], Array], fpr: Array) -> Array:
@@ -140,14 +142,15 @@ def trade_off(
     followed = tuple((key, n) for key, n in events.items() if key[2] and n)
     if fixed_order is not None or accountant == INTEGER_RDP or followed:
         orders = (fixed_order,) if fixed_order else INTEGER_ORDERS if accountant == INTEGER_RDP else RDP_ORDERS
-        curve = TradeOffCurve(adjacency=Adjacency.ADD_REMOVE, branches=(_renyi_rates(fixed, followed, orders),))
+        branch = _renyi_rates(fixed, followed, orders)
+        curve = TradeOffCurve(adjacency=Adjacency.ADD_REMOVE, bound=BY_RENYI, branches=(branch,))
         return curve if relation is Adjacency.ADD_REMOVE else curve.twice()
     plain = partial(_gaussian_rates, math.sqrt(gaussian_rdp.squared_mu(fixed, relation)))
     if accountant in ("gaussian", "zcdp") or all(event.q == 1 for event in fixed):
-        return TradeOffCurve(adjacency=relation, branches=(plain,))
+        return TradeOffCurve(adjacency=relation, bound=BY_GAUSSIAN, branches=(plain,))
     composed = [pld.compose_losses(fixed, direction) for direction in pld.directions(relation)]
     branches = tuple(plain if each is None else partial(_sampled_rates, plain, each) for each in composed)
-    return TradeOffCurve(adjacency=relation, branches=branches)
+    return TradeOffCurve(adjacency=relation, bound=BY_LOSSES, branches=branches)
 
 
 def exceedance(events: EventCounts, epsilon: float, *, accountant: str) -> float:
@@ -221,7 +224,8 @@ def _renyi_rates(
 ) -> Callable[[Array], Array]:
     if followed:  # proven at its own order, and so at every smaller one
         least = min(order for (_, _, order), _ in followed)
-        orders = (*(order for order in orders if order < least), least)
+        proven = orders is not INTEGER_ORDERS or least == int(least)  # noise on integers has integer orders only
+        orders = (*(order for order in orders if order < least), *(least,) * proven)
         whole = math.fsum(n * step_rdp(q, sigma, order) for (sigma, q, order), n in followed)
     else:
         whole = 0.0
