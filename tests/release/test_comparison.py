@@ -107,6 +107,12 @@ def cheaper(content: dict[str, Any]) -> None:
     content["classes"]["clinical"].update(epsilon=0.1, epsilon_total=0.1)
 
 
+def stated_by(content: dict[str, Any], source: str) -> dict[str, Any]:
+    """The first statement with this source."""
+    found: dict[str, Any] = next(each for each in content["statements"] if each["source"] == source)
+    return found
+
+
 FORGED: dict[str, tuple[Change | None, Change | None, str]] = {
     "a smaller ε": (cheaper, lambda p: p["posture"]["classes"]["clinical"].update(epsilon=0.1), "release.figures-differ"),
     "a smaller ε of all runs": (
@@ -134,8 +140,46 @@ FORGED: dict[str, tuple[Change | None, Change | None, str]] = {
     "more steps": (lambda c: c["run"].update(steps=21), None, "release.facts-differ"),
     "other noise": (lambda c: c["trainer"].update(hardened=not c["trainer"]["hardened"]), None, "release.facts-differ"),
     "starting weights": (lambda c: c["trainer"].update(starting_weights=None), None, "release.facts-differ"),
-    "a caveat less": (lambda c: c["not_covered"].pop(), None, "release.statement-differs"),
-    "another statement": (lambda c: c.update(statement="Everything is fine."), None, "release.statement-differs"),
+    "a smaller true-positive rate": (
+        lambda c: c["classes"]["clinical"]["membership"]["tpr"].update({"0.01": 0.0101}), None, "release.figures-differ"
+    ),
+    "a smaller true-positive rate of all runs": (
+        lambda c: c["classes"]["clinical"]["content_total"]["tpr"].update({"0.01": 0.0101}), None, "release.figures-differ"
+    ),
+    "a smaller accuracy": (
+        lambda c: c["classes"]["sensitive"]["content"].update(accuracy=0.5), None, "release.figures-differ"
+    ),
+    "a smaller μ": (lambda c: c["classes"]["sensitive"]["membership"].update(mu=0.01), None, "release.figures-differ"),
+    "a smaller success": (
+        lambda c: c["classes"]["clinical"]["content"]["success"].update({"0.5": 0.5}), None, "release.figures-differ"
+    ),
+    "a swapped adjacency": (
+        lambda c: c["classes"]["clinical"].update(content={**c["classes"]["clinical"]["membership"], "success": {}}), None,
+        "release.figures-differ",
+    ),
+    "fewer charged steps": (
+        lambda c: c["classes"]["clinical"]["charges"][0].update(steps=1), None, "release.figures-differ"
+    ),
+    "a caveat less": (lambda c: c["statements"].pop(), None, "release.statement-differs"),
+    "another statement": (
+        lambda c: c["statements"][0].update(text="Everything is fine."), None, "release.statement-differs"
+    ),
+    "another source of a statement": (
+        lambda c: stated_by(c, "stated by the trainer").update(source="recomputed from the ledger"), None,
+        "release.statement-differs",
+    ),
+    "another leaf of a statement": (
+        lambda c: stated_by(c, "stated by the trainer").update(leaves=[1]), None, "release.statement-differs"
+    ),
+    "a false badge": (
+        lambda c: c["protects"].update(badge="private for: everybody"), None, "release.statement-differs"
+    ),
+    "a class that is not protected": (
+        lambda c: c["protects"].update(not_protected=[]), None, "release.statement-differs"
+    ),
+    "another leaf of a condition": (
+        lambda c: c["conditions"][0].update(leaves=None), None, "release.conditions-differ"
+    ),
     "a condition less": (lambda c: c["conditions"].pop(0), None, "release.conditions-differ"),
     "another source": (
         lambda c: c["conditions"][0].update(source="recomputed from the ledger"), None, "release.conditions-differ"
@@ -365,9 +409,9 @@ def test_no_number_of_a_certificate_is_out_of_range(release: Path, key: PrivateK
 
     for path in paths:
         for new in NO_FIGURES:
-            forge(release, release_seed, certificate=lambda c, path=path, new=new: put(c, path, new))
+            forge(release, release_seed, certificate=lambda c, path=path, new=new: (restore(c), put(c, path, new)))
             assert codes(verify_release(release, trust=trust)), (path, new)
-            forge(release, release_seed, certificate=restore)
+    forge(release, release_seed, certificate=restore)
     assert not codes(verify_release(release, trust=trust))
 
 

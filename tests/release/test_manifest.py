@@ -316,14 +316,15 @@ def test_what_a_certificate_says_is_text_in_the_model_card(
 
     def with_evil_words(name: str, certificates: Any, *rest: Any, **more: Any) -> bytes:
         last = certificates[-1]
-        content = {**last.content, **{key: [evil] for key in ("assumptions", "not_covered")}, "statement": evil}
+        statements = [{**each, "text": evil} for each in last.content["statements"]]
+        content = {**last.content, "statements": statements, "protects": {"badge": evil}}
         return whole(name, [dataclasses.replace(last, content=content)], *rest, **more)
 
     monkeypatch.setattr("lamina.release.manifest.model_card", with_evil_words)
     with trained.open() as ledger:
         make_release(tmp_path / "release", [trained.folder], ledger, key)
     card = (tmp_path / "release" / "README.md").read_text()
-    assert card.count("\\<img src=x") == 3 and not re.search(r"(?<!\\)(<img|\[paid)", card)
+    assert card.count("\\<img src=x") > 10 and not re.search(r"(?<!\\)(<img|\[paid)", card)
 
 
 def test_the_name_of_a_model_commands_no_terminal(trained: Trained, key: PrivateKey, tmp_path: Path) -> None:

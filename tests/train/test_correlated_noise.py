@@ -18,6 +18,7 @@ from lamina.ledger.verify.epoch_checks import ChargeChecks, Violation
 from lamina.ledger.verify.verifier import verify
 from lamina.plan.correlation import coefficients_digest
 from lamina.release.certificate import certify
+from lamina.release.risk_statements import texts
 from lamina.train.run_output import Callback, RunFigures
 from lamina.train.trainer import Trainer
 
@@ -64,7 +65,7 @@ def test_the_ledger_verifies_and_the_certificate_names_the_strategy(tmp_path: Pa
     assert [(c.rate, c.steps) for c in charged] == [(pytest.approx(0.4), 2)] * 3
     assert found["plan"]["correlation"]["coefficients_sha256"] == coefficients_digest(BANDS).hex()
     assert found["plan"]["correlation"]["bands"] == BANDS
-    assert any("take turns" in line for line in found["assumptions"])
+    assert any("take turns" in line for line in texts(found, "assumption"))
     clinical = found["classes"]["clinical"]
     assert clinical["epsilon_replace_one"] is None  # with other content, somebody may have another turn
     assert figures(tmp_path / "a")["classes"]["clinical"]["epsilon_replace_one"] is None
@@ -160,7 +161,7 @@ def test_a_run_that_goes_on_with_independent_noise_still_says_that_turns_were_ta
     problem.trainer(tmp_path / "a", **loose(plan=problem.plan(problem.net()))).fit()
     with LedgerReader.read_only(next(tmp_path.glob("*.ledger.db"))) as ledger:
         found = certify(tmp_path / "a", ledger).content
-    assert "correlation" not in found["plan"] and any("take turns" in line for line in found["assumptions"])
+    assert "correlation" not in found["plan"] and any("take turns" in line for line in texts(found, "assumption"))
     assert found["classes"]["clinical"]["epsilon_replace_one"] is None
 
 

@@ -1,4 +1,4 @@
-"""The certificate of a run: what each class has lost, by which mechanism, under which assumptions, and what is not covered.
+"""The certificate of a run: what each class has lost, whom the model protects, and statements with their sources.
 
 Every figure follows from the charges that the ledger records (docs/theory.md, "What a certificate reports"):
 
@@ -7,13 +7,14 @@ Every figure follows from the charges that the ledger records (docs/theory.md, "
     epsilon_replace_one  of this run, if the content of a contribution is exchanged: what stays secret where members are known
     rho                  zCDP of this run without amplification: N/(2 sigma²) over the steps, or over capped occurrences
     epsilon_unamplified  the exact ε of that: holds even if everybody learns who was sampled when
+    membership, content  what an attacker can learn from this run (`risk_statements`); with `_total`, from all runs
 
 Figures are rounded up. Times are those of the ledger, so the same ledger and run, with the same other ledgers beside
 them, give the same bytes.
 
-Each condition has a source: it is recomputed from the ledger, stated by the trainer in the end record of the run, or
-observed by the issuer. `certificate_content` computes all of it from the ledger at a checkpoint. `certify` signs the
-result, and `comparison` computes it again to verify a release.
+Each condition and statement has a source: it is recomputed from the ledger, stated by the trainer in a record of the
+run, stated by the owner, measured, or observed by the issuer. `certificate_content` computes all of it from the ledger
+at a checkpoint. `certify` signs the result, and `comparison` computes it again to verify a release.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lamina.account.accountants import cost, find_accountant, pooled_epsilon
+from lamina.account.accountants import cost, pooled_epsilon
 from lamina.account.schedule import Event, EventKey
 from lamina.admit.keys import PrivateKey, PublicKey, format_utc
 from lamina.admit.signed_json import canonical_json, parse_json, read_cose, sign_cose
@@ -33,40 +34,54 @@ from lamina.errors import BadKey, EncodingError, NotVerified
 from lamina.ledger.governance_records import Header, Role
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.run_records import WEIGHTS
-from lamina.ledger.schema import nano_epsilon, pluralize
+from lamina.ledger.schema import nano_epsilon
 from lamina.ledger.show import epsilon_or_none
 from lamina.ledger.spending import signed_spend
 from lamina.ledger.verify.report import Verification
 from lamina.ledger.verify.tree_checks import Trust
 from lamina.ledger.verify.verifier import verify
 from lamina.plan.correlation import correlation_summary
-from lamina.plan.rules import NoiseKind
-from lamina.plan.step_plan import Clipping, PlannedClass, StepPlan
+from lamina.plan.step_plan import Clipping, PlannedClass
+from lamina.release.risk_statements import (
+    BY_ISSUER,
+    BY_LEDGER,
+    BY_TRAINER,
+    FIGURE_NAMES,
+    SOURCES,
+    TOPICS,
+    check_risk,
+    protection,
+    risk_figures,
+    short_figure,
+    shown_leaves,
+    statements,
+    texts,
+)
 from lamina.release.run_evidence import RunEvidence, RunMetrics, file_digest
 from lamina.release.signed import MAX_EPSILON, MAX_NOISE, bounded_number, bounded_whole, is_short_text
 from lamina.spend.neighbours import NeighbourLedger, neighbour_ledgers
 from lamina.validate import short_repr
 
 CERTIFICATE_TYPE = "application/lamina-certificate+json"
-CERTIFICATE_VERSION = 1
-_NO_PROTECTION = 20.0  # ε above which odds may change by more than 10⁸: a figure, and no protection
-
-
-BY_TRAINER, BY_LEDGER, BY_ISSUER = "stated by the trainer", "recomputed from the ledger", "observed by the issuer"
+CERTIFICATE_VERSION = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Condition:
-    """A condition of the guarantee of a run. `reason` states why it does not hold, `source` where that is known from."""
+    """A condition of the guarantee of a run.
+
+    `reason` states why it does not hold, `source` where that is known from, `leaves` in which leaves of the ledger.
+    """
 
     name: str
     holds: bool
     reason: str
     source: str
+    leaves: tuple[int, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        reason = None if self.holds else self.reason
-        return {"name": self.name, "holds": self.holds, "reason": reason, "source": self.source}
+        reason, leaves = None if self.holds else self.reason, list(self.leaves) or None
+        return {"name": self.name, "holds": self.holds, "reason": reason, "source": self.source, "leaves": leaves}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,14 +182,38 @@ def _check_content(content: Mapping[str, Any]) -> None:
         if set(layer["classes"]) - content["classes"].keys():
             raise ValueError(f"layer {str(layer['name'])[:80]!r} names a class that has no figures")
     for each in content["conditions"]:
-        if type(each["holds"]) is not bool or each["source"] not in (BY_TRAINER, BY_LEDGER, BY_ISSUER):
+        if type(each["holds"]) is not bool or each["source"] not in SOURCES:
             raise ValueError(f"condition {str(each['name'])[:80]!r} is neither true nor false, or has no source")
+        _check_leaves(each["leaves"])
+    for each in content["statements"]:
+        _check_statement(each, content["classes"])
+    protects, classes = content["protects"], content["classes"]
+    for each in protects["not_protected"]:
+        if each["population"] != classes[each["class"]]["population"]:
+            raise ValueError("the field protects names another population than the class has")
+    if not set(protects["private_for"]) <= classes.keys() or type(protects["badge"]) is not str:
+        raise ValueError("the field protects names a class that has no figures, or its badge is no text")
     for each in content["ledgers_beside"]:
         bounded_whole("runs", each["runs"], 0, 2**53)
         if not is_short_text(each["origin"]):
             raise ValueError("the origin of a ledger beside it is not a short text")
     if content["private"] != all(each["holds"] for each in content["conditions"]) or not content["conditions"]:
         raise ValueError("the field private contradicts the conditions")
+
+
+def _check_leaves(leaves: list[int] | None) -> None:
+    for leaf in leaves or ():
+        bounded_whole("leaf", leaf, 0, 2**63 - 1)
+
+
+def _check_statement(each: Mapping[str, Any], classes: Mapping[str, Any]) -> None:
+    if each.keys() != {"topic", "class", "text", "source", "leaves", "digest"} or type(each["text"]) is not str:
+        raise ValueError("a statement has other fields than topic, class, text, source, leaves and digest")
+    if each["topic"] not in TOPICS or each["source"] not in SOURCES or each["class"] not in (None, *classes):
+        raise ValueError(f"the statement {each['text'][:80]!r} has an unknown topic, source or class")
+    _check_leaves(each["leaves"])
+    if each["digest"] is not None:
+        bytes.fromhex(each["digest"])
 
 
 def _check_figures(name: str, each: Mapping[str, Any]) -> None:
@@ -186,23 +225,31 @@ def _check_figures(name: str, each: Mapping[str, Any]) -> None:
             bounded_number(key, each[key], 0.0, MAX_EPSILON)
     if each["delta"] is not None:
         bounded_number("delta", each["delta"], 0.0, 1.0)
-    if each["public"] and not each["delta"] is each["epsilon"] is None:
-        raise ValueError(f"class {name[:80]!r} is public but states ε or δ; public data is not protected")
-    for key, least, most in (("noise_multiplier", 0.0, MAX_NOISE), ("sampling_rate", 0.0, 1.0)):
+    if each["public"] and any(each[key] is not None for key in ("delta", "epsilon", *_RISKS)):
+        raise ValueError(f"class {name[:80]!r} is public but states ε, δ or a risk; public data is not protected")
+    for key in _RISKS:
+        check_risk(each[key])
+    for key, least, most in (
+        ("noise_multiplier", 0.0, MAX_NOISE),
+        ("clip_norm", 0.0, MAX_NOISE),
+        ("sampling_rate", 0.0, 1.0),
+    ):
         if each[key] is not None:
             bounded_number(key, each[key], least, most)
     for key in ("population", "max_occurrences"):
         if each.get(key) is not None:
             bounded_whole(key, each[key], 0, 2**53)
-    for bound in each["bounds"]:
-        for key, value in bound.items():
-            if value is not None:
+    for part in (*each["bounds"], *each["charges"]):
+        for key, value in part.items():
+            if key in _RISKS:
+                check_risk(value)
+            elif value is not None:
                 bounded_number(key, value, 0.0, max(MAX_EPSILON, 1e15))
 
 
 _FIELDS = {
     "version", "private", "issued", "run", "model", "ledger", "accountant", "plan", "trainer", "classes", "layers",
-    "conditions", "assumptions", "other_people", "ledgers_beside", "not_covered", "statement",}  # fmt: skip
+    "conditions", "other_people", "ledgers_beside", "protects", "statements",}  # fmt: skip
 
 
 def certify(
@@ -256,12 +303,13 @@ def certificate_content(
     `verdict`, `failed` and `beside` are observations of the issuer: the result of verifying the ledger, the conditions
     (`_OBSERVED`) that do not hold, and the other ledgers beside it.
     """
-    conditions = _conditions(evidence, ledger.header.delta, failed)
     plan, header, end = evidence.plan, ledger.header, evidence.ended
+    stated_conditions = [each.to_dict() for each in _conditions(evidence, header.delta, failed)]
+    private = all(each["holds"] for each in stated_conditions)
     classes = {entry.name: _class_figures(evidence, header, entry) for entry in evidence.classes()}
-    content = {
+    return {
         "version": CERTIFICATE_VERSION,
-        "private": all(each.holds for each in conditions),
+        "private": private,
         "issued": format_utc(evidence.time),
         "run": {"id": end.run.hex(), "steps": end.steps, "planned_steps": plan.steps},
         "model": {"file": WEIGHTS, "sha256": end.weights, "parameters": sum(layer.size for layer in plan.layers)},
@@ -275,14 +323,12 @@ def certificate_content(
         "trainer": _stated_by_trainer(evidence),
         "classes": classes,
         "layers": _layers(evidence),
-        "conditions": [each.to_dict() for each in conditions],
-        "assumptions": [*_assumptions(evidence, plan, header), *_about_other_ledgers(header, beside)],
+        "conditions": stated_conditions,
         "other_people": header.other_people,
         "ledgers_beside": list(beside),
-        "not_covered": _not_covered(evidence),
+        "protects": protection(classes, private=private),
+        "statements": statements(evidence, header, classes, conditions=stated_conditions, beside=beside),
     }  # fmt: skip
-    content["statement"] = plain_statement(content)
-    return content
 
 
 def _stated_by_trainer(evidence: RunEvidence) -> dict[str, Any]:
@@ -310,23 +356,6 @@ def ledgers_beside(ledger: LedgerReader, folder: Path) -> list[NeighbourLedger]:
     return neighbour_ledgers(own, folder.resolve().parent)
 
 
-def _about_other_ledgers(header: Header, beside: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return sentences about ledgers that ε over all runs does not include, and the owner's statement about them."""
-    found = []
-    if header.other_people is not None:
-        found.append(
-            "The owner states that this ledger holds other people than the ledgers beside which it was created: "
-            f"{header.other_people}. This statement is not verified."
-        )
-    if beside:
-        names = ", ".join(f"{each['origin']} ({pluralize(each['runs'], 'run')})" for each in beside)
-        found.append(
-            f"ε over all runs includes only the runs of the ledger {header.origin}. The issuer found "
-            f"{pluralize(len(beside), 'other ledger')} beside it: {names}. A person whose data is in several of them has lost the sum."
-        )
-    return found
-
-
 def ledger_reference(evidence: RunEvidence, origin: str) -> dict[str, Any]:
     """Where a ledger stood: enough to check later that it was only continued."""
     at = evidence.checkpoint
@@ -347,27 +376,43 @@ def _class_figures(evidence: RunEvidence, header: Header, entry: PlannedClass) -
     plan, end = evidence.plan, evidence.ended
     adjacency = end.conditions(plan.adjacency)["adjacency"]
     common = {"unit": entry.unit, "public": entry.public, "population": entry.population, "adjacency": adjacency}
-    if entry.public or not _took_part(evidence, entry.name):
-        figure, delta = (None, None) if entry.public else (0.0, header.delta)
-        nothing = dict.fromkeys(("epsilon_total", *_FIGURES), figure) | {"delta": delta}
-        return common | nothing | {"noise_multiplier": None, "sampling_rate": None, "bounds": []}
-    whole, charged = (entry.name, 0, 0), evidence.charged(entry.name)
+    nothing: dict[str, Any] = {
+        "noise_multiplier": None,
+        "sampling_rate": None,
+        "clip_norm": None,
+        "charges": [],
+        "bounds": [],
+    }
+    if entry.public:
+        return common | dict.fromkeys(("delta", "epsilon_total", *_FIGURES, *_RISKS)) | nothing
+    whole, took_part = (entry.name, 0, 0), _took_part(evidence, entry.name)
+    known = evidence.charged(entry.name) if took_part else entry.name not in evidence.split
+    total = epsilon_or_none(evidence.spending.spend(whole)) if known else None
+    common |= {"delta": header.delta, "epsilon_total": total}
+    risks = _risks(evidence, header, whole) if known else dict.fromkeys(_RISKS)
+    if not took_part:
+        return common | dict.fromkeys(_FIGURES, 0.0) | risks | nothing
     events = evidence.events(whole)
     most = _most_occurrences(evidence, entry.name)
-    figures = _figures(events, header, most, raw=plan.injection.raw) if charged else dict.fromkeys(_FIGURES)
-    if any(
-        each.bands > 1 for each in evidence.plans.values()
+    figures = _figures(events, header, most, raw=plan.injection.raw) if known else dict.fromkeys(_FIGURES)
+    if evidence.correlated(
+        [evidence.run]
     ):  # other content may be another identity, with another turn: nothing is proven
         figures["epsilon_replace_one"] = None
+    planned = [each for each in evidence.plans.values() if entry.name in {known.name for known in each.classes}]
     return (
         common
-        | {"delta": header.delta}
         | figures
+        | risks
         | {
-            "epsilon_total": epsilon_or_none(evidence.spending.spend(whole)) if charged else None,
             "noise_multiplier": min((sigma for sigma, _, _ in events), default=None),
             "sampling_rate": entry.sampling_rate,
+            "clip_norm": max(each.norm(entry.name) for each in planned if math.isfinite(each.norm(entry.name))),
             "max_occurrences": end.max_occurrences.get(entry.name),
+            "charges": [
+                {"noise_multiplier": sigma, "sampling_rate": q, "steps": steps, "order": order or None}
+                for (sigma, q, order), steps in sorted(events.items())
+            ],
             "bounds": [
                 _bound_figures(evidence, header, each)
                 for each in evidence.bounds()
@@ -378,6 +423,24 @@ def _class_figures(evidence: RunEvidence, header: Header, entry: PlannedClass) -
 
 
 _FIGURES = ("epsilon", "epsilon_replace_one", "rho", "epsilon_unamplified")
+_RISKS = ("membership", "content", "membership_total", "content_total")
+
+
+def _risks(evidence: RunEvidence, header: Header, bound: tuple[str, int, int]) -> dict[str, Any]:
+    """Return the risk figures of an account: of this run, and of all runs up to the checkpoint."""
+    found: dict[str, Any] = {}
+    for name, runs, events in (
+        ("", [evidence.run], evidence.events(bound)),
+        ("_total", evidence.runs(bound), evidence.spending.events(bound)),
+    ):
+        claimed, correlated = evidence.claims_membership(runs), evidence.correlated(runs)
+        found[f"membership{name}"] = (
+            risk_figures(events, accountant=header.accountant, of="membership") if claimed else None
+        )
+        found[f"content{name}"] = risk_figures(
+            events, accountant=header.accountant, of="content", correlated=correlated
+        )
+    return {name: found[name] for name in _RISKS}
 
 
 def _took_part(evidence: RunEvidence, cls: str) -> bool:
@@ -418,7 +481,7 @@ def _bound_figures(evidence: RunEvidence, header: Header, bound: tuple[str, int,
         "epsilon": epsilon_or_none(nano_epsilon(pooled_epsilon(events, delta=header.delta, name=header.accountant))),
         "epsilon_total": epsilon_or_none(spent),
         "epsilon_signed": epsilon_or_none(signed_spend(bound[2], header.delta)),
-    }
+    } | _risks(evidence, header, bound)
 
 
 def _layers(evidence: RunEvidence) -> list[dict[str, Any]]:
@@ -451,9 +514,10 @@ _OBSERVED = ("ledger", "recorded", "weights", "metrics")  # conditions about led
 
 
 def _conditions(evidence: RunEvidence, delta: float, failed: Mapping[str, str]) -> list[Condition]:
-    stated = evidence.ended.conditions(evidence.plan.adjacency)
+    assert evidence.end is not None
+    stated, ended = evidence.ended.conditions(evidence.plan.adjacency), (evidence.end[0],)
     found = [
-        Condition(name=name, holds=stated[name] == wanted, reason=why, source=BY_TRAINER)
+        Condition(name=name, holds=stated[name] == wanted, reason=why, source=BY_TRAINER, leaves=ended)
         for name, (wanted, why) in _RUN_CONDITIONS.items()
     ]
     found += [
@@ -469,9 +533,10 @@ def _conditions(evidence: RunEvidence, delta: float, failed: Mapping[str, str]) 
             "δ is not below one over the population: publishing somebody's data whole would be within the promise",
         ),
     }
-    return [
-        *found,
-        *(Condition(name=name, holds=holds, reason=why, source=BY_LEDGER) for name, (holds, why) in checks.items()),
+    epochs = tuple(shown_leaves(evidence.leaves[evidence.run]))
+    return found + [
+        Condition(name=name, holds=holds, reason=why, source=BY_LEDGER, leaves=epochs)
+        for name, (holds, why) in checks.items()
     ]
 
 
@@ -483,130 +548,18 @@ def _all_finite(evidence: RunEvidence) -> bool:
     return charged and all(math.isfinite(evidence.spending.epsilon(bound)) for bound in evidence.bounds())
 
 
-def _assumptions(evidence: RunEvidence, plan: StepPlan, header: Header) -> list[str]:
-    assert evidence.end is not None
-    leaf, end = evidence.end
-    most_bands = max(each.bands for each in evidence.plans.values())
-    amplified = find_accountant(header.accountant).amplified and not plan.injection.raw
-    return [
-        "Each contribution's gradient is clipped as the plan says, and the noise of the plan is added at every step.",
-        *(
-            [
-                "Contributions are sampled independently at the stated rate (Poisson sampling), and nobody learns who was "
-                "sampled when. If that becomes known, the figure without amplification holds."
-            ]
-            if amplified
-            else []
-        ),
-        *(
-            [
-                f"The noise is correlated over {most_bands} steps. Contributions take turns, by a digest of "
-                f"their identity: each may be sampled in one of {most_bands} steps, and the stated rate is the average over "
-                "steps. The noise of earlier steps was kept secret until it had no part in later ones."
-            ]
-            * (most_bands > 1)  # of this plan, or of an earlier one of the run
-        ),
-        "Noise and sampling coins come from a cryptographically secure generator and are not kept.",
-        f"The trainer states the source of the noise, the sampling, the probe, the covered tensors and the raw figures in leaf "
-        f"{leaf} of the ledger. These statements cannot be changed after the run, but the ledger does not prove them.",
-        *(
-            f"No contribution of class {name} was used more than {cap} times. The run counted that itself; the figures "
-            "without amplification rest on it."
-            for name, cap in end.max_occurrences.items()
-        ),
-    ]
-
-
-def _not_covered(evidence: RunEvidence) -> list[str]:
-    zero_out = evidence.ended.public_number or "zero-out" in evidence.plan.adjacency
-    found = [
-        *(
-            ["How many took part: their number is public here, and ε compares content with nothing in its place."]
-            * zero_out
-        ),
-        "Who took part: the ledger records members. What is protected is the content of a contribution.",
-        "Choices made by looking at private data outside this run, such as tuning: ε excludes tuning.",
-        "A person who is behind several contributions: ε is per unit as stated.",
-        "What the weights had learned before this run began: ε over all runs has it, if this ledger has those runs.",
-    ]
-    if public := ", ".join(entry.name for entry in evidence.classes() if entry.public):
-        found.append(f"Data of public classes ({public}): it has no protection.")
-    gaussian = any(plan.noise_kind is NoiseKind.GAUSSIAN for plan in evidence.plans.values())
-    if gaussian and not evidence.ended.hardened:
-        found.append("Attacks on floating-point rounding of the noise: not all of it was hardened, some was plain.")
-    found.append(
-        "Rounding in the sum of clipped gradients: "
-        + ("a sum of float32 can move by more than its bound. " if gaussian else "sums are exact, norms are not. ")
-        + "What it adds to ε was measured, not proven."
-    )
-    return found
-
-
-def plain_statement(content: Mapping[str, Any]) -> str:
-    """What it means, for people who have never heard of ε."""
-    if not content["private"]:
-        return "This run does not have a privacy guarantee. The reasons are listed under conditions."
-    parts = []
-    for name, figures in content["classes"].items():
-        if figures["public"]:
-            continue
-        epsilon, delta, unit = figures["epsilon"], figures["delta"], figures["unit"]
-        if epsilon > _NO_PROTECTION:
-            parts.append(f"Class {name}: ε = {_up(epsilon)} per {unit} promises nothing that anybody could rely on.")
-            continue
-        exchanged = figures["epsilon_replace_one"]
-        known = (
-            f"No such figure is proven for the content of one {unit} known to have taken part."
-            if exchanged is None
-            else f"If the content of one {unit} known to have taken part is exchanged for another, the factor is "
-            f"{_up(math.exp(min(exchanged, 700.0)))} (ε = {_up(exchanged)}, replace-one)."
-        )
-        promise = (
-            f"the probability of any outcome of the training changes by at most a factor of {_up(math.exp(epsilon))}"
-        )
-        slack = f"plus δ = {delta:g} (δ is added to that probability; it is not the probability that the promise fails)"
-        if "zero-out" in figures["adjacency"]:
-            parts.append(
-                f"Class {name}: with ε = {_up(epsilon)} per {unit}, if the content of one {unit} is left out, {promise}, "
-                f"{slack}. {known} Whether one {unit} took part is not protected."
-            )
-            continue
-        caught = min(1.0, math.exp(epsilon) * 0.01 + delta)
-        parts.append(
-            f"Class {name}: with ε = {_up(epsilon)} per {unit}, whether one {unit} takes part or not, {promise}, {slack}. "
-            f"A test that accuses one {unit} in a hundred wrongly finds at most {_up(100 * caught)} % of those who took "
-            f"part. {known}"
-        )
-    if public := [name for name, figures in content["classes"].items() if figures["public"] and parts]:
-        parts.append(f"Not protected, because declared public: {', '.join(public)}.")
-    return "\n".join(parts) or "All data of this run was declared public: nothing in it is protected."
-
-
-def _up(value: float) -> str:
-    """Return a number as text, rounded up to three digits."""
-    if not value:
-        return "0"
-    unit = 10.0 ** (math.floor(math.log10(value)) - 2)
-    return f"{math.ceil(value / unit - 1e-12) * unit:.3g}" if value < 1000 else f"{math.ceil(value):,}"
-
-
 def _lines(content: Mapping[str, Any]) -> list[str]:
-    head = "private" if content["private"] else "NOT PRIVATE"
     run = content["run"]
-    lines = [f"certificate of run {run['id'][:8]}: {head}; {run['steps']} of {run['planned_steps']} steps"]
+    head = f"certificate of run {run['id'][:8]}: {content['protects']['badge']}"
+    lines = [f"{head}; {run['steps']} of {run['planned_steps']} steps"]
     for name, each in content["classes"].items():
-        if each["public"]:
-            lines.append(f"  class {name}: public, not protected")
-            continue
-        figures = (("ε", "epsilon"), ("all runs", "epsilon_total"), ("replace-one", "epsilon_replace_one"))
-        shown = ", ".join(f"{label} {_shown(each[key])}" for label, key in figures)
-        lines.append(
-            f"  class {name}, per {each['unit']} at δ = {each['delta']:g}: {shown}; without amplification "
-            f"ρ {_shown(each['rho'])}, ε {_shown(each['epsilon_unamplified'])}"
-        )
+        if not each["public"]:
+            shown = ", ".join(f"{label} {_shown(each[key])}" for key, label in FIGURE_NAMES.items() if key != "delta")
+            lines.append(f"  class {name}, per {each['unit']} at δ = {each['delta']:g}: {shown}")
+    lines += [f"  {text}" for text in texts(content, "membership", "content")]
     lines += [f"  not private: {each['reason']}" for each in content["conditions"] if not each["holds"]]
     return lines
 
 
 def _shown(value: float | None) -> str:
-    return "not proven" if value is None else _up(value)
+    return "not proven" if value is None else short_figure(value)

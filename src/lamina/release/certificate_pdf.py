@@ -10,9 +10,10 @@ from typing import Any
 from lamina.errors import LaminaError
 from lamina.plan.table import epsilon_text
 from lamina.release.certificate import Certificate
+from lamina.release.risk_statements import FIGURE_NAMES, texts
 
 _MAX_LAYERS = 24  # of the picture; more are drawn as groups of neighbours
-_CLASS_HEAD = ("class", "protects", "ε, this run", "ε, all runs", "ε, replace", "ε, known draws", "ρ", "δ")
+_CLASS_HEAD = ("class", "protects", *FIGURE_NAMES.values())
 
 
 def certificate_pdf(certificate: Certificate, *, signer: str | None = None) -> bytes:
@@ -46,13 +47,14 @@ def _page(content: Mapping[str, Any], signer: str | None) -> dict[str, Any]:
     return {
         "origin": ledger["origin"],
         "private": content["private"],
-        "statement": content["statement"],
+        "badge": content["protects"]["badge"],
+        "statement": "\n".join(texts(content, "membership", "content", "budget")),
         "reasons": [each["reason"] for each in content["conditions"] if not each["holds"]],
         "class_head": _CLASS_HEAD,
         "class_rows": [_class_row(name, each) for name, each in content["classes"].items()],
         "picture": _picture(content),
-        "assumptions": content["assumptions"],
-        "not_covered": content["not_covered"],
+        "assumptions": texts(content, "unit", "condition", "assumption", "trust", "query model", "voids"),
+        "not_covered": texts(content, "side channels", "tuning", "not covered"),
         "facts": list(facts.items()),
         "signer": signer,
     }
@@ -61,8 +63,7 @@ def _page(content: Mapping[str, Any], signer: str | None) -> dict[str, Any]:
 def _class_row(name: str, each: Mapping[str, Any]) -> list[str]:
     if each["public"]:
         return [name, "nothing: public", *["–"] * 6]
-    figures = ("epsilon", "epsilon_total", "epsilon_replace_one", "epsilon_unamplified", "rho")
-    return [name, each["unit"], *(_figure(each[key]) for key in figures), f"{each['delta']:g}"]
+    return [name, each["unit"], *(_figure(each[key]) for key in FIGURE_NAMES if key != "delta"), f"{each['delta']:g}"]
 
 
 def _figure(value: float | None) -> str:

@@ -144,7 +144,7 @@ def _compare_certificate(
     compare("release.facts-differ", "run", "trainer")
     compare("release.conditions-differ", "private", "conditions")
     compare("release.ledger-head-differs", "ledger", "issued")
-    compare("release.statement-differs", "assumptions", "other_people", "not_covered", "statement")
+    compare("release.statement-differs", "protects", "statements", "other_people")
 
 
 def _compare_posture(manifest: Manifest, expected: Posture, runs: Sequence[RunEvidence], note: Note) -> None:
@@ -180,6 +180,10 @@ def differences(stated: Any, expected: Any, path: str) -> Iterator[tuple[str, An
     elif type(stated) is list and type(expected) is list and len(stated) == len(expected):
         for at, (one, two) in enumerate(zip(stated, expected, strict=True)):
             yield from differences(one, two, f"{path}[{at}]")
+    elif type(stated) is list and type(expected) is list:
+        yield from ((f"{path}[{at}]", each, None) for at, each in enumerate(stated) if each not in expected)
+        yield from ((f"{path}[{at}]", None, each) for at, each in enumerate(expected) if each not in stated)
+        yield f"the number of {path}", len(stated), len(expected)
     elif type(expected) is float and type(stated) in (int, float):
         if not math.isclose(stated, expected, rel_tol=FIGURE_TOLERANCE, abs_tol=2 / NANO):
             yield path, stated, expected

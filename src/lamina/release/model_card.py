@@ -11,18 +11,15 @@ from lamina.admit.signed_json import canonical_json
 from lamina.plan.table import epsilon_text
 from lamina.release.certificate import Certificate
 from lamina.release.posture import Posture
+from lamina.release.risk_statements import FIGURE_NAMES, texts
 
+_FIGURES = ("epsilon_total", "epsilon_replace_one", "epsilon_unamplified")  # beside that of the model
 _CLASS_COLUMNS = (
-    "class",
-    "protects",
-    "ε (this model)",
-    "ε (all runs)",
-    "ε, replace-one",
-    "ε without amplification",
-    "δ",
-    "purposes",
-)
+    "class", "protects", FIGURE_NAMES["epsilon"], *(FIGURE_NAMES[key] for key in _FIGURES), FIGURE_NAMES["delta"], "purposes",
+)  # fmt: skip
 _LAYERS_SHOWN = 60
+_ASSUMED = ("unit", "condition", "assumption", "trust", "query model", "voids")
+_NOT_COVERED = ("side channels", "tuning", "not covered")
 
 
 def model_card(name: str, certificates: Sequence[Certificate], posture: Posture, *, not_after: str | None) -> bytes:
@@ -43,17 +40,19 @@ def model_card(name: str, certificates: Sequence[Certificate], posture: Posture,
         "",
         "## Privacy",
         "",
-        "\n\n".join(map(_text, last["statement"].split("\n"))),  # a paragraph for each class
+        _text(last["protects"]["badge"]),
+        "",
+        "\n\n".join(map(_text, texts(last, "membership", "content", "budget"))),
         "",
         *_table(_CLASS_COLUMNS, [_class_row(name, posture, certificates) for name in posture.classes]),
         "",
         "What this assumes:",
         "",
-        *(f"- {_text(each)}" for each in last["assumptions"]),
+        *(f"- {_text(each)}" for each in texts(last, *_ASSUMED)),
         "",
         "What it does not cover:",
         "",
-        *(f"- {_text(each)}" for each in last["not_covered"]),
+        *(f"- {_text(each)}" for each in texts(last, *_NOT_COVERED)),
         "",
         "### Which class reached which layer",
         "",
@@ -76,7 +75,7 @@ def _class_row(name: str, posture: Posture, certificates: Sequence[Certificate])
     if each.public:
         return [name, "nothing: public data", "–", "–", "–", "–", "–", ", ".join(each.purposes) or "none stated"]
     told: Mapping[str, Any] = next((c.classes[name] for c in reversed(certificates) if name in c.classes), {})
-    figures = [told.get(key) for key in ("epsilon_total", "epsilon_replace_one", "epsilon_unamplified")]
+    figures = [told.get(key) for key in _FIGURES]
     return [
         name,
         each.unit,
@@ -123,8 +122,10 @@ def ml_bom(name: str, files: Mapping[str, str], certificates: Sequence[Certifica
         if not each.public
     ]
     considerations = {
-        "technicalLimitations": list(last["not_covered"]),
-        "ethicalConsiderations": [{"name": "privacy", "mitigationStrategy": last["statement"]}],
+        "technicalLimitations": texts(last, *_NOT_COVERED),
+        "ethicalConsiderations": [
+            {"name": "privacy", "mitigationStrategy": "\n".join(texts(last, "membership", "content"))}
+        ],
     }
     model = {
         "type": "machine-learning-model",

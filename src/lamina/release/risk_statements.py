@@ -1,23 +1,44 @@
-"""What an attacker can learn about one member of a class: figures of the trade-off curve, and sentences that state them.
+"""Risk figures, and the statements of a certificate, each with its source.
 
     membership  whether one unit (such as a patient) took part: add/remove
     content     which data a unit that is known to have taken part contributed: replace-one
 
-Figures are rounded up to 1e-9, so the same charges give the same bytes.
+Figures come from the trade-off curve and are rounded up to 1e-9, so the same charges give the same bytes. A statement
+has a topic, a class or None, a text, a source, and the leaves of the ledger or the digest of the file that show it.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Literal
 
 from lamina.account.accountants import find_accountant
-from lamina.account.schedule import Adjacency, EventCounts, EventKey
-from lamina.account.tradeoff import BY_RENYI, trade_off
+from lamina.account.schedule import Adjacency, EventCounts, EventKey, rdp_order_of
+from lamina.account.tradeoff import BY_GAUSSIAN, BY_LOSSES, BY_RENYI, trade_off
+from lamina.ledger.governance_records import Header
 from lamina.ledger.schema import NANO, nano_epsilon, pluralize
+from lamina.plan.rules import NoiseKind
+from lamina.release.run_evidence import RunEvidence
+from lamina.release.signed import MAX_EPSILON, bounded_number
+
+BY_LEDGER, BY_TRAINER, BY_OWNER = "recomputed from the ledger", "stated by the trainer", "stated by the owner"
+BY_MEASUREMENT, BY_ISSUER = "measured", "observed by the issuer"
+SOURCES = (BY_LEDGER, BY_TRAINER, BY_OWNER, BY_MEASUREMENT, BY_ISSUER)
+TOPICS = (
+    "membership", "content", "budget", "unit", "condition", "assumption", "trust", "query model", "side channels", "tuning",
+    "utility", "voids", "not covered",
+)  # fmt: skip
+FIGURE_NAMES = {  # of a class, as every page calls them
+    "epsilon": "ε of this model",
+    "epsilon_total": "ε over all runs",
+    "epsilon_replace_one": "ε, replace-one",
+    "epsilon_unamplified": "ε without amplification",
+    "rho": "ρ",
+    "delta": "δ",
+}
 
 Risk = Mapping[str, Any]  # as `risk_figures` returns it
 
@@ -106,3 +127,292 @@ def per_hundred(rate: float) -> str:
     ('5.3', '50', '100')
     """
     return f"{min(100.0, math.ceil(1000 * rate - 1e-6) / 10):g}"
+
+
+def short_figure(value: float) -> str:
+    """Return a number as text, rounded up to three digits."""
+    if not value:
+        return "0"
+    unit = 10.0 ** (math.floor(math.log10(value)) - 2)
+    return f"{math.ceil(value / unit - 1e-12) * unit:.3g}" if value < 1000 else f"{math.ceil(value):,}"
+
+
+def check_risk(risk: Any) -> None:
+    """Raise ValueError, TypeError or KeyError unless this is None or figures as `risk_figures` returns them."""
+    if risk is None:
+        return
+    if risk["adjacency"] not in ADJACENCIES or risk["bound"] not in (BY_LOSSES, BY_GAUSSIAN, BY_RENYI):
+        raise ValueError("a risk has an unknown adjacency or bound")
+    if risk["mu"] is not None:
+        bounded_number("mu", risk["mu"], 0.0, MAX_EPSILON)
+    for name, value in (*risk["tpr"].items(), *risk.get("success", {}).items()):
+        bounded_number(name, value, float(name), 1.0)
+    for name, least in (("accuracy", 0.5), ("advantage", 0.0), ("mu_least_rate", 0.0)):
+        bounded_number(name, risk[name], least, 1.0)
+
+
+# ------------------------------------------------------------------------------------------ statements
+
+_NO_PROTECTION = 20.0  # ε above which odds may change by more than 10⁸: a figure, and no protection
+_SHOWN_LEAVES = 16
+
+
+def shown_leaves(leaves: Sequence[int]) -> list[int]:
+    """Return leaf numbers as a statement lists them: more than 16 are given by the first and the last."""
+    return list(leaves) if len(leaves) <= _SHOWN_LEAVES else [leaves[0], leaves[-1]]
+
+
+def stated(
+    topic: str, text: str, source: str, *, cls: str | None = None, leaves: Sequence[int] = (), digest: str | None = None
+) -> dict[str, Any]:
+    """Return a statement as a certificate has it."""
+    return {
+        "topic": topic, "class": cls, "text": text, "source": source, "leaves": shown_leaves(leaves) or None, "digest": digest
+    }  # fmt: skip
+
+
+def texts(content: Mapping[str, Any], *topics: str) -> list[str]:
+    """Return the texts of a certificate's statements on these topics, in the order of the certificate."""
+    return [each["text"] for each in content["statements"] if each["topic"] in topics]
+
+
+def protection(classes: Mapping[str, Mapping[str, Any]], *, private: bool) -> dict[str, Any]:
+    """Return for which classes a model is private, for which it is not, and the badge that says so."""
+    private_for: list[str] = []
+    unused: list[str] = []
+    not_protected = []
+    for name, each in classes.items():
+        if each["public"]:
+            reason = "declared public"
+        elif not private:
+            reason = "the run has no privacy guarantee"
+        elif each["epsilon"] is None or each["epsilon"] > _NO_PROTECTION:
+            reason = f"ε above {_NO_PROTECTION:g} protects nobody"
+        else:
+            (private_for if each["charges"] else unused).append(name)
+            continue
+        not_protected.append({"class": name, "population": each["population"], "unit": each["unit"], "reason": reason})
+    shown = [name if classes[name]["membership"] else f"{name} (content only)" for name in private_for]
+    badge = [f"private for: {', '.join(shown)}" if shown else "private for: nobody" if private else "not private"]
+    if not_protected:
+        badge.append(f"not protected: {', '.join(map(_unprotected, not_protected))}")
+    if unused:
+        badge.append(f"not used: {', '.join(unused)}")
+    return {"private_for": private_for, "not_protected": not_protected, "badge": "; ".join(badge)}
+
+
+def _unprotected(each: Mapping[str, Any]) -> str:
+    number = "" if each["population"] is None else f"{pluralize(each['population'], each['unit'])}, "
+    return f"{each['class']} ({number}{each['reason']})"
+
+
+def statements(
+    evidence: RunEvidence, header: Header, classes: Mapping[str, Mapping[str, Any]], *,
+    conditions: Sequence[Mapping[str, Any]], beside: Sequence[Mapping[str, Any]],
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Return the statements of a certificate, from the ledger up to its checkpoint.
+
+    `conditions` and the figures of `classes` are those of the certificate. `beside` are the ledgers that the issuer found.
+    """
+    found = []
+    if failed := [each for each in conditions if not each["holds"]]:
+        text = "This run does not have a privacy guarantee. The reasons are the conditions that do not hold."
+        found.append(stated("condition", text, BY_ISSUER))
+        found += [stated("condition", each["reason"], each["source"], leaves=each["leaves"] or ()) for each in failed]
+    for name, figures in classes.items():
+        found += _class_statements(evidence, header, name, figures, private=not failed)
+    return [
+        *found,
+        *_assumptions(evidence, header, beside),
+        *_model(private=not failed),
+        *_not_covered(evidence, beside),
+    ]
+
+
+def _class_statements(
+    evidence: RunEvidence, header: Header, name: str, figures: Mapping[str, Any], *, private: bool
+) -> list[dict[str, Any]]:
+    """Return what is stated about one class. If a condition does not hold, no figure is stated in words."""
+    epochs, unit = evidence.leaves[evidence.run], figures["unit"]
+    if figures["public"]:
+        text = f"Class {name} is declared public: nothing about its contributions is protected."
+        return [stated("not covered", text, BY_LEDGER, cls=name, leaves=epochs)]
+    runs = evidence.runs((name, 0, 0))
+    every = sorted(leaf for run in runs for leaf in evidence.leaves[run])
+    several = len(runs) > 1 or (len(runs) == 1 and evidence.run not in runs)
+    found = []
+
+    def add(topic: str, text: str, leaves: Sequence[int] = epochs) -> None:
+        found.append(stated(topic, f"Class {name}: {text}", BY_LEDGER, cls=name, leaves=leaves))
+
+    if private and not figures["charges"]:
+        add("membership", "this run used no contribution of it. Its starting weights may come from a run that did.")
+    elif private:
+        if figures["membership"] is None:
+            add(
+                "not covered",
+                f"whether one {unit} took part. The number of contributions is public, or shows in the noise.",
+            )
+        else:
+            add("membership", membership_sentence(unit, figures["membership"]))
+        add("content", content_sentence(unit, figures["content"]))
+        add("budget", _band(unit, figures["epsilon"], figures["delta"]))
+    if private and several:
+        total = figures["epsilon_total"]
+        spent = "no finite ε is proven" if total is None else f"ε is {short_figure(total)}"
+        add("budget", f"over all runs of the ledger ({len(runs)} used it), {spent} per {unit}.", every)
+        for of, sentence in (("membership", membership_sentence), ("content", content_sentence)):
+            if (risk := figures[f"{of}_total"]) is not None:
+                add(of, f"from the models of all these runs together. {sentence(unit, risk)}", every)
+    plan = evidence.plan.digest().hex()
+    text = (
+        f"Class {name}: the figures compare two worlds that differ in one {unit} with everything that it contributed: yes, "
+        f"covered. A family, a ward or any other group of several {unit}s: no, for them the loss is larger."
+    )
+    return [*found, stated("unit", text, BY_TRAINER, cls=name, leaves=epochs, digest=plan)]
+
+
+def _band(unit: str, epsilon: float | None, delta: float) -> str:
+    if epsilon is None or epsilon > _NO_PROTECTION:
+        shown = "larger than can be stated" if epsilon is None else short_figure(epsilon)
+        return (
+            f"ε of this model is {shown} per {unit} at δ = {delta:g}. It promises nothing that anybody could rely on."
+        )
+    band = "at most 1" if epsilon <= 1 else "1 to 5" if epsilon <= 5 else "5 to 10" if epsilon <= 10 else "above 10"
+    return (
+        f"ε of this model is {short_figure(epsilon)} per {unit} at δ = {delta:g}, in the band {band}. The larger ε is, the "
+        "less it promises; above 10 it may mean little. δ is not the probability that the promise fails."
+    )
+
+
+def _assumptions(evidence: RunEvidence, header: Header, beside: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    assert evidence.end is not None
+    leaf, end = evidence.end
+    bands = max(each.bands for each in evidence.plans.values())
+    amplified = find_accountant(header.accountant).amplified and not evidence.plan.injection.raw
+    spoken = [
+        "Each contribution's gradient is clipped as the plan says, and the noise of the plan is added at every step.",
+        "Noise and sampling coins come from a cryptographically secure generator and are not kept.",
+        *(
+            [
+                "Contributions are sampled independently at the stated rate (Poisson sampling), and nobody learns who was "
+                "sampled when. If that becomes known, the figure without amplification holds."
+            ]
+            * amplified
+        ),
+        *(
+            [
+                f"The noise is correlated over {bands} steps. Contributions take turns, by a digest of "
+                f"their identity: each may be sampled in one of {bands} steps, and the stated rate is the average over "
+                "steps. The noise of earlier steps was kept secret until it had no part in later ones."
+            ]
+            * (bands > 1)  # of this plan, or of an earlier one of the run
+        ),
+    ]
+    found = [stated("assumption", text, BY_TRAINER, leaves=[leaf]) for text in spoken]
+    text = (
+        f"The trainer states the source of the noise, the sampling, the probe, the covered tensors and the raw figures in leaf "
+        f"{leaf} of the ledger. These statements cannot be changed after the run, but the ledger does not prove them."
+    )
+    found.append(stated("condition", text, BY_TRAINER, leaves=[leaf]))
+    for name, cap in end.max_occurrences.items():
+        text = (
+            f"No contribution of class {name} was used more than {cap} times. The run counted that itself; the figures "
+            "without amplification rest on it."
+        )
+        found.append(stated("assumption", text, BY_TRAINER, cls=name, leaves=[leaf]))
+    found += _chosen_later(evidence, header)
+    text = "Charges of all runs add up in this ledger. They are never refunded, and the budget is never reset."
+    found.append(stated("budget", text, BY_LEDGER, leaves=[0]))
+    if header.other_people is not None:
+        text = (
+            "The owner states that this ledger holds other people than the ledgers beside which it was created: "
+            f"{header.other_people}. This statement is not verified."
+        )
+        found.append(stated("assumption", text, BY_OWNER, leaves=[0]))
+    return found
+
+
+def _chosen_later(evidence: RunEvidence, header: Header) -> list[dict[str, Any]]:
+    """Return the condition of totals over plans that may have been chosen after earlier models were seen."""
+    every = sorted(leaf for leaves in evidence.leaves.values() for leaf in leaves)
+    several = len(evidence.leaves) > 1
+    if not several and len(evidence.plans) == 1:
+        return []
+    what = "The figures over all runs" if several else "The figures of this run, whose plan was changed,"
+    if (order := rdp_order_of(header.accountant)) is not None:
+        text = (
+            f"{what} are priced at the Rényi order {order:g} that the header fixes. For plans that were chosen after earlier "
+            "models were seen, the limit that the policy sets in advance holds at this order."
+        )
+        return [stated("assumption", text, BY_LEDGER, leaves=every)]
+    text = (
+        f"{what} assume that no plan depended on what an earlier model revealed about single contributions. "
+        "Nothing in the ledger shows whether this holds."
+    )
+    return [stated("assumption", text, BY_ISSUER, leaves=every)]
+
+
+def _model(*, private: bool) -> list[dict[str, Any]]:
+    """Return who is trusted, what an attacker may do, and what ends the guarantee."""
+    found = [
+        stated(
+            "trust",
+            "Central model: the trainer reads the contributions themselves. The figures are about everybody else who "
+            "sees the model, not about the trainer or others who hold the data.",
+            BY_ISSUER,
+        ),
+        stated(
+            "side channels",
+            "Running times, error messages, logs and other files of the machine that trained are not covered.",
+            BY_ISSUER,
+        ),
+    ]
+    if not private:
+        return found
+    return [
+        *found,
+        stated("query model", "The model is released: any number of queries, and any use of it, costs nothing more.", BY_ISSUER),
+        stated(
+            "voids",
+            "The figures do not hold if a statement of the trainer is untrue, if noise, seeds or unclipped gradients become "
+            "known, if the contributions were used outside of this ledger, or for other weights than those with this digest.",
+            BY_ISSUER,
+        ),
+    ]  # fmt: skip
+
+
+def _not_covered(evidence: RunEvidence, beside: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    assert evidence.end is not None
+    leaf, end = evidence.end
+    found = [
+        stated("tuning", "Choices made by looking at private data outside this run, such as tuning: ε excludes tuning.", BY_ISSUER)
+    ]  # fmt: skip
+    if not evidence.claims_membership([evidence.run]):
+        text = "How many took part: their number is public here, and ε compares content with nothing in its place."
+        found.append(stated("not covered", text, BY_TRAINER, leaves=[leaf]))
+    general = [
+        "Who took part is not hidden from readers of the ledger, which records members. The figures are about those who "
+        "see the model.",
+        "A person who is behind several contributions: ε is per unit as stated.",
+        "What the weights had learned before this run began: ε over all runs has it, if this ledger has those runs.",
+    ]
+    found += [stated("not covered", text, BY_ISSUER) for text in general]
+    gaussian = any(plan.noise_kind is NoiseKind.GAUSSIAN for plan in evidence.plans.values())
+    if gaussian and not end.hardened:
+        text = "Attacks on floating-point rounding of the noise: not all of it was hardened, some was plain."
+        found.append(stated("not covered", text, BY_TRAINER, leaves=[leaf]))
+    text = (
+        "Rounding in the sum of clipped gradients: "
+        + ("a sum of float32 can move by more than its bound. " if gaussian else "sums are exact, norms are not. ")
+        + "What it adds to ε was measured, not proven."
+    )
+    found.append(stated("not covered", text, BY_ISSUER))
+    if beside:
+        names = ", ".join(f"{each['origin']} ({pluralize(each['runs'], 'run')})" for each in beside)
+        text = (
+            f"ε over all runs includes only the runs of this ledger. The issuer found {pluralize(len(beside), 'other ledger')} "
+            f"beside it: {names}. A person whose data is in several of them has lost the sum."
+        )
+        found.append(stated("not covered", text, BY_ISSUER))
+    return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -90,6 +90,9 @@ class RunEvidence:
     epochs     (leaf, epoch) of the run, in order
     plans      by digest; of every epoch of the run
     later      epochs of the run that no checkpoint covers
+    leaves     by run, the leaves of all epochs up to the checkpoint; of every run in the ledger
+    all_plans  by run, the plans of these epochs
+    ends       by run, the newest end that is recorded up to the checkpoint
     split      classes of which an epoch of any run charges signed bounds and not the whole class
     spent      charges of all runs, up to the checkpoint
     """
@@ -104,6 +107,9 @@ class RunEvidence:
     epochs: tuple[tuple[int, Epoch], ...]
     plans: Mapping[bytes, StepPlan]
     later: int
+    leaves: Mapping[bytes, tuple[int, ...]]
+    all_plans: Mapping[bytes, tuple[StepPlan, ...]]
+    ends: Mapping[bytes, RunEnd]
     split: frozenset[str]
     spent: RecordedSpend = field(repr=False)
 
@@ -119,12 +125,16 @@ class RunEvidence:
             raise RunError("release.ledger-not-signed", problem, "sign one: lamina ledger checkpoint LEDGER")
         head, _ = parse_checkpoint(text)
         mine: list[tuple[int, Epoch]] = []
+        leaves: dict[bytes, list[int]] = {}
+        planned: dict[bytes, dict[bytes, None]] = {}  # digests by run
         split: set[str] = set()
         for leaf in ledger.of_kind(Epoch, 0, None if checkpoint is None else head.size):
             assert isinstance(leaf.record, Epoch)
             if leaf.seq >= head.size:
                 mine += [(leaf.seq, leaf.record)] if leaf.record.run == run else []
                 continue
+            leaves.setdefault(leaf.record.run, []).append(leaf.seq)
+            planned.setdefault(leaf.record.run, {})[leaf.record.plan] = None
             whole = {account.cls for account in leaf.record.accounts if not account.noise_multiplier}
             split |= {account.cls for account in leaf.record.accounts} - whole
             if leaf.record.run == run:
@@ -134,20 +144,23 @@ class RunEvidence:
             problem = f"the ledger {ledger.name} has no signed record of run {run.hex()[:8]}"
             raise RunError("release.run-not-in-ledger", problem, "name the ledger in which it was charged: --ledger")
         plans: dict[bytes, StepPlan] = {}
-        for _, epoch in covered:
-            data = ledger.blob(epoch.plan)
+        for owner, digest in ((owner, digest) for owner, digests in planned.items() for digest in digests):
+            data = ledger.blob(digest)
             if data is None:
-                problem = f"the ledger {ledger.name} lacks the plan {epoch.plan.hex()[:16]} of run {run.hex()[:8]}"
+                problem = f"the ledger {ledger.name} lacks the plan {digest.hex()[:16]} of run {owner.hex()[:8]}"
                 raise RunError("release.plan-missing", problem, "restore the ledger from a copy")
-            plans.setdefault(epoch.plan, StepPlan.from_cbor(data))
+            plans.setdefault(digest, StepPlan.from_cbor(data))
         spent = RecordedSpend(ledger.header)
         with ledger.store.read() as rows:
             spent.follow(rows, head.size, ledger.checked(rows))
         return cls(
             run=run, checkpoint=head, checkpoint_text=text, header_hash=ledger.header_hash,
             begin=_last(ledger, RunBegin, run, head.size), end=_last(ledger, RunEnd, run, head.size),
-            time=ledger.leaf(head.size - 1).time, epochs=covered, plans=plans,
+            time=ledger.leaf(head.size - 1).time, epochs=covered, plans={each: plans[each] for each in planned[run]},
             later=len(mine) - len(covered), split=frozenset(split), spent=spent,
+            leaves={each: tuple(seqs) for each, seqs in leaves.items()},
+            all_plans={each: tuple(plans[digest] for digest in digests) for each, digests in planned.items()},
+            ends={end.run: end for end in _records(ledger, RunEnd, head.size)},
         )  # fmt: skip
 
     @property
@@ -183,6 +196,23 @@ class RunEvidence:
     def events(self, bound: tuple[str, int, int]) -> dict[EventKey, int]:
         """What this run was charged for an account."""
         return self.spent.of_run(self.run, account_name(bound))
+
+    def runs(self, bound: tuple[str, int, int]) -> list[bytes]:
+        """The runs that charged an account, up to the checkpoint."""
+        return [run for run in self.all_plans if self.spent.of_run(run, account_name(bound))]
+
+    def claims_membership(self, runs: Iterable[bytes]) -> bool:
+        """Whether every one of these runs states that ε covers membership. A run whose end is not recorded does not."""
+        return all(
+            run in self.ends
+            and not self.ends[run].public_number
+            and not any(each.injection.raw for each in self.all_plans[run])
+            for run in runs
+        )
+
+    def correlated(self, runs: Iterable[bytes]) -> bool:
+        """Whether the noise of one of these runs is correlated over steps."""
+        return any(each.bands > 1 for run in runs for each in self.all_plans[run])
 
     def charged(self, cls: str) -> bool:
         """Whether the account of the whole class says what any of its members can have lost: no epoch leaves it out."""
@@ -230,6 +260,10 @@ class RunEvidence:
 
 
 R = TypeVar("R", RunBegin, RunEnd)
+
+
+def _records(ledger: LedgerReader, kind: type[R], size: int) -> Iterator[R]:
+    return (leaf.record for leaf in ledger.of_kind(kind, 0, size) if isinstance(leaf.record, kind))
 
 
 def _last(ledger: LedgerReader, kind: type[R], run: bytes, size: int) -> tuple[int, R] | None:

@@ -19,6 +19,7 @@ from lamina.ledger.verify.verifier import verify
 from lamina.plan.table import epsilon_text
 from lamina.release.certificate import certify
 from lamina.release.posture import NOT_REACHED
+from lamina.release.risk_statements import FIGURE_NAMES, per_hundred
 from lamina.release.run_evidence import RunMetrics
 from lamina.report.charts import budget_chart, evaluation_chart, house_of_layers, share_bars
 from lamina.report.view import LedgerView
@@ -36,8 +37,10 @@ def environment() -> Any:
         loader=PackageLoader("lamina.report"), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
     made.filters["epsilon"] = lambda value: "not proven" if value is None else epsilon_text(value)
+    made.filters["percent"] = lambda rate: f"{per_hundred(rate)} %"
     made.filters["remains"] = lambda value: f"{math.floor(value * 1e4) / 1e4:.4f}"
     made.globals["version"] = __version__
+    made.globals["figure_names"] = FIGURE_NAMES
     return made
 
 
