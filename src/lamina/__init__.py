@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from lamina.plan import Clipping, DepthProfile, LayerStack, Policy, StepPlan
     from lamina.plan.coverage import fix
     from lamina.release import Certificate, Query, ReleaseGate, Rights, certify, make_release, verify_release
+    from lamina.release.utility import Figure
     from lamina.sensitivity.measure import Measure, measure
     from lamina.train import Callback, Evaluation, Outcome, RunFigures, Trainer, make_private
     from lamina.train.pretrain import merge_subspace, pretrain, private_subspace
@@ -47,7 +48,7 @@ __all__ = [
     "Engine", "Batch", "route", "rows", "examples",
     "PrivateKey", "PublicKey", "KeyRing", "Gate",
     "make_private", "pretrain", "private_subspace", "merge_subspace",
-    "Corpus", "Trainer", "Evaluation", "Callback", "RunFigures", "Outcome", "Ledger",
+    "Corpus", "Trainer", "Evaluation", "Figure", "Callback", "RunFigures", "Outcome", "Ledger",
     "certify", "Certificate", "make_release", "verify_release", "ReleaseGate", "Query", "Rights",
     "NoiseSource", "SecureNoise", "SeededNoise",
     "LaminaError",
@@ -67,6 +68,7 @@ _HOME = {
     "lamina.release": (
         "certify", "Certificate", "make_release", "verify_release", "ReleaseGate", "Query", "Rights",
     ),
+    "lamina.release.utility": ("Figure",),
     "lamina.corpus": ("Gate", "Corpus"),
     "lamina.train": ("make_private", "Trainer", "Evaluation", "Callback", "RunFigures", "Outcome"),
     "lamina.train.pretrain": ("pretrain", "private_subspace", "merge_subspace"),

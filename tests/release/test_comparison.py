@@ -180,6 +180,15 @@ FORGED: dict[str, tuple[Change | None, Change | None, str]] = {
     "another leaf of a condition": (
         lambda c: c["conditions"][0].update(leaves=None), None, "release.conditions-differ"
     ),
+    "another program": (lambda c: c["program"].update(sources="00" * 32), None, "release.facts-differ"),
+    "another torch": (lambda c: c["program"].update(torch="9.9"), None, "release.facts-differ"),
+    "fewer trials": (lambda c: c["tuning"].update(runs_in_ledger=0), None, "release.facts-differ"),
+    "an evaluation that nobody recorded": (
+        lambda c: c["utility"].append({
+            "figure": "auc", "group": None, "value": 0.99, "low": 0.98, "high": 1.0, "records": 900, "level": 0.95,
+            "weights": "model.safetensors", "on": "public", "step": 20, "covered_by_epsilon": True, "digest": "00" * 32,
+        }), None, "release.utility-differs",
+    ),
     "a condition less": (lambda c: c["conditions"].pop(0), None, "release.conditions-differ"),
     "another source": (
         lambda c: c["conditions"][0].update(source="recomputed from the ledger"), None, "release.conditions-differ"

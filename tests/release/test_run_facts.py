@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import platform
 import sqlite3
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,12 +19,13 @@ from hand_ledger import encoded
 from refusals import raises_code
 from release_forger import RUN_BEGIN, RUN_END, seed_of
 from safetensors.torch import load_file
-from short_runs import half_of_a_run, trainer
+from short_runs import StopAfter, half_of_a_run, trainer
 from torch import nn
 from trained_run import Trained
 
 import lamina
 from lamina.admit.keys import PrivateKey
+from lamina.engine import native
 from lamina.errors import LedgerError
 from lamina.ledger.corpus_terms import ledger_key_path
 from lamina.ledger.governance_records import WithdrawalReason
@@ -30,11 +33,14 @@ from lamina.ledger.reader import LedgerReader
 from lamina.ledger.records import Epoch
 from lamina.ledger.run_history import RecordedRuns
 from lamina.ledger.run_records import NoiseOrigin, RunBegin, RunEnd, WeightsOrigin
+from lamina.ledger.show import describe_leaf, leaf_to_dict
 from lamina.ledger.verify.verifier import verify
 from lamina.ledger.withdrawal import withdraw
 from lamina.ledger.writer import Ledger
 from lamina.release.certificate import Certificate, certify
 from lamina.release.risk_statements import texts
+from lamina.release.run_evidence import RunEvidence
+from lamina.train import segments
 
 NAME = "example.org-resumed.ledger.db"
 
@@ -74,15 +80,23 @@ def test_the_ledger_has_start_and_end(trained: Trained) -> None:
         assert ledger.leaf(stated["leaf"]).record == end
 
 
+def continued(folder: Path, first: lamina.Outcome, file: str = "model.safetensors", **options: Any) -> lamina.Trainer:
+    """A second run that starts from a file of the first one."""
+    again = trainer(folder, run="second", **options)
+    again.model.load_state_dict(load_file(first.folder / file))
+    return again
+
+
 def test_the_digest_of_the_start_is_that_of_the_file(tmp_path: Path) -> None:
-    """A run that starts from the final weights of another one has their digest."""
+    """A run that starts from the final weights of another one has their digest, and that run as its parent."""
     first = trainer(tmp_path).fit()
-    again = trainer(tmp_path, run="second")
-    again.model.load_state_dict(load_file(first.folder / "model.safetensors"))
-    again.fit()
+    second = continued(tmp_path, first).fit()
     mine = Trained(first.folder, first, NAME)
     (_, begin), (end, _) = records(mine, RunBegin), records(mine, RunEnd)
     assert begin.weights.hex() == end.weights
+    assert (begin.origin, begin.parent) == (WeightsOrigin.RUN, bytes.fromhex(first.run))
+    stated = second.certificate.content["trainer"]["starting_weights"]
+    assert (stated["origin"], stated["parent"]) == ("run", first.run) and verify(mine.ledger).verified
 
 
 EDITS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
@@ -290,6 +304,201 @@ def test_one_layer_model_is_certified(tmp_path: Path) -> None:
     ).fit()  # fmt: skip
     (figures,) = outcome.certificate.classes.values()
     assert outcome.certificate.private and figures["max_occurrences"] == 3
+
+
+# ------------------------------------------------------------------- declared origin of the starting weights
+
+
+@pytest.mark.parametrize(("declared", "origin"), [(None, "not declared"), ("untrained", "none"), ("public", "public")])
+def test_the_certificate_names_the_declared_origin(tmp_path: Path, declared: str | None, origin: str) -> None:
+    outcome = trainer(tmp_path, starting_weights=declared).fit()
+    stated = outcome.certificate.content["trainer"]["starting_weights"]
+    assert (stated["origin"], stated["parent"]) == (origin, None)
+
+
+def test_a_run_is_named_by_folder_or_id_and_recognised_by_its_average(tmp_path: Path) -> None:
+    first = trainer(tmp_path, ema=0.9).fit()
+    by_folder = continued(tmp_path, first, starting_weights=first.folder).fit()
+    assert by_folder.certificate.content["trainer"]["starting_weights"]["parent"] == first.run
+    by_id = trainer(tmp_path, run="third", epsilon=0.5, starting_weights=first.run)
+    by_id.model.load_state_dict(load_file(first.folder / "ema.safetensors"))
+    assert by_id.fit().certificate.content["trainer"]["starting_weights"]["parent"] == first.run
+    assert verify(first.ledger).verified
+
+
+@pytest.mark.parametrize("declared", ["untrained", "public", "00" * 16])
+def test_a_declaration_that_the_ledger_contradicts_is_refused(tmp_path: Path, declared: str) -> None:
+    first = trainer(tmp_path).fit()
+    mine = Trained(first.folder, first, NAME)
+    with LedgerReader.read_only(mine.ledger) as ledger:
+        size = ledger.size
+    with raises_code("train.starting-weights-differ"):
+        continued(tmp_path, first, starting_weights=declared).fit()
+    with LedgerReader.read_only(mine.ledger) as ledger:
+        assert ledger.size == size and not verify(mine.ledger).held
+    assert continued(tmp_path, first).fit().certificate.private  # the same folder, without the declaration
+
+
+@pytest.mark.parametrize("parent", ["another run", "a run that wrote other weights"])
+def test_a_parent_that_did_not_write_the_weights_is_refused(tmp_path: Path, parent: str) -> None:
+    first = trainer(tmp_path).fit()
+    with raises_code("train.starting-weights-differ"):
+        trainer(tmp_path, run="second", starting_weights=first.run if "other" in parent else "ab" * 16).fit()
+
+
+@pytest.mark.parametrize("declared", ["untraned", "runs/nowhere", "ab", ""])
+def test_a_declaration_that_says_nothing_is_refused(tmp_path: Path, declared: str) -> None:
+    with raises_code("train.starting-weights-unknown"):
+        trainer(tmp_path, starting_weights=declared)
+
+
+def test_make_private_passes_the_declaration_on(tmp_path: Path) -> None:
+    model, x = nn.Linear(4, 2), torch.randn(60, 4)
+    arguments = (model, (x, (x.sum(1) > 0).long()))
+    with raises_code("train.starting-weights-unknown"):
+        lamina.make_private(*arguments, epsilon=2.0, batch=16, steps=4, starting_weights="imagenet")
+    engine, corpus, plan = lamina.make_private(
+        *arguments, epsilon=2.0, batch=16, steps=4, population=60, starting_weights="public"
+    )
+    outcome = lamina.Trainer(
+        model, torch.optim.SGD(model.parameters(), 0.1), nn.CrossEntropyLoss(reduction="none"), corpus, plan,
+        folder=tmp_path / "runs" / "a", progress=False, engine=engine,
+    ).fit()  # fmt: skip
+    assert outcome.certificate.content["trainer"]["starting_weights"]["origin"] == "public"
+
+
+def test_a_resumed_run_keeps_its_declaration(tmp_path: Path) -> None:
+    half_of_a_run(tmp_path, starting_weights="public")
+    with raises_code("train.starting-weights-differ"):
+        trainer(tmp_path, starting_weights="untrained").fit()
+    outcome = trainer(tmp_path).fit()
+    (begin,) = records(Trained(outcome.folder, outcome, NAME), RunBegin)
+    assert begin.origin is WeightsOrigin.PUBLIC and outcome.certificate.private
+    with raises_code("train.starting-weights-differ"):
+        trainer(tmp_path, starting_weights="untrained").fit()
+
+
+def test_a_run_that_was_killed_before_its_start_was_recorded_keeps_its_declaration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lamina.train.run.Run.begin", killed)
+    with pytest.raises(KeyboardInterrupt):
+        trainer(tmp_path, starting_weights="public").fit()
+    monkeypatch.undo()
+    outcome = trainer(tmp_path).fit()
+    assert outcome.certificate.content["trainer"]["starting_weights"]["origin"] == "public"
+
+
+FORGED_STARTS: dict[str, tuple[dict[int, Any], str]] = {
+    "untrained": ({3: 1}, "ledger.run-parent-missing"),
+    "public": ({3: 2}, "ledger.run-parent-missing"),
+    "not declared": ({}, "ledger.run-parent-missing"),
+    "a parent that is not in the ledger": ({3: 3, 4: bytes(15) + b"\x07"}, "ledger.run-parent-differs"),
+}
+
+
+@pytest.mark.parametrize("name", FORGED_STARTS)
+def test_a_forged_start_from_the_weights_of_a_run_is_named(trained: Trained, name: str) -> None:
+    """The ledger's key signs a start that conceals which run wrote its weights."""
+    fields, code = FORGED_STARTS[name]
+    (end,) = records(trained, RunEnd)
+    body = {1: bytes(15) + b"\x01", 2: bytes.fromhex(end.weights), **fields}
+    release_forger.append(trained.ledger, RUN_BEGIN, body, ledger_seed(trained))
+    found = verify(trained.ledger).problem
+    assert found is not None and (found.code, found.kind) == (code, "run-begin")
+
+
+# ------------------------------------------------------------------- the program
+
+
+def source_list_digest() -> str:
+    """As docs/release.md says: with find, sort and sha256sum."""
+    command = "find . -name '*.py' -o -name '*.[ch]' | sed 's|^./||' | LC_ALL=C sort | xargs sha256sum | sha256sum"
+    root = Path(lamina.__file__).parent
+    return subprocess.run(command, shell=True, cwd=root, check=True, capture_output=True, text=True).stdout[:64]
+
+
+def test_the_end_names_the_program(trained: Trained) -> None:
+    (end,), stated = records(trained, RunEnd), certificate(trained).content["program"]
+    library = sorted(Path(lamina.__file__).parent.glob("engine/native/_native*.so"))
+    kernels = hashlib.sha256(library[0].read_bytes()).hexdigest() if native.library() is not None else "none"
+    with LedgerReader.read_only(trained.ledger) as ledger:
+        leaf = ledger.leaf(stated["leaf"])
+    assert leaf.record == end and stated == {
+        "leaf": stated["leaf"], "lamina": lamina.__version__, "sources": source_list_digest(),
+        "torch": torch.__version__, "python": platform.python_version(), "kernels": kernels, "earlier": [],
+    }  # fmt: skip
+    assert leaf_to_dict(leaf)["programs"][0]["sources"] == stated["sources"]
+    assert f"by lamina {lamina.__version__}, torch {torch.__version__}" in describe_leaf(leaf)
+
+
+def test_every_program_whose_steps_are_in_the_weights_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    half_of_a_run(tmp_path)
+    with native.switched(False):
+        trainer(tmp_path).fit()
+    monkeypatch.setattr(lamina, "__version__", "0.2.0")  # only opens the finished run
+    outcome = trainer(tmp_path).fit()
+    stated = outcome.certificate.content["program"]
+    assert stated["kernels"] == "none" and stated["lamina"] == "0.1.0"
+    assert [each["kernels"] != "none" for each in stated["earlier"]] == [True] * (native.library() is not None)
+
+
+def test_other_sources_are_another_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that one version of the sources began are not replayed by another."""
+    before = segments.code_version()
+    monkeypatch.setattr(segments, "source_digest", lambda: bytes(32))
+    assert segments.code_version() != before
+
+
+def test_an_end_without_a_program_states_none(trained: Trained) -> None:
+    body, seed = release_forger.last(trained.ledger, RUN_END), ledger_seed(trained)
+    release_forger.cut(trained.ledger, RUN_END, seed)
+    body.pop(15)
+    release_forger.append(trained.ledger, RUN_END, body, seed)
+    found = certificate(trained)
+    assert found.private and found.content["program"]["sources"] == "not stated" and verify(trained.ledger).verified
+
+
+PROGRAMS: list[Any] = [
+    [], [{}], [{1: "0.1.0", 2: bytes(31), 3: "2", 4: "3"}], [{1: "0.1.0; Anna Müller", 2: bytes(32), 3: "2", 4: "3"}],
+    [{1: "0.1.0", 2: bytes(32), 3: "2", 4: "3", 6: "seed 7"}],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("programs", PROGRAMS, ids=range(len(PROGRAMS)))
+def test_a_malformed_program_is_not_read(trained: Trained, programs: Any) -> None:
+    body, seed = release_forger.last(trained.ledger, RUN_END), ledger_seed(trained)
+    release_forger.cut(trained.ledger, RUN_END, seed)
+    release_forger.append(trained.ledger, RUN_END, {**body, 15: programs}, seed)
+    found = verify(trained.ledger).problem
+    assert found is not None and found.code == "verify.leaf-unreadable"
+
+
+# ------------------------------------------------------------------- tuning
+
+
+def test_runs_of_the_ledger_are_counted_up_to_the_checkpoint(tmp_path: Path) -> None:
+    first = trainer(tmp_path).fit()
+    with LedgerReader.read_only(first.ledger) as ledger:
+        at = ledger.latest()
+    assert first.certificate.content["tuning"] == {
+        "runs_in_ledger": 1, "runs_before_this": 0, "elsewhere": "not stated", "leaves": [1]
+    }  # fmt: skip
+    with raises_code("train.user-code-failed"):  # abandoned after three segments: it counts
+        trainer(tmp_path, run="second", callbacks=[StopAfter(3)]).fit()
+    third = trainer(tmp_path, run="third").fit()
+    with LedgerReader.read_only(first.ledger) as ledger:
+        begins = [leaf.seq for leaf in ledger.of_kind(RunBegin)]
+        now = [certify(each.folder, ledger).content["tuning"] for each in (first, third)]
+        before = certify(first.folder, ledger, checkpoint=at).content["tuning"]
+        evidence = RunEvidence.read(ledger, bytes.fromhex(third.run))
+    assert [(each["runs_in_ledger"], each["runs_before_this"], each["leaves"]) for each in now] == [
+        (3, 0, begins), (3, 2, begins)
+    ]  # fmt: skip
+    assert (before["runs_in_ledger"], before["leaves"]) == (1, [1]) and evidence.tuning(elsewhere=12)["elsewhere"] == 12
 
 
 # ------------------------------------------------------------------- records written past the ledger, without its key

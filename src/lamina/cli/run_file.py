@@ -296,6 +296,7 @@ class RunFile(BaseModel):
     max_occurrences: Annotated[int | dict[str, int], _per_class(int, "> 0")] | None = None
     hardened: bool | None = None
     seed: Annotated[int, Field(ge=0)] | None = None
+    starting_weights: Text | None = None
     evaluate: EvaluateTable | None = None
     proxy: ProxyTable | None = None
     log: Literal["csv", "jsonl"] | None = None

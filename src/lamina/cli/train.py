@@ -53,7 +53,7 @@ from lamina.train.publisher import Evaluation, Outcome
 from lamina.train.run import default_ledger_path, neighbours_of_run, refuse_second_ledger
 from lamina.train.run_output import failing_layer_and_input, user_code, user_line
 from lamina.train.trainer import Trainer
-from lamina.train.trainer_checks import steps_per_interval
+from lamina.train.trainer_checks import declared_start, steps_per_interval
 
 if TYPE_CHECKING:
     from lamina.sensitivity.measure import Measure
@@ -144,7 +144,7 @@ class PlannedRun:
             evaluate=None if file.evaluate is None else make_evaluation(file.evaluate, self.beside),
             proxy=None if file.proxy is None else read_proxy(file.proxy, loss_fn, self.beside),
             segment=file.segment, max_occurrences=self._caps(), hardened=file.hardened, inside=inside,
-            seed=file.seed,
+            seed=file.seed, starting_weights=declared_start(file.starting_weights, self.beside),
         )  # fmt: skip
 
     def _caps(self) -> Mapping[str, int] | None:

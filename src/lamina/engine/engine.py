@@ -156,6 +156,7 @@ class Engine:
         self._places: set[int] = set()
         self._memory = SumMemory(self._tensors)
         self.claim = ""  # what ε compares, where it is not what the plan says
+        self.starting_weights: str | None = None  # what make_private was told about them, for the trainer
         self.detached = False
         self.probed = self._unprobed_said = False
         self._probe: Probe | None = None

@@ -19,6 +19,7 @@ class RecordedRuns:
         self._closed: dict[tuple[bytes, int, int], tuple[int, bytes]] = {}  # closed attempt → its last step, its plan
         self._continued: set[tuple[bytes, int, int]] = set()
         self._charged: set[bytes] = set()
+        self._writers: dict[bytes, set[bytes]] = {}  # SHA-256 of final weights → the runs that wrote them
 
     def check(self, record: RunRecord) -> None:
         """Raise LedgerError if the record may not come next."""
@@ -49,11 +50,13 @@ class RecordedRuns:
         if record.run in self._charged:
             problem = f"{run} already has epochs, so its starting weights can no longer be recorded"
             raise LedgerError("ledger.run-begin-late", problem, "record the start before the first segment")
-        if record.parent is not None:
-            end = self.ends.get(record.parent)
-            if end is None or end.weights != record.weights.hex():
-                problem = f"{run} does not start from the final weights of run {record.parent.hex()[:8]}"
-                raise LedgerError("ledger.run-parent-differs", problem, "name the run whose weights these are")
+        writers = self._writers.get(record.weights, set())
+        if record.parent is not None and record.parent not in writers:
+            problem = f"{run} does not start from the final weights of run {record.parent.hex()[:8]}"
+            raise LedgerError("ledger.run-parent-differs", problem, "name the run whose weights these are")
+        if record.parent is None and writers:
+            problem = f"{run} starts from the final weights of run {min(writers).hex()[:8]} and does not name it as its parent"
+            raise LedgerError("ledger.run-parent-missing", problem, "name the run whose weights these are")
 
     def see(self, record: object) -> None:
         """Add the record of the next leaf. Records of other kinds have no effect."""
@@ -62,6 +65,8 @@ class RecordedRuns:
         elif isinstance(record, RunEnd):
             self.ends[record.run] = record
             self._ended.add(record.attempt)
+            for digest in record.weight_files:
+                self._writers.setdefault(digest, set()).add(record.run)
         elif isinstance(record, Epoch):
             self._charged.add(record.run)
             for each in record.segments:

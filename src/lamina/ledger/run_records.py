@@ -16,6 +16,7 @@ from lamina.ledger.schema import (
     COUNT,
     DIGEST,
     RUN,
+    VERSION,
     check_fields,
     enum_member,
     integer,
@@ -27,7 +28,9 @@ from lamina.ledger.schema import (
 )
 
 WEIGHTS = "model.safetensors"
+EVALUATION = "evaluation.json"
 MAX_RUN_FILES = 16
+MAX_RUN_PROGRAMS = 64
 ZERO_OUT = "zero-out at a public number of contributions"  # adjacency of ε if no population was declared
 
 
@@ -36,7 +39,10 @@ class WeightsOrigin(enum.Enum):
 
     NONE = 1  # they were not trained before
     PUBLIC = 2  # trained on public data only
-    RUN = 3  # the final weights of another run
+    RUN = 3  # weights that another run of the ledger wrote at its end
+
+
+DECLARED_ORIGINS = {"untrained": WeightsOrigin.NONE, "public": WeightsOrigin.PUBLIC}
 
 
 class NoiseOrigin(enum.Enum):
@@ -70,6 +76,21 @@ class FileDigest:
 
 
 @ledger_record()
+class ProgramVersions:
+    """A program that took steps of a run.
+
+    sources  SHA-256 of the list of Lamina's sources with their own SHA-256
+    kernels  SHA-256 of the file of the native kernels; absent: the torch rules ran
+    """
+
+    lamina: str = stored(1, VERSION)
+    sources: bytes = stored(2, DIGEST)
+    torch: str = stored(3, VERSION)
+    python: str = stored(4, VERSION)
+    kernels: bytes | None = stored(5, DIGEST, default=None)
+
+
+@ledger_record()
 class RunBegin:
     """The starting weights of a run, recorded before its first segment is charged.
 
@@ -89,6 +110,12 @@ class RunBegin:
             problem = "the start of a run names a parent without the origin RUN, the origin RUN without a parent, or itself as parent"
             raise LedgerError("ledger.run-parent", problem, "give a parent if, and only if, the origin is RUN")
 
+    @property
+    def declaration(self) -> str | None:
+        """The origin as `starting_weights=` declares it: "untrained", "public" or the id of a run."""
+        words = (word for word, origin in DECLARED_ORIGINS.items() if origin is self.origin)
+        return next(words, None) if self.parent is None else self.parent.hex()
+
 
 @ledger_record()
 class RunEnd:
@@ -104,6 +131,7 @@ class RunEnd:
     hardened        whether noise was rounded to a public grid in every session
     caps            how often a contribution was used at most, by class; absent classes were not capped
     files           the final weights and whatever else the run wrote, in the order of their names
+    programs        versions of the program whose steps are in the weights, in the order of their first step
     """
 
     run: bytes = stored(1, RUN)
@@ -120,6 +148,9 @@ class RunEnd:
     hardened: bool = stored(12, BOOLEAN)
     caps: tuple[OccurrenceCap, ...] = stored(13, tuple_of(nested(OccurrenceCap), 0, MAX_CLASSES))
     files: tuple[FileDigest, ...] = stored(14, tuple_of(nested(FileDigest), 1, MAX_RUN_FILES))
+    programs: tuple[ProgramVersions, ...] | None = stored(
+        15, tuple_of(nested(ProgramVersions), 1, MAX_RUN_PROGRAMS), default=None
+    )
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -139,6 +170,11 @@ class RunEnd:
     def weights(self) -> str:
         """SHA-256 of the final weights, in hex."""
         return self.digests[WEIGHTS]
+
+    @property
+    def weight_files(self) -> set[bytes]:
+        """SHA-256 of every file of weights."""
+        return {each.sha256 for each in self.files if each.name.endswith(".safetensors")}
 
     @property
     def max_occurrences(self) -> dict[str, int]:

@@ -121,7 +121,7 @@ def leaf_to_dict(leaf: Leaf) -> dict[str, Any]:
     the decimal is exactly what the record holds; `spend` is `epsilon`, null where no finite figure is known. What the
     record leaves out is null, and what was in the body of a contribution that is `pruned`.
     """
-    body = _record_to_dict(leaf.record)
+    body = record_to_dict(leaf.record)
     if leaf.kind is ContributionRecord:
         body["pruned"] = isinstance(leaf.record, KeptContribution)
     if isinstance(leaf.record, Withdrawal):
@@ -154,7 +154,7 @@ def epsilon_or_none(spend: int) -> float | None:
 _JSON_NAMES = {"cls": "class", "spend": "epsilon"}
 
 
-def _record_to_dict(record: Any) -> dict[str, Any]:
+def record_to_dict(record: Any) -> dict[str, Any]:
     """A record or a part of one, field by field as its schema says."""
     found: dict[str, Any] = {"id": record.id.hex()} if isinstance(record, Key) else {}
     for each in schema_of(type(record)).fields:
@@ -172,7 +172,7 @@ def _value_to_json(value: Any) -> Any:
             return value.hex()
         case enum.Enum():
             return value.name.lower()
-    return _record_to_dict(value) if is_dataclass(value) else value
+    return record_to_dict(value) if is_dataclass(value) else value
 
 
 _NUMBER_FORMS: dict[FieldType, Any] = {TIME: format_utc, MICRO: lambda micro: micro / 1e6, SPEND: epsilon_or_none}
@@ -229,7 +229,8 @@ def describe_leaf(leaf: Leaf) -> str:
                 *(["not covered"] * (not r.covered)), *(["raw figures handed out"] * r.raw_figures),
             ]  # fmt: skip
             stated = f"; the trainer states: {', '.join(wrong)}" if wrong else ""
-            return f"run {r.run.hex()[:8]} ended at step {r.steps} with weights {r.weights[:16]}{stated}"
+            by = "".join(f", by lamina {each.lamina}, torch {each.torch}" for each in (r.programs or ())[-1:])
+            return f"run {r.run.hex()[:8]} ended at step {r.steps} with weights {r.weights[:16]}{by}{stated}"
 
 
 def _describe_signed(terms: ContributionTerms | KeptContribution) -> str:

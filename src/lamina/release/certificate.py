@@ -57,8 +57,9 @@ from lamina.release.risk_statements import (
     statements,
     texts,
 )
-from lamina.release.run_evidence import RunEvidence, RunMetrics, file_digest
+from lamina.release.run_evidence import RunEvidence, RunMetrics, check_run_facts, file_digest
 from lamina.release.signed import MAX_EPSILON, MAX_NOISE, bounded_number, bounded_whole, is_short_text
+from lamina.release.utility import check_utility, read_evaluation, utility_section
 from lamina.spend.neighbours import NeighbourLedger, neighbour_ledgers
 from lamina.validate import short_repr
 
@@ -197,6 +198,8 @@ def _check_content(content: Mapping[str, Any]) -> None:
         bounded_whole("runs", each["runs"], 0, 2**53)
         if not is_short_text(each["origin"]):
             raise ValueError("the origin of a ledger beside it is not a short text")
+    check_run_facts(content)
+    check_utility(content["utility"])
     if content["private"] != all(each["holds"] for each in content["conditions"]) or not content["conditions"]:
         raise ValueError("the field private contradicts the conditions")
 
@@ -249,7 +252,7 @@ def _check_figures(name: str, each: Mapping[str, Any]) -> None:
 
 _FIELDS = {
     "version", "private", "issued", "run", "model", "ledger", "accountant", "plan", "trainer", "classes", "layers",
-    "conditions", "other_people", "ledgers_beside", "protects", "statements",}  # fmt: skip
+    "conditions", "other_people", "ledgers_beside", "protects", "statements", "program", "tuning", "utility",}  # fmt: skip
 
 
 def certify(
@@ -269,7 +272,7 @@ def certify(
     """
     folder = Path(folder)
     metrics = RunMetrics.load(folder)
-    evidence = RunEvidence.read(ledger, metrics.run, checkpoint)
+    evidence = RunEvidence.read(ledger, metrics.run, checkpoint, evaluation=read_evaluation(folder))
     end = evidence.ended
     verification = verify(ledger.store, trust=trust) if verification is None else verification
     failed: dict[str, str] = {}
@@ -321,6 +324,9 @@ def certificate_content(
             **({} if (banded := correlation_summary(plan)) is None else {"correlation": banded}),
         },
         "trainer": _stated_by_trainer(evidence),
+        "program": evidence.program(),
+        "tuning": evidence.tuning(),
+        "utility": utility_section(evidence),
         "classes": classes,
         "layers": _layers(evidence),
         "conditions": stated_conditions,

@@ -38,11 +38,12 @@ _VERDICTS = ("trusted", "self-consistent")
 
 def compare_with_ledger(
     manifest: Manifest, certificates: Mapping[str, Certificate], ledger: LedgerReader, *, trust: Trust | None, now: int,
-    note: Note,
+    note: Note, evaluations: Mapping[str, bytes],
 ) -> Verification | None:  # fmt: skip
     """Note every difference between a release and its ledger. Return the verification of the ledger, if it is the right one.
 
-    `certificates` are those of the release, by file. Returns None for another ledger or one that does not verify.
+    `certificates` are those of the release, by file, and `evaluations` the files that they take their utility from, by run.
+    Returns None for another ledger or one that does not verify.
     """
     # 1. The ledger is the one that the manifest names, continued.
     if not _is_ledger_of(manifest, ledger, note):
@@ -72,7 +73,7 @@ def compare_with_ledger(
     # 5. Every certificate, and 6. the posture, follow from the leaves up to that checkpoint.
     try:
         evidence = [
-            RunEvidence.read(ledger, bytes.fromhex(run), manifest.ledger["checkpoint"])
+            RunEvidence.read(ledger, bytes.fromhex(run), manifest.ledger["checkpoint"], evaluation=evaluations.get(run))
             for run in manifest.predicate["runs"]
         ]
         for run, (file, certificate) in zip(evidence, certificates.items(), strict=False):
@@ -141,7 +142,8 @@ def _compare_certificate(
     compare("release.weights-differ", "model")
     compare("release.plan-differs", "plan")
     compare("release.layers-differ", "layers")
-    compare("release.facts-differ", "run", "trainer")
+    compare("release.facts-differ", "run", "trainer", "program", "tuning")
+    compare("release.utility-differs", "utility")
     compare("release.conditions-differ", "private", "conditions")
     compare("release.ledger-head-differs", "ledger", "issued")
     compare("release.statement-differs", "protects", "statements", "other_people")

@@ -2,6 +2,7 @@
 
     model.safetensors    the weights
     certificate.*        JSON, the same signed (COSE), and a PDF where typst is installed; -2, -3, … for further runs
+    evaluation.json      the figures under `utility` of the certificate, if the run was evaluated; -2, -3, … likewise
     checkpoint.txt       the signed head of the ledger
     README.md            model card
     bom.cdx.json         inventory (CycloneDX)
@@ -45,6 +46,7 @@ from lamina.release.model_signing import MODEL_SIGNATURE, check_model_signature,
 from lamina.release.posture import ClassPosture, Posture, read_posture
 from lamina.release.run_evidence import RunEvidence, RunMetrics, file_digest
 from lamina.release.signed import bounded_whole, is_short_text, make_statement, read_statement, sign_statement
+from lamina.release.utility import MAX_EVALUATION_BYTES, read_evaluation
 from lamina.validate import short_repr, whole
 
 _DIGEST = re.compile("[0-9a-f]{64}")
@@ -175,6 +177,8 @@ def make_release(
         for number, (certificate, cose) in enumerate(zip(certificates, signed, strict=True), 1):
             stem = "certificate" if number == 1 else f"certificate-{number}"
             papers |= {f"{stem}.json": certificate.json(), f"{stem}.cose": cose}
+            if certificate.content["utility"] and (data := read_evaluation(Path(runs[number - 1]))) is not None:
+                papers[_evaluation_of(f"{stem}.json")] = data
             if pdf is not None and (page := pdf(certificate)) is not None:
                 papers[f"{stem}.pdf"] = page
             entries.append({"run": certificate.content["run"]["id"], "file": f"{stem}.json", "signed": f"{stem}.cose"})
@@ -223,6 +227,11 @@ def _refuse_new_epochs(rows: StoreReader, last: RunEvidence, record: Release) ->
         if isinstance(epoch, Epoch) and epoch.run in record.runs:
             problem = f"run {epoch.run.hex()[:8]} was charged while the release was made"
             raise NotVerified("release.run-charged-meanwhile", problem, "make the release again when the run has ended")
+
+
+def _evaluation_of(certificate: str) -> str:
+    """Return the name of the evaluation in a release that belongs to a certificate of this name."""
+    return certificate.replace("certificate", "evaluation")
 
 
 def _copy_weights(source: Path, target: Path, certificate: Certificate) -> None:
@@ -357,7 +366,14 @@ def verify_release(
         certificates = _check_certificates(folder, manifest, note)
         _check_ledger_head(manifest, trust, seen, now, note)
         if ledger is not None:
-            compared = compare_with_ledger(manifest, certificates, ledger, trust=trust, now=now, note=note)
+            evaluations = {
+                certificate.content["run"]["id"]: read_file(folder, _evaluation_of(file), MAX_EVALUATION_BYTES)
+                for file, certificate in certificates.items()
+                if _evaluation_of(file) in manifest.subjects
+            }
+            compared = compare_with_ledger(
+                manifest, certificates, ledger, trust=trust, now=now, note=note, evaluations=evaluations
+            )
     except (KeyError, TypeError, ValueError, AttributeError) as error:  # fields of other types than we write
         note("release.manifest-malformed", f"a field has a wrong type: {error}", MANIFEST)
     entry = None if trust is None or trust.ring is None else trust.ring.get(manifest.signer.id)

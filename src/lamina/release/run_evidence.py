@@ -15,10 +15,13 @@ from lamina.admit.signed_json import parse_json
 from lamina.errors import RunError
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.records import Epoch, SegmentOutcome
-from lamina.ledger.run_records import RunBegin, RunEnd
+from lamina.ledger.run_records import ProgramVersions, RunBegin, RunEnd
+from lamina.ledger.schema import schema_of
+from lamina.ledger.show import record_to_dict
 from lamina.ledger.signed_checkpoint import LedgerCheckpoint, parse_checkpoint
 from lamina.ledger.spending import Spending
 from lamina.plan.step_plan import PlannedClass, StepPlan
+from lamina.release.signed import bounded_whole, is_short_text
 from lamina.spend.accounts import RecordedSpend, account_name
 
 _MAX_METRICS_BYTES = 64 << 20
@@ -95,6 +98,8 @@ class RunEvidence:
     ends       by run, the newest end that is recorded up to the checkpoint
     split      classes of which an epoch of any run charges signed bounds and not the whole class
     spent      charges of all runs, up to the checkpoint
+    runs       by run, the first leaf that is about it, up to the checkpoint
+    evaluation the bytes of evaluation.json, from a folder; None if there is none
     """
 
     run: bytes
@@ -112,9 +117,13 @@ class RunEvidence:
     ends: Mapping[bytes, RunEnd]
     split: frozenset[str]
     spent: RecordedSpend = field(repr=False)
+    runs: Mapping[bytes, int]
+    evaluation: bytes | None = field(default=None, repr=False)
 
     @classmethod
-    def read(cls, ledger: LedgerReader, run: bytes, checkpoint: str | None = None) -> RunEvidence:
+    def read(
+        cls, ledger: LedgerReader, run: bytes, checkpoint: str | None = None, *, evaluation: bytes | None = None
+    ) -> RunEvidence:
         """Read what the ledger records about a run up to a checkpoint, by default the newest; raise RunError if nothing.
 
         Neither the ledger nor the checkpoint is verified here. Leaves after a given checkpoint do not count.
@@ -128,6 +137,8 @@ class RunEvidence:
         leaves: dict[bytes, list[int]] = {}
         planned: dict[bytes, dict[bytes, None]] = {}  # digests by run
         split: set[str] = set()
+        begins = ledger.of_kind(RunBegin, 0, head.size)
+        firsts = [(leaf.seq, leaf.record.run) for leaf in begins if isinstance(leaf.record, RunBegin)]
         for leaf in ledger.of_kind(Epoch, 0, None if checkpoint is None else head.size):
             assert isinstance(leaf.record, Epoch)
             if leaf.seq >= head.size:
@@ -135,6 +146,7 @@ class RunEvidence:
                 continue
             leaves.setdefault(leaf.record.run, []).append(leaf.seq)
             planned.setdefault(leaf.record.run, {})[leaf.record.plan] = None
+            firsts.append((leaf.seq, leaf.record.run))
             whole = {account.cls for account in leaf.record.accounts if not account.noise_multiplier}
             split |= {account.cls for account in leaf.record.accounts} - whole
             if leaf.record.run == run:
@@ -161,6 +173,7 @@ class RunEvidence:
             leaves={each: tuple(seqs) for each, seqs in leaves.items()},
             all_plans={each: tuple(plans[digest] for digest in digests) for each, digests in planned.items()},
             ends={end.run: end for end in _records(ledger, RunEnd, head.size)},
+            runs={each: seq for seq, each in sorted(firsts, reverse=True)}, evaluation=evaluation,
         )  # fmt: skip
 
     @property
@@ -178,6 +191,26 @@ class RunEvidence:
             )
             raise RunError("release.run-not-ended", problem, remedy)
         return self.end[1]
+
+    def program(self) -> dict[str, Any]:
+        """Return the section `program` of a certificate: what the trainer states in the end record about its program."""
+        assert self.end is not None
+        leaf, end = self.end
+        unknown = {each.name: "not stated" for each in schema_of(ProgramVersions).fields}
+        stated = [
+            {name: value or "none" for name, value in record_to_dict(each).items()} for each in end.programs or ()
+        ]
+        return {"leaf": leaf, **(stated or [unknown])[-1], "earlier": stated[:-1]}
+
+    def tuning(self, elsewhere: int | None = None) -> dict[str, Any]:
+        """Return the section `tuning`: the runs of the ledger. `elsewhere` is the owner's number of trials outside of it."""
+        leaves = sorted(self.runs.values())
+        return {
+            "runs_in_ledger": len(leaves),
+            "runs_before_this": leaves.index(self.runs[self.run]),
+            "elsewhere": "not stated" if elsewhere is None else elsewhere,
+            "leaves": leaves,
+        }
 
     def classes(self) -> list[PlannedClass]:
         """The classes of all plans of the run, each as its newest plan has it; as a private one, if it ever was that."""
@@ -257,6 +290,17 @@ class RunEvidence:
             for seq, epoch in self.epochs
             if any(each.outcome is SegmentOutcome.CLOSED for each in epoch.segments)
         ]
+
+
+def check_run_facts(content: Mapping[str, Any]) -> None:
+    """Raise ValueError, TypeError or KeyError unless the sections `program` and `tuning` have their fields in range."""
+    program, tuning = content["program"], content["tuning"]
+    for each in (program, *program["earlier"]):
+        if not all(is_short_text(each[name.name]) for name in schema_of(ProgramVersions).fields):
+            raise ValueError("the program has a version or a digest that is not a short text")
+    stated = [value for value in tuning.values() if value not in ("not stated", tuning["leaves"])]
+    for number in (program["leaf"], *tuning["leaves"], *stated):
+        bounded_whole("a number of runs or of a leaf", number, 0, 2**63 - 1)
 
 
 R = TypeVar("R", RunBegin, RunEnd)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 import secrets
 import time
 import warnings
@@ -38,7 +39,7 @@ from lamina.plan.layer_stack import LayerStack, call_arguments
 from lamina.plan.policy import Policy
 from lamina.plan.step_plan import StepPlan
 from lamina.plan.table import epsilon_text
-from lamina.train.trainer_checks import refuse_loader
+from lamina.train.trainer_checks import declared_start, refuse_loader
 from lamina.validate import number, whole
 
 _P = ParamSpec("_P")
@@ -171,7 +172,7 @@ def make_private(
     loss_fn: Callable[[Any, Any], Tensor] | None = None, batch: int, epochs: float | None = None,
     steps: int | None = None, unit: Any = None, population: int | None = None, allocate: str = DEFAULT_ALLOCATION,
     key: PrivateKey | None = None, rows: Mapping[str, str] | None = None, per_contribution: Sequence[str] = (),
-    origin: str | None = None, other_people: str | None = None,
+    origin: str | None = None, other_people: str | None = None, starting_weights: str | os.PathLike[str] | None = None,
 ) -> tuple[Engine, Corpus, StepPlan]:  # fmt: skip
     """Make engine, corpus and plan for one private class that reaches every layer, with ε and δ as given.
 
@@ -196,6 +197,7 @@ def make_private(
     other_people  instead of origin: your statement why these are other people than in the ledgers beside it. The new
                 ledger and its certificates show it
     rows, per_contribution  as `Engine` takes them: whose rows are whose, and what is run once per contribution
+    starting_weights  as `Trainer` takes it, which gets it with the engine: "untrained", "public", or another run
 
     One attestation covers all of the data (`corpus.admission`): what it was, how many contributions, under which ε. A
     Dataset without a version is signed on first use, because all of its examples have to be made.
@@ -209,6 +211,7 @@ def make_private(
     calls cost together (`PlannedBefore`).
     """
     refuse_loader(data)
+    declared = declared_start(starting_weights)
     if isinstance(data, Corpus):
         for name, value in {"unit": unit, "origin": origin, "other_people": other_people}.items():
             if value is not None:
@@ -271,7 +274,7 @@ def make_private(
     terms["epsilon"] = allowed = plan.epsilon(0) if epsilon is None else epsilon
     policy = Policy.from_dict({"corpus": about, "class": {names[0]: terms}})
     engine = Engine(model, plan, rows=rows, per_contribution=per_contribution)
-    engine.claim = f"ε is {plan.adjacency}"
+    engine.claim, engine.starting_weights = f"ε is {plan.adjacency}", declared
     corpus.public_number = population is None
     if corpus.public_number:
         other = epsilon_text(plan.epsilon(0, "replace_one"))

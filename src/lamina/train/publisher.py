@@ -25,12 +25,13 @@ from lamina.engine.distributed import is_sharded_model
 from lamina.engine.probe import preserve_global_generators, seed_global_generators
 from lamina.errors import RunError
 from lamina.ledger.reader import LedgerReader
-from lamina.ledger.run_records import WEIGHTS, stated_conditions
+from lamina.ledger.run_records import EVALUATION, WEIGHTS, stated_conditions
 from lamina.plan.rules import FollowBudget
 from lamina.plan.step_plan import StepPlan
 from lamina.plan.table import epsilon_text, finite_or_none
 from lamina.release.certificate import Certificate, certify
 from lamina.release.run_evidence import file_digest
+from lamina.release.utility import Figure, evaluation_file, figure_rows
 from lamina.spend.accounts import follows_budget, is_bound
 from lamina.train.run import Run, attempts_outside, uses_adaptive_budget
 from lamina.train.run_output import Callback, Progress, RunFigures, evaluation_text, user_code
@@ -38,7 +39,7 @@ from lamina.train.segments import code_version
 from lamina.train.training_checkpoint import MovingAverage, TrainingState
 from lamina.validate import one_of, whole
 
-BEST = "best.safetensors"
+BEST, AVERAGE = "best.safetensors", "ema.safetensors"
 _SMALLER_IS_BETTER = re.compile(r"loss|nll|error|mse|mae|perplexity", re.IGNORECASE)
 
 
@@ -46,7 +47,9 @@ _SMALLER_IS_BETTER = re.compile(r"loss|nll|error|mse|mae|perplexity", re.IGNOREC
 class Evaluation:
     """Figures of the model on data that is not protected, computed between segments.
 
-    function  model -> {name: number}; called with the model in evaluation mode, without gradients
+    function  model -> {name: number}; called with the model in evaluation mode, without gradients. A `lamina.Figure` in
+              place of a number has an interval and groups. A figure `equivalent_records` states on how many records
+              training without privacy is as accurate. The figures of the last evaluation are in the certificate
     on        "public" or "simulated": which data the function reads. A figure on private data is a release that
               no budget paid for, and choosing by it another one, so "private" is refused
     every     after so many segments
@@ -101,7 +104,7 @@ class Evaluation:
         if not isinstance(figures, Mapping) or not figures:
             problem = f"the evaluation returned a {type(figures).__name__}"
             raise RunError("train.evaluation-not-figures", problem, 'return figures by name: {"auc": 0.91}')
-        figures = {str(name): float(value) for name, value in figures.items()}
+        figures = {str(name): v if isinstance(v, Figure) else float(v) for name, v in figures.items()}
         for name, value in figures.items():
             if not math.isfinite(value):
                 problem = f"the evaluation's figure {name!r} is {value}"
@@ -109,6 +112,7 @@ class Evaluation:
         if self.best is not None and (best := self.best.lstrip("+-")) not in figures:
             problem = f"the evaluation has no figure {best!r}, which best names"
             raise RunError("train.evaluation-without-best", problem, f"choose one of {', '.join(figures)}")
+        _ = list(figure_rows(figures, WEIGHTS))  # refuses names that no certificate may contain
         return figures
 
     def score(self, figures: Mapping[str, float]) -> float:
@@ -274,7 +278,7 @@ def public_figures(run: Run, plan: StepPlan, state: TrainingState, notes: Sequen
         "plan": plan.digest().hex(),
         "accountant": plan.accountant,
         "classes": classes,
-        "evaluations": state.evaluations,
+        "evaluations": [{name: each[name] for name in ("step", "figures")} for each in state.evaluations],
         "code": code_version(),
         "notes": list(notes),
     }
@@ -393,17 +397,24 @@ class Publisher:
             self.note(f"the run ended at step {state.step} of {self.plan.steps}: a callback stopped it")
         weights = {WEIGHTS: weights_file(state.model, None, state if is_sharded_model(state.model) else None)}
         if state.ema is not None:
-            weights["ema.safetensors"] = weights_file(state.model, state.ema)
+            weights[AVERAGE] = weights_file(state.model, state.ema)
         files = {name: hashlib.sha256(data).hexdigest() for name, data in weights.items()}
+        last: Mapping[str, Any] = state.evaluations[-1] if state.evaluations else {}
+        evaluation = evaluation_file(run.id, last) if "rows" in last else None
+        files |= {} if evaluation is None else {EVALUATION: hashlib.sha256(evaluation).hexdigest()}
         if (best := run.folder / BEST).is_file():
             files[BEST] = file_digest(best)
-        ended = run.end(state.step, facts=facts, caps=self.caps, files=files)
+        ended = run.end(
+            state.step, facts=facts, caps=self.caps, files=files, programs=state.programs, evaluation=evaluation
+        )
         for name, data in weights.items():
             run.write(name, data)
+        if ended is None and evaluation is not None:
+            run.write(EVALUATION, evaluation)
         adjacency = self.plan.adjacency
         conditions = stated_conditions(adjacency, **facts) if ended is None else ended.conditions(adjacency)
-        plan = {} if ended is None else {"plan": ended.plan.hex()}
-        self._write_figures(run, state, final={"conditions": conditions, "files": files, **plan})
+        recorded = {} if ended is None else {"plan": ended.plan.hex(), "files": ended.digests}
+        self._write_figures(run, state, final={"conditions": conditions, "files": files, **recorded})
         run.finish(state.step, reason)
         epsilon, total = epsilon_of_run(run, self.plan)
         deltas, units = _charged_deltas(run), {entry.name: entry.unit for entry in self.plan.classes}
@@ -422,11 +433,16 @@ class Publisher:
             return None
         if not state.evaluations or state.evaluations[-1]["step"] != state.step:
             figures = rule.run(state.model)
+            rows = [*figure_rows(figures, WEIGHTS)]
             if state.ema is not None:
                 plain = {f"{name}{WITHOUT_EMA}": value for name, value in figures.items()}
                 with state.ema.applied():
-                    figures = rule.run(state.model) | plain
-            state.evaluations.append({"step": state.step, "figures": figures})
+                    figures = rule.run(state.model)
+                rows, figures = [*figure_rows(figures, AVERAGE), *rows], figures | plain
+            for entry in state.evaluations:
+                entry.pop("rows", None)  # only those of the last one are used
+            values = {name: float(value) for name, value in figures.items()}
+            state.evaluations.append({"step": state.step, "figures": values, "on": rule.on, "rows": rows})
         if rule.best is None:
             return None
         pairs = [_scores(rule, entry["figures"]) for entry in state.evaluations]

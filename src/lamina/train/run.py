@@ -49,7 +49,17 @@ from lamina.errors import BudgetExceeded, LaminaError, LedgerError, RunError, St
 from lamina.ledger.corpus_terms import CorpusTerms, adopt_policy, check_corpus_terms, open_or_create, origin_slug
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.records import SegmentOutcome
-from lamina.ledger.run_records import FileDigest, OccurrenceCap, RunBegin, RunEnd
+from lamina.ledger.run_records import (
+    DECLARED_ORIGINS,
+    EVALUATION,
+    FileDigest,
+    OccurrenceCap,
+    ProgramVersions,
+    RunBegin,
+    RunEnd,
+    WeightsOrigin,
+)
+from lamina.ledger.schema import schema_of
 from lamina.ledger.store.rows import WHOLE_BUDGET_SEGMENT
 from lamina.ledger.store.sqlite import is_postgres_url, ledger_exists
 from lamina.ledger.writer import Ledger
@@ -268,9 +278,10 @@ class Run:
 
     def __init__(
         self, folder: Path, *, spend: SpendLedger, bounds: Mapping[str, float], accounts: Sequence[SignedAccount] = (),
-        factors: Sequence[float] = (), seed: int | None = None,
+        factors: Sequence[float] = (), seed: int | None = None, declared: str | None = None,
     ) -> None:  # fmt: skip
         self.folder, self.spend, self.accounts = folder, spend, tuple(accounts)
+        self.declared = declared  # about the starting weights: "untrained", "public" or the id of a run
         self.factors = tuple(factors)  # of exhausted bounds, the largest first; none: a run that exceeds one is refused
         self._chosen_seed = seed
         self.plan: StepPlan | None = None  # the one that it goes on with
@@ -435,28 +446,53 @@ class Run:
         self.journal.append(AttemptClosed(segment=segment, generation=generation, nonce=nonce, checkpoint=checkpoint))
         (self.folder / "stopped").unlink(missing_ok=True)
 
+    def start_record(self, weights: bytes) -> RunBegin:
+        """Return the start of the run, as the ledger records it or as it is to be recorded.
+
+        If a run of the ledger wrote these weights at its end, it is the parent, declared or not. Raises RunError if what is
+        declared is something else.
+        """
+        run, ledger, wanted = bytes.fromhex(self.id), self.spend.ledger, self.declared
+        begins = [leaf.record for leaf in ledger.of_kind(RunBegin) if isinstance(leaf.record, RunBegin)]
+        found = next((each for each in begins if (each.run, each.weights) == (run, weights)), None)
+        if found is None:
+            ends = (leaf.record for leaf in ledger.of_kind(RunEnd) if isinstance(leaf.record, RunEnd))
+            writers = [each.run for each in ends if weights in each.weight_files]
+            parent = next((each for each in writers if each.hex() == wanted), writers[-1] if writers else None)
+            origin = DECLARED_ORIGINS.get(wanted or "") if parent is None else WeightsOrigin.RUN
+            found = RunBegin(run=run, weights=weights, origin=origin, parent=parent)
+        if wanted not in (None, found.declaration):
+            problem = (
+                f"starting_weights is {wanted!r}, but by the ledger their origin is {found.declaration or 'unknown'}"
+            )
+            remedy = "leave it out, or name the run of this ledger that wrote the weights"
+            raise RunError("train.starting-weights-differ", problem, remedy)
+        return found
+
     def begin(self, weights: bytes) -> None:
-        """Record the digest of the starting weights, once. A run that already has epochs gets no such record.
+        """Record the starting weights and their origin, once. A run that already has epochs gets no such record.
 
         Nothing is recorded without the ledger's key, because an unsigned record could have been written by anyone.
         """
         if not self.spend.ledger.signs:
             return
         try:
-            self.spend.ledger.append([RunBegin(run=bytes.fromhex(self.id), weights=weights)])
+            self.spend.ledger.append([self.start_record(weights)])
         except LedgerError as error:
             if error.code != "ledger.run-begin-late":
                 raise
 
     def end(
-        self, steps: int, *, facts: Mapping[str, Any], caps: Mapping[str, int], files: Mapping[str, str]
-    ) -> RunEnd | None:
+        self, steps: int, *, facts: Mapping[str, Any], caps: Mapping[str, int], files: Mapping[str, str],
+        programs: Sequence[Mapping[int, Any]] = (), evaluation: bytes | None = None,
+    ) -> RunEnd | None:  # fmt: skip
         """Record and sign the end of the run after its last closed segment.
 
         Return None if no segment is closed, or if the ledger was opened without its key.
 
         An end that is recorded already is not written again. `facts` are the fields of `RunEnd` that the trainer
-        states, `files` the SHA-256 of the files that it writes.
+        states, `files` the SHA-256 of the files that it writes, `programs` those of its state. The `evaluation` is written
+        before the end is recorded, and not if the ledger records another one.
         """
         closed = [opened for opened in self.attempts if opened.last == steps and self.journal.closed(opened)]
         if not closed or not self.spend.ledger.signs:
@@ -466,10 +502,12 @@ class Run:
             run=bytes.fromhex(self.id), segment=last.segment, generation=last.generation, steps=steps, plan=last.plan,
             caps=tuple(OccurrenceCap(cls=cls, most=most) for cls, most in sorted(caps.items())),
             files=tuple(FileDigest(name=name, sha256=bytes.fromhex(each)) for name, each in sorted(files.items())),
-            **facts,
+            programs=tuple(map(schema_of(ProgramVersions).from_cbor, programs)) or None, **facts,
         )  # fmt: skip
-        ends = (leaf.record for leaf in ledger.of_kind(RunEnd))
+        ends = [leaf.record for leaf in ledger.of_kind(RunEnd)]
         there = next((each for each in ends if isinstance(each, RunEnd) and each.attempt == made.attempt), None)
+        if evaluation is not None and (there or made).digests.get(EVALUATION) == made.digests[EVALUATION]:
+            self.write(EVALUATION, evaluation)
         if there is None:
             ledger.append([made])
         elif there.weights != made.weights:

@@ -27,17 +27,22 @@ import platform
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import fields
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+import lamina
 from lamina.corpus.corpus import Corpus
 from lamina.engine import native
 from lamina.engine.batch import model_device
 from lamina.engine.noise import noise_version
 from lamina.errors import BudgetExceeded, RunError
 from lamina.ledger.records import MAX_NOISE_VALUES
+from lamina.ledger.run_records import MAX_RUN_PROGRAMS, ProgramVersions
+from lamina.ledger.schema import schema_of
 from lamina.plan.correlation import aligned_length
 from lamina.plan.rules import FollowBudget, FollowQuantile
 from lamina.plan.step_plan import StepPlan
@@ -138,6 +143,7 @@ class Segments:
         self._written_by = bytes(16)  # the nonce of the segment that the checkpoint ended
         self._after = 0  # its generation
         self._start: bytes | None = None  # SHA-256 of the weights before the first step; None in runs of older versions
+        self._program = schema_of(ProgramVersions).to_cbor(program_versions())
         self._membership: tuple[int, bytes] | None = None
         self.revision = corpus.revision  # of the membership that the open segment was frozen with
 
@@ -153,6 +159,7 @@ class Segments:
             snapshot = self.state.capture(self._header(None))
             self.run.checkpoints.room(snapshot)  # before anything is reserved
             self._start = hashlib.sha256(snapshot.weights_file()).digest()
+            self.run.start_record(self._start)  # refused if what is declared about it contradicts the ledger
             self._refuse_exhausted()
             reserve_plan(self.run, self.plan)
             self._save(None)  # also after a kill before the first checkpoint: nothing was drawn then
@@ -320,6 +327,8 @@ class Segments:
         """
         self.run.write_noise(opened, noise)
         self.state.segments, self.state.step = opened.segment + 1, opened.last
+        if self._program not in self.state.programs:
+            self.state.programs = [*self.state.programs, self._program][-MAX_RUN_PROGRAMS:]
         self._save(opened)
         self.run.close(opened, self._checkpoint)
         self.run.checkpoints.prune()
@@ -363,6 +372,7 @@ class Segments:
             "order": self.corpus.order(self.run.salt),
             "caps": self.caps,
             "start": self._start,
+            "declared": self.run.declared,
         }
 
     def _save(self, opened: AttemptOpened | None) -> None:
@@ -390,7 +400,8 @@ class Segments:
         snapshot, self._checkpoint = self.run.checkpoints.load(indices[-1])
         self._check(snapshot, indices[-1])
         self._written_by, self._after = snapshot.state["nonce"], snapshot.state["generation"]
-        self._start = snapshot.state.get("start")
+        self._start, declared = snapshot.state.get("start"), snapshot.state.get("declared")
+        self.run.declared = self.run.declared or declared
         self.state.restore(snapshot)
         if snapshot.state["settings"] != self.settings and self.state.step == self.plan.steps:
             self.note(f"optimiser, loss, model or {OPTIONS_DIFFER} this run, which has finished: no effect")
@@ -429,10 +440,26 @@ class Segments:
             raise RunError("train.corpus-order-changed", problem, remedy)
 
 
+@cache
+def source_digest() -> bytes:
+    """SHA-256 of the list of Lamina's sources, each with its own SHA-256, as sha256sum prints it (docs/release.md)."""
+    root = Path(__file__).parents[1]
+    files = {path.relative_to(root).as_posix(): path for path in root.rglob("*") if path.suffix in (".py", ".c", ".h")}
+    listed = (f"{hashlib.sha256(files[name].read_bytes()).hexdigest()}  {name}\n" for name in sorted(files))
+    return hashlib.sha256("".join(listed).encode()).digest()
+
+
+def program_versions() -> ProgramVersions:
+    """Return the versions and digests of the program that takes the steps of this process."""
+    return ProgramVersions(
+        lamina=lamina.__version__, sources=source_digest(), torch=str(torch.__version__),
+        python=platform.python_version(), kernels=native.library_digest(),
+    )  # fmt: skip
+
+
 def code_version() -> str:
     """Versions, noise, kernels and processor: sums of floats are the same again only where all of these are."""
-    from lamina import __version__
-
     processor = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
-    versions = f"lamina {__version__}; torch {torch.__version__}; numpy {np.__version__}"
+    sources = source_digest().hex()[:16]
+    versions = f"lamina {lamina.__version__} {sources}; torch {torch.__version__}; numpy {np.__version__}"
     return f"{versions}; noise {noise_version()}; kernels {native.kind()}; {processor}"

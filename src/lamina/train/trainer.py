@@ -63,6 +63,7 @@ from lamina.train.trainer_checks import (
     check_scheduler,
     check_trainer_arguments,
     check_trainer_options,
+    declared_start,
     epsilon_bounds_of_policy,
     raw_shown_before,
     rehearse,
@@ -126,6 +127,9 @@ class Trainer:
     inside           show the raw loss on the terminal; it is never written
     seed             draw samples, noise and dropout from this number, so that the run can be repeated. It is then **not
                      private**: whoever knows the number can subtract the noise
+    starting_weights what you declare about the weights that the model has now: "untrained", "public" (trained on public
+                     data only), or another run of the ledger, by its folder or id. Default: not declared. Ledger and
+                     certificate state it. Weights that a run of the ledger wrote are recognised without it
     """
 
     def __init__(
@@ -139,7 +143,7 @@ class Trainer:
         max_occurrences: Mapping[str, int] | None = None, filters: Mapping[str, PrivacyFilter] | None = None,
         augment: Callable[[Any], Any] | None = None, views: int = 1, on_withdrawal: str = "finish", hardened: bool | None = None,
         probe: ProbeArgument = True, proxy: Proxy | None = None, inside: bool = False, progress: bool | Progress = True,
-        seed: int | None = None,
+        seed: int | None = None, starting_weights: str | Path | None = None,
     ) -> None:  # fmt: skip
         optimizer, scheduler = unwrap_prepared(optimizer), unwrap_prepared(scheduler)
         check_trainer_arguments(model, optimizer, loss_fn, corpus, plan)
@@ -199,6 +203,7 @@ class Trainer:
             model=model, optimizer=optimizer, scheduler=scheduler, ema=average, filters=dict(filters or {})
         )
         self._engine = engine if engine is not None else Engine(model, plan, proxy=proxy)
+        self._declared = declared_start(self._engine.starting_weights if starting_weights is None else starting_weights)
         self._engine.refuse_sharded_since()
         if self._engine.sharded and self._ranks.first:
             self.state.before_capture = self._lead.capture
@@ -353,7 +358,7 @@ class Trainer:
         link_ledger(self.ledger, self.folder)
         run = Run(
             self.folder, spend=self.spend, bounds=self.bounds, accounts=self.accounts, factors=self.factors,
-            seed=self.seed,
+            seed=self.seed, declared=self._declared,
         )  # fmt: skip
         keep_charging_bounds(run, self.plan, members.standing)
         self._keep_hardened_of(run)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from lamina.engine.budget import refuse_filter
 from lamina.engine.engine import Engine
 from lamina.engine.simulated_input import simulate_for
 from lamina.errors import LaminaError, PlanError, RunError
+from lamina.ledger.run_records import DECLARED_ORIGINS
 from lamina.plan.layer_stack import LayerStack
 from lamina.plan.policy import Policy
 from lamina.plan.profile_reach import Reach
@@ -34,6 +36,7 @@ from lamina.plan.rules import Choose, FollowBudget
 from lamina.plan.selection import complement_ranges
 from lamina.plan.signed_bounds import REMAINING_FACTORS
 from lamina.plan.step_plan import Clipping, StepPlan
+from lamina.release.run_evidence import RunMetrics
 from lamina.spend.accounts import SignedAccount
 from lamina.train.publisher import Evaluation
 from lamina.train.run_output import Callback
@@ -173,6 +176,17 @@ def _check_loss(loss_fn: Any) -> None:
         name = type(loss_fn).__name__
         problem = f"{name} has reduction='{reduction}': one loss for the whole batch, which cannot be clipped"
         raise RunError("train.loss-reduced", problem, f"use {name}(reduction='none'): one loss per example")
+
+
+def declared_start(given: str | os.PathLike[str] | None, beside: Path = Path()) -> str | None:
+    """Return what `starting_weights=` declares: "untrained", "public", or the id of a run, which may be given by its folder."""
+    text = None if given is None else os.fspath(given)
+    if text is None or text in DECLARED_ORIGINS or re.fullmatch("[0-9a-f]{32}", text):
+        return text
+    if not (folder := beside / text).joinpath("metrics.json").is_file():
+        problem = f"starting_weights is {text!r}, which is no folder of a run and no id of 32 hex digits"
+        raise RunError("train.starting-weights-unknown", problem, 'give "untrained", "public", or runs/NAME')
+    return RunMetrics.load(folder).run.hex()
 
 
 def refuse_loader(data: Any) -> None:

@@ -464,7 +464,8 @@ class TrainingState:
 
     `segments` closed so far and `step`, the next one; `counts`, occurrences per contribution where these are
     capped; `evaluations`, the figures on public data so far, by step; `notes`, what a reader of the outcome should know;
-    `adaptation`, what the plan's rules have learned from noised gradients.
+    `adaptation`, what the plan's rules have learned from noised gradients; `programs`, the versions whose steps are in
+    the weights, as `RunEnd` has them.
     """
 
     model: nn.Module
@@ -477,6 +478,7 @@ class TrainingState:
     step: int = 0
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    programs: list[dict[int, Any]] = field(default_factory=list)
     adaptation: Adaptation | None = None
     window: NoiseWindow | None = None  # of correlated noise: what the noise of the next steps follows from. Secret
     names: PackedTexts | None = None  # whose occurrences are counted, where rows may be others after a resume
@@ -530,6 +532,7 @@ class TrainingState:
             "step": self.step,
             "evaluations": self.evaluations,
             "notes": self.notes,
+            "programs": self.programs,
             "filters": {name: _filter_state(f) for name, f in self.filters.items()},
             "adaptation": None,
         }
@@ -603,7 +606,7 @@ class TrainingState:
                 "the plan or the contributions changed: its noise is not correlated with that of the steps before"
             )
         self.segments, self.step = plain["segments"], plain["step"]
-        self.evaluations = list(plain["evaluations"])
+        self.evaluations, self.programs = list(plain["evaluations"]), list(plain.get("programs", ()))
         self.notes[:] = [*plain["notes"], *(note for note in self.notes if note not in plain["notes"])]
 
     def _divided(self, optimizer: dict[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -53,6 +54,12 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
 def library() -> ctypes.CDLL | None:
     """The native kernels, or None where they are not built or not wanted."""
     return _load()[0] if _allowed else None
+
+
+def library_digest() -> bytes | None:
+    """SHA-256 of the file of the native kernels; None if the torch rules run."""
+    found = library()
+    return None if found is None else hashlib.sha256(Path(found._name).read_bytes()).digest()
 
 
 def missing() -> str | None:
