@@ -211,7 +211,7 @@ def make_private(
     calls cost together (`PlannedBefore`).
     """
     refuse_loader(data)
-    declared = declared_start(starting_weights)
+    start = declared_start(starting_weights)
     if isinstance(data, Corpus):
         for name, value in {"unit": unit, "origin": origin, "other_people": other_people}.items():
             if value is not None:
@@ -274,7 +274,7 @@ def make_private(
     terms["epsilon"] = allowed = plan.epsilon(0) if epsilon is None else epsilon
     policy = Policy.from_dict({"corpus": about, "class": {names[0]: terms}})
     engine = Engine(model, plan, rows=rows, per_contribution=per_contribution)
-    engine.claim, engine.starting_weights = f"ε is {plan.adjacency}", declared
+    engine.claim, engine.starting_weights = f"ε is {plan.adjacency}", start
     corpus.public_number = population is None
     if corpus.public_number:
         other = epsilon_text(plan.epsilon(0, "replace_one"))
