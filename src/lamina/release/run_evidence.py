@@ -98,7 +98,7 @@ class RunEvidence:
     ends       by run, the newest end that is recorded up to the checkpoint
     split      classes of which an epoch of any run charges signed bounds and not the whole class
     spent      charges of all runs, up to the checkpoint
-    runs       by run, the first leaf that is about it, up to the checkpoint
+    first_leaves  by run, the first leaf that is about it, up to the checkpoint
     evaluation the bytes of evaluation.json, from a folder; None if there is none
     """
 
@@ -117,7 +117,7 @@ class RunEvidence:
     ends: Mapping[bytes, RunEnd]
     split: frozenset[str]
     spent: RecordedSpend = field(repr=False)
-    runs: Mapping[bytes, int]
+    first_leaves: Mapping[bytes, int]
     evaluation: bytes | None = field(default=None, repr=False)
 
     @classmethod
@@ -173,7 +173,7 @@ class RunEvidence:
             leaves={each: tuple(seqs) for each, seqs in leaves.items()},
             all_plans={each: tuple(plans[digest] for digest in digests) for each, digests in planned.items()},
             ends={end.run: end for end in _records(ledger, RunEnd, head.size)},
-            runs={each: seq for seq, each in sorted(firsts, reverse=True)}, evaluation=evaluation,
+            first_leaves={each: seq for seq, each in sorted(firsts, reverse=True)}, evaluation=evaluation,
         )  # fmt: skip
 
     @property
@@ -204,10 +204,10 @@ class RunEvidence:
 
     def tuning(self, elsewhere: int | None = None) -> dict[str, Any]:
         """Return the section `tuning`: the runs of the ledger. `elsewhere` is the owner's number of trials outside of it."""
-        leaves = sorted(self.runs.values())
+        leaves = sorted(self.first_leaves.values())
         return {
             "runs_in_ledger": len(leaves),
-            "runs_before_this": leaves.index(self.runs[self.run]),
+            "runs_before_this": leaves.index(self.first_leaves[self.run]),
             "elsewhere": "not stated" if elsewhere is None else elsewhere,
             "leaves": leaves,
         }
