@@ -22,10 +22,11 @@ from lamina.admit.key_ring import KeyRing
 from lamina.admit.keys import PrivateKey, PublicKey
 from lamina.errors import LaminaError
 from lamina.ledger.corpus_terms import governing_key_path, ledger_key_path
-from lamina.ledger.governance_records import Key, KeyChange, KeyEvent, KeyEvents, Role
+from lamina.ledger.governance_records import Key, KeyChange, KeyEvent, KeyEvents, Role, WithdrawalReason
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.verify.tree_checks import Trust
 from lamina.ledger.verify.verifier import verify
+from lamina.ledger.withdrawal import withdraw
 from lamina.ledger.writer import Ledger
 from lamina.release.certificate import certify
 from lamina.release.gate import ReleaseGate
@@ -74,14 +75,28 @@ def test_an_honest_release_agrees_with_its_ledger(release: Path, trained: Traine
 def test_it_agrees_after_the_ledger_has_grown(release: Path, trained: Trained, key: PrivateKey, tmp_path: Path) -> None:
     """Another release, and a leaf that no checkpoint covers: what counts is the ledger as it was."""
     with trained.open() as ledger:
+        assert not compared(release, trained, key.public, owner(trained)).since  # its own record is no change
         make_release(tmp_path / "second", [trained.folder], ledger, key)
-    assert compared(release, trained, key.public, owner(trained)).trusted
+        size = ledger.size
+    found = compared(release, trained, key.public, owner(trained))
+    assert found.trusted and found.since == {"other releases": [size - 1]}
     with Ledger.open(trained.ledger, governing=PrivateKey.load(governing_key_path(trained.ledger), None)) as ledger:
         at = ledger.now()
         made = Key(name="late", x=PrivateKey.generate().public.x, role=Role.OPERATOR)
         ledger.govern(KeyEvents(events=(KeyEvent(change=KeyChange.ADD, key=made, effective=at),)))
     found = compared(release, trained, key.public, owner(trained))
+    assert found.since["key changes"] == [size]
     assert found.compared and not found.problems and not found.trusted  # nobody vouches for the last leaf yet
+
+
+def test_withdrawals_since_the_release_are_listed_and_are_no_problem(
+    served: Path, ward: Trained, key: PrivateKey
+) -> None:
+    with ward.open() as ledger:
+        withdraw(ledger, str(ward.someone("clinical")), WithdrawalReason.REQUEST)
+        size = ledger.size
+    found = compared(served, ward, key.public)
+    assert not found.problems and found.to_dict()["since"] == {"withdrawals": {"count": 1, "leaves": [size - 1]}}
 
 
 def test_a_ledger_that_is_not_its_own_or_too_short_is_named(
@@ -217,6 +232,8 @@ def test_what_contradicts_the_ledger_is_named(
     recorded(trained, release)
     found = compared(release, trained, key.public)
     assert code in codes(found) and not found.verified and not found.trusted, found.problems
+    with LedgerReader.read_only(trained.ledger) as reader, raises_code("release.not-verified"):
+        ReleaseGate(release, key.public, ledger=reader)
 
 
 def test_swapped_weights_with_every_key_of_the_operator(

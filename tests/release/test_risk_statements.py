@@ -4,14 +4,30 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+import problem
 import pytest
+from dp_accounting.pld import privacy_loss_distribution as other
 from scipy.special import ndtr, ndtri
+from stopping import killed
 
+from lamina import Corpus
 from lamina.account.tradeoff import trade_off
-from lamina.release.risk_statements import content_sentence, membership_sentence, per_hundred, risk_figures
+from lamina.ledger.reader import LedgerReader
+from lamina.release.certificate import certify
+from lamina.release.risk_statements import (
+    TOPICS,
+    content_sentence,
+    membership_sentence,
+    per_hundred,
+    protection,
+    risk_figures,
+)
 
+TWO_STEPS = "replace-one, as two add/remove steps"
 DEMO = {(4.805, 0.4, 0.0): 70}
 Of = Literal["membership", "content"]
 
@@ -62,7 +78,7 @@ def test_content_without_a_proven_replace_one_is_two_steps() -> None:
         figures({(4.805, 0.4, 12.0): 70}, "content", accountant="rdp"),
         figures(DEMO, "content", correlated=True),
     ):
-        assert found["adjacency"] == "replace-one, as two add/remove steps"
+        assert found["adjacency"] == TWO_STEPS
         assert found["tpr"]["0.01"] >= figures(DEMO, "content")["tpr"]["0.01"]
 
 
@@ -86,5 +102,131 @@ def test_sentences_are_natural_frequencies() -> None:
         "guessing names 1."
     )
     content = content_sentence("recording", figures(DEMO, "content"))
-    assert "recording that is known to have taken part" in content and "at most 17.4 of 100" in content
+    assert "recording that is known to have taken part (replace-one)." in content and "at most 17.4 of 100" in content
     assert [per_hundred(rate) for rate in (0.0, 0.01, 0.010001, 0.63634, 1.0)] == ["0", "1", "1.1", "63.7", "100"]
+
+
+# ------------------------------------------------------------------------------------ statements of certificates
+
+
+def certified(folder: Path) -> dict[str, Any]:
+    with LedgerReader.read_only(next(folder.parent.glob("*.ledger.db"))) as ledger:
+        found: dict[str, Any] = json.loads(certify(folder, ledger).json())
+    return found
+
+
+def allowing_more() -> Corpus:
+    """The same people under a policy that allows several runs."""
+    return problem.corpus(
+        policy=problem.POLICY.replace("epsilon = 4.0", "epsilon = 40").replace("epsilon = 2.0", "epsilon = 20")
+    )
+
+
+def about(content: dict[str, Any], cls: str | None, *topics: str) -> list[dict[str, Any]]:
+    return [each for each in content["statements"] if each["class"] == cls and each["topic"] in topics]
+
+
+def test_each_class_has_the_figures_of_its_charges(tmp_path: Path) -> None:
+    """One loss distribution of dp-accounting, from the charges that the certificate lists."""
+    problem.trainer(tmp_path / "a").fit()
+    content = certified(tmp_path / "a")
+    assert content["version"] == 2 and not {"assumptions", "not_covered", "statement"} & content.keys()
+    for name in ("clinical", "sensitive"):
+        found = content["classes"][name]
+        (charge,) = found["charges"]
+        assert charge["steps"] == 24 and charge["order"] is None and found["clip_norm"] > 0
+        losses = other.from_gaussian_mechanism(
+            charge["noise_multiplier"], sampling_prob=charge["sampling_rate"], value_discretization_interval=1e-3
+        ).self_compose(24)
+        epsilons = np.linspace(-8, 12, 4001)
+        for fpr, tpr in found["membership"]["tpr"].items():
+            expected = float(np.min(np.exp(epsilons) * float(fpr) + losses.get_delta_for_epsilon(epsilons)))
+            assert expected * (1 - 2e-3) <= tpr <= expected * 1.02
+        assert found["membership"] == found["membership_total"] and found["content"] == found["content_total"]
+        (said,) = about(content, name, "membership")
+        assert (
+            per_hundred(found["membership"]["tpr"]["0.01"]) in said["text"] and "patients who took part" in said["text"]
+        )
+        assert said["source"] == "recomputed from the ledger" and said["leaves"]
+        (unit,) = about(content, name, "unit")
+        assert (
+            "one patient" in unit["text"] and "a ward" in unit["text"] and unit["digest"] == content["plan"]["sha256"]
+        )
+    assert not [each for each in content["statements"] if "no plan depended" in each["text"]]
+    assert {each["source"] for each in content["statements"]} >= {"stated by the trainer", "observed by the issuer"}
+    topics = {each["topic"] for each in content["statements"]}
+    assert topics >= {"trust", "query model", "side channels", "voids", "budget", "tuning", "not covered", "condition"}
+
+
+def test_a_public_class_is_stated_as_not_protected(tmp_path: Path) -> None:
+    problem.trainer(tmp_path / "a").fit()
+    content = certified(tmp_path / "a")
+    public = content["classes"]["open"]
+    assert not any(public[f"{of}{of_all}"] for of in ("membership", "content") for of_all in ("", "_total"))
+    (said,) = about(content, "open", *TOPICS)
+    assert said["topic"] == "not covered" and "nothing about its contributions is protected" in said["text"]
+    assert content["protects"] == {
+        "private_for": ["clinical", "sensitive"],
+        "not_protected": [{"class": "open", "population": 60, "unit": "contribution", "reason": "declared public"}],
+        "badge": "private for: clinical, sensitive; not protected: open (60 contributions, declared public)",
+    }
+
+
+@pytest.mark.parametrize("noise", ["raw", "capped"])
+def test_raw_noise_protects_content_alone_and_without_sampling(tmp_path: Path, noise: str) -> None:
+    problem.trainer(tmp_path / "a", **problem.parts(noise)).fit()
+    content = certified(tmp_path / "a")
+    for name in ("clinical", "sensitive"):
+        found, steps = content["classes"][name], 24 if noise == "raw" else 2
+        assert found["membership"] is found["membership_total"] is None
+        mu = 2 * math.sqrt(steps) / found["noise_multiplier"]
+        assert 0 <= found["content"]["tpr"]["0.01"] - float(ndtr(ndtri(0.01) + mu)) < 3e-9
+        assert not about(content, name, "membership") and about(content, name, "content")
+    assert content["protects"]["badge"].startswith("private for: clinical (content only), sensitive (content only);")
+
+
+def test_totals_over_several_runs_state_their_condition(tmp_path: Path) -> None:
+    problem.trainer(tmp_path / "a", steps=6, corpus=allowing_more()).fit()
+    problem.trainer(tmp_path / "b", steps=12, corpus=allowing_more()).fit()
+    content = certified(tmp_path / "b")
+    clinical = content["classes"]["clinical"]
+    for of in ("membership", "content"):
+        assert clinical[f"{of}_total"]["tpr"]["0.01"] > clinical[of]["tpr"]["0.01"]
+    this, total = about(content, "clinical", "membership")
+    assert set(this["leaves"]) < set(total["leaves"]) and "all these runs" in total["text"]
+    (condition,) = (each for each in content["statements"] if "no plan depended" in each["text"])
+    assert condition["topic"] == "assumption" and condition["source"] == "observed by the issuer"
+
+
+def test_a_run_without_an_end_leaves_the_membership_over_all_runs_open(tmp_path: Path) -> None:
+    """Its end would have stated whether the number of contributions was public."""
+    killed(tmp_path / "a", 8, corpus=allowing_more())
+    problem.trainer(tmp_path / "b", steps=6, corpus=allowing_more()).fit()
+    clinical = certified(tmp_path / "b")["classes"]["clinical"]
+    assert clinical["membership"] and clinical["membership_total"] is None and clinical["content_total"]
+
+
+def test_a_run_that_is_not_private_states_no_figure_in_words(tmp_path: Path) -> None:
+    problem.trainer(tmp_path / "a", run_seed=3).fit()
+    content = certified(tmp_path / "a")
+    assert content["protects"]["badge"] == "not private" and not content["protects"]["private_for"]
+    topics = {each["topic"] for each in content["statements"]}
+    assert not topics & {"membership", "content", "query model"} and "condition" in topics
+
+
+def test_the_badge_says_for_whom() -> None:
+    risk, base = figures(DEMO, "membership"), {"public": False, "population": 60, "unit": "patient", "epsilon": 2.0}
+    classes = {
+        "a": {**base, "membership": risk, "charges": [1]},
+        "zeroed": {**base, "membership": None, "charges": [1]},
+        "idle": {**base, "membership": risk, "charges": [], "epsilon": 0.0},
+        "loud": {**base, "membership": risk, "charges": [1], "epsilon": 5000.0},
+        "volunteer": {**base, "public": True, "membership": None, "charges": [], "epsilon": None},
+    }
+    found = protection(classes, private=True)
+    assert found["private_for"] == ["a", "zeroed"]
+    assert found["badge"] == (
+        "private for: a, zeroed (content only); not protected: loud (60 patients, ε above 20 protects nobody), "
+        "volunteer (60 patients, declared public); not used: idle"
+    )
+    assert protection(classes, private=False)["badge"] == "not private"

@@ -206,7 +206,10 @@ def test_the_certificate_of_a_run_is_by_the_newest_verification(tmp_path: Path) 
     with LedgerReader.read_only(trained.ledger) as ledger:
         service = Service(folder=trained.folder, ledger=ledger)
         client = TestClient(make_app(service, pages(service)), base_url="http://localhost")
-        assert '<span class="badge good">private</span>' in verified(client)
+        assert (
+            '<span class="badge good">private for: clinical, sensitive; not protected: open (10 contributions, declared public)'
+            in verified(client)
+        )
         metrics = trained.folder / "metrics.json"
         metrics.write_text(metrics.read_text().replace('"probed": true', '"probed": false'))
         client.post("/verification")

@@ -68,6 +68,7 @@ def test_the_ledger_verifies_and_the_certificate_names_the_strategy(tmp_path: Pa
     assert any("take turns" in line for line in texts(found, "assumption"))
     clinical = found["classes"]["clinical"]
     assert clinical["epsilon_replace_one"] is None  # with other content, somebody may have another turn
+    assert clinical["content"]["adjacency"] == "replace-one, as two add/remove steps"
     assert figures(tmp_path / "a")["classes"]["clinical"]["epsilon_replace_one"] is None
     assert clinical["epsilon"] == pytest.approx(4.0, rel=1e-3) and clinical["rho"] == pytest.approx(
         6 / (2 * run.plan.sigma("clinical") ** 2)

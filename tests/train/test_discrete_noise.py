@@ -54,6 +54,8 @@ def test_a_killed_run_resumes_exactly_and_its_certificate_names_the_noise(tmp_pa
     assert [each["noise_std"] for each in found["layers"]] == pytest.approx([ratio * s for s in whole.plan.noise])
     figures = found["classes"]["clinical"]
     assert figures["epsilon"] <= figures["epsilon_replace_one"] and figures["epsilon"] < figures["epsilon_unamplified"]
+    two_steps = figures["content"]["adjacency"] == "replace-one, as two add/remove steps"
+    assert two_steps == (figures["content"]["bound"] == "Rényi divergence") == (accountant == INTEGER_RDP)
     assert not any("floating-point" in line for line in texts(found, "not covered"))
 
 

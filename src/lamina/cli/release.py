@@ -193,6 +193,10 @@ def verify(
             f"  files   {len(said.subjects)}, as the manifest names them",
             f"  ledger  {at['origin']}, {at['size']} leaves, root {at['root']}",
         ]
+        lines += [
+            f"  since   {name}: {len(seqs)}, leaves {', '.join(map(str, seqs[:8]))}{', …' * (len(seqs) > 8)}"
+            for name, seqs in found.since.items()
+        ]
         lines += [f"  note    {each}" for each in _what_was_not_checked(found)]
     print_answer({"folder": str(folder), **found.to_dict()}, "\n".join(lines), as_json)
     if not found.verified:

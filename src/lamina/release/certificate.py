@@ -23,6 +23,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,21 +43,8 @@ from lamina.ledger.verify.tree_checks import Trust
 from lamina.ledger.verify.verifier import verify
 from lamina.plan.correlation import correlation_summary
 from lamina.plan.step_plan import Clipping, PlannedClass
-from lamina.release.risk_statements import (
-    BY_ISSUER,
-    BY_LEDGER,
-    BY_TRAINER,
-    FIGURE_NAMES,
-    SOURCES,
-    TOPICS,
-    check_risk,
-    protection,
-    risk_figures,
-    short_figure,
-    shown_leaves,
-    statements,
-    texts,
-)
+from lamina.release import risk_statements
+from lamina.release.risk_statements import BY_ISSUER, BY_LEDGER, BY_TRAINER, FIGURE_NAMES, risk_figures
 from lamina.release.run_evidence import RunEvidence, RunMetrics, check_run_facts, file_digest
 from lamina.release.signed import MAX_EPSILON, MAX_NOISE, bounded_number, bounded_whole, is_short_text
 from lamina.release.utility import check_utility, read_evaluation, utility_section
@@ -183,7 +171,7 @@ def _check_content(content: Mapping[str, Any]) -> None:
         if set(layer["classes"]) - content["classes"].keys():
             raise ValueError(f"layer {str(layer['name'])[:80]!r} names a class that has no figures")
     for each in content["conditions"]:
-        if type(each["holds"]) is not bool or each["source"] not in SOURCES:
+        if type(each["holds"]) is not bool or each["source"] not in risk_statements.SOURCES:
             raise ValueError(f"condition {str(each['name'])[:80]!r} is neither true nor false, or has no source")
         _check_leaves(each["leaves"])
     for each in content["statements"]:
@@ -212,7 +200,8 @@ def _check_leaves(leaves: list[int] | None) -> None:
 def _check_statement(each: Mapping[str, Any], classes: Mapping[str, Any]) -> None:
     if each.keys() != {"topic", "class", "text", "source", "leaves", "digest"} or type(each["text"]) is not str:
         raise ValueError("a statement has other fields than topic, class, text, source, leaves and digest")
-    if each["topic"] not in TOPICS or each["source"] not in SOURCES or each["class"] not in (None, *classes):
+    known = each["topic"] in risk_statements.TOPICS and each["source"] in risk_statements.SOURCES
+    if not known or each["class"] not in (None, *classes):
         raise ValueError(f"the statement {each['text'][:80]!r} has an unknown topic, source or class")
     _check_leaves(each["leaves"])
     if each["digest"] is not None:
@@ -231,21 +220,17 @@ def _check_figures(name: str, each: Mapping[str, Any]) -> None:
     if each["public"] and any(each[key] is not None for key in ("delta", "epsilon", *_RISKS)):
         raise ValueError(f"class {name[:80]!r} is public but states ε, δ or a risk; public data is not protected")
     for key in _RISKS:
-        check_risk(each[key])
-    for key, least, most in (
-        ("noise_multiplier", 0.0, MAX_NOISE),
-        ("clip_norm", 0.0, MAX_NOISE),
-        ("sampling_rate", 0.0, 1.0),
-    ):
+        risk_statements.check_risk(each[key])
+    for key, most in (("noise_multiplier", MAX_NOISE), ("clip_norm", MAX_NOISE), ("sampling_rate", 1.0)):
         if each[key] is not None:
-            bounded_number(key, each[key], least, most)
+            bounded_number(key, each[key], 0.0, most)
     for key in ("population", "max_occurrences"):
         if each.get(key) is not None:
             bounded_whole(key, each[key], 0, 2**53)
     for part in (*each["bounds"], *each["charges"]):
         for key, value in part.items():
             if key in _RISKS:
-                check_risk(value)
+                risk_statements.check_risk(value)
             elif value is not None:
                 bounded_number(key, value, 0.0, max(MAX_EPSILON, 1e15))
 
@@ -332,8 +317,8 @@ def certificate_content(
         "conditions": stated_conditions,
         "other_people": header.other_people,
         "ledgers_beside": list(beside),
-        "protects": protection(classes, private=private),
-        "statements": statements(evidence, header, classes, conditions=stated_conditions, beside=beside),
+        "protects": risk_statements.protection(classes, private=private),
+        "statements": risk_statements.statements(evidence, header, classes, conditions=stated_conditions, beside=beside),
     }  # fmt: skip
 
 
@@ -382,13 +367,8 @@ def _class_figures(evidence: RunEvidence, header: Header, entry: PlannedClass) -
     plan, end = evidence.plan, evidence.ended
     adjacency = end.conditions(plan.adjacency)["adjacency"]
     common = {"unit": entry.unit, "public": entry.public, "population": entry.population, "adjacency": adjacency}
-    nothing: dict[str, Any] = {
-        "noise_multiplier": None,
-        "sampling_rate": None,
-        "clip_norm": None,
-        "charges": [],
-        "bounds": [],
-    }
+    nothing: dict[str, Any] = dict.fromkeys(("noise_multiplier", "sampling_rate", "clip_norm"))
+    nothing |= {"charges": [], "bounds": []}
     if entry.public:
         return common | dict.fromkeys(("delta", "epsilon_total", *_FIGURES, *_RISKS)) | nothing
     whole, took_part = (entry.name, 0, 0), _took_part(evidence, entry.name)
@@ -401,11 +381,10 @@ def _class_figures(evidence: RunEvidence, header: Header, entry: PlannedClass) -
     events = evidence.events(whole)
     most = _most_occurrences(evidence, entry.name)
     figures = _figures(events, header, most, raw=plan.injection.raw) if known else dict.fromkeys(_FIGURES)
-    if evidence.correlated(
-        [evidence.run]
-    ):  # other content may be another identity, with another turn: nothing is proven
+    if evidence.correlated([evidence.run]):  # other content may be another identity, with another turn
         figures["epsilon_replace_one"] = None
-    planned = [each for each in evidence.plans.values() if entry.name in {known.name for known in each.classes}]
+    planned = [each for each in evidence.plans.values() if entry.name in {other.name for other in each.classes}]
+    norms = [norm for norm in (each.norm(entry.name) for each in planned) if math.isfinite(norm)]
     return (
         common
         | figures
@@ -413,7 +392,7 @@ def _class_figures(evidence: RunEvidence, header: Header, entry: PlannedClass) -
         | {
             "noise_multiplier": min((sigma for sigma, _, _ in events), default=None),
             "sampling_rate": entry.sampling_rate,
-            "clip_norm": max(each.norm(entry.name) for each in planned if math.isfinite(each.norm(entry.name))),
+            "clip_norm": max(norms, default=None),
             "max_occurrences": end.max_occurrences.get(entry.name),
             "charges": [
                 {"noise_multiplier": sigma, "sampling_rate": q, "steps": steps, "order": order or None}
@@ -434,19 +413,13 @@ _RISKS = ("membership", "content", "membership_total", "content_total")
 
 def _risks(evidence: RunEvidence, header: Header, bound: tuple[str, int, int]) -> dict[str, Any]:
     """Return the risk figures of an account: of this run, and of all runs up to the checkpoint."""
-    found: dict[str, Any] = {}
-    for name, runs, events in (
-        ("", [evidence.run], evidence.events(bound)),
-        ("_total", evidence.runs(bound), evidence.spending.events(bound)),
-    ):
-        claimed, correlated = evidence.claims_membership(runs), evidence.correlated(runs)
-        found[f"membership{name}"] = (
-            risk_figures(events, accountant=header.accountant, of="membership") if claimed else None
-        )
-        found[f"content{name}"] = risk_figures(
-            events, accountant=header.accountant, of="content", correlated=correlated
-        )
-    return {name: found[name] for name in _RISKS}
+    here, every = [evidence.run], evidence.runs(bound)
+    found: list[dict[str, Any] | None] = []
+    for runs, events in ((here, evidence.events(bound)), (every, evidence.spending.events(bound))):
+        price, correlated = partial(risk_figures, events, accountant=header.accountant), evidence.correlated(runs)
+        found.append(price(of="membership") if evidence.claims_membership(runs) else None)
+        found.append(price(of="content", correlated=correlated))
+    return dict(zip(_RISKS, found, strict=True))
 
 
 def _took_part(evidence: RunEvidence, cls: str) -> bool:
@@ -539,7 +512,7 @@ def _conditions(evidence: RunEvidence, delta: float, failed: Mapping[str, str]) 
             "δ is not below one over the population: publishing somebody's data whole would be within the promise",
         ),
     }
-    epochs = tuple(shown_leaves(evidence.leaves[evidence.run]))
+    epochs = tuple(risk_statements.shown_leaves(evidence.leaves[evidence.run]))
     return found + [
         Condition(name=name, holds=holds, reason=why, source=BY_LEDGER, leaves=epochs)
         for name, (holds, why) in checks.items()
@@ -562,10 +535,10 @@ def _lines(content: Mapping[str, Any]) -> list[str]:
         if not each["public"]:
             shown = ", ".join(f"{label} {_shown(each[key])}" for key, label in FIGURE_NAMES.items() if key != "delta")
             lines.append(f"  class {name}, per {each['unit']} at δ = {each['delta']:g}: {shown}")
-    lines += [f"  {text}" for text in texts(content, "membership", "content")]
+    lines += [f"  {text}" for text in risk_statements.texts(content, "membership", "content")]
     lines += [f"  not private: {each['reason']}" for each in content["conditions"] if not each["holds"]]
     return lines
 
 
 def _shown(value: float | None) -> str:
-    return "not proven" if value is None else short_figure(value)
+    return "not proven" if value is None else risk_statements.short_figure(value)

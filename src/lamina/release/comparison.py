@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from lamina.admit.keys import format_utc
 from lamina.errors import LaminaError, NotVerified
-from lamina.ledger.governance_records import Release, Role
+from lamina.ledger.governance_records import KeyEvents, PolicyChange, Release, Role, TermsChange, Withdrawal
 from lamina.ledger.reader import LedgerReader
-from lamina.ledger.records import KIND_NAMES
+from lamina.ledger.records import KIND_NAMES, Epoch, Record
 from lamina.ledger.schema import NANO
 from lamina.ledger.signed_checkpoint import NoteKey, verify_checkpoint
 from lamina.ledger.verify.release_checks import FIGURE_TOLERANCE
@@ -82,6 +82,34 @@ def compare_with_ledger(
     except LaminaError as error:
         note(error.code, error.problem, _MANIFEST)
     return verification if verification.verified else None
+
+
+def changes_since(manifest: Manifest, ledger: LedgerReader) -> dict[str, list[int]]:
+    """Return the leaves that the ledger has had since the release, by what they change. They are no problems of it.
+
+    Epochs count if they charge a class of the release.
+    """
+    classes = manifest.posture.classes.keys()
+    found: dict[str, list[int]] = {}
+    for kind, name in _CHANGES.items():
+        for leaf in ledger.of_kind(kind, manifest.ledger["size"]):
+            record = leaf.record
+            if isinstance(record, Epoch) and not classes & {each.cls for each in record.accounts}:
+                continue
+            if isinstance(record, Release) and record.manifest.hex() == manifest.digest:
+                continue
+            found.setdefault(name, []).append(leaf.seq)
+    return found
+
+
+_CHANGES: dict[type[Record], str] = {
+    Epoch: "epochs of its classes",
+    Withdrawal: "withdrawals",
+    Release: "other releases",
+    KeyEvents: "key changes",
+    PolicyChange: "policy changes",
+    TermsChange: "changes of terms",
+}
 
 
 def _is_ledger_of(manifest: Manifest, ledger: LedgerReader, note: Note) -> bool:

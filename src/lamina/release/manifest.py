@@ -40,10 +40,11 @@ from lamina.ledger.verify.tree_checks import KnownCheckpoint, Trust
 from lamina.ledger.verify.verifier import verify
 from lamina.ledger.writer import Ledger
 from lamina.release.certificate import Certificate, certify, ledger_reference
-from lamina.release.comparison import Note, check_purposes, compare_with_ledger
+from lamina.release.comparison import Note, changes_since, check_purposes, compare_with_ledger
 from lamina.release.model_card import ml_bom, model_card
 from lamina.release.model_signing import MODEL_SIGNATURE, check_model_signature, sign_model
 from lamina.release.posture import ClassPosture, Posture, read_posture
+from lamina.release.risk_statements import shown_leaves
 from lamina.release.run_evidence import RunEvidence, RunMetrics, file_digest
 from lamina.release.signed import bounded_whole, is_short_text, make_statement, read_statement, sign_statement
 from lamina.release.utility import MAX_EVALUATION_BYTES, read_evaluation
@@ -287,6 +288,7 @@ class ReleaseVerification:
     signed    verified, and signed by a trusted key from outside the folder
     compared  every figure was computed again from the ledger, and the ledger verified
     trusted   all of these hold, and a trusted key governs the ledger
+    since     leaves of the ledger after the release, by what they change; empty unless `compared`
     """
 
     verified: bool
@@ -295,6 +297,7 @@ class ReleaseVerification:
     trusted: bool
     problems: tuple[ReleaseProblem, ...]
     manifest: Manifest | None
+    since: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
     @property
     def verdict(self) -> str:
@@ -314,6 +317,7 @@ class ReleaseVerification:
             "trusted": self.trusted,
             "verdict": self.verdict,
             "problems": [each.to_dict() for each in self.problems],
+            "since": {name: {"count": len(seqs), "leaves": shown_leaves(seqs)} for name, seqs in self.since.items()},
             "files": {} if self.manifest is None else dict(self.manifest.subjects),
         }
 
@@ -388,6 +392,7 @@ def verify_release(
     return ReleaseVerification(
         verified=not problems, signed=signed, compared=compared is not None,
         trusted=signed and compared is not None and compared.trusted, problems=tuple(problems), manifest=manifest,
+        since={} if ledger is None or compared is None else changes_since(manifest, ledger),
     )  # fmt: skip
 
 

@@ -107,12 +107,12 @@ def membership_sentence(unit: str, risk: Risk) -> str:
 
 def content_sentence(unit: str, risk: Risk) -> str:
     """Return what the best attacker learns about the content of a known participant, in natural frequencies."""
+    first, second, third = (per_hundred(risk["success"][base]) for base in ("0.01", "0.1", "0.5"))
     return (
-        f"An attacker guesses the content of one {unit} {_who(unit)} is known to have taken part. A guess that is right for 1 of "
-        f"{pluralize(100, unit)} whose data was not used is right for at most {per_hundred(risk['success']['0.01'])} of 100 whose data "
-        f"was used; one that is right for 10, for at most {per_hundred(risk['success']['0.1'])}; one that is right for 50, for at most "
-        f"{per_hundred(risk['success']['0.5'])}. If a fair coin decides which of two records was used, the attacker is right in at "
-        f"most {per_hundred(risk['accuracy'])} of 100 cases."
+        f"An attacker guesses the content of one {unit} {_who(unit)} is known to have taken part ({risk['adjacency']}). A guess "
+        f"that is right for 1 of {pluralize(100, unit)} whose data was not used is right for at most {first} of 100 whose data was "
+        f"used; one that is right for 10, for at most {second}; one that is right for 50, for at most {third}. If a fair coin "
+        f"decides which of two records was used, the attacker is right in at most {per_hundred(risk['accuracy'])} of 100 cases."
     )
 
 
@@ -193,12 +193,13 @@ def protection(classes: Mapping[str, Mapping[str, Any]], *, private: bool) -> di
             continue
         not_protected.append({"class": name, "population": each["population"], "unit": each["unit"], "reason": reason})
     shown = [name if classes[name]["membership"] else f"{name} (content only)" for name in private_for]
-    badge = [f"private for: {', '.join(shown)}" if shown else "private for: nobody" if private else "not private"]
-    if not_protected:
-        badge.append(f"not protected: {', '.join(map(_unprotected, not_protected))}")
-    if unused:
-        badge.append(f"not used: {', '.join(unused)}")
-    return {"private_for": private_for, "not_protected": not_protected, "badge": "; ".join(badge)}
+    parts = {
+        "private for": shown or ["nobody"],
+        "not protected": [*map(_unprotected, not_protected)],
+        "not used": unused,
+    }
+    badge = "; ".join(f"{label}: {', '.join(names)}" for label, names in parts.items() if names)
+    return {"private_for": private_for, "not_protected": not_protected, "badge": badge if private else "not private"}
 
 
 def _unprotected(each: Mapping[str, Any]) -> str:
@@ -220,17 +221,13 @@ def statements(
         found.append(stated("condition", text, BY_ISSUER))
         found += [stated("condition", each["reason"], each["source"], leaves=each["leaves"] or ()) for each in failed]
     for name, figures in classes.items():
-        found += _class_statements(evidence, header, name, figures, private=not failed)
-    return [
-        *found,
-        *_assumptions(evidence, header, beside),
-        *_model(private=not failed),
-        *_not_covered(evidence, beside),
-    ]
+        found += _class_statements(evidence, name, figures, private=not failed)
+    found += [stated(topic, text, BY_ISSUER) for topic, text in _EVERY_RUN if topic != "query model" or not failed]
+    return found + _run_statements(evidence, header, beside)
 
 
 def _class_statements(
-    evidence: RunEvidence, header: Header, name: str, figures: Mapping[str, Any], *, private: bool
+    evidence: RunEvidence, name: str, figures: Mapping[str, Any], *, private: bool
 ) -> list[dict[str, Any]]:
     """Return what is stated about one class. If a condition does not hold, no figure is stated in words."""
     epochs, unit = evidence.leaves[evidence.run], figures["unit"]
@@ -243,16 +240,13 @@ def _class_statements(
     found = []
 
     def add(topic: str, text: str, leaves: Sequence[int] = epochs) -> None:
-        found.append(stated(topic, f"Class {name}: {text}", BY_LEDGER, cls=name, leaves=leaves))
+        found.append(stated(topic, f"Class {name}: {text[0].lower()}{text[1:]}", BY_LEDGER, cls=name, leaves=leaves))
 
     if private and not figures["charges"]:
         add("membership", "this run used no contribution of it. Its starting weights may come from a run that did.")
     elif private:
         if figures["membership"] is None:
-            add(
-                "not covered",
-                f"whether one {unit} took part. The number of contributions is public, or shows in the noise.",
-            )
+            add("not covered", f"whether one {unit} took part. The number of members is public, or shows in the noise.")
         else:
             add("membership", membership_sentence(unit, figures["membership"]))
         add("content", content_sentence(unit, figures["content"]))
@@ -266,8 +260,8 @@ def _class_statements(
                 add(of, f"from the models of all these runs together. {sentence(unit, risk)}", every)
     plan = evidence.plan.digest().hex()
     text = (
-        f"Class {name}: the figures compare two worlds that differ in one {unit} with everything that it contributed: yes, "
-        f"covered. A family, a ward or any other group of several {unit}s: no, for them the loss is larger."
+        f"Class {name}: the figures compare two worlds that differ in one {unit}, with all data of that {unit}. A family, a "
+        f"ward or any other group of several {unit}s is not covered: for them the loss is larger."
     )
     return [*found, stated("unit", text, BY_TRAINER, cls=name, leaves=epochs, digest=plan)]
 
@@ -275,144 +269,86 @@ def _class_statements(
 def _band(unit: str, epsilon: float | None, delta: float) -> str:
     if epsilon is None or epsilon > _NO_PROTECTION:
         shown = "larger than can be stated" if epsilon is None else short_figure(epsilon)
-        return (
-            f"ε of this model is {shown} per {unit} at δ = {delta:g}. It promises nothing that anybody could rely on."
-        )
-    band = "at most 1" if epsilon <= 1 else "1 to 5" if epsilon <= 5 else "5 to 10" if epsilon <= 10 else "above 10"
+        return f"ε of this model is {shown} per {unit} at δ = {delta:g}. It promises nothing to rely on."
+    band = "up to 1" if epsilon <= 1 else "1 to 5" if epsilon <= 5 else "5 to 10" if epsilon <= 10 else "above 10"
     return (
         f"ε of this model is {short_figure(epsilon)} per {unit} at δ = {delta:g}, in the band {band}. The larger ε is, the "
         "less it promises; above 10 it may mean little. δ is not the probability that the promise fails."
     )
 
 
-def _assumptions(evidence: RunEvidence, header: Header, beside: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _run_statements(evidence: RunEvidence, header: Header, beside: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return what is stated about the run and its ledger: assumptions, conditions of totals, and what is not covered."""
     assert evidence.end is not None
     leaf, end = evidence.end
-    bands = max(each.bands for each in evidence.plans.values())
+    plans = evidence.plans.values()
+    bands, gaussian = max(each.bands for each in plans), any(each.noise_kind is NoiseKind.GAUSSIAN for each in plans)
     amplified = find_accountant(header.accountant).amplified and not evidence.plan.injection.raw
-    spoken = [
-        "Each contribution's gradient is clipped as the plan says, and the noise of the plan is added at every step.",
-        "Noise and sampling coins come from a cryptographically secure generator and are not kept.",
-        *(
-            [
-                "Contributions are sampled independently at the stated rate (Poisson sampling), and nobody learns who was "
-                "sampled when. If that becomes known, the figure without amplification holds."
-            ]
-            * amplified
-        ),
-        *(
-            [
-                f"The noise is correlated over {bands} steps. Contributions take turns, by a digest of "
-                f"their identity: each may be sampled in one of {bands} steps, and the stated rate is the average over "
-                "steps. The noise of earlier steps was kept secret until it had no part in later ones."
-            ]
-            * (bands > 1)  # of this plan, or of an earlier one of the run
-        ),
-    ]
-    found = [stated("assumption", text, BY_TRAINER, leaves=[leaf]) for text in spoken]
-    text = (
-        f"The trainer states the source of the noise, the sampling, the probe, the covered tensors and the raw figures in leaf "
-        f"{leaf} of the ledger. These statements cannot be changed after the run, but the ledger does not prove them."
-    )
-    found.append(stated("condition", text, BY_TRAINER, leaves=[leaf]))
-    for name, cap in end.max_occurrences.items():
-        text = (
-            f"No contribution of class {name} was used more than {cap} times. The run counted that itself; the figures "
-            "without amplification rest on it."
-        )
-        found.append(stated("assumption", text, BY_TRAINER, cls=name, leaves=[leaf]))
+    exact = "a sum of float32 can move by more than its bound." if gaussian else "sums are exact, norms are not."
+    others = ", ".join(f"{each['origin']} ({pluralize(each['runs'], 'run')})" for each in beside)
+    by_trainer: list[tuple[bool, str, str]] = [
+        (True, "assumption", "Each contribution's gradient is clipped as the plan says, and the noise of the plan is added at every step."),
+        (True, "assumption", "Noise and sampling coins come from a cryptographically secure generator and are not kept."),
+        (amplified, "assumption", "Contributions are sampled independently at the stated rate (Poisson sampling), and nobody learns who "
+         "was sampled when. If that becomes known, the figure without amplification holds."),
+        (bands > 1, "assumption", f"The noise is correlated over {bands} steps. Contributions take turns, by a digest of their identity: "
+         f"each may be sampled in one of {bands} steps, and the stated rate is the average over steps. The noise of earlier steps was "
+         "kept secret until it had no part in later ones."),
+        (True, "condition", "The trainer states the source of the noise, the sampling, the probe, the covered tensors and the raw figures "
+         f"in leaf {leaf} of the ledger. These statements cannot be changed after the run, but the ledger does not prove them."),
+        *((True, "assumption", f"No contribution of class {name} was used more than {cap} times. The run counted that itself; the "
+           "figures without amplification rest on it.") for name, cap in end.max_occurrences.items()),
+        (not evidence.claims_membership([evidence.run]), "not covered",
+         "How many took part: their number is public here, and ε compares content with nothing in its place."),
+        (gaussian and not end.hardened, "not covered",
+         "Attacks on floating-point rounding of the noise: not all of it was hardened, some was plain."),
+    ]  # fmt: skip
+    by_issuer = [
+        (True, "not covered", f"Rounding in the sum of clipped gradients: {exact} What it adds to ε was measured, not proven."),
+        (bool(beside), "not covered", "ε over all runs includes only the runs of this ledger. The issuer found "
+         f"{pluralize(len(beside), 'other ledger')} beside it: {others}. A person whose data is in several of them has lost the sum."),
+    ]  # fmt: skip
+    found = [stated(topic, text, BY_TRAINER, leaves=[leaf]) for applies, topic, text in by_trainer if applies]
     found += _chosen_later(evidence, header)
-    text = "Charges of all runs add up in this ledger. They are never refunded, and the budget is never reset."
-    found.append(stated("budget", text, BY_LEDGER, leaves=[0]))
     if header.other_people is not None:
-        text = (
-            "The owner states that this ledger holds other people than the ledgers beside which it was created: "
-            f"{header.other_people}. This statement is not verified."
+        text = "The owner states that this ledger holds other people than the ledgers beside which it was created: "
+        found.append(
+            stated("assumption", f"{text}{header.other_people}. This statement is not verified.", BY_OWNER, leaves=[0])
         )
-        found.append(stated("assumption", text, BY_OWNER, leaves=[0]))
-    return found
+    return found + [stated(topic, text, BY_ISSUER) for applies, topic, text in by_issuer if applies]
 
 
 def _chosen_later(evidence: RunEvidence, header: Header) -> list[dict[str, Any]]:
     """Return the condition of totals over plans that may have been chosen after earlier models were seen."""
-    every = sorted(leaf for leaves in evidence.leaves.values() for leaf in leaves)
-    several = len(evidence.leaves) > 1
+    every, several = sorted(leaf for leaves in evidence.leaves.values() for leaf in leaves), len(evidence.leaves) > 1
     if not several and len(evidence.plans) == 1:
         return []
     what = "The figures over all runs" if several else "The figures of this run, whose plan was changed,"
     if (order := rdp_order_of(header.accountant)) is not None:
-        text = (
-            f"{what} are priced at the Rényi order {order:g} that the header fixes. For plans that were chosen after earlier "
-            "models were seen, the limit that the policy sets in advance holds at this order."
-        )
-        return [stated("assumption", text, BY_LEDGER, leaves=every)]
-    text = (
-        f"{what} assume that no plan depended on what an earlier model revealed about single contributions. "
-        "Nothing in the ledger shows whether this holds."
-    )
-    return [stated("assumption", text, BY_ISSUER, leaves=every)]
+        text = f"{what} are priced at the Rényi order {order:g} that the header fixes. For plans that were chosen after earlier models "
+        return [
+            stated(
+                "assumption",
+                f"{text}were seen, the limit that the policy sets in advance holds.",
+                BY_LEDGER,
+                leaves=every,
+            )
+        ]
+    text = f"{what} assume that no plan depended on what an earlier model revealed about single contributions. "
+    return [stated("assumption", f"{text}Nothing in the ledger shows whether this holds.", BY_ISSUER, leaves=every)]
 
 
-def _model(*, private: bool) -> list[dict[str, Any]]:
-    """Return who is trusted, what an attacker may do, and what ends the guarantee."""
-    found = [
-        stated(
-            "trust",
-            "Central model: the trainer reads the contributions themselves. The figures are about everybody else who "
-            "sees the model, not about the trainer or others who hold the data.",
-            BY_ISSUER,
-        ),
-        stated(
-            "side channels",
-            "Running times, error messages, logs and other files of the machine that trained are not covered.",
-            BY_ISSUER,
-        ),
-    ]
-    if not private:
-        return found
-    return [
-        *found,
-        stated("query model", "The model is released: any number of queries, and any use of it, costs nothing more.", BY_ISSUER),
-        stated(
-            "voids",
-            "The figures do not hold if a statement of the trainer is untrue, if noise, seeds or unclipped gradients become "
-            "known, if the contributions were used outside of this ledger, or for other weights than those with this digest.",
-            BY_ISSUER,
-        ),
-    ]  # fmt: skip
-
-
-def _not_covered(evidence: RunEvidence, beside: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    assert evidence.end is not None
-    leaf, end = evidence.end
-    found = [
-        stated("tuning", "Choices made by looking at private data outside this run, such as tuning: ε excludes tuning.", BY_ISSUER)
-    ]  # fmt: skip
-    if not evidence.claims_membership([evidence.run]):
-        text = "How many took part: their number is public here, and ε compares content with nothing in its place."
-        found.append(stated("not covered", text, BY_TRAINER, leaves=[leaf]))
-    general = [
-        "Who took part is not hidden from readers of the ledger, which records members. The figures are about those who "
-        "see the model.",
-        "A person who is behind several contributions: ε is per unit as stated.",
-        "What the weights had learned before this run began: ε over all runs has it, if this ledger has those runs.",
-    ]
-    found += [stated("not covered", text, BY_ISSUER) for text in general]
-    gaussian = any(plan.noise_kind is NoiseKind.GAUSSIAN for plan in evidence.plans.values())
-    if gaussian and not end.hardened:
-        text = "Attacks on floating-point rounding of the noise: not all of it was hardened, some was plain."
-        found.append(stated("not covered", text, BY_TRAINER, leaves=[leaf]))
-    text = (
-        "Rounding in the sum of clipped gradients: "
-        + ("a sum of float32 can move by more than its bound. " if gaussian else "sums are exact, norms are not. ")
-        + "What it adds to ε was measured, not proven."
-    )
-    found.append(stated("not covered", text, BY_ISSUER))
-    if beside:
-        names = ", ".join(f"{each['origin']} ({pluralize(each['runs'], 'run')})" for each in beside)
-        text = (
-            f"ε over all runs includes only the runs of this ledger. The issuer found {pluralize(len(beside), 'other ledger')} "
-            f"beside it: {names}. A person whose data is in several of them has lost the sum."
-        )
-        found.append(stated("not covered", text, BY_ISSUER))
-    return found
+_EVERY_RUN = (  # (topic, text) of what holds for every run
+    ("budget", "Charges of all runs add up in the ledger. They are never refunded, and the budget is never reset."),
+    ("trust", "Central model: the trainer reads the contributions themselves. The figures are about everybody else who sees the "
+     "model, not about the trainer or others who hold the data."),
+    ("query model", "The model is released: any number of queries, and any use of it, costs nothing beyond the stated figures."),
+    ("side channels", "Running times, error messages, logs and other files of the machine that trained are not covered."),
+    ("voids", "The figures do not hold if a statement of the trainer is untrue, if noise, seeds or unclipped gradients become known, "
+     "if the contributions were used outside of this ledger, or for other weights than those with this digest."),
+    ("tuning", "Choices made by looking at private data outside this run, such as tuning: ε excludes tuning."),
+    ("not covered", "Who took part is not hidden from readers of the ledger, which records members. The figures are about those who "
+     "see the model."),
+    ("not covered", "A person who is behind several contributions: ε is per unit as stated."),
+    ("not covered", "What the weights had learned before this run began: ε over all runs has it, if this ledger has those runs."),
+)  # fmt: skip

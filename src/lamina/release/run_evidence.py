@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -95,7 +95,7 @@ class RunEvidence:
     later      epochs of the run that no checkpoint covers
     leaves     by run, the leaves of all epochs up to the checkpoint; of every run in the ledger
     all_plans  by run, the plans of these epochs
-    ends       by run, the newest end that is recorded up to the checkpoint
+    ends       by run, (leaf, record) of the newest end up to the checkpoint
     split      classes of which an epoch of any run charges signed bounds and not the whole class
     spent      charges of all runs, up to the checkpoint
     first_leaves  by run, the first leaf that is about it, up to the checkpoint
@@ -114,7 +114,7 @@ class RunEvidence:
     later: int
     leaves: Mapping[bytes, tuple[int, ...]]
     all_plans: Mapping[bytes, tuple[StepPlan, ...]]
-    ends: Mapping[bytes, RunEnd]
+    ends: Mapping[bytes, tuple[int, RunEnd]]
     split: frozenset[str]
     spent: RecordedSpend = field(repr=False)
     first_leaves: Mapping[bytes, int]
@@ -162,17 +162,16 @@ class RunEvidence:
                 problem = f"the ledger {ledger.name} lacks the plan {digest.hex()[:16]} of run {owner.hex()[:8]}"
                 raise RunError("release.plan-missing", problem, "restore the ledger from a copy")
             plans.setdefault(digest, StepPlan.from_cbor(data))
-        spent = RecordedSpend(ledger.header)
+        spent, ends = RecordedSpend(ledger.header), _by_run(ledger, RunEnd, head.size)
         with ledger.store.read() as rows:
             spent.follow(rows, head.size, ledger.checked(rows))
         return cls(
             run=run, checkpoint=head, checkpoint_text=text, header_hash=ledger.header_hash,
-            begin=_last(ledger, RunBegin, run, head.size), end=_last(ledger, RunEnd, run, head.size),
+            begin=_by_run(ledger, RunBegin, head.size).get(run), end=ends.get(run), ends=ends,
             time=ledger.leaf(head.size - 1).time, epochs=covered, plans={each: plans[each] for each in planned[run]},
             later=len(mine) - len(covered), split=frozenset(split), spent=spent,
             leaves={each: tuple(seqs) for each, seqs in leaves.items()},
             all_plans={each: tuple(plans[digest] for digest in digests) for each, digests in planned.items()},
-            ends={end.run: end for end in _records(ledger, RunEnd, head.size)},
             first_leaves={each: seq for seq, each in sorted(firsts, reverse=True)}, evaluation=evaluation,
         )  # fmt: skip
 
@@ -238,7 +237,7 @@ class RunEvidence:
         """Whether every one of these runs states that ε covers membership. A run whose end is not recorded does not."""
         return all(
             run in self.ends
-            and not self.ends[run].public_number
+            and not self.ends[run][1].public_number
             and not any(each.injection.raw for each in self.all_plans[run])
             for run in runs
         )
@@ -306,17 +305,13 @@ def check_run_facts(content: Mapping[str, Any]) -> None:
 R = TypeVar("R", RunBegin, RunEnd)
 
 
-def _records(ledger: LedgerReader, kind: type[R], size: int) -> Iterator[R]:
-    return (leaf.record for leaf in ledger.of_kind(kind, 0, size) if isinstance(leaf.record, kind))
-
-
-def _last(ledger: LedgerReader, kind: type[R], run: bytes, size: int) -> tuple[int, R] | None:
-    """Return the newest record of this kind of a run, with its leaf."""
-    found = None
-    for leaf in ledger.of_kind(kind, 0, size):
-        if isinstance(leaf.record, kind) and leaf.record.run == run:
-            found = leaf.seq, leaf.record
-    return found
+def _by_run(ledger: LedgerReader, kind: type[R], size: int) -> dict[bytes, tuple[int, R]]:
+    """Return the newest record of this kind by run, with its leaf."""
+    return {
+        leaf.record.run: (leaf.seq, leaf.record)
+        for leaf in ledger.of_kind(kind, 0, size)
+        if isinstance(leaf.record, kind)
+    }
 
 
 def file_digest(path: Path) -> str:
