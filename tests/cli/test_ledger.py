@@ -52,7 +52,10 @@ def call(ledger_call: Call) -> Call:
 def test_help_teaches(call: Call) -> None:
     code, printed, _ = call()
     assert code == 2
-    for word in ("show", "verify", "prove", "receipt", "trace", "withdraw", "prune", "checkpoint", "policy", "key"):
+    for word in (
+        "show", "verify", "prove", "receipt", "trace", "withdraw", "prune", "checkpoint", "policy", "key", "statement",
+        "reconcile",
+    ):  # fmt: skip
         assert word in printed
         help = succeeded(call(word, "--help"))
         assert "Examples" in help or "Example" in help
@@ -313,7 +316,8 @@ def test_receipt(call: Call, story: Story, tmp_path: Path) -> None:
         "mine.body", "mine.cose", "mine.leaf", "mine.tlog-proof"
     ]  # fmt: skip
     found = answer(call("receipt", "--check", "mine", "--trust", "trusted.txt", "--json"))
-    assert found == {"verified": True, "origin": ORIGIN, "index": 9, "size": 55}
+    nobody = {"cosigned": None, "required": None}  # trusted.txt names no witness
+    assert found == {"verified": True, "origin": ORIGIN, "index": 9, "size": 55, "witnesses": nobody}
     code, printed, _ = call("receipt", "--check", "mine", "--trust", "trusted.txt")
     assert code == 0
     assert "clinical" in printed

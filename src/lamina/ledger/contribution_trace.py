@@ -143,9 +143,9 @@ def leaf_differences(record: ContributionRecord | KeptContribution, given: Contr
     return [name for name, said in there.items() if here.get(name, said) != said]
 
 
-def trace_contribution(ledger: LedgerReader, leaf: Leaf) -> ContributionTrace:
-    """The trace of the contribution in a leaf."""
-    story, epochs = _ContributionHistory(ledger, leaf), []
+def trace_contribution(ledger: LedgerReader, leaf: Leaf, size: int | None = None) -> ContributionTrace:
+    """The trace of the contribution in a leaf, over the first `size` leaves; by default over all."""
+    story, epochs = _ContributionHistory(ledger, leaf, size), []
     events: dict[tuple[float, float, float], int] = {}
     for each in story.epochs():
         own = steps_by_kind(each.charges)
@@ -219,17 +219,18 @@ class _EligibleEpoch(NamedTuple):
 
 
 class _ContributionHistory:
-    def __init__(self, ledger: LedgerReader, leaf: Leaf) -> None:
-        self._ledger, self._leaf = ledger, leaf
+    def __init__(self, ledger: LedgerReader, leaf: Leaf, size: int | None = None) -> None:
+        self._ledger, self._leaf, self._size = ledger, leaf, size
         assert isinstance(leaf.record, ContributionRecord | KeptContribution)
         self.record = leaf.record
         key = leaf.record.key if isinstance(leaf.record, ContributionRecord) else None  # without it none is revoked
         withdrawn = ledger.withdrawn(leaf.seq)
-        self.withdrawal = None if withdrawn is None else ledger.leaf(withdrawn)
+        covered = withdrawn is not None and (size is None or withdrawn < size)
+        self.withdrawal = ledger.leaf(withdrawn) if withdrawn is not None and covered else None
         self.unused = 0
         self._revoked = [
             (found.seq, event.effective)
-            for found in ledger.of_kind(KeyEvents, leaf.seq)
+            for found in ledger.of_kind(KeyEvents, leaf.seq, size)
             if isinstance(found.record, KeyEvents)
             for event in found.record.events
             if event.change is KeyChange.REVOKE and event.target == key
@@ -243,7 +244,7 @@ class _ContributionHistory:
 
     def epochs(self) -> Iterator[_EligibleEpoch]:
         """The epochs in which it was eligible, and charged if it is private; the others are counted."""
-        for leaf in self._ledger.of_kind(Epoch, self._leaf.seq):
+        for leaf in self._ledger.of_kind(Epoch, self._leaf.seq, self._size):
             epoch = leaf.record
             assert isinstance(epoch, Epoch)
             segments = tuple(each for each in epoch.segments if self._eligible(each))
@@ -262,7 +263,7 @@ class _ContributionHistory:
         """The releases of runs that trained while it was eligible; after `epochs` was read."""
         return tuple(
             leaf
-            for leaf in self._ledger.of_kind(Release, self._leaf.seq)
+            for leaf in self._ledger.of_kind(Release, self._leaf.seq, self._size)
             if isinstance(leaf.record, Release)
             and any(run in leaf.record.runs and seq < leaf.seq for run, seq in self._closed)
         )

@@ -254,9 +254,9 @@ class LedgerReader:
         """The right edge of the tree of so many leaves, from its tiles."""
         return merkle.frontier_at(self._nodes, self._within(size))
 
-    def receipt(self, seq: int) -> bytes:
-        """The COSE receipt (RFC 9942) of a leaf under the newest checkpoint."""
-        signed, data = self._covered(seq)
+    def receipt(self, seq: int, size: int | None = None) -> bytes:
+        """The COSE receipt (RFC 9942) of a leaf under the checkpoint of that size; by default the newest."""
+        signed, data = self._covered(seq, size)
         head, _ = parse_checkpoint(signed.text)
         seal = TreeSignature(self.origin, head.size, head.root, signed.seal[:32], signed.seal[32:])
         return make_receipt(seal, leaf_hash(data.leaf), seq, self.prove(seq, head.size))
@@ -268,9 +268,9 @@ class LedgerReader:
 
     # ----------------------------------------------------------------------------------- inside
 
-    def _covered(self, seq: int) -> tuple[StoredCheckpoint, StoredLeaf]:
+    def _covered(self, seq: int, size: int | None = None) -> tuple[StoredCheckpoint, StoredLeaf]:
         with self.store.read() as rows:
-            data, signed = self._raw(rows, seq), rows.checkpoint()
+            data, signed = self._raw(rows, seq), rows.checkpoint(size)
         if signed is None or signed.size <= seq:
             raise LedgerError(
                 "ledger.not-covered", f"no checkpoint covers leaf {seq} yet", "sign one: ledger.checkpoint()"

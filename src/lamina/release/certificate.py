@@ -482,7 +482,7 @@ def _layers(evidence: RunEvidence) -> list[dict[str, Any]]:
 # ------------------------------------------------------------------------------------------ conditions
 
 # conditions that the trainer states in the end record: (required value, reason if it differs)
-_RUN_CONDITIONS = {
+RUN_CONDITIONS = {
     "noise": ("secure", "the noise came from a seed that somebody chose, so whoever knows the seed can take it away"),
     "sampling": ("poisson", "contributions were not Poisson-sampled, so amplification by sampling cannot be claimed"),
     "probed": (True, "nobody tested that contributions do not influence each other in augmentation, model and loss"),
@@ -497,7 +497,7 @@ def _conditions(evidence: RunEvidence, delta: float, failed: Mapping[str, str]) 
     stated, ended = evidence.ended.conditions(evidence.plan.adjacency), (evidence.end[0],)
     found = [
         Condition(name=name, holds=stated[name] == wanted, reason=why, source=BY_TRAINER, leaves=ended)
-        for name, (wanted, why) in _RUN_CONDITIONS.items()
+        for name, (wanted, why) in RUN_CONDITIONS.items()
     ]
     found += [
         Condition(name=name, holds=name not in failed, reason=failed.get(name, ""), source=BY_ISSUER)

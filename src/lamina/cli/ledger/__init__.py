@@ -9,7 +9,7 @@ import typer
 from lamina.cli.ledger.governing_commands import init, sign, submit, terms
 from lamina.cli.ledger.policy_key_commands import key, policy
 from lamina.cli.ledger.proof_commands import checkpoint, copy, heartbeat, prove, receipt, verify
-from lamina.cli.ledger.reconcile_command import reconcile
+from lamina.cli.ledger.reconcile_command import reconcile, statement
 from lamina.cli.ledger.record_commands import prune, show, trace
 from lamina.cli.ledger.withdraw_commands import request, withdraw
 from lamina.cli.terminal import PlainCommand, PlainGroup, help_text
@@ -28,6 +28,7 @@ To check one:
 If you contributed:
 
   lamina ledger receipt ledger.db DIGEST -o mine      a proof to keep
+  lamina ledger statement ledger.db DIGEST -o DIR     a signed letter: where it was used, what it lost
   lamina ledger request FOLDER --reason consent --key alice.key
   lamina ledger reconcile ledger.db DIGEST -o DIR     what a deletion request comes to
 
@@ -54,8 +55,8 @@ or the number of a leaf, works too. For the ε that every class has spent: lamin
 
 app = typer.Typer(cls=PlainGroup, no_args_is_help=True, add_completion=False, help=help_text(_HELP))
 _COMMANDS: tuple[Callable[..., None], ...] = (
-    show, verify, prove, receipt, trace, reconcile, request, withdraw, prune, checkpoint, heartbeat, copy, policy, key, init,
-    terms, sign, submit,
+    show, verify, prove, receipt, trace, statement, reconcile, request, withdraw, prune, checkpoint, heartbeat, copy, policy, key,
+    init,     terms, sign, submit,
 )  # fmt: skip
 for _command in _COMMANDS:
     app.command(_command.__name__, cls=PlainCommand, help=help_text(_command.__doc__))(_command)

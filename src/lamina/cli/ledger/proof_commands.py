@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from lamina.admit import keys
-from lamina.admit.keys import format_utc
+from lamina.admit.keys import format_utc, parse_time
+from lamina.admit.signed_json import MAX_STATEMENT_BYTES
+from lamina.cli.ledger.reconcile_command import letter_text
 from lamina.cli.open_ledger import LEAF_HELP, contribution_digest, open_ledger, open_view, print_compared
 from lamina.cli.terminal import (
     LEDGER_HELP,
@@ -49,6 +52,7 @@ from lamina.ledger.verify.report import Verification
 from lamina.ledger.verify.tree_checks import KnownCheckpoint, Trust
 from lamina.ledger.verify.verifier import verify as audit
 from lamina.plan.table import printable
+from lamina.release.contributor_statement import compare_statement, letter, read_statement
 
 _PLURALS = {"policy": "policies", "pruned": "pruned"}
 
@@ -347,7 +351,9 @@ def receipt(
     output: Annotated[Path, option("beginning of the file names", "--output", "-o", metavar="PREFIX")] = Path(
         "receipt"
     ),
-    check: Annotated[Path | None, option("check a receipt instead; needs --trust, no ledger", metavar="PREFIX")] = None,
+    check: Annotated[
+        Path | None, option("check a receipt, or statement.cose, instead; needs --trust", metavar="PREFIX")
+    ] = None,
     trust: Annotated[Path | None, option("for --check: the ledger's own keys, from elsewhere", metavar="KEYS")] = None,
     folder: Annotated[Path | None, option("for --check: compare the record with this contribution")] = None,
     as_json: JsonOption = False,
@@ -361,16 +367,24 @@ def receipt(
     A contribution that is given by its folder is compared with its record: descriptor, attestation, payload. Every
     difference is named; the exit code is then 1.
 
+    With --check, the same for a receipt that you kept, or for the statement of lamina ledger statement, which is then
+    printed. It says how many witnesses cosigned, of how many required by your key ring (and by the terms, if a statement or
+    a ledger is given), and fails if your key ring names witnesses and fewer did. A ledger is not needed; if you give it,
+    its tree must have the root of the receipt, and the facts of a statement are computed again.
+
     Examples:
 
       lamina ledger receipt ledger.db 9f86d081 -o mine
       lamina ledger receipt ledger.db contributions/p001 -o mine
       lamina ledger receipt --check mine --trust ledger.pub --folder contributions/p001
+      lamina ledger receipt --check statement.cose --trust trusted.json
     """
     if check is not None:
         if trust is None:
             raise typer.BadParameter("give the ledger's keys", param_hint="--trust")
-        _check_receipt(check, Trust.load(trust), folder, as_json)
+        with nullcontext() if ledger is None else open_view(ledger) as reader:
+            examine = _check_statement if check.is_file() else _check_receipt
+            examine(check, Trust.load(trust), reader, folder, as_json)
         return
     if ledger is None or name is None:
         raise typer.BadParameter("give a ledger and a leaf, or --check", param_hint="LEDGER")
@@ -392,7 +406,41 @@ def receipt(
     print_compared(made, said, name, leaves.decode_leaf(StoredLeaf(leaf, body)).record, as_json)
 
 
-def _check_receipt(prefix: Path, trust: Trust, folder: Path | None, as_json: bool) -> None:
+def _check_statement(path: Path, trust: Trust, book: LedgerReader | None, folder: Path | None, as_json: bool) -> None:
+    """Check the statement of a contributor, and print its letter."""
+    data = keys.read_small(path, "the statement", most=MAX_STATEMENT_BYTES)
+    content, note, record = read_statement(data, trust)
+    since = None if book is None else compare_statement(content, book)
+    last = parse_time(content["as_of"])
+    counted, line = _count_witnesses(note, last, trust, content["witnesses_required"])
+    lines = [f"verified: statement of {content['ledger']['origin']} as of {content['as_of']}", f"  {line}"]
+    if since is not None:
+        lines.append(
+            f"  every fact is the ledger's at that checkpoint; it has {pluralize(since, 'leaf', 'leaves')} more now"
+        )
+    made = {"verified": True, "compared": since is not None, "witnesses": counted, "statement": content}
+    print_compared(made, "\n".join([*lines, letter_text(letter(content))]), folder, record, as_json)
+
+
+def _count_witnesses(
+    note: notes.Note, time: int, trust: Trust, required: int | None
+) -> tuple[dict[str, int | None], str]:
+    """Return how many trusted witnesses cosigned, of how many required by the key ring and by the terms of the ledger.
+
+    NotVerified if the key ring names witnesses and fewer cosigned. `required` is None if the terms are not known.
+    """
+    counted, quorum = trust.check_witnesses(note, time)
+    wanted = max(quorum, required or 0)
+    if not trust.names(Role.WITNESS):
+        terms = "" if required is None else f"; the terms of the ledger require {required or 'none'}"
+        return {"cosigned": None, "required": required}, f"witnesses: not counted, as --trust names none{terms}"
+    if counted < wanted:
+        problem = f"{counted} trusted witnesses cosigned the checkpoint, the terms of the ledger require {wanted}"
+        raise NotVerified("ledger.quorum-not-reached", problem, "ask the witnesses, or get a copy with cosignatures")
+    return {"cosigned": counted, "required": wanted}, f"witnesses: {counted} cosigned, of {wanted} required"
+
+
+def _check_receipt(prefix: Path, trust: Trust, book: LedgerReader | None, folder: Path | None, as_json: bool) -> None:
     """Check both proofs by the trusted keys of their origin."""
     leaf, cose, text = (
         keys.read_small(_with_suffix(prefix, s), "the receipt", most=_MAX_FILE_BYTES)
@@ -426,8 +474,12 @@ def _check_receipt(prefix: Path, trust: Trust, folder: Path | None, as_json: boo
         raise NotVerified(
             "cli.receipt-proofs-differ", f"the proofs are of leaves {found.index} and {proof.index}", _ASK_AGAIN
         )
-    made = {"verified": True, "origin": found.origin, "index": found.index, "size": head.size}
-    said = f"verified: leaf {found.index} of {head.size:,} in {found.origin}, {format_utc(kept.time)}"
+    if book is not None and (book.origin, book.root_at(head.size)) != (found.origin, head.root):
+        raise NotVerified("cli.receipt-other-ledger", f"the ledger {book.name} is not that of the receipt", _ASK_AGAIN)
+    required = None if book is None else book.parties(head.size).witnesses
+    counted, line = _count_witnesses(notes.parse_checkpoint(proof.checkpoint)[1], kept.time, trust, required)
+    made = {"verified": True, "origin": found.origin, "index": found.index, "size": head.size, "witnesses": counted}
+    said = f"verified: leaf {found.index} of {head.size:,} in {found.origin}, {format_utc(kept.time)}\n  {line}"
     told = KIND_NAMES[kept.kind] if record is None else describe_leaf(record)
     print_compared(made, f"{said}\n  {told}", folder, record and record.record, as_json)
 

@@ -1,64 +1,144 @@
-"""`lamina ledger reconcile`: what a deletion request comes to, as JSON and as a page; and the content anchor."""
+"""`lamina ledger statement, reconcile`: what a contributor is told: a signed statement with its letter; a deletion request."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from lamina.admit.keys import replace_file
-from lamina.admit.signed_json import canonical_json
+from lamina.admit.signed_json import canonical_json, sign_json
 from lamina.cli.ledger.record_commands import DigestArgument
-from lamina.cli.open_ledger import contribution_digest, open_view
-from lamina.cli.terminal import JsonOption, LedgerArgument, option, print_answer
-from lamina.ledger.reader import find_contributions
-from lamina.release.reconciliation import anchor_record
+from lamina.cli.open_ledger import contribution_digest, open_ledger, open_view
+from lamina.cli.terminal import (
+    JsonOption,
+    KeyOption,
+    LedgerArgument,
+    PassphraseOption,
+    existing_ledger,
+    option,
+    print_answer,
+    print_note,
+)
+from lamina.errors import LaminaError
+from lamina.ledger.corpus_terms import ledger_key_path
+from lamina.ledger.reader import find_contributions, find_leaf
+from lamina.ledger.store.sqlite import is_postgres_url
+from lamina.ledger.writer import Ledger
+from lamina.release.contributor_statement import (
+    CONTRIBUTOR_STATEMENT,
+    letter,
+    letter_pdf,
+    signed_size,
+    statement_content,
+)
+from lamina.release.reconciliation import RECONCILIATION, anchor_record
 from lamina.release.reconciliation import reconcile as reconciled
-from lamina.report.pages import reconciliation_page
+from lamina.report.pages import reconciliation_page, render, stylesheet
+
+
+def statement(
+    ledger: LedgerArgument,
+    name: DigestArgument,
+    key: KeyOption = None,
+    out: Annotated[Path, option("folder for the files", "--output", "-o", metavar="DIR")] = Path("statement"),
+    passphrase_file: PassphraseOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write a contributor's statement: where one contribution may have been used, what it has lost, and how to withdraw it.
+
+    Writes statement.cose, signed by the ledger's key (default: the key beside the ledger), and the same as a letter on one
+    page, letter.html and letter.pdf. It signs a checkpoint and verifies the ledger first. The signed file has receipts of
+    the contribution, its epochs, the releases that stand on it, and its withdrawal.
+
+    The contributor checks it without the ledger: lamina ledger receipt --check statement.cose --trust ledger.pub. With
+    the ledger as well, every fact is computed again.
+
+    Examples:
+
+      lamina ledger statement ledger.db 9f86d081 --key ledger.key -o for-p001
+      lamina ledger receipt --check for-p001/statement.cose --trust ledger.pub
+      lamina ledger receipt ledger.db --check for-p001/statement.cose --trust ledger.pub
+    """
+    place = existing_ledger(ledger)
+    if key is None and not is_postgres_url(place) and (beside := ledger_key_path(place)).exists():
+        key = beside
+    with open_ledger(ledger, key, passphrase_file) as book:
+        signer, size = book.signing_key(), signed_size(book)
+        (leaf,) = find_contributions(book, str(find_leaf(book, contribution_digest(name))))
+        content = statement_content(book, leaf.seq, size)
+    page = letter(content)
+    files = {"statement.cose": sign_json(content, signer, CONTRIBUTOR_STATEMENT), "letter.html": letter_page(page)}
+    try:
+        files["letter.pdf"] = letter_pdf(page)
+    except LaminaError as error:
+        print_note(f"no PDF: {error.problem}; {error.remedy}")
+    written = _write(out, files)
+    print_answer({**content, "files": written}, "\n".join([letter_text(page), *_listed(written)]), as_json)
+
+
+def letter_page(page: dict[str, Any]) -> bytes:
+    """The letter as HTML."""
+    from markupsafe import Markup
+
+    return render(
+        "letter.html", title="Statement about your contribution", style=Markup(stylesheet()), letter=page
+    ).encode()
+
+
+def letter_text(page: dict[str, Any]) -> str:
+    """The letter for a terminal."""
+    lines = [page["summary"], *(f"  {name:<13} {value}" for name, value in page["facts"])]
+    for section in page["sections"]:
+        lines += ["", section["heading"], *(f"  {part}" for part in section["text"])]
+    return "\n".join(lines)
+
+
+def _write(out: Path, files: dict[str, bytes]) -> list[str]:
+    out.mkdir(parents=True, exist_ok=True)
+    for name, data in files.items():
+        replace_file(out / name, data, "the file", mode=0o600)
+    return [str(out / name) for name in files]
+
+
+def _listed(written: list[str]) -> list[str]:
+    return [f"  written: {each}" for each in written]
 
 
 def reconcile(
     ledger: LedgerArgument,
     name: DigestArgument,
+    key: KeyOption = None,
     out: Annotated[
         Path | None, option("folder for the files; default: none are written", "--output", "-o", metavar="DIR")
     ] = None,
+    passphrase_file: PassphraseOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Reconcile a deletion request: every event, every released model and the ε attributable to one contribution.
 
-    With --output it writes reconciliation.json, reconciliation.html (for whoever asked), and anchor.json: the content anchor of
-    the contribution, with its receipt. The anchor, or a C2PA manifest (as JSON) that carries it as the assertion
-    lamina.contribution, may be given wherever a DIGEST is asked for.
+    With --output it writes reconciliation.json, reconciliation.html (for the person who asked), and anchor.json: the content
+    anchor of the contribution, with its receipt. The anchor, or a C2PA manifest (as JSON) that carries it as the assertion
+    lamina.contribution, may be given wherever a DIGEST is asked for. With --key, the ledger's key signs a checkpoint and
+    the reconciliation as of it: reconciliation.cose.
 
     Examples:
 
-      lamina ledger reconcile ledger.db 9f86d081 -o request-17
+      lamina ledger reconcile ledger.db 9f86d081 -o request-17 --key ledger.key
       lamina ledger reconcile ledger.db anchor.json --json
     """
-    with open_view(ledger) as book:
+    with open_ledger(ledger, key, passphrase_file) if key is not None else open_view(ledger) as book:
+        size = signed_size(book) if isinstance(book, Ledger) else None
         leaf, *_ = find_contributions(book, contribution_digest(name))
-        found, anchor = reconciled(book, leaf), anchor_record(book, leaf)
+        found, anchor = reconciled(book, leaf, size), anchor_record(book, leaf)
+        signed = sign_json(found, book.signing_key(), RECONCILIATION) if isinstance(book, Ledger) else None
     written = []
     if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
         page = reconciliation_page(found).encode()
-        for file, data in {
-            "reconciliation.json": canonical_json(found),
-            "reconciliation.html": page,
-            "anchor.json": canonical_json(anchor),
-        }.items():
-            replace_file(out / file, data, "the reconciliation", mode=0o644)
-            written.append(str(out / file))
+        files = {"reconciliation.json": canonical_json(found), "reconciliation.html": page}
+        files |= {"anchor.json": canonical_json(anchor)} | ({} if signed is None else {"reconciliation.cose": signed})
+        written = _write(out, files)
     lines = [
         found["statement"],
         *(f"  run {each['run'][:8]}: {each['steps']} steps, ε {each['epsilon']}" for each in found["runs"]),
     ]
-    lines += [
-        f"  model {each['name'] or 'of unknown name'}, released {each['time']}, manifest {each['manifest'][:16]}"
-        for each in found["releases"]
-    ]
-    print_answer(
-        {**found, "anchor": anchor, "files": written},
-        "\n".join([*lines, *(f"  written: {each}" for each in written)]),
-        as_json,
-    )
+    print_answer({**found, "anchor": anchor, "files": written}, "\n".join([*lines, *_listed(written)]), as_json)

@@ -160,10 +160,10 @@ class Trust:
             fail(0, TRUSTED_KEYS, "verify.header-not-by-trusted-key", reason)
         return found
 
-    def check_witnesses(self, note: Note, time: int, now: int | None = None) -> None:
-        """NotVerified unless as many witnesses of the ring as it says cosigned: all that it has, if it says nothing.
+    def check_witnesses(self, note: Note, time: int, now: int | None = None) -> tuple[int, int]:
+        """Return how many witnesses of the ring cosigned, and how many must: its quorum, or all that it has.
 
-        `time` is that of the last leaf. A key that took over from another is the same witness, once.
+        NotVerified if fewer did. `time` is that of the last leaf. A key that took over from another is the same witness.
         """
         at = int(system.time()) if now is None else now
         quorum = None if self.ring is None else self.ring.quorum
@@ -175,6 +175,7 @@ class Trust:
             raise NotVerified(
                 "ledger.quorum-not-reached", problem, "ask the witnesses, or get a copy with cosignatures"
             )
+        return len(counted), wanted
 
     def cosigned(self, note: Note, time: int, now: int, *, refuse_later: bool = False) -> dict[bytes, int]:
         """Return the witnesses of the key ring that cosigned a checkpoint, each with its newest time of signing.

@@ -1,0 +1,342 @@
+"""The statement for a contributor: what a ledger records about one contribution, signed by the ledger's key, and as a letter.
+
+`statement_content` computes the facts at a checkpoint; they are signed as JSON (COSE_Sign1). `letter` puts the same facts
+into sentences. The receipts in it prove leaves of the ledger to a reader who has only the ledger's public key: the
+contribution, its epochs, its withdrawal, and releases. That no epoch is missing, and ε, are proven only by the ledger
+itself: `compare_statement` computes the facts again.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections import Counter
+from collections.abc import Mapping
+from functools import partial
+from importlib import resources
+from typing import Any
+
+from lamina.account.schedule import EventKey, rdp_order_of
+from lamina.admit.keys import PublicKey
+from lamina.admit.signed_json import parse_json, read_cose
+from lamina.errors import EncodingError, LaminaError, LedgerError, NotVerified
+from lamina.ledger.contribution_trace import account_of, trace_contribution
+from lamina.ledger.governance_records import Release, Withdrawal
+from lamina.ledger.key_state import check_key_may_sign
+from lamina.ledger.reader import LedgerReader
+from lamina.ledger.receipt import Receipt, verify_receipt
+from lamina.ledger.records import ContributionRecord, Epoch, KeptContribution, KeptLeaf, Leaf, decode_kept, decode_leaf
+from lamina.ledger.run_records import RunEnd
+from lamina.ledger.schema import pluralize
+from lamina.ledger.show import epsilon_or_none
+from lamina.ledger.signed_checkpoint import LedgerCheckpoint, Note, NoteKey, parse_checkpoint, verify_checkpoint
+from lamina.ledger.store.rows import StoredLeaf
+from lamina.ledger.verify.tree_checks import Trust
+from lamina.ledger.verify.verifier import verify
+from lamina.ledger.writer import Ledger
+from lamina.plan.step_plan import Clipping, StepPlan
+from lamina.plan.table import epsilon_text
+from lamina.release.certificate import RUN_CONDITIONS
+from lamina.release.reconciliation import (
+    loss_sentences,
+    model_sentences,
+    reconciled_facts,
+    use_sentences,
+    withdrawal_sentences,
+)
+from lamina.release.risk_statements import content_sentence, membership_sentence, risk_figures
+
+CONTRIBUTOR_STATEMENT = "application/lamina-contributor-statement+json"
+
+
+def statement_content(ledger: LedgerReader, seq: int, size: int) -> dict[str, Any]:
+    """Return the facts about the contribution in leaf `seq`, as of the checkpoint of that size."""
+    with ledger.store.read() as rows:
+        signed = rows.checkpoint(size)
+    if signed is None or signed.size <= seq:
+        problem = f"the ledger {ledger.name} has no checkpoint of {size} leaves that covers leaf {seq}"
+        raise LedgerError("ledger.not-covered", problem, "sign one: lamina ledger checkpoint LEDGER --key KEY")
+    header, keys = ledger.header, ledger.parties(size)
+    trace = trace_contribution(ledger, ledger.leaf(seq), size)
+    found = reconciled_facts(ledger, trace, size)
+    epochs = [each.leaf.record for each in trace.epochs if isinstance(each.leaf.record, Epoch)]
+    plans = {epoch.plan: StepPlan.from_cbor(data) for epoch in epochs if (data := ledger.blob(epoch.plan)) is not None}
+    ends = {end.record.run: end.record for end in ledger.of_kind(RunEnd, 0, size) if isinstance(end.record, RunEnd)}
+    for run in found["runs"]:
+        mine = [plans[epoch.plan] for epoch in epochs if epoch.run.hex() == run["run"]]
+        adjacency = max((plan.adjacency for plan in mine), key=len)  # zero-out, if one of them is
+        end = ends.get(bytes.fromhex(run["run"]))
+        sound = not any(plan.claimed or plan.clipping is Clipping.ELEMENTWISE for plan in mine)
+        run["conditions"] = None if end is None else end.conditions(adjacency) | {"sound_plan": sound}
+    events = Counter[EventKey]()
+    for each in trace.epochs:
+        events.update(each.events)
+    proven = not found["contribution"]["public"] and found["epsilon"] is not None and not _broken(found)
+    stated = all(run["conditions"] and run["conditions"]["adjacency"] == "add/remove" for run in found["runs"])
+    correlated = any(plan.bands > 1 for plan in plans.values())
+    figures = partial(risk_figures, events, accountant=header.accountant, correlated=correlated)
+    units = (each.unit for plan in plans.values() for each in plan.classes if each.name == trace.record.bound[0])
+    last, *_ = [each.leaf.seq for each in reversed(trace.epochs)] or [seq]
+    proofs = [trace.leaf, *(each.leaf for each in trace.epochs), *trace.releases]
+    proofs += [] if trace.withdrawal is None else [trace.withdrawal]
+    return {
+        **found,
+        "unit": next(units, "contribution"),
+        "delta": header.delta,
+        "accountant": header.accountant,
+        "membership": figures(of="membership") if proven and stated else None,
+        "content": figures(of="content") if proven else None,
+        "withdraw": keys.withdraw.name.lower(),
+        "witnesses_required": keys.witnesses,
+        "checkpoint": signed.text,
+        "receipts": [
+            _proof(ledger, each, size, body=each.kind is not Epoch or each.seq == last)
+            for each in sorted(proofs, key=lambda each: each.seq)
+        ],
+    }
+
+
+def _proof(ledger: LedgerReader, leaf: Leaf, size: int, *, body: bool) -> dict[str, Any]:
+    """Return a leaf with its receipt. Of epochs but the last, the body stays out: it is about other people too."""
+    data, rest = ledger.raw(leaf.seq)
+    parts = {"leaf": data, "body": rest if body else None, "receipt": ledger.receipt(leaf.seq, size)}
+    encoded = {name: None if part is None else base64.b64encode(part).decode() for name, part in parts.items()}
+    return {"index": leaf.seq, **encoded}
+
+
+def signed_size(ledger: Ledger) -> int:
+    """Sign a checkpoint and return its size, if the ledger's key may state facts as of it.
+
+    The ledger is verified first, except for attestations. NotVerified if that fails.
+    """
+    size = parse_checkpoint(ledger.checkpoint())[0].size
+    check_key_may_sign(ledger.parties(size), ledger.signing_key(), ledger.leaf(size - 1).time)
+    _check_ledger(ledger)
+    return size
+
+
+def _check_ledger(ledger: LedgerReader) -> None:
+    if (wrong := verify(ledger.store, signatures=False).problem) is not None:
+        problem = f"the ledger {ledger.name} does not verify: {wrong}"
+        raise NotVerified("release.ledger-not-verified", problem, "restore the ledger from a copy")
+
+
+# ------------------------------------------------------------------------------------------ checking
+
+_ASK = "ask whoever keeps the ledger for another statement"
+
+
+def read_statement(data: bytes, trust: Trust) -> tuple[dict[str, Any], Note, ContributionRecord | KeptContribution]:
+    """Return a statement that a trusted key of its ledger signed, its checkpoint, and the record of the contribution.
+
+    Raises NotVerified if the key, a receipt, or what a receipt proves differs; EncodingError for any other file.
+    """
+    # 1. A trusted ledger key signed it.
+    message = read_cose(data, CONTRIBUTOR_STATEMENT)
+    content = parse_json(message.payload, "the statement")
+    try:
+        origin = content["ledger"]["origin"]
+        keys = trust.keys(origin)
+        if message.by(keys) is None:
+            problem = (
+                f"the statement of {origin!r} is not signed by a trusted key; it names key {message.kid.hex()[:16]}"
+            )
+            raise NotVerified("release.statement-not-by-key", problem, "give the ledger's own public key")
+        # 2. So is its checkpoint, of the tree that it names.
+        head = verify_checkpoint(
+            content["checkpoint"], [NoteKey(origin, key) for key in dict.fromkeys(keys)], origin=origin
+        )
+        if (head.size, head.root.hex()) != (content["ledger"]["size"], content["ledger"]["root"]):
+            raise _differs("its checkpoint is of another tree than it names")
+        # 3. Every receipt proves its leaf in this tree.
+        leaves = {each["index"]: _check_proof(each, keys, head) for each in content["receipts"]}
+        # 4. The facts are those of the leaves.
+        _check_facts(content, leaves)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise EncodingError("release.statement-malformed", f"the statement lacks a field: {error!r}", _ASK) from None
+    return content, parse_checkpoint(content["checkpoint"])[1], leaves[content["contribution"]["index"]][1]
+
+
+def _check_proof(proof: Mapping[str, Any], keys: list[PublicKey], head: LedgerCheckpoint) -> tuple[KeptLeaf, Any]:
+    """Return a leaf that its receipt proves, and its record; of an epoch without its body, None."""
+    leaf, receipt = (base64.b64decode(proof[name], validate=True) for name in ("leaf", "receipt"))
+    body = None if proof["body"] is None else base64.b64decode(proof["body"], validate=True)
+    found, kept = Receipt.decode(receipt), decode_kept(leaf)
+    shown = any(verify_receipt(receipt, leaf, key, head.origin) for key in keys)
+    if not shown or (found.size, found.index) != (head.size, kept.seq) or kept.seq != proof["index"]:
+        raise _differs(f"the receipt of leaf {proof['index']} does not prove it")
+    bare = body is None and kept.kind is Epoch
+    return kept, None if bare else decode_leaf(StoredLeaf(leaf, body)).record
+
+
+def _check_facts(content: Mapping[str, Any], leaves: Mapping[int, tuple[KeptLeaf, Any]]) -> None:
+    """Raise NotVerified unless the facts are those that the leaves prove."""
+    told, gone, events = content["contribution"], content["withdrawn"], content["events"]
+    record = leaves[told["index"]][1]
+    facts = [(record.descriptor.hex(), told["descriptor"], "its receipt is of another contribution")]
+    facts += [((record.bound[0], not record.bound[2]), (told["class"], told["public"]), "it names another class")]
+    if gone is not None:
+        facts.append((leaves[gone["index"]][1].target, told["index"], "its withdrawal is of another contribution"))
+    for each in content["releases"]:
+        facts.append((leaves[each["index"]][1].manifest.hex(), each["manifest"], "it names another release"))
+    if events and (account := account_of(leaves[events[-1]["index"]][1].accounts, record.bound)) is not None:
+        facts.append((epsilon_or_none(account.spend), events[-1]["epsilon_account"], "its last epoch states another ε"))
+    stated = {told["index"]: ContributionRecord} | {each["index"]: Epoch for each in events}
+    stated |= {each["index"]: Release for each in content["releases"]} | ({gone["index"]: Withdrawal} if gone else {})
+    facts.append(
+        ({seq: kept.kind for seq, (kept, _) in leaves.items()}, stated, "it proves other leaves than it states")
+    )
+    for proven, said, problem in facts:
+        if proven != said:
+            raise _differs(problem)
+
+
+def compare_statement(content: Mapping[str, Any], ledger: LedgerReader) -> int:
+    """Return how many leaves the ledger has gained since; NotVerified if it gives other facts at the same checkpoint.
+
+    The ledger is verified first, except for attestations.
+    """
+    _check_ledger(ledger)
+    size, seq = int(content["ledger"]["size"]), int(content["contribution"]["index"])
+    if ledger.header_hash.hex() != content["ledger"]["header"]:
+        raise _differs("it is about another ledger")
+    if isinstance(ledger.leaf(seq).record, KeptContribution) and not content["contribution"]["pruned"]:
+        problem = f"the body of leaf {seq} was pruned after the statement, whose facts cannot be computed again"
+        raise LedgerError("release.statement-of-pruned", problem, "check it without the ledger")
+    again = statement_content(ledger, seq, size)
+    again["checkpoint"] = content["checkpoint"]  # it gains cosignatures; the tree is compared by its root
+    if wrong := [name for name in again if again[name] != content.get(name)]:
+        raise _differs(f"the ledger gives another {' and '.join(wrong)}")
+    return ledger.size - size
+
+
+def _differs(problem: str) -> NotVerified:
+    return NotVerified("release.statement-differs", f"the statement is wrong: {problem}", _ASK)
+
+
+# ------------------------------------------------------------------------------------------ the letter
+
+
+def letter(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the letter to the contributor: facts, and sections of sentences. It follows from the statement alone.
+
+    A text that begins with "lamina " is a command.
+    """
+    told, tree, gone = content["contribution"], content["ledger"], content["withdrawn"]
+    lost = f"at most ε {epsilon_text(content['epsilon'] or 0)} lost"
+    if not told["public"] and (content["epsilon"] is None or _broken(content)):
+        lost = "no protection is proven"
+    summary = [
+        f"withdrawn on {gone['time'][:10]}" if gone else "expired" if _expired(content) else "in force",
+        "not protected: declared public" if told["public"] else lost,
+        pluralize(len(content["releases"]), "released model"),
+    ]
+    facts = {
+        "contribution": told["descriptor"],
+        "ledger": f"{tree['origin']}, {tree['size']:,} leaves",
+        "as of": content["as_of"],
+        "admitted": f"{told['admitted']} (leaf {told['index']}), class {told['class']}",
+        "valid until": told["expires"],
+    }
+    pruned = ["Its record was pruned: who signed it and when is no longer in the ledger, and a revocation of its key is not "
+              "taken into account."] * told["pruned"]  # fmt: skip
+    sections = {
+        "Where it may have been used": [*use_sentences(content), *pruned],
+        "What others could learn from it": _risk_sentences(content),
+        "Models that stand on it": [
+            *model_sentences(content),
+            "A model that was given away without a release record is not listed.",
+        ],
+        "Withdrawal": [*withdrawal_sentences(content), *_withdraw_help(content)],
+        "What this letter does not show": [
+            "The ledger is kept by those who train. It does not prove that the noise was added, that no other training used "
+            "your data, or that other ledgers do not hold it."
+        ],
+        "How to check it": [
+            "This letter repeats statement.cose, which the ledger's key signed. Get the public key of the ledger by another way "
+            "than this letter, and run:",
+            "lamina ledger receipt --check statement.cose --trust ledger.pub",
+        ],
+    }
+    return {
+        "summary": " · ".join(summary),
+        "facts": list(facts.items()),
+        "sections": [{"heading": name, "text": text} for name, text in sections.items()],
+    }
+
+
+def _expired(content: Mapping[str, Any]) -> bool:
+    return bool(content["contribution"]["expires"] <= content["as_of"])  # times of one format
+
+
+def _broken(content: Mapping[str, Any]) -> list[str]:
+    """Return what voids the figures of runs: what the trainer stated, or a plan whose noise is too small."""
+    wanted = {name: value for name, (value, _) in RUN_CONDITIONS.items()} | {"sound_plan": True}
+    return [
+        f"run {run['run'][:8]}: {name} is {run['conditions'][name]}"
+        for run in content["runs"]
+        for name, value in wanted.items()
+        if run["conditions"] and run["conditions"][name] != value
+    ]
+
+
+def _risk_sentences(content: Mapping[str, Any]) -> list[str]:
+    """Return ε and what it means, in natural frequencies; or why nothing is stated."""
+    if content["contribution"]["public"] or content["epsilon"] is None or not content["runs"]:
+        return loss_sentences(content)
+    if broken := _broken(content):
+        return [f"No protection is proven, because of what is recorded about the training: {'; '.join(broken)}."]
+    unit, membership, inside = content["unit"], content["membership"], content["content"]
+    said = [
+        *loss_sentences(content),
+        f"ε is stated at δ = {content['delta']:g}, for one {unit}, over all runs together.",
+    ]
+    if membership is not None:
+        said.append(membership_sentence(unit, membership))
+    elif all(run["conditions"] for run in content["runs"]):
+        said.append(f"Whether one {unit} took part is not protected: the number of contributions was public.")
+    else:
+        said.append(
+            "A run has not recorded its end yet, so no figure is stated for whether others can tell that you took part."
+        )
+    said += [] if inside is None else [content_sentence(unit, inside)]
+    if len(content["runs"]) > 1 and rdp_order_of(content["accountant"]) is None:
+        said.append(
+            "The figures over all runs assume that no plan depended on what an earlier model revealed about single "
+            "contributions. Nothing in the ledger shows whether this holds."
+        )
+    return [*said, "These are limits for the best attacker who sees everything that was released. They do not say how likely an "
+            "attack is."]  # fmt: skip
+
+
+def _withdraw_help(content: Mapping[str, Any]) -> list[str]:
+    """Return how to withdraw; after a withdrawal, where its proof is and what it does not change."""
+    if content["withdrawn"] is not None:
+        return [
+            f"The proof of the withdrawal is in the signed file: the receipt of leaf {content['withdrawn']['index']}. Models that "
+            "were trained before it are not unlearned, and the ε above stays spent."
+        ]
+    if _expired(content):
+        return ["It has expired and is in no later segment of training, so there is nothing left to withdraw."]
+    who = (
+        "The ledger accepts only signed requests: yours, or one that an operator signs for a letter from you."
+        if content["withdraw"] == "signed"
+        else "You can also ask whoever keeps the ledger by letter."
+    )
+    return [
+        f"To withdraw it, sign a request with your own key and send it to whoever keeps the ledger. {who}",
+        "lamina ledger request FOLDER --reason consent --key YOUR.key -o request.cose",
+    ]
+
+
+def letter_pdf(page: Mapping[str, Any]) -> bytes:
+    """Return the letter as a PDF, by typst; the same bytes each time."""
+    try:
+        import typst
+    except ImportError:
+        problem = "the PDF needs typst, which is not installed"
+        raise LaminaError("release.typst-missing", problem, "pip install 'lamina[report]', or use the HTML") from None
+    template = resources.files("lamina.release").joinpath("statement.typ").read_bytes()
+    made = typst.compile(template, sys_inputs={"data": json.dumps(page)}, ignore_system_fonts=True, timestamp=0)
+    assert isinstance(made, bytes)
+    return made
