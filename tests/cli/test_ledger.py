@@ -54,7 +54,7 @@ def test_help_teaches(call: Call) -> None:
     assert code == 2
     for word in (
         "show", "verify", "prove", "receipt", "trace", "withdraw", "prune", "checkpoint", "policy", "key", "statement",
-        "reconcile",
+        "witness", "reconcile",
     ):  # fmt: skip
         assert word in printed
         help = succeeded(call(word, "--help"))

@@ -34,6 +34,7 @@ from lamina.ledger.signed_checkpoint import (
     add_cosignature,
     verify_checkpoint,
 )
+from lamina.ledger.witness import Witness, WitnessRequest
 
 GOPATH = Path("/usr/share/gocode")  # where Debian puts golang-golang-x-mod-dev
 SIZE = 70_000
@@ -146,6 +147,17 @@ def test_go_verifies_a_heartbeat(go: Go, tmp_path: Path) -> None:
     )["Notes"]
     assert [answer["Signers"] for answer in answers] == [[making.ORIGIN] * 2, [making.ORIGIN], None]
     assert "invalid signature" in answers[2]["Problem"]
+
+
+def test_go_verifies_what_a_witness_prints(go: Go, shelf: Shelf, tmp_path: Path) -> None:
+    nodes, witness = TileNodes(shelf.read), Witness(WITNESS, "witness.example", tmp_path / "state.json")
+    texts = []
+    for old, size in ((None, 1000), (1000, SIZE)):
+        proof = () if old is None else tuple(consistency_proof(nodes, old, size))
+        texts.append(witness.cosign(WitnessRequest(head(nodes, size).signed(KEY), old, proof), [KEY.public])[0])
+    key = WitnessKey("witness.example", WITNESS.public).text
+    answers = go({"Notes": [{"Key": LEDGER.text, "Note": text, "Witnesses": [key]} for text in texts]})["Notes"]
+    assert [each["Signers"] for each in answers] == [[ORIGIN, "witness.example"]] * 2
 
 
 def test_go_verifies_our_inclusion_proofs(go: Go, shelf: Shelf) -> None:

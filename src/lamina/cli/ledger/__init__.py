@@ -8,7 +8,7 @@ import typer
 
 from lamina.cli.ledger.governing_commands import init, sign, submit, terms
 from lamina.cli.ledger.policy_key_commands import key, policy
-from lamina.cli.ledger.proof_commands import checkpoint, copy, heartbeat, prove, receipt, verify
+from lamina.cli.ledger.proof_commands import checkpoint, copy, heartbeat, prove, receipt, verify, witness
 from lamina.cli.ledger.reconcile_command import reconcile, statement
 from lamina.cli.ledger.record_commands import prune, show, trace
 from lamina.cli.ledger.withdraw_commands import request, withdraw
@@ -43,6 +43,10 @@ To maintain one:
   lamina ledger key ledger.db                         its keys
   lamina ledger terms ledger.db                       witnesses, retention, who may withdraw
 
+To be a witness of one, without access to it:
+
+  lamina ledger witness new.checkpoint --key witness.key --state witness.json --trust ledger.pub
+
 To own one, with governing keys that stay offline:
 
   lamina ledger init ledger.db policy.toml --governing-key owner.key
@@ -55,7 +59,7 @@ or the number of a leaf, works too. For the ε that every class has spent: lamin
 
 app = typer.Typer(cls=PlainGroup, no_args_is_help=True, add_completion=False, help=help_text(_HELP))
 _COMMANDS: tuple[Callable[..., None], ...] = (
-    show, verify, prove, receipt, trace, statement, reconcile, request, withdraw, prune, checkpoint, heartbeat, copy, policy, key,
+    show, verify, prove, receipt, trace, statement, reconcile, request, withdraw, prune, checkpoint, heartbeat, witness, copy, policy, key,
     init,     terms, sign, submit,
 )  # fmt: skip
 for _command in _COMMANDS:

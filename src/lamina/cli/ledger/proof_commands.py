@@ -1,10 +1,11 @@
-"""`lamina ledger verify, checkpoint, heartbeat, prove, receipt, copy`: whether a ledger is right, and proofs for others."""
+"""`lamina ledger verify, checkpoint, heartbeat, witness, prove, receipt, copy`: whether a ledger is right, and proofs for others."""
 
 from __future__ import annotations
 
 import sys
 from collections import Counter
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,6 +30,7 @@ from lamina.cli.terminal import (
     print_answer,
     print_finding,
     print_json,
+    print_note,
     print_refusal,
     progress_bar,
     refusal_json,
@@ -51,6 +53,7 @@ from lamina.ledger.store.sqlite import SqliteStore, is_postgres_url, make_store,
 from lamina.ledger.verify.report import Verification
 from lamina.ledger.verify.tree_checks import KnownCheckpoint, Trust
 from lamina.ledger.verify.verifier import verify as audit
+from lamina.ledger.witness import Witness, WitnessRequest
 from lamina.plan.table import printable
 from lamina.release.contributor_statement import compare_statement, letter, read_statement
 
@@ -243,6 +246,75 @@ def heartbeat(
     facts = {"ledger": printable_location(ledger), "size": size, "time": format_utc(time), "checkpoint": text}
     leaves = pluralize(size, "leaf", "leaves")
     print_answer(facts, f"{printable_location(ledger)}: {leaves}, up to date at {format_utc(time)}", as_json)
+
+
+def witness(
+    checkpoints: Annotated[
+        list[Path] | None, argument("CHECKPOINT…", "checkpoints, alone or as lamina ledger prove --from wrote them")
+    ] = None,
+    *,
+    key: Annotated[Path, option("private key of the witness", metavar="FILE")],
+    state: Annotated[Path, option("file that keeps what was cosigned last; back it up", metavar="FILE")],
+    trust: Annotated[Path, option("the ledger's own keys, from elsewhere", metavar="KEYS")],
+    name: Annotated[str | None, option("name of the witness key; default: as --ledger names it")] = None,
+    proof: Annotated[Path | None, option("consistency proof from the last checkpoint", metavar="FILE")] = None,
+    ledger: Annotated[str | None, option("read the proof, and by default the checkpoint, from this ledger")] = None,
+    output: Annotated[
+        Path | None, option("write to this file; to this folder if there are several", "--output", "-o")
+    ] = None,
+    passphrase_file: PassphraseOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Cosign a checkpoint as a witness, if it continues the last one that was cosigned.
+
+    A witness keeps the newest checkpoint of each ledger in its state file and demands a proof that the next one continues
+    it. It refuses a rollback, a fork, a checkpoint without proof, and one that no trusted ledger key signed. Prints the
+    checkpoint with the cosignature (C2SP cosignature/v1); whoever keeps the ledger adds it with lamina ledger checkpoint --cosigned.
+
+    Examples:
+
+      lamina ledger witness new.checkpoint --key witness.key --state witness.json --trust ledger.pub --name w.example
+      lamina ledger prove ledger.db --from 1000 -o request.txt
+      lamina ledger witness request.txt --key witness.key --state witness.json --trust ledger.pub --name w.example
+      lamina ledger witness --ledger copy.db --key witness.key --state witness.json --trust ledger.pub -o cosigned.txt
+    """
+    given = list(checkpoints or ())
+    if (proof is not None and len(given) != 1) or not (given or ledger) or (ledger and proof):
+        raise typer.BadParameter(
+            "give checkpoints, or --ledger; --proof with one of them alone", param_hint="CHECKPOINT"
+        )
+    signer, trusted = open_private_key(key, passphrase_file), Trust.load(trust)
+    requests = [WitnessRequest.parse(keys.read_small(path, "the checkpoint", most=_MAX_FILE_BYTES)) for path in given]
+    if proof is not None:
+        read = WitnessRequest.parse(keys.read_small(proof, "the proof", most=_MAX_FILE_BYTES))
+        requests = [replace(read, checkpoint=requests[0].checkpoint)]
+    with nullcontext() if ledger is None else open_view(ledger) as book:
+        if book is not None:
+            requests = requests or [WitnessRequest(_checkpoint_text(book, None))]
+            known = book.parties().get(signer.public.id)
+            name = name or (known.name if known is not None and known.role is Role.WITNESS else None)
+        if name is None:
+            problem = "the name of the witness is not known"
+            raise LedgerError("cli.witness-name-missing", problem, "give it as the ledger names its key: --name")
+        made, several = list[dict[str, Any]](), len(requests) > 1
+        for at, request in enumerate(requests):
+            origin = notes.parse_checkpoint(request.checkpoint)[0].origin
+            cosigner = Witness(signer, name, state)
+            text, before = cosigner.cosign(request, trusted.keys(origin), None if book is None else book.consistent)
+            if output is not None:
+                path = output / given[at].name if several else output
+                keys.replace_file(path, text.encode("utf-8"), "the checkpoint", mode=0o644)
+            head, first = notes.parse_checkpoint(text)[0], before is None
+            made.append(
+                {"origin": origin, "size": head.size, "root": head.root.hex(), "first": first, "checkpoint": text}
+            )
+            if first:
+                print_note(f"note: {origin} was never cosigned before, so nothing was compared")
+    shown = "\n".join(f"{each['origin']}: cosigned {pluralize(each['size'], 'leaf', 'leaves')}" for each in made)
+    if as_json or output is not None:
+        print_answer({"name": name, "cosigned": made}, shown, as_json)
+    else:
+        sys.stdout.write("\n".join(each["checkpoint"] for each in made))
 
 
 def _print_text(
