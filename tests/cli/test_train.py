@@ -22,6 +22,7 @@ from lamina.cli.app import main
 from lamina.cli.explain import NOT_SIGNED
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.records import Epoch
+from lamina.ledger.run_records import RunBegin
 from lamina.ledger.verify.verifier import verify
 from lamina.ledger.writer import Ledger
 from lamina.plan.policy import Policy
@@ -85,6 +86,17 @@ def test_json_has_the_keys_of_the_contract(project: Project) -> None:
     assert found["ledger"] == str(project.folder / "runs" / "test.ledger.db")
     with Ledger.open(found["ledger"]) as ledger:
         assert SpendLedger(ledger).total("clinical", delta=1e-5).spent == pytest.approx(figures["total"])
+
+
+def test_the_origin_of_the_starting_weights_is_recorded_and_checked(project: Project) -> None:
+    """A folder is relative to the run file: that run wrote other weights than the new model has."""
+    found = project.train_json(run='starting_weights = "public"\n' + project.run)
+    with LedgerReader.read_only(found["ledger"]) as ledger:
+        (begin,) = (leaf.record for leaf in ledger.of_kind(RunBegin))
+    assert isinstance(begin, RunBegin) and begin.declaration == "public"
+    for given, code in (("runs/first", "train.starting-weights-differ"), ("runs/x", "train.starting-weights-unknown")):
+        status, _, err = project.train(run=f'starting_weights = "{given}"\noutput = "runs/second"\n' + project.run)
+        assert status == 1 and code in err
 
 
 def test_views_and_a_proxy_that_the_shares_follow(project: Project) -> None:

@@ -63,7 +63,15 @@ from lamina.ledger.records import (
     Segment,
     SegmentOutcome,
 )
-from lamina.ledger.run_records import FileDigest, OccurrenceCap, RunBegin, RunEnd, RunRecord, WeightsOrigin
+from lamina.ledger.run_records import (
+    FileDigest,
+    OccurrenceCap,
+    ProgramVersions,
+    RunBegin,
+    RunEnd,
+    RunRecord,
+    WeightsOrigin,
+)
 from lamina.ledger.schema import UNBOUNDED, exact_float, exact_text, nano_epsilon, schema_of
 from lamina.ledger.store.rows import StoredLeaf
 
@@ -129,6 +137,7 @@ SAMPLES: list[Record] = [
     RunBegin(run=RUN, weights=digest("start"), origin=WeightsOrigin.RUN, parent=bytes(16)),
     ended(RUN),
     ended(RUN, caps=(OccurrenceCap(cls="a", most=1), OccurrenceCap(cls="b", most=2**53))),
+    ended(RUN, programs=(ProgramVersions(lamina="0.1.0", sources=bytes(32), torch="2.13.0+cpu", python="3.11.9"),)),
 ]
 
 
@@ -521,7 +530,7 @@ CDDL = {
     "withdrawal": Withdrawal, "key-events": KeyEvents, "key-event": KeyEvent, "authorization": Authorization,
     "aggregate": Aggregate, "span": LeafSpan, "class-total": ClassTotal,
     "policy-change": PolicyChange, "signed": PartySignature, "release": Release, "terms-change": TermsChange,
-    "run-begin": RunBegin, "run-end": RunEnd, "cap": OccurrenceCap, "run-file": FileDigest,
+    "run-begin": RunBegin, "run-end": RunEnd, "cap": OccurrenceCap, "run-file": FileDigest, "program": ProgramVersions,
 }  # fmt: skip
 
 
