@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import apsw
+import making
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from making import GOVERNING, LEDGER, ORIGIN, OTHER, START, WITNESS, Clock, admitted, authorised, create, digest, reopen
@@ -426,22 +427,31 @@ def test_a_heartbeat_of_a_replaced_key_counts_up_to_its_end(path: Path) -> None:
     assert made.follower.time == START + 3 * HOUR
 
 
-def test_a_heartbeat_refuses_a_ledger_that_was_rolled_back(path: Path) -> None:
+@pytest.mark.parametrize("by", ["ledger", "witness"])
+def test_a_heartbeat_refuses_a_ledger_that_was_rolled_back(path: Path, tmp_path: Path, by: str) -> None:
+    """By what is kept beside the key, of a witness too."""
+    mine = making.key(by)
+    mine.save(tmp_path / "mine.key", None)
     backup, fork = copied(path), copied(path, "fork.db")
     with reopen(str(path)) as ledger:
         withdraw(ledger, 2)
-        seen = parse_checkpoint(ledger.heartbeat()[0])[0]
-        assert ledger.heartbeat(seen=seen)
-    with reopen(str(backup)) as ledger:
-        before = ledger.latest()
-        withdraw(ledger, 3, sign=False)
-        with raises_code("ledger.shorter-than-seen"):
-            ledger.heartbeat(seen=seen)
-        assert ledger.latest() == before  # nothing was signed over the other history
     with reopen(str(fork)) as ledger:
         withdraw(ledger, 4)
-        with raises_code("ledger.forked-from-seen"):
-            ledger.heartbeat(seen=seen)
+
+    def beat(where: Path) -> str:
+        with Ledger.open(where, mine, clock=Clock(START + HOUR)) as ledger:
+            return ledger.heartbeat(None if by == "ledger" else mine)[0]
+
+    size = parse_checkpoint(beat(path))[0].size
+    assert parse_checkpoint(beat(path))[0].size == size
+    for other in (backup, fork):
+        with reopen(str(other)) as ledger:
+            before = ledger.latest()
+            withdraw(ledger, 3, sign=False)
+        with raises_code("ledger.older-than-kept"):
+            beat(other)
+        with Ledger.open(other) as ledger:
+            assert ledger.latest() == before  # nothing was signed over the other history
 
 
 def test_a_failed_look_changes_nothing(path: Path, following: Following) -> None:

@@ -259,7 +259,7 @@ class KeyRing:
     def editing(cls, path: str | Path, *, create: bool = False) -> Iterator[KeyRing]:
         """The ring, to be changed and saved when the block ends without an error; one editor at a time."""
         path = Path(path)
-        with keys.folder_lock(path.parent):
+        with keys.path_lock(path.parent):
             ring = cls() if create and not path.exists() else cls.load(path)
             yield ring
             ring.save(path)

@@ -131,12 +131,12 @@ def _write(
 
 
 @contextmanager
-def folder_lock(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder against other Lamina processes. The lock ends with the process."""
+def path_lock(path: Path) -> Iterator[None]:
+    """Hold the lock of a folder or an existing file against other Lamina processes. The lock ends with the process."""
     try:
-        file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
-        problem = f"cannot open the folder '{folder}': {error.strerror}"
+        problem = f"cannot open '{path}' to lock it: {error.strerror}"
         raise AdmissionError("admit.folder-unreadable", problem, "create it, or give another path") from None
     try:
         fcntl.flock(file, fcntl.LOCK_EX)

@@ -14,7 +14,7 @@ import typer
 from lamina.admit.contribution_sources import DESCRIPTOR_FILE, Contribution, FolderContributions
 from lamina.admit.keys import PrivateKey
 from lamina.admit.verdicts import EntryContext, RefusedRows, RegisterEntry
-from lamina.cli.terminal import existing_ledger, open_private_key, print_answer
+from lamina.cli.terminal import existing_ledger, open_private_key, print_answer, print_note
 from lamina.errors import LedgerError, RunError
 from lamina.ledger.admission_batch import LedgerRegister
 from lamina.ledger.contribution_trace import leaf_differences
@@ -126,6 +126,8 @@ def open_ledger(
         if not ledger.signs:
             refuse_older(ledger, place)
         yield ledger
+        for note in ledger.notes:
+            print_note(f"note: {note}")
 
 
 def contribution_digest(name: str) -> str:

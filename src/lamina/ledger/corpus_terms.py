@@ -17,7 +17,7 @@ from lamina.account.schedule import rdp_order_of
 from lamina.admit import keys
 from lamina.admit.attestation import MICRO
 from lamina.admit.checks import floors_hash, preset, profile_text, to_micro
-from lamina.admit.keys import PrivateKey, PublicKey, folder_lock
+from lamina.admit.keys import PrivateKey, PublicKey, path_lock
 from lamina.admit.signing import SECONDS_PER_YEAR
 from lamina.errors import LedgerError
 from lamina.ledger.governance_records import (
@@ -239,7 +239,7 @@ def open_or_create(
         folder = Path(place).parent
         if not remote:
             folder.mkdir(parents=True, exist_ok=True)
-        with nullcontext() if remote else folder_lock(folder):  # a database sees to that itself
+        with nullcontext() if remote else path_lock(folder):  # a database sees to that itself
             contract = contract if retention is None else replace(contract, retention=retention)
             _create_ledger(place, contract, key, governing, remote, clock)
     if not remote:

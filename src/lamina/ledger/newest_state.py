@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from lamina.admit.keys import read_small, replace_file
+from lamina.admit.keys import path_lock, read_small, replace_file
 from lamina.errors import AdmissionError, LedgerDamaged, LedgerError
 from lamina.ledger.checked_leaves import AttemptName, CheckedLeaves
 from lamina.ledger.open_rows import OpenHead, held_digests
@@ -124,6 +124,7 @@ class NewestStateFile:
     """The file of one ledger beside its key."""
 
     def __init__(self, key: Path | None, header_hash: bytes) -> None:
+        self._key = key
         self.path = None if key is None else key.with_name(f"{key.name}.{header_hash.hex()[:16]}.seen")
 
     def load(self) -> NewestState:
@@ -138,12 +139,17 @@ class NewestStateFile:
                 "ledger.kept-state-unreadable", problem, "restore it from a copy of the key's folder"
             ) from None
 
-    def save(self, state: NewestState) -> str | None:
-        """Write the state; return the reason if that failed, otherwise None."""
-        if self.path is None:
+    def keep(self, state: NewestState, *, anew: bool = False) -> str | None:
+        """Join the state to what was kept, or with `anew` replace it; return the reason if that failed, otherwise None.
+
+        The key file is locked meanwhile, so that no process replaces a newer state by an older one.
+        """
+        if self.path is None or self._key is None:
             return None
         try:
-            replace_file(self.path, json.dumps(_to_json(state)).encode(), "the newest state", mode=0o600)
+            with path_lock(self._key):
+                joined = state if anew else self.load().joined(state)
+                replace_file(self.path, json.dumps(_to_json(joined)).encode(), "the newest state", mode=0o600)
         except AdmissionError as error:
             return error.problem
         return None

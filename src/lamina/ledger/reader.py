@@ -233,19 +233,6 @@ class LedgerReader:
         """The proof that the tree of `new` leaves begins with the tree of `old`."""
         return merkle.consistency_proof(self._nodes, old, self._within(new))
 
-    def check_continues(self, seen: LedgerCheckpoint) -> None:
-        """Raise NotVerified unless the tree of the newest checkpoint continues the tree of `seen`."""
-        text = self.latest()
-        newest = LedgerCheckpoint(self.origin, 0, merkle.EMPTY_ROOT) if text is None else parse_checkpoint(text)[0]
-        if newest.size < seen.size:
-            problem = f"the ledger {self.name} is signed up to {newest.size} leaves, but {seen.size} were seen before"
-            raise NotVerified("ledger.shorter-than-seen", problem, "restore the newest copy of the ledger")
-        proof = self.consistent(seen.size, newest.size)
-        continues = merkle.verify_consistency(seen.size, newest.size, proof, seen.root, newest.root)
-        if newest.origin != seen.origin or not continues:
-            problem = f"the first {seen.size} leaves of the ledger {self.name} are not those that were seen before"
-            raise NotVerified("ledger.forked-from-seen", problem, "find out who signed the other history")
-
     def root_at(self, size: int) -> bytes:
         """The root that the tree had at a size."""
         return merkle.root_at(self._nodes, self._within(size))

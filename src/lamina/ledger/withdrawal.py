@@ -217,7 +217,7 @@ class WithdrawalInbox:
 
     def take(self) -> Iterator[InboxResult]:
         """Everything that lies there now, by name. Trouble with the ledger itself ends it; the files stay."""
-        with keys.folder_lock(self.folder):
+        with keys.path_lock(self.folder):
             for path in waiting_files(self.folder)[:MAX_FILES]:
                 if not path.name.startswith(".") and (taken := self._take(path)) is not None:
                     yield taken

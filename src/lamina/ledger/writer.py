@@ -253,7 +253,7 @@ class Ledger(LedgerReader):
     def _keep(self, state: NewestState, *, anew: bool = False) -> None:
         if self._kept is None or self._restoring:
             return
-        wrong = self._kept.save(state if anew else self._kept.load().joined(state))
+        wrong = self._kept.keep(state, anew=anew)
         note = f"the newest checkpoint of the ledger is not kept beside its key, so a rollback will not be noticed: {wrong}"
         if wrong is not None and note not in self.notes:
             self.notes.append(note)
@@ -502,25 +502,22 @@ class Ledger(LedgerReader):
 
         return self.transact(add)
 
-    def heartbeat(
-        self, witness: PrivateKey | None = None, *, seen: notes.LedgerCheckpoint | None = None
-    ) -> tuple[str, int]:
+    def heartbeat(self, witness: PrivateKey | None = None) -> tuple[str, int]:
         """Cosign the newest checkpoint with the present time. Return the checkpoint and that time; add no leaf.
 
         Followers take that time as the age of the ledger (following.py), so an idle ledger stays fresh. The ledger key
         first signs a checkpoint over all leaves; a `witness` cosigns the newest existing one. A later heartbeat
-        replaces an earlier one by the same key. Raises NotVerified if the ledger does not continue `seen`, the newest
-        checkpoint that the key has cosigned, so that a copy from a backup does not become fresh.
+        replaces an earlier one by the same key. Raises LedgerError if the ledger does not continue what is kept beside
+        the key that it was opened with, so that a copy from a backup does not become fresh.
         """
-        if seen is not None:
-            self.check_continues(seen)
         if witness is None:
             self.checkpoint()
         key = self.signing_key() if witness is None else witness
 
         def renew(rows: StoreWriter) -> tuple[str, int]:
             head, last = head_of(rows), rows.checkpoint()
-            keys, now = self._checked.follow(rows, head), int(self._clock())
+            self.checked(rows)
+            keys, now = self.governance(rows), int(self._clock())
             next_leaf_time(head.time, now)  # LedgerError if the clock is behind
             if last is None:
                 problem = f"the ledger {self.name} has no checkpoint that could be cosigned"

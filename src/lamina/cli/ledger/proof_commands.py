@@ -214,9 +214,6 @@ def checkpoint(
 def heartbeat(
     ledger: LedgerArgument,
     key: Annotated[Path, option("private key of the ledger, or of one of its witnesses", metavar="FILE")],
-    seen: Annotated[
-        Path | None, option("file that keeps the newest checkpoint; default: beside the key", metavar="CHECKPOINT")
-    ] = None,
     passphrase_file: PassphraseOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -226,22 +223,19 @@ def heartbeat(
     command adds no leaf, and its line replaces that of the last heartbeat. With the ledger's key, it first signs records
     that no checkpoint covers yet.
 
-    It keeps the newest checkpoint in a file and refuses a ledger that does not continue it, so that an old backup does not
-    become fresh.
+    The newest state of the ledger is kept beside the key. A ledger that does not continue it is refused, so that an old
+    backup does not become fresh. A witness without access to the ledger uses lamina ledger witness.
 
     Examples:
 
       lamina ledger heartbeat ledger.db --key ledger.key
-      lamina ledger heartbeat ledger.db --key witness.key --seen /var/lib/witness/ward.checkpoint
+      lamina ledger heartbeat postgresql:///clinic#ward --key witness.key
     """
     signer = open_private_key(key, passphrase_file)
     with open_ledger(ledger, signer=signer) as book:
         known = book.parties().get(signer.public.id)
         witness = signer if known is not None and known.role is Role.WITNESS else None
-        kept = seen or key.with_name(f"{key.name}.{book.header_hash.hex()[:16]}.checkpoint")
-        before = KnownCheckpoint.load(kept).head if kept.exists() else None
-        text, time = book.heartbeat(witness, seen=before)
-    keys.replace_file(kept, text.encode("utf-8"), "the checkpoint", mode=0o644)
+        text, time = book.heartbeat(witness)
     size = notes.parse_checkpoint(text)[0].size
     facts = {"ledger": printable_location(ledger), "size": size, "time": format_utc(time), "checkpoint": text}
     leaves = pluralize(size, "leaf", "leaves")
