@@ -1,0 +1,62 @@
+"""The table of NIST SP 800-226: 24 items, each with evidence and its source or "not stated", and no claim of compliance."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from sample_certificate import public_class, sample_content
+
+from lamina.release.nist_profile import ITEMS, profile_dict, profile_text
+
+SECTIONS = (
+    "2.2", "2.3", "2.3, 2.5", "2.4", "2.4", "2.4", "2.2, 4.1", "2.6", "3", "3.1", "3.2", "3.2", "3.3", "3.5", "3.6", "3.7",
+    "4.1", "4.2", "4.3", "4.3", "4.4", "4.5", "4.3", "5",
+)  # fmt: skip
+
+
+def rows(content: dict[str, Any]) -> dict[int, list[str]]:
+    """Evidence by item."""
+    return {
+        row["item"]: [f"{each['text']} ({each['source']}) {each['leaves']}" for each in row["evidence"]]
+        for row in profile_dict(content)["rows"]
+    }
+
+
+def test_it_has_24_items_in_order() -> None:
+    assert [each.number for each in ITEMS] == list(range(1, 25))
+    assert tuple(each.section for each in ITEMS) == SECTIONS
+
+
+def test_the_first_line_claims_no_compliance() -> None:
+    first, *rest = profile_text(sample_content()).splitlines()
+    assert "does not claim compliance" in first and not any("complian" in line for line in rest)
+    assert "does not claim compliance" in next(iter(json.loads(json.dumps(profile_dict(sample_content()))).values()))
+
+
+def test_evidence_has_its_source_and_leaves() -> None:
+    found = rows(sample_content())
+    assert (
+        found[1][0]
+        == "ε of this model is 3.01 per patient at δ = 1e-05, in the band 1 to 5. (recomputed from the ledger) []"
+    )
+    assert found[3][0] == "sensitive: 70 steps with σ 4.805 at sampling rate 0.4 (recomputed from the ledger) []"
+    assert found[9] == ["lamina 0.1, torch 2.13.0, python 3.11.2, kernels none (stated by the trainer) [41]"]
+    assert found[21] == ["security: encrypted at rest; two administrators (stated by the owner) [0]"]
+    assert found[11] == ["accuracy: 0.91, 95 % interval 0.88 to 0.93, on public data (measured) []"]
+    assert len(found[13]) == 2 and found[23] == ["secure (stated by the trainer) [41]"]
+
+
+def test_what_nobody_states_is_not_stated() -> None:
+    content = sample_content() | {"statements": [], "about": {}, "utility": []}
+    content["program"] = dict.fromkeys(content["program"], "not stated") | {"leaf": 41, "earlier": []}
+    found = rows(content)
+    silent = {item for item, evidence in found.items() if not evidence}
+    assert silent == {1, 5, 8, 9, 11, 12, 13, *range(16, 23)}
+    lines = profile_text(content).splitlines()
+    assert lines.count("      not stated") == 14
+
+
+def test_public_classes_have_no_figures() -> None:
+    found = rows(sample_content({"open": public_class()}))
+    assert not found[2] and not found[4] and not any("open" in each for evidence in found.values() for each in evidence)
