@@ -104,7 +104,7 @@ def test_no_page_of_an_earlier_certificate_stays(
     assert (trained.folder / "certificate.pdf").exists()
     path = trained.folder / "metrics.json"
     path.write_text(path.read_text().replace('"probed": true', '"probed": false'))
-    monkeypatch.setattr("lamina.cli.certify.pdf_or_note", lambda certificate, signer: None)
+    monkeypatch.setattr("lamina.cli.certify.pdfs_or_note", lambda certificate, signer: {})
     assert lamina("certify", str(trained.folder))[0] == 1
     assert not (trained.folder / "certificate.pdf").exists()
 
@@ -131,3 +131,53 @@ def test_a_bundle_for_model_signing(trained: Trained, tmp_path: Path, lamina: Ca
     code, _, err = lamina("release", "make", run, "-o", "third", "--bundle-key", "bundle.pub")
     assert code == 1 and "key.public-given-for-private" in err
     assert lamina("keys", "new", "other.key", "--type", "rsa", "--no-passphrase")[0] == 2
+
+
+def test_an_officer_countersigns_and_the_release_has_it(trained: Trained, tmp_path: Path, lamina: Call) -> None:
+    run, release = str(trained.folder), str(trained.ledger).replace(".db", ".release.pub")
+    found = json.loads(succeeded(lamina("certify", run, "--decision", "decision.pdf", "--json")))
+    assert found["files"]["decision"] == "decision.pdf" and Path("decision.pdf").read_bytes().startswith(b"%PDF-")
+    certificate = str(trained.folder / "certificate.cose")
+    succeeded(lamina("keys", "new", "officer.key", "--no-passphrase"))
+    sign = (
+        "certify",
+        "--countersign",
+        certificate,
+        "--key",
+        "officer.key",
+        "--name",
+        "A. Lovelace",
+        "--role",
+        "officer",
+    )
+    until = ("--valid-until", "2098-12-31")
+    assert "cli.countersign-incomplete" in lamina(*sign, "--trust", release)[2]
+    assert "cli.countersign-incomplete" in lamina(*sign, *until)[2]
+    assert "release.certificate-not-by-key" in lamina(*sign, *until, "--trust", "officer.pub")[2]
+    assert "release.countersignature-field" in lamina(*sign[:-2], *until, "--trust", release)[2]
+    with_ledger_key = [str(ledger_key_path(trained.ledger)) if each == "officer.key" else each for each in sign]
+    options = (*until, "--trust", release, "--ledger", str(trained.ledger))
+    assert "release.officer-key-in-other-role" in lamina(*with_ledger_key, *options)[2]
+    assert not (trained.folder / "countersignature.cose").exists()
+    told = json.loads(succeeded(lamina(*sign, *options, "--recipient", "example.org", "--json")))
+    assert (told["name"], told["recipient"], told["purpose"]) == ("A. Lovelace", "example.org", None)
+    with_it = ("--countersignature", told["file"])
+    made = json.loads(succeeded(lamina("release", "make", run, "-o", "approved", *with_it, "--json")))
+    assert made["verified"] and {"countersignature.cose", "decision.pdf"} <= made["files"].keys()
+    assert "release.officer-key-not-trusted" in lamina("release", "verify", "approved", "--trust", release)[1]
+    succeeded(
+        lamina("keys", "add", "officer.pub", "--label", "A. Lovelace", "--role", "officer", "--keys", "trusted.json")
+    )
+    text = succeeded(lamina("release", "verify", "approved", "--trust", release, "--trust", "trusted.json"))
+    assert "officer A. Lovelace, officer, valid until 2098-12-31" in text
+
+
+def test_the_profile_writes_nothing_and_claims_nothing(trained: Trained, lamina: Call) -> None:
+    text = succeeded(lamina("certify", str(trained.folder), "--profile", "nist-800-226"))
+    assert "does not claim compliance" in text.splitlines()[0] and "not stated" in text and "24  §5" in text
+    found = json.loads(succeeded(lamina("certify", str(trained.folder), "--profile", "nist-800-226", "--json")))
+    assert len(found["rows"]) == 24 and found["rows"][22]["evidence"][0]["text"] == "secure"
+    assert not list(trained.folder.glob("certificate*"))
+    assert lamina("certify", str(trained.folder), "--profile", "iso")[0] == 2
+    assert lamina("certify")[0] == 2
+    assert lamina("certify", str(trained.folder), "--countersign", "x.cose")[0] == 2

@@ -49,18 +49,22 @@ def statement(folder: Path) -> dict[str, Any]:
     return found
 
 
+def cose(payload: bytes, seed: bytes, typ: str) -> bytes:
+    """COSE_Sign1 over a payload (RFC 9052 §4.4)."""
+    protected = cbor2.dumps({1: -8, 3: "application/json", 4: key_id(seed), 16: typ}, canonical=True)
+    signature = Ed25519PrivateKey.from_private_bytes(seed).sign(cbor2.dumps(["Signature1", protected, b"", payload]))
+    return cbor2.dumps(cbor2.CBORTag(18, [protected, {}, payload, signature]))
+
+
 def forge(folder: Path, seed: bytes, *, certificate: Change | None = None, predicate: Change | None = None) -> None:
     """Change the certificate and the manifest of a release, and sign both with this key; digests follow the files."""
     content = json.loads((folder / "certificate.json").read_text())
     if certificate is not None:
         certificate(content)
     payload, kid = written(content), key_id(seed)
-    typ = "application/lamina-certificate+json"
-    protected = cbor2.dumps({1: -8, 3: "application/json", 4: kid, 16: typ}, canonical=True)
     key = Ed25519PrivateKey.from_private_bytes(seed)
-    signature = key.sign(cbor2.dumps(["Signature1", protected, b"", payload]))
     (folder / "certificate.json").write_bytes(payload)
-    (folder / "certificate.cose").write_bytes(cbor2.dumps(cbor2.CBORTag(18, [protected, {}, payload, signature])))
+    (folder / "certificate.cose").write_bytes(cose(payload, seed, "application/lamina-certificate+json"))
     made = statement(folder)
     made["predicate"]["signer"] = point(seed).hex()
     if predicate is not None:

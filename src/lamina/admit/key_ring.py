@@ -17,7 +17,7 @@ from lamina.admit.keys import ALGORITHMS, LAST_SECOND, PublicKey, format_utc, pa
 from lamina.errors import BadKey, LaminaError
 from lamina.validate import distinct_fields
 
-ROLES = ("contributor", "ledger", "release", "governing", "witness", "auditor", "operator")
+ROLES = ("contributor", "ledger", "release", "governing", "witness", "auditor", "operator", "officer")
 
 
 class KeyStatus(enum.Enum):

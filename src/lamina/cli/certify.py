@@ -1,13 +1,16 @@
-"""`lamina certify`: the certificate of a run, as JSON, signed, and as a PDF."""
+"""`lamina certify`: the certificate of a run, as JSON, signed, and as a PDF; and its countersignature."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from lamina.admit.keys import PrivateKey, replace_file, write_new
+from lamina.admit.keys import PrivateKey, parse_time, read_small, replace_file, write_new
+from lamina.admit.signed_json import read_cose
 from lamina.cli.open_ledger import refuse_older
 from lamina.cli.terminal import (
     JsonOption,
@@ -24,11 +27,15 @@ from lamina.ledger.corpus_terms import governing_key_path, ledger_key_path
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.store.sqlite import is_postgres_url
 from lamina.ledger.verify.tree_checks import Trust
-from lamina.release.certificate import Certificate
+from lamina.release.certificate import CERTIFICATE_TYPE, Certificate
 from lamina.release.certificate import certify as make_certificate
-from lamina.release.certificate_pdf import certificate_pdf
+from lamina.release.certificate_pdf import certificate_papers
+from lamina.release.countersignature import Countersignature, countersign, other_role, role_of
+from lamina.release.manifest import release_keys
+from lamina.release.nist_profile import NIST_PROFILE, profile_dict, profile_text
 
 RunArgument = Annotated[Path, argument("RUN", "folder of a run: runs/NAME")]
+_OFFICER = "Countersignature by a privacy officer"
 LedgerOption = Annotated[str | None, option("ledger of the run; default: RUN/ledger.db", "--ledger", metavar="LEDGER")]
 ReleaseKeyOption = Annotated[
     Path | None, option("release key that signs; a ledger of your own has one beside it", "--key", metavar="FILE")
@@ -37,19 +44,38 @@ TrustOption = Annotated[Path | None, option("keys from elsewhere, as for lamina 
 
 
 def certify(
-    run: RunArgument,
+    run: Annotated[Path | None, argument("RUN", "folder of a run: runs/NAME")] = None,
     key: ReleaseKeyOption = None,
     passphrase_file: PassphraseOption = None,
     ledger: LedgerOption = None,
     trust: TrustOption = None,
     folder: Annotated[Path | None, option("where to write it; default: RUN", "--output", "-o", metavar="DIR")] = None,
+    decision: Annotated[
+        Path | None, option("also write the release decision for a privacy officer, one page", metavar="FILE.pdf")
+    ] = None,
+    profile: Annotated[
+        str | None, option("print where a checklist is answered, and write nothing", choices=[NIST_PROFILE])
+    ] = None,
+    certificate: Annotated[
+        Path | None,
+        option("signed certificate to countersign, instead of RUN", "--countersign", metavar="FILE", panel=_OFFICER),
+    ] = None,
+    name: Annotated[str | None, option("who determines", panel=_OFFICER)] = None,
+    role: Annotated[str | None, option("in which role", panel=_OFFICER)] = None,
+    qualification: Annotated[str | None, option("with which qualification", panel=_OFFICER)] = None,
+    recipient: Annotated[str | None, option("who receives the model", panel=_OFFICER)] = None,
+    purpose: Annotated[str | None, option("for which purpose", panel=_OFFICER)] = None,
+    legal_basis: Annotated[str | None, option("on which legal basis", panel=_OFFICER)] = None,
+    method: Annotated[str | None, option("by which method it was determined", panel=_OFFICER)] = None,
+    result: Annotated[str | None, option("with which result", panel=_OFFICER)] = None,
+    valid_until: Annotated[str | None, option("until when it holds", metavar="TIME", panel=_OFFICER)] = None,
     as_json: JsonOption = False,
 ) -> None:
     """State what a run has cost every class, under which assumptions, and what is not covered; and sign it.
 
-    Spends nothing. Writes certificate.json, certificate.cose (the same, signed) and certificate.pdf (one or two pages for a file). The
-    ledger is verified first, and every figure is computed from what it records. Times are the ledger's: the same run and
-    ledger give the same bytes.
+    Spends nothing. Writes certificate.json, certificate.cose (the same, signed) and certificate.pdf. The ledger is verified
+    first, and every figure is computed from what it records. Times are the ledger's: the same run and ledger give the same
+    bytes.
 
     Facts that no epoch contains (source of the noise, probe, digests of the weights) are read from the end of the run that
     the ledger records. They are marked as stated by the trainer, and the files of the folder are compared with them. A run
@@ -58,37 +84,94 @@ def certify(
     A run whose guarantee does not hold (noise from a chosen seed, not probed, raw figures written, a ledger that does not
     verify, …) gets no signature: exit code 1, `private: false` and the reasons.
 
+    --countersign adds the signature of a privacy officer to a certificate that a key in --trust has signed. It writes
+    countersignature.cose, which `release make --countersignature` puts into a release. --name, --role and --valid-until are
+    required; other fields that are left out are "not stated". The key must not have another role.
+
+    --profile nist-800-226 prints the 24 items of NIST SP 800-226 with the evidence for each, or "not stated". It claims no
+    compliance.
+
     Examples:
 
       lamina certify runs/first
       lamina certify runs/first --key release.key --trust trusted.json --json
+      lamina certify runs/first --decision decision.pdf
+      lamina certify runs/first --profile nist-800-226
+      lamina certify --countersign certificate.cose --key officer.key --trust release.pub --name NAME --role ROLE --valid-until 2027-06-30
     """
+    if (run is None) == (certificate is None):
+        raise typer.BadParameter(
+            "give the folder of a run, or --countersign with a signed certificate", param_hint="RUN"
+        )
+    if profile not in (None, NIST_PROFILE):
+        raise typer.BadParameter(f"{profile!r} is no profile; the only one is {NIST_PROFILE}", param_hint="--profile")
+    if certificate is not None:
+        texts = {
+            "name": name, "role": role, "qualification": qualification, "recipient": recipient, "purpose": purpose,
+            "legal_basis": legal_basis, "method": method, "result": result,
+        }  # fmt: skip
+        signer = None if key is None else open_private_key(key, passphrase_file)
+        made = _countersigned(certificate, signer, trust, ledger, texts, valid_until)
+        path = (folder or certificate.parent) / "countersignature.cose"
+        replace_file(path, made.data, "the countersignature", mode=0o644)
+        print_answer({**made.content, "file": str(path)}, f"countersigned by {made}\n  written: {path}", as_json)
+        return
+    assert run is not None
     place = run_ledger(run, ledger)
     trusted = None if trust is None else Trust.load(trust)
     with LedgerReader.read_only(place) as reader:
         refuse_older(reader, place)
         found = make_certificate(run, reader, trust=trusted)
-    signer = release_key(place, key, passphrase_file) if found.private else None
-    signed = None if signer is None else found.signed(signer)  # before anything is written
-    out = run if folder is None else folder
-    paths = {"json": out / "certificate.json"}
-    out.mkdir(parents=True, exist_ok=True)
-    replace_file(paths["json"], found.json(), "the certificate", mode=0o644)
-    if signed is not None:
-        paths["cose"] = out / "certificate.cose"
-        replace_file(paths["cose"], signed, "the certificate", mode=0o644)
+    if profile is not None:
+        print_answer(profile_dict(found.content), profile_text(found.content), as_json)
     else:
-        (out / "certificate.cose").unlink(missing_ok=True)
-    if (pdf := pdf_or_note(found, None if signer is None else signer.public.name)) is not None:
-        paths["pdf"] = out / "certificate.pdf"
-        replace_file(paths["pdf"], pdf, "the certificate", mode=0o644)
-    else:
-        (out / "certificate.pdf").unlink(missing_ok=True)  # of an earlier time, which says something else
-    written = {kind: str(path) for kind, path in paths.items()}
-    text = "\n".join([str(found), *(f"  written: {path}" for path in written.values())])
-    print_answer({**found.content, "files": written}, text, as_json)
+        signer = release_key(place, key, passphrase_file) if found.private else None
+        written = _write(found, signer, run if folder is None else folder, decision)
+        text = "\n".join([str(found), *(f"  written: {path}" for path in written.values())])
+        print_answer({**found.content, "files": written}, text, as_json)
     if not found.private:
         raise typer.Exit(1)
+
+
+def _write(found: Certificate, signer: PrivateKey | None, out: Path, decision: Path | None) -> dict[str, str]:
+    """Write the certificate and its papers, and remove those of an earlier time. Return the paths by kind."""
+    signed = None if signer is None else found.signed(signer)  # before anything is written
+    pages = pdfs_or_note(found, None if signer is None else signer.public.name)
+    out.mkdir(parents=True, exist_ok=True)
+    papers = {
+        "json": (out / "certificate.json", found.json()),
+        "cose": (out / "certificate.cose", signed),
+        "pdf": (out / "certificate.pdf", pages.get("certificate")),
+        **({} if decision is None else {"decision": (decision, pages.get("decision"))}),
+    }
+    for path, data in papers.values():
+        if data is None:
+            path.unlink(missing_ok=True)
+        else:
+            replace_file(path, data, "the certificate", mode=0o644)
+    return {kind: str(path) for kind, (path, data) in papers.items() if data is not None}
+
+
+def _countersigned(
+    file: Path, key: PrivateKey | None, trust: Path | None, ledger: str | None, texts: Mapping[str, str | None],
+    valid_until: str | None,
+) -> Countersignature:  # fmt: skip
+    """Return the countersignature of a certificate that a trusted release key has signed."""
+    if key is None or trust is None or valid_until is None:
+        problem = "a countersignature needs --key (the officer's), --trust (the release key) and --valid-until"
+        raise BadKey("cli.countersign-incomplete", problem, "lamina keys new officer.key makes a key; give all three")
+    trusted, now, data = Trust.load(trust), int(time.time()), read_small(file, "the certificate")
+    keys = release_keys(trusted, now) or ()
+    Certificate.read(data, keys)
+    by = read_cose(data, CERTIFICATE_TYPE).by(keys)
+    assert by is not None  # `read` has checked it
+    parties = None
+    if ledger is not None:
+        with LedgerReader.read_only(existing_ledger(ledger)) as reader:
+            parties = reader.parties()
+    if named := role_of(key.public, by, trusted, parties):
+        raise other_role(key.public, named)
+    return Countersignature.read(countersign(data, key, texts, now=now, valid_until=parse_time(valid_until)))
 
 
 def run_ledger(run: Path, ledger: str | None) -> str:
@@ -115,10 +198,12 @@ def release_key(place: str, given: Path | None, passphrase_file: Path | None) ->
     return PrivateKey.load(path, None)
 
 
-def pdf_or_note(certificate: Certificate, signer: str | None) -> bytes | None:
-    """The PDF; without typst, a note instead."""
+def pdfs_or_note(
+    certificate: Certificate, signer: str | None, officer: Countersignature | None = None
+) -> dict[str, bytes]:
+    """The PDFs of a certificate by kind; without typst, a note instead."""
     try:
-        return certificate_pdf(certificate, signer=signer)
+        return certificate_papers(certificate, signer, officer)
     except LaminaError as error:
         print_note(f"no PDF: {error.problem}; {error.remedy}")
-        return None
+        return {}

@@ -9,9 +9,10 @@ from typing import Annotated, Any
 
 import typer
 
+from lamina.admit.key_ring import KeyRing
 from lamina.admit.keys import P256Key, PrivateKey, PublicKey, format_utc, parse_time, read_small
 from lamina.admit.signed_json import parse_json
-from lamina.cli.certify import LedgerOption, ReleaseKeyOption, TrustOption, pdf_or_note, release_key, run_ledger
+from lamina.cli.certify import LedgerOption, ReleaseKeyOption, TrustOption, pdfs_or_note, release_key, run_ledger
 from lamina.cli.open_ledger import open_ledger
 from lamina.cli.terminal import (
     JsonOption,
@@ -31,6 +32,7 @@ from lamina.ledger.reader import LedgerReader
 from lamina.ledger.schema import pluralize
 from lamina.ledger.store.sqlite import is_postgres_url
 from lamina.ledger.verify.tree_checks import KnownCheckpoint, Trust
+from lamina.release.countersignature import OFFICER, Countersignature
 from lamina.release.decision_log import verify_log
 from lamina.release.gate import Query, ReleaseGate
 from lamina.release.manifest import GatePolicy, ReleaseVerification, make_release, verify_release
@@ -72,6 +74,9 @@ def make(
     bundle_key: Annotated[
         Path | None, option("P-256 key for an OpenSSF model-signing bundle, model.sig", metavar="FILE")
     ] = None,
+    countersignature: Annotated[
+        list[Path] | None, option("countersignature of a privacy officer; one for each run at most", metavar="FILE")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Put the weights of a run into a folder with certificates, model card, inventory and a signed manifest.
@@ -86,6 +91,7 @@ def make(
       lamina release make runs/first -o release-1 --key release.key --not-after 2027-06-30 --name ecg-triage
       lamina release make runs/first -o release-1 --generation-class 'head=layers:head.*'
       lamina release make runs/first -o release-1 --bundle-key bundle.key
+      lamina release make runs/first -o release-1 --countersignature runs/first/countersignature.cose
     """
     place = run_ledger(runs[-1], ledger)
     signer = release_key(place, key, passphrase_file)
@@ -97,13 +103,18 @@ def make(
     )
     beside = None if is_postgres_url(place) else ledger_key_path(place)
     own = PrivateKey.load(beside, None) if ledger_key is None and beside is not None and beside.exists() else None
+    officers = [read_small(path, "the countersignature") for path in countersignature or ()]
     with open_ledger(place, ledger_key, passphrase_file, signer=own) as opened:
         manifest = make_release(
             out, runs, opened, signer, name=name, gate=gate, trust=None if trust is None else Trust.load(trust),
             not_after=None if not_after is None else parse_time(not_after),
-            pdf=lambda certificate: pdf_or_note(certificate, signer.public.name), bundle_key=second,
+            pdf=lambda certificate, officer: pdfs_or_note(certificate, signer.public.name, officer), bundle_key=second,
+            countersignatures=officers,
         )  # fmt: skip
-        found = verify_release(out, trust=Trust(plain=(signer.public,)), ledger=opened)
+        ring = KeyRing()
+        for each in {each.signer for each in map(Countersignature.read, officers)}:
+            ring.add(each, label=each.name[:16], role=OFFICER)
+        found = verify_release(out, trust=Trust(plain=(signer.public,), ring=ring), ledger=opened)
     told = {"folder": str(out), "manifest": str(manifest), **found.to_dict(), "signer": signer.public.name}
     where = "LEDGER" if is_postgres_url(place) else place  # the address of a server is printed nowhere
     lines = [
@@ -191,6 +202,7 @@ def verify(
             f"may be served until {format_utc(said.not_after)}",
             f"  key     {said.signer.name}",
             f"  files   {len(said.subjects)}, as the manifest names them",
+            *(f"  officer {each}" for each in found.countersignatures),
             f"  ledger  {at['origin']}, {at['size']} leaves, root {at['root']}",
         ]
         lines += [

@@ -12,7 +12,7 @@ from lamina.admit.keys import PrivateKey
 from lamina.ledger.corpus_terms import ledger_key_path
 from lamina.ledger.writer import Ledger
 from lamina.release.certificate import certify
-from lamina.release.certificate_pdf import certificate_pdf
+from lamina.release.certificate_pdf import certificate_papers, certificate_pdf
 from lamina.release.gate import Decision, Query, ReleaseGate
 from lamina.release.manifest import make_release
 from lamina.report.pages import run_report
@@ -75,7 +75,7 @@ def leave(place: Path, ledger_path: Path) -> Leaving:
             (place / name).write_bytes(data)
         make_release(
             release, [run], ledger, key, name="ECG demo",
-            pdf=lambda each: certificate_pdf(each, signer=key.public.name),
+            pdf=lambda each, officer: certificate_papers(each, key.public.name, officer),
         )  # fmt: skip
         page = place / "run.html"
         page.write_text(run_report(run, ledger), encoding="utf-8")

@@ -1,84 +1,86 @@
-"""The certificate as a PDF, by typst (`pip install 'lamina[report]'`): one or two pages, the same bytes each time."""
+"""Papers about a certificate, by typst (`pip install 'lamina[report]'`): the certificate, and the one-page release decision.
+
+The templates read the content of the certificate itself. The same inputs give the same bytes, and no text is smaller than 7 pt.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
 from importlib import resources
+from itertools import groupby
+from statistics import NormalDist
 from typing import Any
 
 from lamina.errors import LaminaError
-from lamina.plan.table import epsilon_text
 from lamina.release.certificate import Certificate
-from lamina.release.risk_statements import FIGURE_NAMES, texts
+from lamina.release.countersignature import Countersignature
 
 _MAX_LAYERS = 24  # of the picture; more are drawn as groups of neighbours
-_CLASS_HEAD = ("class", "protects", *FIGURE_NAMES.values())
+_CURVE_RATES = (0.001, 0.002, 0.005, *(at / 100 for at in range(1, 100)), 0.995)
 
 
-def certificate_pdf(certificate: Certificate, *, signer: str | None = None) -> bytes:
-    """The PDF of a certificate; `signer` is the id of the key that signed it."""
+def certificate_papers(
+    certificate: Certificate, signer: str | None, countersignature: Countersignature | None = None
+) -> dict[str, bytes]:
+    """Return the PDFs of a certificate by kind: `certificate` and `decision`."""
+    return {
+        "certificate": certificate_pdf(certificate, signer=signer, countersignature=countersignature),
+        "decision": decision_pdf(certificate, countersignature=countersignature),
+    }
+
+
+def certificate_pdf(
+    certificate: Certificate, *, signer: str | None = None, countersignature: Countersignature | None = None
+) -> bytes:
+    """Return the PDF of a certificate; `signer` is the id of the key that signed it."""
+    content = certificate.content
+    return _compiled("certificate.typ", content, countersignature, signer=signer, layers=_merged_layers(content))
+
+
+def decision_pdf(certificate: Certificate, *, countersignature: Countersignature | None = None) -> bytes:
+    """Return the page on which a privacy officer decides about a release."""
+    curves = {
+        name: {of: _curve(each[of]) for of in ("membership", "content")}
+        for name, each in certificate.content["classes"].items()
+    }
+    return _compiled("decision.typ", certificate.content, countersignature, curves=curves)
+
+
+def _compiled(template: str, content: Mapping[str, Any], officer: Countersignature | None, **more: Any) -> bytes:
     try:
         import typst
     except ImportError:
         problem = "the PDF needs typst, which is not installed"
         raise LaminaError("release.typst-missing", problem, "pip install 'lamina[report]', or use the JSON") from None
-    template = resources.files("lamina.release").joinpath("certificate.typ").read_bytes()
-    data = json.dumps(_page(certificate.content, signer), ensure_ascii=False, allow_nan=False)
-    made = typst.compile(template, sys_inputs={"data": data}, ignore_system_fonts=True, timestamp=0)
+    signed = None if officer is None else {**officer.content, "key": officer.signer.name}
+    data = json.dumps({"content": content, "countersignature": signed, **more}, ensure_ascii=False, allow_nan=False)
+    folder = resources.files("lamina.release")
+    source = b"".join(folder.joinpath(name).read_bytes() for name in ("paper.typ", template))
+    made = typst.compile(source, sys_inputs={"data": data}, ignore_system_fonts=True, timestamp=0)
     assert isinstance(made, bytes)
     return made
 
 
-def _page(content: Mapping[str, Any], signer: str | None) -> dict[str, Any]:
-    run, model, ledger, plan = content["run"], content["model"], content["ledger"], content["plan"]
-    facts = {
-        "issued": content["issued"],
-        "run": f"{run['id']}, {run['steps']} of {run['planned_steps']} steps",
-        "model": f"{model['file']}, SHA-256 {model['sha256']}",
-        "plan": f"{plan['sha256']}",
-        "mechanism": f"{plan['noise']} noise, {plan['clipping']} clipping, {plan['allocation']} allocation, "
-        f"expected batch {plan['expected_batch']:g}",
-        "accountant": f"{content['accountant']['name']} ({content['accountant']['version']})",
-        "ledger": f"{ledger['origin']}, {ledger['size']} leaves, {ledger['verdict']}",
-        "ledger root": ledger["root"],
-        "header": ledger["header"],
-    }
-    return {
-        "origin": ledger["origin"],
-        "private": content["private"],
-        "badge": content["protects"]["badge"],
-        "statement": "\n".join(texts(content, "membership", "content", "budget")),
-        "reasons": [each["reason"] for each in content["conditions"] if not each["holds"]],
-        "class_head": _CLASS_HEAD,
-        "class_rows": [_class_row(name, each) for name, each in content["classes"].items()],
-        "picture": _picture(content),
-        "assumptions": texts(content, "unit", "condition", "assumption", "trust", "query model", "voids"),
-        "not_covered": texts(content, "side channels", "tuning", "not covered"),
-        "facts": list(facts.items()),
-        "signer": signer,
-    }
-
-
-def _class_row(name: str, each: Mapping[str, Any]) -> list[str]:
-    if each["public"]:
-        return [name, "nothing: public", *["–"] * 6]
-    return [name, each["unit"], *(_figure(each[key]) for key in FIGURE_NAMES if key != "delta"), f"{each['delta']:g}"]
-
-
-def _figure(value: float | None) -> str:
-    return "not proven" if value is None else epsilon_text(value, 3)
-
-
-def _picture(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Layers from the output down; of a deep model, groups of neighbours with the classes of all and the least noise."""
-    layers = content["layers"]
-    size = -(-len(layers) // _MAX_LAYERS)
+def _merged_layers(content: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Layers from the output down. Adjacent equal layers are one row; of many rows, neighbours are drawn together."""
+    equal = [list(group) for _, group in groupby(content["layers"], lambda each: (each["classes"], each["noise_std"]))]
+    size = max(1, -(-len(equal) // _MAX_LAYERS))
     rows = []
-    for at in range(0, len(layers), size):
-        group = layers[at : at + size]
-        label = group[0]["name"] if len(group) == 1 else f"{group[0]['name']} … {group[-1]['name']}"
+    for at in range(0, len(equal), size):
+        group = [layer for layers in equal[at : at + size] for layer in layers]
+        first, last = group[0]["name"], group[-1]["name"]
+        label = first[-44:] if len(group) == 1 else f"{first[-24:]} … {last[-24:]} ({len(group)} layers)"
         classes = sorted({name for each in group for name in each["classes"]})
         noise = min(each["noise_std"] for each in group)
-        rows.append({"label": label[-48:], "classes": classes, "noise": f"{noise:.3g}" if noise else "no noise"})
-    return {"classes": list(content["classes"]), "layers": rows[::-1]}
+        rows.append({"label": label, "classes": classes, "noise": f"{noise:.3g}" if noise else "no noise"})
+    return rows[::-1]
+
+
+def _curve(risk: Mapping[str, Any] | None) -> list[list[float]]:
+    """Points of the bound that μ states where both error rates are above its least rate α₀: Φ(Φ⁻¹(α) + μ)."""
+    if risk is None or risk["mu"] is None:
+        return []
+    law, least = NormalDist(), risk["mu_least_rate"]
+    points = [[rate, law.cdf(law.inv_cdf(rate) + risk["mu"])] for rate in _CURVE_RATES if rate >= least]
+    return [each for each in points if each[1] <= 1 - least]

@@ -3,6 +3,8 @@
     model.safetensors    the weights
     certificate.*        JSON, the same signed (COSE), and a PDF where typst is installed; -2, -3, … for further runs
     evaluation.json      the figures under `utility` of the certificate, if the run was evaluated; -2, -3, … likewise
+    decision.pdf         one page for the privacy officer, beside each certificate.pdf
+    countersignature.cose  if there is one: a privacy officer's signature over certificate.cose
     checkpoint.txt       the signed head of the ledger
     README.md            model card
     bom.cdx.json         inventory (CycloneDX)
@@ -21,7 +23,7 @@ import shutil
 import stat
 import time as system
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -30,6 +32,7 @@ from lamina.admit.keys import CLOCK_SKEW, P256Key, PrivateKey, PublicKey, format
 from lamina.admit.signed_json import canonical_json, parse_json
 from lamina.errors import BadKey, EncodingError, LaminaError, NotVerified, PlanError
 from lamina.ledger.governance_records import Release, Role
+from lamina.ledger.key_state import KeyState
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.records import LAST_SEQ, Epoch, decode_leaf
 from lamina.ledger.run_records import WEIGHTS
@@ -41,6 +44,7 @@ from lamina.ledger.verify.verifier import verify
 from lamina.ledger.writer import Ledger
 from lamina.release.certificate import Certificate, certify, ledger_reference
 from lamina.release.comparison import Note, changes_since, check_purposes, compare_with_ledger
+from lamina.release.countersignature import Countersignature
 from lamina.release.model_card import ml_bom, model_card
 from lamina.release.model_signing import MODEL_SIGNATURE, check_model_signature, sign_model
 from lamina.release.posture import ClassPosture, Posture, read_posture
@@ -127,7 +131,7 @@ def _draws_on(plain: object) -> bool:
 
 # ------------------------------------------------------------------------------------------ making
 
-PdfMaker = Callable[[Certificate], bytes | None]
+PdfMaker = Callable[[Certificate, Countersignature | None], Mapping[str, bytes]]
 
 
 def make_release(
@@ -142,15 +146,17 @@ def make_release(
     trust: Trust | None = None,
     pdf: PdfMaker | None = None,
     bundle_key: P256Key | None = None,
+    countersignatures: Sequence[bytes] = (),
 ) -> Path:
     """Make the folder `out` of a release, sign it, and record it in the ledger. Returns the path of its manifest.
 
     runs       folders of the runs whose training is in the model, in their order; the weights are the last one's
     ledger     the one in which they were charged, opened with its key
     key        the release key
-    not_after  until when it may be served; a year after the newest checkpoint if not given
-    pdf        makes the PDF of a certificate
+    not_after  until when it may be served; a year after the newest checkpoint if not given, or less if an officer says so
+    pdf        makes the PDFs of a certificate: {"certificate": …, "decision": …}
     bundle_key signs the OpenSSF model-signing bundle; without it there is none
+    countersignatures  of privacy officers, at most one for each certificate
     """
     out = Path(out)
     if out.exists():
@@ -167,7 +173,10 @@ def make_release(
     if gate is not None and gate.unstated_purposes:
         check_purposes(posture, evidence)
     last = evidence[-1]
-    not_after = last.time + 365 * 86_400 if not_after is None else not_after
+    officers = list(map(Countersignature.read, countersignatures))
+    if not_after is None:
+        not_after = min([last.time + 365 * 86_400, *(each.valid_until for each in officers)])
+    countersigned = _by_certificate(officers, signed, key.public, ledger, not_after)
     made = out.with_name(f".{out.name}.{os.getpid()}.lamina-tmp")
     shutil.rmtree(made, ignore_errors=True)
     made.mkdir(parents=True)
@@ -180,9 +189,13 @@ def make_release(
             papers |= {f"{stem}.json": certificate.json(), f"{stem}.cose": cose}
             if certificate.content["utility"] and (data := read_evaluation(Path(runs[number - 1]))) is not None:
                 papers[_evaluation_of(f"{stem}.json")] = data
-            if pdf is not None and (page := pdf(certificate)) is not None:
-                papers[f"{stem}.pdf"] = page
-            entries.append({"run": certificate.content["run"]["id"], "file": f"{stem}.json", "signed": f"{stem}.cose"})
+            entry = {"run": certificate.content["run"]["id"], "file": f"{stem}.json", "signed": f"{stem}.cose"}
+            if (officer := countersigned.get(cose)) is not None:
+                entry["countersignature"] = f"{stem.replace('certificate', 'countersignature')}.cose"
+                papers[entry["countersignature"]] = officer.data
+            pages = {} if pdf is None else pdf(certificate, officer)
+            papers |= {f"{stem.replace('certificate', kind)}.pdf": page for kind, page in pages.items()}
+            entries.append(entry)
         papers["README.md"] = model_card(name, certificates, posture, not_after=format_utc(not_after))
         digests = {each: hashlib.sha256(data).hexdigest() for each, data in papers.items()}
         digests[WEIGHTS] = certificates[-1].content["model"]["sha256"]
@@ -219,6 +232,27 @@ def make_release(
     finally:
         shutil.rmtree(made, ignore_errors=True)
     return out / MANIFEST
+
+
+def _by_certificate(
+    officers: Sequence[Countersignature], certificates: Sequence[bytes], key: PublicKey, ledger: LedgerReader,
+    not_after: int,
+) -> dict[bytes, Countersignature]:  # fmt: skip
+    """Return countersignatures by certificate. Raise NotVerified if one has no certificate here, or does not count."""
+    found: dict[bytes, Countersignature] = {}
+    for each in officers:
+        mine = next((data for data in certificates if each.is_about(data) and data not in found), b"")
+        each.check(
+            mine, key, trust=None, parties=ledger.parties(), not_after=not_after, now=int(system.time()),
+            file=str(each), note=_refuse_countersignature,
+        )  # fmt: skip
+        found[mine] = each
+    return found
+
+
+def _refuse_countersignature(code: str, reason: str, officer: str | None) -> None:
+    remedy = "certify the runs, and let the officer sign each certificate once, before the ledger grows"
+    raise NotVerified(code, f"the countersignature of {officer} cannot be used: {reason}", remedy)
 
 
 def _refuse_new_epochs(rows: StoreReader, last: RunEvidence, record: Release) -> None:
@@ -289,6 +323,8 @@ class ReleaseVerification:
     compared  every figure was computed again from the ledger, and the ledger verified
     trusted   all of these hold, and a trusted key governs the ledger
     since     leaves of the ledger after the release, by what they change; empty unless `compared`
+
+    `countersignatures` are those in the release, which hold if it is verified.
     """
 
     verified: bool
@@ -298,6 +334,7 @@ class ReleaseVerification:
     problems: tuple[ReleaseProblem, ...]
     manifest: Manifest | None
     since: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    countersignatures: tuple[Countersignature, ...] = ()
 
     @property
     def verdict(self) -> str:
@@ -318,6 +355,7 @@ class ReleaseVerification:
             "verdict": self.verdict,
             "problems": [each.to_dict() for each in self.problems],
             "since": {name: {"count": len(seqs), "leaves": shown_leaves(seqs)} for name, seqs in self.since.items()},
+            "countersignatures": [dict(each.content) for each in self.countersignatures],
             "files": {} if self.manifest is None else dict(self.manifest.subjects),
         }
 
@@ -365,6 +403,7 @@ def verify_release(
         )
     _check_files(folder, manifest, note)
     compared: Verification | None = None
+    officers: list[Countersignature] = []
     try:
         _check_model_signature(folder, manifest, note)
         certificates = _check_certificates(folder, manifest, note)
@@ -378,6 +417,8 @@ def verify_release(
             compared = compare_with_ledger(
                 manifest, certificates, ledger, trust=trust, now=now, note=note, evaluations=evaluations
             )
+        parties = None if ledger is None or compared is None else ledger.parties()
+        officers = _check_countersignatures(folder, manifest, trust, parties, now, note)
     except (KeyError, TypeError, ValueError, AttributeError) as error:  # fields of other types than we write
         note("release.manifest-malformed", f"a field has a wrong type: {error}", MANIFEST)
     entry = None if trust is None or trust.ring is None else trust.ring.get(manifest.signer.id)
@@ -393,6 +434,7 @@ def verify_release(
         verified=not problems, signed=signed, compared=compared is not None,
         trusted=signed and compared is not None and compared.trusted, problems=tuple(problems), manifest=manifest,
         since={} if ledger is None or compared is None else changes_since(manifest, ledger),
+        countersignatures=tuple(officers),
     )  # fmt: skip
 
 
@@ -600,6 +642,28 @@ def _check_certificates(folder: Path, manifest: Manifest, note: Note) -> dict[st
     return by_file
 
 
+def _check_countersignatures(
+    folder: Path, manifest: Manifest, trust: Trust | None, parties: KeyState | None, now: int, note: Note
+) -> list[Countersignature]:
+    """Check the countersignatures that the manifest names: each is about its certificate, by an officer, and in force."""
+    found: list[Countersignature] = []
+    for entry in (each for each in manifest.predicate["certificates"] if "countersignature" in each):
+        file, at = str(entry["countersignature"])[:_MAX_NAME], manifest.ledger
+        try:
+            if file not in manifest.subjects:
+                raise NotVerified("release.countersignature-wrong", "it is not among the files of the manifest")
+            found.append(each := Countersignature.read(read_file(folder, file)))
+            each.check(
+                read_file(folder, entry["signed"]), manifest.signer, trust=trust, parties=parties,
+                not_after=manifest.not_after, now=now, file=file, note=note,
+            )  # fmt: skip
+            if _signed_by(at["checkpoint"], NoteKey(at["origin"], each.signer)):
+                note("release.officer-key-in-other-role", "its key signs the checkpoints of the ledger", file)
+        except LaminaError as error:
+            note(error.code, error.problem, file)
+    return found
+
+
 def _check_posture(manifest: Manifest, certificate: Certificate, note: Note) -> None:
     """The posture says no less than the certificate of a run."""
     layers = {layer.name: layer for layer in manifest.posture.layers}
@@ -635,7 +699,7 @@ def _check_ledger_head(
         stated = (at["origin"], at["size"], at["root"], manifest.posture.as_of_size)
         if (checkpoint.origin, checkpoint.size, checkpoint.root.hex(), checkpoint.size) != stated:
             note("release.ledger-head-differs", "the manifest and its checkpoint state another ledger head", CHECKPOINT)
-        keys = [] if trust is None else trust.keys(checkpoint.origin, now)
+        keys = [] if trust is None else replace(trust, plain=()).keys(checkpoint.origin, now)  # plain: releases, owner
         if trust is not None and trust.ring is not None and keys:
             verify_checkpoint(at["checkpoint"], [NoteKey(checkpoint.origin, key) for key in keys])
     except LaminaError as error:

@@ -1,0 +1,127 @@
+"""The papers about a certificate: pages, sizes of text, what they say about each kind of class, the same bytes each time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pdf_text import read_pdf
+from sample_certificate import private_class, public_class, sample_content
+
+from lamina.admit.keys import PrivateKey
+from lamina.release.certificate import Certificate
+from lamina.release.certificate_pdf import certificate_papers, certificate_pdf, decision_pdf
+from lamina.release.countersignature import Countersignature, countersign
+
+LONG = "contributions-of-people-on-the-cardiology-ward-of-a-hospital-{}"
+A4_WIDTH = 595.3
+
+
+def many(number: int, name: str = LONG) -> dict[str, dict[str, Any]]:
+    return {name.format(at): private_class(0.3 + 0.2 * at, unit="patient with all recordings") for at in range(number)}
+
+
+def crowded() -> dict[str, Any]:
+    """Six classes with long names, and more statements than a page holds."""
+    content = sample_content(many(6))
+    long = {"class": None, "leaves": list(range(40)), "digest": "ab" * 32, "text": "A long statement. " * 12}
+    sources = ("recomputed from the ledger", "stated by the trainer", "stated by the owner", "measured")
+    content["statements"] += [{"topic": "condition", "source": source, **long} for source in sources * 8]
+    content["statements"] += [{"topic": "voids", "source": sources[0], **long}] * 9
+    content["utility"] *= 20
+    return content
+
+
+CONTENTS = {
+    "one class": sample_content(many(1)),
+    "six classes": sample_content(many(6)),
+    "nine classes": sample_content(many(7) | {"open": public_class(), "free": public_class()}),
+    "public only": sample_content({"open": public_class()}),
+    "zero-out": sample_content({"ward": private_class(zero_out=True)}),
+    "not private": sample_content(private=False),
+    "nothing proven": sample_content(
+        {"ward": private_class() | {"content": None, "content_total": None, "epsilon": None}}
+    ),
+    "crowded": crowded(),
+    "bare": sample_content() | {"statements": [], "utility": [], "layers": []},
+}
+
+
+def plain(text: str) -> str:
+    return text.replace(" ", "").replace("\u200b", "")
+
+
+@pytest.mark.parametrize("content", CONTENTS.values(), ids=CONTENTS.keys())
+def test_the_decision_is_one_page_of_readable_text(content: dict[str, Any]) -> None:
+    found = read_pdf(decision_pdf(Certificate(content=content)))
+    assert found.pages == 1 and found.least_size >= 7 and found.lowest > 20 and found.rightmost < A4_WIDTH - 20
+    assert plain("lamina release verify RELEASE") in plain(found.text)
+
+
+@pytest.mark.parametrize("content", CONTENTS.values(), ids=CONTENTS.keys())
+def test_the_certificate_has_readable_text(content: dict[str, Any]) -> None:
+    found = read_pdf(certificate_pdf(Certificate(content=content)))
+    assert found.least_size >= 7 and found.lowest > 20 and found.rightmost < A4_WIDTH - 20
+    assert plain(content["ledger"]["root"]) in plain(found.text)
+
+
+def words(content: dict[str, Any]) -> str:
+    papers = certificate_papers(Certificate(content=content), None)
+    return plain("".join(read_pdf(papers[kind]).text for kind in ("decision", "certificate")))
+
+
+def test_each_says_for_whom_it_is_private() -> None:
+    assert plain("private for: sensitive; not protected: volunteer (60 patients, declared public)") in words(
+        CONTENTS["bare"]
+    )
+    assert plain("nothing in it is protected") in words(CONTENTS["public only"])
+    told = words(CONTENTS["not private"])
+    assert "NOTPRIVATE" in told and plain("the noise came from a seed that somebody chose") in told
+    assert "5.4%" not in told and plain("nothing to countersign") in told  # no figure of a guarantee that does not hold
+    assert plain("Membership is not protected for: ward") in words(CONTENTS["zero-out"])
+    assert plain("Nothing is proven for: ward") in words(CONTENTS["nothing proven"])
+    assert "notstated" in words(CONTENTS["bare"])
+
+
+def test_the_six_classes_with_the_largest_risk_are_on_the_decision() -> None:
+    content = sample_content(many(7, "ward-{}") | {"open": public_class(), "free": public_class()})
+    found = plain(read_pdf(decision_pdf(Certificate(content=content))).text)
+    table = found[found.index("protected") : found.index("more,seecertificate")]
+    assert [f"ward-{at}" in table for at in range(7)] == [False, *[True] * 6] and "and3" in table
+
+
+def test_figures_are_rounded_up() -> None:
+    found = private_class(0.71) | {"epsilon": 2.0000001, "epsilon_total": 1234.5671, "rho": 0.0, "delta": 2.5e-7}
+    found["membership"]["tpr"]["0.01"] = 0.05301
+    text = words(sample_content({"ward": found}))
+    assert {"2.001", "1,234.568", "0.000", "2.5e-7", "5.4%"} <= {
+        each for each in ("2.001", "1,234.568", "0.000", "2.5e-7", "5.4%") if each in text
+    }
+
+
+def test_adjacent_equal_layers_are_one_row() -> None:
+    text = words(sample_content())
+    assert plain("(6 layers)") in text and plain("(2 layers)") in text and "blocks.3" not in text
+
+
+def test_the_countersignature_is_on_both() -> None:
+    key = PrivateKey.generate()
+    texts = {"name": "A. Lovelace", "role": "privacy officer", "recipient": "example.org"}
+    officer = Countersignature.read(
+        countersign(b"certificate", key, texts, now=1_800_000_000, valid_until=1_900_000_000)
+    )
+    for page in certificate_papers(Certificate(content=sample_content()), "ab" * 32, officer).values():
+        text = plain(read_pdf(page).text)
+        assert "A.Lovelace" in text and "2030-03-17" in text and key.public.name[:16] in text and "notstated" in text
+
+
+def test_the_same_content_gives_the_same_bytes() -> None:
+    one, two = (certificate_papers(Certificate(content=sample_content()), "ab" * 32) for _ in range(2))
+    assert one == two and one["decision"].startswith(b"%PDF-")
+
+
+def test_text_of_the_certificate_stays_text() -> None:
+    evil = '#panic("no") $ * _ \\ <label> @ref'
+    content = sample_content()
+    content["statements"][0]["text"] = evil
+    assert plain(evil) in words(content)
