@@ -180,6 +180,27 @@ def test_quorum_and_retention(call: Call) -> None:
     assert problem is not None and problem.code == "verify.too-few-cosignatures"  # nobody cosigned the last one yet
 
 
+def test_what_the_owner_states_about_data_and_model(call: Call) -> None:
+    """From policy.toml into a governing record; an owner reads every text before signing."""
+    Path("about.toml").write_text(Path("same.toml").read_text() + '[about]\ntitle = "ECG"\ncontact = "a@b.example"\n')
+    succeeded(call("terms", "ledger.db", "--about", "about.toml", *BOTH))
+    at = size() - 1
+    stated = {"contact": {"text": "a@b.example", "leaf": at}, "title": {"text": "ECG", "leaf": at}}
+    assert answer(call("terms", "ledger.db", "--json"))["about"] == stated
+    assert f"about.title (leaf {at}): ECG" in call("terms", "ledger.db")[1]
+    assert not answer(call("terms", "ledger.db", "--about", "about.toml", *BOTH, "--json"))["changed"]
+    Path("about.toml").write_text(Path("same.toml").read_text() + '[about]\ntitle = "ECG, second edition"\n')
+    succeeded(call("terms", "ledger.db", "--about", "about.toml", "--propose", "about.msg"))
+    result = call("sign", "about.msg", "--ledger", "ledger.db", "--key", "owner.key")
+    assert "about.title: ECG, second edition" in result[1] and "about.contact: no longer stated" in result[1]
+    succeeded(call("submit", "ledger.db", "about.msg", "--signature", "about.msg.sig", "--key", "ledger.key"))
+    stated = {"title": {"text": "ECG, second edition", "leaf": at + 1}}
+    assert answer(call("terms", "ledger.db", "--json"))["about"] == stated
+    assert verify("ledger.db", trust=MINE).verified
+    Path("about.toml").write_text(Path("same.toml").read_text() + '[about]\ncolour = "red"\n')
+    refused(call("terms", "ledger.db", "--about", "about.toml", *BOTH), "plan.policy-invalid")
+
+
 def test_a_ledger_with_owners(call: Call, tmp_path: Path) -> None:
     keys = ("--governing-key", "owner.pub", "--governing-key", "second.pub", "--witness", "other.pub")
     words = ("init", "new.db", "stricter.toml", *keys, "--key", "next.key")

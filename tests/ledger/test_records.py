@@ -141,7 +141,10 @@ SAMPLES: list[Record] = [
 ]
 
 
-@pytest.mark.parametrize("record", SAMPLES, ids=lambda record: type(record).__name__)
+ABOUT = TermsChange(about=(("contact", "privacy@example.org"), ("title", "")))  # younger than the frozen samples
+
+
+@pytest.mark.parametrize("record", [*SAMPLES, ABOUT], ids=lambda record: type(record).__name__)
 def test_a_leaf_reads_back_and_has_the_one_deterministic_encoding(record: Record) -> None:
     data = records.encode_leaf(record, 70_000, 1_800_000_000, 3)
     assert records.decode_leaf(data) == records.Leaf(type(record), 70_000, 1_800_000_000, 3, record)
@@ -407,7 +410,21 @@ BAD: dict[Any, dict[str, list[Any]]] = {  # by what is made: what its fields may
     },
     partial(ClassTotal, cls="a", count=1, spend=0): {"withdrawn": [2]},
     partial(Release, runs=()): {"manifest": [b""]},
-    TermsChange: {"witnesses": [None, -1], "retention": [-1]},
+    TermsChange: {
+        "witnesses": [None, -1],
+        "retention": [-1],
+        "about": [
+            (),
+            (("colour", "red"),),  # no such name
+            (("title", "two\nlines"),),
+            (("title", None),),
+            (("title", "x" * 2001),),
+            (("title", "b"), ("contact", "a")),  # not in order: a second form of the same
+            (("title", "a"), ("title", "a")),
+            (("publication_date", "soon"),),
+            "title",
+        ],
+    },
     partial(KeyEvents): {"events": [()]},
     partial(dataclasses.replace, CHANGE): {"presets": [CHANGE.presets * 2, ()]},
 }
@@ -543,7 +560,7 @@ def test_the_documented_schema_is_the_schema() -> None:
         keys = [(bool(mark), int(key)) for mark, key in re.findall(r"(\?)?\s*\b([0-9]+) =>", rules[name])]
         place = [(False, key) for key in range(1, 6)] if kind is KeptContribution else []
         assert keys == place + [(each.optional, each.key) for each in schema_of(kind).fields], name
-    assert set(rules) == {*CDDL, "leaf"}
+    assert set(rules) == {*CDDL, "leaf", "about"}  # a map of texts
 
 
 def test_terms_and_enumerations_have_their_documented_numbers() -> None:

@@ -49,6 +49,43 @@ def test_a_policy_is_read(tmp_path: Path) -> None:
     assert policy.corpus.accountant == "rdp"
 
 
+ABOUT = """
+[about]
+title = "ECG triage"
+organisation = "St. Elsewhere, cardiology"
+publication_date = "2026-11-30"
+approach = "supervised"
+"""
+
+
+def test_what_the_owner_states_about_data_and_model() -> None:
+    """In order of the names, so that one statement has one form."""
+    stated = Policy.parse(GOOD + ABOUT).about.stated
+    assert [name for name, _ in stated] == ["approach", "organisation", "publication_date", "title"]
+    assert Policy.parse(GOOD).about.stated == ()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("title", "titel", ["about.titel", "did you mean 'title'"]),
+        ('"ECG triage"', '""', ["about.title", "must not be empty"]),
+        ('"ECG triage"', '"  "', ["about.title", "printable"]),
+        ('"ECG triage"', '"two\\nlines"', ["about.title", "one line"]),
+        ('"ECG triage"', '"\\u001b[2J"', ["about.title", "printable"]),
+        ('"ECG triage"', '"' + "x" * 2001 + '"', ["about.title", "at most 2000 characters"]),
+        ('"ECG triage"', "7", ["about.title", "text in quotes"]),
+        ("2026-11-30", "20261130", ["about.publication_date", "2026-11-30"]),
+        ("2026-11-30", "2026-02-30", ["about.publication_date", "2026-11-30"]),
+        ('"supervised"', '"magic"', ["about.approach", "semi-supervised"]),
+    ],
+)
+def test_statements_that_are_refused(old: str, new: str, words: list[str]) -> None:
+    with raises_code("plan.policy-invalid") as caught:
+        Policy.parse(GOOD + ABOUT.replace(old, new))
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
 def test_a_policy_cannot_be_changed() -> None:
     policy = Policy.parse(GOOD)
     with pytest.raises(Exception, match="frozen"):

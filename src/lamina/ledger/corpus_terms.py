@@ -22,6 +22,7 @@ from lamina.admit.signing import SECONDS_PER_YEAR
 from lamina.errors import LedgerError
 from lamina.ledger.governance_records import (
     NO_POLICY,
+    About,
     ClassBounds,
     Header,
     Key,
@@ -32,6 +33,7 @@ from lamina.ledger.governance_records import (
     sign_header,
 )
 from lamina.ledger.key_state import GovernanceState
+from lamina.ledger.reader import LedgerReader
 from lamina.ledger.schema import ORIGIN, PROFILE, STATEMENT, program_version
 from lamina.ledger.store.sqlite import is_postgres_url, ledger_exists, printable_location
 from lamina.ledger.writer import DAY_SECONDS, Ledger
@@ -49,7 +51,7 @@ class CorpusTerms:
 
     `policy` is the digest that contributors sign (admit.checks.floors_hash); NO_POLICY where there is none. `ledger` is the
     hash of the header leaf of the only ledger that the policy admits into, if it names one. `retention` (seconds),
-    `granularity`, `witnesses` (None: as many as there are), `withdraw` and `other_people` are written into the
+    `granularity`, `witnesses` (None: as many as there are), `withdraw`, `other_people` and `about` are written into the
     header of a new ledger and not used later.
     """
 
@@ -65,6 +67,7 @@ class CorpusTerms:
     witnesses: int | None = None
     withdraw: WithdrawalRule = WithdrawalRule.KEEPER
     other_people: str | None = None
+    about: About = ()
 
     def __post_init__(self) -> None:
         if not ORIGIN.fits(self.origin):
@@ -99,6 +102,7 @@ class CorpusTerms:
             witnesses=corpus.witnesses,
             withdraw=WithdrawalRule[corpus.withdraw.upper()],
             other_people=corpus.other_people,
+            about=policy.about.stated,
         )
 
     @classmethod
@@ -133,6 +137,7 @@ class CorpusTerms:
             presets=self.presets,
             policy=self.policy,
             other_people=self.other_people,
+            about=self.about or None,
             keys=(Key(name=self.origin, x=key.x, role=Role.LEDGER), *parties),
             **terms | other,
         )
@@ -286,6 +291,11 @@ def adopt_policy(ledger: Ledger, contract: CorpusTerms) -> bool:
 def policy_in_force(ledger: Ledger) -> Header | PolicyChange:
     """The last word on floors, presets and policy."""
     return ledger.retry_while_lost(ledger.governance).policy
+
+
+def about_at(ledger: LedgerReader, size: int) -> dict[str, dict[str, Any]]:
+    """Return the owner's texts of [about] after the first `size` leaves, each with the leaf that states it."""
+    return {name: {"text": text, "leaf": leaf} for name, (text, leaf) in ledger.parties(size).about.items()}
 
 
 # --------------------------------------------------------------------------------------- making

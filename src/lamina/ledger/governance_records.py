@@ -7,8 +7,9 @@ import hashlib
 import json
 from collections.abc import Iterable
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import pairwise
+from typing import Any
 
 from lamina import cbor
 from lamina.account.accountants import find_accountant
@@ -26,6 +27,7 @@ from lamina.ledger.schema import (
     MICRO,
     ORIGIN,
     PROFILE,
+    READ_REMEDY,
     RUN,
     SEQ,
     SIGNATURE,
@@ -33,6 +35,7 @@ from lamina.ledger.schema import (
     STATEMENT,
     TIME,
     VERSION,
+    FieldType,
     bytes_up_to,
     check_fields,
     enum_member,
@@ -47,6 +50,7 @@ from lamina.ledger.schema import (
     tuple_of,
 )
 from lamina.plan.depth_profile import DepthProfile
+from lamina.plan.policy import AboutPolicy
 
 _PROFILE_DIGEST = "sha256:"  # how a long profile is written
 
@@ -253,18 +257,46 @@ class PolicyChange:
             raise LedgerError("ledger.policy-class-twice", "the policy names a class twice", "name each once")
 
 
+About = tuple[tuple[str, str], ...]  # names and texts of [about], in order of the names
+
+
+def _is_about(value: Any, *, removable: bool = False) -> bool:
+    """Whether it is names and texts of [about], in order of the names; if `removable`, also empty texts."""
+    try:
+        found = dict(value)
+        AboutPolicy(**{name: text for name, text in found.items() if text or not removable})
+    except (TypeError, ValueError):
+        return False
+    known = found and found.keys() <= AboutPolicy.model_fields.keys()
+    return bool(known) and all(type(each) is str for each in found.values()) and value == tuple(sorted(found.items()))
+
+
+def _read_about(stored: Any) -> About:
+    if type(stored) is not dict or not all(type(name) is str for name in stored):
+        raise EncodingError("ledger.about-malformed", "the owner's texts are not a map of names", READ_REMEDY)
+    return tuple(sorted(stored.items()))
+
+
+ABOUT = FieldType("texts of [about] in policy.toml, in order of their names", _is_about, dict, _read_about)
+ABOUT_CHANGE = FieldType(f"{ABOUT.expected}, or ''", partial(_is_about, removable=True), dict, _read_about)
+
+
 @ledger_record()
 class TermsChange:
-    """Another number of cosignatures that a checkpoint needs, retention, or who may withdraw; what is left out stays."""
+    """Another number of cosignatures that a checkpoint needs, retention, who may withdraw, or texts of [about].
+
+    What is left out stays. Of `about`, an empty text removes the one that was stated.
+    """
 
     witnesses: int | None = stored(1, integer(0, MAX_KEYS), default=None)
     retention: int | None = stored(2, COUNT, default=None)
     authorization: Authorization | None = stored(3, nested(Authorization), default=None)
     withdraw: WithdrawalRule | None = stored(4, enum_member(WithdrawalRule), default=None)
+    about: About | None = stored(5, ABOUT_CHANGE, default=None)
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.witnesses is None and self.retention is None and self.withdraw is None:
+        if all(each is None for each in (self.witnesses, self.retention, self.withdraw, self.about)):
             raise LedgerError("ledger.terms-change-empty", "the change of terms changes nothing", "give one of them")
 
 
@@ -347,6 +379,7 @@ class Header:
     signatures      by every governing key that it names: nobody can put a key into a header without its holder
     withdraw        who may withdraw; None: the keeper
     other_people    the owner's statement why it holds other people than the ledgers beside which it was created
+    about           what the owner states about data and model: [about] of policy.toml
     """
 
     origin: str = stored(1, ORIGIN)
@@ -368,6 +401,7 @@ class Header:
     signatures: tuple[PartySignature, ...] = stored(17, _SIGNATURES, default=())
     withdraw: WithdrawalRule | None = stored(18, enum_member(WithdrawalRule), default=None)
     other_people: str | None = stored(19, STATEMENT, default=None)
+    about: About | None = stored(20, ABOUT, default=None)
 
     def __post_init__(self) -> None:
         check_fields(self)

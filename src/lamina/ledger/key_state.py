@@ -15,6 +15,7 @@ from lamina.admit.key_ring import KeyRing, KeyStatus
 from lamina.admit.keys import PrivateKey, PublicKey, format_utc
 from lamina.errors import LedgerError
 from lamina.ledger.governance_records import (
+    About,
     Authorization,
     ClassBounds,
     GoverningRecord,
@@ -291,6 +292,7 @@ class GovernanceState(KeyState):
     last         hash of the leaf of the last governing record; of leaf 0 before the first
     policy       header or policy change in force
     witnesses, retention, withdraw   in force
+    about        by name of [about] the text in force, and the leaf that states it
     owners       by governing key the first key of its owner: each of the header, and each that two owners let in, is an
                  owner; whom one owner let in, or rotated to, is the same owner
     """
@@ -304,6 +306,7 @@ class GovernanceState(KeyState):
         self.policy: Header | PolicyChange = header
         self.witnesses, self.retention = header.witnesses, header.retention
         self.withdraw = header.withdraw or WithdrawalRule.KEEPER
+        self.about = {name: (text, 0) for name, text in header.about or ()}
         self.additions: list[KeyAddition] = []
         self.owners = {each.id: each.id for each in header.keys if each.role is Role.GOVERNING}
 
@@ -336,7 +339,15 @@ class GovernanceState(KeyState):
             self.witnesses = self.witnesses if record.witnesses is None else record.witnesses
             self.retention = self.retention if record.retention is None else record.retention
             self.withdraw = record.withdraw or self.withdraw
+            stated = self.about | {name: (text, seq) for name, text in record.about or ()}
+            self.about = {name: stated[name] for name in sorted(stated) if stated[name][0]}
         self.last = leaf_hash(data)
+
+    def about_change(self, wanted: About) -> About | None:
+        """What changes the owner's texts to these; None if they are in force."""
+        new, old = dict(wanted), {name: text for name, (text, _) in self.about.items()}
+        names = sorted(name for name in new | old if new.get(name) != old.get(name))
+        return tuple((name, new.get(name, "")) for name in names) or None
 
     # ----------------------------------------------------------------------------------- authority
 

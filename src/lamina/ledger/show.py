@@ -11,6 +11,9 @@ from lamina import validate
 from lamina.admit.keys import format_utc
 from lamina.errors import LedgerError
 from lamina.ledger.governance_records import (
+    ABOUT,
+    ABOUT_CHANGE,
+    About,
     Aggregate,
     GoverningRecord,
     Header,
@@ -159,7 +162,7 @@ def record_to_dict(record: Any) -> dict[str, Any]:
     found: dict[str, Any] = {"id": record.id.hex()} if isinstance(record, Key) else {}
     for each in schema_of(type(record)).fields:
         value = getattr(record, each.name)
-        form = _NUMBER_FORMS.get(each.type, _value_to_json)
+        form = _FORMS.get(each.type, _value_to_json)
         found[_JSON_NAMES.get(each.name, each.name)] = None if value is None else form(value)
     return found
 
@@ -175,7 +178,9 @@ def _value_to_json(value: Any) -> Any:
     return record_to_dict(value) if is_dataclass(value) else value
 
 
-_NUMBER_FORMS: dict[FieldType, Any] = {TIME: format_utc, MICRO: lambda micro: micro / 1e6, SPEND: epsilon_or_none}
+_FORMS: dict[FieldType, Any] = {
+    TIME: format_utc, MICRO: lambda micro: micro / 1e6, SPEND: epsilon_or_none, ABOUT: dict, ABOUT_CHANGE: dict,
+}  # fmt: skip
 
 
 # ----------------------------------------------------------------------------------- for people
@@ -192,6 +197,7 @@ def describe_leaf(leaf: Leaf) -> str:
                 if r.other_people is None
                 else f", owner states other people than in ledgers beside it: {r.other_people}"
             )
+            rule += f", {_describe_names(r.about)}" if r.about else ""
             return f"{r.origin}: {r.accountant} at δ = {r.delta:g}, {kept}, {pluralize(len(r.keys), 'key')}{rule}"
         case ContributionRecord(terms=t) as r:
             return f"{r.descriptor.hex()[:16]}  {_describe_signed(t)}, {t.profile or 'any depth'}"
@@ -251,7 +257,17 @@ def describe_terms(record: TermsChange) -> str:
     parts = [] if record.witnesses is None else [f"{pluralize(record.witnesses, 'cosignature')} of witnesses"]
     parts += [] if record.retention is None else [f"kept {pluralize(record.retention // 86400, 'day')}"]
     parts += [] if record.withdraw is None else [describe_rule(record.withdraw)]
+    parts += [_describe_names(record.about)] if record.about else []
     return ", ".join(parts)
+
+
+def _describe_names(about: About) -> str:
+    return f"owner states {', '.join(f'about.{name}' for name, _ in about)}"
+
+
+def describe_about(about: About | None) -> list[str]:
+    """What the owner states, a line each."""
+    return [f"about.{name}: {text or 'no longer stated'}" for name, text in about or ()]
 
 
 def describe_by(record: Withdrawal) -> str:

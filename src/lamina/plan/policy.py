@@ -1,9 +1,10 @@
-"""policy.toml: classes with their presets and depth profiles, floors, accountant and δ; readable schema errors."""
+"""policy.toml: classes with their presets and depth profiles, floors, accountant, δ, [about]; readable schema errors."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from datetime import date
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -59,6 +60,22 @@ def _check_unit(unit: str) -> str:
     return unit
 
 
+def _check_about(text: str) -> str:
+    if not text.isprintable() or text.isspace():
+        raise ValueError("must be printable text on one line, because papers beside a model contain it")
+    return text
+
+
+def _check_date(text: str) -> str:
+    try:
+        date.fromisoformat(text)
+        if len(text) == len("2026-11-30"):
+            return text
+    except ValueError:
+        pass
+    raise ValueError("use a date like 2026-11-30")
+
+
 def _check_ledger(digits: str) -> str:
     if not re.fullmatch(r"[0-9a-f]{64}", digits):
         raise ValueError("use the 64 hexadecimal digits that lamina ledger init prints")
@@ -68,6 +85,8 @@ def _check_ledger(digits: str) -> str:
 PositiveField = Annotated[float, Field(gt=0)]
 StringsField = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_as_tuple)]
 ProfileField = Annotated[DepthProfile, BeforeValidator(_as_profile)]
+MAX_ABOUT_CHARACTERS = 2000
+AboutField = Annotated[str, Field(min_length=1, max_length=MAX_ABOUT_CHARACTERS), AfterValidator(_check_about)] | None
 ClassNameField = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=64)]
 
 
@@ -205,16 +224,63 @@ class NoisePolicy(BaseModel):
         return Injection(form=InjectionForm(self.injection), parts=parts, occurrences=self.occurrences)
 
 
+class AboutPolicy(BaseModel):
+    """What the owner states about data and model, for certificates and papers. All of it may be left out.
+
+    title, description, task, domain, intended_use   the model: name, what it is, what it does, where, what for
+    approach          how it learns, in the words of CycloneDX
+    organisation, contact, controller, representative   the data curator, whom to ask, who is responsible by law
+    sector, region, licence, publication_date
+    subjects          whose data the records are, also where records are text or images that show other people
+    collection, legal_basis   how the data was collected, for which purposes, with which consent, on which legal basis
+    rights            how the people concerned exercise their rights
+    security          how the data is stored, and who has access
+    other_releases    releases of the same data that this ledger does not include
+    tuning            trials and other choices on private data that this ledger does not include
+    """
+
+    model_config = _STRICT
+    title: AboutField = None
+    description: AboutField = None
+    task: AboutField = None
+    approach: (
+        Literal["supervised", "unsupervised", "reinforcement-learning", "semi-supervised", "self-supervised"] | None
+    ) = None
+    domain: AboutField = None
+    intended_use: AboutField = None
+    organisation: AboutField = None
+    contact: AboutField = None
+    controller: AboutField = None
+    representative: AboutField = None
+    sector: AboutField = None
+    region: AboutField = None
+    licence: AboutField = None
+    publication_date: Annotated[str, AfterValidator(_check_date)] | None = None
+    subjects: AboutField = None
+    collection: AboutField = None
+    legal_basis: AboutField = None
+    rights: AboutField = None
+    security: AboutField = None
+    other_releases: AboutField = None
+    tuning: AboutField = None
+
+    @property
+    def stated(self) -> tuple[tuple[str, str], ...]:
+        """Names and texts of what is stated, in order of the names."""
+        return tuple(sorted(self.model_dump(exclude_none=True).items()))
+
+
 class Policy(BaseModel):
     """The class table of a corpus: public, declared before training, and the only source of a plan's figures.
 
-    In TOML: `[corpus]`, one `[class.NAME]` per class, `[noise]`.
+    In TOML: `[corpus]`, one `[class.NAME]` per class, `[noise]`, `[about]`.
     """
 
     model_config = _STRICT
     corpus: CorpusPolicy
     classes: Annotated[Mapping[ClassNameField, ClassPolicy], Field(alias="class", min_length=1)]
     noise: NoisePolicy = NoisePolicy()
+    about: AboutPolicy = AboutPolicy()
 
     @classmethod
     def load(cls, path: str | Path) -> Policy:
@@ -308,6 +374,7 @@ _ERROR_TEXTS = {
     "finite_number": "must be finite",
     "string_pattern_mismatch": "must be letters, digits, '_', '-' or '.'",
     **dict.fromkeys(("string_too_short", "too_short"), "must not be empty"),
+    "string_too_long": "must have at most {max_length} characters",
     "float_type": "must be a number",
     "int_type": "must be a whole number without quotes or decimal point",
     "string_type": "must be text in quotes",

@@ -31,7 +31,7 @@ from lamina.cli.terminal import (
     print_answer,
 )
 from lamina.errors import EncodingError, LedgerError
-from lamina.ledger.corpus_terms import CorpusTerms, governing_key_path, ledger_key_path, load_or_make_key
+from lamina.ledger.corpus_terms import CorpusTerms, about_at, governing_key_path, ledger_key_path, load_or_make_key
 from lamina.ledger.governance_records import (
     GoverningRecord,
     Header,
@@ -47,7 +47,7 @@ from lamina.ledger.governance_records import (
 )
 from lamina.ledger.key_state import G, GovernanceState, checkpoint_roots, signed_record
 from lamina.ledger.schema import pluralize
-from lamina.ledger.show import describe_event, describe_rule, describe_terms, format_micro
+from lamina.ledger.show import describe_about, describe_event, describe_rule, describe_terms, format_micro
 from lamina.ledger.store.sqlite import is_postgres_url, ledger_exists, printable_location
 from lamina.ledger.writer import DAY_SECONDS, Ledger
 from lamina.plan.policy import Policy
@@ -262,13 +262,16 @@ def terms(
     withdraw: Annotated[
         str | None, option("who may withdraw from now on: signed or keeper", choices=_WITHDRAWAL_RULES)
     ] = None,
+    about: Annotated[
+        Path | None, option("policy.toml whose [about] holds from now on, whole", "--about", metavar="POLICY")
+    ] = None,
     key: KeysOption = None,
     propose: ProposeOption = None,
     days: DaysOption = 7,
     passphrase_file: PassphraseOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show or change how many witnesses must cosign a checkpoint, how long contributions are kept, and who may withdraw.
+    """Show or change how many witnesses must cosign a checkpoint, how long contributions are kept, who may withdraw, [about].
 
     A governing key authorises it; fewer cosignatures, a shorter time, or leave for the keeper to withdraw without a signed
     request take two.
@@ -279,22 +282,28 @@ def terms(
       lamina ledger terms ledger.db --quorum 2 --key owner.key --key ledger.key
       lamina ledger terms ledger.db --retention 30 --propose shorter.msg
       lamina ledger terms ledger.db --withdraw signed --key owner.key
+      lamina ledger terms ledger.db --about policy.toml --key owner.key --key ledger.key
     """
     if withdraw is not None and withdraw not in _WITHDRAWAL_RULES:
         raise typer.BadParameter(f"{withdraw!r} is not one of {', '.join(_WITHDRAWAL_RULES)}", param_hint="--withdraw")
-    if quorum is None and retention is None and withdraw is None:
+    if all(each is None for each in (quorum, retention, withdraw, about)):
         with open_ledger(ledger) as book:
-            now = book.parties()
+            now, stated = book.parties(), about_at(book, book.size)
         found = {"quorum": now.witnesses, "retention": now.retention, "withdraw": now.withdraw.name.lower()}
         text = f"{pluralize(now.witnesses, 'cosignature')} of witnesses, kept {now.retention / DAY_SECONDS:g} days"
         text += f", {describe_rule(now.withdraw)}"
-        print_answer({"ledger": printable_location(ledger), **found}, text, as_json)
+        text += "".join(f"\nabout.{name} (leaf {each['leaf']}): {each['text']}" for name, each in stated.items())
+        print_answer({"ledger": printable_location(ledger), **found, "about": stated}, text, as_json)
         return
     seconds, rule = None if retention is None else retention * DAY_SECONDS, _WITHDRAWAL_RULES.get(withdraw or "")
-    change = TermsChange(witnesses=quorum, retention=seconds, withdraw=rule)
-    _, result = make_change(
-        ledger, lambda book: change, keys_at_hand(ledger, key or (), passphrase_file), propose, days
-    )
+    wanted = None if about is None else Policy.load(about).about.stated
+
+    def change(book: Ledger) -> TermsChange | None:
+        texts = None if wanted is None else book.governance().about_change(wanted)
+        given = {"witnesses": quorum, "retention": seconds, "withdraw": rule, "about": texts}
+        return None if all(each is None for each in given.values()) else TermsChange(**given)  # type: ignore[arg-type]
+
+    _, result = make_change(ledger, change, keys_at_hand(ledger, key or (), passphrase_file), propose, days)
     print_answer(result, outcome(result), as_json)
 
 
@@ -419,7 +428,7 @@ def describe_change(record: Header | GoverningRecord) -> list[str]:
     if isinstance(record, KeyEvents):
         return [describe_event(event) for event in record.events]
     if isinstance(record, TermsChange):
-        return [describe_terms(record)]
+        return [describe_terms(record), *describe_about(record.about)]
     lines = [f"policy {record.policy.hex()[:16]}"]
     for each in record.presets:
         bound = f"clip norm ≤ {format_micro(each.clip_norm)}, noise multiplier ≥ {format_micro(each.noise_multiplier)}"
@@ -427,5 +436,6 @@ def describe_change(record: Header | GoverningRecord) -> list[str]:
     if isinstance(record, Header):
         lines = [f"header of {record.origin}: {record.accountant} at δ = {record.delta:g}", *lines]
         lines += [] if record.withdraw is None else [describe_rule(record.withdraw)]
+        lines += describe_about(record.about)
         lines += [f"{each.role.name.lower()} key {each.name} ({each.id.hex()[:16]})" for each in record.keys]
     return lines
