@@ -60,7 +60,7 @@ def test_only_what_differs_is_changed(tmp_path: Path) -> None:
 
 
 def test_a_policy_becomes_a_header_with_its_texts() -> None:
-    text = Policy.template_text() + '\n[about]\ntitle = "ECG triage"\n'
+    text = Policy.template_text().replace("[about]", '[about]\ntitle = "ECG triage"')
     terms = CorpusTerms.of_policy(Policy.parse(text))
     made = terms.header(LEDGER.public, _parties())
     assert made.about == (("title", "ECG triage"),)

@@ -1,4 +1,4 @@
-"""`lamina release make, verify, ask`: a model with its evidence in one signed folder, and what its gate says."""
+"""`lamina release make, verify, ask, papers, log`: a model with its evidence in one signed folder, and what its gate says."""
 
 from __future__ import annotations
 
@@ -32,11 +32,13 @@ from lamina.ledger.reader import LedgerReader
 from lamina.ledger.schema import pluralize
 from lamina.ledger.store.sqlite import is_postgres_url
 from lamina.ledger.verify.tree_checks import KnownCheckpoint, Trust
+from lamina.plan.policy import AboutPolicy
 from lamina.release.countersignature import OFFICER, Countersignature
 from lamina.release.decision_log import verify_log
 from lamina.release.gate import Query, ReleaseGate
 from lamina.release.manifest import GatePolicy, ReleaseVerification, make_release, verify_release
 from lamina.release.model_signing import MODEL_SIGNATURE
+from lamina.release.papers import TRAINING_WARNING, write_papers
 
 _HELP = """Create, verify and query signed model releases.
 
@@ -45,6 +47,7 @@ In this order:
   lamina release make runs/first -o release-1                  make it
   lamina release verify release-1 --trust release.pub          check it; with --ledger, every figure
   lamina release ask release-1 query.json --trust release.pub  may this query draw on it
+  lamina release papers release-1 --trust release.pub -o out   write papers for registries, auditors and output checkers
   lamina release log decisions.jsonl --trust log.pub           check what its service decided
 """
 
@@ -268,6 +271,57 @@ def ask(
         raise typer.Exit(1)
 
 
+def papers(
+    folder: ReleaseArgument,
+    out: Annotated[
+        Path | None, option("the new folder; default: DIR-papers beside it", "--output", "-o", metavar="OUT")
+    ] = None,
+    trust: TrustsOption = None,
+    ledger: Annotated[
+        str | None, option("ledger of the release; every figure is computed again from it", metavar="LEDGER")
+    ] = None,
+    predictions: Annotated[
+        list[Path] | None, option("CSV with the model's probabilities, for sacro/; repeatable", metavar="FILE")
+    ] = None,
+    on: Annotated[
+        list[str] | None, option("records of each FILE, in their order: public, simulated or training", "--on")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write papers about a release: OpenDP registry entry, SPDX 3, EDPB documentation, SACRO-ML target.
+
+    The release is verified first, as lamina release verify does. Missing texts are printed as "not stated"; their owner
+    states them under [about] in policy.toml. Nothing is written into the release.
+
+    Predictions have one line per record with a probability for each class, and may have a column "label". Predictions on
+    training records are private data that ε does not cover: they are written with mode 0600 and must stay inside.
+
+    Examples:
+
+      lamina release papers release-1 --trust release.pub -o papers-1
+      lamina release papers release-1 --predictions held-out.csv --on simulated
+    """
+    if len(predictions or ()) != len(on or ()) or len(set(on or ())) != len(on or ()):
+        raise typer.BadParameter("give one kind of records for each file of predictions", param_hint="--on")
+    out = folder.with_name(f"{folder.resolve().name}-papers") if out is None else out
+    reader = None if ledger is None else LedgerReader.read_only(existing_ledger(ledger))
+    given = dict(zip(on or (), predictions or (), strict=True))
+    try:
+        trusted = Trust.load_all(trust) if trust else None
+        found = write_papers(folder, out, trust=trusted, ledger=reader, predictions=given)
+    finally:
+        if reader is not None:
+            reader.close()
+    files = sorted(str(path.relative_to(out)) for path in out.rglob("*") if path.is_file())
+    unstated = sorted(AboutPolicy.model_fields.keys() - found.certificates[-1].content["about"].keys())
+    verdict = found.facts["verdict"]
+    lines = [f"papers in {out}: {', '.join(files)}", f"  release    {verdict}"]
+    lines += [f"  not stated {', '.join(f'about.{name}' for name in unstated)}"] if unstated else []
+    warnings = [TRAINING_WARNING] if "training" in given else []
+    told = {"folder": str(out), "files": files, "verdict": verdict, "not_stated": unstated, "warnings": warnings}
+    print_answer(told, "\n".join([*lines, *(f"  warning    {each}" for each in warnings)]), as_json)
+
+
 def log(
     file: Annotated[Path, argument("LOG", "decision log of lamina serve")],
     trust: Annotated[list[Path], option("public key of the log; repeatable, after a change of keys", metavar="KEY")],
@@ -290,5 +344,5 @@ def log(
     print_answer(told, text, as_json)
 
 
-for _command in (make, verify, ask, log):
+for _command in (make, verify, ask, papers, log):
     app.command(_command.__name__, cls=PlainCommand, help=help_text(_command.__doc__))(_command)

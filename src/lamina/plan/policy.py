@@ -54,26 +54,10 @@ def _check_origin(origin: str) -> str:
     return origin
 
 
-def _check_unit(unit: str) -> str:
-    if not unit.isprintable():
+def _check_line(text: str) -> str:
+    if not text.isprintable():
         raise ValueError("must be printable text on one line, because sentences of the certificate contain it")
-    return unit
-
-
-def _check_about(text: str) -> str:
-    if not text.isprintable() or text.isspace():
-        raise ValueError("must be printable text on one line, because papers beside a model contain it")
     return text
-
-
-def _check_date(text: str) -> str:
-    try:
-        date.fromisoformat(text)
-        if len(text) == len("2026-11-30"):
-            return text
-    except ValueError:
-        pass
-    raise ValueError("use a date like 2026-11-30")
 
 
 def _check_ledger(digits: str) -> str:
@@ -85,8 +69,7 @@ def _check_ledger(digits: str) -> str:
 PositiveField = Annotated[float, Field(gt=0)]
 StringsField = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_as_tuple)]
 ProfileField = Annotated[DepthProfile, BeforeValidator(_as_profile)]
-MAX_ABOUT_CHARACTERS = 2000
-AboutField = Annotated[str, Field(min_length=1, max_length=MAX_ABOUT_CHARACTERS), AfterValidator(_check_about)] | None
+AboutField = Annotated[str, Field(min_length=1, max_length=2000), AfterValidator(_check_line)] | None
 ClassNameField = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=64)]
 
 
@@ -165,7 +148,7 @@ class ClassPolicy(BaseModel):
     noise_multiplier: PositiveField | None = None
     epsilon: PositiveField | None = None
     profile: ProfileField = DepthProfile.all()
-    unit: Annotated[str, Field(min_length=1, max_length=MAX_UNIT_CHARACTERS), AfterValidator(_check_unit)] = (
+    unit: Annotated[str, Field(min_length=1, max_length=MAX_UNIT_CHARACTERS), AfterValidator(_check_line)] = (
         "contribution"
     )
     purposes: StringsField = ()
@@ -225,19 +208,7 @@ class NoisePolicy(BaseModel):
 
 
 class AboutPolicy(BaseModel):
-    """What the owner states about data and model, for certificates and papers. All of it may be left out.
-
-    title, description, task, domain, intended_use   the model: name, what it is, what it does, where, what for
-    approach          how it learns, in the words of CycloneDX
-    organisation, contact, controller, representative   the data curator, whom to ask, who is responsible by law
-    sector, region, licence, publication_date
-    subjects          whose data the records are, also where records are text or images that show other people
-    collection, legal_basis   how the data was collected, for which purposes, with which consent, on which legal basis
-    rights            how the people concerned exercise their rights
-    security          how the data is stored, and who has access
-    other_releases    releases of the same data that this ledger does not include
-    tuning            trials and other choices on private data that this ledger does not include
-    """
+    """What the owner states about data and model, for certificates and papers. All of it may be left out."""
 
     model_config = _STRICT
     title: AboutField = None
@@ -248,21 +219,23 @@ class AboutPolicy(BaseModel):
     ) = None
     domain: AboutField = None
     intended_use: AboutField = None
-    organisation: AboutField = None
+    safety_risk: Literal["serious", "high", "medium", "low"] | None = None  # of using the model, in the words of SPDX
+    organisation: AboutField = None  # the data curator
     contact: AboutField = None
-    controller: AboutField = None
-    representative: AboutField = None
+    controller: AboutField = None  # under data protection law
+    representative: AboutField = None  # of the controller, or its data protection officer
     sector: AboutField = None
     region: AboutField = None
     licence: AboutField = None
-    publication_date: Annotated[str, AfterValidator(_check_date)] | None = None
-    subjects: AboutField = None
-    collection: AboutField = None
+    publication_date: Annotated[str, AfterValidator(lambda day: date.fromisoformat(day).isoformat())] | None = None
+    subjects: AboutField = None  # whose data the records are, also where texts or images show other people
+    sensitive_data: Literal["yes", "no"] | None = None  # whether it contains sensitive personal information
+    collection: AboutField = None  # how, for which purposes, with which consent
     legal_basis: AboutField = None
-    rights: AboutField = None
-    security: AboutField = None
-    other_releases: AboutField = None
-    tuning: AboutField = None
+    rights: AboutField = None  # how the people concerned exercise their rights
+    security: AboutField = None  # how the data is stored, and who has access
+    other_releases: AboutField = None  # of the same data, outside of this ledger
+    tuning: AboutField = None  # trials and other choices on private data, outside of this ledger
 
     @property
     def stated(self) -> tuple[tuple[str, str], ...]:

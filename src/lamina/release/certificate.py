@@ -32,7 +32,8 @@ from lamina.account.schedule import Event, EventKey
 from lamina.admit.keys import PrivateKey, PublicKey, format_utc
 from lamina.admit.signed_json import canonical_json, parse_json, read_cose, sign_cose
 from lamina.errors import BadKey, EncodingError, NotVerified
-from lamina.ledger.governance_records import Header, Role
+from lamina.ledger.corpus_terms import about_at
+from lamina.ledger.governance_records import ABOUT, Header, Role
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.run_records import WEIGHTS
 from lamina.ledger.schema import nano_epsilon
@@ -182,6 +183,10 @@ def _check_content(content: Mapping[str, Any]) -> None:
             raise ValueError("the field protects names another population than the class has")
     if not set(protects["private_for"]) <= classes.keys() or type(protects["badge"]) is not str:
         raise ValueError("the field protects names a class that has no figures, or its badge is no text")
+    for name, each in content["about"].items():
+        bounded_whole("leaf", each["leaf"], 0, 2**63 - 1)
+        if each.keys() != {"text", "leaf"} or not ABOUT.fits(((name, each["text"]),)):
+            raise ValueError(f"about.{name[:80]} is no text of the owner")
     for each in content["ledgers_beside"]:
         bounded_whole("runs", each["runs"], 0, 2**53)
         if not is_short_text(each["origin"]):
@@ -237,7 +242,7 @@ def _check_figures(name: str, each: Mapping[str, Any]) -> None:
 
 _FIELDS = {
     "version", "private", "issued", "run", "model", "ledger", "accountant", "plan", "trainer", "classes", "layers",
-    "conditions", "other_people", "ledgers_beside", "protects", "statements", "program", "tuning", "utility",}  # fmt: skip
+    "conditions", "other_people", "about", "ledgers_beside", "protects", "statements", "program", "tuning", "utility",}  # fmt: skip
 
 
 def certify(
@@ -316,6 +321,7 @@ def certificate_content(
         "layers": _layers(evidence),
         "conditions": stated_conditions,
         "other_people": header.other_people,
+        "about": about_at(ledger, evidence.checkpoint.size),
         "ledgers_beside": list(beside),
         "protects": risk_statements.protection(classes, private=private),
         "statements": risk_statements.statements(evidence, header, classes, conditions=stated_conditions, beside=beside),

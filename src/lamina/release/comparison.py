@@ -174,7 +174,7 @@ def _compare_certificate(
     compare("release.utility-differs", "utility")
     compare("release.conditions-differ", "private", "conditions")
     compare("release.ledger-head-differs", "ledger", "issued")
-    compare("release.statement-differs", "protects", "statements", "other_people")
+    compare("release.statement-differs", "protects", "statements", "other_people", "about")
 
 
 def _compare_posture(manifest: Manifest, expected: Posture, runs: Sequence[RunEvidence], note: Note) -> None:

@@ -1,30 +1,112 @@
-"""The papers beside a released model: a model card (Hugging Face format) and a CycloneDX ML-BOM."""
+"""The papers inside a release: a model card (Hugging Face format) and a CycloneDX ML-BOM.
+
+Both take every figure and sentence from the certificates. What the owner states comes from [about] in policy.toml.
+"""
 
 from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from lamina.admit.signed_json import canonical_json
-from lamina.plan.table import epsilon_text
 from lamina.release.certificate import Certificate
 from lamina.release.posture import Posture
-from lamina.release.risk_statements import FIGURE_NAMES, texts
+from lamina.release.risk_statements import (
+    BY_LEDGER,
+    FIGURE_NAMES,
+    content_sentence,
+    membership_sentence,
+    per_hundred,
+    short_figure,
+    stated,
+)
 
-_FIGURES = ("epsilon_total", "epsilon_replace_one", "epsilon_unamplified")  # beside that of the model
-_CLASS_COLUMNS = (
-    "class", "protects", FIGURE_NAMES["epsilon"], *(FIGURE_NAMES[key] for key in _FIGURES), FIGURE_NAMES["delta"], "purposes",
-)  # fmt: skip
+NOT_STATED = "not stated"
 _LAYERS_SHOWN = 60
-_ASSUMED = ("unit", "condition", "assumption", "trust", "query model", "voids")
-_NOT_COVERED = ("side channels", "tuning", "not covered")
+_ABOUT_MODEL = ("description", "task", "domain", "intended_use", "organisation", "contact", "region", "licence")
+
+
+def about(content: Mapping[str, Any], name: str) -> str:
+    """Return what the owner states under a name of [about], or "not stated"."""
+    return str(content["about"][name]["text"]) if name in content["about"] else NOT_STATED
+
+
+# The figures of a class by the names that every page uses; the last three are figures of its membership.
+RISK_NAMES = {"tpr": "found at 1 % false accusations", "accuracy": "right answers from a coin toss", "mu": "μ"}
+FIGURES = {**FIGURE_NAMES, **RISK_NAMES}
+_RISKS = {"membership": membership_sentence, "content": content_sentence}
+_OF_ONE_RUN = ("epsilon_replace_one", "epsilon_unamplified", "rho")
+
+
+def class_rows(certificates: Sequence[Certificate], posture: Posture) -> dict[str, dict[str, str]]:
+    """Return for every private class its unit, figures and settings as texts, by their names on paper.
+
+    A model of several runs has no curve of its own; the figures over all runs of the ledger, which bound it, stand for it.
+    """
+    rows = {}
+    for name, each in posture.classes.items():
+        if each.public:
+            continue
+        known = [dict(found.classes[name]) for found in certificates if name in found.classes]
+        several, charges = len(certificates) > 1, [one for figures in known for one in figures["charges"]]
+        risk = known[-1]["membership_total" if several else "membership"] or {}
+        values = (
+            known[-1] | dict.fromkeys(_OF_ONE_RUN if several else ()) | {"epsilon": each.epsilon, "delta": each.delta}
+        )
+        values |= {"tpr": risk.get("tpr", {}).get("0.01"), "accuracy": risk.get("accuracy"), "mu": risk.get("mu")}
+        steps = (f"σ {c['noise_multiplier']:.6g}, q {c['sampling_rate']:.6g}, {c['steps']} steps" for c in charges)
+        rows[name] = {
+            "unit": each.unit,
+            "neighbouring relation": known[-1]["adjacency"],
+            **{label: _figure(key, values[key]) for key, label in FIGURES.items()},
+            "noise multiplier σ, sampling rate q, steps": "; ".join(steps) or "not used",
+            "declared population": NOT_STATED if (count := known[-1]["population"]) is None else f"{count:,}",
+            "purposes": ", ".join(each.purposes) or NOT_STATED,
+        }
+    return rows
+
+
+def _figure(key: str, value: float | None) -> str:
+    if value is None:
+        return "not proven"
+    if key in ("tpr", "accuracy"):
+        return f"{per_hundred(value)} %"
+    return f"{value:g}" if key == "delta" else short_figure(value)
+
+
+def figures_table(rows: Mapping[str, Mapping[str, str]]) -> list[str]:
+    """Return `class_rows` as a table in Markdown, with a column for each class."""
+    names = list(next(iter(rows.values()), {}))
+    return markdown_table(("figure", *rows), [(each, *(row[each] for row in rows.values())) for each in names])
+
+
+def model_statements(certificates: Sequence[Certificate], posture: Posture) -> list[Mapping[str, Any]]:
+    """Return what the certificates state about a model. Figures of single runs are left out if it has several."""
+    if len(certificates) == 1:
+        return list(certificates[0].content["statements"])
+    every = [each for certificate in certificates for each in certificate.content["statements"]]
+    found = {each["text"]: each for each in every if each["class"] is None or each["topic"] not in (*_RISKS, "budget")}
+    for name in (name for name, each in posture.classes.items() if not each.public):
+        figures = next(each.classes[name] for each in reversed(certificates) if name in each.classes)
+        for topic, sentence in _RISKS.items():
+            unit, risk = figures["unit"], figures[f"{topic}_total"]
+            known = f"nothing is proven about the {topic} of one {unit}." if risk is None else sentence(unit, risk)
+            text = f"Class {name}: from the models of all runs of the ledger together. {known}"
+            found[text] = stated(topic, text, BY_LEDGER, cls=name)
+    return list(found.values())
+
+
+def risk_texts(statements: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return what is stated about membership and content."""
+    return [each["text"] for each in statements if each["topic"] in _RISKS]
 
 
 def model_card(name: str, certificates: Sequence[Certificate], posture: Posture, *, not_after: str | None) -> bytes:
     """README.md of a release: what the model is, and a section on its privacy."""
     last = certificates[-1].content
+    rows, statements = class_rows(certificates, posture), model_statements(certificates, posture)
     lines = [
         "---",
         "library_name: pytorch",
@@ -33,30 +115,26 @@ def model_card(name: str, certificates: Sequence[Certificate], posture: Posture,
         "- lamina",
         "---",
         "",
-        f"# {_text(name)}",
+        f"# {markdown(name)}",
+        "",
+        f"**{markdown(last['protects']['badge'])}**",
         "",
         f"A model of {last['model']['parameters']:,} parameters, trained with layer-wise differential privacy "
-        f"({_text(last['plan']['allocation'])} allocation, {last['plan']['clipping']} clipping).",
+        f"({markdown(last['plan']['allocation'])} allocation, {last['plan']['clipping']} clipping).",
+        "",
+        *markdown_table(
+            ("stated by the owner", ""), [(each.replace("_", " "), about(last, each)) for each in _ABOUT_MODEL]
+        ),
         "",
         "## Privacy",
         "",
-        _text(last["protects"]["badge"]),
-        "",
-        "\n\n".join(map(_text, texts(last, "membership", "content", "budget"))),
-        "",
-        *_table(_CLASS_COLUMNS, [_class_row(name, posture, certificates) for name in posture.classes]),
-        "",
-        "What this assumes:",
-        "",
-        *(f"- {_text(each)}" for each in texts(last, *_ASSUMED)),
-        "",
-        "What it does not cover:",
-        "",
-        *(f"- {_text(each)}" for each in texts(last, *_NOT_COVERED)),
+        *(f"{markdown(text)}\n" for text in risk_texts(statements)),
+        *figures_table(rows),
+        *_statements(statements),
         "",
         "### Which class reached which layer",
         "",
-        *_table(("layer", "depth", "noise (standard deviation)", "classes"), _layer_rows(posture)),
+        *markdown_table(("layer", "depth", "noise (standard deviation)", "classes"), _layer_rows(posture)),
         "",
         "## Use",
         "",
@@ -70,20 +148,12 @@ def model_card(name: str, certificates: Sequence[Certificate], posture: Posture,
     return "\n".join(lines).encode()
 
 
-def _class_row(name: str, posture: Posture, certificates: Sequence[Certificate]) -> list[str]:
-    each = posture.classes[name]
-    if each.public:
-        return [name, "nothing: public data", "–", "–", "–", "–", "–", ", ".join(each.purposes) or "none stated"]
-    told: Mapping[str, Any] = next((c.classes[name] for c in reversed(certificates) if name in c.classes), {})
-    figures = [told.get(key) for key in _FIGURES]
-    return [
-        name,
-        each.unit,
-        _figure(each.epsilon),
-        *map(_figure, figures),
-        f"{each.delta:g}",
-        ", ".join(each.purposes) or "none stated",
-    ]
+def _statements(statements: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return the other statements under their topics, each with its source."""
+    topics: dict[str, list[str]] = {}
+    for each in (each for each in statements if each["topic"] not in _RISKS):
+        topics.setdefault(each["topic"], []).append(f"- {markdown(each['text'])} ({each['source']})")
+    return [line for topic, lines in topics.items() for line in ("", f"### {topic.capitalize()}", "", *lines)]
 
 
 def _layer_rows(posture: Posture) -> list[list[str]]:
@@ -96,52 +166,75 @@ def _layer_rows(posture: Posture) -> list[list[str]]:
     return rows
 
 
-def _figure(value: float | None) -> str:
-    return "not proven" if value is None else epsilon_text(value)
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     def line(cells: Sequence[str]) -> str:
-        return f"| {' | '.join(map(_text, cells))} |"
+        return f"| {' | '.join(map(markdown, cells))} |"
 
     return [line(head), f"|{'---|' * len(head)}", *map(line, rows)]
 
 
-def _text(text: str) -> str:
+def markdown(text: str) -> str:
     """A name as Markdown shows it, whatever is in it: no mark-up, no table cell, no line of its own, no command."""
     flat = "".join(c for c in " ".join(text.split()) if c.isprintable())
     return "".join(f"\\{c}" if c in "\\`*_{}[]<>#|!" else c for c in flat)
 
 
 def ml_bom(name: str, files: Mapping[str, str], certificates: Sequence[Certificate], posture: Posture) -> bytes:
-    """An inventory of the release: CycloneDX 1.7, with the model card of its machine-learning model."""
+    """An inventory of the release: CycloneDX 1.7 with a model card, a data component for each class, and claims."""
     last = certificates[-1].content
+    rows, statements = class_rows(certificates, posture), model_statements(certificates, posture)
+    limits = [each["text"] for each in statements if each["topic"] in ("not covered", "side channels")]
+    approach = {"approach": {"type": about(last, "approach")}} if "approach" in last["about"] else {}
     metrics = [
-        {"type": f"epsilon at delta {each.delta:g}, class {cls}", "value": _figure(each.epsilon)}
-        for cls, each in posture.classes.items()
-        if not each.public
-    ]
-    considerations = {
-        "technicalLimitations": texts(last, *_NOT_COVERED),
-        "ethicalConsiderations": [
-            {"name": "privacy", "mitigationStrategy": "\n".join(texts(last, "membership", "content"))}
-        ],
-    }
+        {"type": label, "value": row[label], "slice": f"class {cls}"} for cls, row in rows.items() for label in FIGURES.values()
+    ]  # fmt: skip
     model = {
         "type": "machine-learning-model",
         "bom-ref": "model",
         "name": name,
         "hashes": [{"alg": "SHA-256", "content": files[last["model"]["file"]]}],
         "modelCard": {
-            "modelParameters": {"approach": {"type": "supervised"}, "task": "unspecified"},
+            "modelParameters": approach
+            | {"task": about(last, "task"), "datasets": [{"ref": f"data:{cls}"} for cls in posture.classes]},
             "quantitativeAnalysis": {"performanceMetrics": metrics},
-            "considerations": considerations,
+            "considerations": {
+                "useCases": [about(last, "intended_use")],
+                "technicalLimitations": limits,
+                "ethicalConsiderations": [{"name": "privacy", "mitigationStrategy": s} for s in risk_texts(statements)],
+            },
         },
     }
+    party = [{"organization": {"name": about(last, "organisation")}}]
+    data = [
+        {
+            "type": "data",
+            "bom-ref": f"data:{cls}",
+            "name": cls,
+            "description": f"{about(last, 'subjects')}; unit: {each.unit}; {'not protected' if each.public else 'protected'}",
+            "data": [{"type": "dataset", "name": cls, "governance": {"custodians": party}}],
+        }
+        for cls, each in posture.classes.items()
+    ]
     others = [
         {"type": "file", "bom-ref": each, "name": each, "hashes": [{"alg": "SHA-256", "content": digest}]}
         for each, digest in sorted(files.items())
         if each != last["model"]["file"]
+    ]
+    proof = {
+        "bom-ref": "evidence",
+        "propertyName": "certificates of the runs",
+        "description": "Check them: lamina release verify FOLDER --trust KEYS --ledger LEDGER",
+        "data": [{"name": each, "contents": {"url": each}} for each in sorted(files) if each.endswith(".cose")],
+    }
+    claims = [
+        {
+            "bom-ref": f"claim:{number}",
+            "target": "model",
+            "predicate": each["text"],
+            "reasoning": each["source"] + (f", leaves {each['leaves']}" if each["leaves"] else ""),
+            "evidence": ["evidence"],
+        }
+        for number, each in enumerate(statements, 1)
     ]
     seed = json.dumps([name, sorted(files.items())], ensure_ascii=False)
     return canonical_json(
@@ -151,6 +244,7 @@ def ml_bom(name: str, files: Mapping[str, str], certificates: Sequence[Certifica
             "serialNumber": f"urn:uuid:{uuid.uuid5(uuid.NAMESPACE_URL, seed)}",
             "version": 1,
             "metadata": {"timestamp": last["issued"], "component": model},
-            "components": others,
+            "components": [*data, *others],
+            "declarations": {"claims": claims, "evidence": [proof]},
         }
     )
