@@ -108,13 +108,7 @@ def model_card(name: str, certificates: Sequence[Certificate], posture: Posture,
     last = certificates[-1].content
     rows, statements = class_rows(certificates, posture), model_statements(certificates, posture)
     lines = [
-        "---",
-        "library_name: pytorch",
-        "tags:",
-        "- differential-privacy",
-        "- lamina",
-        "---",
-        "",
+        "---\nlibrary_name: pytorch\ntags:\n- differential-privacy\n- lamina\n---\n",
         f"# {markdown(name)}",
         "",
         f"**{markdown(last['protects']['badge'])}**",
@@ -188,33 +182,29 @@ def ml_bom(name: str, files: Mapping[str, str], certificates: Sequence[Certifica
     metrics = [
         {"type": label, "value": row[label], "slice": f"class {cls}"} for cls, row in rows.items() for label in FIGURES.values()
     ]  # fmt: skip
-    model = {
-        "type": "machine-learning-model",
-        "bom-ref": "model",
-        "name": name,
-        "hashes": [{"alg": "SHA-256", "content": files[last["model"]["file"]]}],
-        "modelCard": {
-            "modelParameters": approach
-            | {"task": about(last, "task"), "datasets": [{"ref": f"data:{cls}"} for cls in posture.classes]},
-            "quantitativeAnalysis": {"performanceMetrics": metrics},
-            "considerations": {
-                "useCases": [about(last, "intended_use")],
-                "technicalLimitations": limits,
-                "ethicalConsiderations": [{"name": "privacy", "mitigationStrategy": s} for s in risk_texts(statements)],
-            },
+    card = {
+        "modelParameters": approach
+        | {"task": about(last, "task"), "datasets": [{"ref": f"data:{cls}"} for cls in posture.classes]},
+        "quantitativeAnalysis": {"performanceMetrics": metrics},
+        "considerations": {
+            "useCases": [about(last, "intended_use")],
+            "technicalLimitations": limits,
+            "ethicalConsiderations": [{"name": "privacy", "mitigationStrategy": s} for s in risk_texts(statements)],
         },
     }
+    model = {
+        "type": "machine-learning-model", "bom-ref": "model", "name": name, "modelCard": card,
+        "hashes": [{"alg": "SHA-256", "content": files[last["model"]["file"]]}],
+    }  # fmt: skip
     party = [{"organization": {"name": about(last, "organisation")}}]
     data = [
         {
-            "type": "data",
-            "bom-ref": f"data:{cls}",
-            "name": cls,
+            "type": "data", "bom-ref": f"data:{cls}", "name": cls,
             "description": f"{about(last, 'subjects')}; unit: {each.unit}; {'not protected' if each.public else 'protected'}",
             "data": [{"type": "dataset", "name": cls, "governance": {"custodians": party}}],
         }
         for cls, each in posture.classes.items()
-    ]
+    ]  # fmt: skip
     others = [
         {"type": "file", "bom-ref": each, "name": each, "hashes": [{"alg": "SHA-256", "content": digest}]}
         for each, digest in sorted(files.items())
@@ -228,14 +218,11 @@ def ml_bom(name: str, files: Mapping[str, str], certificates: Sequence[Certifica
     }
     claims = [
         {
-            "bom-ref": f"claim:{number}",
-            "target": "model",
-            "predicate": each["text"],
+            "bom-ref": f"claim:{number}", "target": "model", "predicate": each["text"], "evidence": ["evidence"],
             "reasoning": each["source"] + (f", leaves {each['leaves']}" if each["leaves"] else ""),
-            "evidence": ["evidence"],
         }
         for number, each in enumerate(statements, 1)
-    ]
+    ]  # fmt: skip
     seed = json.dumps([name, sorted(files.items())], ensure_ascii=False)
     return canonical_json(
         {

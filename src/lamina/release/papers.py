@@ -22,17 +22,10 @@ from lamina.admit.signed_json import canonical_json
 from lamina.errors import NotVerified, PlanError
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.verify.tree_checks import Trust
+from lamina.release import model_card
 from lamina.release.certificate import Certificate
 from lamina.release.manifest import MANIFEST, Manifest, read_file, verify_release
-from lamina.release.model_card import (
-    FIGURES,
-    NOT_STATED,
-    class_rows,
-    figures_table,
-    markdown,
-    model_statements,
-    risk_texts,
-)
+from lamina.release.model_card import FIGURES, NOT_STATED, class_rows, markdown
 from lamina.validate import one_of
 
 
@@ -69,7 +62,7 @@ def _facts(manifest: Manifest, certificates: tuple[Certificate, ...], verdict: s
     """Return facts by the names that templates use: [about] of the owner, topics of statements, and those below."""
     content, posture, predicate = certificates[-1].content, manifest.posture, manifest.predicate
     facts = {f"about.{name}": str(each["text"]) for name, each in content["about"].items()}
-    statements = model_statements(certificates, posture)
+    statements = model_card.model_statements(certificates, posture)
     for each in statements:
         facts[each["topic"]] = " ".join(filter(None, (facts.get(each["topic"]), each["text"])))
     rows, private = class_rows(certificates, posture), [each for each in posture.classes.values() if not each.public]
@@ -78,20 +71,16 @@ def _facts(manifest: Manifest, certificates: tuple[Certificate, ...], verdict: s
     facts |= {
         "name": facts.get("about.title", predicate["name"]),
         "badge": content["protects"]["badge"],
-        "risk": " ".join(risk_texts(statements)),
+        "risk": " ".join(model_card.risk_texts(statements)),
         "figures": " ".join(f"Class {cls}: {'; '.join(map(': '.join, row.items()))}." for cls, row in rows.items()),
         "mechanism": f"{plan['noise']} noise on sums of clipped gradients, {plan['clipping']} clipping, "
         f"{plan['allocation']} allocation, {steps} steps, expected batch {plan['expected_batch']:g}; accountant "
         f"{accountant['name']} ({accountant['version']}).",
         "units": ", ".join(dict.fromkeys(each.unit for each in private)) or "none: all data is declared public",
         "published": facts.get("about.publication_date", predicate["created"][:10]),
-        "created": predicate["created"],
-        "not after": predicate["not_after"],
-        "manifest": manifest.digest,
-        "verdict": verdict,
-        "withdrawn": str(sum(posture.withdrawn.values())),
-        "leaf": str(posture.as_of_size),
-    }
+        "created": predicate["created"], "not after": predicate["not_after"], "manifest": manifest.digest,
+        "verdict": verdict, "withdrawn": str(sum(posture.withdrawn.values())), "leaf": str(posture.as_of_size),
+    }  # fmt: skip
     if start is not None:
         facts["start"] = f"origin {start['origin']}, SHA-256 {start['sha256']}"
     if private:
@@ -126,7 +115,7 @@ def opendp_entry(release: VerifiedRelease) -> bytes:
 def edpb_page(release: VerifiedRelease) -> bytes:
     """Return the items that EDPB Opinion 28/2024 asks to document. It claims no compliance."""
     before, after = _filled("edpb-28-2024.md", release, markdown).split("%FIGURES%")
-    table = figures_table(class_rows(release.certificates, release.manifest.posture))
+    table = model_card.figures_table(class_rows(release.certificates, release.manifest.posture))
     return "".join((before, "\n".join(table), after)).encode()
 
 
