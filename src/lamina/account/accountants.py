@@ -154,33 +154,41 @@ def _solve_sigma(
         cost = priced_by.epsilon((*besides, Event(sigma=sigma, q=q, steps=steps)), delta, adjacency)
         return math.log(cost / target) if cost > 0 else -50.0
 
-    # Many steps are nearly Gaussian with μ² = steps·q²·(e^(1/sigma²) - 1): a first guess, nothing more.
     mu = max(gaussian_rdp.mu_of_epsilon(target, delta), 1e-6) / (1 if adjacency is Adjacency.ADD_REMOVE else 2)
-    rate = q if priced_by.amplified else 1.0
+    unreachable = AccountingError(
+        "account.target-unreachable",
+        f"no noise brings accountant '{name}' to epsilon {target:.4g} at delta {delta:.4g}",
+        "raise epsilon or delta, take fewer steps, or use 'pld'",
+    )
+    return solve_sigma(excess, mu, q if priced_by.amplified else 1.0, steps, unreachable)
+
+
+def solve_sigma(excess: _ExcessFunction, mu: float, rate: float, steps: int, unreachable: AccountingError) -> float:
+    """Return the smallest sigma, to 1e-4 relative, with excess(sigma) ≤ 0; raise `unreachable` if there is none.
+
+    `excess` falls with sigma. `mu` is that of the Gaussian release which reaches the target, `rate` the credited q.
+    """
+    # Many steps are nearly Gaussian with μ² = steps·q²·(e^(1/sigma²) - 1): a first guess, nothing more.
     guess = math.log1p(mu * mu / (steps * rate * rate)) ** -0.5 if rate < 1 else math.sqrt(steps) / mu
-    low, high = _bracket_sigma(excess, min(max(guess, 0.3), _MAX_SIGMA), target, name, delta)
+    low, high = _bracket_sigma(excess, min(max(guess, 0.3), _MAX_SIGMA), unreachable)
     sigma = high if low == high else _narrow_bracket(excess, low, high)
     for _ in range(100):
         if excess(sigma) <= 0:
             return sigma
         sigma *= 1 + _SIGMA_TOLERANCE
     raise AccountingError(
-        "account.search-failed", f"no sigma near {sigma:.6g} holds epsilon {target}", "report this as a bug"
+        "account.search-failed", f"no sigma near {sigma:.6g} reaches the target", "report this as a bug"
     )
 
 
-def _bracket_sigma(
-    excess: _ExcessFunction, guess: float, target: float, name: str, delta: float
-) -> tuple[float, float]:
+def _bracket_sigma(excess: _ExcessFunction, guess: float, unreachable: AccountingError) -> tuple[float, float]:
     """sigmas with too much and with at most the target cost, searched outwards from a guess."""
     sigma, factor = guess, 1.05
     if excess(sigma) > 0:
         while excess(sigma * factor) > 0:
             sigma, factor = sigma * factor, min(factor * factor, 8.0)
             if sigma > _MAX_SIGMA:
-                problem = f"no noise brings accountant '{name}' to epsilon {target:.4g} at delta {delta:.4g}"
-                remedy = "raise epsilon or delta, take fewer steps, or use 'pld'"
-                raise AccountingError("account.target-unreachable", problem, remedy)
+                raise unreachable
         return sigma, sigma * factor
     while excess(sigma / factor) <= 0:
         sigma, factor = sigma / factor, min(factor * factor, 2.0)

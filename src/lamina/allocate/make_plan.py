@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from types import MappingProxyType
+from typing import Any
 
 from lamina import validate
 from lamina.account.accountants import calibrate, find_accountant
@@ -22,6 +23,7 @@ from lamina.plan.correlation import participations, turn_rate
 from lamina.plan.layer_stack import LayerStack
 from lamina.plan.policy import Policy
 from lamina.plan.profile_reach import Reach
+from lamina.plan.risk import COMPOSED, ZERO_OUT, RiskBound, calibrate_to_risk, event_counts
 from lamina.plan.rules import FollowBudget, FollowQuantile, NoiseKind, rescale_noise
 from lamina.plan.selection import did_you_mean, noised_sizes
 from lamina.plan.step_plan import Clipping, PlannedClass, PlannedLayer, StepPlan
@@ -86,6 +88,9 @@ def calibrate_classes(
     if len(said := [f"{name} is {value!r}" for name, value in given.items() if value is not None]) > 1:
         raise PlanError("allocate.epsilon-and-rho", " and ".join(said), "give one of them")
     side = getattr(chooser, "side_releases", lambda _: ())(steps)
+    composed = policy.noise.kind == NoiseKind.LAPLACE.value or policy.noise.correlation != "none"
+    limits = {ZERO_OUT: policy.noise.as_injection.raw, COMPOSED: composed}  # as `curve_marks` of the plan will state
+    marks = frozenset(mark for mark, holds in limits.items() if holds)
     if policy.noise.as_injection.raw:
         if side or getattr(chooser, "follows_budget", False):
             problem = "noise is per_sample_raw, but the allocation needs credit for sampling"
@@ -99,19 +104,47 @@ def calibrate_classes(
     if epsilon is None and said and getattr(chooser, "follows_budget", False):
         problem = f"{said[0]}, but this allocation sets its noise while training"
         raise PlanError("allocate.rho-follows-budget", problem, "give epsilon, or LADP(mode='shares')")
-    if rho is not None:
-        return _calibrate_to_rho(policy, rates, steps, rho, besides)
-    if noise_multiplier is not None:
-        return _price_noise_multiplier(policy, rates, steps, noise_multiplier, besides)
+    if rho is not None or noise_multiplier is not None:
+        if rho is not None:
+            declared = _calibrate_to_rho(policy, rates, steps, rho, besides)
+        else:
+            assert noise_multiplier is not None
+            declared = _price_noise_multiplier(policy, rates, steps, noise_multiplier, besides)
+        for cls, multiplier in zip(rates, declared.sigma, strict=True):
+            if (risk := policy.classes[cls].risk) is not None:
+                events = event_counts((Event(sigma=multiplier, q=rates[cls], steps=steps), *besides[cls]))
+                _within_risk(risk, cls, risk.rate(events, accountant=declared.accountant, marks=marks), said[0])
+        return declared
     targets, corpus = _target_epsilons(policy, list(rates), epsilon), policy.corpus
     name, order = corpus.accountant, None
+
+    def needed(cls: str, accountant: str) -> float:
+        """Return the sigma that keeps ε and the risk bound of a class, those that it has."""
+        schedule: dict[str, Any] = {"q": rates[cls], "steps": steps, "besides": besides[cls]}
+        found = []
+        if cls in targets:
+            found.append(calibrate(targets[cls], delta=corpus.delta, accountant=accountant, **schedule))
+        if (risk := policy.classes[cls].risk) is not None:
+            found.append(_calibrate_to_risk(risk, cls, accountant=accountant, marks=marks, **schedule))
+            sampled = -math.expm1(steps * math.log1p(-rates[cls])) if rates[cls] < 1 else 1.0
+            if cls not in targets and sampled <= risk.tpr - risk.fpr:
+                problem = f"class {cls!r}: {100 * sampled:.4g} % of its contributions are ever sampled, so no noise is needed ({risk})"
+                remedy = (
+                    f"add epsilon to [class.{cls}]: without it, those who are sampled would be published as they are"
+                )
+                raise PlanError("allocate.risk-needs-no-noise", problem, remedy)
+        return max(found)
+
+    private = [cls for cls in rates if not policy.classes[cls].public]
     if getattr(chooser, "follows_budget", False):
-        order = _shared_order(policy, rates, steps, targets, besides)
+        order = _shared_order(policy, rates, steps, private, besides, needed)
         name = f"rdp@{order:g}"
-    sigma = {
-        cls: calibrate(target, delta=corpus.delta, q=rates[cls], steps=steps, accountant=name, besides=besides[cls])
-        for cls, target in targets.items()
-    }
+    sigma = {cls: needed(cls, name) for cls in private}
+    for cls in private:
+        if policy.classes[cls].risk is not None:  # may ask for more noise than ε alone
+            schedule = (Event(sigma=sigma[cls], q=rates[cls], steps=steps), *besides[cls])
+            spent = find_accountant(name).epsilon(schedule, corpus.delta)
+            targets[cls] = min(spent, targets.get(cls, math.inf))
     return CalibratedNoise(
         sigma=tuple(sigma.get(cls, math.inf) for cls in rates),
         targets=tuple(targets.get(cls, math.inf) for cls in rates),
@@ -120,41 +153,48 @@ def calibrate_classes(
     )
 
 
+def _calibrate_to_risk(risk: RiskBound, cls: str, **schedule: Any) -> float:
+    """The sigma for a risk bound; a refusal names the class."""
+    try:
+        return calibrate_to_risk(risk, **schedule)
+    except AccountingError as error:
+        raise PlanError("allocate.risk-unreachable", f"class {cls!r}: {error.problem}", error.remedy) from None
+
+
 def _shared_order(
     policy: Policy,
     rates: Mapping[str, float],
     steps: int,
-    targets: Mapping[str, float],
+    private: Sequence[str],
     besides: Mapping[str, tuple[Event, ...]],
+    needed: Callable[[str, str], float],
 ) -> float:
-    """One order for all classes: of those that suit one class best, the one that costs the worst-off class least."""
-    if not targets:
+    """One order for all classes: of those that suit one class best, the one that costs the worst-off class least.
+
+    `needed` is the sigma of a class by an accountant. Of a risk bound, fpr takes the place of δ.
+    """
+    if not private:
         raise PlanError(
             "allocate.no-private-class", "every class is public: there is no budget", "use another allocation"
         )
-    delta, wanted = policy.corpus.delta, ", ".join(f"{e:g}" for e in targets.values())
-
-    def needed(cls: str, name: str) -> float:
-        return calibrate(targets[cls], delta=delta, q=rates[cls], steps=steps, accountant=name, besides=besides[cls])
-
-    best = {cls: needed(cls, "rdp") for cls in targets}
-    orders = {
-        float(f"{choose_order((Event(sigma=s, q=rates[cls], steps=steps), *besides[cls]), delta=delta):g}")
-        for cls, s in best.items()
-    }
+    best = {cls: needed(cls, "rdp") for cls in private}
+    orders = set()
+    for cls, sigma in best.items():
+        schedule, risk = (Event(sigma=sigma, q=rates[cls], steps=steps), *besides[cls]), policy.classes[cls].risk
+        for delta in (policy.corpus.delta, *(() if risk is None else (risk.fpr,))):
+            orders.add(float(f"{choose_order(schedule, delta=delta):g}"))
+    wanted = ", ".join(private)
     worst = {}
     for order in sorted(orders):
         try:
             worst[order] = max(needed(cls, f"rdp@{order:g}") / s for cls, s in best.items())
-        except AccountingError:  # too small an order for the strictest class
+        except (AccountingError, PlanError):  # too small an order for the strictest class
             continue
     if not worst:
-        raise PlanError("allocate.no-shared-order", f"no Rényi order serves all classes (epsilon {wanted})", _CLOSER)
+        raise PlanError("allocate.no-shared-order", f"no Rényi order serves all classes ({wanted})", _CLOSER)
     order = min(worst, key=worst.__getitem__)
     if worst[order] > _MOST_EXCESS_NOISE:
-        problem = (
-            f"one Rényi order for all classes (epsilon {wanted}) costs one of them {worst[order]:.3g} times its noise"
-        )
+        problem = f"one Rényi order for all classes ({wanted}) costs one of them {worst[order]:.3g} times its noise"
         raise PlanError("allocate.no-shared-order", problem, _CLOSER)
     return order
 
@@ -247,6 +287,13 @@ def _within_bound(policy: Policy, name: str, epsilon: float, why: str) -> float:
     return epsilon
 
 
+def _within_risk(risk: RiskBound, name: str, rate: float, why: str) -> None:
+    """Refuse what exceeds the risk bound of a class."""
+    if rate > risk.tpr:
+        problem = f"class {name!r}: {why}: an attack finds up to {100 * rate:.4g} %, above the policy's bound ({risk})"
+        raise PlanError("allocate.above-policy-bound", problem, _LESS)
+
+
 def _clip_norms(
     policy: Policy, names: Iterable[str], clip_norm: float | Mapping[str, float] | None
 ) -> tuple[float, ...]:
@@ -263,7 +310,7 @@ def _clip_norms(
 
 
 def _target_epsilons(policy: Policy, names: list[str], epsilon: float | Mapping[str, float] | None) -> dict[str, float]:
-    """The ε that each private class is to spend, checked against the policy's bound."""
+    """The ε that each private class is to spend, checked against the policy's bound; none for one with a risk bound alone."""
     private = [name for name in names if not policy.classes[name].public]
     wanted: dict[str, float] = {}
     if isinstance(epsilon, Mapping):
@@ -278,10 +325,14 @@ def _target_epsilons(policy: Policy, names: list[str], epsilon: float | Mapping[
     targets = {}
     for name in private:
         bound, entry = policy.bound(name), policy.classes[name]
-        target = wanted.get(name, bound if entry.epsilon or entry.noise_multiplier else None)
+        declared = entry.epsilon or entry.noise_multiplier or entry.risk
+        target = wanted.get(name, bound if declared else None)
+        if target is None and entry.risk is not None:
+            continue
         if target is None:
             remedy = f"add one to [class.{name}], or give epsilon={{{name!r}: 1.0}}"
-            raise PlanError("allocate.no-budget", f"class {name!r} has neither epsilon nor noise_multiplier", remedy)
+            problem = f"class {name!r} has neither epsilon nor noise_multiplier nor risk"
+            raise PlanError("allocate.no-budget", problem, remedy)
         target = validate.positive(
             PlanError, "allocate.epsilon-not-positive", **named(f"epsilon of class {name!r}", target)
         )
@@ -330,8 +381,8 @@ def make_plan(
     clipping  "box" or "joint", instead of the form that the allocation prefers
     measure   what is known of the layers from proxy data (`lamina.measure`), for allocations that need it
 
-    sigma_k is calibrated to ε_k for q_k and the steps, on the safe side, together with whatever else the allocation
-    releases; then S is scaled so that every class has at least its sigma_k.
+    sigma_k is calibrated to ε_k and to the risk bound of the class for q_k and the steps, on the safe side, together with
+    whatever else the allocation releases; then S is scaled so that every class has at least its sigma_k.
     """
     return explained_plan(
         stack, policy, batch=batch, steps=steps, epochs=epochs, allocate=allocate, epsilon=epsilon, rho=rho,

@@ -17,6 +17,7 @@ from lamina.account.schedule import rdp_order_of
 from lamina.errors import AccountingError, PlanError
 from lamina.plan.correlation import MAX_BANDS
 from lamina.plan.depth_profile import DepthProfile
+from lamina.plan.risk import RiskBound
 from lamina.plan.rules import MAX_INJECTION_PARTS, Injection, InjectionForm
 from lamina.plan.selection import did_you_mean
 from lamina.plan.step_plan import MAX_UNIT_CHARACTERS
@@ -136,7 +137,8 @@ class ClassPolicy(BaseModel):
     population        contributions it may hold, declared in public; sampling is q = b/population
     clip_norm         c, the bound on a contribution's whole gradient
     noise_multiplier  z over the whole participation: no worse than one Gaussian release at z (1/z-GDP)
-    epsilon           the budget at the corpus's δ; with both given, the stricter holds
+    epsilon           the budget at the corpus's δ; of several that are given, the strictest holds
+    risk              what an attack may find at most, instead of ε or beside it
     profile           the layers that it may reach
     unit              what a contribution is: the thing that ε protects
     public            data that costs nothing: no clip, no noise, no budget
@@ -147,6 +149,7 @@ class ClassPolicy(BaseModel):
     clip_norm: PositiveField = 1.0
     noise_multiplier: PositiveField | None = None
     epsilon: PositiveField | None = None
+    risk: RiskBound | None = None
     profile: ProfileField = DepthProfile.all()
     unit: Annotated[str, Field(min_length=1, max_length=MAX_UNIT_CHARACTERS), AfterValidator(_check_line)] = (
         "contribution"
@@ -157,7 +160,7 @@ class ClassPolicy(BaseModel):
     @model_validator(mode="after")
     def _fits_its_kind(self) -> Self:
         if self.public:
-            given = {"clip_norm", "noise_multiplier", "epsilon"} & self.model_fields_set
+            given = {"clip_norm", "noise_multiplier", "epsilon", "risk"} & self.model_fields_set
             if given:
                 raise ValueError(f"a public class has no {', '.join(sorted(given))}: remove it, or public = true")
         elif self.population is None:
@@ -294,6 +297,15 @@ class Policy(BaseModel):
     def template_text() -> str:
         """Its text, to copy and change."""
         return resources.files("lamina.plan").joinpath("template.toml").read_text(encoding="utf-8")
+
+    @model_validator(mode="after")
+    def _risks_are_proven(self) -> Self:
+        for name, entry in self.classes.items():
+            if entry.risk is not None and entry.risk.of == "membership" and self.noise.as_injection.raw:
+                problem = f"class.{name}.risk is of membership, but noise.injection is {self.noise.injection}"
+                problem += ": its claim is zero-out, which hides content and not membership"
+                raise PlanError("plan.risk-not-proven", problem, 'use of = "content", or injection = "per_step"')
+        return self
 
     @model_validator(mode="after")
     def _respects_floors(self) -> Self:
