@@ -187,7 +187,7 @@ def test_an_account_is_priced_once_after_something_was_charged_already(
         priced.append(name)
         return pooled([Event(sigma=s, q=q, steps=n) for (s, q, _), n in events.items()], delta)
 
-    monkeypatch.setattr("lamina.spend.reservation.pooled_epsilon", counted)
+    monkeypatch.setattr("lamina.spend.accounts.pooled_epsilon", counted)
     monkeypatch.setattr("lamina.spend.spend_ledger.pooled_epsilon", counted)
     for segment in range(3):
         assert pay(book, FIRST, segment, owed(10), owed(1, cls="wearable"), bound=5.0)

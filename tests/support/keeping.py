@@ -25,6 +25,7 @@ from lamina.ledger.verify.report import Verification
 from lamina.ledger.verify.tree_checks import Trust
 from lamina.ledger.verify.verifier import verify
 from lamina.ledger.writer import Ledger
+from lamina.plan.risk import RiskBound
 from lamina.plan.rules import FollowBudget, Injection, InjectionForm
 from lamina.plan.step_plan import PlannedClass, PlannedLayer, StepPlan
 from lamina.spend.accounts import Charge, SignedAccount, follows_budget, plan_charges
@@ -43,8 +44,9 @@ PROFILE = "every layer"
 
 
 def contract(**changes: Any) -> CorpusTerms:
-    """No class is promised anything, unless `promised` gives it a noise multiplier in 1e-6."""
+    """No class is promised anything, unless `promised` gives it a noise multiplier in 1e-6, or `risks` a risk bound."""
     promised: dict[str, int] = changes.pop("promised", {})
+    risks: dict[str, RiskBound] = changes.pop("risks", {})
     given: dict[str, Any] = {
         "origin": "o",
         "accountant": "gaussian",
@@ -56,6 +58,7 @@ def contract(**changes: Any) -> CorpusTerms:
                 clip_norm=1_000_000 if name in promised else 0,
                 noise_multiplier=promised.get(name, 0),
                 profile=PROFILE,
+                risk=risks.get(name),
             )
             for name in CLASSES
         ),

@@ -32,6 +32,7 @@ from lamina.admit.verdicts import ContributionRefused, Reason, pack_row
 from lamina.errors import AdmissionError, EncodingError, LaminaError, UnknownSchema, WrongAlgorithm
 from lamina.plan.depth_profile import DepthProfile
 from lamina.plan.policy import ClassPolicy, Policy, PolicyFloors
+from lamina.plan.risk import gaussian_noise_multiplier
 from lamina.validate import distinct_fields
 
 
@@ -59,18 +60,29 @@ def hash_of_floors(origin: str, clip_norm: int, noise_multiplier: int) -> bytes:
 def preset(policy: Policy, cls: str) -> tuple[int, int]:
     """(clip norm, noise multiplier) of a class, in 1e-6: the most permissive bound that it admits.
 
-    c is rounded down. z is the least for which one Gaussian release costs no more ε than the class may spend, so it is
-    rounded to the strict side too. (0, 0) for a public class.
+    c is rounded down. z is the least for which one Gaussian release costs no more ε than the class may spend, and keeps
+    its risk bound, so it is rounded to the strict side too. (0, 0) for a public class.
     """
     entry = _class_policy(policy, cls)
     if entry.public:
         return 0, 0
-    bound = policy.bound(cls)
-    if bound is None:
-        problem = f"class {cls!r} has no bound on ε, so there is nothing to sign"
-        remedy = f"give class.{cls} an epsilon or a noise_multiplier, or the corpus a floor"
+    noise = class_multiplier(policy, cls)
+    if entry.risk is not None:
+        noise = max(noise, to_micro(gaussian_noise_multiplier(entry.risk), ROUND_CEILING))
+    if not noise:
+        problem = f"class {cls!r} has no bound on ε or risk, so there is nothing to sign"
+        remedy = f"give class.{cls} an epsilon, a noise_multiplier or a risk, or the corpus a floor"
         raise AdmissionError("admit.class-without-bound", problem, remedy)
-    return to_micro(entry.clip_norm, ROUND_FLOOR), _least_multiplier(bound, policy.corpus.delta)
+    return to_micro(entry.clip_norm, ROUND_FLOOR), noise
+
+
+def class_multiplier(policy: Policy, cls: str) -> int:
+    """z for the ε that a class may spend, in 1e-6; 0 if it is public or has no bound on ε.
+
+    A risk bound has no part in it: a plan that keeps the risk of one Gaussian release may cost another ε.
+    """
+    bound = None if _class_policy(policy, cls).public else policy.bound(cls)
+    return 0 if bound is None else _least_multiplier(bound, policy.corpus.delta)
 
 
 def to_micro(value: float, rounding: str) -> int:
@@ -212,7 +224,7 @@ def _default_data_class(name: str) -> str:
 class ClassRequirements:
     """One class: its row in the policy, the most permissive bound that it admits in 1e-6, how deep it reaches.
 
-    `bound` is None where the policy has no bound on ε, (0, 0) for a public class.
+    `bound` is None where the policy has no bound on ε or risk, (0, 0) for a public class.
     """
 
     row: int
@@ -240,7 +252,8 @@ class PolicyChecks:
         self.noise_floor = max(1, _scaled(floors.noise_multiplier or 0.0, ROUND_CEILING))
         self.classes = {
             name: ClassRequirements(
-                row, entry.public, preset(policy, name) if entry.public or policy.bound(name) is not None else None,
+                row, entry.public,
+                preset(policy, name) if entry.public or entry.risk or policy.bound(name) is not None else None,
                 entry.profile, entry.population,
             )
             for row, (name, entry) in enumerate(policy.classes.items())

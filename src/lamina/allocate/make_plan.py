@@ -97,8 +97,7 @@ def calibrate_classes(
             raise PlanError("allocate.raw-noise", problem, "use injection per_step or another allocation")
         rates, steps = dict.fromkeys(rates, 1.0), policy.noise.as_injection.events(0, steps)
     if (bands := policy.noise.bands or 1) > 1:
-        private = {name: not policy.classes[name].public for name in rates}
-        rates = {name: turn_rate(q, bands, name) if private[name] else q for name, q in rates.items()}
+        rates = {n: q if policy.classes[n].public else turn_rate(q, bands, n) for n, q in rates.items()}
         steps = participations(steps, bands)
     besides = {name: tuple(Event(sigma=sigma, q=q, steps=calls) for sigma, calls in side) for name, q in rates.items()}
     if epsilon is None and said and getattr(chooser, "follows_budget", False):

@@ -28,7 +28,8 @@ from lamina.errors import RunError
 from lamina.ledger.schema import pluralize
 from lamina.ledger.store.rows import head_of
 from lamina.ledger.store.sqlite import is_postgres_url, printable_location
-from lamina.plan.table import epsilon_text, finite_or_none, printable, remaining_text
+from lamina.plan.risk import RiskBound
+from lamina.plan.table import epsilon_text, finite_or_none, percent_text, printable, remaining_text
 from lamina.spend.accounts import BOUND_SEPARATOR, AccountTotal, RecordedSpend, RunSpend, is_bound, run_name
 from lamina.spend.neighbours import NeighbourLedger, neighbour_ledgers
 from lamina.spend.reservation import SpendLimits, SpendView
@@ -46,6 +47,8 @@ class AccountLine:
     accountant: str
     bound: float
     total: AccountTotal
+    risk: RiskBound | None = None  # of a class, over all runs
+    rates: AccountTotal | None = None  # what it limits
 
     @property
     def remaining(self) -> float:
@@ -68,10 +71,12 @@ def account_lines(book: SpendLedger) -> list[AccountLine]:
         found = []
         for each in book.accounts():
             wanted = limits.wanted(rows, each.cls, *held.terms(each.cls))
-            mine = (t.bound for t in wanted if (t.delta, t.accountant) == (each.delta, each.accountant))
+            same = [t for t in wanted if (t.delta, t.accountant) == (each.delta, each.accountant)]
             terms: dict[str, Any] = {"delta": each.delta, "accountant": each.accountant}
-            bound, total = min(mine, default=math.inf), book.total(each.cls, **terms)
-            found.append(AccountLine(account=each.cls, bound=bound, total=total, **terms))
+            bound = min((t.bound for t in same if t.risk is None), default=math.inf)
+            risk = min((t.risk for t in same if t.risk is not None), key=lambda each: each.tpr, default=None)
+            total, rates = book.total(each.cls, **terms), book.total(each.cls, **terms, risk=risk) if risk else None
+            found.append(AccountLine(account=each.cls, bound=bound, total=total, risk=risk, rates=rates, **terms))
     return found
 
 
@@ -86,6 +91,7 @@ def spend_json(lines: Sequence[AccountLine]) -> dict[str, Any]:
             "remaining": finite_or_none(line.remaining),
             "delta": line.delta,
             "accountant": line.accountant,
+            **_risk_json(line),
         }
         classes = found
         if is_bound(line.account):
@@ -103,6 +109,13 @@ def spend_json(lines: Sequence[AccountLine]) -> dict[str, Any]:
     return found
 
 
+def _risk_json(line: AccountLine) -> dict[str, Any]:
+    if line.risk is None or line.rates is None:
+        return {}
+    figures = {"spent": line.rates.spent, "committed": line.rates.committed}
+    return {"risk": line.risk.model_dump() | figures | {"remaining": max(0.0, line.risk.tpr - line.rates.committed)}}
+
+
 def spend_page(origin: str, lines: Sequence[AccountLine]) -> str:
     """A table of one corpus, ε of every account, then the runs of each."""
     head = f"corpus {printable(origin)}"
@@ -111,6 +124,10 @@ def spend_page(origin: str, lines: Sequence[AccountLine]) -> str:
     rows = [["class (signed bound)", "ε spent", "committed", "bound", "remains", "at δ", "by"], *map(_table_row, lines)]
     told = [head, *(f"  {line}" for line in columns(rows, left=1).split("\n"))]
     for line in lines:
+        if line.risk is not None and line.rates is not None:
+            left = remaining_text(100 * max(0.0, line.risk.tpr - line.rates.committed), 2)
+            figures = f"{percent_text(line.rates.spent)} spent, {percent_text(line.rates.committed)} committed, {left} % remains"
+            told.append(f"  risk of {_account_text(line.account)}: {line.risk}: {figures}")
         if line.passed:
             over = f"{_account_text(line.account)} is over its bound at δ = {line.delta:g}"
             told.append(f"  note: {over}: no run may spend more of it")
@@ -182,7 +199,8 @@ def spend(
 
     The ε of several runs is computed jointly and is usually less than the sum. Committed: spent and reserved. Bound:
     the strictest of what the ledger promises, what contributions signed and what the last run was limited to. Remains:
-    the bound less what is committed, rounded down; the other figures are rounded up.
+    the bound less what is committed, rounded down; the other figures are rounded up. A risk bound of a class is shown
+    below the table: the share that an attack finds, computed for all charges together, and what remains of it.
 
     Ledgers in neighbouring folders are listed at the end, with the statements of their owners.
 

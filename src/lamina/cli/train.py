@@ -442,8 +442,9 @@ def _over_budget(planned: PlannedRun, trainer: Trainer, spends: SpendLedger) -> 
     every = plan_charges(plan, 0, plan.steps, accounts)
     for name, bound in bounds.items():
         due = [c for c in every if c.cls == name]
-        if due and bound is not None:
-            most, *besides = due
+        risk = None if is_bound(name) else planned.policy.classes[name].risk
+        if due and (bound is not None or risk is not None):
+            bound, (most, *besides) = float("inf") if bound is None else bound, due
             fit = spends.fits(_NO_RUN, charge=most, bound=bound, besides=besides)
             whole = plan.epsilon(name) if not is_bound(name) else 0.0
             if fit < most.steps or whole > bound:

@@ -16,7 +16,7 @@ from typing import Any
 from lamina.account.schedule import rdp_order_of
 from lamina.admit import keys
 from lamina.admit.attestation import MICRO
-from lamina.admit.checks import floors_hash, preset, profile_text, to_micro
+from lamina.admit.checks import class_multiplier, floors_hash, profile_text, to_micro
 from lamina.admit.keys import PrivateKey, PublicKey, path_lock
 from lamina.admit.signing import SECONDS_PER_YEAR
 from lamina.errors import LedgerError
@@ -171,17 +171,14 @@ def _merge_bounds(old: Sequence[ClassBounds], new: Sequence[ClassBounds]) -> tup
 
 def _bounds_of_policy(policy: Policy, name: str) -> ClassBounds:
     entry = policy.classes[name]
-    if not entry.public and policy.bound(name) is None:
-        bound = to_micro(entry.clip_norm, ROUND_FLOOR), 0
-    else:
-        bound = preset(policy, name)
     return ClassBounds(
         cls=name,
-        clip_norm=bound[0],
-        noise_multiplier=bound[1],
+        clip_norm=0 if entry.public else to_micro(entry.clip_norm, ROUND_FLOOR),
+        noise_multiplier=class_multiplier(policy, name),
         public=entry.public,
         profile=profile_text(entry.profile),
         population=entry.population,
+        risk=entry.risk,
     )
 
 

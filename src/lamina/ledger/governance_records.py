@@ -51,6 +51,8 @@ from lamina.ledger.schema import (
 )
 from lamina.plan.depth_profile import DepthProfile
 from lamina.plan.policy import AboutPolicy
+from lamina.plan.risk import RiskBound
+from lamina.validate import short_repr
 
 _PROFILE_DIGEST = "sha256:"  # how a long profile is written
 
@@ -214,12 +216,32 @@ class LedgerFloors:
     noise_multiplier: int = stored(2, MICRO, default=0)
 
 
+_RATE = exact_float_in(1e-300, 1 - 1e-9)
+
+
+def _read_risk(stored: object) -> RiskBound:
+    try:
+        of, fpr, tpr = stored if type(stored) is list else ()  # type: ignore[misc]
+        return RiskBound(of=of, fpr=_RATE.from_cbor(fpr), tpr=_RATE.from_cbor(tpr))
+    except (TypeError, ValueError):
+        raise EncodingError("ledger.risk-malformed", f"{short_repr(stored)} is not a risk bound", READ_REMEDY) from None
+
+
+RISK = FieldType(
+    "a RiskBound",
+    lambda value: type(value) is RiskBound,
+    lambda value: [value.of, _RATE.to_cbor(value.fpr), _RATE.to_cbor(value.tpr)],
+    _read_risk,
+)
+
+
 @ledger_record()
 class ClassBounds:
     """A class: bounds that are more permissive than these are refused, in 1e-6.
 
     A bound is more permissive with a larger clip norm or a smaller noise multiplier. A public class has neither.
-    `profile` says how deep its gradient may reach, `population` how many contributions it declares.
+    `profile` says how deep its gradient may reach, `population` how many contributions it declares, `risk` what an attack
+    on all that the class is ever charged may find.
     """
 
     cls: str = stored(1, CLASS)
@@ -228,6 +250,12 @@ class ClassBounds:
     public: bool = stored(4, BOOLEAN, default=False)
     profile: str = stored(5, PROFILE)
     population: int | None = stored(6, COUNT, default=None)
+    risk: RiskBound | None = stored(7, RISK, default=None)
+
+    @property
+    def promises(self) -> bool:
+        """Whether the class is promised anything."""
+        return not self.public and bool(self.clip_norm or self.noise_multiplier or self.risk)
 
 
 NO_POLICY = hashlib.sha256(b"lamina/no policy\n").digest()
@@ -329,11 +357,11 @@ def loosened(
     new_presets = tuple(new_presets)
     old, named = {each.cls: each for each in presets}, {each.cls for each in new_presets}
     for cls, gone in old.items():
-        if cls not in named and not gone.public and (gone.clip_norm or gone.noise_multiplier):
+        if cls not in named and gone.promises:
             found.append(f"class {cls!r} is left out, and could come back as anything")
     for new in new_presets:
         before = old.get(new.cls)
-        if before is None or before.public or not (before.clip_norm or before.noise_multiplier):
+        if before is None or not before.promises:
             continue
         if new.public:
             found.append(f"class {new.cls!r} becomes public")
@@ -341,6 +369,8 @@ def loosened(
             found.append(f"the clip norm of class {new.cls!r} grows")
         elif new.noise_multiplier < before.noise_multiplier:
             found.append(f"the noise multiplier of class {new.cls!r} falls")
+        elif before.risk is not None and not (new.risk is not None and new.risk.implies(before.risk)):
+            found.append(f"the risk bound of class {new.cls!r} rises ({before.risk})")
         elif profile_exceeds(new.profile, before.profile) is not None:
             found.append(f"the depth profile of class {new.cls!r} is not inside the one before")
     return found

@@ -38,6 +38,7 @@ from lamina.ledger.merkle import TileNodes, leaf_hash, root_at
 from lamina.ledger.records import ContributionTerms
 from lamina.ledger.signed_checkpoint import Note, WitnessKey, WitnessQuorum, parse_checkpoint
 from lamina.ledger.store.rows import StoreReader, tile_reader
+from lamina.plan.risk import RiskBound
 
 G = TypeVar("G", bound=GoverningRecord)
 
@@ -560,6 +561,14 @@ class PolicyInForce:
         """
         found = [presets.get(cls) for presets in self._from(leaf)]
         return min(0 if each is None else each.noise_multiplier for each in found)
+
+    def risks(self, cls: str, leaf: int) -> tuple[RiskBound, ...]:
+        """The risk bounds that a class was promised after so many leaves, or later; none if it once had none.
+
+        A segment is charged when it is opened: it must keep one of them.
+        """
+        found = [None if (each := presets.get(cls)) is None else each.risk for presets in self._from(leaf)]
+        return () if None in found else tuple(each for each in found if each is not None)
 
     def presets_since(self, cls: str, leaf: int) -> list[ClassBounds]:
         """The presets of a class after so many leaves, and later: a run keeps the plan that it began with."""

@@ -17,8 +17,9 @@ from lamina.account.accountants import pooled_epsilon
 from lamina.account.gaussian_rdp import epsilon_of_noise_multiplier
 from lamina.account.schedule import EventCounts, EventKey, grouped, rdp_order_of
 from lamina.ledger.governance_records import Header
-from lamina.ledger.records import EpochAccount, EpochCharge, Segment
+from lamina.ledger.records import Epoch, EpochAccount, EpochCharge, Segment
 from lamina.ledger.schema import NANO, exact_text, nano_epsilon
+from lamina.plan.risk import UNPROVEN, curve_marks
 from lamina.plan.rules import FollowBudget
 from lamina.plan.step_plan import StepPlan
 
@@ -74,6 +75,17 @@ def steps_by_kind(charges: Iterable[EpochCharge]) -> dict[EventKey, int]:
             kind = (each.sigma, each.rate, each.order or 0.0)
             found[kind] = found.get(kind, 0) + each.steps
     return found
+
+
+def epoch_marks(epoch: Epoch, plan: StepPlan | None) -> dict[str, frozenset[str]]:
+    """By class that an epoch charges, what limits the curves of its charges.
+
+    Nothing is proven where the plan is not known, or where signed bounds are charged and not the class as a whole: what
+    one contribution lost may then be split over two accounts.
+    """
+    marks = frozenset((UNPROVEN,)) if plan is None else curve_marks(plan)
+    whole = {each.cls for each in epoch.accounts if not each.noise_multiplier}
+    return {each.cls: marks if each.cls in whole else marks | {UNPROVEN} for each in epoch.accounts}
 
 
 class Spending:

@@ -221,6 +221,15 @@ def epsilon_text(epsilon: float, digits: int = 4) -> str:
     return _rounded(epsilon, digits, ROUND_CEILING)
 
 
+def percent_text(rate: float) -> str:
+    """A rate that an attack reaches, in per cent: rounded up.
+
+    >>> percent_text(0.05281)
+    '5.29 %'
+    """
+    return f"{_rounded(100 * rate, 2, ROUND_CEILING)} %"
+
+
 def remaining_text(epsilon: float, digits: int = 4) -> str:
     """What remains of an ε: rounded down.
 

@@ -6,15 +6,15 @@ import functools
 import math
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from fractions import Fraction
 
 from lamina import validate
-from lamina.account.accountants import find_accountant
+from lamina.account.accountants import find_accountant, pooled_epsilon
 from lamina.account.gaussian_rdp import step_rdp
-from lamina.account.schedule import Event, EventKey, check_delta, rdp_order_of
+from lamina.account.schedule import Event, EventCounts, EventKey, check_delta, rdp_order_of
 from lamina.errors import AccountingError, BudgetExceeded, RunError
 from lamina.ledger.checked_leaves import CheckedLeaves
 from lamina.ledger.governance_records import Header
@@ -22,9 +22,10 @@ from lamina.ledger.records import MAX_ACCOUNTS, Epoch, EpochCharge
 from lamina.ledger.schema import CLASS, MICRO
 from lamina.ledger.spending import Bound, Spending, steps_by_kind
 from lamina.ledger.store.rows import StoreReader
+from lamina.plan.risk import RiskBound
 from lamina.plan.rules import FollowBudget
 from lamina.plan.step_plan import StepPlan
-from lamina.plan.table import epsilon_text
+from lamina.plan.table import epsilon_text, percent_text
 
 BOUND_SEPARATOR = "@"  # in CLASS@BOUND; no class name contains it
 _MICRO = 1_000_000
@@ -292,7 +293,7 @@ class RunSpend:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AccountTotal:
-    """ε of all that was ever charged, and of that with all that is reserved; spent ≤ committed."""
+    """ε (or the rate of a risk bound) of all that was ever charged, and of that with all that is reserved; spent ≤ committed."""
 
     spent: float
     committed: float
@@ -305,15 +306,25 @@ def run_name(run: str, label: str = "") -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AccountBudget:
-    """ε ≤ `bound` at `delta`, computed by `accountant`; inf is no bound."""
+    """ε ≤ `bound` at `delta`, computed by `accountant`; inf is no bound. With `risk`: that bound instead, and not ε."""
 
     bound: float
     delta: float
     accountant: str
+    risk: RiskBound | None = None
 
     def within(self, other: AccountBudget) -> bool:
         """Whether whatever keeps to this budget keeps to the other."""
-        return (self.delta, self.accountant) == (other.delta, other.accountant) and self.bound <= other.bound
+        if self.risk is not None and other.risk is not None:
+            return self.accountant == other.accountant and self.risk.implies(other.risk)
+        same = (self.delta, self.accountant, self.risk) == (other.delta, other.accountant, other.risk)
+        return same and self.bound <= other.bound
+
+    def price(self, events: EventCounts, marks: frozenset[str]) -> float:
+        """ε of all events together; or the rate that the risk bound limits, 1 if nothing is proven."""
+        if self.risk is not None:
+            return self.risk.rate(events, accountant=self.accountant, marks=marks)
+        return pooled_epsilon(events, delta=self.delta, name=self.accountant)
 
 
 def budget_exceeded(
@@ -322,11 +333,17 @@ def budget_exceeded(
 ) -> BudgetExceeded:  # fmt: skip
     """The refusal of a charge: the bound, who spent and reserved what, what was asked, and the remedies."""
     label = label or next((each.label for each in now.runs if each.run == run), "")
+    figure: Callable[[float], str] = epsilon_text if budget.risk is None else percent_text
+    bound = f"the risk bound {budget.risk}"
+    if budget.risk is None:
+        bound = f"a bound of ε ≤ {figure(budget.bound)} at δ = {budget.delta:g}"
+    spent = f"{'ε ' if budget.risk is None else ''}{figure(now.spent)}"
+    would = "of which nothing is proven" if budget.risk and epsilon == 1 else f"which would make it {figure(epsilon)}"
     problem = (
-        f"{describe_account(account)} of corpus {origin!r} has a bound of ε ≤ {epsilon_text(budget.bound)} at δ = {budget.delta:g} "
-        f"over all runs; ε {epsilon_text(now.spent)} is spent, {epsilon_text(now.committed)} with what is "
-        f"reserved; run {run_name(run, label)} asks for {asked:,} step{'s'[: asked != 1]}, which "
-        f"would make it {epsilon_text(epsilon)} (accountant {budget.accountant})"
+        f"{describe_account(account)} of corpus {origin!r} has {bound} "
+        f"over all runs; {spent} is spent, {figure(now.committed)} with what is "
+        f"reserved; run {run_name(run, label)} asks for {asked:,} step{'s'[: asked != 1]}, {would} "
+        f"(accountant {budget.accountant})"
     )
     remedy = "plan with a smaller epsilon or fewer steps; " + (
         "or leave out those who signed this bound, for whom it is final: exhausted = 'leave-out' or 'scale' in policy.toml"
@@ -335,7 +352,7 @@ def budget_exceeded(
     )
     if holding := [each.run[:8] for each in now.runs if each.reserved and each.run != run]:
         remedy = f"release a run that holds a reservation (lamina spend {shlex.quote(path)} --release {holding[0]}), or {remedy}"
-    return BudgetExceeded("spend.budget-exceeded", problem, remedy)
+    return BudgetExceeded("spend.budget-exceeded" if budget.risk is None else "spend.risk-exceeded", problem, remedy)
 
 
 AttemptKey = tuple[int, int]  # segment, generation
@@ -354,6 +371,8 @@ class RecordedSpend:
         self._runs: dict[bytes, dict[str, dict[EventKey, int]]] = {}
         self._attempts: dict[bytes, dict[AttemptKey, dict[str, int]]] = {}
         self._scales: dict[tuple[bytes, bytes], dict[str, float]] = {}
+        self._plans: dict[str, set[bytes]] = {}
+        self.split: set[str] = set()  # classes of which an epoch charges signed bounds and not the whole class
 
     def follow(self, rows: StoreReader, size: int, leaves: CheckedLeaves) -> None:
         """Read the checked leaves up to leaf `size`."""
@@ -368,11 +387,15 @@ class RecordedSpend:
         self.epochs += 1
         self.spending.add(epoch.accounts)
         run = self._runs.setdefault(epoch.run, {})
+        self.split |= {each.cls for each in epoch.accounts} - {
+            each.cls for each in epoch.accounts if not each.noise_multiplier
+        }
         last = epoch.segments[-1]
         steps = self._attempts.setdefault(epoch.run, {}).setdefault((last.index, last.generation), {})
         for account in epoch.accounts:
             name = account_name(account.bound)
             self._scales.setdefault((epoch.run, epoch.plan), {})[name] = account.scale
+            self._plans.setdefault(account.cls, set()).add(epoch.plan)
             events = run.setdefault(name, {})
             for kind, count in steps_by_kind(account.charges).items():
                 events[kind] = events.get(kind, 0) + count
@@ -384,6 +407,10 @@ class RecordedSpend:
     def scales(self, run: bytes, plan: bytes) -> dict[str, float]:
         """The accounts that a run charged under a plan, each with its scale."""
         return dict(self._scales.get((run, plan), {}))
+
+    def plans(self, cls: str) -> set[bytes]:
+        """Digests of the plans under which a class was charged."""
+        return set(self._plans.get(cls, ()))
 
     def of_run(self, run: bytes, name: str) -> dict[EventKey, int]:
         """What one run charged to an account."""

@@ -7,10 +7,10 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
+from typing import Any
 
 from lamina import cbor
-from lamina.account.accountants import pooled_epsilon
 from lamina.account.schedule import EventCounts, EventKey
 from lamina.errors import EncodingError, LedgerDamaged
 from lamina.ledger.records import Segment, SegmentOutcome
@@ -18,6 +18,7 @@ from lamina.ledger.schema import NANO, UNBOUNDED
 from lamina.ledger.spending import CLASS_TOLERANCE, Spending, signed_limit, signed_spend
 from lamina.ledger.store.rows import RESERVATION_SEGMENT, RunHold, RunRow, StoreReader, StoreWriter
 from lamina.ledger.writer import Ledger
+from lamina.plan.risk import UNPROVEN, RiskBound, curve_marks
 from lamina.plan.step_plan import StepPlan
 from lamina.spend.accounts import AccountBudget, Charge, RecordedSpend, RunSpend, account_bound
 
@@ -175,9 +176,19 @@ class SpendView:
         except EncodingError:
             raise _unreadable(f"the budgets of account {name!r}") from None
         return tuple(
-            AccountBudget(bound=math.inf if bound is None else bound, delta=delta, accountant=accountant)
-            for bound, delta, accountant in rows
-        )
+            AccountBudget(
+                bound=math.inf if bound is None else bound, delta=delta, accountant=accountant,
+                risk=RiskBound(of=risk[0], fpr=risk[1], tpr=bound) if risk else None,
+            )
+            for bound, delta, accountant, *risk in rows
+        )  # fmt: skip
+
+    def marks(self, name: str) -> frozenset[str]:
+        """What limits the curves of all that is charged to, or reserved of, the class of an account."""
+        cls, _, _ = account_bound(name)
+        plans = {*self._recorded.plans(cls), *(held.plan for held in self._holds.values() if held.of(cls))}
+        split = frozenset((UNPROVEN,)) if cls in self._recorded.split else frozenset[str]()
+        return split.union(*(_marks_of_plan(self._rows.blob(digest)) for digest in plans))
 
     def labels(self) -> dict[str, str]:
         return {each.id.hex(): each.label for each in self._rows.runs()}
@@ -240,11 +251,11 @@ class SpendTransaction(SpendView):
         self._write.drop_hold(id, RESERVATION_SEGMENT)
         self._holds.pop((id, RESERVATION_SEGMENT, 0), None)
 
-    def reserve(self, run: str, charges: Sequence[Charge]) -> None:
-        """Replace the reservation of the run."""
+    def reserve(self, run: str, charges: Sequence[Charge], plan: bytes = b"") -> None:
+        """Replace the reservation of the run. `plan` is the digest of its plan."""
         self.drop_reservation(run)
         if charges:
-            self._put(bytes.fromhex(run), RESERVATION_SEGMENT, 0, b"", OpenCharges(tuple(charges)))
+            self._put(bytes.fromhex(run), RESERVATION_SEGMENT, 0, b"", OpenCharges(tuple(charges), plan=plan))
 
     def charge(self, run: str, segment: int, generation: int, nonce: bytes, held: OpenCharges) -> None:
         """Charge an attempt, and take its steps off the run's reservation, not below zero."""
@@ -262,16 +273,30 @@ class SpendTransaction(SpendView):
             taken[each.cls, each.sigma, each.q] -= off
             if each.steps > off:
                 left.append(each.times(each.steps - off))
-        self.reserve(run, left)
+        self.reserve(run, left, before.plan)
 
     def set_terms(self, name: str, terms: Sequence[AccountBudget]) -> None:
-        rows = [[None if math.isinf(t.bound) else t.bound, t.delta, t.accountant] for t in terms]
+        rows = [
+            [
+                None if math.isinf(t.bound) else t.bound,
+                t.delta,
+                t.accountant,
+                *((t.risk.of, t.risk.fpr) if t.risk else ()),
+            ]
+            for t in terms
+        ]
         self._terms[name] = cbor.encode(rows, floats=True, null=True)
         self._write.put_terms(name, self._terms[name])
 
     def _put(self, run: bytes, segment: int, generation: int, nonce: bytes, held: OpenCharges) -> None:
         self._write.put_hold(RunHold(run, segment, generation, nonce, None, held.encode()))
         self._holds[run, segment, generation] = held
+
+
+@lru_cache(maxsize=256)
+def _marks_of_plan(data: bytes | None) -> frozenset[str]:
+    """Nothing is proven of charges under a plan that the ledger does not have."""
+    return frozenset((UNPROVEN,)) if data is None else curve_marks(StepPlan.from_cbor(data))
 
 
 class BoundExceeded(Exception):
@@ -291,14 +316,16 @@ class SpendLimits:
     def wanted(self, rows: StoreReader, name: str, *asked: AccountBudget) -> list[AccountBudget]:
         """The budgets to keep: those asked for and that of the ledger, without those that a stricter one implies."""
         cls, _, noise = account_bound(name)
-        header, promised = self._ledger.header, noise
+        header, promised, found = self._ledger.header, noise, list(asked)
+        terms: dict[str, Any] = {"delta": header.delta, "accountant": header.accountant}
         if not noise:
-            presets = self._ledger.governance(rows).policy.presets
-            promised = next((each.noise_multiplier for each in presets if each.cls == cls), 0)
-        found = list(asked)
+            preset = next((each for each in self._ledger.governance(rows).policy.presets if each.cls == cls), None)
+            promised = 0 if preset is None else preset.noise_multiplier
+            if preset is not None and preset.risk is not None:
+                found.append(AccountBudget(bound=preset.risk.tpr, risk=preset.risk, **terms))
         if promised and (most := signed_spend(promised, header.delta)) < UNBOUNDED:
             bound = signed_limit(noise, header.delta) if noise else most / NANO * (1 + CLASS_TOLERANCE)
-            found.append(AccountBudget(bound=bound, delta=header.delta, accountant=header.accountant))
+            found.append(AccountBudget(bound=bound, **terms))
         return [t for t in found if not any(o is not t and o.within(t) and o != t for o in found)]
 
     def admit(
@@ -319,7 +346,7 @@ class SpendLimits:
             for terms in wanted:
                 if math.isinf(terms.bound) or (not grown and any(h.within(terms) for h in held)):
                     continue
-                epsilon = pooled_epsilon(after, delta=terms.delta, name=terms.accountant)
+                epsilon = terms.price(after, transaction.marks(name) if terms.risk else frozenset())
                 if not epsilon <= terms.bound:
                     raise BoundExceeded(name, terms, sum(each.steps for each in mine), epsilon)
             new = [w for w in wanted if grown or not any(h.within(w) for h in held)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from threading import RLock
@@ -18,12 +19,14 @@ from lamina.ledger.run_records import RunBegin
 from lamina.ledger.spending import planned_charges, signed_limit
 from lamina.ledger.store.rows import WHOLE_BUDGET_SEGMENT, RunHold, StoreReader, StoreWriter, head_of
 from lamina.ledger.writer import Ledger
+from lamina.plan.risk import RiskBound
 from lamina.plan.step_plan import StepPlan
 from lamina.spend.accounts import (
     AccountBudget,
     AccountTotal,
     Charge,
     RecordedSpend,
+    RunSpend,
     SignedAccount,
     account_bound,
     bound_charges,
@@ -210,7 +213,7 @@ class SpendLedger:
     Guarantee. Let C be all that was ever charged to an account, over runs, redone generations and abandoned attempts,
     and R what runs have reserved. A charge or reservation under a bound at (δ, accountant) succeeds only if afterwards
     ε(C + R) ≤ bound, all events priced jointly; otherwise nothing changes. The same holds for the signed bound, or the
-    bound in the ledger's policy, at the ledger's own δ and accountant, which `verify` checks. Charged means spent:
+    bounds on ε and risk in the ledger's policy, at the ledger's own δ and accountant, which `verify` checks. Charged means spent:
     nothing is ever taken off C. A reservation may be dropped or replaced.
 
     When nothing need be priced. An account keeps the budgets of its last admission, and at all times ε(C + R) ≤ bound
@@ -280,11 +283,12 @@ class SpendLedger:
 
         def look(
             view: SpendView, rows: StoreReader
-        ) -> tuple[EventCounts, EventCounts, tuple[AccountBudget, ...], list[AccountBudget]]:
+        ) -> tuple[EventCounts, EventCounts, tuple[AccountBudget, ...], list[AccountBudget], frozenset[str]]:
             wanted = self._limits.wanted(rows, name, asked)
-            return view.standing(name, without=run), view.reserved(name, run), view.terms(name), wanted
+            marks = view.marks(name) if any(each.risk for each in wanted) else frozenset()
+            return view.standing(name, without=run), view.reserved(name, run), view.terms(name), wanted, marks
 
-        others, own, held, wanted = self._ask(look)
+        others, own, held, wanted, marks = self._ask(look)
         others = add_charges(dict(others), besides)
         event = charge.key
         covered = all(any(h.within(terms) for h in held) for terms in wanted)
@@ -293,24 +297,31 @@ class SpendLedger:
 
         def admitted(steps: int) -> bool:
             together = add_charges(dict(others), [charge.times(steps)])
-            return steps <= promised or all(
-                pooled_epsilon(together, delta=terms.delta, name=terms.accountant) <= terms.bound for terms in wanted
-            )
+            return steps <= promised or all(terms.price(together, marks) <= terms.bound for terms in wanted)
 
         if admitted(charge.steps):
             return charge.steps
         return bisect_int(lambda steps: not admitted(steps), 0, charge.steps)[0]
 
     def total(
-        self, name: str, *, delta: float, accountant: str = "pld", besides: Sequence[Charge] = ()
-    ) -> AccountTotal:
-        """ε of an account over all runs, at this δ by this accountant; `besides` count as committed too."""
-        charged, committed, runs = self._ask(lambda view, _: (view.charged(name), view.standing(name), view.runs(name)))
+        self, name: str, *, delta: float, accountant: str = "pld", besides: Sequence[Charge] = (),
+        risk: RiskBound | None = None,
+    ) -> AccountTotal:  # fmt: skip
+        """ε of an account over all runs, at this δ by this accountant; `besides` count as committed too.
+
+        With `risk`: the rate that this bound limits, instead of ε.
+        """
+
+        def look(
+            view: SpendView, _: StoreReader
+        ) -> tuple[EventCounts, EventCounts, tuple[RunSpend, ...], frozenset[str]]:
+            return view.charged(name), view.standing(name), view.runs(name), view.marks(name) if risk else frozenset()
+
+        charged, committed, runs, marks = self._ask(look)
         committed = add_charges(dict(committed), checked_charges(besides))
-        most = pooled_epsilon(committed, delta=delta, name=accountant)  # bounds what was charged too: it is part of it
-        return AccountTotal(
-            spent=min(most, pooled_epsilon(charged, delta=delta, name=accountant)), committed=most, runs=runs
-        )
+        budget = AccountBudget(bound=math.inf, delta=delta, accountant=accountant, risk=risk)
+        most = budget.price(committed, marks)  # bounds what was charged too: it is part of it
+        return AccountTotal(spent=min(most, budget.price(charged, marks)), committed=most, runs=runs)
 
     def spent(self, run: str, name: str, *, delta: float, accountant: str = "pld") -> float:
         """ε of what one run charged to an account, redone segments included."""
@@ -405,10 +416,10 @@ class SpendLedger:
         def work(transaction: SpendTransaction, rows: StoreWriter) -> None:
             transaction.enter(run, label)
             before = {each.cls: transaction.standing(each.cls) for each in asked}
-            transaction.reserve(run, asked)
-            self._limits.admit(transaction, rows, asked, limits, before)
             if plan is not None:
                 rows.put_blob(self.digest(plan), self._encoded(plan))
+            transaction.reserve(run, asked, b"" if plan is None else self.digest(plan))
+            self._limits.admit(transaction, rows, asked, limits, before)
 
         self._in_transaction(work, run, label)
 
@@ -556,7 +567,7 @@ class SpendLedger:
                 return self.ledger.change_open(once)
         except BoundExceeded as refused:  # the message is made after the ledger is free again
             budget, account = refused.terms, refused.cls
-            now = self.total(account, delta=budget.delta, accountant=budget.accountant)
+            now = self.total(account, delta=budget.delta, accountant=budget.accountant, risk=budget.risk)
             raise budget_exceeded(
                 path=self.path, origin=self.origin, account=account, budget=budget, now=now, run=run, label=label,
                 asked=refused.asked, epsilon=refused.epsilon,

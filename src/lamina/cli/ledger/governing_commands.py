@@ -432,6 +432,7 @@ def describe_change(record: Header | GoverningRecord) -> list[str]:
     lines = [f"policy {record.policy.hex()[:16]}"]
     for each in record.presets:
         bound = f"clip norm ≤ {format_micro(each.clip_norm)}, noise multiplier ≥ {format_micro(each.noise_multiplier)}"
+        bound += "" if each.risk is None else f", {each.risk}"
         lines.append(f"class {each.cls}: {'public' if each.public else bound}, {each.profile}")
     if isinstance(record, Header):
         lines = [f"header of {record.origin}: {record.accountant} at δ = {record.delta:g}", *lines]

@@ -86,6 +86,7 @@ def policy_json(policy: RecordedPolicy, delta: float) -> dict[str, Any]:
                 "clip_norm": each.clip_norm / 1e6,
                 "noise_multiplier": each.noise_multiplier / 1e6,
                 "epsilon": epsilon_or_none(signed_spend(z, delta)) if (z := each.noise_multiplier) else None,
+                "risk": None if each.risk is None else str(each.risk),
                 "public": each.public,
                 "profile": each.profile,
                 "population": each.population,
@@ -115,7 +116,7 @@ def policy(
     """Adopt a policy: its floors and classes apply to all admissions and runs from now on.
 
     A governing key of the ledger authorises it. A policy that protects less (a floor or a noise multiplier falls, a clip
-    norm grows, a class becomes public or reaches more layers) takes two of them.
+    norm or a risk bound grows, a class becomes public or reaches more layers) takes two of them.
 
     If their holders are elsewhere: --propose writes the change, each signs it with lamina ledger sign, and lamina ledger
     submit appends it. A ledger of your own has its governing key beside it, which is used without being asked for.
@@ -184,6 +185,9 @@ def _print_policy(ledger: str, found: RecordedPolicy, header: Header, as_json: b
         rows.append([each.cls, clip, noise, _class_epsilon(each, header.delta), people, each.profile])
     figures = columns([row[:-1] for row in rows]).split("\n")
     print_line("\n".join(f"{line}  {row[-1]}" for line, row in zip(figures, rows, strict=True)))
+    for each in found.presets:
+        if each.risk is not None:
+            print_line(f"risk of {each.cls}: {each.risk}")
 
 
 def _class_epsilon(preset: ClassBounds, delta: float) -> str:

@@ -21,6 +21,7 @@ from lamina.ledger.spending import (
     Bound,
     Spending,
     adaptive_order,
+    epoch_marks,
     planned_charges,
     signed_spend,
     steps_by_kind,
@@ -30,6 +31,7 @@ from lamina.ledger.store.rows import StoreReader
 from lamina.ledger.verify.contribution_checks import AdmittedMembers, WithdrawalChecks
 from lamina.ledger.verify.plan_checks import ADAPTED_TOLERANCE, PlanChecks, clip_norms_stay
 from lamina.ledger.verify.tree_checks import Finding, fail
+from lamina.plan.risk import UNPROVEN, RiskBound
 from lamina.plan.rules import FollowBudget, effective_sigma
 from lamina.plan.signed_bounds import REMAINING_FACTORS
 from lamina.plan.step_plan import StepPlan
@@ -235,7 +237,9 @@ class SpendClaim:
     seq: int
     account: EpochAccount
     events: EventCounts
-    most: int | None  # the bound
+    most: int | None  # the bound on ε
+    risks: tuple[RiskBound, ...] = ()  # it must keep one of them
+    marks: frozenset[str] = frozenset()  # of the plans that charged the class
 
     def finding(self, header: Header) -> Finding | None:
         """Compute the spend again and compare."""
@@ -250,7 +254,15 @@ class SpendClaim:
         elif self.most is not None and found > self.most:
             reason = f"{name} has lost ε = {_epsilon_text(found)}, more than its bound of {_epsilon_text(self.most)}"
             wrong = Violation("verify.bound-exceeded", reason)
+        elif self.risks and all(self._rate(each, header) > each.tpr * (1 + _EPSILON_TOLERANCE) for each in self.risks):
+            risk = max(self.risks, key=lambda each: each.tpr)
+            rate = f"an attack finds up to {100 * self._rate(risk, header):.6g} %"
+            proven = "nothing is proven" if self._rate(risk, header) == 1 else rate
+            wrong = Violation("verify.risk-exceeded", f"{name} has the risk bound {risk}, but {proven}")
         return None if wrong is None else Finding(self.seq, KIND_NAMES[Epoch], *wrong)
+
+    def _rate(self, risk: RiskBound, header: Header) -> float:
+        return risk.rate(self.events, accountant=header.accountant, marks=self.marks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,6 +312,7 @@ class EpochChecks:
         self.spent: dict[str, int] = {}  # class → the largest stated spend of its accounts
         self._stated: dict[Bound, int] = {}
         self._charges = ChargeChecks()
+        self._marks: dict[str, frozenset[str]] = {}  # class → what limits the curves of its plans
         self._previous = -1
         self.epochs_without_account = 0  # epochs without an account for a bound that somebody eligible signed
         self.unsure_epochs = 0  # epochs that are right only if a pruned contribution had a key that was revoked
@@ -314,6 +327,8 @@ class EpochChecks:
         self._check_chain(leaf.seq, record, digests)
         plan = self._plans.of(leaf.seq, record)
         self._charges.begin(record, plan)
+        for cls, marks in epoch_marks(record, plan).items():
+            self._marks[cls] = self._marks.get(cls, frozenset()) | marks
         for account in record.accounts:
             self._check_account(leaf.seq, record, plan, account)
         ended = leaf.time + self._header.epoch_clock  # at the latest: its time is rounded down
@@ -461,7 +476,10 @@ class EpochChecks:
         self.spent[account.cls] = max(account.spend, self.spent.get(account.cls, 0))
         most = [self._most(account, each.eligibility) for each in record.segments] if counted else []
         bound = min((each for each in most if each is not None), default=None)
-        self.claims.append(SpendClaim(seq, account, self.spending.events(account.bound), bound))
+        marks = self._marks[account.cls]
+        whole = not account.noise_multiplier or UNPROVEN in marks  # the class as a whole bounds each of its accounts
+        risks = self._policy.risks(account.cls, read) if counted and whole else ()
+        self.claims.append(SpendClaim(seq, account, self.spending.events(account.bound), bound, risks, marks))
 
     def _check_exhausted(self, seq: int, record: Epoch, plan: StepPlan, account: EpochAccount) -> None:
         """Check that a bound was scaled down, or left out, because of what was charged before, by a factor of the list."""
