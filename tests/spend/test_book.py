@@ -315,7 +315,7 @@ def test_a_charge_within_its_reservation_asks_no_accountant(book: SpendLedger, m
     def never(*_: Any, **__: Any) -> float:
         raise AssertionError("priced")
 
-    monkeypatch.setattr("lamina.spend.reservation.pooled_epsilon", never)
+    monkeypatch.setattr("lamina.spend.accounts.pooled_epsilon", never)
     monkeypatch.setattr("lamina.spend.spend_ledger.pooled_epsilon", never)
     assert pay(book, FIRST, 0, owed(20), bound=5.0)
     assert pay(book, FIRST, 1, owed(20), bound=6.0)

@@ -27,9 +27,18 @@ from lamina.cli.layer_figures import (
 from lamina.cli.terminal import columns
 from lamina.errors import AccountingError, PlanError
 from lamina.plan.policy import Policy
+from lamina.plan.risk import STATED_RATES, RiskOf, plan_curve
 from lamina.plan.rules import RULE_KINDS, Choose, FollowBudget, FollowEnergy, FollowProxy, FollowQuantile, Rule
 from lamina.plan.step_plan import Clipping, StepPlan
-from lamina.plan.table import at_least, at_most, correlation_text, epsilon_text, finite_or_none, reach_text
+from lamina.plan.table import (
+    at_least,
+    at_most,
+    correlation_text,
+    epsilon_text,
+    finite_or_none,
+    percent_text,
+    reach_text,
+)
 
 if TYPE_CHECKING:
     from lamina.sensitivity.measure import Measure
@@ -40,6 +49,9 @@ _SIGNAL_TO_NOISE = (
     "of a typical one after clipping, S·√d the norm of the noise. An upper bound, as if all gradients pointed the same "
     "way."
 )
+
+
+RISKS: tuple[RiskOf, ...] = ("membership", "content")
 
 
 def rules_in_words(plan: StepPlan) -> tuple[str, ...]:
@@ -384,6 +396,36 @@ def _adaptive_rules(plan: StepPlan) -> str:
     return ", ".join(names) or "nothing"
 
 
+def risk_summary(plan: StepPlan, k: int) -> dict[str, Any]:
+    """What an attack on a class finds after all steps, as a certificate names it; null where nothing is proven."""
+    found: dict[str, Any] = {}
+    for of in RISKS:
+        curve = None if plan.classes[k].public else plan_curve(plan, k, of)
+        rates = {} if curve is None else {f"{rate:g}": curve.tpr(rate) for rate in STATED_RATES}
+        found[of] = None if curve is None else {"tpr": rates, "accuracy": curve.accuracy()}
+    return found
+
+
+def _risk_lines(plan: StepPlan) -> list[str]:
+    """A table of what an attack on each private class finds."""
+    rows = [
+        [
+            "class",
+            "found at 1 % false accusations: members",
+            "content",
+            "right answers from a coin toss: members",
+            "content",
+        ]
+    ]
+    for k, entry in enumerate(plan.classes):
+        if not entry.public:
+            risks = [risk_summary(plan, k)[of] for of in RISKS]
+            rates = [None if risk is None else risk["tpr"]["0.01"] for risk in risks]
+            rates += [None if risk is None else risk["accuracy"] for risk in risks]
+            rows.append([entry.name, *("not proven" if rate is None else percent_text(rate) for rate in rates)])
+    return columns(rows, left=1).split("\n") if len(rows) > 1 else []
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlanExplanation:
     """A plan and its allocation; with reasons if `full`, with other allocations if `compared`.
@@ -411,6 +453,8 @@ class PlanExplanation:
     def to_dict(self) -> dict[str, Any]:
         """The figures of the plan, and beside them what follows from a measure; null where there is none."""
         result = self.plan.to_dict()
+        for k, each in enumerate(result["classes"].values()):
+            each |= risk_summary(self.plan, k)
         for entry, row in zip(result["layers"], self.layers, strict=True):
             entry |= {"delta_tight": row.tight, "delta_global": row.worst, "norm": row.norm}
             entry |= {"signal_to_noise": row.signal_to_noise, "reached": row.reached if any(row.clip) else 0}
@@ -437,6 +481,8 @@ class PlanExplanation:
             note = f"{_SIGNAL_TO_NOISE} {source}"
             parts = [head, layer_table(self.plan, self.layers), note, layer_bars(self.layers)]
             parts += [classes, f"why this plan\n{reasons}"]
+        if risks := _risk_lines(self.plan):
+            parts.append("\n".join(risks))
         notes = [f"note: {note}" for note in self.notes]
         if not self.full:
             notes = [*(f"rule: {rule}" for rule in rules_in_words(self.plan)), *notes]

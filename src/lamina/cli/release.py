@@ -242,10 +242,13 @@ def ask(
 ) -> None:
     """Ask the gate of a release whether a query is allowed, and why not.
 
-    A query in JSON, where all of `rights` but accept_withdrawn must be stated (max_epsilon may be null, for any):
+    A query in JSON, where all of `rights` but accept_withdrawn and max_tpr must be stated (max_epsilon may be null, for any):
 
       {"draws_on": {"layers": ["head.*"]},
        "rights": {"classes": ["clinical"], "max_epsilon": 3.0, "min_noise_multiplier": 0.5, "purpose": "research"}}
+
+    max_tpr limits what an attack may find: {"of": "membership", "fpr": 0.01, "tpr": 0.05} is at most 5 % of those who took
+    part while 1 % of the others are wrongly accused; fpr is 0.001, 0.01 or 0.05, and of may be "content".
 
     With --ledger, withdrawals count up to its newest leaf. Without it, only those count that the manifest states. In both
     cases the newest signed time (of the ledger or the manifest) must not be older than --max-age of the release.

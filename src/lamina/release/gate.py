@@ -3,7 +3,7 @@
 A query says what it draws on (layers, a band of depth, an adapter, or a generation class that the manifest names) and under
 which rights. It is allowed if for every layer drawn on and every class that reached the layer
 
-    the class is allowed  ∧  ε ≤ max_epsilon  ∧  sigma ≥ min_noise_multiplier  ∧  purpose ∈ purposes of the class
+    the class is allowed  ∧  ε ≤ max_epsilon  ∧  TPR(fpr) ≤ max_tpr  ∧  sigma ≥ min_noise_multiplier  ∧  purpose ∈ purposes of the class
     ∧  (nobody of the class withdrew  ∨  accept_withdrawn)
 
 and the release is not expired, its adapter may be deployed in the scope of the query, and withdrawals are known up to a
@@ -35,6 +35,7 @@ from lamina.ledger.records import Leaf, decode_leaf
 from lamina.ledger.run_records import WEIGHTS
 from lamina.ledger.signed_checkpoint import LedgerCheckpoint
 from lamina.ledger.verify.tree_checks import KnownCheckpoint, Trust
+from lamina.plan.risk import STATED_RATES, RiskBound
 from lamina.release.manifest import Manifest, open_inside, verify_release
 from lamina.release.posture import NOT_REACHED, AdapterPosture, WithdrawalCounter
 from lamina.validate import number
@@ -47,7 +48,7 @@ REFRESH_SECONDS = 0.25  # between two looks at the ledger: a fresh withdrawal co
 RETRY_SECONDS = 1.0  # seconds between looks after one that failed
 
 _DRAWS_ON = ("layers", "depth", "adapter", "generation_class")
-_RIGHTS = ("classes", "max_epsilon", "min_noise_multiplier", "purpose", "accept_withdrawn")
+_RIGHTS = ("classes", "max_epsilon", "min_noise_multiplier", "purpose", "accept_withdrawn", "max_tpr")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,6 +60,7 @@ class Rights:
     min_noise_multiplier  the least sigma that a class must have had in every step; 0 for any
     purpose               what the answer is for
     accept_withdrawn      whether contributions that were withdrawn since may be in it
+    max_tpr               what an attack on a class may find at most, at a stated false-positive rate; None for any
     """
 
     classes: frozenset[str]
@@ -66,6 +68,7 @@ class Rights:
     min_noise_multiplier: float
     purpose: str
     accept_withdrawn: bool = False
+    max_tpr: RiskBound | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "classes", frozenset(self.classes))
@@ -76,6 +79,9 @@ class Rights:
             raise _invalid(f"classes and purpose have more than {_MAX_RIGHTS} characters together")
         if type(self.accept_withdrawn) is not bool:
             raise _invalid(f"accept_withdrawn is {self.accept_withdrawn!r}, must be true or false")
+        if self.max_tpr is not None and not (isinstance(self.max_tpr, RiskBound) and self.max_tpr.fpr in STATED_RATES):
+            rates = ", ".join(f"{rate:g}" for rate in STATED_RATES)
+            raise _invalid(f"max_tpr must state of, fpr (one of {rates}) and tpr")
         for name in ("max_epsilon", "min_noise_multiplier"):
             value = getattr(self, name)
             if isinstance(value, bool):
@@ -124,13 +130,17 @@ class Query:
         if type(draws) is not dict or draws.keys() - set(_DRAWS_ON):
             raise _invalid(f"draws_on may have {', '.join(_DRAWS_ON)}")
         if type(rights) is not dict or not set(_RIGHTS[:4]) <= rights.keys() <= set(_RIGHTS):
-            raise _invalid(f"rights must have {', '.join(_RIGHTS[:4])}, and may have accept_withdrawn")
+            raise _invalid(f"rights must have {', '.join(_RIGHTS[:4])}, and may have {', '.join(_RIGHTS[4:])}")
         if not (type(rights["classes"]) is list and type(draws.get("layers", [])) is list):
             raise _invalid("classes and layers must be lists")
-        most = rights["max_epsilon"]
+        most, risk = rights["max_epsilon"], rights.get("max_tpr")
         try:
+            read = {
+                "max_epsilon": float("inf") if most is None else most,
+                "max_tpr": None if risk is None else RiskBound.model_validate(risk),
+            }
             return cls(
-                rights=Rights(**rights | {"max_epsilon": float("inf") if most is None else most}),
+                rights=Rights(**rights | read),
                 scope=plain.get("scope"),
                 **{name: _tuple(value) for name, value in draws.items()},
             )
@@ -142,6 +152,7 @@ class Query:
         rights = {name: getattr(self.rights, name) for name in _RIGHTS}
         rights["classes"] = sorted(self.rights.classes)
         rights["max_epsilon"] = None if self.rights.max_epsilon == float("inf") else self.rights.max_epsilon
+        rights["max_tpr"] = None if self.rights.max_tpr is None else self.rights.max_tpr.model_dump()
         draws = {name: getattr(self, name) for name in _DRAWS_ON}
         told = {name: list(value) if isinstance(value, tuple) else value for name, value in draws.items() if value}
         return {"draws_on": told, "scope": self.scope, "rights": rights}
@@ -199,6 +210,11 @@ class _ClassState:
     sigma: float
     purposes: frozenset[str]
     reach: int
+    rates: Mapping[tuple[str, float], float]  # what an attack finds, by its kind and false-positive rate
+
+    def exceeds(self, most: RiskBound | None) -> bool:
+        """Whether an attack finds more than that, or nothing is proven."""
+        return most is not None and self.rates.get((most.of, most.fpr), 1.0) > most.tpr
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,6 +253,11 @@ class GateRule:
                 0.0 if each.noise_multiplier is None else each.noise_multiplier,
                 frozenset(each.purposes),
                 reach[each.name],
+                {
+                    (of, float(rate)): value
+                    for of, rates in (("membership", each.membership), ("content", each.content))
+                    for rate, value in (rates or {}).items()
+                },
             )
             for each in posture.classes.values()
         )
@@ -254,6 +275,7 @@ class GateRule:
             if (
                 each.name in rights.classes
                 and (each.public or (each.epsilon <= rights.max_epsilon and each.sigma >= rights.min_noise_multiplier))
+                and (each.public or not each.exceeds(rights.max_tpr))
                 and (rights.purpose in each.purposes or (unstated and not each.purposes))
                 and (not gone or rights.accept_withdrawn)
             ):
@@ -274,6 +296,10 @@ class GateRule:
         if not each.public and each.epsilon > rights.max_epsilon:
             spent = "no finite ε is proven" if each.epsilon == float("inf") else f"ε is {each.epsilon:.6g}"
             found.append(("epsilon-too-large", f"of class {each.name} {spent}, allowed is {rights.max_epsilon:g}"))
+        if not each.public and (most := rights.max_tpr) is not None and each.exceeds(most):
+            rate = each.rates.get((most.of, most.fpr))
+            found_by = "nothing is proven" if rate is None else f"an attack finds up to {100 * rate:.4g} %"
+            found.append(("risk-too-large", f"of class {each.name} {found_by}, allowed is {most}"))
         if not each.public and each.sigma < rights.min_noise_multiplier:
             reason = (
                 f"class {each.name} had noise multiplier {each.sigma:.6g}, asked is {rights.min_noise_multiplier:g}"

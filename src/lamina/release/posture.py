@@ -20,6 +20,7 @@ from lamina.ledger.records import ContributionRecord, KeptContribution, Leaf
 from lamina.ledger.schema import nano_epsilon
 from lamina.ledger.show import epsilon_or_none
 from lamina.plan.depth_profile import ProfileKind
+from lamina.plan.risk import STATED_RATES, UNPROVEN, curve_marks, stated_rates
 from lamina.release.run_evidence import RunEvidence
 from lamina.release.signed import MAX_EPSILON, MAX_NOISE, bounded_number, bounded_whole, is_short_text
 
@@ -33,7 +34,8 @@ NOT_REACHED = (
 class ClassPosture:
     """A class in a model. `epsilon` is None if nothing finite is proven; for public data, `delta` is None as well.
 
-    `purposes` are those that its policy allows.
+    `purposes` are those that its policy allows. `membership` and `content` are the largest true-positive rates of any
+    attack on these runs, by false-positive rate; None if nothing is proven, and for public data.
     """
 
     name: str
@@ -43,6 +45,8 @@ class ClassPosture:
     delta: float | None
     noise_multiplier: float | None
     purposes: tuple[str, ...]
+    membership: Mapping[str, float] | None
+    content: Mapping[str, float] | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,9 +142,16 @@ def _check_class(each: ClassPosture) -> None:
         bounded_number("epsilon", each.epsilon, 0.0, MAX_EPSILON)
     if each.noise_multiplier is not None:
         bounded_number("noise_multiplier", each.noise_multiplier, 0.0, MAX_NOISE)
+    for name, rates in (("membership", each.membership), ("content", each.content)):
+        if rates is None:
+            continue
+        if type(rates) is not dict or list(rates) != [f"{rate:g}" for rate in STATED_RATES]:
+            raise ValueError(f"class {each.name!r} must state {name} at the rates {STATED_RATES}")
+        for rate, value in rates.items():
+            bounded_number(name, value, float(rate), 1.0)
     if each.public:
-        if (each.epsilon, each.delta) != (None, None):
-            raise ValueError(f"class {each.name!r} is public but states ε or δ; public data is not protected")
+        if (each.epsilon, each.delta, each.membership, each.content) != (None, None, None, None):
+            raise ValueError(f"class {each.name!r} is public but states ε, δ or a risk; public data is not protected")
     else:
         bounded_number("delta", each.delta, 0.0, 1.0)
 
@@ -185,8 +196,9 @@ def read_posture(ledger: LedgerReader, runs: Sequence[RunEvidence]) -> Posture:
 
 def _class_posture(header: Header, runs: Iterable[RunEvidence], name: str) -> ClassPosture:
     events: dict[EventKey, int] = {}
-    entries = []
+    entries, marks = [], frozenset[str]()
     for run in runs:
+        marks = marks.union(*map(curve_marks, run.plans.values()))
         entries += [entry for plan in run.plans.values() for entry in plan.classes if entry.name == name]
         for kind, steps in run.events((name, 0, 0)).items():
             events[kind] = events.get(kind, 0) + steps
@@ -194,6 +206,7 @@ def _class_posture(header: Header, runs: Iterable[RunEvidence], name: str) -> Cl
     purposes = set(entries[0].purposes).intersection(*(entry.purposes for entry in entries))
     charged = any(run.charged(name) for run in runs) and not any(name in run.split for run in runs)
     epsilon = pooled_epsilon(events, delta=header.delta, name=header.accountant) if charged else math.inf
+    marks = marks if charged and not public else frozenset((UNPROVEN,))
     return ClassPosture(
         name=name,
         public=public,
@@ -202,6 +215,8 @@ def _class_posture(header: Header, runs: Iterable[RunEvidence], name: str) -> Cl
         delta=None if public else header.delta,
         noise_multiplier=min((sigma for sigma, _, _ in events), default=None),
         purposes=tuple(sorted(purposes)),
+        membership=stated_rates(events, accountant=header.accountant, of="membership", marks=marks),
+        content=stated_rates(events, accountant=header.accountant, of="content", marks=marks),
     )
 
 

@@ -28,6 +28,13 @@ def _ref(name: str) -> dict[str, str]:
     return {"$ref": f"#/components/schemas/{name}"}
 
 
+_RISK = _object(
+    {
+        "of": {"type": "string", "enum": ["membership", "content"]},
+        "fpr": {"type": "number", "enum": [0.001, 0.01, 0.05]},
+        "tpr": {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1},
+    }
+)
 _RIGHTS = _object(
     {
         "classes": {**_list(_TEXT, maxItems=1024), "description": "classes whose data may be drawn on"},
@@ -35,7 +42,10 @@ _RIGHTS = _object(
         "min_noise_multiplier": {"type": "number", "minimum": 0},
         "purpose": {**_TEXT, "description": "what the answer is for"},
     },
-    {"accept_withdrawn": {"type": "boolean", "default": False}},
+    {
+        "accept_withdrawn": {"type": "boolean", "default": False},
+        "max_tpr": {**_nullable(_RISK), "description": "what an attack may find at most; null for any"},
+    },
 )
 _DRAWS_ON = _object(
     {},

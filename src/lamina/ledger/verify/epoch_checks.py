@@ -319,8 +319,8 @@ class EpochChecks:
         self._exhaustion_claims: list[ExhaustionClaim] = []  # those that the leaves before them do not show
         self._left_out: dict[Bound, list[EpochCharge]] = {}  # what their class was charged there
 
-    def see(self, leaf: Leaf, time: int, digests: Mapping[bytes, int]) -> None:
-        """`time` is that of the leaf before, `digests` are of the checkpoints before."""
+    def see(self, leaf: Leaf, time: int, digests: Mapping[bytes, int]) -> StepPlan:
+        """Check an epoch; its plan. `time` is that of the leaf before, `digests` are of the checkpoints before."""
         record = leaf.record
         assert isinstance(record, Epoch)
         self._check_form(leaf, record, time)
@@ -339,6 +339,7 @@ class EpochChecks:
             fail(leaf.seq, Epoch, "verify.accountant-state-differs", reason)
         self.runs.add(record.run)
         self._charged.setdefault((record.run, record.plan), set()).update(each.bound for each in record.accounts)
+        return plan
 
     def other_deltas(self) -> set[tuple[str, float]]:
         """(class, δ) of plans whose δ is not the header's: what they say of ε is not what the ledger says."""

@@ -20,6 +20,8 @@ from lamina.ledger.schema import NANO, nano_epsilon
 from lamina.ledger.spending import Bound, steps_by_kind
 from lamina.ledger.store.rows import StoreReader
 from lamina.ledger.verify.tree_checks import fail
+from lamina.plan.risk import UNPROVEN, RiskOf, curve_marks, stated_rates
+from lamina.plan.step_plan import StepPlan
 
 FIGURE_TOLERANCE = 1e-7  # relative, of an ε computed on two machines: accountants sum many small numbers
 
@@ -36,11 +38,13 @@ class ReleaseChecks:
         self._header, self._rows = header, rows
         self._events: dict[tuple[bytes, Bound], dict[EventKey, int]] = {}  # charges by run and account
         self._split: set[str] = set()  # classes of which an epoch charges signed bounds and not the whole class
+        self._marks: dict[bytes, frozenset[str]] = {}  # run → what limits the curves of its plans
         self.without_manifest: list[int] = []  # leaves of releases of which nothing could be compared
         self.without_end: list[int] = []  # leaves of releases of runs whose end is not recorded
 
-    def charge(self, epoch: Epoch) -> None:
-        """Add up what an epoch charges."""
+    def charge(self, epoch: Epoch, plan: StepPlan) -> None:
+        """Add up what an epoch charges under its plan."""
+        self._marks[epoch.run] = self._marks.get(epoch.run, frozenset()) | curve_marks(plan)
         whole = {each.cls for each in epoch.accounts if not each.noise_multiplier}
         self._split |= {each.cls for each in epoch.accounts} - whole
         for account in epoch.accounts:
@@ -88,10 +92,30 @@ class ReleaseChecks:
                 reason = f"class {cls!r} was charged, but its manifest does not state it as a private class"
                 fail(seq, Release, "verify.release-contradicts-epochs", reason)
             events: dict[EventKey, int] = {}
+            marks = frozenset[str]().union(*(self._marks.get(run, frozenset()) for run in record.runs))
             for run in record.runs:
                 for kind, steps in self._events.get((run, (cls, 0, 0)), {}).items():
                     events[kind] = events.get(kind, 0) + steps
             self._compare_class(seq, cls, stated, events)
+            if cls in self._split:
+                marks |= {UNPROVEN}
+            kinds: tuple[RiskOf, ...] = ("membership", "content")
+            for of in kinds:
+                self._compare_rates(seq, cls, of, stated.get(of), events, marks)
+
+    def _compare_rates(
+        self, seq: int, cls: str, of: RiskOf, stated: Any, events: dict[EventKey, int], marks: frozenset[str]
+    ) -> None:
+        """Compare the true-positive rates that a manifest states for a class with those of its epochs."""
+        if stated is None:
+            return
+        found = stated_rates(events, accountant=self._header.accountant, of=of, marks=marks) or {}
+        figures: dict[Any, Any] = stated if type(stated) is dict else {"": None}
+        for rate, value in figures.items():
+            least = found.get(rate, 1.0)
+            if type(value) not in (int, float) or understated(value, least):
+                reason = f"its manifest states {of} of class {cls!r} as {str(value)[:24]} at {str(rate)[:24]}"
+                fail(seq, Release, "verify.release-contradicts-epochs", f"{reason}, but its epochs give {least:.6g}")
 
     def _compare_class(self, seq: int, cls: str, stated: Mapping[str, Any], events: dict[EventKey, int]) -> None:
         header, epsilon, noise = self._header, stated.get("epsilon"), stated.get("noise_multiplier")

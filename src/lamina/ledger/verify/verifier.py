@@ -341,9 +341,9 @@ class LedgerReplay:
                 if isinstance(change, PolicyChange):
                     self.policy.change(leaf.seq, change)
             case Epoch() as epoch:
-                self.epochs.see(leaf, self._time, self.checkpoints.digests)
+                plan = self.epochs.see(leaf, self._time, self.checkpoints.digests)
                 self.runs.see(epoch)
-                self.releases.charge(epoch)
+                self.releases.charge(epoch, plan)
             case change if isinstance(change, RunRecord):
                 check_time_rounded(leaf, self._time, self.header.epoch_clock)
                 try:
