@@ -213,6 +213,12 @@ FORGED: dict[str, tuple[Change | None, Change | None, str]] = {
     "widened purposes": (
         None, lambda p: p["posture"]["classes"]["sensitive"].update(purposes=["ads", "care"]), "release.posture-differs"
     ),
+    "members found less often": (
+        None, lambda p: p["posture"]["classes"]["clinical"]["membership"].update({"0.01": 0.011}), "release.posture-differs"
+    ),
+    "content found less often": (
+        None, lambda p: p["posture"]["classes"]["clinical"]["content"].update({"0.05": 0.051}), "release.posture-differs"
+    ),
     "other withdrawn counts": (None, lambda p: p["posture"]["withdrawn"].update(clinical=1), "release.posture-differs"),
     "another depth": (None, lambda p: p["posture"]["layers"][0].update(depth=1.0), "release.posture-differs"),
     "other eligible leaves": (None, lambda p: p["posture"].update(eligible=[0, 1]), "release.posture-differs"),
@@ -283,8 +289,12 @@ def test_a_ledger_without_the_bad_release_still_shows_it(
         (lambda c: c.update(epsilon=0.1), "verify.release-contradicts-epochs"),
         (lambda c: c.update(noise_multiplier=99.0), "verify.release-contradicts-epochs"),
         (lambda c: c.update(public=True, epsilon=None, delta=None), "verify.release-contradicts-epochs"),
+        (lambda c: c["membership"].update({"0.01": 0.011}), "verify.release-contradicts-epochs"),
+        (lambda c: c["content"].update({"0.05": 0.051}), "verify.release-contradicts-epochs"),
+        (lambda c: c.update(content={"0.01": "0.01"}), "verify.release-contradicts-epochs"),
+        (lambda c: c.update(membership=[0.001, 0.01, 0.05]), "verify.release-contradicts-epochs"),
     ],
-    ids=["ε", "noise", "public"],
+    ids=["ε", "noise", "public", "membership", "content", "text as a rate", "a list of rates"],
 )
 def test_ledger_verify_compares_release_records_with_epochs(
     release: Path, trained: Trained, key: PrivateKey, tmp_path: Path, change: Change, code: str

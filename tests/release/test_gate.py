@@ -14,11 +14,19 @@ from refusals import raises_code
 from trained_run import Trained
 
 from lamina.admit.keys import PrivateKey
+from lamina.plan.risk import RiskBound
 from lamina.release.gate import Decision, GateRule, Query, ReleaseGate, Rights
 from lamina.release.manifest import GatePolicy, Manifest
 from lamina.release.posture import AdapterPosture, ClassPosture, LayerPosture, Posture
 
 PURPOSES = ("care", "research", "teaching")
+
+
+RATES = (0.001, 0.01, 0.05)
+
+
+def random_rates(rng: random.Random) -> dict[str, float] | None:
+    return None if rng.random() < 0.2 else {f"{rate:g}": rng.choice([0.06, 0.2, 0.7]) for rate in RATES}
 
 
 def random_manifest(rng: random.Random, layers: int, classes: int) -> Manifest:
@@ -32,6 +40,8 @@ def random_manifest(rng: random.Random, layers: int, classes: int) -> Manifest:
             delta=1e-5,
             noise_multiplier=rng.choice([None, 0.5, 1.0, 4.0]),
             purposes=tuple(p for p in PURPOSES if rng.random() < 0.6),
+            membership=random_rates(rng),
+            content=random_rates(rng),
         )
         for name in names
     }
@@ -85,7 +95,10 @@ def random_query(rng: random.Random, classes: int) -> Query:
         min_noise_multiplier=rng.choice([0.0, 0.0, 0.5, 2.0]),
         purpose=rng.choice([*PURPOSES, "ads"]),
         accept_withdrawn=rng.random() < 0.5,
-    )
+        max_tpr=rng.choice([None, None, *(
+            RiskBound(of=of, fpr=rng.choice(RATES), tpr=rng.choice([0.06, 0.3, 0.9])) for of in ("membership", "content")
+        )]),
+    )  # fmt: skip
     return Query(rights=rights, scope=rng.choice([None, "ward-7", "ward-7/ecg", "ward-77"]), **draws)
 
 
@@ -132,6 +145,10 @@ def oracle(manifest: Manifest, query: Query, withdrawn: Mapping[str, int]) -> bo
                     return False
                 if (c.noise_multiplier or 0.0) < rights.min_noise_multiplier:
                     return False
+                if rights.max_tpr is not None:
+                    stated = c.membership if rights.max_tpr.of == "membership" else c.content
+                    if stated is None or stated[str(rights.max_tpr.fpr)] > rights.max_tpr.tpr:
+                        return False
             if rights.purpose not in c.purposes and (c.purposes or not manifest.gate.unstated_purposes):
                 return False
             if withdrawn.get(name, 0) and not rights.accept_withdrawn:
@@ -185,6 +202,13 @@ def test_a_release_is_served_by_its_rights(release: Path, key: PrivateKey) -> No
     assert reasons(gate.decide(query(generation_class="head", max_epsilon=1.5))) == {"epsilon-too-large"}
     assert reasons(gate.decide(query(classes=frozenset(["clinical", "open"])))) == {"class-not-allowed"}
     assert reasons(gate.decide(query(min_noise_multiplier=1e3))) == {"noise-too-small"}
+    assert gate.decide(query(max_tpr=RiskBound(of="content", fpr=0.05, tpr=0.99))).allowed
+    for of in ("membership", "content"):
+        denied = gate.decide(query(max_tpr=RiskBound(of=of, fpr=0.01, tpr=0.0101)))
+        assert reasons(denied) == {"risk-too-large"} and {each.cls for each in denied.reasons} == {
+            "clinical",
+            "sensitive",
+        }
     nowhere = gate.decide(query(layers=("encoder.*", "head.*"))).reasons  # each pattern, and which layers there are
     assert [each.code for each in nowhere] == ["draws-on-unknown"] * 3 and nowhere[-1].text.endswith("0, 2, 4")
     assert reasons(gate.decide(query(layers=("0", "2", "encoder.7")))) == {"draws-on-unknown"}  # also beside known ones
@@ -248,6 +272,12 @@ MALFORMED: list[Any] = [
     {"rights": {"classes": ["x" * 513], "max_epsilon": 1, "min_noise_multiplier": 0, "purpose": "care"}},
     {"rights": {"classes": [], "max_epsilon": 1, "min_noise_multiplier": 0, "purpose": "x" * 513}},
     {"rights": {"classes": [f"{i:0200}" for i in range(400)], "max_epsilon": 1, "min_noise_multiplier": 0, "purpose": "x"}},
+]  # fmt: skip
+MALFORMED += [
+    {"rights": {"classes": [], "max_epsilon": 1, "min_noise_multiplier": 0, "purpose": "care", "max_tpr": wrong}}
+    for wrong in (0.05, {}, [], {"of": "membership", "fpr": 0.02, "tpr": 0.05}, {"of": "both", "fpr": 0.01, "tpr": 0.05},
+                  {"of": "content", "fpr": 0.01, "tpr": 0.01}, {"of": "content", "fpr": 0.01, "tpr": "0.5"},
+                  {"of": "content", "fpr": 0.01, "tpr": 0.5, "delta": 0})
 ]  # fmt: skip
 GOOD = {"classes": ["clinical"], "max_epsilon": 1, "min_noise_multiplier": 0, "purpose": "care"}
 MALFORMED += [

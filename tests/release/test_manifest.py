@@ -221,13 +221,28 @@ def test_swapped_weights_with_a_new_manifest(release: Path, key: PrivateKey) -> 
 FORGED: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "smaller ε": (lambda p: p["posture"]["classes"]["clinical"].update(epsilon=0.1), "release.posture-differs"),
     "private as public": (
-        lambda p: p["posture"]["classes"]["clinical"].update(public=True, epsilon=None, delta=None),
+        lambda p: p["posture"]["classes"]["clinical"].update(
+            public=True, epsilon=None, delta=None, membership=None, content=None
+        ),
         "release.posture-differs",
     ),
     "ε of a public class": (
         lambda p: p["posture"]["classes"]["open"].update(epsilon=0.0),
         "release.manifest-malformed",
     ),
+    "a rate of a public class": (
+        lambda p: p["posture"]["classes"]["open"].update(membership={"0.001": 0.001, "0.01": 0.01, "0.05": 0.05}),
+        "release.manifest-malformed",
+    ),
+    "a rate below guessing": (
+        lambda p: p["posture"]["classes"]["clinical"]["membership"].update({"0.01": 0.009}),
+        "release.manifest-malformed",
+    ),
+    "other rates": (
+        lambda p: p["posture"]["classes"]["clinical"].update(content={"0.02": 0.03}),
+        "release.manifest-malformed",
+    ),
+    "text as rates": (lambda p: p["posture"]["classes"]["clinical"].update(content="0"), "release.manifest-malformed"),
     "reach": (lambda p: p["posture"]["layers"][2]["classes"].remove("sensitive"), "release.posture-differs"),
     "more noise": (lambda p: p["posture"]["layers"][0].update(noise_std=1e6), "release.posture-differs"),
     "no certificate": (lambda p: p["certificates"].clear(), "release.certificate-missing"),
