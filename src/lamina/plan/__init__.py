@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from lamina.plan.heads_experts import Heads
     from lamina.plan.layer_stack import Layer, LayerStack
     from lamina.plan.policy import ClassPolicy, CorpusPolicy, NoisePolicy, Policy, PolicyFloors
+    from lamina.plan.risk import RiskBound
     from lamina.plan.rules import (
         Choose,
         FollowBudget,
@@ -35,6 +36,7 @@ _HOME = {
     "heads_experts": ("Heads",),
     "layer_stack": ("Layer", "LayerStack"),
     "policy": ("ClassPolicy", "CorpusPolicy", "NoisePolicy", "Policy", "PolicyFloors"),
+    "risk": ("RiskBound",),
     "rules": (
         "Choose",
         "FollowBudget",
@@ -52,7 +54,7 @@ _HOME = {
 __all__ = [
     "Coverage", "check_coverage", "PROFILE_SCHEMA", "DepthProfile", "ProfileKind", "Heads", "Layer", "LayerStack",
     "ClassPolicy", "CorpusPolicy", "NoisePolicy", "Policy", "PolicyFloors", "Choose", "FollowBudget", "FollowEnergy",
-    "FollowProxy", "FollowQuantile", "Injection", "InjectionForm", "Rule", "ROOT", "Slice", "Clipping", "PlannedClass",
+    "FollowProxy", "FollowQuantile", "Injection", "InjectionForm", "RiskBound", "Rule", "ROOT", "Slice", "Clipping", "PlannedClass",
     "PlannedLayer", "StepPlan",
 ]  # fmt: skip
 
