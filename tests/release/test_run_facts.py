@@ -196,7 +196,7 @@ def test_older_weights_do_not_become_the_end_of_a_run(tmp_path: Path) -> None:
     weights = (outcome.folder / "model.safetensors").read_bytes()
     newest = sorted((outcome.folder / "checkpoint").iterdir())[-1]
     newest.unlink()
-    with raises_code("ledger.run-end-continued"):
+    with raises_code("train.last-checkpoint-missing"):
         trainer(tmp_path).fit()
     assert (outcome.folder / "model.safetensors").read_bytes() == weights
 

@@ -172,7 +172,9 @@ class World:
 
     def do_drop_checkpoint(self, folder: str) -> None:
         if len(found := sorted((self.root / folder / "checkpoint").glob("*"))) > 1:
-            found[-1].unlink()
+            kept = self.root / "dropped" / self.run_of(folder)
+            kept.mkdir(parents=True, exist_ok=True)
+            shutil.move(found[-1], kept / found[-1].name)
 
     def do_save_ledger(self) -> None:
         kept = self.root / "kept-ledger"
@@ -306,6 +308,9 @@ class World:
                 self.fit(folder, spec, progress=False)
                 return
             except LaminaError as error:
+                if error.code == "train.last-checkpoint-missing":  # a finished run: its keeper follows the remedy
+                    dropped = self.root / "dropped" / self.run_of(folder)
+                    shutil.copytree(dropped, self.root / folder / "checkpoint", dirs_exist_ok=True)
                 why.append(f"{folder}: {type(error).__name__}: {error}")
         self.stuck.append(why[0])
         self.do_lose(folder)

@@ -225,8 +225,12 @@ class Segments:
             run.abandon(pending)
 
     def _refuse_another_plan(self) -> None:
-        """Refuse another plan for a finished run, and a plan that ends before the step the run is at."""
+        """Refuse a finished run without its last checkpoint or under another plan, and a plan that ends too early."""
         done, attempts = self.run.journal.done, self.run.attempts
+        if done is not None and done.steps != self.state.step:
+            here = f"the newest checkpoint in '{self.run.folder}' is of step {self.state.step}"
+            problem = f"{here}, but the run finished at step {done.steps}"
+            raise RunError("train.last-checkpoint-missing", problem, "restore the last checkpoint of the run")
         other = bool(attempts) and attempts[-1].plan != self.plan.digest()
         if (done is not None and other) or self.state.step > self.plan.steps:
             problem = (
