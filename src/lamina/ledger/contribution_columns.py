@@ -297,23 +297,29 @@ class KeyIndexChecks:
 
         Anchors of those whose bodies are pruned may be left in it.
         """
-        parts, numbers = list[bytes](), list[int]()
+        parts, numbers = list[bytes](), [_NONE]
         for block in rows.known_keys():
-            parts.append(b"".join([key.ljust(INDEX_KEY_BYTES, b"?")[:INDEX_KEY_BYTES] for key, _ in block]))
-            numbers += [seq for _, seq in block]
-        found = np.frombuffer(b"".join(parts), np.uint8).reshape(-1, INDEX_KEY_BYTES)
-        seqs: Ints = np.array(numbers, dtype=np.int64)
-        stays = ~((found[:, 0] == ord("a")) & np.isin(seqs, _joined(self._pruned)))
-        found, seqs = found[stays], seqs[stays]
-        places = _joined(self._seqs)
-        real = np.concatenate([*self._keys, np.empty((0, INDEX_KEY_BYTES), dtype=np.uint8)])[places < indexed]
-        places = places[places < indexed]
-        halves = np.ascontiguousarray(real).view(">u8")
-        order = np.lexsort((places, halves[:, 1], halves[:, 0]))
-        if len(found) == len(real) and (found == real[order]).all() and (seqs == places[order]).all():
-            return None
-        stored = {(key.tobytes(), seq) for key, seq in zip(found, seqs.tolist(), strict=True)}
-        stated = {(key.tobytes(), seq) for key, seq in zip(real, places.tolist(), strict=True)}
+            keys = list(map(itemgetter(0), block))
+            if set(map(len, keys)) != {INDEX_KEY_BYTES}:  # no contribution is found by such a key
+                return next(seq for key, seq in block if len(key) != INDEX_KEY_BYTES)
+            parts.append(b"".join(keys))
+            numbers.append(np.fromiter(map(itemgetter(1), block), np.int64, len(block)))
+        found, places = np.frombuffer(b"".join(parts), np.uint8).reshape(-1, INDEX_KEY_BYTES), np.concatenate(numbers)
+        anchors = np.flatnonzero(found[:, 0] == ANCHOR_PREFIX)
+        left = anchors[np.isin(places[anchors], _joined(self._pruned))]
+        if len(left):
+            found, places = np.delete(found, left, axis=0), np.delete(places, left)
+        real, seqs = np.concatenate([*self._keys, found[:0]]), _joined(self._seqs)
+        real, seqs = real[seqs < indexed], seqs[seqs < indexed]
+        # A leaf has at most one key of each letter, so that leaf and letter (d, s or a: 0, 3 or 1) tell which it must be.
+        row_of = np.full((size := seqs.max(initial=-1) + 1, 4), -1, dtype=np.int32)
+        row_of[seqs, real[:, 0] % 4] = np.arange(len(real), dtype=np.int32)
+        if len(found) == len(real) and ((places >= 0) & (places < size)).all():
+            row = row_of[places, found[:, 0] % 4]
+            if (row >= 0).all() and (np.bincount(row) <= 1).all() and (found == real[row]).all():
+                return None
+        stored = {(key.tobytes(), seq) for key, seq in zip(found, places.tolist(), strict=True)}
+        stated = {(key.tobytes(), seq) for key, seq in zip(real, seqs.tolist(), strict=True)}
         return int(min(seq for _, seq in stored ^ stated))
 
 

@@ -44,26 +44,21 @@ class _HashedLeaves:
     def read(self, rows: StoreReader, stop: int) -> list[Leaf]:
         """Read on until `stop` leaves were read; return the withdrawals among the new leaves."""
         found: list[Leaf] = []
-        for seqs, leaves in rows.kept_blocks(self.frontier.size, stop):
-            if seqs[0] != self.frontier.size or seqs[-1] - seqs[0] != len(seqs) - 1:
-                break
-            for data, leaf in _decided_by(rows, seqs, leaves):
+        for first, leaves in rows.kept_blocks(self.frontier.size, stop):
+            for data, leaf in _decided_by(rows, first, leaves):
                 if isinstance(leaf.record, GoverningRecord):
                     self.state.see(leaf.record, leaf.seq, leaf.time, data, checkpoint_roots(rows))
                 else:
                     found.append(leaf)
             self.frontier.extend(leaf_hashes(leaves))
             self.time = decode_kept(leaves[-1]).time
-        if self.frontier.size != stop:
-            problem = f"leaf {self.frontier.size} of the ledger, or a later one, is missing, but {stop} were signed"
-            raise LedgerDamaged("ledger.leaf-missing", problem, _RESTORE)
         self.state.size = stop
         return found
 
 
-def _decided_by(rows: StoreReader, seqs: Sequence[int], leaves: Sequence[bytes]) -> Iterator[tuple[bytes, Leaf]]:
+def _decided_by(rows: StoreReader, first: int, leaves: Sequence[bytes]) -> Iterator[tuple[bytes, Leaf]]:
     """Yield the withdrawals and governing records among these leaves. The column `kind` is not used: it is no evidence."""
-    for seq, data in zip(seqs, leaves, strict=True):
+    for seq, data in enumerate(leaves, start=first):
         if data[:3] in CONTRIBUTION_STARTS or not issubclass(decode_kept(data).kind, Withdrawal | GoverningRecord):
             continue
         stored = rows.leaf(seq)

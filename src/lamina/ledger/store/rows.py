@@ -177,15 +177,19 @@ class StoreReader:
             yield seqs, LeafBlock(leaves, bodies)
             first = seqs[-1] + 1
 
-    def kept_blocks(self, first: int, stop: int) -> Iterator[tuple[list[int], list[bytes]]]:
-        """Yield blocks of numbers and kept bytes of the stored leaves in [first, stop), without bodies."""
-        query = "SELECT seq, data FROM leaf WHERE seq >= ? AND seq < ? ORDER BY seq LIMIT ?"
-        while first < stop and (found := self._db.rows(query, first, stop, _ROWS_AT_ONCE)):
-            seqs, leaves = zip(*found, strict=True)
+    def kept_blocks(self, first: int, stop: int) -> Iterator[tuple[int, list[bytes]]]:
+        """Yield blocks of the kept bytes of the leaves in [first, stop), without bodies, each with its first number."""
+        query = "SELECT {} FROM leaf WHERE seq >= ? AND seq < ? ORDER BY seq"
+        for at in range(first, stop, _ROWS_AT_ONCE):
+            end = min(stop, at + _ROWS_AT_ONCE)
+            leaves = [data for (data,) in self._db.rows(query.format("data"), at, end)]
+            if len(leaves) != end - at:
+                there = {seq for (seq,) in self._db.rows(query.format("seq"), at, end)}
+                problem = f"leaf {min(set(range(at, end)) - there)} is missing"
+                raise LedgerDamaged("ledger.leaf-missing", problem, "restore the ledger from a copy")
             if set(map(type, leaves)) != {bytes}:
                 list(map(_as_bytes, leaves))
-            yield list(seqs), list(leaves)
-            first = seqs[-1] + 1
+            yield at, leaves
 
     def pick(self, seqs: Sequence[int]) -> Iterator[tuple[int, StoredLeaf]]:
         """Yield (seq, leaf) of those leaves that are stored, in order and in bounded memory."""
@@ -286,8 +290,10 @@ class StoreReader:
         query = "SELECT key, seq FROM known {} ORDER BY key, seq LIMIT ?"
         found = self._db.rows(query.format(""), _ROWS_AT_ONCE)  # without a bound: SQLite sorts numbers and texts first
         while found:
-            if {type(one) for one, _ in found} != {bytes}:
-                list(map(_as_bytes, [one for one, _ in found]))
+            for column, kind in enumerate((bytes, int)):
+                if set(map(type, map(itemgetter(column), found))) != {kind}:
+                    problem = f"a row of the index of the store holds a wrong type where {kind.__name__} belongs"
+                    raise LedgerDamaged("store.row-wrong-type", problem, "restore the ledger from a copy")
             yield found
             found = self._db.rows(query.format("WHERE (key, seq) > (?, ?)"), *found[-1], _ROWS_AT_ONCE)
 
