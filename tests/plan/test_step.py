@@ -259,6 +259,8 @@ def test_table_and_summary_tell_the_same() -> None:
     c0 = told["classes"]["c0"]
     assert c0["sigma"] == plan.sigma("c0")
     assert c0["epsilon"] == plan.epsilon("c0")
+    c1 = told["classes"]["c1"]
+    assert c1["public"] is True and c1["epsilon"] is c1["rho"] is c1["delta"] is c1["sigma"] is None  # no protection
     assert set(c0) >= {"sigma", "epsilon", "rho", "delta", "sampling_rate", "steps"}
     assert set(told["layers"][0]) >= {"name", "depth", "parameters", "noise_std", "clip", "share"}
     assert told["layers"][1]["clip"] == {"c0": 2.0, "c1": None}

@@ -281,7 +281,7 @@ class ComparedAllocation:
             "classes": {
                 entry.name: {
                     "sigma": finite_or_none(plan.sigma(k)),
-                    "epsilon": finite_or_none(plan.epsilon(k)),
+                    "epsilon": None if entry.public else finite_or_none(plan.epsilon(k)),
                     **({"claimed": plan.claimed[k]} if plan.claimed else {}),
                 }
                 for k, entry in enumerate(plan.classes)

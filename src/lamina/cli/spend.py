@@ -27,7 +27,7 @@ from lamina.cli.terminal import (
 from lamina.errors import RunError
 from lamina.ledger.schema import pluralize
 from lamina.ledger.store.rows import head_of
-from lamina.ledger.store.sqlite import is_postgres_url, printable_location
+from lamina.ledger.store.sqlite import printable_location
 from lamina.plan.risk import RiskBound
 from lamina.plan.table import epsilon_text, finite_or_none, percent_text, printable, remaining_text
 from lamina.spend.accounts import BOUND_SEPARATOR, AccountTotal, RecordedSpend, RunSpend, is_bound, run_name
@@ -223,7 +223,7 @@ def spend(
         with read_spend(place) as book:
             found[name] = account_lines(book)
             beside[book.ledger.name] = NeighbourLedger.read(book.ledger)
-        beside |= {} if is_postgres_url(place) else {each.name: each for each in neighbour_ledgers(place)}
+        beside |= {each.name: each for each in neighbour_ledgers(place)}
     together = [each for _, each in sorted(beside.items())] if len(beside) > 1 else []
     if as_json:
         done = ({"released": released} if released else {}) | ({"recorded": recorded} if lost else {})

@@ -26,14 +26,14 @@ def layer_shares(plan: StepPlan) -> tuple[float, ...]:
 
 
 def plan_summary(plan: StepPlan) -> dict[str, Any]:
-    """Figures per class and per layer; an infinite sigma or threshold (a public class) is null."""
+    """Figures per class and per layer. Infinite figures are null, and so are ε, ρ and δ of public classes: no protection."""
     return {
         "classes": {
             entry.name: {
                 "sigma": finite_or_none(plan.sigma(k)),
-                "epsilon": finite_or_none(plan.epsilon(k)),
-                "rho": finite_or_none(plan.rho(k)),
-                "delta": plan.delta(k),
+                "epsilon": None if entry.public else finite_or_none(plan.epsilon(k)),
+                "rho": None if entry.public else finite_or_none(plan.rho(k)),
+                "delta": None if entry.public else plan.delta(k),
                 "sampling_rate": entry.sampling_rate,
                 "steps": plan.steps,
                 "unit": entry.unit,

@@ -348,9 +348,8 @@ def _stated_by_trainer(evidence: RunEvidence) -> dict[str, Any]:
 
 
 def ledgers_beside(ledger: LedgerReader, folder: Path) -> list[NeighbourLedger]:
-    """Return the other ledgers in the folders around a ledger and a run. They are not verified."""
-    own = folder.parent / "ledger" if ledger.store.remote else ledger.name
-    return neighbour_ledgers(own, folder.resolve().parent)
+    """Return the other ledgers around a ledger and a run. They are not verified."""
+    return neighbour_ledgers(ledger.store.where, folder.resolve().parent)
 
 
 def ledger_reference(evidence: RunEvidence, origin: str) -> dict[str, Any]:

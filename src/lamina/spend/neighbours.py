@@ -14,6 +14,7 @@ from lamina.ledger.reader import LedgerReader
 from lamina.ledger.records import Epoch
 from lamina.ledger.schema import pluralize
 from lamina.ledger.show import epsilon_or_none
+from lamina.ledger.store.sqlite import DEFAULT_SCHEMA, PostgresAddress, is_postgres_url
 from lamina.plan.step_plan import StepPlan
 from lamina.plan.table import epsilon_text, printable
 
@@ -24,7 +25,7 @@ LEDGER_SUFFIX = ".ledger.db"
 class NeighbourLedger:
     """What a neighbouring ledger states about itself. It is not verified.
 
-    name          its file
+    name          its file, or its address without the password
     units         what ε protects, by private class that was charged
     epsilon       by private class, over all runs, as its last epoch states it; None if no finite figure is known
     other_people  the owner's statement why it holds other people than the ledgers beside it; None if there is none
@@ -56,8 +57,9 @@ class NeighbourLedger:
         )  # fmt: skip
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields for JSON. The folder is left out, because a certificate contains no path of a machine."""
-        found = {"ledger": os.path.basename(self.name), "origin": self.origin, "units": self.units, "delta": self.delta}
+        """Return the fields for JSON. Folder or server are left out: a certificate names no machine."""
+        short = f"#{self.name.rpartition('#')[2]}" if is_postgres_url(self.name) else os.path.basename(self.name)
+        found = {"ledger": short, "origin": self.origin, "units": self.units, "delta": self.delta}
         return found | {"runs": self.runs, "epsilon": self.epsilon, "other_people": self.other_people}
 
     def __str__(self) -> str:
@@ -93,19 +95,32 @@ def check_units(ledger: LedgerReader, plan: StepPlan) -> None:
 
 
 def neighbour_ledgers(own: str | os.PathLike[str], *around: Path) -> list[NeighbourLedger]:
-    """Return the other ledgers near a ledger file: in its folder, its subfolders, the folder above, and around a run."""
-    home = Path(os.path.realpath(own)).parent
+    """Return the other ledgers near a ledger, and around a run.
+
+    Near a file: in its folder, its subfolders and the folder above. In PostgreSQL: in all schemas of its database.
+    """
+    places, mine, folders = list[str](), os.path.realpath(own), around
+    if isinstance(own, str) and is_postgres_url(own):
+        with suppress(LaminaError, ImportError):  # opening the ledger itself reports these
+            from lamina.ledger.store.postgres import ledgers_in_database  # an extra: only who uses it needs psycopg
+
+            places = ledgers_in_database(own)
+        address = PostgresAddress.parse(own)
+        mine = f"{address.conninfo}#{address.schema or DEFAULT_SCHEMA}"
+    else:
+        folders = (Path(mine).parent, *around)
+    places += map(os.path.realpath, _ledger_files(*folders))
     found: dict[str, NeighbourLedger] = {}
-    for path in _ledger_files(home, *around):
-        real = os.path.realpath(path)
-        if real != os.path.realpath(own) and real not in found:
-            with suppress(LaminaError), LedgerReader.read_only(real) as ledger:
-                found[real] = NeighbourLedger.read(ledger)
-    return [found[real] for real in sorted(found)]
+    for place in sorted({*places} - {mine}):
+        with suppress(LaminaError), LedgerReader.read_only(place) as ledger:
+            found[place] = NeighbourLedger.read(ledger)
+    return list(found.values())
 
 
-def _ledger_files(home: Path, *around: Path) -> Iterator[Path]:
-    for folder in dict.fromkeys((home, *(each.resolve() for each in around))):
+def _ledger_files(*folders: Path) -> Iterator[Path]:
+    """Yield the ledger files in folders, in their subfolders, and in the folder above the first one."""
+    for folder in dict.fromkeys(each.resolve() for each in folders):
         for pattern in (f"*{LEDGER_SUFFIX}", f"*/*{LEDGER_SUFFIX}", "*/ledger.db"):
             yield from (path for path in folder.glob(pattern) if path.is_file())
-    yield from (path for path in home.parent.glob(f"*{LEDGER_SUFFIX}") if path.is_file())
+    for folder in folders[:1]:
+        yield from (path for path in folder.resolve().parent.glob(f"*{LEDGER_SUFFIX}") if path.is_file())

@@ -221,8 +221,7 @@ def folders_around(folder: Path) -> tuple[Path, ...]:
 
 def neighbours_of_run(where: str | os.PathLike[str], folder: Path) -> list[NeighbourLedger]:
     """Return the ledgers beside the one at `where`, and around the run in `folder`."""
-    own = folder.parent / "ledger" if isinstance(where, str) and is_postgres_url(where) else where
-    return neighbour_ledgers(own, *folders_around(folder))
+    return neighbour_ledgers(where, *folders_around(folder))
 
 
 def _refuse_undeclared(where: str | os.PathLike[str], folder: Path) -> None:

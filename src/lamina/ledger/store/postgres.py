@@ -16,7 +16,7 @@ from psycopg.conninfo import conninfo_to_dict
 from lamina.admit.keys import CLOCK_SKEW
 from lamina.errors import LedgerDamaged, LedgerError, StoreBusy, StoreError, StoreLost
 from lamina.ledger.store.rows import TABLES, TABLES_VERSION, Store, StoreReader, StoreWriter
-from lamina.ledger.store.sqlite import PostgresAddress
+from lamina.ledger.store.sqlite import DEFAULT_SCHEMA, PostgresAddress
 
 _PASSWORD_REMEDY = "give the right one in ~/.pgpass or PGPASSWORD, or in the address, where / is %2F and @ is %40"
 _NOT_READY = re.compile("starting up|shutting down|recovery mode|not yet accepting|too many clients|connection slots")
@@ -228,6 +228,17 @@ def _expected_catalogue() -> set[tuple[str, str, str, str]]:
     return found
 
 
+def ledgers_in_database(where: str) -> list[str]:
+    """Return the addresses of all ledgers in the database of an address."""
+    address = PostgresAddress.parse(where)
+    try:
+        with psycopg.connect(address.conninfo, connect_timeout=10, client_encoding="utf8") as db:
+            found = PostgresConnection(db).rows(_SELECT_LEDGER_SCHEMAS)
+    except psycopg.Error as error:
+        raise connection_error(error, address) from None
+    return [f"{address.conninfo}#{name}" for (name,) in found]
+
+
 _IDLE_SECONDS = 300  # seconds after which a writer that stopped in the middle loses its turn
 
 
@@ -238,8 +249,8 @@ class PostgresStore(Store):
 
     def __init__(self, where: str, *, create: bool = False, readonly: bool = False, patience: float = 30.0) -> None:
         super().__init__(readonly, patience)
-        self._where, self._address = where, PostgresAddress.parse(where)
-        self._schema = self._address.schema or "lamina"
+        self.where, self._address = where, PostgresAddress.parse(where)
+        self._schema = self._address.schema or DEFAULT_SCHEMA
         if not _SCHEMA_NAME.fullmatch(self._schema):
             problem = "the schema after the # of the address is not a plain name"
             remedy = "use small letters, digits and underscores; options come before the #"
@@ -258,7 +269,7 @@ class PostgresStore(Store):
     # ----------------------------------------------------------------------------------- transactions
 
     def another(self) -> PostgresStore:
-        return PostgresStore(self._where, readonly=True, patience=self._patience)
+        return PostgresStore(self.where, readonly=True, patience=self._patience)
 
     @contextmanager
     def read(self) -> Iterator[StoreReader]:

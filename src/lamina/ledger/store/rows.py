@@ -566,6 +566,7 @@ class Store(ABC):
     """A ledger's rows that last: a connection for reading and one for writing, of one process."""
 
     name: str  # for messages; without passwords
+    where: str  # path or address
     remote: bool  # whether the answer to a commit can get lost on the way
 
     def __init__(self, readonly: bool, patience: float) -> None:

@@ -53,7 +53,7 @@ class SqliteStore(Store):
             raise StoreError("store.sqlite-too-old", problem, "install a newer apsw")
         self._given = os.path.abspath(path)
         self.path = Path(os.path.realpath(path))  # runs have links to it; beside it lie its WAL and its key
-        self.name = str(self.path)
+        self.name = self.where = str(self.path)
         self._vfs, self._immutable = vfs, False
         if create:
             self._make_file()
@@ -326,6 +326,7 @@ def _sqlite_errors(name: str) -> Iterator[None]:
 # Which store: a path means a file of SQLite, an address PostgreSQL.
 
 _SHOWN_OPTIONS = {"host", "hostaddr", "port", "dbname", "user", "sslmode", "target_session_attrs", "connect_timeout"}
+DEFAULT_SCHEMA = "lamina"  # of a PostgreSQL address without one
 _ADDRESS_REMEDY = "write postgresql://USER@HOST/DATABASE#schema; in a password, / is %2F, @ is %40, # is %23, ? is %3F"
 _LOOKS_LIKE_URL = re.compile(
     r"\s*postgres\w*(\+\w+)?\s*:|\s*[a-z][a-z0-9+.-]*://|.*\bpassword\s*=", re.IGNORECASE | re.DOTALL
