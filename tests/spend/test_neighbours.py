@@ -17,12 +17,7 @@ from lamina.train.run import _refuse_undeclared, neighbours_of_run
 
 @pytest.fixture
 def database(server: postgres.Server) -> str:
-    """The address of an empty database; schemas come behind a #."""
-    name = f"neighbours_{os.getpid()}"
-    with psycopg.connect(server.url(), autocommit=True) as db:
-        db.execute(f"DROP DATABASE IF EXISTS {name}")
-        db.execute(f"CREATE DATABASE {name}")
-    return server.url().replace("/postgres?", f"/{name}?")
+    return server.database(f"neighbours_{os.getpid()}")
 
 
 def spent(where: str) -> None:

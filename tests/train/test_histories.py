@@ -107,7 +107,7 @@ def test_runs_on_signed_contributions(tmp_path: Path, first: Path, seed: int, no
 
 
 def test_runs_on_a_server(tmp_path: Path, server: postgres.Server) -> None:
-    where = server.url(f"histories_{os.getpid()}")
+    where = server.database(f"histories_{os.getpid()}")
     history = [act for act in drawn(4, 6, FORMS) if "ledger" not in act["do"]]
     lived(World(tmp_path, where=where), history)
 

@@ -395,7 +395,7 @@ def test_a_segment_is_not_replayed_with_somebody_who_withdrew_meanwhile(ward: ho
 
 
 def test_a_server_that_restarts_is_waited_for(tmp_path: Path, server: postgres.Server) -> None:
-    where, key = server.url("run_restarted"), PrivateKey.generate()
+    where, key = server.database("run_restarted"), PrivateKey.generate()
     with raises_code("ledger.no-key-to-create"):
         problem.trainer(tmp_path / "a", ledger=where).fit()
 
@@ -413,7 +413,7 @@ def test_a_server_that_restarts_is_waited_for(tmp_path: Path, server: postgres.S
 
 
 def test_a_server_that_stays_away_stops_the_run_and_loses_nothing(tmp_path: Path, server: postgres.Server) -> None:
-    where, key = server.url("run_away"), PrivateKey.generate()
+    where, key = server.database("run_away"), PrivateKey.generate()
     problem.trainer(tmp_path / "x", ledger=where, key=key, governing=GOVERNING).ledger.close()
 
     away = During({8: lambda: server.stop("immediate")})
