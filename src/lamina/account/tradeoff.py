@@ -43,7 +43,7 @@ from lamina.errors import AccountingError
 
 BY_LOSSES, BY_GAUSSIAN, BY_RENYI = "privacy loss distribution", "Gaussian", "Rényi divergence"
 _BISECTIONS = 40
-_MU_TOLERANCE = 1e-4
+_MU_TOLERANCE = 1e-4  # of μ; ten times that of a curve by Rényi divergences, whose points cost more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +93,7 @@ class TradeOffCurve:
         least = validate.number(AccountingError, "account.rate-out-of-range", above=0, below=0.5, least_rate=least_rate)
         from scipy.special import ndtri
 
+        tolerance = _MU_TOLERANCE * (10 if self.bound == BY_RENYI else 1)
         grid = np.linspace(ndtri(least), -ndtri(least), 257)
         if self.tpr(least) >= 1 - least:
             return math.inf
@@ -101,9 +102,9 @@ class TradeOffCurve:
             grid = grid[: int(np.searchsorted(rates, 1 - least)) + 1]  # up to the first point whose rate is too large
             values = ndtri(np.minimum(rates[: len(grid)], 1 - least))
             upper, lower = values[1:] - grid[:-1], float(np.max(values - grid))
-            if float(upper.max()) <= lower + _MU_TOLERANCE:
+            if float(upper.max()) <= lower + tolerance:
                 return max(0.0, float(upper.max()))
-            wide = np.flatnonzero(upper > lower + 0.5 * _MU_TOLERANCE)
+            wide = np.flatnonzero(upper > lower + 0.5 * tolerance)
             grid = np.unique(np.concatenate([grid, 0.5 * (grid[wide] + grid[wide + 1])]))
 
     def twice(self) -> TradeOffCurve:
