@@ -20,6 +20,7 @@ import torch
 from refusals import raises_code
 from torch import Tensor, nn
 
+import lamina
 from lamina.admit.key_ring import KeyRing
 from lamina.admit.verdicts import Reason
 from lamina.cli import demo
@@ -29,7 +30,7 @@ from lamina.cli.run_file import RunFile
 from lamina.cli.train import PlannedRun
 from lamina.corpus.admitted import Gate
 from lamina.demo.hospitals import STRICT_NOISE_MULTIPLIER, make_new_folder
-from lamina.demo.patients import QUICK_SIZES, DemoPatients, PatientGroup, Utility, auc, measure_utility
+from lamina.demo.patients import QUICK_SIZES, DemoPatients, PatientGroup, Utility, measure_utility
 from lamina.demo.svg_charts import auc_bars
 from lamina.demo.training import _poisson_sample
 from lamina.ledger.verify.tree_checks import Trust
@@ -350,7 +351,7 @@ def test_auc_is_that_of_scikit_learn(seed: int) -> None:
     generator = np.random.default_rng(seed)
     positive = generator.random(60) < 0.3
     score = np.round(generator.normal(positive, 1.0), 1)  # with ties
-    assert auc(score, positive) == pytest.approx(roc_auc_score(positive, score), abs=1e-12)
+    assert lamina.Figure.of(score, positive) == pytest.approx(roc_auc_score(positive, score), abs=1e-12)
 
 
 class Fixed(nn.Module):

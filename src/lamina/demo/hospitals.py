@@ -63,6 +63,7 @@ _RUN_TEMPLATE = """\
 
 policy = "policy.toml"
 model = {{ factory = "lamina.demo.training:pretrained_model", args = {{ weights = "start.safetensors" }} }}
+starting_weights = "public"       # start.safetensors was trained on volunteers, whose data is declared public
 loss = "lamina.demo.training:loss"       # cross entropy + {weight:g} · mean squared residual, one per window
 optimizer = {{ name = "adam", lr = {lr}, eps = {eps} }}
 scheduler = "one_cycle"

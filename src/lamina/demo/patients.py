@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-from scipy.stats import mannwhitneyu
 from torch import Tensor, nn
 
 from lamina.data.ecg_simulator import CLASSES, ECGSimulator
+from lamina.release.utility import Figure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,15 +108,17 @@ def prevalence_text(group: PatientGroup) -> str:
 class Utility:
     """`auc` is the mean over classes of `by_class`, each class against the rest, one score per patient.
 
-    `error` is the fraction of the signal's variance that the reconstruction leaves; the mean beat leaves 1.
+    `error` is the fraction of the signal's variance that the reconstruction leaves; the mean beat leaves 1. `accuracy` is
+    the share of patients whose class has the highest score, overall and by class.
     """
 
     auc: float
     by_class: dict[str, float]
     error: float
+    accuracy: float = 0.0
 
     def figures(self) -> dict[str, float]:
-        return {"auc": self.auc, "error": self.error}
+        return {"auc": self.auc, "error": self.error, "accuracy": self.accuracy}
 
 
 @torch.no_grad()
@@ -130,18 +131,10 @@ def measure_utility(model: nn.Module, test: PatientGroup) -> Utility:
     score = logits.log_softmax(1).unflatten(0, test.x.shape[:2]).mean(1).numpy()
     label = test.label.numpy()
     present = [k for k in range(len(CLASSES)) if 0 < (label == k).sum() < len(label)]
-    by_class = {CLASSES[k]: auc(score[:, k], label == k) for k in present}
+    by_class: dict[str, float] = {CLASSES[k]: Figure.of(score[:, k], label == k) for k in present}
+    accuracy = Figure.of(score.argmax(1) == label, groups=[CLASSES[k] for k in label])
     total = (test.x - test.x.mean((0, 1))).square().mean()
     return Utility(
-        auc=float(np.mean([*by_class.values()])), by_class=by_class, error=float(residual.square().mean() / total)
-    )
-
-
-def auc(score: Sequence[float] | NDArray[np.floating], positive: NDArray[np.bool_]) -> float:
-    """The probability that a positive scores above a negative, ties counting half (Mann and Whitney, 1947).
-
-    >>> auc([0.1, 0.4, 0.35, 0.8], np.array([False, False, True, True]))
-    0.75
-    """
-    above, below = np.asarray(score)[positive], np.asarray(score)[~positive]
-    return float(mannwhitneyu(above, below).statistic / (len(above) * len(below)))
+        auc=float(np.mean([*by_class.values()])), by_class=by_class, error=float(residual.square().mean() / total),
+        accuracy=accuracy,
+    )  # fmt: skip

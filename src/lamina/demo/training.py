@@ -127,6 +127,6 @@ def train_privately(
     evaluation = Evaluation(function=lambda trained: measure_utility(trained, test).figures(), on="simulated")
     trainer = Trainer(
         model, optimizer, loss, corpus, plan, folder=folder / "run", ledger=ledger, scheduler=schedule,
-        evaluate=evaluation,
+        evaluate=evaluation, starting_weights="public",
     )  # fmt: skip
     return trainer.fit()
