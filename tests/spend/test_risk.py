@@ -6,6 +6,7 @@ import hashlib
 import math
 import sqlite3
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +20,20 @@ from keeping import (
     capped,
     contents,
     contract,
+    epochs,
     exact,
     open_book,
     passing_book,
     plan,
+    signed,
     verified,
 )
 from refusals import raises_code
 from scipy.stats import norm
 
 from lamina.ledger.corpus_terms import adopt_policy
+from lamina.ledger.spending import epoch_marks
+from lamina.ledger.verify.epoch_checks import SpendClaim
 from lamina.ledger.verify.verifier import verify
 from lamina.plan.risk import RiskBound
 from lamina.spend.accounts import plan_charges
@@ -127,6 +132,24 @@ def test_what_was_drawn_already_is_named_by_the_verifier() -> None:
         assert found is not None
         assert (found.index, found.code) == (3, "verify.risk-exceeded")
         assert f"{100 * rate(30):.6g} %" in found.reason
+
+
+def test_nothing_is_proven_of_a_class_that_is_charged_by_signed_bounds_alone() -> None:
+    """What one member lost would be split over the account of the class and that of the bound."""
+    with passing_book() as book:
+        run = Attempts(book, plan=plan(20, accountant="gaussian"), accounts=(signed("clinical@c=0.5,z=2", 0.5),))
+        run.done(0)
+        (epoch,) = epochs(book.ledger)
+        assert epoch_marks(epoch, run.plan) == {"clinical": frozenset(), "wearable": frozenset()}
+        split = replace(epoch, accounts=tuple(each for each in epoch.accounts if each.noise_multiplier))
+        assert epoch_marks(split, run.plan) == {"clinical": frozenset(("unproven",))}
+        (account,) = split.accounts
+        events = {(charge.sigma, charge.rate, 0.0): charge.steps for charge in account.charges}
+        for marks, code in ((frozenset(), None), (frozenset(("unproven",)), "verify.risk-exceeded")):
+            found = SpendClaim(1, account, events, None, tuple(risk_of(1000).values()), marks).finding(
+                book.ledger.header
+            )
+            assert (found and found.code) == code
 
 
 # ------------------------------------------------------------------------------ a forger with the ledger's key

@@ -112,7 +112,9 @@ def calibrate_classes(
         for cls, multiplier in zip(rates, declared.sigma, strict=True):
             if (risk := policy.classes[cls].risk) is not None:
                 events = event_counts((Event(sigma=multiplier, q=rates[cls], steps=steps), *besides[cls]))
-                _within_risk(risk, cls, risk.rate(events, accountant=declared.accountant, marks=marks), said[0])
+                if (rate := risk.rate(events, accountant=declared.accountant, marks=marks)) > risk.tpr:
+                    found = f"an attack finds up to {100 * rate:.4g} %, above the policy's bound ({risk})"
+                    raise PlanError("allocate.above-policy-bound", f"class {cls!r}: {said[0]}: {found}", _LESS)
         return declared
     targets, corpus = _target_epsilons(policy, list(rates), epsilon), policy.corpus
     name, order = corpus.accountant, None
@@ -284,13 +286,6 @@ def _within_bound(policy: Policy, name: str, epsilon: float, why: str) -> float:
         problem = f"class {name!r}: {why}: epsilon {epsilon:.4g}, above the policy's bound of {bound:.6g}"
         raise PlanError("allocate.above-policy-bound", problem, _LESS)
     return epsilon
-
-
-def _within_risk(risk: RiskBound, name: str, rate: float, why: str) -> None:
-    """Refuse what exceeds the risk bound of a class."""
-    if rate > risk.tpr:
-        problem = f"class {name!r}: {why}: an attack finds up to {100 * rate:.4g} %, above the policy's bound ({risk})"
-        raise PlanError("allocate.above-policy-bound", problem, _LESS)
 
 
 def _clip_norms(

@@ -102,18 +102,12 @@ def plan_curve(plan: StepPlan, k: str | int, of: RiskOf) -> TradeOffCurve | None
     return risk_curve(event_counts(plan.schedule(k)), accountant=plan.accountant, of=of, marks=curve_marks(plan))
 
 
+@lru_cache(maxsize=1024)
 def calibrate_to_risk(
     bound: RiskBound, *, q: float, steps: int, accountant: str, marks: frozenset[str] = frozenset(),
-    besides: Iterable[Event] = (),
+    besides: Schedule = (),
 ) -> float:  # fmt: skip
     """Return the smallest sigma, to 1e-4 relative, at which `steps` at rate `q`, with `besides`, keep the bound."""
-    return _solve_risk(bound, float(q), int(steps), accountant, marks, tuple(besides))
-
-
-@lru_cache(maxsize=1024)
-def _solve_risk(
-    bound: RiskBound, q: float, steps: int, accountant: str, marks: frozenset[str], besides: Schedule
-) -> float:
     from scipy.special import ndtri
 
     target = bound.tpr - _MARGIN * (bound.tpr - bound.fpr)

@@ -352,7 +352,9 @@ def budget_exceeded(
     )
     if holding := [each.run[:8] for each in now.runs if each.reserved and each.run != run]:
         remedy = f"release a run that holds a reservation (lamina spend {shlex.quote(path)} --release {holding[0]}), or {remedy}"
-    return BudgetExceeded("spend.budget-exceeded" if budget.risk is None else "spend.risk-exceeded", problem, remedy)
+    if budget.risk is not None:
+        return BudgetExceeded("spend.risk-exceeded", problem, remedy)
+    return BudgetExceeded("spend.budget-exceeded", problem, remedy)
 
 
 AttemptKey = tuple[int, int]  # segment, generation
