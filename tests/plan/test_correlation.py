@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from typing import Any
@@ -23,7 +24,7 @@ from lamina.plan.correlation import (
     prefix_error,
     prefix_error_ratio,
 )
-from lamina.plan.rules import FollowEnergy, Injection
+from lamina.plan.rules import FollowEnergy, Injection, NoiseKind
 from lamina.plan.signed_bounds import occurrence_count, scale_for_signed_bound, signed_epsilon
 
 POLICY = """
@@ -222,6 +223,8 @@ def test_bands_out_of_range_are_refused() -> None:
 
 
 def test_a_replace_one_figure_is_refused() -> None:
-    with raises_code("plan.replace-one-correlated"):
+    with raises_code("plan.replace-one-not-proven"):
         plan_of(bands=4).epsilon(0, "replace_one")
     assert plan_of(bands=1).epsilon(0, "replace_one") > plan_of(bands=1).epsilon(0)
+    with raises_code("plan.replace-one-not-proven"):
+        dataclasses.replace(plan_of(bands=1), noise_kind=NoiseKind.LAPLACE).epsilon(0, "replace_one")

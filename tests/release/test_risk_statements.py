@@ -17,6 +17,7 @@ from stopping import killed
 from lamina import Corpus
 from lamina.account.tradeoff import trade_off
 from lamina.ledger.reader import LedgerReader
+from lamina.plan.risk import COMPOSED
 from lamina.release.certificate import certify
 from lamina.release.risk_statements import (
     TOPICS,
@@ -76,7 +77,7 @@ def test_content_without_a_proven_replace_one_is_two_steps() -> None:
     for found in (
         figures(DEMO, "content", accountant="rdp-integer"),
         figures({(4.805, 0.4, 12.0): 70}, "content", accountant="rdp"),
-        figures(DEMO, "content", correlated=True),
+        figures(DEMO, "content", marks=frozenset({COMPOSED})),
     ):
         assert found["adjacency"] == TWO_STEPS
         assert found["tpr"]["0.01"] >= figures(DEMO, "content")["tpr"]["0.01"]

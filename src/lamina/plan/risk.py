@@ -13,7 +13,6 @@ from lamina.account.accountants import find_accountant, solve_sigma
 from lamina.account.schedule import Adjacency, Event, EventCounts, EventKey, Schedule
 from lamina.account.tradeoff import TradeOffCurve, trade_off
 from lamina.errors import AccountingError
-from lamina.plan.rules import NoiseKind
 from lamina.plan.step_plan import Clipping, StepPlan
 
 RiskOf = Literal["membership", "content"]
@@ -67,7 +66,7 @@ def curve_marks(plan: StepPlan) -> frozenset[str]:
     """
     found = {
         ZERO_OUT: plan.injection.raw,
-        COMPOSED: plan.bands > 1 or plan.noise_kind is NoiseKind.LAPLACE,
+        COMPOSED: not plan.proves_replace_one,
         UNPROVEN: plan.clipping is Clipping.ELEMENTWISE,
     }
     return frozenset(mark for mark, holds in found.items() if holds)

@@ -307,6 +307,11 @@ class StepPlan:
         """What ε compares, in words: a contribution there or not; of raw noise, its content or zero in its place."""
         return "zero-out, no amplification" if self.injection.raw else "add/remove"
 
+    @property
+    def proves_replace_one(self) -> bool:
+        """Whether a replace-one divergence is proven for its noise. Otherwise two add/remove steps bound it."""
+        return self.bands == 1 and self.noise_kind is not NoiseKind.LAPLACE
+
     def delta(self, k: str | int) -> float:
         """The δ at which ε of class k is stated."""
         return self.classes[self.index(k)].delta
@@ -314,14 +319,14 @@ class StepPlan:
     def epsilon(self, k: str | int, adjacency: Adjacency | str = Adjacency.ADD_REMOVE, scale: float = 1.0) -> float:
         """ε of class k after all T steps, by the plan's accountant; 0 if it is public or reaches nothing.
 
-        Of raw noise it is zero-out (`adjacency`), and replace-one costs twice the distance of it, exactly. Under correlated
-        noise there is no replace-one figure: other content can mean another turn.
+        Of raw noise it is zero-out (`adjacency`), and replace-one costs twice the distance of it, exactly. No replace-one
+        figure is proven for correlated noise, where other content can mean another turn, and for Laplace noise.
         """
         schedule, relation = self.schedule(k, scale), check_adjacency(adjacency)
-        if self.bands > 1 and relation is Adjacency.REPLACE_ONE:
-            problem = f"replace-one is not proven for noise that is correlated over {self.bands} steps"
-            remedy = "ask for add_remove; or plan without correlation"
-            raise PlanError("plan.replace-one-correlated", problem, remedy)
+        if relation is Adjacency.REPLACE_ONE and not self.proves_replace_one:
+            kind = f"noise that is correlated over {self.bands} steps" if self.bands > 1 else "Laplace noise"
+            remedy = "ask for add_remove; or plan with uncorrelated Gaussian noise"
+            raise PlanError("plan.replace-one-not-proven", f"replace-one is not proven for {kind}", remedy)
         if not schedule:
             return 0.0
         name = self.accountant

@@ -43,6 +43,7 @@ from lamina.ledger.verify.report import Verification
 from lamina.ledger.verify.tree_checks import Trust
 from lamina.ledger.verify.verifier import verify
 from lamina.plan.correlation import correlation_summary
+from lamina.plan.risk import COMPOSED
 from lamina.plan.step_plan import Clipping, PlannedClass
 from lamina.release import risk_statements
 from lamina.release.risk_statements import BY_ISSUER, BY_LEDGER, BY_TRAINER, FIGURE_NAMES, risk_figures
@@ -386,7 +387,7 @@ def _class_figures(evidence: RunEvidence, header: Header, entry: PlannedClass) -
     events = evidence.events(whole)
     most = _most_occurrences(evidence, entry.name)
     figures = _figures(events, header, most, raw=plan.injection.raw) if known else dict.fromkeys(_FIGURES)
-    if evidence.correlated([evidence.run]):  # other content may be another identity, with another turn
+    if COMPOSED in evidence.marks([evidence.run]):
         figures["epsilon_replace_one"] = None
     planned = [each for each in evidence.plans.values() if entry.name in {other.name for other in each.classes}]
     norms = [norm for norm in (each.norm(entry.name) for each in planned) if math.isfinite(norm)]
@@ -421,9 +422,8 @@ def _risks(evidence: RunEvidence, header: Header, bound: tuple[str, int, int]) -
     here, every = [evidence.run], evidence.runs(bound)
     found: list[dict[str, Any] | None] = []
     for runs, events in ((here, evidence.events(bound)), (every, evidence.spending.events(bound))):
-        price, correlated = partial(risk_figures, events, accountant=header.accountant), evidence.correlated(runs)
-        found.append(price(of="membership") if evidence.claims_membership(runs) else None)
-        found.append(price(of="content", correlated=correlated))
+        price = partial(risk_figures, events, accountant=header.accountant, marks=evidence.marks(runs))
+        found += [price(of="membership"), price(of="content")]
     return dict(zip(_RISKS, found, strict=True))
 
 

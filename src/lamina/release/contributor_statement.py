@@ -34,6 +34,7 @@ from lamina.ledger.store.rows import StoredLeaf
 from lamina.ledger.verify.tree_checks import Trust
 from lamina.ledger.verify.verifier import verify
 from lamina.ledger.writer import Ledger
+from lamina.plan.risk import ZERO_OUT, curve_marks
 from lamina.plan.step_plan import Clipping, StepPlan
 from lamina.plan.table import epsilon_text
 from lamina.release.certificate import RUN_CONDITIONS
@@ -73,8 +74,8 @@ def statement_content(ledger: LedgerReader, seq: int, size: int) -> dict[str, An
         events.update(each.events)
     proven = not found["contribution"]["public"] and found["epsilon"] is not None and not _broken(found)
     stated = all(run["conditions"] and run["conditions"]["adjacency"] == "add/remove" for run in found["runs"])
-    correlated = any(plan.bands > 1 for plan in plans.values())
-    figures = partial(risk_figures, events, accountant=header.accountant, correlated=correlated)
+    marks = frozenset[str]().union(*map(curve_marks, plans.values()))
+    figures = partial(risk_figures, events, accountant=header.accountant, marks=marks if stated else marks | {ZERO_OUT})
     units = (each.unit for plan in plans.values() for each in plan.classes if each.name == trace.record.bound[0])
     last, *_ = [each.leaf.seq for each in reversed(trace.epochs)] or [seq]
     proofs = [trace.leaf, *(each.leaf for each in trace.epochs), *trace.releases]
@@ -84,7 +85,7 @@ def statement_content(ledger: LedgerReader, seq: int, size: int) -> dict[str, An
         "unit": next(units, "contribution"),
         "delta": header.delta,
         "accountant": header.accountant,
-        "membership": figures(of="membership") if proven and stated else None,
+        "membership": figures(of="membership") if proven else None,
         "content": figures(of="content") if proven else None,
         "withdraw": keys.withdraw.name.lower(),
         "witnesses_required": keys.witnesses,

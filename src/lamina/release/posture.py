@@ -20,7 +20,7 @@ from lamina.ledger.records import ContributionRecord, KeptContribution, Leaf
 from lamina.ledger.schema import nano_epsilon
 from lamina.ledger.show import epsilon_or_none
 from lamina.plan.depth_profile import ProfileKind
-from lamina.plan.risk import STATED_RATES, UNPROVEN, curve_marks, stated_rates
+from lamina.plan.risk import STATED_RATES, UNPROVEN, stated_rates
 from lamina.release.run_evidence import RunEvidence
 from lamina.release.signed import MAX_EPSILON, MAX_NOISE, bounded_number, bounded_whole, is_short_text
 
@@ -198,7 +198,7 @@ def _class_posture(header: Header, runs: Iterable[RunEvidence], name: str) -> Cl
     events: dict[EventKey, int] = {}
     entries, marks = [], frozenset[str]()
     for run in runs:
-        marks = marks.union(*map(curve_marks, run.plans.values()))
+        marks |= run.marks([run.run])
         entries += [entry for plan in run.plans.values() for entry in plan.classes if entry.name == name]
         for kind, steps in run.events((name, 0, 0)).items():
             events[kind] = events.get(kind, 0) + steps

@@ -13,13 +13,14 @@ import copy
 import math
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any
 
 from lamina.account.accountants import find_accountant
-from lamina.account.schedule import Adjacency, EventCounts, EventKey, rdp_order_of
-from lamina.account.tradeoff import BY_GAUSSIAN, BY_LOSSES, BY_RENYI, trade_off
+from lamina.account.schedule import EventCounts, EventKey, rdp_order_of
+from lamina.account.tradeoff import BY_GAUSSIAN, BY_LOSSES, BY_RENYI
 from lamina.ledger.governance_records import Header
 from lamina.ledger.schema import NANO, nano_epsilon, pluralize
+from lamina.plan.risk import COMPOSED, STATED_RATES, ZERO_OUT, RiskOf, risk_curve
 from lamina.plan.rules import NoiseKind
 from lamina.release.run_evidence import RunEvidence
 from lamina.release.signed import MAX_EPSILON, bounded_number
@@ -42,7 +43,6 @@ FIGURE_NAMES = {  # of a class, as every page calls them
 
 Risk = Mapping[str, Any]  # as `risk_figures` returns it
 
-FALSE_POSITIVE_RATES = (0.001, 0.01, 0.05)
 BASELINES = (0.01, 0.1, 0.5)  # of attribute inference and reconstruction
 LEAST_RATE = 0.001  # both error rates lie above it where μ holds; without such a limit no finite μ exists
 TWO_STEPS = "replace-one, as two add/remove steps"
@@ -50,41 +50,38 @@ ADJACENCIES = ("add-remove", "replace-one", TWO_STEPS)
 
 
 def risk_figures(
-    events: EventCounts, *, accountant: str, of: Literal["membership", "content"], correlated: bool = False
+    events: EventCounts, *, accountant: str, of: RiskOf, marks: frozenset[str] = frozenset()
 ) -> dict[str, Any] | None:
     """Return what an attacker can learn from all events together; None if nothing is proven.
 
     `events` are charges as the ledger records them. No cap on occurrences is credited, because the ledger does not prove
-    one. Where no replace-one curve is proven (Rényi divergences, noise that is `correlated` over steps), the content is
-    bounded by the add/remove curve composed with itself. Not for the membership of zero-out claims, which do not protect it.
+    one. `marks` state what limits the curves of the plans that made the events. Where no replace-one curve is proven, the
+    content is bounded by the add/remove curve composed with itself.
     """
-    found = _figures(tuple(sorted(events.items())), accountant, of == "content", correlated)
+    found = _figures(tuple(sorted(events.items())), accountant, of, marks)
     return copy.deepcopy(found)
 
 
 @lru_cache(maxsize=4096)
 def _figures(
-    events: tuple[tuple[EventKey, int], ...], accountant: str, content: bool, correlated: bool
+    events: tuple[tuple[EventKey, int], ...], accountant: str, of: RiskOf, marks: frozenset[str]
 ) -> dict[str, Any] | None:
-    if any(order for (_, _, order), _ in events) and not find_accountant(accountant).amplified:
-        return None  # as for ε: noise that followed its budget has no figure without amplification
-    if content and correlated:
-        curve, adjacency = trade_off(dict(events), accountant=accountant).twice(), TWO_STEPS
-    else:
-        relation = Adjacency.REPLACE_ONE if content else Adjacency.ADD_REMOVE
-        curve = trade_off(dict(events), accountant=accountant, adjacency=relation)
-        adjacency = "add-remove" if not content else TWO_STEPS if curve.bound == BY_RENYI else "replace-one"
+    curve = risk_curve(dict(events), accountant=accountant, of=of, marks=marks)
+    if curve is None:
+        return None
+    twice = COMPOSED in marks or curve.bound == BY_RENYI
+    adjacency = "add-remove" if of == "membership" else TWO_STEPS if twice else "replace-one"
     mu, advantage = curve.mu(LEAST_RATE), _rounded_up(curve.advantage())
     found = {
         "adjacency": adjacency,
         "bound": curve.bound,
-        "tpr": {f"{fpr:g}": _rounded_up(curve.tpr(fpr)) for fpr in FALSE_POSITIVE_RATES},
+        "tpr": {f"{fpr:g}": _rounded_up(curve.tpr(fpr)) for fpr in STATED_RATES},
         "accuracy": _rounded_up(0.5 + 0.5 * advantage),
         "advantage": advantage,
         "mu": _rounded_up(mu) if math.isfinite(mu) else None,
         "mu_least_rate": LEAST_RATE,
     }
-    if content:
+    if of == "content":
         found["success"] = {f"{base:g}": _rounded_up(curve.success(base)) for base in BASELINES}
     return found
 
@@ -298,7 +295,7 @@ def _run_statements(evidence: RunEvidence, header: Header, beside: Sequence[Mapp
          f"in leaf {leaf} of the ledger. These statements cannot be changed after the run, but the ledger does not prove them."),
         *((True, "assumption", f"No contribution of class {name} was used more than {cap} times. The run counted that itself; the "
            "figures without amplification rest on it.") for name, cap in end.max_occurrences.items()),
-        (not evidence.claims_membership([evidence.run]), "not covered",
+        (ZERO_OUT in evidence.marks([evidence.run]), "not covered",
          "How many took part: their number is public here, and ε compares content with nothing in its place."),
         (gaussian and not end.hardened, "not covered",
          "Attacks on floating-point rounding of the noise: not all of it was hardened, some was plain."),

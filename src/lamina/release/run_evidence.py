@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,6 +20,7 @@ from lamina.ledger.schema import schema_of
 from lamina.ledger.show import record_to_dict
 from lamina.ledger.signed_checkpoint import LedgerCheckpoint, parse_checkpoint
 from lamina.ledger.spending import Spending
+from lamina.plan.risk import ZERO_OUT, curve_marks
 from lamina.plan.step_plan import PlannedClass, StepPlan
 from lamina.release.signed import bounded_whole, is_short_text
 from lamina.spend.accounts import RecordedSpend, account_name
@@ -233,18 +234,11 @@ class RunEvidence:
         """The runs that charged an account, up to the checkpoint."""
         return [run for run in self.all_plans if self.spent.of_run(run, account_name(bound))]
 
-    def claims_membership(self, runs: Iterable[bytes]) -> bool:
-        """Whether every one of these runs states that ε covers membership. A run whose end is not recorded does not."""
-        return all(
-            run in self.ends
-            and not self.ends[run][1].public_number
-            and not any(each.injection.raw for each in self.all_plans[run])
-            for run in runs
-        )
-
-    def correlated(self, runs: Iterable[bytes]) -> bool:
-        """Whether the noise of one of these runs is correlated over steps."""
-        return any(each.bands > 1 for run in runs for each in self.all_plans[run])
+    def marks(self, runs: Sequence[bytes]) -> frozenset[str]:
+        """What limits the curves of these runs (`curve_marks`). A run whose end is not recorded claims no membership."""
+        found = frozenset[str]().union(*(curve_marks(plan) for run in runs for plan in self.all_plans[run]))
+        claimed = all(run in self.ends and not self.ends[run][1].public_number for run in runs)
+        return found if claimed else found | {ZERO_OUT}
 
     def charged(self, cls: str) -> bool:
         """Whether the account of the whole class says what any of its members can have lost: no epoch leaves it out."""

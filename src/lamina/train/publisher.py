@@ -304,7 +304,7 @@ def final_figures(run: Run, plan: StepPlan, caps: Mapping[str, int], step: int) 
                 "rho": figures.rho,
                 "epsilon_unamplified": figures.epsilon_unamplified,
             }
-        if plan.bands > 1:  # other content may be another identity, with another turn: nothing is proven
+        if not plan.proves_replace_one:
             found[name]["epsilon_replace_one"] = None
         found[name]["max_occurrences"] = cap
     return found
