@@ -28,7 +28,8 @@ atexit.register(show)
 def torchrun(project: Any, *words: str) -> tuple[int, str, str]:
     """Exit code, output and errors; every rank also says which threads of gloo are left when it ends."""
     project.write("sitecustomize.py", THREADS_AT_EXIT)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(project.folder)}
+    path = os.pathsep.join(filter(None, [str(project.folder), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": path}
     command = [sys.executable, *LAUNCH, str(project.folder / "first.toml"), *words]
     ended = subprocess.run(command, cwd=project.folder, env=environment, capture_output=True, text=True, timeout=240)
     return ended.returncode, ended.stdout, ended.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -312,7 +313,9 @@ def test_an_older_copy_is_refused_between_two_runs(tmp_path: Path) -> None:
         problem.trainer(tmp_path / "c", plan=plan, bounds=LOOSE).fit()
 
 
-def test_a_fork_of_the_same_size_is_refused_until_its_keeper_accepts_it(tmp_path: Path) -> None:
+def test_a_fork_of_the_same_size_is_refused_until_its_keeper_accepts_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path, saved = tmp_path / "tests.ledger.db", tmp_path / "saved"
     plan = problem.plan(problem.net(), 4)
     problem.trainer(tmp_path / "a", plan=plan, bounds=LOOSE).fit()
@@ -327,9 +330,14 @@ def test_a_fork_of_the_same_size_is_refused_until_its_keeper_accepts_it(tmp_path
     beside.write_bytes(late)
     with raises_code("ledger.older-than-kept"):
         problem.trainer(tmp_path / "d", plan=plan, bounds=LOOSE).fit()
-    with Ledger.open(path, PrivateKey.load(tmp_path / "tests.ledger.pem", None)) as ledger:
-        ledger.accept()
+    app(
+        ["ledger", "checkpoint", str(path), "--key", str(tmp_path / "tests.ledger.pem"), "--accept"],
+        standalone_mode=False,
+    )
+    (line,) = json.loads(beside.read_text())["accepted"]
+    assert line in capsys.readouterr().err and "7 signed leaves instead of 7" in line
     problem.trainer(tmp_path / "d", plan=plan, bounds=LOOSE).fit()
+    assert json.loads(beside.read_text())["accepted"] == [line]  # it stays
     assert beside.stat().st_mode & 0o777 == 0o600
     assert verify(path, signatures=False).counts["epoch"] == 3
 

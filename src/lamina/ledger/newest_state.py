@@ -39,6 +39,7 @@ class NewestState:
     records   run → number of its starts and ends in the newest tree
     held      run → digest of its open rows
     open      the newest head over the open rows
+    accepted  a line for each time that another state was accepted instead of the one that was kept
     """
 
     trees: Mapping[int, bytes] = field(default_factory=dict)
@@ -47,6 +48,7 @@ class NewestState:
     records: Mapping[bytes, int] = field(default_factory=dict)
     open: OpenHead | None = None
     held: Mapping[bytes, bytes] = field(default_factory=dict)
+    accepted: tuple[str, ...] = ()
 
     @property
     def size(self) -> int:
@@ -62,7 +64,7 @@ class NewestState:
         found = self
         if newer.size >= self.size:
             trees = dict(sorted({**self.trees, **newer.trees}.items())[-_MOST_TREES:])
-            found = replace(newer, trees=trees, open=self.open, held=self.held)
+            found = replace(newer, trees=trees, open=self.open, held=self.held, accepted=self.accepted)
         if newer.open is not None and (self.open is None or newer.open.counter >= self.open.counter):
             found = replace(found, open=newer.open, held=newer.held)
         return found
@@ -172,6 +174,7 @@ def _to_json(state: NewestState) -> dict[str, Any]:
         "records": {run.hex(): count for run, count in sorted(state.records.items())},
         "open": None if state.open is None else state.open.encode().hex(),
         "held": {run.hex(): digest.hex() for run, digest in sorted(state.held.items())},
+        "accepted": list(state.accepted),
     }
 
 
@@ -182,4 +185,5 @@ def _from_json(plain: Any) -> NewestState:
     )
     held = {bytes.fromhex(run): bytes.fromhex(digest) for run, digest in plain["held"].items()}
     head = None if plain["open"] is None else OpenHead.decode(bytes.fromhex(plain["open"]))
-    return NewestState(trees, int(plain["others"]), attempts, records, head, held)
+    accepted = tuple(map(str, plain.get("accepted", ())))
+    return NewestState(trees, int(plain["others"]), attempts, records, head, held, accepted)

@@ -7,6 +7,7 @@ import os
 import time as system
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from typing import TypeVar
 
@@ -161,13 +162,15 @@ class Ledger(LedgerReader):
         """Keep the state of the ledger, after a run has entered again what it lacked."""
         if self._restoring:
             self._restoring = False
-            self.accept()
+            self.accept("a run entered again what was missing")
 
-    def accept(self) -> None:
+    def accept(self, why: str = "accepted by the holder of the key") -> str:
         """Accept the ledger as it is: sign its open rows, and keep its newest checkpoint instead of what was kept before.
 
-        An operator does this after reviewing the ledger. Its leaves are not changed.
+        An operator does this after reviewing the ledger. Its leaves are not changed. Returns the line that is kept
+        about it in the file beside the key.
         """
+        before = NewestState() if self._kept is None else self._kept.load()
         self._compared = True
 
         def work(rows: StoreWriter) -> NewestState:
@@ -177,7 +180,10 @@ class Ledger(LedgerReader):
                 return found
             return NewestState.of(rows, leaves, last.size, notes.parse_checkpoint(last.text)[0].root).joined(found)
 
-        self._keep(self.transact(work), anew=True)
+        found = self.transact(work)
+        line = f"{format_utc(self.now())}: {found.size} signed leaves instead of {before.size}, {why}"
+        self._keep(replace(found, accepted=(*before.accepted, line)), anew=True)
+        return line
 
     def check_open(self, rows: StoreReader) -> OpenHead | None:
         """Return the head over the open rows; raise LedgerDamaged if they differ from what the ledger key signed last.

@@ -196,7 +196,7 @@ def checkpoint(
         with open_ledger(ledger, key, passphrase_file) as book:
             if key is not None:
                 if accept:
-                    book.accept()
+                    print_note(f"kept beside the key: {book.accept()}")
                 book.checkpoint()
             if cosigned is not None:
                 given = keys.read_small(cosigned, "the checkpoint", most=_MAX_FILE_BYTES)
