@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,8 +12,11 @@ from typing import Any
 
 import apsw
 import hospital
+import postgres
 import problem
+import psycopg
 import pytest
+from making import GOVERNING
 from refusals import raises_code
 from stopping import LOOSE, During, Killed, die
 
@@ -417,3 +421,107 @@ def test_a_view_from_before_another_writer_is_not_taken_for_a_rollback(tmp_path:
         problem.trainer(tmp_path / "a", bounds=LOOSE).fit()
         head = slow.check_open(rows)
         assert head is not None and head.size < verify(path, signatures=False).size
+
+
+# ---------------------------------------------------------------------------------------- the same in PostgreSQL
+
+
+ROWS = ("held", "terms", "run", "meta", "attempt")
+
+
+@pytest.fixture
+def at_server(server: postgres.Server, tmp_path: Path) -> dict[str, Any]:
+    """Options of trainers whose ledger is in a database of its own, with a key from a file."""
+    PrivateKey.generate().save(tmp_path / "ledger.pem", None)
+    where = f"{server.database(f'hidden_{os.getpid()}')}#ward"
+    return {
+        "ledger": where,
+        "key": PrivateKey.load(tmp_path / "ledger.pem", None),
+        "governing": GOVERNING,
+        "bounds": LOOSE,
+    }
+
+
+def in_ward(options: dict[str, Any]) -> psycopg.Connection:
+    db = psycopg.connect(options["ledger"].partition("#")[0], autocommit=True)
+    db.execute("SET search_path TO ward")
+    return db
+
+
+@pytest.mark.parametrize(
+    "hide",
+    [
+        "DELETE FROM held WHERE segment >= 0",
+        "DELETE FROM held WHERE segment < 0",
+        "UPDATE held SET leaf = 1",
+        "DELETE FROM terms",
+        "UPDATE run SET finished = 1",
+        "DELETE FROM meta WHERE name = 'open'",
+        "UPDATE leaf SET kind = 2 WHERE kind = 3",
+        "DELETE FROM attempt",
+    ],
+)
+def test_rows_that_were_changed_on_a_server_are_refused(tmp_path: Path, at_server: dict[str, Any], hide: str) -> None:
+    with pytest.raises(Killed):
+        problem.trainer(tmp_path / "a", progress=During({8: die}), **at_server).fit()
+    with in_ward(at_server) as db:
+        before = {name: db.execute(f"SELECT * FROM {name}").fetchall() for name in ROWS if f" {name}" in hide}
+        kinds = db.execute("SELECT kind, seq FROM leaf").fetchall()
+        assert db.execute(hide).rowcount
+        for name in ("a", "b"):
+            with raises_code(
+                "ledger.open-rows-differ", "ledger.open-rows-replayed", "ledger.kind-index-differs",
+                "ledger.attempt-index-differs",
+            ):  # fmt: skip
+                problem.trainer(tmp_path / name, **at_server).fit()
+        for name, rows in before.items():
+            db.execute(f"DELETE FROM {name}")
+            for row in rows:
+                db.execute(f"INSERT INTO {name} VALUES ({', '.join(['%s'] * len(row))})", row)
+        db.cursor().executemany("UPDATE leaf SET kind = %s WHERE seq = %s", kinds)
+    problem.trainer(tmp_path / "a", **at_server).fit()
+    assert verify(at_server["ledger"], signatures=False).problem is None
+
+
+def accept(options: dict[str, Any]) -> None:
+    with Ledger.open(options["ledger"], options["key"]) as ledger:
+        ledger.accept()
+
+
+def test_an_older_copy_of_a_database_is_refused(
+    tmp_path: Path, at_server: dict[str, Any], server: postgres.Server
+) -> None:
+    """A whole database is restored from its backup while an attempt of another run is open, and between two runs."""
+    name, backup, plan = f"hidden_{os.getpid()}", f"backup_{os.getpid()}", problem.plan(problem.net(), 4)
+
+    def copied(source: str, to: str) -> None:
+        with psycopg.connect(server.url(), autocommit=True) as db:
+            db.execute(f"DROP DATABASE IF EXISTS {to} WITH (FORCE)")
+            db.execute("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = %s", [source])
+            db.execute(f"CREATE DATABASE {to} TEMPLATE {source}")
+
+    problem.trainer(tmp_path / "a", plan=plan, **at_server).fit()
+    copied(name, backup)
+    with pytest.raises(Killed):
+        problem.trainer(tmp_path / "b", plan=plan, progress=During({2: die}), **at_server).fit()
+    copied(backup, name)
+    with raises_code("ledger.open-rows-replayed", "ledger.older-than-kept"):
+        problem.trainer(tmp_path / "c", plan=plan, **at_server).fit()
+    with raises_code("ledger.open-rows-replayed"):  # no signed leaf is missing, only open charges: its keeper decides
+        problem.trainer(tmp_path / "b", plan=plan, **at_server).fit()
+    accept(at_server)
+    problem.trainer(tmp_path / "b", plan=plan, **at_server).fit()  # its journal says what is missing
+    assert verify(at_server["ledger"], signatures=False).counts["epoch"] == 2
+    copied(backup, name)
+    with raises_code("ledger.older-than-kept"):
+        problem.trainer(tmp_path / "c", plan=plan, **at_server).fit()
+    problem.trainer(tmp_path / "b", plan=plan, **at_server).fit()  # enters its start, epoch and end again
+    problem.trainer(tmp_path / "c", plan=plan, **at_server).fit()
+    assert verify(at_server["ledger"], signatures=False).counts["epoch"] == 3
+    copied(backup, name)
+    for folder in ("b", "c", "d"):  # none of them has all that is missing
+        with raises_code("ledger.older-than-kept"):
+            problem.trainer(tmp_path / folder, plan=plan, **at_server).fit()
+    accept(at_server)
+    problem.trainer(tmp_path / "d", plan=plan, **at_server).fit()
+    assert verify(at_server["ledger"], signatures=False).problem is None
