@@ -310,6 +310,15 @@ def test_a_release_contains_the_evaluation(tmp_path: Path, key: PrivateKey) -> N
     assert codes(out, book, key) == set()
 
 
+def test_a_release_whose_evaluation_is_gone_or_a_link_is_named(tmp_path: Path, key: PrivateKey) -> None:
+    out, book = released(tmp_path, key)
+    path = out / "evaluation.json"
+    path.rename(tmp_path / "elsewhere")
+    assert codes(out, book, key) == {"release.file-missing", "release.evaluation-differs"}
+    path.symlink_to(tmp_path / "elsewhere")
+    assert "release.link" in codes(out, book, key)
+
+
 def forge(out: Path, book: Path, key: PrivateKey, folder: Path, **changes: Any) -> set[str]:
     key.save(folder / "release.pem", None)
     release_forger.forge(out, seed_of(folder / "release.pem"), **changes)

@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -263,7 +263,7 @@ def certify(
     """
     folder = Path(folder)
     metrics = RunMetrics.load(folder)
-    evidence = RunEvidence.read(ledger, metrics.run, checkpoint, evaluation=read_evaluation(folder))
+    evidence = replace(RunEvidence.read(ledger, metrics.run, checkpoint), evaluation=read_evaluation(folder))
     end = evidence.ended
     verification = verify(ledger.store, trust=trust) if verification is None else verification
     failed: dict[str, str] = {}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +43,7 @@ def compare_with_ledger(
 ) -> Verification | None:  # fmt: skip
     """Note every difference between a release and its ledger. Return the verification of the ledger, if it is the right one.
 
-    `certificates` are those of the release, by file, and `evaluations` the files that they take their utility from, by run.
+    `certificates` are those of the release, by file, and `evaluations` what they take their utility from, by the same file.
     Returns None for another ledger or one that does not verify.
     """
     # 1. The ledger is the one that the manifest names, continued.
@@ -73,11 +74,11 @@ def compare_with_ledger(
     # 5. Every certificate, and 6. the posture, follow from the leaves up to that checkpoint.
     try:
         evidence = [
-            RunEvidence.read(ledger, bytes.fromhex(run), manifest.ledger["checkpoint"], evaluation=evaluations.get(run))
+            RunEvidence.read(ledger, bytes.fromhex(run), manifest.ledger["checkpoint"])
             for run in manifest.predicate["runs"]
         ]
         for run, (file, certificate) in zip(evidence, certificates.items(), strict=False):
-            _compare_certificate(run, certificate, file, ledger, note)
+            _compare_certificate(replace(run, evaluation=evaluations.get(file)), certificate, file, ledger, note)
         _compare_posture(manifest, read_posture(ledger, evidence), evidence, note)
     except LaminaError as error:
         note(error.code, error.problem, _MANIFEST)

@@ -23,6 +23,7 @@ import shutil
 import stat
 import time as system
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -409,11 +410,10 @@ def verify_release(
         certificates = _check_certificates(folder, manifest, note)
         _check_ledger_head(manifest, trust, seen, now, note)
         if ledger is not None:
-            evaluations = {
-                certificate.content["run"]["id"]: read_file(folder, _evaluation_of(file), MAX_EVALUATION_BYTES)
-                for file, certificate in certificates.items()
-                if _evaluation_of(file) in manifest.subjects
-            }
+            evaluations = {}
+            for file in certificates:
+                with suppress(LaminaError):  # it is missing; the comparison names it if it is needed
+                    evaluations[file] = read_file(folder, _evaluation_of(file), MAX_EVALUATION_BYTES)
             compared = compare_with_ledger(
                 manifest, certificates, ledger, trust=trust, now=now, note=note, evaluations=evaluations
             )

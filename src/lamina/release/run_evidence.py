@@ -100,7 +100,7 @@ class RunEvidence:
     split      classes of which an epoch of any run charges signed bounds and not the whole class
     spent      charges of all runs, up to the checkpoint
     first_leaves  by run, the first leaf that is about it, up to the checkpoint
-    evaluation the bytes of evaluation.json, from a folder; None if there is none
+    evaluation the bytes of evaluation.json, which are in no ledger; None if they are not given
     """
 
     run: bytes
@@ -122,9 +122,7 @@ class RunEvidence:
     evaluation: bytes | None = field(default=None, repr=False)
 
     @classmethod
-    def read(
-        cls, ledger: LedgerReader, run: bytes, checkpoint: str | None = None, *, evaluation: bytes | None = None
-    ) -> RunEvidence:
+    def read(cls, ledger: LedgerReader, run: bytes, checkpoint: str | None = None) -> RunEvidence:
         """Read what the ledger records about a run up to a checkpoint, by default the newest; raise RunError if nothing.
 
         Neither the ledger nor the checkpoint is verified here. Leaves after a given checkpoint do not count.
@@ -173,7 +171,7 @@ class RunEvidence:
             later=len(mine) - len(covered), split=frozenset(split), spent=spent,
             leaves={each: tuple(seqs) for each, seqs in leaves.items()},
             all_plans={each: tuple(plans[digest] for digest in digests) for each, digests in planned.items()},
-            first_leaves={each: seq for seq, each in sorted(firsts, reverse=True)}, evaluation=evaluation,
+            first_leaves={each: seq for seq, each in sorted(firsts, reverse=True)},
         )  # fmt: skip
 
     @property

@@ -15,7 +15,7 @@ from scipy.stats import binomtest, rankdata
 
 from lamina.admit.keys import read_small
 from lamina.admit.signed_json import canonical_json, parse_json
-from lamina.errors import EncodingError, NotVerified, RunError
+from lamina.errors import LaminaError, RunError
 from lamina.ledger.run_records import EVALUATION
 from lamina.release.run_evidence import RunEvidence
 from lamina.release.signed import bounded_number, bounded_whole, is_short_text
@@ -145,7 +145,7 @@ def read_evaluation(folder: Path) -> bytes | None:
 def utility_section(evidence: RunEvidence) -> list[dict[str, Any]]:
     """Return the figures of the evaluation that the end of the run names, for a certificate.
 
-    A value of None is that of a group with fewer than 10 records, or is not defined. Raises NotVerified if the file is
+    A value of None is that of a group with fewer than 10 records, or is not defined. Raises RunError if the file is
     missing or differs from its digest in the ledger.
     """
     digest, data = evidence.ended.digests.get(EVALUATION), evidence.evaluation
@@ -153,15 +153,15 @@ def utility_section(evidence: RunEvidence) -> list[dict[str, Any]]:
         return []
     if data is None or hashlib.sha256(data).hexdigest() != digest:
         how = "is missing" if data is None else "differs from what the run recorded"
-        raise NotVerified("release.evaluation-differs", f"{EVALUATION} {how}", "restore it from a copy of the run")
+        raise RunError("release.evaluation-differs", f"{EVALUATION} {how}", "restore it from a copy of the run")
     try:
         found = parse_json(data, EVALUATION)
         about = {name: found[name] for name in ("level", "on", "step")} | {"covered_by_epsilon": True, "digest": digest}
         rows = [{name: each[name] for name in _ROW} | about for each in found["figures"]]
         check_utility(rows)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, LaminaError) as error:
         problem = f"{EVALUATION} cannot be read: {error}"
-        raise EncodingError("release.evaluation-malformed", problem, "evaluate it again in another run") from None
+        raise RunError("release.evaluation-malformed", problem, "evaluate it again in another run") from None
     return rows
 
 
