@@ -6,7 +6,7 @@ The public names, in the order in which a run comes to be:
     policy = lamina.Policy.load("policy.toml")
     plan   = lamina.make_plan(stack, policy, batch=256, steps=1_000, epsilon={"clinical": 1.0})
     corpus = lamina.Gate(policy, "keys.json").admit("contributions")     # or lamina.Corpus(x, y, unit=patient, …)
-    outcome = lamina.Trainer(model, optimizer, loss_fn, corpus, plan, folder="runs/first").fit()
+    outcome = lamina.Trainer(model, "auto", loss_fn, corpus, plan, folder="runs/first").fit()
 
 or, with a loop of one's own:
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from lamina.release import Certificate, Query, ReleaseGate, Rights, certify, make_release, verify_release
     from lamina.release.utility import Figure
     from lamina.sensitivity.measure import Measure, measure
-    from lamina.train import Callback, Evaluation, Outcome, RunFigures, Trainer, make_private
+    from lamina.train import Callback, Evaluation, Outcome, RunFigures, Trainer, make_private, private_optimizer
     from lamina.train.pretrain import merge_subspace, pretrain, private_subspace
 
 __version__ = "0.1.0"
@@ -47,7 +47,7 @@ __all__ = [
     "measure", "Measure", "make_plan", "StepPlan", "Clipping",
     "Engine", "Batch", "route", "rows", "examples",
     "PrivateKey", "PublicKey", "KeyRing", "Gate",
-    "make_private", "pretrain", "private_subspace", "merge_subspace",
+    "make_private", "private_optimizer", "pretrain", "private_subspace", "merge_subspace",
     "Corpus", "Trainer", "Evaluation", "Figure", "Callback", "RunFigures", "Outcome", "Ledger",
     "certify", "Certificate", "make_release", "verify_release", "ReleaseGate", "Query", "Rights",
     "NoiseSource", "SecureNoise", "SeededNoise",
@@ -70,7 +70,7 @@ _HOME = {
     ),
     "lamina.release.utility": ("Figure",),
     "lamina.corpus": ("Gate", "Corpus"),
-    "lamina.train": ("make_private", "Trainer", "Evaluation", "Callback", "RunFigures", "Outcome"),
+    "lamina.train": ("make_private", "private_optimizer", "Trainer", "Evaluation", "Callback", "RunFigures", "Outcome"),
     "lamina.train.pretrain": ("pretrain", "private_subspace", "merge_subspace"),
 }  # fmt: skip
 

@@ -429,7 +429,7 @@ def test_a_run_file_is_planned_as_it_would_train(project: Project) -> None:
     assert (longer["steps"], longer["batch"]) == (9, 20)
     own = answer(project.call("plan", str(project.folder / "policy.toml"), "--steps", "9", "--batch", "20", "--json"))
     assert any("built-in 'residual'" in note for note in own["notes"])
-    wrong = project.write("b.toml", project.run.replace("optimizer", "optimiser"))
+    wrong = project.write("b.toml", project.run.replace("batch", "bacth"))
     refused(project.call("plan", str(wrong)), "cli.run-keys-unknown")
 
 

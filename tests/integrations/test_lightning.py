@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +183,23 @@ class PerEpoch(Classifier):
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), 0.1)
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+
+class WithoutOptimizer(Classifier):
+    def configure_optimizers(self) -> Any:
+        return None
+
+
+@pytest.mark.filterwarnings("ignore:.*will run with no optimizer")
+def test_a_module_without_an_optimiser_gets_that_of_the_plan(tmp_path: Path) -> None:
+    module = WithoutOptimizer()
+    engine, corpus, plan = lamina.make_private(
+        module, (torch.randn(80, 4), torch.randint(0, 2, (80,))), epsilon=5.0, batch=8, steps=6
+    )
+    private = PrivateFit(corpus, plan, LOSS, folder=tmp_path / "run", engine=engine)
+    lightning(tmp_path, private).fit(module, private.loader())
+    told = json.loads((tmp_path / "run" / "metrics.json").read_text(encoding="utf-8"))["optimizer"]
+    assert told["name"] == "Adam" and told["scheduler"] == "CosineAnnealingLR"
 
 
 @pytest.mark.parametrize(

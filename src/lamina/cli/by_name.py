@@ -10,7 +10,7 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch.nn.functional as F
 from torch import Tensor, nn, optim
@@ -378,8 +378,11 @@ _REFUSED_OPTIMIZERS = {
 }
 
 
-def make_optimizer(name: str, arguments: Mapping[str, Any], model: nn.Module) -> optim.Optimizer:
-    """A torch optimiser over the model's parameters, with any further argument that it takes."""
+def make_optimizer(name: str, arguments: Mapping[str, Any], model: nn.Module) -> optim.Optimizer | Literal["auto"]:
+    """A torch optimiser over the model's parameters, with any further argument that it takes; "auto" is the trainer's."""
+    if name == "auto":
+        check_arguments(lambda: None, "optimizer 'auto'", arguments)
+        return "auto"
     kind = _look_up(name, "optimizer", OPTIMIZERS)
     made: optim.Optimizer = _construct(kind, f"optimizer '{name}'", arguments, list(model.parameters()))
     return made

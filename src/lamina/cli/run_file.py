@@ -19,6 +19,7 @@ from lamina.errors import LaminaError, PlanError, RunError
 from lamina.ledger.store.sqlite import printable_location
 from lamina.plan.policy import explain_validation_error
 from lamina.plan.selection import did_you_mean
+from lamina.train.optimizer import AUTO
 from lamina.train.run_files import make_folder, write_atomically
 from lamina.validate import parse_toml, read_text_file, short_repr
 
@@ -27,7 +28,6 @@ _REQUIRED_KEYS = {
     "model": 'model = "package.module:factory"',
     "data": '[data] with kind = "npz" and path = "data.npz"',
     "loss": 'loss = "cross_entropy"',
-    "optimizer": 'optimizer = { name = "adam", lr = 1e-3 }',
     "batch": "batch = 256",
 }
 
@@ -67,6 +67,8 @@ def with_preset(data: Mapping[str, Any]) -> dict[str, Any]:
     keys = presets.find(name).run_keys()
     if "epochs" in data:
         del keys["steps"]
+    if data.get("optimizer") == AUTO:
+        del keys["scheduler"]
     return {**keys, **data}
 
 
@@ -274,7 +276,7 @@ class RunFile(BaseModel):
     data: DataTable
     admit: AdmitTable | None = None
     loss: Annotated[NamedTable, _as_table("name")]
-    optimizer: Annotated[NamedTable, _as_table("name")]
+    optimizer: Annotated[NamedTable, _as_table("name")] = NamedTable(name=AUTO)
     scheduler: Annotated[NamedTable, _as_table("name")] | None = None
     preset: Text | None = None
     batch: Annotated[int | dict[str, int], _per_class(int, ">= 0")] | None = None
@@ -303,6 +305,12 @@ class RunFile(BaseModel):
     output: Text | None = None
     ledger: Text | None = None
     ledger_key: Text | None = None
+
+    @model_validator(mode="after")
+    def _auto_has_a_schedule(self) -> Self:
+        if self.optimizer.name == AUTO and self.scheduler is not None:
+            raise ValueError('optimizer = "auto" has a schedule of its own: remove scheduler, or name an optimizer')
+        return self
 
     @classmethod
     def load(cls, path: Path) -> RunFile:

@@ -131,7 +131,9 @@ class PlannedRun:
         given = {} if table is None else table.arguments
         interval = given.pop("interval", "step")
         times = self.plan.steps // steps_per_interval(self.plan, interval)
-        schedule = table and make_scheduler(table.name, given, optimizer, max(1, times))
+        schedule = None
+        if table is not None and optimizer != "auto":
+            schedule = make_scheduler(table.name, given, optimizer, max(1, times))
         with ranks.first_alone():
             corpus, opened = self.corpus(ledger, look=look or not ranks.first)
         return Trainer(

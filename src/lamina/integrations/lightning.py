@@ -13,6 +13,7 @@ from typing import Any
 import pytorch_lightning
 import torch
 from pytorch_lightning import callbacks, loggers
+from pytorch_lightning.core.optimizer import _MockOptimizer
 from torch.utils.data import DataLoader
 
 from lamina.corpus.corpus import Corpus
@@ -89,9 +90,9 @@ class PrivateFit(pytorch_lightning.Callback):  # type: ignore[misc]
                  are refused
     run_options  whatever else `lamina.Trainer` takes: segment, microbatches, ledger, probe, seed, …
 
-    Supported parts of Lightning: `configure_optimizers` with one optimiser and a schedule per step, validation between segments with what
-    `validation_step` logs, its loggers (which get ε), `EarlyStopping` and `ModelCheckpoint` after
-    validations. `outcome` is what the run came to.
+    Supported parts of Lightning: `configure_optimizers` with one optimiser and a schedule per step (None: those of the plan,
+    `lamina.private_optimizer`), validation between segments with what `validation_step` logs, its loggers (which get ε),
+    `EarlyStopping` and `ModelCheckpoint` after validations. `outcome` is what the run came to.
     Hooks of the module for batches and epochs of training are not called; callbacks that have such hooks are refused.
     """
 
@@ -130,6 +131,8 @@ class PrivateFit(pytorch_lightning.Callback):  # type: ignore[misc]
         for each in trainer.checkpoint_callbacks:
             each._save_on_train_epoch_end = False
         (optimizer,), schedule = trainer.optimizers, self._schedule(trainer)
+        if isinstance(optimizer, _MockOptimizer):  # configure_optimizers returned None
+            optimizer = "auto"
         surface = _LightningSurface(trainer, pl_module)
         evaluation = None
         if self.eval_on is not None:

@@ -277,6 +277,7 @@ def public_figures(run: Run, plan: StepPlan, state: TrainingState, notes: Sequen
         "segments": state.segments,
         "plan": plan.digest().hex(),
         "accountant": plan.accountant,
+        "optimizer": state.optimizer_figures,
         "classes": classes,
         "evaluations": [{name: each[name] for name in ("step", "figures")} for each in state.evaluations],
         "code": code_version(),

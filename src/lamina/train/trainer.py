@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -36,6 +36,7 @@ from lamina.train.code_fingerprint import SettingsFingerprint, settings_fingerpr
 from lamina.train.distributed import LedSegment, RunLead, follow
 from lamina.train.journal import AttemptOpened
 from lamina.train.membership import AdmissionRenewal, LedgerMembership, remember_withdrawals
+from lamina.train.optimizer import resolve_optimizer
 from lamina.train.publisher import Evaluation, Outcome, Publisher
 from lamina.train.run import LedgerArgument, Run, keep_charging_bounds, link_ledger, neighbours_of_run, open_run_ledger
 from lamina.train.run_files import Lease, make_folder
@@ -60,6 +61,7 @@ from lamina.train.trainer_checks import (
     check_class_names,
     check_depth_profiles,
     check_filters,
+    check_optimizer,
     check_scheduler,
     check_trainer_arguments,
     check_trainer_options,
@@ -89,7 +91,7 @@ class Trainer:
     a segment leaves before its charge is durable in journal and ledger, its checkpoint is, and the leaf that
     records it.
 
-        run = lamina.Trainer(model, optimizer, loss_fn, corpus, plan, folder="runs/first")
+        run = lamina.Trainer(model, "auto", loss_fn, corpus, plan, folder="runs/first")
         outcome = run.fit()          # again after a crash: goes on where it was
 
     Under torch.distributed every rank makes the same trainer and calls `fit`: docs/distributed.md. Rank 0 alone writes.
@@ -97,6 +99,7 @@ class Trainer:
     loss_fn(output, y) gives one loss per example; without y it gets x. A mapping x is passed as keywords, a tuple as
     arguments.
 
+    optimizer        "auto": that of the plan, with its schedule (`private_optimizer`); or a torch optimiser
     folder           where the run lives; the same folder again resumes it
     ledger           an open `Ledger`, the path of one, or "postgresql://…#schema"; made if there is none. Default: the
                      corpus's own beside the folder, ORIGIN.ledger.db, which all runs on it share
@@ -133,7 +136,7 @@ class Trainer:
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: Optimizer, loss_fn: Callable[[Any, Any], Tensor], corpus: Corpus,
+        self, model: nn.Module, optimizer: Optimizer | Literal["auto"], loss_fn: Callable[[Any, Any], Tensor], corpus: Corpus,
         plan: StepPlan, *, folder: str | Path, ledger: LedgerArgument = None, key: PrivateKey | None = None,
         governing: PrivateKey | None = None,
         bounds: Mapping[str, float] | None = None, accounts: Sequence[SignedAccount] | None = None,
@@ -145,8 +148,9 @@ class Trainer:
         probe: ProbeArgument = True, proxy: Proxy | None = None, inside: bool = False, progress: bool | Progress = True,
         seed: int | None = None, starting_weights: str | Path | None = None,
     ) -> None:  # fmt: skip
-        optimizer, scheduler = unwrap_prepared(optimizer), unwrap_prepared(scheduler)
-        check_trainer_arguments(model, optimizer, loss_fn, corpus, plan)
+        check_trainer_arguments(model, loss_fn, corpus, plan)
+        chosen, scheduler = resolve_optimizer(model, plan, unwrap_prepared(optimizer), unwrap_prepared(scheduler))
+        check_optimizer(model, chosen)
         self.interval = check_scheduler(scheduler, plan, interval)
         check_trainer_options(folder, evaluate, max_occurrences, callbacks)
         corpus.check(plan)
@@ -155,7 +159,7 @@ class Trainer:
         self._ranks = Ranks.current() if engine is None else engine.ranks
         self._ranks.share_weights(model)
         self._lead = RunLead(self._ranks)
-        self.model, self.optimizer, self.loss_fn = model, optimizer, loss_fn
+        self.model, self.optimizer, self.loss_fn = model, chosen, loss_fn
         self.corpus, self.plan, self.scheduler = corpus, plan, scheduler
         self.folder = Path(folder)
         self._ledger_argument, self._key, self._governing = ledger, key, governing
@@ -200,7 +204,7 @@ class Trainer:
             raise RunError("train.sharded-model", problem, "leave them out, and evaluate the checkpoint or the outcome")
         average = None if ema is None else MovingAverage(model, ema)
         self.state = TrainingState(
-            model=model, optimizer=optimizer, scheduler=scheduler, ema=average, filters=dict(filters or {})
+            model=model, optimizer=chosen, scheduler=scheduler, ema=average, filters=dict(filters or {})
         )
         self._engine = engine if engine is not None else Engine(model, plan, proxy=proxy)
         self._declared = declared_start(self._engine.starting_weights if starting_weights is None else starting_weights)

@@ -43,7 +43,7 @@ from lamina.train.run_output import Callback
 from lamina.validate import one_of
 
 
-def check_trainer_arguments(model: Any, optimizer: Any, loss_fn: Any, corpus: Any, plan: Any) -> None:
+def check_trainer_arguments(model: Any, loss_fn: Any, corpus: Any, plan: Any) -> None:
     """Refuse arguments of the wrong kind."""
     if not isinstance(model, nn.Module):
         kind = f"class {model.__name__}, not an instance of it" if isinstance(model, type) else type(model).__name__
@@ -52,7 +52,6 @@ def check_trainer_arguments(model: Any, optimizer: Any, loss_fn: Any, corpus: An
     if not isinstance(plan, StepPlan):
         remedy = "make one: lamina.make_plan(stack, policy, …)"
         raise RunError("corpus.plan-not-a-plan", f"the plan is a {type(plan).__name__}", remedy)
-    _check_optimizer(model, optimizer)
     _check_loss(loss_fn)
     refuse_loader(corpus)
     if not isinstance(corpus, Corpus):
@@ -147,9 +146,10 @@ def epsilon_bounds_of_policy(corpus: Corpus, plan: StepPlan) -> dict[str, float]
     return {name: bound for name, bound in found.items() if bound is not None}
 
 
-def _check_optimizer(model: nn.Module, optimizer: Any) -> None:
+def check_optimizer(model: nn.Module, optimizer: Any) -> None:
+    """Refuse an optimiser that cannot take the steps of a private run of this model."""
     if not isinstance(optimizer, Optimizer):
-        remedy = "give a torch optimiser: torch.optim.Adam(model.parameters(), lr=1e-3)"
+        remedy = 'give "auto", or a torch optimiser: torch.optim.Adam(model.parameters(), lr=1e-3)'
         raise RunError("train.optimizer-not-an-optimizer", f"the optimiser is a {type(optimizer).__name__}", remedy)
     if isinstance(optimizer, LBFGS):
         problem = "LBFGS takes several gradients per step, and each would be a release"

@@ -494,6 +494,13 @@ class TrainingState:
         ]
 
     @property
+    def optimizer_figures(self) -> dict[str, Any]:
+        """Optimiser, schedule and the learning rate of each group as they were before the first step."""
+        schedule = None if self.scheduler is None else type(self.scheduler).__name__
+        rates = [float(group.get("initial_lr", group["lr"])) for group in self.given]
+        return {"name": type(self.optimizer).__name__, "lr": rates, "scheduler": schedule}
+
+    @property
     def factor(self) -> float:
         """What the noise of the next segment is multiplied by under an adaptive budget; 1 otherwise."""
         return 1.0 if self.adaptation is None else self.adaptation.proposed_factor
