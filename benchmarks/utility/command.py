@@ -3,10 +3,12 @@
     LAMINA_DATA=… python benchmarks/utility run [--task mnist …] [--policy flat …] [--seeds 3]
     python benchmarks/utility report
     LAMINA_DATA=… python benchmarks/utility clip [--task mnist …]
+    LAMINA_DATA=… LAMINA_TEXT=… python benchmarks/utility defaults [--held-out] [--validate] [--task wine …]
 
 `run` measures the layers and tunes every policy on public stand-ins (digits of scikit-learn, simulated ECG), then
 trains on the real data with what was chosen there. It writes benchmarks/results/utility-<task>.json after every single
 run and goes on where it was interrupted. `report` writes benchmarks/results/utility.md from these files.
+`defaults` compares settings that nobody tunes: benchmarks/results/defaults.json (defaults.py).
 `clip` holds the untuned clip norm against every one of a grid: benchmarks/results/utility-clip.json, and a table.
 """
 
@@ -24,7 +26,7 @@ from lamina import LayerStack
 from lamina.allocate.paper import PaperLADP, PaperLSAB
 from lamina.sensitivity.measure import Measure
 
-from . import clip_norm
+from . import clip_norm, defaults
 from .data import Split
 from .freezing import freezing
 from .glucose import cgm, cgm_simulated
@@ -32,6 +34,7 @@ from .goals import GOALS as REACHED
 from .policies import ENTRIES, Entry, planned
 from .proxy import measured
 from .report import report
+from .small_tasks import DEVELOPMENT, HELD_OUT
 from .store import RESULTS, Store
 from .tasks import DELTA, TASKS, Task
 from .tuning import once, tune
@@ -109,8 +112,11 @@ def _saved(measure: Measure, sizes: list[int]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("run", "report", "clip", "goals"))
-    parser.add_argument("--task", action="append", choices=tuple(TASKS | clip_norm.COLUMNS), help="default: all")
+    parser.add_argument("what", choices=("run", "report", "clip", "goals", "defaults"))
+    small = tuple(task.name for task in (*DEVELOPMENT, *HELD_OUT))
+    parser.add_argument("--task", action="append", choices=(*TASKS, *clip_norm.COLUMNS, *small), help="default: all")
+    parser.add_argument("--held-out", action="store_true", help="of defaults: the tasks that no choice was made on")
+    parser.add_argument("--validate", action="store_true", help="of defaults: against lamina.Engine")
     parser.add_argument("--goal", action="append", choices=tuple(GOALS), help="of goals; default: all")
     parser.add_argument("--policy", action="append", choices=tuple(ENTRIES), help="default: all")
     parser.add_argument("--seeds", type=int, default=3)
@@ -126,6 +132,8 @@ def main() -> None:
     if chosen.what == "goals":
         for name in chosen.goal or GOALS:
             GOALS[name]()
+    elif chosen.what == "defaults":
+        defaults.main(chosen.task, held_out=chosen.held_out, check=chosen.validate)
     elif chosen.what == "clip":
         clip_norm.measure(chosen.task or list(clip_norm.COLUMNS))
         print(clip_norm.report())
