@@ -285,3 +285,33 @@ def test_a_run_tells_of_a_clip_norm_far_above_the_gradients_of_simulated_example
     notes = trainer.fit().notes
     assert any(note.startswith("the clip norm of class data, 50") for note in notes) == told
     assert verify(next(tmp_path.glob("*.ledger.db"))).verified
+
+
+def test_bands_correlate_the_noise_of_named_contributions() -> None:
+    model = net()
+    engine, corpus, plan = made(model=model, unit=[f"p{i}" for i in range(60)], population=60, bands=2, steps=6)
+    assert plan.bands == 2
+    turns = Event(sigma=plan.sigma(0), q=2 * 10 / 60, steps=3)  # six steps are three turns at twice the rate
+    price = find_accountant("pld").epsilon((turns,), 1e-5)
+    assert plan.epsilon(0) == pytest.approx(price, rel=1e-6) and price <= 3.0
+    before = copy.deepcopy(model.state_dict())
+    optimizer, schedule = lamina.private_optimizer(model, plan)
+    for batch in corpus.batches(plan):
+        engine.backward(
+            nn.functional.cross_entropy(model(batch.x), batch.y, reduction="none") if len(batch) else None, batch
+        )
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+    assert engine.budget.taken == 6
+    assert all(not torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+def test_bands_are_refused_where_turns_or_the_claim_would_not_hold() -> None:
+    with raises_code("train.bands-need-population"):
+        made(bands=2)
+    with raises_code("plan.policy-invalid"):
+        made(bands=0, population=60)
+    _, corpus, plan = made(bands=2, population=60, steps=6)
+    with raises_code("corpus.turns-without-ids"):
+        next(iter(corpus.batches(plan, probe=False)))

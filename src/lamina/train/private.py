@@ -173,13 +173,15 @@ def make_private(
     steps: int | None = None, unit: Any = None, population: int | None = None, allocate: str = DEFAULT_ALLOCATION,
     key: PrivateKey | None = None, rows: Mapping[str, str] | None = None, per_contribution: Sequence[str] = (),
     origin: str | None = None, other_people: str | None = None, starting_weights: str | os.PathLike[str] | None = None,
+    bands: int = 1,
 ) -> tuple[Engine, Corpus, StepPlan]:  # fmt: skip
     """Make engine, corpus and plan for one private class that reaches every layer, with ε and δ as given.
 
         engine, corpus, plan = lamina.make_private(model, (x, y), epsilon=3.0, delta=1e-5, batch=64, epochs=10)
+        optimizer, schedule = lamina.private_optimizer(model, plan)
         for batch in corpus.batches(plan):
             engine.backward(loss_fn(model(batch.x), batch.y) if len(batch) else None, batch)
-            optimizer.step(); optimizer.zero_grad()
+            optimizer.step(); optimizer.zero_grad(); schedule.step()
 
     data        a Corpus, x, a pair (x, y), or a torch Dataset
     unit        the contribution (patient, customer) of each example; default: each example is its own
@@ -196,6 +198,8 @@ def make_private(
                 `Trainer` would otherwise create another ledger beside an existing one; default: a digest of the data
     other_people  instead of origin: your statement why these are other people than in the ledgers beside it. The new
                 ledger and its certificates show it
+    bands       correlate the noise over so many steps (docs/decisions/correlated_noise.md): a gain if
+                `lamina.plan.correlation.prefix_error_ratio(plan)` is below 1. Needs `population`, and names: `unit`
     rows, per_contribution  as `Engine` takes them: whose rows are whose, and what is run once per contribution
     starting_weights  as `Trainer` takes it, which gets it with the engine: "untrained", "public", or another run
 
@@ -242,6 +246,9 @@ def make_private(
     if present > declared:
         problem = f"the corpus has more contributions than population={declared}"
         raise PlanError("train.population-below-corpus", problem, "declare a number that it cannot exceed")
+    if bands != 1 and population is None:  # ε would be zero-out, with a replace-one figure that is not proven here
+        problem = f"bands is {bands}, and population is not given"
+        raise PlanError("train.bands-need-population", problem, "declare a number that the contributions do not exceed")
     if delta * declared >= 1:
         problem = (
             f"delta={delta:g} with {declared} contributions: publishing one of them whole would be within the promise"
@@ -251,8 +258,9 @@ def make_private(
         )
     only = None if corpus.policy is None else corpus.policy.corpus.ledger
     about = {"origin": corpus.origin or "local", "delta": delta, "ledger": only}
+    noise = {} if bands == 1 else {"noise": {"correlation": "banded", "bands": bands}}
     terms = {"population": declared, "clip_norm": clip_norm or DEFAULT_CLIP_NORM, "unit": corpus.unit_name}
-    policy = Policy.from_dict({"corpus": about, "class": {names[0]: terms}})
+    policy = Policy.from_dict({"corpus": about, "class": {names[0]: terms}, **noise})
     if isinstance(batch, int) and batch > declared:
         problem = f"batch is {batch}, the corpus has {declared} contributions"
         remedy = f"batch is the expected contributions per step: choose fewer, such as {max(1, declared // 20)}"
@@ -266,13 +274,13 @@ def make_private(
         typical = typical_norm(model, plan, loss_fn, _as_corpus(proxy), rows=rows, per_contribution=per_contribution)
         if clip_norm is None:
             terms["clip_norm"] = _checked_clip_norm(untuned_clip_norm(typical))
-            plan = planned(Policy.from_dict({"corpus": about, "class": {names[0]: terms}}))
+            plan = planned(Policy.from_dict({"corpus": about, "class": {names[0]: terms}, **noise}))
         elif clip_norm > FAR_ABOVE * typical:
             text = f"clip_norm is {clip_norm:g}, {clip_norm / typical:.2g} times the typical gradient on the proxy: it scales"
             remedy = f"the noise up and clips nearly nobody. Leave it out, or give {untuned_clip_norm(typical):g}"
             warnings.warn(f"{text} {remedy}", LargeClipNorm, stacklevel=3)
     terms["epsilon"] = allowed = plan.epsilon(0) if epsilon is None else epsilon
-    policy = Policy.from_dict({"corpus": about, "class": {names[0]: terms}})
+    policy = Policy.from_dict({"corpus": about, "class": {names[0]: terms}, **noise})
     engine = Engine(model, plan, rows=rows, per_contribution=per_contribution)
     engine.claim, engine.starting_weights = f"ε is {plan.adjacency}", start
     corpus.public_number = population is None
