@@ -127,13 +127,14 @@ def main() -> None:
         default=Path(tempfile.gettempdir()) / "lamina-utility",
         help="where simulated beats and measures are kept between runs",
     )
+    parser.add_argument("--quick", action="store_true", help="of defaults: not every optimiser")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     if chosen.what == "goals":
         for name in chosen.goal or GOALS:
             GOALS[name]()
     elif chosen.what == "defaults":
-        defaults.main(chosen.task, held_out=chosen.held_out, check=chosen.validate)
+        defaults.main(chosen.task, held_out=chosen.held_out, check=chosen.validate, quick=chosen.quick)
     elif chosen.what == "clip":
         clip_norm.measure(chosen.task or list(clip_norm.COLUMNS))
         print(clip_norm.report())

@@ -23,7 +23,8 @@ from torch.nn import functional as F
 class Setting:
     """One way to train: `rate` is the largest learning rate, `sigma` the noise multiplier, `clip` the clip norm C.
 
-    schedule   "cosine" to zero, "constant", or "warm": a linear warm-up over a tenth of the steps, then a cosine
+    schedule   "cosine" to zero, "constant", "warm": a linear warm-up over a tenth of the steps, then a cosine; or "flat0.5":
+               constant, then falling to zero over the last half of the steps along a line
     optimizer  a key of OPTIMIZERS
     """
 
@@ -234,6 +235,8 @@ OPTIMIZERS: dict[str, Callable[[Tensor, Tensor], Step]] = {
 def _falling(schedule: str, t: int, steps: int) -> float:
     if schedule == "constant":
         return 1.0
+    if schedule.startswith("flat"):
+        return min(1.0, (1.0 - t / steps) / float(schedule[4:]))
     half = 0.5 * (1.0 + math.cos(math.pi * t / steps))
     return half * min(1.0, (t + 1) / max(1.0, 0.1 * steps)) if schedule == "warm" else half
 

@@ -157,7 +157,7 @@ def _real_beats() -> Problem:
 
 
 def _colour() -> Problem:
-    """Photographs of two kinds (LAMINA_COLOUR: .npz with x (N, 8, 8, 3) in [0, 1] and y), as 192 numbers."""
+    """Photographs of ten kinds, averaged to 8 × 8 pixels of three colours (LAMINA_COLOUR: .npz with x in [0, 1], and y)."""
     with np.load(os.environ["LAMINA_COLOUR"], allow_pickle=False) as arrays:
         x, y = arrays["x"].reshape(len(arrays["x"]), -1), arrays["y"]
     return _problem(2.0 * x - 1.0, y, (32,), "ce")
@@ -188,5 +188,5 @@ HELD_OUT = (
     _t("breast-cancer", "table, 426", lambda: _table("load_breast_cancer", (16,)), 64, 100, 1e-3),
     _t("ptbxl", "signal, patients", lambda: _ptbxl((24,)), 256, 150, 1e-4),
     _t("beats-real", "signal, patients, autoencoder", _real_beats, 256, 200, 1e-4),
-    _t("colour", "image, colour", _colour, 256, 250, 1e-5),
+    _t("colour", "image, 7,500, colour", _colour, 256, 250, 1e-5),
 )

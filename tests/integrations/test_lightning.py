@@ -199,7 +199,7 @@ def test_a_module_without_an_optimiser_gets_that_of_the_plan(tmp_path: Path) -> 
     private = PrivateFit(corpus, plan, LOSS, folder=tmp_path / "run", engine=engine)
     lightning(tmp_path, private).fit(module, private.loader())
     told = json.loads((tmp_path / "run" / "metrics.json").read_text(encoding="utf-8"))["optimizer"]
-    assert told["name"] == "Adam" and told["scheduler"] == "CosineAnnealingLR"
+    assert told["name"] == "Adam" and told["scheduler"] == "HoldThenFall"
 
 
 @pytest.mark.parametrize(

@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Adam, Optimizer
-from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
+from torch.optim.lr_scheduler import LRScheduler
 
 from lamina.errors import RunError
 from lamina.plan.step_plan import StepPlan
 from lamina.validate import one_of
 
 AUTO = "auto"
+FALLING = 0.3  # the part of the steps over which the rate falls
 
 
 def signal_to_noise(plan: StepPlan) -> float:
@@ -34,24 +35,37 @@ def signal_to_noise(plan: StepPlan) -> float:
 
 
 def private_rate(signal: float, steps: int) -> float:
-    """Return Adam's first learning rate:  min(0.06, 0.03·max(r, 1)^0.4)·√(150/max(T, 150)).
+    """Return Adam's learning rate:  min(0.042, 0.021·max(r, 1)^0.4) · min(1.25, √(150/T)).
 
     r is the signal-to-noise ratio of a step and T the number of steps. Chosen on development tasks, then measured on others
     (docs/utility.md, docs/decisions/optimizer.md).
     """
-    return min(0.06, 0.03 * math.pow(max(signal, 1.0), 0.4)) * math.sqrt(150.0 / max(steps, 150))
+    return min(0.042, 0.021 * math.pow(max(signal, 1.0), 0.4)) * min(1.25, math.sqrt(150.0 / steps))
+
+
+class HoldThenFall(LRScheduler):
+    """Holds the learning rate, then lets it fall to zero along a line over the last 30 % of the steps."""
+
+    def __init__(self, optimizer: Optimizer, steps: int) -> None:
+        self.steps = steps
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float | Tensor]:
+        """Return the rate of every group at the step `last_epoch`."""
+        left = max(0.0, 1.0 - self.last_epoch / self.steps)
+        return [base * min(1.0, left / FALLING) for base in self.base_lrs]
 
 
 def private_optimizer(model: nn.Module, plan: StepPlan) -> tuple[Optimizer, LRScheduler]:
     """Return an optimiser of the model's trainable parameters, and its schedule, to be stepped once per private step.
 
-    Adam, whose rate follows from the plan's signal and noise and falls to zero along a cosine over the plan's steps. Both
-    are fixed before the first step, depend on the plan alone, and cost nothing. For weights that are trained from their
-    first values; pre-trained ones need smaller steps (`lamina.presets`).
+    Adam, whose rate follows from the plan's signal and noise and falls to zero over the last steps of the plan. Both are
+    fixed before the first step, depend on the plan alone, and cost nothing. They are for weights that are trained from
+    their first values; pre-trained ones need smaller steps (`lamina.presets`).
     """
     rate = private_rate(signal_to_noise(plan), plan.steps)
     optimizer = Adam([p for p in model.parameters() if p.requires_grad], lr=rate)
-    return optimizer, CosineAnnealingLR(optimizer, plan.steps)
+    return optimizer, HoldThenFall(optimizer, plan.steps)
 
 
 def resolve_optimizer(model: Any, plan: Any, optimizer: Any, scheduler: Any) -> tuple[Optimizer, Any]:
