@@ -35,7 +35,7 @@ TOGETHER = 60  # settings in one batched training
 DEFAULTS = 9  # the first contenders
 LONGER = (0.2, 5.0)  # times the steps of a task
 LENGTHENED = ("wine", "generated-small", "cgm-days", "text")  # tasks that are also run so much shorter and longer
-LARGE = ("mnist-wide", "mnist-large", "generated-large")  # only the defaults are run on these, not every optimiser
+LARGE = ("mnist-wide", "generated-large")  # only the defaults are run on these, not every optimiser
 PATH = RESULTS / "defaults.json"
 
 Held = dict[str, dict[str, list[float]]]

@@ -174,7 +174,6 @@ DEVELOPMENT = (
     _t("generated-large", "table, 22,500", lambda: _generated(30_000, 40, 5, (32,)), 256, 250, 1e-5),
     _t("friedman", "table, 6,000, regression", _friedman, 256, 200, 1e-5),
     _t("mnist-small", "image, 3,000", lambda: _mnist(3_000, (32,)), 256, 120, 1e-4),
-    _t("mnist-large", "image, 20,000", lambda: _mnist(20_000, (32, 32)), 256, 300, 1e-5),
     _t("mnist-wide", "image, 6,000", lambda: _mnist(6_000, (256,)), 256, 150, 1e-5),
     _t("ecg-simulated", "signal, 1,100", _simulated_ecg, 128, 120, 1e-4),
     _t("beats-simulated", "signal, 1,100, autoencoder", _simulated_beats, 256, 200, 1e-4),
