@@ -34,13 +34,13 @@ from lamina.ledger.writer import Ledger
 from lamina.release.contributor_statement import (
     CONTRIBUTOR_STATEMENT,
     compare_statement,
-    letter,
-    letter_pdf,
     read_statement,
     signed_size,
     statement_content,
 )
+from lamina.release.letter import letter, letter_facts, letter_pdf
 from lamina.release.reconciliation import reconcile
+from lamina.release.typeset import read_template
 
 TRUST = Trust(notes=(NoteKey(ORIGIN, LEDGER.public),))
 
@@ -379,6 +379,16 @@ def test_a_letter_is_written_and_checked(call: Call, ward: Trained, served: Path
     PrivateKey.generate().save(folder / "other.key", None)
     refused(call("statement", ward.name, seq, "--key", "other.key", "-o", "forged"), "ledger.key-may-not-sign")
     assert not (folder / "forged").exists()
+
+
+def test_every_sentence_depends_on_facts_that_exist(story: Story) -> None:
+    """Also a sentence that no story here states."""
+    facts = letter_facts(content_of(story, story.at["first"] + 5))
+    template = read_template("letter.toml")
+    assert {group for each in template["section"] for group in each["groups"]} == template.keys() - {"section"}
+    for row in (row for group, rows in template.items() if group != "section" for row in rows):
+        assert {name.removeprefix("not ") for name in row.get("when", ())} <= facts.keys()
+        row["text"].format_map(facts)
 
 
 def test_names_in_a_letter_are_text(story: Story) -> None:

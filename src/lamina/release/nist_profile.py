@@ -6,19 +6,16 @@ is "not stated". No item and no number of items is a claim of compliance.
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from importlib import resources
 from string import Formatter
 from typing import Any
 
 from lamina.release.risk_statements import BY_MEASUREMENT, BY_OWNER, short_figure
+from lamina.release.typeset import read_template
 
 NIST_PROFILE = "nist-800-226"
 NOTICE = "This table shows where the certificate states what NIST SP 800-226 asks about. It does not claim compliance with SP 800-226."
-ITEMS: Sequence[Mapping[str, Any]] = tomllib.loads(
-    resources.files("lamina.release").joinpath("templates", "nist-800-226.toml").read_text(encoding="utf-8")
-)["item"]
+ITEMS: Sequence[Mapping[str, Any]] = read_template("nist-800-226.toml")["item"]
 Content = Mapping[str, Any]
 Evidence = tuple[str, str, Sequence[int]]  # value, source, leaves of the ledger
 

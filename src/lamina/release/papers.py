@@ -13,7 +13,6 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping
-from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +25,7 @@ from lamina.release import model_card
 from lamina.release.certificate import Certificate
 from lamina.release.manifest import MANIFEST, Manifest, read_file, verify_release
 from lamina.release.model_card import FIGURES, NOT_STATED, class_rows, markdown
+from lamina.release.typeset import template_text
 from lamina.validate import one_of
 
 
@@ -97,7 +97,7 @@ def _facts(manifest: Manifest, certificates: tuple[Certificate, ...], verdict: s
 
 def _filled(name: str, release: VerifiedRelease, escape: Callable[[str], str]) -> str:
     """Return a template with facts in it. A line with a fact that is missing and marked `?` is left out."""
-    lines = resources.files("lamina.release").joinpath("templates", name).read_text(encoding="utf-8").splitlines()
+    lines = template_text(name).splitlines()
     kept = (line for line in lines if not any(one not in release.facts for one in re.findall(r"\{\?([a-z]+)\}", line)))
     fact = re.compile(r"\{\??([a-z_. ]+)\}")
     return "\n".join(fact.sub(lambda found: escape(release.stated(found[1])), line) for line in kept) + "\n"

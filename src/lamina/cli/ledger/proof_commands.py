@@ -55,7 +55,8 @@ from lamina.ledger.verify.tree_checks import KnownCheckpoint, Trust
 from lamina.ledger.verify.verifier import verify as audit
 from lamina.ledger.witness import Witness, WitnessRequest
 from lamina.plan.table import printable
-from lamina.release.contributor_statement import compare_statement, letter, read_statement
+from lamina.release.contributor_statement import compare_statement, read_statement
+from lamina.release.letter import letter
 
 _PLURALS = {"policy": "policies", "pruned": "pruned"}
 

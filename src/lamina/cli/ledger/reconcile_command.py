@@ -24,13 +24,8 @@ from lamina.ledger.corpus_terms import ledger_key_path
 from lamina.ledger.reader import find_contributions, find_leaf
 from lamina.ledger.store.sqlite import is_postgres_url
 from lamina.ledger.writer import Ledger
-from lamina.release.contributor_statement import (
-    CONTRIBUTOR_STATEMENT,
-    letter,
-    letter_pdf,
-    signed_size,
-    statement_content,
-)
+from lamina.release.contributor_statement import CONTRIBUTOR_STATEMENT, signed_size, statement_content
+from lamina.release.letter import letter, letter_pdf
 from lamina.release.reconciliation import RECONCILIATION, anchor_record
 from lamina.release.reconciliation import reconcile as reconciled
 from lamina.report.pages import reconciliation_page, render, stylesheet
