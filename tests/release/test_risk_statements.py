@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,13 +14,16 @@ import pytest
 from dp_accounting.pld import privacy_loss_distribution as other
 from scipy.special import ndtr, ndtri
 from stopping import killed
+from trained_run import Trained
 
 from lamina import Corpus
 from lamina.account.tradeoff import trade_off
 from lamina.ledger.reader import LedgerReader
 from lamina.plan.risk import COMPOSED
+from lamina.release import risk_statements
 from lamina.release.certificate import certify
 from lamina.release.risk_statements import (
+    SOURCES,
     TOPICS,
     content_sentence,
     membership_sentence,
@@ -27,6 +31,7 @@ from lamina.release.risk_statements import (
     protection,
     risk_figures,
 )
+from lamina.release.typeset import read_template
 
 TWO_STEPS = "replace-one, as two add/remove steps"
 DEMO = {(4.805, 0.4, 0.0): 70}
@@ -231,3 +236,18 @@ def test_the_badge_says_for_whom() -> None:
         "volunteer (60 patients, declared public); not used: idle"
     )
     assert protection(classes, private=False)["badge"] == "not private"
+
+
+def test_every_statement_has_a_known_topic_source_and_facts(monkeypatch: pytest.MonkeyPatch, trained: Trained) -> None:
+    """Also a statement that no run here makes: every row is filled with the facts of a run."""
+    monkeypatch.setattr(risk_statements, "stated_rows", lambda rows, facts: [_named(row, facts) for row in rows])
+    with LedgerReader.read_only(trained.ledger) as ledger:
+        certify(trained.folder, ledger)
+    for row in (row for rows in read_template("statements.toml").values() for row in rows):
+        assert row["topic"] in TOPICS and row["source"] in SOURCES
+        assert row.get("leaves", "end") in ("end", "epochs", "all runs", "header")
+
+
+def _named(row: Mapping[str, Any], facts: Mapping[str, Any]) -> Mapping[str, Any]:
+    assert {name.removeprefix("not ") for name in row.get("when", ())} <= facts.keys()
+    return row
