@@ -103,9 +103,9 @@ def _items(*rows: tuple[Any, ...]) -> tuple[ProfileItem, ...]:
 
 ITEMS = _items(
     ("2.2", "How large is ε, and does it still promise much?", "classes.*.epsilon, statements",
-     _said("budget", word="ε of this model"), _said("membership", "content")),
+     _said("budget", word="ε of this run"), _said("membership", "content")),
     ("2.3", "How large is δ, compared with one over the number of units?", "classes.*.delta, population",
-     _class("δ {delta}, {population} units", "delta", "population")),
+     _class("δ {delta}, declared population {population}", "delta", "population")),
     ("2.3, 2.5", "Which variant and which parameters, so that others can convert?", "classes.*.charges, rho, accountant",
      _charges,
      _class("ρ {rho} (zCDP, without amplification)", "rho"),
@@ -114,7 +114,8 @@ ITEMS = _items(
      _class("per {unit}, {adjacency}", "unit", "adjacency")),
     ("2.4", "Which hypotheses would a harm tell apart, and are they neighbours?", "statements: unit", _said("unit")),
     ("2.4", "How are all contributions of one unit bounded together?", "classes.*.clip_norm, max_occurrences",
-     _class("every contribution is clipped to norm {clip_norm}", "clip_norm"), _said("not covered", word="several contributions"),
+     _class("the gradient of every contribution is clipped to norm {clip_norm}", "clip_norm"),
+     _said("not covered", word="several contributions"),
      _class("at most {max_occurrences} uses", "max_occurrences")),
     ("2.2, 4.1", "What is the budget over all analyses, who may reset it?", "classes.*.epsilon_total, statements: budget",
      _class("ε {epsilon_total} over all runs of the ledger", "epsilon_total"), _said("budget", word="all runs")),
@@ -127,8 +128,8 @@ ITEMS = _items(
     ("3.2", "How does it compare with a simple alternative?", "statements: comparison", _said("comparison")),
     ("3.3", "Does it serve small groups worse?", "utility, by group", lambda content: _utility(content, groups=True)),
     ("3.5", "What was tuned and pre-trained, on which data, and how large is the model?", "tuning, trainer.starting_weights, model",
-     _value("{runs_in_ledger} runs in the ledger, {runs_before_this} before this one", "tuning", BY_LEDGER),
-     _value("{elsewhere} trials elsewhere", "tuning", BY_OWNER, "elsewhere"), _owner("tuning"),
+     _value("runs in the ledger: {runs_in_ledger}, of them before this one: {runs_before_this}", "tuning", BY_LEDGER),
+     _value("trials elsewhere: {elsewhere}", "tuning", BY_OWNER, "elsewhere"), _owner("tuning"),
      _value("starting weights: {origin}, SHA-256 {sha256:.16}…", "trainer.starting_weights", BY_TRAINER, "origin"),
      _value("{parameters} parameters", "model", BY_LEDGER)),
     ("3.6", "Is synthetic data released?", "model", _value("the release contains weights ({file})", "model", BY_LEDGER)),
@@ -141,9 +142,10 @@ ITEMS = _items(
     ("4.4", "How is the data stored, and who has access?", "about.security", _owner("security")),
     ("4.5", "How was the data collected, with which consent, and how little of it?", "about.collection, legal_basis, rights",
      _owner("collection", "legal_basis", "rights")),
-    ("4.3", "Which random generator made noise and samples?", "trainer.noise", _value("{noise}", "trainer", BY_TRAINER, "noise")),
+    ("4.3", "Which random generator made noise and samples?", "trainer.noise",
+     _value("source of noise and samples: {noise}", "trainer", BY_TRAINER, "noise")),
     ("5", "Who verified it, and how?", "ledger, statements: attack",
-     _value("the ledger ({size} leaves) is {verdict}", "ledger", BY_ISSUER), _said("attack")),
+     _value("verification of the ledger ({size} leaves): {verdict}", "ledger", BY_ISSUER), _said("attack")),
 )  # fmt: skip
 
 
