@@ -250,8 +250,8 @@ def letter(content: Mapping[str, Any]) -> dict[str, Any]:
         ],
         "Withdrawal": [*withdrawal_sentences(content), *_withdraw_help(content)],
         "What this letter does not show": [
-            "The ledger is kept by those who train. It does not prove that the noise was added, that no other training used "
-            "your data, or that other ledgers do not hold it."
+            "The ledger contains what those who train have recorded. It does not prove that the noise was added, that no "
+            "other training used your data, or that other ledgers do not hold it."
         ],
         "How to check it": [
             "This letter repeats statement.cose, which the ledger's key signed. Get the public key of the ledger by another way "
@@ -315,7 +315,7 @@ def _withdraw_help(content: Mapping[str, Any]) -> list[str]:
     if content["withdrawn"] is not None:
         return [
             f"The proof of the withdrawal is in the signed file: the receipt of leaf {content['withdrawn']['index']}. Models that "
-            "were trained before it are not unlearned, and the ε above stays spent."
+            "were trained before it do not change, and what your contribution has lost stays lost."
         ]
     if _expired(content):
         return ["It has expired and is in no later segment of training, so there is nothing left to withdraw."]

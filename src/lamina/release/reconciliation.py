@@ -276,6 +276,5 @@ def model_sentences(found: Mapping[str, Any]) -> list[str]:
         for each in released
     )
     stand = "released models stand" if len(released) > 1 else "released model stands"
-    hidden = "" if found["contribution"]["public"] else ", hidden by their noise"
-    unlearn = f"A withdrawal does not unlearn: what these models learned from it stays in them{hidden}."
+    unlearn = "A withdrawal does not change these models: what they learned from it stays in them."
     return [f"{len(released)} {stand} on it: {named}.", unlearn]
