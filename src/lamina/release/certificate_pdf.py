@@ -39,7 +39,7 @@ def certificate_pdf(
 def decision_pdf(certificate: Certificate, *, countersignature: Countersignature | None = None) -> bytes:
     """Return the page on which a privacy officer decides about a release."""
     curves = {
-        name: {of: _curve(each[of]) for of in ("membership", "content")}
+        name: {of: _curve(each[of]) for of in ("membership", "content", "membership_total", "content_total")}
         for name, each in certificate.content["classes"].items()
     }
     return _compiled("decision.typ", certificate.content, countersignature, curves=curves)

@@ -24,7 +24,7 @@ from lamina.ledger.verify.tree_checks import Trust
 from lamina.release import model_card
 from lamina.release.certificate import Certificate
 from lamina.release.manifest import MANIFEST, Manifest, read_file, verify_release
-from lamina.release.model_card import FIGURES, NOT_STATED, class_rows, markdown
+from lamina.release.model_card import FIGURE_LABELS, NOT_STATED, class_rows, markdown
 from lamina.release.typeset import template_text
 from lamina.validate import one_of
 
@@ -70,7 +70,7 @@ def _facts(manifest: Manifest, certificates: tuple[Certificate, ...], verdict: s
     steps = " + ".join(str(each.content["run"]["steps"]) for each in certificates)
     facts |= {
         "name": facts.get("about.title", predicate["name"]),
-        "badge": content["protects"]["badge"],
+        "badge": model_card.model_badge(certificates, posture),
         "risk": " ".join(model_card.risk_texts(statements)),
         "figures": " ".join(f"Class {cls}: {'; '.join(map(': '.join, row.items()))}." for cls, row in rows.items()),
         "mechanism": f"{plan['noise']} noise on sums of clipped gradients, {plan['clipping']} clipping, "
@@ -139,7 +139,7 @@ def spdx_document(release: VerifiedRelease) -> bytes:
 
     def entries(figures: bool) -> list[dict[str, str]]:
         return [{"type": "DictionaryEntry", "key": f"{label}, class {cls}", "value": text} for cls, row in rows.items()
-                for label, text in row.items() if (label in FIGURES.values()) is figures]  # fmt: skip
+                for label, text in row.items() if (label in FIGURE_LABELS) is figures]  # fmt: skip
 
     owner = add("Organization", "organisation", name=stated("about.organisation"))
     tool = add("Tool", "program", name=release.certificates[-1].content["accountant"]["version"])
@@ -160,7 +160,8 @@ def spdx_document(release: VerifiedRelease) -> bytes:
     data = []
     for name, each in manifest.posture.classes.items():
         row = rows.get(name, {})
-        epsilon = f"ε of this model {row.get('ε of this model')}, δ {row.get('δ')}, {row.get('neighbouring relation')}"
+        parts = (f"{label} {row[label]}" for label in row if label.startswith("ε of") or label == "δ")
+        epsilon = ", ".join((*parts, row.get("neighbouring relation", "")))
         size = next((c.classes[name]["population"] for c in release.certificates if name in c.classes), None)
         data.append(add(
             "dataset_DatasetPackage", f"data-{name}", **package, name=name, software_primaryPurpose="data",

@@ -28,19 +28,21 @@ from lamina.release.typeset import read_template, stated_rows
 
 BY_LEDGER, BY_TRAINER, BY_OWNER = "recomputed from the ledger", "stated by the trainer", "stated by the owner"
 BY_MEASUREMENT, BY_ISSUER = "measured", "observed by the issuer"
-SOURCES = (BY_LEDGER, BY_TRAINER, BY_OWNER, BY_MEASUREMENT, BY_ISSUER)
+BY_METHOD = "follows from the method"  # of every run, or of the plans of this one
+SOURCES = (BY_LEDGER, BY_TRAINER, BY_OWNER, BY_MEASUREMENT, BY_ISSUER, BY_METHOD)
 TOPICS = (
     "membership", "content", "budget", "unit", "condition", "assumption", "trust", "query model", "side channels", "tuning",
     "utility", "voids", "not covered",
 )  # fmt: skip
 FIGURE_NAMES = {  # of a class, as every page calls them
-    "epsilon": "ε of this model",
+    "epsilon": "ε of this run",
     "epsilon_total": "ε over all runs",
     "epsilon_replace_one": "ε, replace-one",
     "epsilon_unamplified": "ε without amplification",
     "rho": "ρ",
     "delta": "δ",
 }
+JOINT_EPSILON = "ε of this model"  # of all runs that a model of several runs stands on
 
 Risk = Mapping[str, Any]  # as `risk_figures` returns it
 
@@ -97,20 +99,20 @@ _PEOPLE = ("patient", "person", "participant", "donor", "user", "client", "custo
 def membership_sentence(unit: str, risk: Risk) -> str:
     """Return what the best attacker learns about who took part, in natural frequencies."""
     return (
-        f"Of {pluralize(100, unit)} {_who(unit)} took part, the best attacker names at most {per_hundred(risk['tpr']['0.01'])} "
-        "while wrongly naming 1 of 100 others; guessing names 1. If a fair coin decides whether one "
-        f"{unit} takes part, the attacker is right in at most {per_hundred(risk['accuracy'])} of 100 cases; guessing is right in 50."
+        f"Of {pluralize(100, unit)} {_who(unit)} took part, the best attacker correctly names at most "
+        f"{per_hundred(risk['tpr']['0.01'])} on average while wrongly naming 1 of 100 others; guessing names 1. If a fair coin "
+        f"decides whether one {unit} takes part, the attacker is right in at most {per_hundred(risk['accuracy'])} of 100 cases; "
+        "guessing is right in 50."
     )
 
 
 def content_sentence(unit: str, risk: Risk) -> str:
     """Return what the best attacker learns about the content of a known participant, in natural frequencies."""
-    first, second, third = (per_hundred(risk["success"][base]) for base in ("0.01", "0.1", "0.5"))
     return (
-        f"An attacker guesses the content of one {unit} {_who(unit)} is known to have taken part ({risk['adjacency']}). A guess "
-        f"that is right for 1 of {pluralize(100, unit)} whose data was not used is right for at most {first} of 100 whose data was "
-        f"used; one that is right for 10, for at most {second}; one that is right for 50, for at most {third}. If a fair coin "
-        f"decides which of two records was used, the attacker is right in at most {per_hundred(risk['accuracy'])} of 100 cases."
+        f"Where a guess about the content of one {unit} {_who(unit)} is known to have taken part is right in 1 of 100 cases "
+        f"without the model, it is right in at most {per_hundred(risk['success']['0.01'])} with it ({risk['adjacency']}). If a fair "
+        f"coin decides which of two records was used, the attacker is right in at most {per_hundred(risk['accuracy'])} of 100 "
+        "cases; guessing is right in 50."
     )
 
 
@@ -240,23 +242,24 @@ def _class_statements(
     evidence: RunEvidence, name: str, figures: Mapping[str, Any], *, guaranteed: bool
 ) -> list[dict[str, Any]]:
     """Return what is stated about one class. If a condition does not hold, no figure is stated in words."""
-    unit, runs, epsilon, total = (
-        figures["unit"],
-        evidence.runs((name, 0, 0)),
-        figures["epsilon"],
-        figures["epsilon_total"],
-    )
+    unit, epsilon, total = figures["unit"], figures["epsilon"], figures["epsilon_total"]
+    runs, here = evidence.runs((name, 0, 0)), evidence.run
     facts = {"name": name, "public": figures["public"], "guaranteed": guaranteed and not figures["public"]}
     facts |= {"unit": unit, "charged": figures["charges"], "plan": evidence.plan.digest().hex(), "runs": len(runs)}
-    facts["several"] = len(runs) > 1 or (len(runs) == 1 and evidence.run not in runs)
-    for of, sentence in (("membership", membership_sentence), ("content", content_sentence)):
-        here, every = ("" if (risk := figures[key]) is None else sentence(unit, risk) for key in (of, f"{of}_total"))
-        facts |= {of: here[:1].lower() + here[1:], f"{of}_total": every}
+    facts |= {
+        "several": len(runs) > 1 or bool(runs and here not in runs),
+        "zero-out": ZERO_OUT in evidence.marks([here]),
+    }
+    facts["alone"] = ", counting this run alone" if facts["several"] else ""
+    for of in ("membership", "content", "membership_total", "content_total"):
+        sentence = membership_sentence if of.startswith("membership") else content_sentence
+        text = "" if figures[of] is None else sentence(unit, figures[of])
+        facts[of] = text[:1].lower() + text[1:]
     facts["epsilon"] = "larger than can be stated" if epsilon is None else short_figure(epsilon)
     facts["delta"] = "" if figures["delta"] is None else f"{figures['delta']:g}"
     facts["total"] = "no finite ε is proven" if total is None else f"ε is {short_figure(total)}"
     facts["band"] = None if epsilon is None else next((text for most, text in _BANDS.items() if epsilon <= most), None)
-    leaves = {"epochs": evidence.leaves[evidence.run]}
+    leaves = {"epochs": evidence.leaves[here]}
     leaves["all runs"] = tuple(sorted(leaf for run in runs for leaf in evidence.leaves[run]))
     return _rows("class", facts, leaves, name)
 
@@ -271,6 +274,7 @@ def _run_statements(
     assert evidence.end is not None
     (leaf, end), plans, order = evidence.end, evidence.plans.values(), rdp_order_of(header.accountant)
     several, bands = len(evidence.leaves) > 1, max(each.bands for each in plans)
+    said, begin = end.conditions(evidence.plan.adjacency), evidence.begin
     facts = {
         "guaranteed": guaranteed,
         "leaf": leaf,
@@ -278,7 +282,10 @@ def _run_statements(
         "correlated": bands > 1,
         "gaussian": any(each.noise_kind is NoiseKind.GAUSSIAN for each in plans),
         "amplified": find_accountant(header.accountant).amplified and not evidence.plan.injection.raw,
+        "secure": said["noise"] == "secure",
+        "poisson": said["sampling"] == "poisson",
         "hardened": end.hardened,
+        "parent": None if begin is None or begin[1].parent is None else begin[1].parent.hex()[:8],
         "zero-out": ZERO_OUT in evidence.marks([evidence.run]),
         "chosen later": several or len(plans) > 1,  # plans that may have been chosen after earlier models were seen
         "what": "The figures over all runs" if several else "The figures of this run, whose plan was changed,",
@@ -288,6 +295,6 @@ def _run_statements(
         "others": ", ".join(f"{each['origin']} ({pluralize(each['runs'], 'run')})" for each in beside),
     }
     every = sorted(seq for seqs in evidence.leaves.values() for seq in seqs)
-    leaves = {"end": [leaf], "all runs": every, "header": [0]}
+    leaves = {"begin": [] if begin is None else [begin[0]], "end": [leaf], "all runs": every, "header": [0]}
     caps = ({"name": name, "cap": cap} for name, cap in end.max_occurrences.items())
     return [*_rows("run", facts, leaves), *(row for each in caps for row in _rows("cap", each, leaves))]
