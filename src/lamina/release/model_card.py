@@ -95,7 +95,7 @@ def model_badge(certificates: Sequence[Certificate], posture: Posture) -> str:
     classes = {}
     for name, each in posture.classes.items():
         known = [found.classes[name] for found in certificates if name in found.classes]
-        classes[name] = known[-1] | {
+        classes[name] = dict(known[-1]) | {
             "public": any(one["public"] for one in known),
             "epsilon": each.epsilon,
             "charges": [charge for one in known for charge in one["charges"]],

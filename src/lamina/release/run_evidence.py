@@ -47,7 +47,9 @@ class RunMetrics:
         path = Path(folder) / "metrics.json"
         if not path.is_file():
             problem = f"'{folder}' is no folder of a run that has begun: it has no metrics.json"
-            raise RunError("release.not-a-run", problem, "name the folder that lamina train wrote: runs/NAME")
+            inside = sorted(str(each.parent) for each in Path(folder).glob("*/metrics.json"))
+            named = f"; runs in it: {', '.join(inside[:3])}" if inside else ": runs/NAME"
+            raise RunError("release.not-a-run", problem, f"name the folder that lamina train wrote{named}")
         found = parse_json(read_small(path, "the figures of the run", most=_MAX_METRICS_BYTES), f"'{path}'")
         try:
             run = bytes.fromhex(found["run"])

@@ -264,7 +264,7 @@ def witness(
 
     A witness keeps the newest checkpoint of each ledger in its state file and demands a proof that the next one continues
     it. It refuses a rollback, a fork, a checkpoint without proof, and one that no trusted ledger key signed. Prints the
-    checkpoint with the cosignature (C2SP cosignature/v1); whoever keeps the ledger adds it with lamina ledger checkpoint --cosigned.
+    checkpoint with the cosignature (C2SP cosignature/v1); the operator adds it with lamina ledger checkpoint --cosigned.
 
     Examples:
 
@@ -529,7 +529,7 @@ def _check_receipt(prefix: Path, trust: Trust, book: LedgerReader | None, folder
             f"the receipt of {found.origin!r} is signed by key {found.kid.hex()[:16]}, which --trust does not hold"
         )
         remedy = (
-            "give the ledger's own public key, not its owner's; who keeps the ledger has it: lamina ledger key LEDGER"
+            "give the ledger's own public key, not its owner's; the operator of the ledger has it: lamina ledger key LEDGER"
         )
         raise NotVerified("cli.receipt-key-not-trusted", problem, remedy)
     if not any(receipts.verify_receipt(cose, leaf, key, found.origin) for key in trusted):
