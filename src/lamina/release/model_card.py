@@ -24,8 +24,8 @@ from lamina.release.risk_statements import (
     short_figure,
     stated,
 )
+from lamina.release.typeset import NOT_STATED, filled
 
-NOT_STATED = "not stated"
 _LAYERS_SHOWN = 60
 _ABOUT_MODEL = ("description", "task", "domain", "intended_use", "organisation", "contact", "region", "licence")
 
@@ -129,39 +129,20 @@ def model_card(name: str, certificates: Sequence[Certificate], posture: Posture,
     """README.md of a release: what the model is, and a section on its privacy."""
     last = certificates[-1].content
     rows, statements = class_rows(certificates, posture), model_statements(certificates, posture)
-    lines = [
-        "---\nlibrary_name: pytorch\ntags:\n- differential-privacy\n- lamina\n---\n",
-        f"# {markdown(name)}",
-        "",
-        f"**{markdown(model_badge(certificates, posture))}**",
-        "",
-        f"A model of {last['model']['parameters']:,} parameters, trained with layer-wise differential privacy "
-        f"({markdown(last['plan']['allocation'])} allocation, {last['plan']['clipping']} clipping).",
-        "",
-        *markdown_table(
-            ("stated by the owner", ""), [(each.replace("_", " "), about(last, each)) for each in _ABOUT_MODEL]
-        ),
-        "",
-        "## Privacy",
-        "",
-        *(f"{markdown(text)}\n" for text in risk_texts(statements)),
-        *figures_table(rows),
-        *_statements(statements),
-        "",
-        "### Which class reached which layer",
-        "",
-        *markdown_table(("layer", "depth", "noise (standard deviation)", "classes"), _layer_rows(posture)),
-        "",
-        "## Use",
-        "",
-        "Check the release before use: `lamina release verify FOLDER --trust KEYS`. `manifest.json` says who may draw on "
-        "which layers; a gate (`lamina.ReleaseGate`) decides query by query.",
-        "",
-        f"May be served until: {not_after or 'no date was set'}. Contributions withdrawn so far: "
-        f"{sum(posture.withdrawn.values())}.",
-        "",
-    ]
-    return "\n".join(lines).encode()
+    facts = {
+        "name": name, "badge": model_badge(certificates, posture), "parameters": f"{last['model']['parameters']:,}",
+        "allocation": last["plan"]["allocation"], "clipping": last["plan"]["clipping"],
+        "not after": not_after or "no date was set", "withdrawn": str(sum(posture.withdrawn.values())),
+    }  # fmt: skip
+    owner = [(each.replace("_", " "), about(last, each)) for each in _ABOUT_MODEL]
+    blocks = {
+        "OWNER": markdown_table(("stated by the owner", ""), owner),
+        "RISK": [f"{markdown(text)}\n" for text in risk_texts(statements)],
+        "FIGURES": figures_table(rows),
+        "STATEMENTS": _statements(statements),
+        "LAYERS": markdown_table(("layer", "depth", "noise (standard deviation)", "classes"), _layer_rows(posture)),
+    }
+    return filled("model-card.md", facts, markdown, blocks).encode()
 
 
 def _statements(statements: Iterable[Mapping[str, Any]]) -> list[str]:

@@ -12,7 +12,7 @@ import io
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,8 +24,8 @@ from lamina.ledger.verify.tree_checks import Trust
 from lamina.release import model_card
 from lamina.release.certificate import Certificate
 from lamina.release.manifest import MANIFEST, Manifest, read_file, verify_release
-from lamina.release.model_card import FIGURE_LABELS, NOT_STATED, class_rows, markdown
-from lamina.release.typeset import template_text
+from lamina.release.model_card import FIGURE_LABELS, class_rows, markdown
+from lamina.release.typeset import NOT_STATED, filled
 from lamina.validate import one_of
 
 
@@ -95,28 +95,19 @@ def _facts(manifest: Manifest, certificates: tuple[Certificate, ...], verdict: s
     return facts | {"slug": "_".join(re.sub(r"\W+", "_", each.lower()) for each in parts).replace("_", "-")}
 
 
-def _filled(name: str, release: VerifiedRelease, escape: Callable[[str], str]) -> str:
-    """Return a template with facts in it. A line with a fact that is missing and marked `?` is left out."""
-    lines = template_text(name).splitlines()
-    kept = (line for line in lines if not any(one not in release.facts for one in re.findall(r"\{\?([a-z]+)\}", line)))
-    fact = re.compile(r"\{\??([a-z_. ]+)\}")
-    return "\n".join(fact.sub(lambda found: escape(release.stated(found[1])), line) for line in kept) + "\n"
-
-
 def opendp_entry(release: VerifiedRelease) -> bytes:
     """Return a draft entry for the OpenDP deployments registry (opendp/deployments-registry-data)."""
 
     def quoted(text: str) -> str:  # inside the double quotes of YAML
         return json.dumps("".join(c if c.isprintable() else " " for c in text), ensure_ascii=False)[1:-1]
 
-    return _filled("opendp-registry.yaml", release, quoted).encode()
+    return filled("opendp-registry.yaml", release.facts, quoted).encode()
 
 
 def edpb_page(release: VerifiedRelease) -> bytes:
     """Return the items that EDPB Opinion 28/2024 asks to document. It claims no compliance."""
-    before, after = _filled("edpb-28-2024.md", release, markdown).split("%FIGURES%")
     table = model_card.figures_table(class_rows(release.certificates, release.manifest.posture))
-    return "".join((before, "\n".join(table), after)).encode()
+    return filled("edpb-28-2024.md", release.facts, markdown, {"FIGURES": table}).encode()
 
 
 def spdx_document(release: VerifiedRelease) -> bytes:

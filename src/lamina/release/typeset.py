@@ -1,26 +1,43 @@
-"""Templates of papers: rows of text with the facts under which they are stated, and pages that typst sets."""
+"""Templates of papers: rows of text with the facts under which they are stated, texts with facts, and pages that typst sets."""
 
 from __future__ import annotations
 
 import json
+import re
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib import resources
 from typing import Any
 
 from lamina.errors import LaminaError
 
+NOT_STATED = "not stated"
 
-def template_text(name: str) -> str:
-    """Return a file of release/templates."""
+
+def _text(name: str) -> str:
     return resources.files("lamina.release").joinpath("templates", name).read_text(encoding="utf-8")
+
+
+def filled(
+    name: str, facts: Mapping[str, str], escape: Callable[[str], str], blocks: Mapping[str, Sequence[str]] | None = None
+) -> str:
+    """Return a template with escaped facts, or "not stated", for {fact}, and the lines of blocks for %BLOCK%.
+
+    A line with a fact that is missing and marked {?fact} is left out.
+    """
+
+    def put(found: re.Match[str]) -> str:
+        return "\n".join((blocks or {})[found[2]]) if found[2] else escape(facts.get(found[1], NOT_STATED))
+
+    lines = [line for line in _text(name).splitlines() if not set(re.findall(r"\{\?([a-z]+)\}", line)) - facts.keys()]
+    return re.sub(r"\{\??([a-z_. ]+)\}|%([A-Z]+)%", put, "\n".join(lines)) + "\n"
 
 
 @cache
 def read_template(name: str) -> Mapping[str, Any]:
     """Return the tables of a template in TOML."""
-    return tomllib.loads(template_text(name))
+    return tomllib.loads(_text(name))
 
 
 def stated_rows(rows: Iterable[Mapping[str, Any]], facts: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
