@@ -24,7 +24,6 @@ from trained_run import Trained
 
 from lamina.admit.keys import PrivateKey
 from lamina.admit.signed_json import sign_json
-from lamina.cli.ledger.reconcile_command import letter_page
 from lamina.errors import LaminaError
 from lamina.ledger.governance_records import WithdrawalReason
 from lamina.ledger.signed_checkpoint import NoteKey
@@ -41,6 +40,7 @@ from lamina.release.contributor_statement import (
 from lamina.release.letter import letter, letter_facts, letter_pdf
 from lamina.release.reconciliation import reconcile
 from lamina.release.typeset import read_template
+from lamina.report.pages import letter_page
 
 TRUST = Trust(notes=(NoteKey(ORIGIN, LEDGER.public),))
 
@@ -395,7 +395,7 @@ def test_names_in_a_letter_are_text(story: Story) -> None:
     content = content_of(story, story.at["strict"])
     content["releases"][0]["name"] = "<script>alert(1)</script> $x^2$ #import"
     page = letter(content)
-    assert "<script>alert" not in letter_page(page).decode() and letter_pdf(page).startswith(b"%PDF")
+    assert "<script>alert" not in letter_page(page) and letter_pdf(page).startswith(b"%PDF")
 
 
 def test_a_reconciliation_is_signed_and_addressed_to_the_person(call: Call, ward: Trained) -> None:

@@ -139,7 +139,6 @@ class RunEvidence:
         mine: list[tuple[int, Epoch]] = []
         leaves: dict[bytes, list[int]] = {}
         planned: dict[bytes, dict[bytes, None]] = {}  # digests by run
-        split: set[str] = set()
         begins = ledger.of_kind(RunBegin, 0, head.size)
         firsts = [(leaf.seq, leaf.record.run) for leaf in begins if isinstance(leaf.record, RunBegin)]
         for leaf in ledger.of_kind(Epoch, 0, None if checkpoint is None else head.size):
@@ -150,8 +149,6 @@ class RunEvidence:
             leaves.setdefault(leaf.record.run, []).append(leaf.seq)
             planned.setdefault(leaf.record.run, {})[leaf.record.plan] = None
             firsts.append((leaf.seq, leaf.record.run))
-            whole = {account.cls for account in leaf.record.accounts if not account.noise_multiplier}
-            split |= {account.cls for account in leaf.record.accounts} - whole
             if leaf.record.run == run:
                 mine.append((leaf.seq, leaf.record))
         covered = tuple((seq, epoch) for seq, epoch in mine if seq < head.size)
@@ -172,7 +169,7 @@ class RunEvidence:
             run=run, checkpoint=head, checkpoint_text=text, header_hash=ledger.header_hash,
             begin=_by_run(ledger, RunBegin, head.size).get(run), end=ends.get(run), ends=ends,
             time=ledger.leaf(head.size - 1).time, epochs=covered, plans={each: plans[each] for each in planned[run]},
-            later=len(mine) - len(covered), split=frozenset(split), spent=spent,
+            later=len(mine) - len(covered), split=frozenset(spent.split), spent=spent,
             leaves={each: tuple(seqs) for each, seqs in leaves.items()},
             all_plans={each: tuple(plans[digest] for digest in digests) for each, digests in planned.items()},
             first_leaves={each: seq for seq, each in sorted(firsts, reverse=True)}, evaluation=evaluation,
