@@ -129,7 +129,7 @@ def test_a_statement_of_a_real_run(ward: Trained, served: Path) -> None:
     assert "Of 100 patients who took part" in words(before) and "lamina ledger request" in words(before)
     assert "may have been sampled" in words(before) and "released model stands on it: model" in words(before)
     assert "The proof of the withdrawal is in the signed file" in words(after)
-    assert "are not unlearned" in words(after) and "lamina ledger request" not in words(after)
+    assert "trained before it do not change" in words(after) and "lamina ledger request" not in words(after)
     assert letter(after)["summary"].startswith("withdrawn on ") and letter(before)["summary"].startswith("in force")
 
 

@@ -528,9 +528,7 @@ def _check_receipt(prefix: Path, trust: Trust, book: LedgerReader | None, folder
         problem = (
             f"the receipt of {found.origin!r} is signed by key {found.kid.hex()[:16]}, which --trust does not hold"
         )
-        remedy = (
-            "give the ledger's own public key, not its owner's; the operator of the ledger has it: lamina ledger key LEDGER"
-        )
+        remedy = "give the ledger's own public key, not its owner's; the operator of the ledger has it: lamina ledger key LEDGER"
         raise NotVerified("cli.receipt-key-not-trusted", problem, remedy)
     if not any(receipts.verify_receipt(cose, leaf, key, found.origin) for key in trusted):
         problem = f"the receipt of {found.origin!r} is not signed by its key, or is of another leaf"
