@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import math
 import re
 from collections import Counter
 from contextlib import redirect_stderr, redirect_stdout
@@ -226,7 +227,10 @@ def test_the_report_says_which_run_it_is_about_and_what_epsilon_means(ran: Ran) 
     date = datetime.fromtimestamp(ran.found.finished, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     for fact in (date, ran.found.outcome.run, model, ran.result["verification"]["root"]):
         assert f"<code>{fact}" in text
-    assert "What ε = 3 means." in text and "≈ 20.1 times" in text and "right in at most 96 % of cases" in text
+    risks = json.loads((ran.folder / "certificate.json").read_text())["classes"]["sensitive"]
+    rates = [math.ceil(1000 * risks[of]["tpr"]["0.01"]) / 10 for of in ("membership", "content")]
+    assert "What ε = 3 means." in text and f"names at most {rates[0]:g} on average" in text
+    assert f"right in at most {rates[1]:g} with it" in text
     assert "(replace-one)" in text and "they are not protected" in text
     for word in ("Clip norm:", "Noise multiplier:", "AUC:", "Scale:", "Sigma:", "Unit:"):
         assert word in text

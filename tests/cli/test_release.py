@@ -176,7 +176,7 @@ def test_the_profile_writes_nothing_and_claims_nothing(trained: Trained, lamina:
     text = succeeded(lamina("certify", str(trained.folder), "--profile", "nist-800-226"))
     assert "does not claim compliance" in text.splitlines()[0] and "not stated" in text and "24  §5" in text
     found = json.loads(succeeded(lamina("certify", str(trained.folder), "--profile", "nist-800-226", "--json")))
-    assert len(found["rows"]) == 24 and found["rows"][22]["evidence"][0]["text"] == "secure"
+    assert len(found["rows"]) == 24 and found["rows"][22]["evidence"][0]["text"].endswith(": secure")
     assert not list(trained.folder.glob("certificate*"))
     assert lamina("certify", str(trained.folder), "--profile", "iso")[0] == 2
     assert lamina("certify")[0] == 2

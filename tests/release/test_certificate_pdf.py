@@ -78,9 +78,25 @@ def test_each_says_for_whom_it_is_private() -> None:
     told = words(CONTENTS["not private"])
     assert "NOTPRIVATE" in told and plain("the noise came from a seed that somebody chose") in told
     assert "5.4%" not in told and plain("nothing to countersign") in told  # no figure of a guarantee that does not hold
-    assert plain("Membership is not protected for: ward") in words(CONTENTS["zero-out"])
+    assert plain("Membership is not protected, or no bound is proven, for: ward") in words(CONTENTS["zero-out"])
     assert plain("Nothing is proven for: ward") in words(CONTENTS["nothing proven"])
     assert "notstated" in words(CONTENTS["bare"])
+
+
+def test_a_run_that_continued_other_weights_shows_the_figures_over_all_runs() -> None:
+    """Its model learned in the other run too, so the figures of the last run alone do not bound it."""
+    content = sample_content()
+    said = next(each for each in content["statements"] if each["topic"] == "membership")
+    content["statements"].append(said | {"text": "Counting all runs, at most 6.2."})
+    for start, shown in (
+        (None, said["text"]),
+        ({"parent": "5b" * 16, "origin": "run"}, "Counting all runs, at most 6.2."),
+    ):
+        content["trainer"]["starting_weights"] = start
+        assert plain(shown) in plain(read_pdf(decision_pdf(Certificate(content=content))).text)
+    content["classes"]["sensitive"]["membership_total"] = None
+    found = plain(read_pdf(decision_pdf(Certificate(content=content))).text)
+    assert plain("no bound is proven, for: sensitive") in found and plain("Counting all runs") not in found
 
 
 def test_the_six_classes_with_the_largest_risk_are_on_the_decision() -> None:

@@ -24,7 +24,6 @@ from trained_run import Trained
 
 from lamina.admit.keys import PrivateKey
 from lamina.admit.signed_json import sign_json
-from lamina.cli.ledger.reconcile_command import letter_page
 from lamina.errors import LaminaError
 from lamina.ledger.governance_records import WithdrawalReason
 from lamina.ledger.signed_checkpoint import NoteKey
@@ -34,13 +33,14 @@ from lamina.ledger.writer import Ledger
 from lamina.release.contributor_statement import (
     CONTRIBUTOR_STATEMENT,
     compare_statement,
-    letter,
-    letter_pdf,
     read_statement,
     signed_size,
     statement_content,
 )
+from lamina.release.letter import letter, letter_facts, letter_pdf
 from lamina.release.reconciliation import reconcile
+from lamina.release.typeset import read_template
+from lamina.report.pages import letter_page
 
 TRUST = Trust(notes=(NoteKey(ORIGIN, LEDGER.public),))
 
@@ -129,7 +129,7 @@ def test_a_statement_of_a_real_run(ward: Trained, served: Path) -> None:
     assert "Of 100 patients who took part" in words(before) and "lamina ledger request" in words(before)
     assert "may have been sampled" in words(before) and "released model stands on it: model" in words(before)
     assert "The proof of the withdrawal is in the signed file" in words(after)
-    assert "are not unlearned" in words(after) and "lamina ledger request" not in words(after)
+    assert "trained before it do not change" in words(after) and "lamina ledger request" not in words(after)
     assert letter(after)["summary"].startswith("withdrawn on ") and letter(before)["summary"].startswith("in force")
 
 
@@ -381,11 +381,21 @@ def test_a_letter_is_written_and_checked(call: Call, ward: Trained, served: Path
     assert not (folder / "forged").exists()
 
 
+def test_every_sentence_depends_on_facts_that_exist(story: Story) -> None:
+    """Also a sentence that no story here states."""
+    facts = letter_facts(content_of(story, story.at["first"] + 5))
+    template = read_template("letter.toml")
+    assert {group for each in template["section"] for group in each["groups"]} == template.keys() - {"section"}
+    for row in (row for group, rows in template.items() if group != "section" for row in rows):
+        assert {name.removeprefix("not ") for name in row.get("when", ())} <= facts.keys()
+        row["text"].format_map(facts)
+
+
 def test_names_in_a_letter_are_text(story: Story) -> None:
     content = content_of(story, story.at["strict"])
     content["releases"][0]["name"] = "<script>alert(1)</script> $x^2$ #import"
     page = letter(content)
-    assert "<script>alert" not in letter_page(page).decode() and letter_pdf(page).startswith(b"%PDF")
+    assert "<script>alert" not in letter_page(page) and letter_pdf(page).startswith(b"%PDF")
 
 
 def test_a_reconciliation_is_signed_and_addressed_to_the_person(call: Call, ward: Trained) -> None:

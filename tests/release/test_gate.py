@@ -14,6 +14,7 @@ from refusals import raises_code
 from trained_run import Trained
 
 from lamina.admit.keys import PrivateKey
+from lamina.errors import EncodingError
 from lamina.plan.risk import RiskBound
 from lamina.release.gate import Decision, GateRule, Query, ReleaseGate, Rights
 from lamina.release.manifest import GatePolicy, Manifest
@@ -209,6 +210,11 @@ def test_a_release_is_served_by_its_rights(release: Path, key: PrivateKey) -> No
             "clinical",
             "sensitive",
         }
+    for wrong in ({"of": "content", "fpr": 0.01}, {"of": "content", "fpr": 0.02, "tpr": 0.5}, 0.05):
+        plain = query().to_dict()
+        plain["rights"]["max_tpr"] = wrong
+        with pytest.raises(EncodingError, match="max_tpr must state of .*, fpr .* and tpr"):
+            Query.from_dict(plain)
     nowhere = gate.decide(query(layers=("encoder.*", "head.*"))).reasons  # each pattern, and which layers there are
     assert [each.code for each in nowhere] == ["draws-on-unknown"] * 3 and nowhere[-1].text.endswith("0, 2, 4")
     assert reasons(gate.decide(query(layers=("0", "2", "encoder.7")))) == {"draws-on-unknown"}  # also beside known ones

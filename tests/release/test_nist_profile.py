@@ -24,8 +24,8 @@ def rows(content: dict[str, Any]) -> dict[int, list[str]]:
 
 
 def test_it_has_24_items_in_order() -> None:
-    assert [each.number for each in ITEMS] == list(range(1, 25))
-    assert tuple(each.section for each in ITEMS) == SECTIONS
+    assert [each["item"] for each in profile_dict(sample_content())["rows"]] == list(range(1, 25))
+    assert tuple(each["section"] for each in ITEMS) == SECTIONS
 
 
 def test_the_first_line_claims_no_compliance() -> None:
@@ -38,13 +38,13 @@ def test_evidence_has_its_source_and_leaves() -> None:
     found = rows(sample_content())
     assert (
         found[1][0]
-        == "ε of this model is 3.01 per patient at δ = 1e-05, in the band 1 to 5. (recomputed from the ledger) []"
+        == "ε of this run is 3.01 per patient at δ = 1e-05, in the band 1 to 5. (recomputed from the ledger) []"
     )
     assert found[3][0] == "sensitive: 70 steps with σ 4.805 at sampling rate 0.4 (recomputed from the ledger) []"
     assert found[9] == ["lamina 0.1, torch 2.13.0, python 3.11.2, kernels none (stated by the trainer) [41]"]
     assert found[21] == ["security: encrypted at rest; two administrators (stated by the owner) [0]"]
     assert found[11] == ["accuracy: 0.91, 95 % interval 0.88 to 0.93, on public data (measured) []"]
-    assert len(found[13]) == 2 and found[23] == ["secure (stated by the trainer) [41]"]
+    assert len(found[13]) == 2 and found[23] == ["source of noise and samples: secure (stated by the trainer) [41]"]
 
 
 def test_what_nobody_states_is_not_stated() -> None:

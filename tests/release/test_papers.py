@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import date
 from importlib import resources
 from pathlib import Path
@@ -269,7 +270,7 @@ def test_an_spdx_document(folder: Path) -> None:
             assert sum((r.get("from"), r.get("relationshipType")) == (each["spdxId"], kind) for r in graph) == 1
     (model,) = (each for each in graph if each["type"] == "ai_AIPackage")
     metrics = {each["key"]: each["value"] for each in model["ai_metric"]}
-    assert {"ε of this model, class clinical", "found at 1 % false accusations, class sensitive"} <= metrics.keys()
+    assert {"ε of this run, class clinical", "found at 1 % false accusations, class sensitive"} <= metrics.keys()
     assert "ai_standardCompliance" not in model  # nobody claims any
     hashes = {each["name"]: each["verifiedUsing"][0]["hashValue"] for each in graph if each["type"] == "software_File"}
     assert hashes == dict(read_release(folder).manifest.subjects)
@@ -352,8 +353,9 @@ def test_templates_name_facts_that_exist(about: Path) -> None:
     """A fact under a wrong name would be printed as not stated."""
     known = {*read_release(about).facts, *TOPICS, *(f"about.{name}" for name in AboutPolicy.model_fields)}
     known |= {f"attack.{name}" for name in ("membership", "attribute", "inversion", "reconstruction", "regurgitation")}
+    known |= {"allocation", "clipping"}  # of the model card
     for file in resources.files("lamina.release").joinpath("templates").iterdir():
-        if not file.name.endswith(".typ"):
+        if file.name.endswith((".md", ".yaml")):
             named = set(re.findall(r"\{\??([a-z_. ]+)\}", file.read_text(encoding="utf-8")))
             assert named and named <= known, named - known
 
@@ -362,7 +364,7 @@ def test_a_model_of_several_runs_claims_no_figure_of_one_run(trained: Trained, k
     """Its parts are certified one by one; the figures over all runs of the ledger bound the whole."""
     from lamina.ledger.verify.verifier import verify
     from lamina.release.certificate import certify
-    from lamina.release.model_card import class_rows, model_statements
+    from lamina.release.model_card import class_rows, model_badge, model_statements
     from lamina.release.posture import read_posture
     from lamina.release.run_evidence import RunEvidence
 
@@ -371,9 +373,14 @@ def test_a_model_of_several_runs_claims_no_figure_of_one_run(trained: Trained, k
         posture = read_posture(ledger, [RunEvidence.read(ledger, bytes.fromhex(one.content["run"]["id"]), None)])
     stated = model_statements([one, one], posture)
     curve = [each for each in stated if each["topic"] in ("membership", "content")]
-    assert len(curve) == 4 and all("all runs of the ledger together" in each["text"] for each in curve)
+    assert len(curve) == 4 and all("counting all runs of the ledger" in each["text"] for each in curve)
     assert not [each for each in stated if each["topic"] == "budget" and each["class"] is not None]
     row = class_rows([one, one], posture)["clinical"]
+    assert "ε of this model" in row and "ε of this run" not in row
+    unused = {"charges": [], "epsilon": 0.0, "membership": None}
+    later = replace(one, content={**one.content, "classes": {
+        name: dict(each) | ({} if each["public"] else unused) for name, each in one.classes.items()}})  # fmt: skip
+    assert model_badge([one, later], posture) == one.content["protects"]["badge"]
     assert row["ε, replace-one"] == row["ρ"] == "not proven" and row["ε over all runs"] != "not proven"
     assert row["noise multiplier σ, sampling rate q, steps"].count("20 steps") == 2
 

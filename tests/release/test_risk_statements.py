@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,13 +14,16 @@ import pytest
 from dp_accounting.pld import privacy_loss_distribution as other
 from scipy.special import ndtr, ndtri
 from stopping import killed
+from trained_run import Trained
 
 from lamina import Corpus
 from lamina.account.tradeoff import trade_off
 from lamina.ledger.reader import LedgerReader
 from lamina.plan.risk import COMPOSED
+from lamina.release import risk_statements
 from lamina.release.certificate import certify
 from lamina.release.risk_statements import (
+    SOURCES,
     TOPICS,
     content_sentence,
     membership_sentence,
@@ -27,6 +31,7 @@ from lamina.release.risk_statements import (
     protection,
     risk_figures,
 )
+from lamina.release.typeset import read_template
 
 TWO_STEPS = "replace-one, as two add/remove steps"
 DEMO = {(4.805, 0.4, 0.0): 70}
@@ -99,11 +104,15 @@ def test_integer_noise_is_not_priced_at_an_order_between_integers() -> None:
 def test_sentences_are_natural_frequencies() -> None:
     membership = membership_sentence("patient", figures(DEMO, "membership"))
     assert membership.startswith(
-        "Of 100 patients who took part, the best attacker names at most 5.3 while wrongly naming 1 of 100 others; "
-        "guessing names 1."
+        "Of 100 patients who took part, the best attacker correctly names at most 5.3 on average while wrongly naming 1 of 100 "
+        "others; guessing names 1."
     )
     content = content_sentence("recording", figures(DEMO, "content"))
-    assert "recording that is known to have taken part (replace-one)." in content and "at most 17.4 of 100" in content
+    assert content == (
+        "Where a guess about the content of one recording that is known to have taken part is right in 1 of 100 cases without the "
+        "model, it is right in at most 17.4 with it (replace-one). If a fair coin decides which of two records was used, the "
+        "attacker is right in at most 75.6 of 100 cases; guessing is right in 50."
+    )
     assert [per_hundred(rate) for rate in (0.0, 0.01, 0.010001, 0.63634, 1.0)] == ["0", "1", "1.1", "63.7", "100"]
 
 
@@ -154,7 +163,9 @@ def test_each_class_has_the_figures_of_its_charges(tmp_path: Path) -> None:
             "one patient" in unit["text"] and "a ward" in unit["text"] and unit["digest"] == content["plan"]["sha256"]
         )
     assert not [each for each in content["statements"] if "no plan depended" in each["text"]]
-    assert {each["source"] for each in content["statements"]} >= {"stated by the trainer", "observed by the issuer"}
+    assert {each["source"] for each in content["statements"]} == {
+        "recomputed from the ledger", "stated by the trainer", "follows from the method"
+    }  # fmt: skip
     topics = {each["topic"] for each in content["statements"]}
     assert topics >= {"trust", "query model", "side channels", "voids", "budget", "tuning", "not covered", "condition"}
 
@@ -194,9 +205,13 @@ def test_totals_over_several_runs_state_their_condition(tmp_path: Path) -> None:
     for of in ("membership", "content"):
         assert clinical[f"{of}_total"]["tpr"]["0.01"] > clinical[of]["tpr"]["0.01"]
     this, total = about(content, "clinical", "membership")
-    assert set(this["leaves"]) < set(total["leaves"]) and "all these runs" in total["text"]
+    assert (
+        set(this["leaves"]) < set(total["leaves"])
+        and "counting all runs" in total["text"]
+        and "counting this run alone" in this["text"]
+    )
     (condition,) = (each for each in content["statements"] if "no plan depended" in each["text"])
-    assert condition["topic"] == "assumption" and condition["source"] == "observed by the issuer"
+    assert condition["topic"] == "assumption" and condition["source"] == "follows from the method"
 
 
 def test_a_run_without_an_end_leaves_the_membership_over_all_runs_open(tmp_path: Path) -> None:
@@ -213,6 +228,9 @@ def test_a_run_that_is_not_private_states_no_figure_in_words(tmp_path: Path) -> 
     assert content["protects"]["badge"] == "not private" and not content["protects"]["private_for"]
     topics = {each["topic"] for each in content["statements"]}
     assert not topics & {"membership", "content", "query model"} and "condition" in topics
+    assert not [each for each in content["statements"] if "secure generator" in each["text"]], (
+        "the trainer stated a seed"
+    )
 
 
 def test_the_badge_says_for_whom() -> None:
@@ -231,3 +249,18 @@ def test_the_badge_says_for_whom() -> None:
         "volunteer (60 patients, declared public); not used: idle"
     )
     assert protection(classes, private=False)["badge"] == "not private"
+
+
+def test_every_statement_has_a_known_topic_source_and_facts(monkeypatch: pytest.MonkeyPatch, trained: Trained) -> None:
+    """Also a statement that no run here makes: every row is filled with the facts of a run."""
+    monkeypatch.setattr(risk_statements, "stated_rows", lambda rows, facts: [_named(row, facts) for row in rows])
+    with LedgerReader.read_only(trained.ledger) as ledger:
+        certify(trained.folder, ledger)
+    for row in (row for rows in read_template("statements.toml").values() for row in rows):
+        assert row["topic"] in TOPICS and row["source"] in SOURCES
+        assert row.get("leaves", "end") in ("begin", "end", "epochs", "all runs", "header")
+
+
+def _named(row: Mapping[str, Any], facts: Mapping[str, Any]) -> Mapping[str, Any]:
+    assert {name.removeprefix("not ") for name in row.get("when", ())} <= facts.keys()
+    return row

@@ -26,7 +26,7 @@ from trained_run import Trained
 import lamina
 from lamina.admit.keys import PrivateKey
 from lamina.engine import native
-from lamina.errors import LedgerError
+from lamina.errors import LedgerError, NotVerified
 from lamina.ledger.corpus_terms import ledger_key_path
 from lamina.ledger.governance_records import WithdrawalReason
 from lamina.ledger.reader import LedgerReader
@@ -34,10 +34,12 @@ from lamina.ledger.records import Epoch
 from lamina.ledger.run_history import RecordedRuns
 from lamina.ledger.run_records import NoiseOrigin, RunBegin, RunEnd, WeightsOrigin
 from lamina.ledger.show import describe_leaf, leaf_to_dict
+from lamina.ledger.verify.tree_checks import Trust
 from lamina.ledger.verify.verifier import verify
 from lamina.ledger.withdrawal import withdraw
 from lamina.ledger.writer import Ledger
 from lamina.release.certificate import Certificate, certify
+from lamina.release.manifest import make_release, verify_release
 from lamina.release.risk_statements import texts
 from lamina.release.run_evidence import RunEvidence
 from lamina.train import segments
@@ -97,6 +99,22 @@ def test_the_digest_of_the_start_is_that_of_the_file(tmp_path: Path) -> None:
     assert (begin.origin, begin.parent) == (WeightsOrigin.RUN, bytes.fromhex(first.run))
     stated = second.certificate.content["trainer"]["starting_weights"]
     assert (stated["origin"], stated["parent"]) == ("run", first.run) and verify(mine.ledger).verified
+    (said,) = (each for each in second.certificate.content["statements"] if "continued the weights" in each["text"])
+    assert first.run[:8] in said["text"] and said["source"] == "recomputed from the ledger"
+
+
+def test_a_release_names_the_runs_that_its_weights_continue(tmp_path: Path) -> None:
+    """A release without the first run would state the ε of the second one for a model that learned in both."""
+    first = trainer(tmp_path).fit()
+    second, key = continued(tmp_path, first).fit(), PrivateKey.generate()
+    with Trained(first.folder, first, NAME).open() as ledger:
+        with raises_code(NotVerified, "release.parent-missing"):
+            make_release(tmp_path / "out", [second.folder], ledger, key, name="second")
+        make_release(tmp_path / "both", [first.folder, second.folder], ledger, key, name="both")
+        found = verify_release(tmp_path / "both", trust=Trust(plain=(key.public,)), ledger=ledger)
+    assert found.verified, found.problems
+    card = (tmp_path / "both" / "README.md").read_text()
+    assert "| ε of this model |" in card and "ε of this run |" not in card
 
 
 EDITS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {

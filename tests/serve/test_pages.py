@@ -128,6 +128,11 @@ def test_the_query_tester(served: tuple[str, Trained]) -> None:
         browser.page.check("[name=accept_withdrawn]")
         browser.page.click("text=Ask the gate")
         assert "allowed" in browser.page.inner_text("#decision")
+        browser.page.fill("#max_tpr", "0.0101")
+        browser.page.click("text=Ask the gate")
+        assert "risk-too-large" in browser.page.inner_text("#decision")
+        assert browser.page.input_value("#max_tpr") == "0.0101"
+        browser.page.fill("#max_tpr", "")
         browser.page.fill("#max_epsilon", "lots")
         browser.page.click("text=Ask the gate")
         assert browser.page.locator("[role=alert]").count() == 1

@@ -86,7 +86,7 @@ def sample_content(classes: dict[str, dict[str, Any]] | None = None, *, private:
         for name in closed
     ]  # fmt: skip
     said += [
-        statement("budget", "ε of this model is 3.01 per patient at δ = 1e-05, in the band 1 to 5.", BY_LEDGER),
+        statement("budget", "ε of this run is 3.01 per patient at δ = 1e-05, in the band 1 to 5.", BY_LEDGER),
         statement("budget", "ε over all runs includes every run of this ledger; the budget is never reset.", BY_LEDGER),
         statement("unit", "One unit is one patient with all recordings. A family or a ward is not one unit.", BY_OWNER),
         statement("condition", "Noise and sampling coins come from a secure generator and are not kept.", BY_TRAINER,
@@ -96,7 +96,7 @@ def sample_content(classes: dict[str, dict[str, Any]] | None = None, *, private:
         statement("side channels", "Timing and error messages were not examined.", BY_TRAINER),
         statement("tuning", "12 trials are recorded in the ledger.", BY_LEDGER, leaves=[4, 9]),
         statement("assumption", "Each contribution's gradient is clipped as the plan says.", BY_TRAINER),
-        statement("not covered", "A person who is behind several contributions: ε is per unit as stated.", BY_LEDGER),
+        statement("not covered", "A person with several contributions is less protected.", BY_LEDGER),
         statement("voids", "A further release of the same data that the ledger does not record.", BY_LEDGER),
         statement("voids", "A seed or a state of the noise generator that becomes known.", BY_LEDGER),
         statement("condition", "The files of the folder are those that the run recorded.", BY_ISSUER),

@@ -68,7 +68,7 @@ COMMANDS = {
     ),
     "release": (
         "lamina.cli.release:app",
-        "A model that leaves the house: weights, certificates and manifest in one signed folder, and its gate.",
+        "Create and verify signed model releases, ask their gate, and write papers about them.",
     ),
     "serve": (
         "lamina.cli.serve:serve",

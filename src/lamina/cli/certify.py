@@ -194,7 +194,7 @@ def release_key(place: str, given: Path | None, passphrase_file: Path | None) ->
         made = PrivateKey.generate()
         made.save(path, None)
         write_new(path.with_suffix(".pub"), made.public.pem(), "the public key", mode=0o644)
-        print_note(f"made the release key '{path}'; give {path.with_suffix('.pub').name} to who checks releases")
+        print_note(f"made the release key '{path}'; give {path.with_suffix('.pub').name} to those who check releases")
     return PrivateKey.load(path, None)
 
 

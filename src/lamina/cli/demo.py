@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import html
-import math
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -44,6 +43,7 @@ from lamina.plan.layer_stack import LayerStack
 from lamina.plan.policy import Policy
 from lamina.plan.step_plan import StepPlan
 from lamina.plan.table import at_least, at_most, epsilon_text
+from lamina.release.risk_statements import content_sentence, membership_sentence
 from lamina.train.publisher import Outcome
 
 TRAINING_LABELS = {
@@ -196,11 +196,8 @@ pre {{ background: #f5f5f2; padding: 1rem; overflow-x: auto; font-size: .8rem }}
 <p>A residual autoencoder with a classifier learned from simulated patients of two classes. {volunteers} volunteers,
 mostly healthy, gave their recordings to the public and train every layer. {sensitive} sensitive patients reach only the
 top quarter of the layers, the classifier, and each loses at most ε = {epsilon}.</p>
-<p><b>What ε = {epsilon} means.</b> The probability of any result that is computed from this model is, with one given patient, at most
-e<sup>ε</sup> ≈ {factor} times the probability without the patient, plus δ = {delta}. An attacker who knows everything else, and for whom
-both cases are equally likely, is right in at most {sure} % of cases about whether that patient took part. If the attacker knows that the
-patient took part and asks what the recording contains, the factor is {exchanged} (replace-one). These are worst cases. The volunteers
-declared their recordings public, so they are not protected.</p>
+<p><b>What ε = {epsilon} means.</b> {membership} {content} These are bounds for every attacker who sees the model, whatever else they
+know. The volunteers declared their recordings public, so they are not protected.</p>
 {facts}
 
 <h2>Who was let in</h2>
@@ -231,8 +228,8 @@ differ a little from run to run: the noise is secret and new each time.</p>
 {cost}
 <p class="words">Reaches: the layers that the class may change. Unit: what ε protects; here all recordings of a patient together.</p>
 <p>Compared are trainings with and without one patient, with all windows (adjacency: add or remove). The figures hold
-because each patient was in each batch by a secret coin of their own (Poisson sampling). Noise: {noise}. Not covered: that
-noise is computed in floating-point numbers, whose gaps could in theory tell something. The demo's settings were chosen on
+because each patient was in each batch by a secret coin of their own (Poisson sampling). Noise: {noise}. Not covered: rounding in
+the sum of clipped gradients, whose effect on ε was measured, not proven. The demo's settings were chosen on
 simulated patients, which costs nothing; choosing them on private data would.</p>
 
 <h2>What an auditor finds</h2>
@@ -276,18 +273,12 @@ def write_report(folder: Path, result: DemoResult) -> Path:
     """Write report.html into the folder; returns its path."""
     population = {entry.name: entry.population for entry in result.plan.classes}
     spent = {row[0]: row[2] for row in result.cost_rows()[1:]}
-    lost, delta = (
-        result.outcome.epsilon["sensitive"],
-        next(e.delta for e in result.plan.classes if e.name == "sensitive"),
-    )
-    exchanged = math.ceil(math.exp(result.plan.epsilon("sensitive", "replace_one")))
+    risks = result.outcome.certificate.classes["sensitive"]
     page = _REPORT_TEMPLATE.format(
         right=", ".join(f".r{i} tr > :nth-child({i})" for i in range(2, 9)),
         facts=_facts(folder, result),
-        factor=f"{math.exp(lost):.3g}",
-        exchanged=f"{exchanged:,}",
-        sure=math.ceil(100 * (math.exp(lost) + delta) / (1 + math.exp(lost))),
-        delta=f"{delta:g}",
+        membership=html.escape(membership_sentence("patient", risks["membership"])),
+        content=html.escape(content_sentence("patient", risks["content"])),
         findings=", ".join(html.escape(name) for name in next(iter(result.utility.values())).by_class),
         volunteers=population["volunteer"],
         sensitive=population["sensitive"],

@@ -407,23 +407,13 @@ def risk_summary(plan: StepPlan, k: int) -> dict[str, Any]:
 
 
 def _risk_lines(plan: StepPlan) -> list[str]:
-    """A table of what an attack on each private class finds."""
-    rows = [
-        [
-            "class",
-            "found at 1 % false accusations: members",
-            "content",
-            "right answers from a coin toss: members",
-            "content",
-        ]
-    ]
+    """A table of what an attack on each private class finds, with the names of a certificate."""
+    rows = [["class", "risk", "found at 1 % false accusations", "right answers from a coin toss"]]
     for k, entry in enumerate(plan.classes):
-        if not entry.public:
-            risks = [risk_summary(plan, k)[of] for of in RISKS]
-            rates = [None if risk is None else risk["tpr"]["0.01"] for risk in risks]
-            rates += [None if risk is None else risk["accuracy"] for risk in risks]
-            rows.append([entry.name, *("not proven" if rate is None else percent_text(rate) for rate in rates)])
-    return columns(rows, left=1).split("\n") if len(rows) > 1 else []
+        for of, risk in ({} if entry.public else risk_summary(plan, k)).items():
+            rates = [None, None] if risk is None else [risk["tpr"]["0.01"], risk["accuracy"]]
+            rows.append([entry.name, of, *("not proven" if rate is None else percent_text(rate) for rate in rates)])
+    return columns(rows, left=2).split("\n") if len(rows) > 1 else []
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -209,7 +209,8 @@ def verify(
             f"  ledger  {at['origin']}, {at['size']} leaves, root {at['root']}",
         ]
         lines += [
-            f"  since   {name}: {len(seqs)}, leaves {', '.join(map(str, seqs[:8]))}{', …' * (len(seqs) > 8)}"
+            f"  since   {name}: {len(seqs)}, {'leaf' if len(seqs) == 1 else 'leaves'} "
+            f"{', '.join(map(str, seqs[:8]))}{', …' * (len(seqs) > 8)}"
             for name, seqs in found.since.items()
         ]
         lines += [f"  note    {each}" for each in _what_was_not_checked(found)]

@@ -13,8 +13,9 @@ Figures are rounded up. Times are those of the ledger, so the same ledger and ru
 them, give the same bytes.
 
 Each condition and statement has a source: it is recomputed from the ledger, stated by the trainer in a record of the
-run, stated by the owner, measured, or observed by the issuer. `certificate_content` computes all of it from the ledger
-at a checkpoint. `certify` signs the result, and `comparison` computes it again to verify a release.
+run, stated by the owner, measured, observed by the issuer, or follows from the method.
+`certificate_content` computes all of it from the ledger at a checkpoint. `certify` signs the result, and `comparison`
+computes it again to verify a release.
 """
 
 from __future__ import annotations

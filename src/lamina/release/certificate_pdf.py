@@ -5,16 +5,14 @@ The templates read the content of the certificate itself. The same inputs give t
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from importlib import resources
 from itertools import groupby
 from statistics import NormalDist
 from typing import Any
 
-from lamina.errors import LaminaError
 from lamina.release.certificate import Certificate
 from lamina.release.countersignature import Countersignature
+from lamina.release.typeset import typeset
 
 _MAX_LAYERS = 24  # of the picture; more are drawn as groups of neighbours
 _CURVE_RATES = (0.001, 0.002, 0.005, *(at / 100 for at in range(1, 100)), 0.995)
@@ -41,25 +39,15 @@ def certificate_pdf(
 def decision_pdf(certificate: Certificate, *, countersignature: Countersignature | None = None) -> bytes:
     """Return the page on which a privacy officer decides about a release."""
     curves = {
-        name: {of: _curve(each[of]) for of in ("membership", "content")}
+        name: {of: _curve(each[of]) for of in ("membership", "content", "membership_total", "content_total")}
         for name, each in certificate.content["classes"].items()
     }
     return _compiled("decision.typ", certificate.content, countersignature, curves=curves)
 
 
 def _compiled(template: str, content: Mapping[str, Any], officer: Countersignature | None, **more: Any) -> bytes:
-    try:
-        import typst
-    except ImportError:
-        problem = "the PDF needs typst, which is not installed"
-        raise LaminaError("release.typst-missing", problem, "pip install 'lamina[report]', or use the JSON") from None
     signed = None if officer is None else {**officer.content, "key": officer.signer.name}
-    data = json.dumps({"content": content, "countersignature": signed, **more}, ensure_ascii=False, allow_nan=False)
-    folder = resources.files("lamina.release")
-    source = b"".join(folder.joinpath(name).read_bytes() for name in ("paper.typ", template))
-    made = typst.compile(source, sys_inputs={"data": data}, ignore_system_fonts=True, timestamp=0)
-    assert isinstance(made, bytes)
-    return made
+    return typeset({"content": content, "countersignature": signed, **more}, "paper.typ", template)
 
 
 def _merged_layers(content: Mapping[str, Any]) -> list[dict[str, Any]]:

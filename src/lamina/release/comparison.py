@@ -186,11 +186,24 @@ def _compare_posture(manifest: Manifest, expected: Posture, runs: Sequence[RunEv
     if manifest.predicate["created"] != format_utc(runs[-1].time):
         reason = f"it states the date {manifest.predicate['created']}, but its checkpoint {format_utc(runs[-1].time)}"
         note("release.ledger-head-differs", reason, _MANIFEST)
-    if manifest.gate.unstated_purposes:
-        try:
+    try:
+        check_parents(runs)
+        if manifest.gate.unstated_purposes:
             check_purposes(expected, runs)
-        except NotVerified as error:
-            note(error.code, error.problem, _MANIFEST)
+    except NotVerified as error:
+        note(error.code, error.problem, _MANIFEST)
+
+
+def check_parents(runs: Sequence[RunEvidence]) -> None:
+    """Raise NotVerified if a run continued the weights of a run that the release leaves out: its ε would be missing."""
+    for run in runs:
+        parent = None if run.begin is None else run.begin[1].parent
+        if parent is not None and parent not in {each.run for each in runs}:
+            problem = (
+                f"run {run.run.hex()[:8]} continued the weights of run {parent.hex()[:8]}, which the release leaves out"
+            )
+            remedy = "name the folders of all runs that trained these weights, in their order"
+            raise NotVerified("release.parent-missing", problem, remedy)
 
 
 def check_purposes(posture: Posture, runs: Sequence[RunEvidence]) -> None:

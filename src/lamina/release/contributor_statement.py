@@ -1,7 +1,7 @@
 """The statement for a contributor: what a ledger records about one contribution, signed by the ledger's key, and as a letter.
 
-`statement_content` computes the facts at a checkpoint; they are signed as JSON (COSE_Sign1). `letter` puts the same facts
-into sentences. The receipts in it prove leaves of the ledger to a reader who has only the ledger's public key: the
+`statement_content` computes the facts at a checkpoint; they are signed as JSON (COSE_Sign1), and `letter` puts the same
+facts into sentences. The receipts in it prove leaves of the ledger to a reader who has only the ledger's public key: the
 contribution, its epochs, its withdrawal, and releases. That no epoch is missing, and ε, are proven only by the ledger
 itself: `compare_statement` computes the facts again.
 """
@@ -9,17 +9,15 @@ itself: `compare_statement` computes the facts again.
 from __future__ import annotations
 
 import base64
-import json
 from collections import Counter
 from collections.abc import Mapping
 from functools import partial
-from importlib import resources
 from typing import Any
 
-from lamina.account.schedule import EventKey, rdp_order_of
+from lamina.account.schedule import EventKey
 from lamina.admit.keys import PublicKey
 from lamina.admit.signed_json import parse_json, read_cose
-from lamina.errors import EncodingError, LaminaError, LedgerError, NotVerified
+from lamina.errors import EncodingError, LedgerError, NotVerified
 from lamina.ledger.contribution_trace import account_of, trace_contribution
 from lamina.ledger.governance_records import Release, Withdrawal
 from lamina.ledger.key_state import check_key_may_sign
@@ -27,7 +25,6 @@ from lamina.ledger.reader import LedgerReader
 from lamina.ledger.receipt import Receipt, verify_receipt
 from lamina.ledger.records import ContributionRecord, Epoch, KeptContribution, KeptLeaf, Leaf, decode_kept, decode_leaf
 from lamina.ledger.run_records import RunEnd
-from lamina.ledger.schema import pluralize
 from lamina.ledger.show import epsilon_or_none
 from lamina.ledger.signed_checkpoint import LedgerCheckpoint, Note, NoteKey, parse_checkpoint, verify_checkpoint
 from lamina.ledger.store.rows import StoredLeaf
@@ -36,16 +33,9 @@ from lamina.ledger.verify.verifier import verify
 from lamina.ledger.writer import Ledger
 from lamina.plan.risk import ZERO_OUT, curve_marks
 from lamina.plan.step_plan import Clipping, StepPlan
-from lamina.plan.table import epsilon_text
-from lamina.release.certificate import RUN_CONDITIONS
-from lamina.release.reconciliation import (
-    loss_sentences,
-    model_sentences,
-    reconciled_facts,
-    use_sentences,
-    withdrawal_sentences,
-)
-from lamina.release.risk_statements import content_sentence, membership_sentence, risk_figures
+from lamina.release.letter import broken_conditions
+from lamina.release.reconciliation import reconciled_facts
+from lamina.release.risk_statements import risk_figures
 
 CONTRIBUTOR_STATEMENT = "application/lamina-contributor-statement+json"
 
@@ -72,7 +62,7 @@ def statement_content(ledger: LedgerReader, seq: int, size: int) -> dict[str, An
     events = Counter[EventKey]()
     for each in trace.epochs:
         events.update(each.events)
-    proven = not found["contribution"]["public"] and found["epsilon"] is not None and not _broken(found)
+    proven = not found["contribution"]["public"] and found["epsilon"] is not None and not broken_conditions(found)
     stated = all(run["conditions"] and run["conditions"]["adjacency"] == "add/remove" for run in found["runs"])
     marks = frozenset[str]().union(*map(curve_marks, plans.values()))
     figures = partial(risk_figures, events, accountant=header.accountant, marks=marks if stated else marks | {ZERO_OUT})
@@ -213,131 +203,3 @@ def compare_statement(content: Mapping[str, Any], ledger: LedgerReader) -> int:
 
 def _differs(problem: str) -> NotVerified:
     return NotVerified("release.statement-differs", f"the statement is wrong: {problem}", _ASK)
-
-
-# ------------------------------------------------------------------------------------------ the letter
-
-
-def letter(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the letter to the contributor: facts, and sections of sentences. It follows from the statement alone.
-
-    A text that begins with "lamina " is a command.
-    """
-    told, tree, gone = content["contribution"], content["ledger"], content["withdrawn"]
-    lost = f"at most ε {epsilon_text(content['epsilon'] or 0)} lost"
-    if not told["public"] and (content["epsilon"] is None or _broken(content)):
-        lost = "no protection is proven"
-    summary = [
-        f"withdrawn on {gone['time'][:10]}" if gone else "expired" if _expired(content) else "in force",
-        "not protected: declared public" if told["public"] else lost,
-        pluralize(len(content["releases"]), "released model"),
-    ]
-    facts = {
-        "contribution": told["descriptor"],
-        "ledger": f"{tree['origin']}, {tree['size']:,} leaves",
-        "as of": content["as_of"],
-        "admitted": f"{told['admitted']} (leaf {told['index']}), class {told['class']}",
-        "valid until": told["expires"],
-    }
-    pruned = ["Its record was pruned: who signed it and when is no longer in the ledger, and a revocation of its key is not "
-              "taken into account."] * told["pruned"]  # fmt: skip
-    sections = {
-        "Where it may have been used": [*use_sentences(content), *pruned],
-        "What others could learn from it": _risk_sentences(content),
-        "Models that stand on it": [
-            *model_sentences(content),
-            "A model that was given away without a release record is not listed.",
-        ],
-        "Withdrawal": [*withdrawal_sentences(content), *_withdraw_help(content)],
-        "What this letter does not show": [
-            "The ledger is kept by those who train. It does not prove that the noise was added, that no other training used "
-            "your data, or that other ledgers do not hold it."
-        ],
-        "How to check it": [
-            "This letter repeats statement.cose, which the ledger's key signed. Get the public key of the ledger by another way "
-            "than this letter, and run:",
-            "lamina ledger receipt --check statement.cose --trust ledger.pub",
-        ],
-    }
-    return {
-        "summary": " · ".join(summary),
-        "facts": list(facts.items()),
-        "sections": [{"heading": name, "text": text} for name, text in sections.items()],
-    }
-
-
-def _expired(content: Mapping[str, Any]) -> bool:
-    return bool(content["contribution"]["expires"] <= content["as_of"])  # times of one format
-
-
-def _broken(content: Mapping[str, Any]) -> list[str]:
-    """Return what voids the figures of runs: what the trainer stated, or a plan whose noise is too small."""
-    wanted = {name: value for name, (value, _) in RUN_CONDITIONS.items()} | {"sound_plan": True}
-    return [
-        f"run {run['run'][:8]}: {name} is {run['conditions'][name]}"
-        for run in content["runs"]
-        for name, value in wanted.items()
-        if run["conditions"] and run["conditions"][name] != value
-    ]
-
-
-def _risk_sentences(content: Mapping[str, Any]) -> list[str]:
-    """Return ε and what it means, in natural frequencies; or why nothing is stated."""
-    if content["contribution"]["public"] or content["epsilon"] is None or not content["runs"]:
-        return loss_sentences(content)
-    if broken := _broken(content):
-        return [f"No protection is proven, because of what is recorded about the training: {'; '.join(broken)}."]
-    unit, membership, inside = content["unit"], content["membership"], content["content"]
-    said = [
-        *loss_sentences(content),
-        f"ε is stated at δ = {content['delta']:g}, for one {unit}, over all runs together.",
-    ]
-    if membership is not None:
-        said.append(membership_sentence(unit, membership))
-    elif all(run["conditions"] for run in content["runs"]):
-        said.append(f"Whether one {unit} took part is not protected: the number of contributions was public.")
-    else:
-        said.append(
-            "A run has not recorded its end yet, so no figure is stated for whether others can tell that you took part."
-        )
-    said += [] if inside is None else [content_sentence(unit, inside)]
-    if len(content["runs"]) > 1 and rdp_order_of(content["accountant"]) is None:
-        said.append(
-            "The figures over all runs assume that no plan depended on what an earlier model revealed about single "
-            "contributions. Nothing in the ledger shows whether this holds."
-        )
-    return [*said, "These are limits for the best attacker who sees everything that was released. They do not say how likely an "
-            "attack is."]  # fmt: skip
-
-
-def _withdraw_help(content: Mapping[str, Any]) -> list[str]:
-    """Return how to withdraw; after a withdrawal, where its proof is and what it does not change."""
-    if content["withdrawn"] is not None:
-        return [
-            f"The proof of the withdrawal is in the signed file: the receipt of leaf {content['withdrawn']['index']}. Models that "
-            "were trained before it are not unlearned, and the ε above stays spent."
-        ]
-    if _expired(content):
-        return ["It has expired and is in no later segment of training, so there is nothing left to withdraw."]
-    who = (
-        "The ledger accepts only signed requests: yours, or one that an operator signs for a letter from you."
-        if content["withdraw"] == "signed"
-        else "You can also ask whoever keeps the ledger by letter."
-    )
-    return [
-        f"To withdraw it, sign a request with your own key and send it to whoever keeps the ledger. {who}",
-        "lamina ledger request FOLDER --reason consent --key YOUR.key -o request.cose",
-    ]
-
-
-def letter_pdf(page: Mapping[str, Any]) -> bytes:
-    """Return the letter as a PDF, by typst; the same bytes each time."""
-    try:
-        import typst
-    except ImportError:
-        problem = "the PDF needs typst, which is not installed"
-        raise LaminaError("release.typst-missing", problem, "pip install 'lamina[report]', or use the HTML") from None
-    template = resources.files("lamina.release").joinpath("statement.typ").read_bytes()
-    made = typst.compile(template, sys_inputs={"data": json.dumps(page)}, ignore_system_fonts=True, timestamp=0)
-    assert isinstance(made, bytes)
-    return made

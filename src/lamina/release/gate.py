@@ -36,6 +36,7 @@ from lamina.ledger.run_records import WEIGHTS
 from lamina.ledger.signed_checkpoint import LedgerCheckpoint
 from lamina.ledger.verify.tree_checks import KnownCheckpoint, Trust
 from lamina.plan.risk import STATED_RATES, RiskBound
+from lamina.plan.table import percent_text
 from lamina.release.manifest import Manifest, open_inside, verify_release
 from lamina.release.posture import NOT_REACHED, AdapterPosture, WithdrawalCounter
 from lamina.validate import number
@@ -49,6 +50,10 @@ RETRY_SECONDS = 1.0  # seconds between looks after one that failed
 
 _DRAWS_ON = ("layers", "depth", "adapter", "generation_class")
 _RIGHTS = ("classes", "max_epsilon", "min_noise_multiplier", "purpose", "accept_withdrawn", "max_tpr")
+_MAX_TPR = (
+    "max_tpr must state of (membership or content), "
+    f"fpr ({', '.join(f'{rate:g}' for rate in STATED_RATES)}) and tpr (above fpr, below 1)"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,8 +85,7 @@ class Rights:
         if type(self.accept_withdrawn) is not bool:
             raise _invalid(f"accept_withdrawn is {self.accept_withdrawn!r}, must be true or false")
         if self.max_tpr is not None and not (isinstance(self.max_tpr, RiskBound) and self.max_tpr.fpr in STATED_RATES):
-            rates = ", ".join(f"{rate:g}" for rate in STATED_RATES)
-            raise _invalid(f"max_tpr must state of, fpr (one of {rates}) and tpr")
+            raise _invalid(_MAX_TPR)
         for name in ("max_epsilon", "min_noise_multiplier"):
             value = getattr(self, name)
             if isinstance(value, bool):
@@ -135,10 +139,11 @@ class Query:
             raise _invalid("classes and layers must be lists")
         most, risk = rights["max_epsilon"], rights.get("max_tpr")
         try:
-            read = {
-                "max_epsilon": float("inf") if most is None else most,
-                "max_tpr": None if risk is None else RiskBound.model_validate(risk),
-            }
+            bound = None if risk is None else RiskBound.model_validate(risk)
+        except ValueError:
+            raise _invalid(_MAX_TPR) from None
+        try:
+            read = {"max_epsilon": float("inf") if most is None else most, "max_tpr": bound}
             return cls(
                 rights=Rights(**rights | read),
                 scope=plain.get("scope"),
@@ -298,8 +303,13 @@ class GateRule:
             found.append(("epsilon-too-large", f"of class {each.name} {spent}, allowed is {rights.max_epsilon:g}"))
         if not each.public and (most := rights.max_tpr) is not None and each.exceeds(most):
             rate = each.rates.get((most.of, most.fpr))
-            found_by = "nothing is proven" if rate is None else f"an attack finds up to {100 * rate:.4g} %"
-            found.append(("risk-too-large", f"of class {each.name} {found_by}, allowed is {most}"))
+            found_by = (
+                f"nothing is proven about the {most.of} of class {each.name}"
+                if rate is None
+                else f"an attack on the {most.of} of class {each.name} finds up to {percent_text(rate)}"
+            )
+            allowed = f"{100 * most.tpr:g} % at {100 * most.fpr:g} % false accusations"
+            found.append(("risk-too-large", f"{found_by}, allowed is {allowed}"))
         if not each.public and each.sigma < rights.min_noise_multiplier:
             reason = (
                 f"class {each.name} had noise multiplier {each.sigma:.6g}, asked is {rights.min_noise_multiplier:g}"

@@ -44,7 +44,7 @@ from lamina.ledger.verify.tree_checks import KnownCheckpoint, Trust
 from lamina.ledger.verify.verifier import verify
 from lamina.ledger.writer import Ledger
 from lamina.release.certificate import Certificate, certify, ledger_reference
-from lamina.release.comparison import Note, changes_since, check_purposes, compare_with_ledger
+from lamina.release.comparison import Note, changes_since, check_parents, check_purposes, compare_with_ledger
 from lamina.release.countersignature import Countersignature
 from lamina.release.model_card import ml_bom, model_card
 from lamina.release.model_signing import MODEL_SIGNATURE, check_model_signature, sign_model
@@ -169,6 +169,7 @@ def make_release(
     verification, at = verify(ledger.store, trust=trust), ledger.latest()
     certificates = [certify(each, ledger, verification=verification, checkpoint=at) for each in runs]
     evidence = [RunEvidence.read(ledger, RunMetrics.load(each).run, at) for each in runs]
+    check_parents(evidence)
     signed = [each.signed(key) for each in certificates]
     posture = read_posture(ledger, evidence)
     if gate is not None and gate.unstated_purposes:

@@ -16,14 +16,16 @@ from lamina.release.posture import Posture
 from lamina.release.risk_statements import (
     BY_LEDGER,
     FIGURE_NAMES,
+    JOINT_EPSILON,
     content_sentence,
     membership_sentence,
     per_hundred,
+    protection,
     short_figure,
     stated,
 )
+from lamina.release.typeset import NOT_STATED, filled
 
-NOT_STATED = "not stated"
 _LAYERS_SHOWN = 60
 _ABOUT_MODEL = ("description", "task", "domain", "intended_use", "organisation", "contact", "region", "licence")
 
@@ -36,6 +38,7 @@ def about(content: Mapping[str, Any], name: str) -> str:
 # The figures of a class by the names that every page uses; the last three are figures of its membership.
 RISK_NAMES = {"tpr": "found at 1 % false accusations", "accuracy": "right answers from a coin toss", "mu": "μ"}
 FIGURES = {**FIGURE_NAMES, **RISK_NAMES}
+FIGURE_LABELS = (*FIGURES.values(), JOINT_EPSILON)  # in rows of one run ε of this run, in rows of several the joint one
 _RISKS = {"membership": membership_sentence, "content": content_sentence}
 _OF_ONE_RUN = ("epsilon_replace_one", "epsilon_unamplified", "rho")
 
@@ -60,7 +63,10 @@ def class_rows(certificates: Sequence[Certificate], posture: Posture) -> dict[st
         rows[name] = {
             "unit": each.unit,
             "neighbouring relation": known[-1]["adjacency"],
-            **{label: _figure(key, values[key]) for key, label in FIGURES.items()},
+            **{
+                JOINT_EPSILON if several and key == "epsilon" else label: _figure(key, values[key])
+                for key, label in FIGURES.items()
+            },
             "noise multiplier σ, sampling rate q, steps": "; ".join(steps) or "not used",
             "declared population": NOT_STATED if (count := known[-1]["population"]) is None else f"{count:,}",
             "purposes": ", ".join(each.purposes) or NOT_STATED,
@@ -82,6 +88,22 @@ def figures_table(rows: Mapping[str, Mapping[str, str]]) -> list[str]:
     return markdown_table(("figure", *rows), [(each, *(row[each] for row in rows.values())) for each in names])
 
 
+def model_badge(certificates: Sequence[Certificate], posture: Posture) -> str:
+    """Return for whom a model is private, over all its runs. A class that one of them declares public is not protected."""
+    if len(certificates) == 1:
+        return str(certificates[0].content["protects"]["badge"])
+    classes = {}
+    for name, each in posture.classes.items():
+        known = [found.classes[name] for found in certificates if name in found.classes]
+        classes[name] = dict(known[-1]) | {
+            "public": any(one["public"] for one in known),
+            "epsilon": each.epsilon,
+            "charges": [charge for one in known for charge in one["charges"]],
+            "membership": known[-1]["membership_total"],
+        }
+    return str(protection(classes, private=True)["badge"])
+
+
 def model_statements(certificates: Sequence[Certificate], posture: Posture) -> list[Mapping[str, Any]]:
     """Return what the certificates state about a model. Figures of single runs are left out if it has several."""
     if len(certificates) == 1:
@@ -93,7 +115,7 @@ def model_statements(certificates: Sequence[Certificate], posture: Posture) -> l
         for topic, sentence in _RISKS.items():
             unit, risk = figures["unit"], figures[f"{topic}_total"]
             known = f"nothing is proven about the {topic} of one {unit}." if risk is None else sentence(unit, risk)
-            text = f"Class {name}: from the models of all runs of the ledger together. {known}"
+            text = f"Class {name}: counting all runs of the ledger. {known}"
             found[text] = stated(topic, text, BY_LEDGER, cls=name)
     return list(found.values())
 
@@ -107,39 +129,20 @@ def model_card(name: str, certificates: Sequence[Certificate], posture: Posture,
     """README.md of a release: what the model is, and a section on its privacy."""
     last = certificates[-1].content
     rows, statements = class_rows(certificates, posture), model_statements(certificates, posture)
-    lines = [
-        "---\nlibrary_name: pytorch\ntags:\n- differential-privacy\n- lamina\n---\n",
-        f"# {markdown(name)}",
-        "",
-        f"**{markdown(last['protects']['badge'])}**",
-        "",
-        f"A model of {last['model']['parameters']:,} parameters, trained with layer-wise differential privacy "
-        f"({markdown(last['plan']['allocation'])} allocation, {last['plan']['clipping']} clipping).",
-        "",
-        *markdown_table(
-            ("stated by the owner", ""), [(each.replace("_", " "), about(last, each)) for each in _ABOUT_MODEL]
-        ),
-        "",
-        "## Privacy",
-        "",
-        *(f"{markdown(text)}\n" for text in risk_texts(statements)),
-        *figures_table(rows),
-        *_statements(statements),
-        "",
-        "### Which class reached which layer",
-        "",
-        *markdown_table(("layer", "depth", "noise (standard deviation)", "classes"), _layer_rows(posture)),
-        "",
-        "## Use",
-        "",
-        "Check the release before use: `lamina release verify FOLDER --trust KEYS`. `manifest.json` says who may draw on "
-        "which layers; a gate (`lamina.ReleaseGate`) decides query by query.",
-        "",
-        f"May be served until: {not_after or 'no date was set'}. Contributions withdrawn so far: "
-        f"{sum(posture.withdrawn.values())}.",
-        "",
-    ]
-    return "\n".join(lines).encode()
+    facts = {
+        "name": name, "badge": model_badge(certificates, posture), "parameters": f"{last['model']['parameters']:,}",
+        "allocation": last["plan"]["allocation"], "clipping": last["plan"]["clipping"],
+        "not after": not_after or "no date was set", "withdrawn": str(sum(posture.withdrawn.values())),
+    }  # fmt: skip
+    owner = [(each.replace("_", " "), about(last, each)) for each in _ABOUT_MODEL]
+    blocks = {
+        "OWNER": markdown_table(("stated by the owner", ""), owner),
+        "RISK": [f"{markdown(text)}\n" for text in risk_texts(statements)],
+        "FIGURES": figures_table(rows),
+        "STATEMENTS": _statements(statements),
+        "LAYERS": markdown_table(("layer", "depth", "noise (standard deviation)", "classes"), _layer_rows(posture)),
+    }
+    return filled("model-card.md", facts, markdown, blocks).encode()
 
 
 def _statements(statements: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -180,7 +183,8 @@ def ml_bom(name: str, files: Mapping[str, str], certificates: Sequence[Certifica
     limits = [each["text"] for each in statements if each["topic"] in ("not covered", "side channels")]
     approach = {"approach": {"type": about(last, "approach")}} if "approach" in last["about"] else {}
     metrics = [
-        {"type": label, "value": row[label], "slice": f"class {cls}"} for cls, row in rows.items() for label in FIGURES.values()
+        {"type": label, "value": text, "slice": f"class {cls}"}
+        for cls, row in rows.items() for label, text in row.items() if label in FIGURE_LABELS
     ]  # fmt: skip
     card = {
         "modelParameters": approach

@@ -1,72 +1,67 @@
 """Where a certificate states what NIST SP 800-226 asks about a differential privacy guarantee (`certify --profile nist-800-226`).
 
-Questions are in our own words; section numbers are those of the final version of March 2025. Each item finds its evidence in the
-content of the certificate. An item without evidence is "not stated". No item and no number of items is a claim of compliance.
+The items are in templates/nist-800-226.toml. Each finds its evidence in the content of the certificate. An item without evidence
+is "not stated". No item and no number of items is a claim of compliance.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from string import Formatter
+from typing import Any
 
-from lamina.release.risk_statements import BY_ISSUER, BY_LEDGER, BY_MEASUREMENT, BY_OWNER, BY_TRAINER, short_figure
+from lamina.release.risk_statements import BY_MEASUREMENT, BY_OWNER, short_figure
+from lamina.release.typeset import read_template
 
 NIST_PROFILE = "nist-800-226"
 NOTICE = "This table shows where the certificate states what NIST SP 800-226 asks about. It does not claim compliance with SP 800-226."
+ITEMS: Sequence[Mapping[str, Any]] = read_template("nist-800-226.toml")["item"]
 Content = Mapping[str, Any]
 Evidence = tuple[str, str, Sequence[int]]  # value, source, leaves of the ledger
-Finder = Callable[[Content], Iterable[Evidence]]
 
 
-def _said(*topics: str, word: str = "") -> Finder:
-    """Statements of these topics that contain a word."""
-    return lambda content: (
-        (each["text"], each["source"], each["leaves"] or ())
-        for each in content["statements"]
-        if each["topic"] in topics and word in each["text"].lower()
-    )
+class _RoundedUp(Formatter):
+    """Formats numbers that have no format of their own rounded up."""
+
+    def format_field(self, value: Any, spec: str) -> str:
+        rounds = not spec and isinstance(value, float) and value >= 1e-3
+        return short_figure(value) if rounds else str(super().format_field(value, spec))
 
 
-def _owner(*names: str) -> Finder:
-    """Texts of the owner, from [about] in policy.toml."""
-    return lambda content: (
-        (f"{name}: {each['text']}", BY_OWNER, (each["leaf"],))
-        for name, each in content.get("about", {}).items()
-        if name in names
-    )
+def _evidence(content: Content, item: Mapping[str, Any]) -> Iterator[Evidence]:
+    for row in item["evidence"]:
+        for each in content["statements"]:
+            if each["topic"] in row.get("topics", ()) and row.get("word", "") in each["text"].lower():
+                yield each["text"], each["source"], each["leaves"] or ()
+        for name, each in content["about"].items():
+            if name in row.get("about", ()):
+                yield f"{name}: {each['text']}", BY_OWNER, (each["leaf"],)
+        if "text" in row:
+            yield from _filled(content, row)
+        if "utility" in row:
+            yield from _utility(content, groups=row["utility"] == "by group")
 
 
-def _class(template: str, *needs: str) -> Finder:
-    """A text about every private class of which the figures `needs` are stated; they are rounded up."""
-
-    def shown(value: Any) -> str:
-        return short_figure(value) if isinstance(value, float) and value >= 1e-3 else str(value)
-
-    return lambda content: (
-        (f"{name}: {template.format(**{need: shown(each[need]) for need in needs})}", BY_LEDGER, ())
-        for name, each in content["classes"].items()
-        if not each["public"] and all(each.get(need) is not None for need in needs)
-    )
+def _filled(content: Content, row: Mapping[str, str]) -> Iterator[Evidence]:
+    """Fill the text of a row from every record of a section that states all fields of the text."""
+    text, needs = row["text"], [field for _, field, _, _ in Formatter().parse(row["text"]) if field]
+    for label, record in _records(content, row["of"]):
+        if all(record.get(need) not in (None, "not stated", "not declared") for need in needs):
+            leaves = record.get("leaves", [record["leaf"]] if "leaf" in record else [])
+            yield label + _RoundedUp().vformat(text, (), record), row["source"], leaves
 
 
-def _value(template: str, section: str, source: str, *needs: str) -> Finder:
-    """A text about a section of the certificate, if all of `needs` are stated there."""
-
-    def find(content: Content) -> Iterator[Evidence]:
-        found = content
-        for name in section.split("."):
-            found = found.get(name) or {}
-        if found and all(found.get(need) not in (None, "not stated", "not declared") for need in needs):
-            yield template.format(**found), source, found.get("leaves", [found["leaf"]] if "leaf" in found else [])
-
-    return find
-
-
-def _charges(content: Content) -> Iterator[Evidence]:
-    for name, each in content["classes"].items():
-        for charge in each["charges"]:
-            text = "{steps} steps with σ {noise_multiplier:.6g} at sampling rate {sampling_rate:.6g}".format(**charge)
-            yield f"{name}: {text}", BY_LEDGER, ()
+def _records(content: Content, section: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield (label, record) of a section; of the private classes and their charges, with the name of the class."""
+    if section in ("classes", "charges"):
+        for name, each in content["classes"].items():
+            if not each["public"]:
+                yield from ((f"{name}: ", one) for one in ([each] if section == "classes" else each["charges"]))
+        return
+    found: Any = content
+    for name in section.split("."):
+        found = found.get(name) or {}
+    yield from (("", each) for each in (found if isinstance(found, list) else [found]))
 
 
 def _utility(content: Content, *, groups: bool) -> Iterator[Evidence]:
@@ -79,81 +74,16 @@ def _utility(content: Content, *, groups: bool) -> Iterator[Evidence]:
             yield f"{name}: {value}, on {each['on']} data", BY_MEASUREMENT, ()
 
 
-def _beside(content: Content) -> Iterator[Evidence]:
-    for each in content["ledgers_beside"]:
-        yield f"another ledger was found: {each['origin']} with {each['runs']} runs", BY_ISSUER, ()
-
-
-class ProfileItem(NamedTuple):
-    """A question of SP 800-226, the fields of a certificate that answer it, and functions that find the evidence there."""
-
-    number: int
-    section: str
-    question: str
-    where: str
-    finders: tuple[Finder, ...]
-
-    def evidence(self, content: Content) -> list[Evidence]:
-        return [each for find in self.finders for each in find(content)]
-
-
-def _items(*rows: tuple[Any, ...]) -> tuple[ProfileItem, ...]:
-    return tuple(ProfileItem(number, row[0], row[1], row[2], row[3:]) for number, row in enumerate(rows, 1))
-
-
-ITEMS = _items(
-    ("2.2", "How large is ε, and does it still promise much?", "classes.*.epsilon, statements",
-     _said("budget", word="ε of this model"), _said("membership", "content")),
-    ("2.3", "How large is δ, compared with one over the number of units?", "classes.*.delta, population",
-     _class("δ {delta}, {population} units", "delta", "population")),
-    ("2.3, 2.5", "Which variant and which parameters, so that others can convert?", "classes.*.charges, rho, accountant",
-     _charges,
-     _class("ρ {rho} (zCDP, without amplification)", "rho"),
-     _value("accountant {name} ({version})", "accountant", BY_LEDGER)),
-    ("2.4", "What is the unit of privacy, and which data sets are neighbours?", "classes.*.unit, adjacency",
-     _class("per {unit}, {adjacency}", "unit", "adjacency")),
-    ("2.4", "Which hypotheses would a harm tell apart, and are they neighbours?", "statements: unit", _said("unit")),
-    ("2.4", "How are all contributions of one unit bounded together?", "classes.*.clip_norm, max_occurrences",
-     _class("every contribution is clipped to norm {clip_norm}", "clip_norm"), _said("not covered", word="several contributions"),
-     _class("at most {max_occurrences} uses", "max_occurrences")),
-    ("2.2, 4.1", "What is the budget over all analyses, who may reset it?", "classes.*.epsilon_total, statements: budget",
-     _class("ε {epsilon_total} over all runs of the ledger", "epsilon_total"), _said("budget", word="all runs")),
-    ("2.6", "Which other releases of the same data exist?", "about.other_releases, ledgers_beside", _owner("other_releases"), _beside),
-    ("3", "Which library and version ran, with which own mechanisms?", "program",
-     _value("lamina {lamina}, torch {torch}, python {python}, kernels {kernels:.16}", "program", BY_TRAINER, "lamina")),
-    ("3.1", "Which mechanism, with which sensitivity, and where is it proven?", "plan",
-     _value("{noise} noise, {clipping} clipping, {allocation} allocation; proof in docs/theory.md", "plan", BY_LEDGER)),
-    ("3.2", "How useful is the result, with intervals?", "utility", lambda content: _utility(content, groups=False)),
-    ("3.2", "How does it compare with a simple alternative?", "statements: comparison", _said("comparison")),
-    ("3.3", "Does it serve small groups worse?", "utility, by group", lambda content: _utility(content, groups=True)),
-    ("3.5", "What was tuned and pre-trained, on which data, and how large is the model?", "tuning, trainer.starting_weights, model",
-     _value("{runs_in_ledger} runs in the ledger, {runs_before_this} before this one", "tuning", BY_LEDGER),
-     _value("{elsewhere} trials elsewhere", "tuning", BY_OWNER, "elsewhere"), _owner("tuning"),
-     _value("starting weights: {origin}, SHA-256 {sha256:.16}…", "trainer.starting_weights", BY_TRAINER, "origin"),
-     _value("{parameters} parameters", "model", BY_LEDGER)),
-    ("3.6", "Is synthetic data released?", "model", _value("the release contains weights ({file})", "model", BY_LEDGER)),
-    ("3.7", "Whose data are records without structure (texts, images)?", "about.subjects", _owner("subjects")),
-    ("4.1", "Which queries does the guarantee allow?", "statements: query model", _said("query model")),
-    ("4.2", "Who is trusted with the raw data?", "statements: trust", _said("trust")),
-    ("4.3", "Are attacks on floating-point noise covered?", "trainer.hardened, statements: not covered",
-     _value("noise rounded to a public grid: {hardened}", "trainer", BY_TRAINER, "hardened"), _said("not covered", word="rounding")),
-    ("4.3", "Were timing, errors and other channels examined?", "statements: side channels", _said("side channels")),
-    ("4.4", "How is the data stored, and who has access?", "about.security", _owner("security")),
-    ("4.5", "How was the data collected, with which consent, and how little of it?", "about.collection, legal_basis, rights",
-     _owner("collection", "legal_basis", "rights")),
-    ("4.3", "Which random generator made noise and samples?", "trainer.noise", _value("{noise}", "trainer", BY_TRAINER, "noise")),
-    ("5", "Who verified it, and how?", "ledger, statements: attack",
-     _value("the ledger ({size} leaves) is {verdict}", "ledger", BY_ISSUER), _said("attack")),
-)  # fmt: skip
-
-
 def profile_dict(content: Content) -> dict[str, Any]:
     """Return the table as machines read it. An empty list of evidence means "not stated"."""
-    rows = [
-        {"item": each.number, "section": each.section, "question": each.question, "where": each.where, "evidence": [
-            {"text": text, "source": source, "leaves": list(leaves)} for text, source, leaves in each.evidence(content)]}
-        for each in ITEMS
-    ]  # fmt: skip
+    rows = []
+    for number, item in enumerate(ITEMS, 1):
+        found = [
+            {"text": text, "source": source, "leaves": [*leaves]} for text, source, leaves in _evidence(content, item)
+        ]
+        rows.append(
+            {"item": number, **{name: item[name] for name in ("section", "question", "where")}, "evidence": found}
+        )
     about = {"profile": NIST_PROFILE, "run": content["run"]["id"], "private": content["private"]}
     return {"notice": NOTICE, **about, "rows": rows}
 
@@ -161,10 +91,11 @@ def profile_dict(content: Content) -> dict[str, Any]:
 def profile_text(content: Content) -> str:
     """Return the table as people read it."""
     lines = [NOTICE]
-    for each in ITEMS:
-        lines.append(f"{each.number:>2}  §{each.section}  {each.question}  [{each.where}]")
-        for text, source, leaves in each.evidence(content) or [("not stated", "", ())]:
+    for row in profile_dict(content)["rows"]:
+        lines.append(f"{row['item']:>2}  §{row['section']}  {row['question']}  [{row['where']}]")
+        for each in row["evidence"] or [{"text": "not stated", "source": "", "leaves": ()}]:
+            leaves = each["leaves"]
             at = f", {'leaves' if len(leaves) > 1 else 'leaf'} {', '.join(map(str, leaves[:8]))}" if leaves else ""
-            known = f" ({source}{at}{' …' if len(leaves) > 8 else ''})" if source else ""
-            lines.append(f"      {text}{known}")
+            known = f" ({each['source']}{at}{' …' if len(leaves) > 8 else ''})" if each["source"] else ""
+            lines.append(f"      {each['text']}{known}")
     return "\n".join(lines)

@@ -12,8 +12,7 @@ import io
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
-from importlib import resources
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +24,8 @@ from lamina.ledger.verify.tree_checks import Trust
 from lamina.release import model_card
 from lamina.release.certificate import Certificate
 from lamina.release.manifest import MANIFEST, Manifest, read_file, verify_release
-from lamina.release.model_card import FIGURES, NOT_STATED, class_rows, markdown
+from lamina.release.model_card import FIGURE_LABELS, class_rows, markdown
+from lamina.release.typeset import NOT_STATED, filled
 from lamina.validate import one_of
 
 
@@ -70,7 +70,7 @@ def _facts(manifest: Manifest, certificates: tuple[Certificate, ...], verdict: s
     steps = " + ".join(str(each.content["run"]["steps"]) for each in certificates)
     facts |= {
         "name": facts.get("about.title", predicate["name"]),
-        "badge": content["protects"]["badge"],
+        "badge": model_card.model_badge(certificates, posture),
         "risk": " ".join(model_card.risk_texts(statements)),
         "figures": " ".join(f"Class {cls}: {'; '.join(map(': '.join, row.items()))}." for cls, row in rows.items()),
         "mechanism": f"{plan['noise']} noise on sums of clipped gradients, {plan['clipping']} clipping, "
@@ -95,28 +95,19 @@ def _facts(manifest: Manifest, certificates: tuple[Certificate, ...], verdict: s
     return facts | {"slug": "_".join(re.sub(r"\W+", "_", each.lower()) for each in parts).replace("_", "-")}
 
 
-def _filled(name: str, release: VerifiedRelease, escape: Callable[[str], str]) -> str:
-    """Return a template with facts in it. A line with a fact that is missing and marked `?` is left out."""
-    lines = resources.files("lamina.release").joinpath("templates", name).read_text(encoding="utf-8").splitlines()
-    kept = (line for line in lines if not any(one not in release.facts for one in re.findall(r"\{\?([a-z]+)\}", line)))
-    fact = re.compile(r"\{\??([a-z_. ]+)\}")
-    return "\n".join(fact.sub(lambda found: escape(release.stated(found[1])), line) for line in kept) + "\n"
-
-
 def opendp_entry(release: VerifiedRelease) -> bytes:
     """Return a draft entry for the OpenDP deployments registry (opendp/deployments-registry-data)."""
 
     def quoted(text: str) -> str:  # inside the double quotes of YAML
         return json.dumps("".join(c if c.isprintable() else " " for c in text), ensure_ascii=False)[1:-1]
 
-    return _filled("opendp-registry.yaml", release, quoted).encode()
+    return filled("opendp-registry.yaml", release.facts, quoted).encode()
 
 
 def edpb_page(release: VerifiedRelease) -> bytes:
     """Return the items that EDPB Opinion 28/2024 asks to document. It claims no compliance."""
-    before, after = _filled("edpb-28-2024.md", release, markdown).split("%FIGURES%")
     table = model_card.figures_table(class_rows(release.certificates, release.manifest.posture))
-    return "".join((before, "\n".join(table), after)).encode()
+    return filled("edpb-28-2024.md", release.facts, markdown, {"FIGURES": table}).encode()
 
 
 def spdx_document(release: VerifiedRelease) -> bytes:
@@ -139,7 +130,7 @@ def spdx_document(release: VerifiedRelease) -> bytes:
 
     def entries(figures: bool) -> list[dict[str, str]]:
         return [{"type": "DictionaryEntry", "key": f"{label}, class {cls}", "value": text} for cls, row in rows.items()
-                for label, text in row.items() if (label in FIGURES.values()) is figures]  # fmt: skip
+                for label, text in row.items() if (label in FIGURE_LABELS) is figures]  # fmt: skip
 
     owner = add("Organization", "organisation", name=stated("about.organisation"))
     tool = add("Tool", "program", name=release.certificates[-1].content["accountant"]["version"])
@@ -160,7 +151,8 @@ def spdx_document(release: VerifiedRelease) -> bytes:
     data = []
     for name, each in manifest.posture.classes.items():
         row = rows.get(name, {})
-        epsilon = f"ε of this model {row.get('ε of this model')}, δ {row.get('δ')}, {row.get('neighbouring relation')}"
+        parts = (f"{label} {row[label]}" for label in row if label.startswith("ε of") or label == "δ")
+        epsilon = ", ".join((*parts, row.get("neighbouring relation", "")))
         size = next((c.classes[name]["population"] for c in release.certificates if name in c.classes), None)
         data.append(add(
             "dataset_DatasetPackage", f"data-{name}", **package, name=name, software_primaryPurpose="data",

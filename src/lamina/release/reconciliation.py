@@ -11,7 +11,7 @@ it was contributed is anchored by the hash that its manifest binds it with (`c2p
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,9 @@ from lamina.ledger.contribution_trace import ContributionTrace, trace_contributi
 from lamina.ledger.governance_records import Release
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.records import Epoch, Leaf
-from lamina.ledger.schema import nano_epsilon, pluralize
+from lamina.ledger.schema import nano_epsilon
 from lamina.ledger.show import epsilon_or_none, leaf_excerpt
-from lamina.plan.table import epsilon_text, remaining_text
-from lamina.release.risk_statements import shown_leaves
+from lamina.release.letter import reconciled_text
 
 ANCHOR_TYPE = "urn:lamina:content-anchor:v1"
 RECONCILIATION = "application/lamina-reconciliation+json"
@@ -142,8 +141,7 @@ def reconcile(ledger: LedgerReader, leaf: Leaf, size: int | None = None) -> dict
     """
     size = ledger.size if size is None else size
     found = reconciled_facts(ledger, trace_contribution(ledger, leaf, size), size)
-    parts = (*withdrawal_sentences(found), *use_sentences(found), *loss_sentences(found), *model_sentences(found))
-    return found | {"statement": " ".join(parts)}
+    return found | {"statement": reconciled_text(found)}
 
 
 def reconciled_facts(ledger: LedgerReader, trace: ContributionTrace, size: int) -> dict[str, Any]:
@@ -195,87 +193,3 @@ def _release(ledger: LedgerReader, leaf: Leaf) -> dict[str, Any]:
         except (EncodingError, KeyError, TypeError, ValueError):
             name = None
     return found | {"name": name}
-
-
-# The same facts in sentences for the person whose contribution it is. They follow from the JSON alone.
-
-
-def withdrawal_sentences(found: Mapping[str, Any]) -> list[str]:
-    """Return whether and how the contribution was withdrawn."""
-    gone = found["withdrawn"]
-    if gone is None:
-        return ["Your contribution has not been withdrawn."]
-    by = "by the keeper of the ledger alone" if gone["by"] == "keeper" else f"on a request signed by the {gone['by']}"
-    said = f"Your contribution was withdrawn at {gone['time']} (leaf {gone['index']}, reason: {gone['reason']}), {by}."
-    return [said, "No segment of training that began later uses it."]
-
-
-def use_sentences(found: Mapping[str, Any]) -> list[str]:
-    """Return in which epochs the contribution was eligible, and what was made of it there."""
-    events = [each for each in found["events"] if each["factor"]]
-    left_out = [each for each in found["events"] if not each["factor"]]
-    steps, runs = sum(each["steps"] for each in events), len({each["run"] for each in events})
-    said = [
-        f"It was eligible in {pluralize(len(events), 'epoch')} of {pluralize(runs, 'training run')}: {_leaves(events)}.",
-        f"Eligible means that it may have been sampled in some of their {pluralize(steps, 'step')}. Whether it was sampled "
-        "is recorded nowhere.",
-    ]
-    if not events:
-        said = ["It was not eligible in any recorded epoch of training: no recorded model learned from it."]
-    if found["not_used_in"]:
-        epochs = pluralize(found["not_used_in"], "epoch")
-        said.append(f"In {epochs} of other training nobody with its bound was charged: it stayed out.")
-    if left_out:
-        said.append(
-            f"The bound that was signed was exhausted. Your contribution was therefore left out of "
-            f"{pluralize(len(left_out), 'epoch')} ({_leaves(left_out)}) and lost nothing there."
-        )
-    if scaled := [each for each in events if each["factor"] < 1]:
-        said.append(
-            f"In {pluralize(len(scaled), 'epoch')} ({_leaves(scaled)}) its influence was scaled down to what remained of the "
-            "bound that was signed."
-        )
-    if given_up := sum(one["outcome"] == "abandoned" for each in events for one in each["segments"]):
-        charged = "" if found["contribution"]["public"] else "their ε is counted, but "
-        said.append(f"Segments of these epochs that were abandoned: {given_up}; {charged}no model contains them.")
-    return said
-
-
-def _leaves(events: Sequence[Mapping[str, Any]]) -> str:
-    shown = [str(leaf) for leaf in shown_leaves([each["index"] for each in events])]
-    return (
-        f"leaf {shown[0]}"
-        if len(events) == 1
-        else f"leaves {(', ' if len(shown) == len(events) else ' to ').join(shown)}"
-    )
-
-
-def loss_sentences(found: Mapping[str, Any]) -> list[str]:
-    """Return the ε that the contribution has lost over all runs."""
-    signed, remains = found["epsilon_signed"], found["epsilon_remaining"]
-    if found["contribution"]["public"]:
-        return [
-            "It was declared public when it was signed. It is not protected: no noise hides it, and no ε is stated."
-        ]
-    if found["epsilon"] is None:
-        return ["No finite ε is proven for it, so no protection can be stated."]
-    shared = any(not each["own_account"] for each in found["events"])
-    said = f"Over all runs in this ledger it has lost at most ε = {epsilon_text(found['epsilon'])}."
-    if signed is not None and remains is not None:
-        said += f" The bound that was signed allows ε = {epsilon_text(signed)}; {remaining_text(remains)} remains."
-    return [said, *["Some epochs have no account of its own bound; there it counts with its class."] * shared]
-
-
-def model_sentences(found: Mapping[str, Any]) -> list[str]:
-    """Return which released models stand on the contribution, and that a withdrawal does not change them."""
-    released = found["releases"]
-    if not released:
-        return ["No model that the ledger records as released stands on it."]
-    named = "; ".join(
-        f"{each['name'] or 'a model'} (released {each['time'][:10]}, leaf {each['index']}, manifest {each['manifest'][:16]}…)"
-        for each in released
-    )
-    stand = "released models stand" if len(released) > 1 else "released model stands"
-    hidden = "" if found["contribution"]["public"] else ", hidden by their noise"
-    unlearn = f"A withdrawal does not unlearn: what these models learned from it stays in them{hidden}."
-    return [f"{len(released)} {stand} on it: {named}.", unlearn]

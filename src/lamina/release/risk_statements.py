@@ -24,22 +24,25 @@ from lamina.plan.risk import COMPOSED, STATED_RATES, ZERO_OUT, RiskOf, risk_curv
 from lamina.plan.rules import NoiseKind
 from lamina.release.run_evidence import RunEvidence
 from lamina.release.signed import MAX_EPSILON, bounded_number
+from lamina.release.typeset import read_template, stated_rows
 
 BY_LEDGER, BY_TRAINER, BY_OWNER = "recomputed from the ledger", "stated by the trainer", "stated by the owner"
 BY_MEASUREMENT, BY_ISSUER = "measured", "observed by the issuer"
-SOURCES = (BY_LEDGER, BY_TRAINER, BY_OWNER, BY_MEASUREMENT, BY_ISSUER)
+BY_METHOD = "follows from the method"  # of every run, or of the plans of this one
+SOURCES = (BY_LEDGER, BY_TRAINER, BY_OWNER, BY_MEASUREMENT, BY_ISSUER, BY_METHOD)
 TOPICS = (
     "membership", "content", "budget", "unit", "condition", "assumption", "trust", "query model", "side channels", "tuning",
     "utility", "voids", "not covered",
 )  # fmt: skip
 FIGURE_NAMES = {  # of a class, as every page calls them
-    "epsilon": "ε of this model",
+    "epsilon": "ε of this run",
     "epsilon_total": "ε over all runs",
     "epsilon_replace_one": "ε, replace-one",
     "epsilon_unamplified": "ε without amplification",
     "rho": "ρ",
     "delta": "δ",
 }
+JOINT_EPSILON = "ε of this model"  # of all runs that a model of several runs stands on
 
 Risk = Mapping[str, Any]  # as `risk_figures` returns it
 
@@ -96,20 +99,20 @@ _PEOPLE = ("patient", "person", "participant", "donor", "user", "client", "custo
 def membership_sentence(unit: str, risk: Risk) -> str:
     """Return what the best attacker learns about who took part, in natural frequencies."""
     return (
-        f"Of {pluralize(100, unit)} {_who(unit)} took part, the best attacker names at most {per_hundred(risk['tpr']['0.01'])} "
-        "while wrongly naming 1 of 100 others; guessing names 1. If a fair coin decides whether one "
-        f"{unit} takes part, the attacker is right in at most {per_hundred(risk['accuracy'])} of 100 cases; guessing is right in 50."
+        f"Of {pluralize(100, unit)} {_who(unit)} took part, the best attacker correctly names at most "
+        f"{per_hundred(risk['tpr']['0.01'])} on average while wrongly naming 1 of 100 others; guessing names 1. If a fair coin "
+        f"decides whether one {unit} takes part, the attacker is right in at most {per_hundred(risk['accuracy'])} of 100 cases; "
+        "guessing is right in 50."
     )
 
 
 def content_sentence(unit: str, risk: Risk) -> str:
     """Return what the best attacker learns about the content of a known participant, in natural frequencies."""
-    first, second, third = (per_hundred(risk["success"][base]) for base in ("0.01", "0.1", "0.5"))
     return (
-        f"An attacker guesses the content of one {unit} {_who(unit)} is known to have taken part ({risk['adjacency']}). A guess "
-        f"that is right for 1 of {pluralize(100, unit)} whose data was not used is right for at most {first} of 100 whose data was "
-        f"used; one that is right for 10, for at most {second}; one that is right for 50, for at most {third}. If a fair coin "
-        f"decides which of two records was used, the attacker is right in at most {per_hundred(risk['accuracy'])} of 100 cases."
+        f"Where a guess about the content of one {unit} {_who(unit)} is known to have taken part is right in 1 of 100 cases "
+        f"without the model, it is right in at most {per_hundred(risk['success']['0.01'])} with it ({risk['adjacency']}). If a fair "
+        f"coin decides which of two records was used, the attacker is right in at most {per_hundred(risk['accuracy'])} of 100 "
+        "cases; guessing is right in 50."
     )
 
 
@@ -218,134 +221,80 @@ def statements(
         found.append(stated("condition", text, BY_ISSUER))
         found += [stated("condition", each["reason"], each["source"], leaves=each["leaves"] or ()) for each in failed]
     for name, figures in classes.items():
-        found += _class_statements(evidence, name, figures, private=not failed)
-    found += [stated(topic, text, BY_ISSUER) for topic, text in _EVERY_RUN if topic != "query model" or not failed]
-    return found + _run_statements(evidence, header, beside)
+        found += _class_statements(evidence, name, figures, guaranteed=not failed)
+    return found + _run_statements(evidence, header, beside, guaranteed=not failed)
+
+
+def _rows(
+    group: str, facts: Mapping[str, Any], leaves: Mapping[str, Sequence[int]], cls: str | None = None
+) -> list[dict[str, Any]]:
+    """Return the statements of a group in templates/statements.toml whose facts hold."""
+    return [
+        stated(
+            row["topic"], row["text"].format_map(facts), row["source"], cls=cls, leaves=leaves.get(row.get("leaves", ""), ()),
+            digest=facts["plan"] if "plan" in row else None,
+        )
+        for row in stated_rows(read_template("statements.toml")[group], facts)
+    ]  # fmt: skip
 
 
 def _class_statements(
-    evidence: RunEvidence, name: str, figures: Mapping[str, Any], *, private: bool
+    evidence: RunEvidence, name: str, figures: Mapping[str, Any], *, guaranteed: bool
 ) -> list[dict[str, Any]]:
     """Return what is stated about one class. If a condition does not hold, no figure is stated in words."""
-    epochs, unit = evidence.leaves[evidence.run], figures["unit"]
-    if figures["public"]:
-        text = f"Class {name} is declared public: nothing about its contributions is protected."
-        return [stated("not covered", text, BY_LEDGER, cls=name, leaves=epochs)]
-    runs = evidence.runs((name, 0, 0))
-    every = sorted(leaf for run in runs for leaf in evidence.leaves[run])
-    several = len(runs) > 1 or (len(runs) == 1 and evidence.run not in runs)
-    found = []
-
-    def add(topic: str, text: str, leaves: Sequence[int] = epochs) -> None:
-        found.append(stated(topic, f"Class {name}: {text[0].lower()}{text[1:]}", BY_LEDGER, cls=name, leaves=leaves))
-
-    if private and not figures["charges"]:
-        add("membership", "this run used no contribution of it. Its starting weights may come from a run that did.")
-    elif private:
-        if figures["membership"] is None:
-            add("not covered", f"whether one {unit} took part. The number of members is public, or shows in the noise.")
-        else:
-            add("membership", membership_sentence(unit, figures["membership"]))
-        add("content", content_sentence(unit, figures["content"]))
-        add("budget", _band(unit, figures["epsilon"], figures["delta"]))
-    if private and several:
-        total = figures["epsilon_total"]
-        spent = "no finite ε is proven" if total is None else f"ε is {short_figure(total)}"
-        add("budget", f"over all runs of the ledger ({len(runs)} used it), {spent} per {unit}.", every)
-        for of, sentence in (("membership", membership_sentence), ("content", content_sentence)):
-            if (risk := figures[f"{of}_total"]) is not None:
-                add(of, f"from the models of all these runs together. {sentence(unit, risk)}", every)
-    plan = evidence.plan.digest().hex()
-    text = (
-        f"Class {name}: the figures compare two worlds that differ in one {unit}, with all data of that {unit}. A family, a "
-        f"ward or any other group of several {unit}s is not covered: for them the loss is larger."
-    )
-    return [*found, stated("unit", text, BY_TRAINER, cls=name, leaves=epochs, digest=plan)]
+    unit, epsilon, total = figures["unit"], figures["epsilon"], figures["epsilon_total"]
+    runs, here = evidence.runs((name, 0, 0)), evidence.run
+    facts = {"name": name, "public": figures["public"], "guaranteed": guaranteed and not figures["public"]}
+    facts |= {"unit": unit, "charged": figures["charges"], "plan": evidence.plan.digest().hex(), "runs": len(runs)}
+    facts |= {
+        "several": len(runs) > 1 or bool(runs and here not in runs),
+        "zero-out": ZERO_OUT in evidence.marks([here]),
+    }
+    facts["alone"] = ", counting this run alone" if facts["several"] else ""
+    for of in ("membership", "content", "membership_total", "content_total"):
+        sentence = membership_sentence if of.startswith("membership") else content_sentence
+        text = "" if figures[of] is None else sentence(unit, figures[of])
+        facts[of] = text[:1].lower() + text[1:]
+    facts["epsilon"] = "larger than can be stated" if epsilon is None else short_figure(epsilon)
+    facts["delta"] = "" if figures["delta"] is None else f"{figures['delta']:g}"
+    facts["total"] = "no finite ε is proven" if total is None else f"ε is {short_figure(total)}"
+    facts["band"] = None if epsilon is None else next((text for most, text in _BANDS.items() if epsilon <= most), None)
+    leaves = {"epochs": evidence.leaves[here]}
+    leaves["all runs"] = tuple(sorted(leaf for run in runs for leaf in evidence.leaves[run]))
+    return _rows("class", facts, leaves, name)
 
 
-def _band(unit: str, epsilon: float | None, delta: float) -> str:
-    if epsilon is None or epsilon > _NO_PROTECTION:
-        shown = "larger than can be stated" if epsilon is None else short_figure(epsilon)
-        return f"ε of this model is {shown} per {unit} at δ = {delta:g}. It promises nothing to rely on."
-    band = "up to 1" if epsilon <= 1 else "1 to 5" if epsilon <= 5 else "5 to 10" if epsilon <= 10 else "above 10"
-    return (
-        f"ε of this model is {short_figure(epsilon)} per {unit} at δ = {delta:g}, in the band {band}. The larger ε is, the "
-        "less it promises; above 10 it may mean little. δ is not the probability that the promise fails."
-    )
+_BANDS = {1: "up to 1", 5: "1 to 5", 10: "5 to 10", _NO_PROTECTION: "above 10"}  # by the largest ε
 
 
-def _run_statements(evidence: RunEvidence, header: Header, beside: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _run_statements(
+    evidence: RunEvidence, header: Header, beside: Sequence[Mapping[str, Any]], *, guaranteed: bool
+) -> list[dict[str, Any]]:
     """Return what is stated about the run and its ledger: assumptions, conditions of totals, and what is not covered."""
     assert evidence.end is not None
-    leaf, end = evidence.end
-    plans = evidence.plans.values()
-    bands, gaussian = max(each.bands for each in plans), any(each.noise_kind is NoiseKind.GAUSSIAN for each in plans)
-    amplified = find_accountant(header.accountant).amplified and not evidence.plan.injection.raw
-    exact = "a sum of float32 can move by more than its bound." if gaussian else "sums are exact, norms are not."
-    others = ", ".join(f"{each['origin']} ({pluralize(each['runs'], 'run')})" for each in beside)
-    by_trainer: list[tuple[bool, str, str]] = [
-        (True, "assumption", "Each contribution's gradient is clipped as the plan says, and the noise of the plan is added at every step."),
-        (True, "assumption", "Noise and sampling coins come from a cryptographically secure generator and are not kept."),
-        (amplified, "assumption", "Contributions are sampled independently at the stated rate (Poisson sampling), and nobody learns who "
-         "was sampled when. If that becomes known, the figure without amplification holds."),
-        (bands > 1, "assumption", f"The noise is correlated over {bands} steps. Contributions take turns, by a digest of their identity: "
-         f"each may be sampled in one of {bands} steps, and the stated rate is the average over steps. The noise of earlier steps was "
-         "kept secret until it had no part in later ones."),
-        (True, "condition", "The trainer states the source of the noise, the sampling, the probe, the covered tensors and the raw figures "
-         f"in leaf {leaf} of the ledger. These statements cannot be changed after the run, but the ledger does not prove them."),
-        *((True, "assumption", f"No contribution of class {name} was used more than {cap} times. The run counted that itself; the "
-           "figures without amplification rest on it.") for name, cap in end.max_occurrences.items()),
-        (ZERO_OUT in evidence.marks([evidence.run]), "not covered",
-         "How many took part: their number is public here, and ε compares content with nothing in its place."),
-        (gaussian and not end.hardened, "not covered",
-         "Attacks on floating-point rounding of the noise: not all of it was hardened, some was plain."),
-    ]  # fmt: skip
-    by_issuer = [
-        (True, "not covered", f"Rounding in the sum of clipped gradients: {exact} What it adds to ε was measured, not proven."),
-        (bool(beside), "not covered", "ε over all runs includes only the runs of this ledger. The issuer found "
-         f"{pluralize(len(beside), 'other ledger')} beside it: {others}. A person whose data is in several of them has lost the sum."),
-    ]  # fmt: skip
-    found = [stated(topic, text, BY_TRAINER, leaves=[leaf]) for applies, topic, text in by_trainer if applies]
-    found += _chosen_later(evidence, header)
-    if header.other_people is not None:
-        text = "The owner states that this ledger holds other people than the ledgers beside which it was created: "
-        found.append(
-            stated("assumption", f"{text}{header.other_people}. This statement is not verified.", BY_OWNER, leaves=[0])
-        )
-    return found + [stated(topic, text, BY_ISSUER) for applies, topic, text in by_issuer if applies]
-
-
-def _chosen_later(evidence: RunEvidence, header: Header) -> list[dict[str, Any]]:
-    """Return the condition of totals over plans that may have been chosen after earlier models were seen."""
-    every, several = sorted(leaf for leaves in evidence.leaves.values() for leaf in leaves), len(evidence.leaves) > 1
-    if not several and len(evidence.plans) == 1:
-        return []
-    what = "The figures over all runs" if several else "The figures of this run, whose plan was changed,"
-    if (order := rdp_order_of(header.accountant)) is not None:
-        text = f"{what} are priced at the Rényi order {order:g} that the header fixes. For plans that were chosen after earlier models "
-        return [
-            stated(
-                "assumption",
-                f"{text}were seen, the limit that the policy sets in advance holds.",
-                BY_LEDGER,
-                leaves=every,
-            )
-        ]
-    text = f"{what} assume that no plan depended on what an earlier model revealed about single contributions. "
-    return [stated("assumption", f"{text}Nothing in the ledger shows whether this holds.", BY_ISSUER, leaves=every)]
-
-
-_EVERY_RUN = (  # (topic, text) of what holds for every run
-    ("budget", "Charges of all runs add up in the ledger. They are never refunded, and the budget is never reset."),
-    ("trust", "Central model: the trainer reads the contributions themselves. The figures are about everybody else who sees the "
-     "model, not about the trainer or others who hold the data."),
-    ("query model", "The model is released: any number of queries, and any use of it, costs nothing beyond the stated figures."),
-    ("side channels", "Running times, error messages, logs and other files of the machine that trained are not covered."),
-    ("voids", "The figures do not hold if a statement of the trainer is untrue, if noise, seeds or unclipped gradients become known, "
-     "if the contributions were used outside of this ledger, or for other weights than those with this digest."),
-    ("tuning", "Choices made by looking at private data outside this run, such as tuning: ε excludes tuning."),
-    ("not covered", "Who took part is not hidden from readers of the ledger, which records members. The figures are about those who "
-     "see the model."),
-    ("not covered", "A person who is behind several contributions: ε is per unit as stated."),
-    ("not covered", "What the weights had learned before this run began: ε over all runs has it, if this ledger has those runs."),
-)  # fmt: skip
+    (leaf, end), plans, order = evidence.end, evidence.plans.values(), rdp_order_of(header.accountant)
+    several, bands = len(evidence.leaves) > 1, max(each.bands for each in plans)
+    said, begin = end.conditions(evidence.plan.adjacency), evidence.begin
+    facts = {
+        "guaranteed": guaranteed,
+        "leaf": leaf,
+        "bands": bands,
+        "correlated": bands > 1,
+        "gaussian": any(each.noise_kind is NoiseKind.GAUSSIAN for each in plans),
+        "amplified": find_accountant(header.accountant).amplified and not evidence.plan.injection.raw,
+        "secure": said["noise"] == "secure",
+        "poisson": said["sampling"] == "poisson",
+        "hardened": end.hardened,
+        "parent": None if begin is None or begin[1].parent is None else begin[1].parent.hex()[:8],
+        "zero-out": ZERO_OUT in evidence.marks([evidence.run]),
+        "chosen later": several or len(plans) > 1,  # plans that may have been chosen after earlier models were seen
+        "what": "The figures over all runs" if several else "The figures of this run, whose plan was changed,",
+        "order": None if order is None else f"{order:g}",
+        "other_people": header.other_people,
+        "beside": pluralize(len(beside), "other ledger"),
+        "others": ", ".join(f"{each['origin']} ({pluralize(each['runs'], 'run')})" for each in beside),
+    }
+    every = sorted(seq for seqs in evidence.leaves.values() for seq in seqs)
+    leaves = {"begin": [] if begin is None else [begin[0]], "end": [leaf], "all runs": every, "header": [0]}
+    caps = ({"name": name, "cap": cap} for name, cap in end.max_occurrences.items())
+    return [*_rows("run", facts, leaves), *(row for each in caps for row in _rows("cap", each, leaves))]

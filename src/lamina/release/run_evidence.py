@@ -47,7 +47,9 @@ class RunMetrics:
         path = Path(folder) / "metrics.json"
         if not path.is_file():
             problem = f"'{folder}' is no folder of a run that has begun: it has no metrics.json"
-            raise RunError("release.not-a-run", problem, "name the folder that lamina train wrote: runs/NAME")
+            inside = sorted(str(each.parent) for each in Path(folder).glob("*/metrics.json"))
+            named = f"; runs in it: {', '.join(inside[:3])}" if inside else ": runs/NAME"
+            raise RunError("release.not-a-run", problem, f"name the folder that lamina train wrote{named}")
         found = parse_json(read_small(path, "the figures of the run", most=_MAX_METRICS_BYTES), f"'{path}'")
         try:
             run = bytes.fromhex(found["run"])
@@ -135,7 +137,6 @@ class RunEvidence:
         mine: list[tuple[int, Epoch]] = []
         leaves: dict[bytes, list[int]] = {}
         planned: dict[bytes, dict[bytes, None]] = {}  # digests by run
-        split: set[str] = set()
         begins = ledger.of_kind(RunBegin, 0, head.size)
         firsts = [(leaf.seq, leaf.record.run) for leaf in begins if isinstance(leaf.record, RunBegin)]
         for leaf in ledger.of_kind(Epoch, 0, None if checkpoint is None else head.size):
@@ -146,8 +147,6 @@ class RunEvidence:
             leaves.setdefault(leaf.record.run, []).append(leaf.seq)
             planned.setdefault(leaf.record.run, {})[leaf.record.plan] = None
             firsts.append((leaf.seq, leaf.record.run))
-            whole = {account.cls for account in leaf.record.accounts if not account.noise_multiplier}
-            split |= {account.cls for account in leaf.record.accounts} - whole
             if leaf.record.run == run:
                 mine.append((leaf.seq, leaf.record))
         covered = tuple((seq, epoch) for seq, epoch in mine if seq < head.size)
@@ -168,7 +167,7 @@ class RunEvidence:
             run=run, checkpoint=head, checkpoint_text=text, header_hash=ledger.header_hash,
             begin=_by_run(ledger, RunBegin, head.size).get(run), end=ends.get(run), ends=ends,
             time=ledger.leaf(head.size - 1).time, epochs=covered, plans={each: plans[each] for each in planned[run]},
-            later=len(mine) - len(covered), split=frozenset(split), spent=spent,
+            later=len(mine) - len(covered), split=frozenset(spent.split), spent=spent,
             leaves={each: tuple(seqs) for each, seqs in leaves.items()},
             all_plans={each: tuple(plans[digest] for digest in digests) for each, digests in planned.items()},
             first_leaves={each: seq for seq, each in sorted(firsts, reverse=True)},

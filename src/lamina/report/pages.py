@@ -61,8 +61,6 @@ def stylesheet() -> str:
 
 def run_report(folder: str | Path, ledger: LedgerReader, *, trust: Trust | None = None) -> str:
     """The report of a run: its certificate, budgets, layers, evaluations, withdrawals; the same bytes each time."""
-    from markupsafe import Markup
-
     folder = Path(folder)
     facts = RunMetrics.load(folder)
     verification = verify(ledger.store, trust=trust)
@@ -80,11 +78,10 @@ def run_report(folder: str | Path, ledger: LedgerReader, *, trust: Trust | None 
         "ledger root": head["root"],
         "accountant": f"{certificate['accountant']['name']} ({certificate['accountant']['version']})",
     }
-    return render(
+    return _one_file(
         "report.html",
         title=f"Privacy report of {view.origin}",
         subtitle=f"run {facts.run.hex()[:8]}, {certificate['run']['steps']} of {certificate['run']['planned_steps']} steps",
-        style=Markup(stylesheet()),
         certificate=certificate,
         facts=list(told.items()),
         view=view,
@@ -110,12 +107,19 @@ def run_report(folder: str | Path, ledger: LedgerReader, *, trust: Trust | None 
 
 def reconciliation_page(found: Mapping[str, Any]) -> str:
     """What a deletion request comes to, for whoever asked."""
+    subtitle = f"ledger {found['ledger']['origin']}, as of {found['as_of']}"
+    return _one_file(
+        "reconciliation.html", title="Reconciliation of a deletion request", subtitle=subtitle, found=found
+    )
+
+
+def letter_page(letter: Mapping[str, Any]) -> str:
+    """The letter to a contributor."""
+    return _one_file("letter.html", title="Statement about your contribution", letter=letter)
+
+
+def _one_file(template: str, **values: Any) -> str:
+    """A page with its stylesheet, which opens from disk."""
     from markupsafe import Markup
 
-    return render(
-        "reconciliation.html",
-        title="Reconciliation of a deletion request",
-        subtitle=f"ledger {found['ledger']['origin']}, as of {found['as_of']}",
-        style=Markup(stylesheet()),
-        found=found,
-    )
+    return render(template, style=Markup(stylesheet()), **values)

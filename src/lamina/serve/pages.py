@@ -236,6 +236,8 @@ def _query_of_form(given: Any) -> dict[str, Any]:
         "purpose": given.get("purpose", ""),
         "accept_withdrawn": given.get("accept_withdrawn") == "yes",
     }
+    if given.get("max_tpr"):
+        rights["max_tpr"] = {"of": given.get("of"), "fpr": number("fpr", None), "tpr": number("max_tpr", None)}
     return {"draws_on": draws, "rights": rights} | ({"scope": given["scope"]} if given.get("scope") else {})
 
 

@@ -55,7 +55,8 @@ from lamina.ledger.verify.tree_checks import KnownCheckpoint, Trust
 from lamina.ledger.verify.verifier import verify as audit
 from lamina.ledger.witness import Witness, WitnessRequest
 from lamina.plan.table import printable
-from lamina.release.contributor_statement import compare_statement, letter, read_statement
+from lamina.release.contributor_statement import compare_statement, read_statement
+from lamina.release.letter import letter
 
 _PLURALS = {"policy": "policies", "pruned": "pruned"}
 
@@ -263,7 +264,7 @@ def witness(
 
     A witness keeps the newest checkpoint of each ledger in its state file and demands a proof that the next one continues
     it. It refuses a rollback, a fork, a checkpoint without proof, and one that no trusted ledger key signed. Prints the
-    checkpoint with the cosignature (C2SP cosignature/v1); whoever keeps the ledger adds it with lamina ledger checkpoint --cosigned.
+    checkpoint with the cosignature (C2SP cosignature/v1); the operator adds it with lamina ledger checkpoint --cosigned.
 
     Examples:
 
@@ -527,9 +528,7 @@ def _check_receipt(prefix: Path, trust: Trust, book: LedgerReader | None, folder
         problem = (
             f"the receipt of {found.origin!r} is signed by key {found.kid.hex()[:16]}, which --trust does not hold"
         )
-        remedy = (
-            "give the ledger's own public key, not its owner's; who keeps the ledger has it: lamina ledger key LEDGER"
-        )
+        remedy = "give the ledger's own public key, not its owner's; the operator of the ledger has it: lamina ledger key LEDGER"
         raise NotVerified("cli.receipt-key-not-trusted", problem, remedy)
     if not any(receipts.verify_receipt(cose, leaf, key, found.origin) for key in trusted):
         problem = f"the receipt of {found.origin!r} is not signed by its key, or is of another leaf"

@@ -24,16 +24,11 @@ from lamina.ledger.corpus_terms import ledger_key_path
 from lamina.ledger.reader import find_contributions, find_leaf
 from lamina.ledger.store.sqlite import is_postgres_url
 from lamina.ledger.writer import Ledger
-from lamina.release.contributor_statement import (
-    CONTRIBUTOR_STATEMENT,
-    letter,
-    letter_pdf,
-    signed_size,
-    statement_content,
-)
+from lamina.release.contributor_statement import CONTRIBUTOR_STATEMENT, signed_size, statement_content
+from lamina.release.letter import letter, letter_pdf
 from lamina.release.reconciliation import RECONCILIATION, anchor_record
 from lamina.release.reconciliation import reconcile as reconciled
-from lamina.report.pages import reconciliation_page, render, stylesheet
+from lamina.report.pages import letter_page, reconciliation_page
 
 
 def statement(
@@ -67,22 +62,16 @@ def statement(
         (leaf,) = find_contributions(book, str(find_leaf(book, contribution_digest(name))))
         content = statement_content(book, leaf.seq, size)
     page = letter(content)
-    files = {"statement.cose": sign_json(content, signer, CONTRIBUTOR_STATEMENT), "letter.html": letter_page(page)}
+    files = {
+        "statement.cose": sign_json(content, signer, CONTRIBUTOR_STATEMENT),
+        "letter.html": letter_page(page).encode(),
+    }
     try:
         files["letter.pdf"] = letter_pdf(page)
     except LaminaError as error:
         print_note(f"no PDF: {error.problem}; {error.remedy}")
     written = _write(out, files)
     print_answer({**content, "files": written}, "\n".join([letter_text(page), *_listed(written)]), as_json)
-
-
-def letter_page(page: dict[str, Any]) -> bytes:
-    """The letter as HTML."""
-    from markupsafe import Markup
-
-    return render(
-        "letter.html", title="Statement about your contribution", style=Markup(stylesheet()), letter=page
-    ).encode()
 
 
 def letter_text(page: dict[str, Any]) -> str:
