@@ -217,3 +217,18 @@ def test_a_header_with_a_malformed_risk_is_not_read(tmp_path: Path) -> None:
 def _header_row(header: dict[int, Any]) -> tuple[bytes, bytes]:
     body = encoded(header)
     return encoded({1: 1, 2: 0, 3: 1_700_000_000, 4: 0, 5: hashlib.sha256(body).digest()}), body
+
+
+def test_the_plan_of_a_reservation_is_not_exchanged_for_one_that_hides_less() -> None:
+    """The same events under a plan with raw noise: nothing grows, and yet nothing is proven of membership."""
+    classes = tuple(replace(each, sampling_rate=1.0) for each in plan().classes)
+    hiding = plan(30, accountant="gaussian", classes=classes, batch=2000.0)
+    raw = capped(30, steps=30, accountant="gaussian", classes=classes, batch=2000.0)
+    assert raw.schedule("clinical") == hiding.schedule("clinical")
+    with passing_book(risks=risk_of(1000)) as book:
+        reserve(Attempts(book, run=FIRST, plan=hiding))
+        before = contents(book)
+        for attack in (reserve, lambda run: run.charge(0)):
+            with raises_code("spend.risk-exceeded"):
+                attack(Attempts(book, run=FIRST, plan=raw))
+        assert contents(book) == before

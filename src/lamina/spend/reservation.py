@@ -344,9 +344,10 @@ class SpendLimits:
             grown = any(steps > earlier.get(event, 0) for event, steps in after.items())
             wanted = self.wanted(rows, name, *asked)
             for terms in wanted:
-                if math.isinf(terms.bound) or (not grown and any(h.within(terms) for h in held)):
+                marks = transaction.marks(name) if terms.risk else frozenset[str]()  # another plan may limit the same events
+                if math.isinf(terms.bound) or (not grown and not marks and any(h.within(terms) for h in held)):
                     continue
-                epsilon = terms.price(after, transaction.marks(name) if terms.risk else frozenset())
+                epsilon = terms.price(after, marks)
                 if not epsilon <= terms.bound:
                     raise BoundExceeded(name, terms, sum(each.steps for each in mine), epsilon)
             new = [w for w in wanted if grown or not any(h.within(w) for h in held)]
