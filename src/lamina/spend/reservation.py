@@ -344,7 +344,9 @@ class SpendLimits:
             grown = any(steps > earlier.get(event, 0) for event, steps in after.items())
             wanted = self.wanted(rows, name, *asked)
             for terms in wanted:
-                marks = transaction.marks(name) if terms.risk else frozenset[str]()  # another plan may limit the same events
+                marks = (
+                    transaction.marks(name) if terms.risk else frozenset[str]()
+                )  # another plan may limit the same events
                 if math.isinf(terms.bound) or (not grown and not marks and any(h.within(terms) for h in held)):
                     continue
                 epsilon = terms.price(after, marks)
