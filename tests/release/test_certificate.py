@@ -194,8 +194,8 @@ def test_a_class_that_is_charged_only_by_its_bounds_has_no_figure(
     """Half of its loss could stand in one account and half in another: nothing is certified, least of all ε = 0."""
     read = RunEvidence.read
 
-    def split(ledger: LedgerReader, run: bytes, checkpoint: str | None = None) -> RunEvidence:
-        return dataclasses.replace(read(ledger, run, checkpoint), split=frozenset(["clinical"]))
+    def split(ledger: LedgerReader, run: bytes, checkpoint: str | None = None, **more: Any) -> RunEvidence:
+        return dataclasses.replace(read(ledger, run, checkpoint, **more), split=frozenset(["clinical"]))
 
     monkeypatch.setattr(RunEvidence, "read", split)
     found = certificate(trained)

@@ -438,7 +438,8 @@ def test_predictions_on_training_records_stay_inside(release: Path, tmp_path: Pa
 @pytest.mark.parametrize(
     "text",
     ["", "a,b\n", "0.5,0.4\n", "1.0\n", "0.5,0.5\n0.2,0.3,0.5\n", "0.5,nan\n", "1.5,-0.5\n", "label,a,b\nx,0.5,0.5\n",
-     "label,a,b\n-1,0.5,0.5\n", f"label,a,b\n{'1' * 5000},0.5,0.5\n", f"{'1' * 140_000},0.5\n", "label,a,b\n٣,0.5,0.5\n", "0.5,=1+1\n", "0.5,0.5\nsick,well\n", "label,a,b\n1\n", "\x00,1\n"],
+     "label,a,b\n-1,0.5,0.5\n", f"label,a,b\n{'1' * 5000},0.5,0.5\n", f"{'1' * 140_000},0.5\n",
+     "label,a,b\n٣,0.5,0.5\n", "0.5,=1+1\n", "0.5,0.5\nsick,well\n", "label,a,b\n1\n", "\x00,1\n"],
 )  # fmt: skip
 def test_predictions_that_are_none(release: Path, tmp_path: Path, text: str) -> None:
     given = predictions(tmp_path / "p.csv", text)
