@@ -305,6 +305,29 @@ def test_ledger_verify_compares_release_records_with_epochs(
     assert found is not None and (found.kind, found.code) == ("release", code)
 
 
+def test_ledger_verify_refuses_a_claim_of_membership_at_a_public_number(
+    trained: Trained, key: PrivateKey, tmp_path: Path
+) -> None:
+    """The end of the run states that the number of contributions is public, so that ε is about content alone."""
+    ledger_seed = seed_of(ledger_key_path(trained.ledger))
+    body = release_forger.last(trained.ledger, RUN_END)
+    release_forger.cut(trained.ledger, RUN_END, ledger_seed)
+    release_forger.append(trained.ledger, RUN_END, {**body, 8: True}, ledger_seed)
+    for kept in trained.ledger.parent.glob("*.seen"):  # the keeper removes what is kept beside the key
+        kept.unlink()
+    facts = {"run": body[1].hex(), "classes": {}, "steps": body[4], "plan": body[5].hex()}
+    (trained.folder / "metrics.json").write_text(json.dumps(facts))
+    with trained.open() as ledger:
+        make_release(tmp_path / "out", [trained.folder], ledger, key)
+    found = release_forger.statement(tmp_path / "out")["predicate"]["posture"]["classes"]["clinical"]
+    assert found["membership"] is None and found["content"] and verify(trained.ledger).verified
+    rates = found["content"]
+    forge(tmp_path / "out", seed(key, tmp_path), predicate=lambda p: p["posture"]["classes"]["clinical"].update(membership=rates))
+    recorded(trained, tmp_path / "out")
+    problem = verify(trained.ledger).problem
+    assert problem is not None and (problem.kind, problem.code) == ("release", "verify.release-contradicts-epochs")
+
+
 def test_a_release_of_a_run_without_an_end_is_named(
     release: Path, trained: Trained, key: PrivateKey, tmp_path: Path
 ) -> None:
