@@ -322,7 +322,11 @@ def test_ledger_verify_refuses_a_claim_of_membership_at_a_public_number(
     found = release_forger.statement(tmp_path / "out")["predicate"]["posture"]["classes"]["clinical"]
     assert found["membership"] is None and found["content"] and verify(trained.ledger).verified
     rates = found["content"]
-    forge(tmp_path / "out", seed(key, tmp_path), predicate=lambda p: p["posture"]["classes"]["clinical"].update(membership=rates))
+    forge(
+        tmp_path / "out",
+        seed(key, tmp_path),
+        predicate=lambda p: p["posture"]["classes"]["clinical"].update(membership=rates),
+    )
     recorded(trained, tmp_path / "out")
     problem = verify(trained.ledger).problem
     assert problem is not None and (problem.kind, problem.code) == ("release", "verify.release-contradicts-epochs")
