@@ -170,3 +170,13 @@ def test_a_rate_outside_zero_and_one_is_refused(fpr: float) -> None:
     with pytest.raises(AccountingError) as caught:
         trade_off(events(1.0, 0.1, 1), accountant="pld").tpr(fpr)
     assert caught.value.code == "account.rate-out-of-range"
+
+
+@pytest.mark.parametrize("adjacency", ["add_remove", "replace_one"])
+@pytest.mark.parametrize("plan", [(0.01, 0.9, 1000), (5.0, 0.01, 10**9), (0.02, 0.99, 100)])
+def test_losses_beyond_all_exponents_let_an_attack_find_everything(
+    plan: tuple[float, float, int], adjacency: str
+) -> None:
+    curve = trade_off(events(*plan), accountant="pld", adjacency=adjacency)
+    assert curve.tpr(0.01) == curve.accuracy() == 1.0 and curve.tpr(0.0) <= 1.0
+    assert math.isinf(curve.mu())

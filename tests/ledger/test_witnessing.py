@@ -263,6 +263,11 @@ def test_several_checkpoints_go_into_a_folder(call: Call, tmp_path: Path) -> Non
     result = call("witness", "a.txt", "b.txt", *OPTIONS, "--name", NAME, "-o", "back")
     assert "a.example: cosigned 20 leaves" in succeeded(result)
     assert all(NAME in (tmp_path / "back" / name).read_text() for name in ("a.txt", "b.txt"))
+    (tmp_path / "back" / "a.txt").unlink()
+    assert call("witness", "a.txt", "back/../a.txt", *OPTIONS, "--name", NAME, "-o", "back")[0] == 2, (
+        "one would be lost"
+    )
+    assert not (tmp_path / "back" / "a.txt").exists()
     assert call("witness", *OPTIONS, "--name", NAME)[0] == 2
     assert call("witness", "a.txt", "b.txt", "--proof", "a.txt", *OPTIONS, "--name", NAME)[0] == 2
 
@@ -292,3 +297,36 @@ def test_copies_come_together(tmp_path: Path) -> None:
     for name, by in ((NAME, WITNESS), ("second.example", OTHER)):
         assert f"— {name} {base64.b64encode(WitnessKey(name, by.public).id).decode()[:5]}" in merged
     assert NoteKey(ORIGIN, LEDGER.public).name in merged
+
+
+@pytest.mark.parametrize("kind", ["dangling", "loop", "linked", "folder"])
+def test_a_state_that_is_no_file_of_its_own_is_refused(tmp_path: Path, kind: str) -> None:
+    """A link to a disk that is not mounted is not an empty state, and a link beside a file is a second state with a second lock."""
+    place, other = tmp_path / "state.json", tmp_path / "elsewhere" / "state.json"
+    other.parent.mkdir()
+    if kind == "linked":
+        make(other.parent).cosign(request(None, 20), KEYS)
+    if kind == "folder":
+        place.mkdir()
+    else:
+        place.symlink_to(place if kind == "loop" else other)
+    with raises_code("admit.file-unreadable" if kind == "folder" else "ledger.witness-state-unreadable"):
+        make(tmp_path).cosign(request(None, 30), KEYS)
+    assert place.is_symlink() == (kind != "folder")
+
+
+def test_a_note_that_only_just_fits_does_not_destroy_the_state(tmp_path: Path) -> None:
+    """Anybody can add signature lines to a checkpoint; with the cosignature it must still be readable."""
+    make(tmp_path).cosign(request(None, 20), KEYS)
+    before = (tmp_path / "state.json").read_bytes()
+    proof = request(20, 30).path
+    text, more = note(30), 256 * 1024
+    for at in range(60):
+        room = min(6000, more - len(text.encode()) - 80)
+        if room > 100:
+            text += f"— junk{at} {base64.b64encode(bytes(room * 3 // 4 // 3 * 3)).decode()}\n"
+    assert more - 120 < len(text.encode()) <= more
+    with raises_code("ledger.note-malformed"):
+        make(tmp_path, START + 1).cosign(WitnessRequest(text, 20, proof), KEYS)
+    assert (tmp_path / "state.json").read_bytes() == before
+    make(tmp_path, START + 2).cosign(request(20, 30), KEYS)

@@ -169,7 +169,7 @@ FORGED: dict[str, tuple[Change | None, Change | None, str]] = {
         lambda c: c["classes"]["clinical"]["content"]["success"].update({"0.5": 0.5}), None, "release.figures-differ"
     ),
     "a swapped adjacency": (
-        lambda c: c["classes"]["clinical"].update(content={**c["classes"]["clinical"]["membership"], "success": {}}), None,
+        lambda c: c["classes"]["clinical"]["content"].update(c["classes"]["clinical"]["membership"]), None,
         "release.figures-differ",
     ),
     "fewer charged steps": (
@@ -303,6 +303,33 @@ def test_ledger_verify_compares_release_records_with_epochs(
     recorded(trained, release)
     found = verify(trained.ledger).problem
     assert found is not None and (found.kind, found.code) == ("release", code)
+
+
+def test_ledger_verify_refuses_a_claim_of_membership_at_a_public_number(
+    trained: Trained, key: PrivateKey, tmp_path: Path
+) -> None:
+    """The end of the run states that the number of contributions is public, so that ε is about content alone."""
+    ledger_seed = seed_of(ledger_key_path(trained.ledger))
+    body = release_forger.last(trained.ledger, RUN_END)
+    release_forger.cut(trained.ledger, RUN_END, ledger_seed)
+    release_forger.append(trained.ledger, RUN_END, {**body, 8: True}, ledger_seed)
+    for kept in trained.ledger.parent.glob("*.seen"):  # the keeper removes what is kept beside the key
+        kept.unlink()
+    facts = {"run": body[1].hex(), "classes": {}, "steps": body[4], "plan": body[5].hex()}
+    (trained.folder / "metrics.json").write_text(json.dumps(facts))
+    with trained.open() as ledger:
+        make_release(tmp_path / "out", [trained.folder], ledger, key)
+    found = release_forger.statement(tmp_path / "out")["predicate"]["posture"]["classes"]["clinical"]
+    assert found["membership"] is None and found["content"] and verify(trained.ledger).verified
+    rates = found["content"]
+    forge(
+        tmp_path / "out",
+        seed(key, tmp_path),
+        predicate=lambda p: p["posture"]["classes"]["clinical"].update(membership=rates),
+    )
+    recorded(trained, tmp_path / "out")
+    problem = verify(trained.ledger).problem
+    assert problem is not None and (problem.kind, problem.code) == ("release", "verify.release-contradicts-epochs")
 
 
 def test_a_release_of_a_run_without_an_end_is_named(
@@ -449,6 +476,34 @@ def test_no_number_of_a_certificate_is_out_of_range(release: Path, key: PrivateK
             assert codes(verify_release(release, trust=trust)), (path, new)
     forge(release, release_seed, certificate=restore)
     assert not codes(verify_release(release, trust=trust))
+
+
+NO_FIELDS: dict[str, Callable[[dict[str, Any]], object]] = {
+    "no rates": lambda c: c["classes"]["clinical"]["membership"].update(tpr={}),
+    "content without baselines": lambda c: c["classes"]["clinical"]["content"].pop("success"),
+    "membership with baselines": lambda c: c["classes"]["clinical"].update(
+        membership=c["classes"]["clinical"]["content"]
+    ),
+    "another field of a risk": lambda c: c["classes"]["clinical"]["content"].update(note="safe"),
+    "no noise in a charge": lambda c: c["classes"]["clinical"]["charges"][0].update(noise_multiplier=None),
+    "a charge without steps": lambda c: c["classes"]["clinical"]["charges"][0].pop("steps"),
+    "no adjacency": lambda c: c["classes"]["clinical"].update(adjacency=None),
+    "no population": lambda c: c["classes"]["clinical"].pop("population"),
+    "an accountant that is a text": lambda c: c.update(accountant="pld"),
+    "an accountant without a name": lambda c: c["accountant"].pop("name"),
+    "a clipping that is none": lambda c: c["plan"].update(clipping=[]),
+    "a trainer that is a text": lambda c: c.update(trainer="none"),
+    "a start that is a text": lambda c: c["trainer"].update(starting_weights="none"),
+    "a start that is a number": lambda c: c["trainer"].update(starting_weights=0),
+}
+
+
+@pytest.mark.parametrize("name", NO_FIELDS)
+def test_a_certificate_that_lacks_a_field_is_refused_before_a_paper_needs_it(
+    release: Path, key: PrivateKey, tmp_path: Path, name: str
+) -> None:
+    forge(release, seed(key, tmp_path), certificate=NO_FIELDS[name])
+    assert "release.certificate-wrong" in codes(verify_release(release, trust=Trust(plain=(key.public,))))
 
 
 def test_random_changes_never_end_in_a_raw_error(release: Path, key: PrivateKey, tmp_path: Path) -> None:

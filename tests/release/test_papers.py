@@ -344,7 +344,7 @@ def test_documentation_for_the_edpb(folder: Path) -> None:
             assert each["text"] in page.replace("\\", ""), each
     assert page.count("not stated") >= 5 and "Membership inference: not stated" in page  # nobody has tested one
     assert "does not claim" in page and not re.search("complies|compliant|is anonymous[.]", page)
-    assert not re.search(r"\{[a-z_. ]+\}|%FIGURES%", page)
+    assert not re.search(r"\{[a-z_. ]+\}|\[FIGURES\]", page)
     if folder.name == "about":
         assert "ECG: \\<b\\>triage\\</b\\> \\#1" in page and "Art. 9(2)(j) GDPR" in page
 
@@ -383,6 +383,25 @@ def test_a_model_of_several_runs_claims_no_figure_of_one_run(trained: Trained, k
     assert model_badge([one, later], posture) == one.content["protects"]["badge"]
     assert row["ε, replace-one"] == row["ρ"] == "not proven" and row["ε over all runs"] != "not proven"
     assert row["noise multiplier σ, sampling rate q, steps"].count("20 steps") == 2
+
+
+HOSTILE = (
+    '%FIGURES% [FIGURES] {name} </script> {?sector} "]: - &a *a #{x} $(id) \\' + "`" * 3 + " 1. | --- | ![](http://x)"
+)
+
+
+def test_no_text_of_the_owner_becomes_markup(trained: Trained, key: PrivateKey, tmp_path: Path) -> None:
+    texts = {name: HOSTILE for name in STATED if name in ("title", "description", "organisation", "subjects", "rights")}
+    govern(trained, STATED | texts | {"rights": HOSTILE})
+    with trained.open() as ledger:
+        make_release(tmp_path / "hostile", [trained.folder], ledger, key, name="ecg")
+    found = papers(tmp_path / "hostile")
+    page = found["edpb-28-2024.md"].decode()
+    assert page.count("\n## ") == 6 and page.count("| figure |") == 1 and "\n| ε of this model |" in page
+    assert "[FIGURES]" not in page and not re.search(r"(?<!\\)[`<>]", page)
+    basic = yaml.safe_load(found["opendp-registry.yaml"])["deployment"]["basic"]
+    assert basic["name"] == HOSTILE and basic["data_curators"] == [HOSTILE]
+    assert json.loads(found["spdx.json"])["@graph"][1]["name"] == HOSTILE
 
 
 # ------------------------------------------------------------------------------------------ SACRO-ML
@@ -426,7 +445,8 @@ def test_predictions_on_training_records_stay_inside(release: Path, tmp_path: Pa
 @pytest.mark.parametrize(
     "text",
     ["", "a,b\n", "0.5,0.4\n", "1.0\n", "0.5,0.5\n0.2,0.3,0.5\n", "0.5,nan\n", "1.5,-0.5\n", "label,a,b\nx,0.5,0.5\n",
-     "label,a,b\n-1,0.5,0.5\n", "0.5,=1+1\n", "0.5,0.5\nsick,well\n", "label,a,b\n1\n", "\x00,1\n"],
+     "label,a,b\n-1,0.5,0.5\n", f"label,a,b\n{'1' * 5000},0.5,0.5\n", f"{'1' * 140_000},0.5\n",
+     "label,a,b\n٣,0.5,0.5\n", "0.5,=1+1\n", "0.5,0.5\nsick,well\n", "label,a,b\n1\n", "\x00,1\n"],
 )  # fmt: skip
 def test_predictions_that_are_none(release: Path, tmp_path: Path, text: str) -> None:
     given = predictions(tmp_path / "p.csv", text)

@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,12 @@ import lamina
 from lamina.admit.keys import PrivateKey
 from lamina.ledger.corpus_terms import ledger_key_path
 from lamina.ledger.reader import LedgerReader
-from lamina.ledger.run_records import RunEnd
+from lamina.ledger.run_records import FileDigest, RunEnd
 from lamina.ledger.verify.tree_checks import Trust
 from lamina.ledger.writer import Ledger
 from lamina.release.manifest import make_release, verify_release
+from lamina.release.run_evidence import RunEvidence
+from lamina.release.utility import utility_section
 
 NAME = "example.org-resumed.ledger.db"
 Figure = lamina.Figure
@@ -304,6 +307,33 @@ def codes(out: Path, book: Path, key: PrivateKey) -> set[str]:
         return {each.code for each in verify_release(out, trust=Trust(plain=(key.public,)), ledger=ledger).problems}
 
 
+def foreign(data: bytes) -> bytes:
+    return data.replace(json.loads(data)["run"].encode(), b"00" * 16)
+
+
+def revealing(data: bytes) -> bytes:
+    found = json.loads(data)
+    next(row for row in found["figures"] if row["group"] == "x").update(value=0.5, low=0.1, high=0.9, records=8)
+    return json.dumps(found).encode()
+
+
+@pytest.mark.parametrize("change", [foreign, revealing, lambda data: data.replace(b'"version": 1', b'"version": 2')])
+def test_a_recorded_evaluation_of_another_run_or_of_small_groups_is_refused(
+    tmp_path: Path, change: Callable[[bytes], bytes]
+) -> None:
+    """The end of the run names the file: a trainer can write any digest there."""
+    outcome = fitted(tmp_path)
+    data = change((outcome.folder / "evaluation.json").read_bytes())
+    with LedgerReader.read_only(tmp_path / "runs" / NAME) as ledger:
+        evidence = RunEvidence.read(ledger, bytes.fromhex(outcome.run), evaluation=data)
+    assert evidence.end is not None
+    leaf, end = evidence.end
+    other = FileDigest(name="evaluation.json", sha256=hashlib.sha256(data).digest())
+    files = tuple(other if each.name == other.name else each for each in end.files)
+    with raises_code("release.evaluation-malformed"):
+        utility_section(replace(evidence, end=(leaf, replace(end, files=files))))
+
+
 def test_a_release_contains_the_evaluation(tmp_path: Path, key: PrivateKey) -> None:
     out, book = released(tmp_path, key)
     assert (out / "evaluation.json").read_bytes() == (tmp_path / "runs" / "first" / "evaluation.json").read_bytes()
@@ -376,7 +406,8 @@ ROWS: list[Callable[[dict[str, Any]], object]] = [
     lambda row: row.update(on="private"), lambda row: row.update(covered_by_epsilon=False), lambda row: row.pop("group"),
     lambda row: row.update(figure="\x1b[2J"), lambda row: row.update(group=7), lambda row: row.update(level=2),
     lambda row: row.update(digest="zz"), lambda row: row.update(digest=""), lambda row: row.update(step=-1),
-    lambda row: row.update(value=True),
+    lambda row: row.update(value=True), lambda row: row.update(group="x", records=9),
+    lambda row: row.update(group="x", records=None),
 ]  # fmt: skip
 
 

@@ -28,6 +28,7 @@ from keeping import (
     signed,
     verified,
 )
+from making import ended
 from refusals import raises_code
 from scipy.stats import norm
 
@@ -217,3 +218,51 @@ def test_a_header_with_a_malformed_risk_is_not_read(tmp_path: Path) -> None:
 def _header_row(header: dict[int, Any]) -> tuple[bytes, bytes]:
     body = encoded(header)
     return encoded({1: 1, 2: 0, 3: 1_700_000_000, 4: 0, 5: hashlib.sha256(body).digest()}), body
+
+
+def test_the_plan_of_a_reservation_is_not_exchanged_for_one_that_hides_less() -> None:
+    """The same events under a plan with raw noise: nothing grows, and yet nothing is proven of membership."""
+    classes = tuple(replace(each, sampling_rate=1.0) for each in plan().classes)
+    hiding = plan(30, accountant="gaussian", classes=classes, batch=2000.0)
+    raw = capped(30, steps=30, accountant="gaussian", classes=classes, batch=2000.0)
+    assert raw.schedule("clinical") == hiding.schedule("clinical")
+    with passing_book(risks=risk_of(1000)) as book:
+        reserve(Attempts(book, run=FIRST, plan=hiding))
+        before = contents(book)
+        for attack in (reserve, lambda run: run.charge(0)):
+            with raises_code("spend.risk-exceeded"):
+                attack(Attempts(book, run=FIRST, plan=raw))
+        assert contents(book) == before
+
+
+def end_at_a_public_number(run: Attempts) -> None:
+    """Record the end of a run after its first segment: the number of contributions is public, ε is about content alone."""
+    book = run.book.ledger
+    book.append([ended(bytes.fromhex(run.run), plan=run.plan.digest(), public_number=True)])
+    book.checkpoint()
+
+
+@pytest.mark.parametrize(("of", "code"), [("membership", "verify.risk-exceeded"), ("content", None)])
+def test_an_end_that_claims_content_alone_is_named_under_a_bound_on_membership(of: str, code: str | None) -> None:
+    with passing_book(risks=risk_of(1000, of)) as book:
+        run = two_runs(book)[0]
+        reserve(run)
+        run.done(0)
+        end_at_a_public_number(run)
+        found = verify(book.ledger.store).problem
+        assert (None if found is None else found.code) == code, found
+
+
+def test_a_later_bound_on_membership_counts_runs_that_claimed_content_alone() -> None:
+    with passing_book() as book:
+        first, second = two_runs(book)
+        first.done(0)
+        end_at_a_public_number(first)
+        assert adopt_policy(book.ledger, contract(risks=risk_of(1000)))
+        with raises_code("spend.risk-exceeded"):
+            reserve(second)
+        verified(book)
+        assert second.charge(0, already=True)
+        second.record(0)
+        found = verify(book.ledger.store).problem
+        assert found is not None and found.code == "verify.risk-exceeded"

@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hospital import Hospital
+import torch
+from hospital import Hospital, loss, net
 from refusals import raises_code
 
+import lamina
 from lamina.account.gaussian_rdp import epsilon_of_noise_multiplier
 from lamina.account.tradeoff import trade_off
 from lamina.ledger.verify.verifier import verify
@@ -52,3 +54,35 @@ def test_signed_contributions_are_trained_on_up_to_the_bound(tmp_path: Path, of:
     assert found.verified, found.problem
     with raises_code("spend.risk-exceeded"):
         ward.trainer("second").fit()
+
+
+@pytest.mark.filterwarnings("ignore::lamina.train.private.PlannedBefore")
+def test_a_run_that_hides_content_alone_keeps_no_bound_on_membership(tmp_path: Path) -> None:
+    """Without population= the number of contributions is public, whatever the policy declares."""
+    text = POLICY.replace("OF", "membership").replace("60", "20").replace("unit", "clip_norm = 1.0\nunit")
+    ward = Hospital(tmp_path, policy=Policy.parse(text))
+    ward.trust()
+    classes = {f"c{i:02d}": "clinical" for i in range(20)}
+    for seed, name in enumerate(classes):
+        ward.write(name, seed)
+    ward.sign(classes)
+    enough = ward.plan(net(), batch=10).sigma(0) * 1.001
+    for population in (None, 20):
+        model = net()
+        engine, corpus, plan = lamina.make_private(
+            model, ward.admit(), noise_multiplier=enough, delta=1e-5, batch=10, steps=12, clip_norm=1.0, allocate="flat",
+            population=population,
+        )  # fmt: skip
+        with ward.ledger(tmp_path / "ledger.db") as ledger:
+            trainer = lamina.Trainer(
+                model, torch.optim.SGD(model.parameters(), lr=0.05), loss, corpus, plan, engine=engine, ledger=ledger,
+                folder=tmp_path / f"run-{population}", progress=False,
+            )  # fmt: skip
+            if population is None:
+                size = ledger.size
+                with raises_code("train.risk-needs-population"):
+                    trainer.fit()
+                assert ledger.size == size
+            else:
+                trainer.fit()
+    assert verify(tmp_path / "ledger.db", now=int(ward.clock()) + 10).verified

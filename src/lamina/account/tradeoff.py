@@ -187,6 +187,8 @@ def _gaussian_rates(mu: float, fpr: Array) -> Array:
 def _sampled_rates(plain: Callable[[Array], Array], losses: PrivacyLossDistribution, fpr: Array) -> Array:
     """Return min over ε of e^ε·α + δ(ε) for one loss distribution, and at most the rate without amplification."""
     epsilons, deltas, reached = _loss_corners(losses)
+    if not len(epsilons):  # every loss is too large for e^ε
+        return plain(fpr)
     at = np.searchsorted(-reached, -fpr)  # `reached` falls
     near = [np.clip(at + shift, 0, len(epsilons) - 1) for shift in (-1, 0)]
     return np.asarray(np.min([plain(fpr), *(np.exp(epsilons[j]) * fpr + deltas[j] for j in near)], axis=0))

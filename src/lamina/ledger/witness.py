@@ -87,12 +87,18 @@ class Witness:
                 raise LedgerError("ledger.clock-behind", problem, "set the clock of this machine")
             # 4. The state is on the disk before the cosignature leaves.
             text = notes.add_cosignature(request.checkpoint, self._key, now, self._name)
+            notes.parse_checkpoint(
+                text
+            )  # a note that is too long with the cosignature could not be read from the state
             kept = {name: note.encode() for name, (_, note) in state.items()} | {origin: text}
             data = json.dumps(dict(sorted(kept.items())), indent=1, ensure_ascii=False).encode()
             replace_file(self._state, data, "the state of the witness", mode=0o600)
         return text, before
 
     def _load(self) -> dict[str, tuple[LedgerCheckpoint, notes.Note]]:
+        if self._state.is_symlink():  # to a disk that is not mounted, or to a state with another lock
+            problem = f"'{self._state}', which keeps what the witness has cosigned, is a symbolic link"
+            raise LedgerError("ledger.witness-state-unreadable", problem, "name the file itself")
         if not self._state.exists():
             return {}
         try:

@@ -165,6 +165,12 @@ def _check_content(content: Mapping[str, Any]) -> None:
     bounded_number("expected_batch", plan["expected_batch"], 0.0, 2.0**53)
     for digits in (run["id"], model["sha256"], plan["sha256"], ledger["root"], ledger["header"]):
         bytes.fromhex(digits)
+    start, conditions = content["trainer"]["starting_weights"], content["conditions"]
+    texts = [content["issued"], model["file"], ledger["origin"], ledger["verdict"], *content["accountant"].values()]
+    texts += [plan[name] for name in ("allocation", "clipping", "noise")] + [each["name"] for each in conditions]
+    texts += [] if start is None else [start["origin"], start["sha256"]]
+    if not all(map(is_short_text, texts)) or content["accountant"].keys() != {"name", "version"}:
+        raise ValueError("the accountant, the plan or another part has a name that is not a short text")
     for name, each in content["classes"].items():
         _check_figures(name, each)
     for layer in content["layers"]:
@@ -219,6 +225,12 @@ def _check_figures(name: str, each: Mapping[str, Any]) -> None:
     """Raise ValueError unless the figures of a class are in range."""
     if not is_short_text(name) or type(each["public"]) is not bool or not is_short_text(each["unit"]):
         raise ValueError(f"class {name[:80]!r} has a name, a unit or a field public of a wrong type")
+    charged = ({"noise_multiplier", "sampling_rate", "steps", "order"}, {"order"})
+    for part in each["charges"]:
+        if part.keys() != charged[0] or {key for key in part if part[key] is None} - charged[1]:
+            raise ValueError(f"class {name!r} has a charge without noise multiplier, sampling rate or steps")
+    if not is_short_text(each["adjacency"]) or "population" not in each:
+        raise ValueError(f"class {name!r} has no adjacency or no population")
     for key in ("epsilon_total", *_FIGURES):
         if each[key] is not None:
             bounded_number(key, each[key], 0.0, MAX_EPSILON)
@@ -227,7 +239,7 @@ def _check_figures(name: str, each: Mapping[str, Any]) -> None:
     if each["public"] and any(each[key] is not None for key in ("delta", "epsilon", *_RISKS)):
         raise ValueError(f"class {name[:80]!r} is public but states ε, δ or a risk; public data is not protected")
     for key in _RISKS:
-        risk_statements.check_risk(each[key])
+        risk_statements.check_risk(key, each[key])
     for key, most in (("noise_multiplier", MAX_NOISE), ("clip_norm", MAX_NOISE), ("sampling_rate", 1.0)):
         if each[key] is not None:
             bounded_number(key, each[key], 0.0, most)
@@ -237,7 +249,7 @@ def _check_figures(name: str, each: Mapping[str, Any]) -> None:
     for part in (*each["bounds"], *each["charges"]):
         for key, value in part.items():
             if key in _RISKS:
-                risk_statements.check_risk(value)
+                risk_statements.check_risk(key, value)
             elif value is not None:
                 bounded_number(key, value, 0.0, max(MAX_EPSILON, 1e15))
 

@@ -218,7 +218,10 @@ def sacro_target(release: VerifiedRelease, predictions: Mapping[str, Path]) -> d
 def _read_predictions(path: Path) -> dict[str, list[list[str]]]:
     """Return probabilities and, if there is a column "label", true classes of a CSV file, by SACRO-ML's names."""
     text = read_small(path, "the predictions", most=_MOST_PREDICTION_BYTES).decode("utf-8-sig", "replace")
-    rows = [row for row in csv.reader(io.StringIO(text)) if row]
+    try:
+        rows = [row for row in csv.reader(io.StringIO(text)) if row]
+    except csv.Error as error:
+        raise PlanError("release.predictions-malformed", f"'{path}' is not CSV: {error}", "write it again") from None
     head = rows.pop(0) if rows and not all(map(_NUMBER.fullmatch, rows[0])) else []
     at = head.index("label") if "label" in head else len(max(rows, default=[]))
     found: dict[str, list[list[str]]] = {"proba": [], "y": []}
@@ -227,7 +230,7 @@ def _read_predictions(path: Path) -> dict[str, list[list[str]]]:
         right = (
             len(values) >= 2 and all(0 <= each <= 1 for each in values) and math.isclose(sum(values), 1, abs_tol=0.01)
         )
-        if not right or len(row) != len(rows[0]) or not all(map(str.isdecimal, row[at : at + 1])):
+        if not right or len(row) != len(rows[0]) or not all(map(_LABEL.fullmatch, row[at : at + 1])):
             problem = f"line {number} of '{path}' is not a probability for each of two or more classes"
             remedy = 'give numbers that add up to 1, as many in every line; true classes, if any, as whole numbers under "label"'
             raise PlanError("release.predictions-malformed", problem, remedy)
@@ -238,6 +241,7 @@ def _read_predictions(path: Path) -> dict[str, list[list[str]]]:
     return {kind: lines for kind, lines in found.items() if lines}
 
 
+_LABEL = re.compile("[0-9]{1,18}", re.ASCII)
 _NUMBER = re.compile(r"[0-9]{0,20}\.?[0-9]{1,30}(e-?[0-9]{1,3})?", re.ASCII | re.IGNORECASE)
 
 # ------------------------------------------------------------------------------------------ writing

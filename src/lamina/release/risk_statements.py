@@ -137,12 +137,23 @@ def short_figure(value: float) -> str:
     return f"{math.ceil(value / unit - 1e-12) * unit:.3g}" if value < 1000 else f"{math.ceil(value):,}"
 
 
-def check_risk(risk: Any) -> None:
-    """Raise ValueError, TypeError or KeyError unless this is None or figures as `risk_figures` returns them."""
+_FIELDS = {"adjacency", "bound", "tpr", "accuracy", "advantage", "mu", "mu_least_rate"}
+
+
+def check_risk(of: str, risk: Any) -> None:
+    """Raise ValueError, TypeError or KeyError unless this is None or figures as `risk_figures` returns them.
+
+    `of` is the name of the field: membership or content, of this run or in total.
+    """
     if risk is None:
         return
     if risk["adjacency"] not in ADJACENCIES or risk["bound"] not in (BY_LOSSES, BY_GAUSSIAN, BY_RENYI):
         raise ValueError("a risk has an unknown adjacency or bound")
+    rates = {"tpr": STATED_RATES} | ({"success": BASELINES} if of.startswith("content") else {})
+    if any([*risk[name]] != [f"{rate:g}" for rate in rates[name]] for name in rates) or risk.keys() != _FIELDS | {
+        *rates
+    }:
+        raise ValueError("a risk is not stated at the rates of every certificate, or has other fields")
     if risk["mu"] is not None:
         bounded_number("mu", risk["mu"], 0.0, MAX_EPSILON)
     for name, value in (*risk["tpr"].items(), *risk.get("success", {}).items()):

@@ -156,6 +156,8 @@ def utility_section(evidence: RunEvidence) -> list[dict[str, Any]]:
         raise RunError("release.evaluation-differs", f"{EVALUATION} {how}", "restore it from a copy of the run")
     try:
         found = parse_json(data, EVALUATION)
+        if (found["version"], found["run"]) != (1, evidence.run.hex()):
+            raise ValueError("it is that of another run, or has another version")
         about = {name: found[name] for name in ("level", "on", "step")} | {"covered_by_epsilon": True, "digest": digest}
         rows = [{name: each[name] for name in _ROW} | about for each in found["figures"]]
         check_utility(rows)
@@ -182,5 +184,7 @@ def check_utility(rows: Any) -> None:
             numbers.values()
         ):
             raise ValueError("a figure of the utility lies outside of its interval")
+        if row["group"] is not None and numbers and (row["records"] or 0) < LEAST_RECORDS:
+            raise ValueError(f"a group has fewer than {LEAST_RECORDS} records and is not suppressed")
         if row["covered_by_epsilon"] is not True or len(bytes.fromhex(row["digest"])) != 32:
             raise ValueError("a figure of the utility is not covered by ε, or has no digest")

@@ -19,6 +19,7 @@ from lamina.errors import AccountingError, BudgetExceeded, RunError
 from lamina.ledger.checked_leaves import CheckedLeaves
 from lamina.ledger.governance_records import Header
 from lamina.ledger.records import MAX_ACCOUNTS, Epoch, EpochCharge
+from lamina.ledger.run_records import RunEnd
 from lamina.ledger.schema import CLASS, MICRO
 from lamina.ledger.spending import Bound, Spending, steps_by_kind
 from lamina.ledger.store.rows import StoreReader
@@ -374,6 +375,7 @@ class RecordedSpend:
         self._attempts: dict[bytes, dict[AttemptKey, dict[str, int]]] = {}
         self._scales: dict[tuple[bytes, bytes], dict[str, float]] = {}
         self._plans: dict[str, set[bytes]] = {}
+        self.content_only: set[str] = set()  # classes of runs that ended with a public number of contributions
         self.split: set[str] = set()  # classes of which an epoch charges signed bounds and not the whole class
 
     def follow(self, rows: StoreReader, size: int, leaves: CheckedLeaves) -> None:
@@ -383,6 +385,9 @@ class RecordedSpend:
         for leaf in leaves.records(rows, Epoch, self._upto, size):
             assert isinstance(leaf.record, Epoch)
             self._add(leaf.record)
+        for leaf in leaves.records(rows, RunEnd, self._upto, size):
+            if isinstance(leaf.record, RunEnd) and leaf.record.public_number:
+                self.content_only |= {account_bound(name)[0] for name in self._runs.get(leaf.record.run, ())}
         self._upto = size
 
     def _add(self, epoch: Epoch) -> None:

@@ -18,7 +18,7 @@ from lamina.ledger.schema import NANO, UNBOUNDED
 from lamina.ledger.spending import CLASS_TOLERANCE, Spending, signed_limit, signed_spend
 from lamina.ledger.store.rows import RESERVATION_SEGMENT, RunHold, RunRow, StoreReader, StoreWriter
 from lamina.ledger.writer import Ledger
-from lamina.plan.risk import UNPROVEN, RiskBound, curve_marks
+from lamina.plan.risk import UNPROVEN, ZERO_OUT, RiskBound, curve_marks
 from lamina.plan.step_plan import StepPlan
 from lamina.spend.accounts import AccountBudget, Charge, RecordedSpend, RunSpend, account_bound
 
@@ -187,8 +187,9 @@ class SpendView:
         """What limits the curves of all that is charged to, or reserved of, the class of an account."""
         cls, _, _ = account_bound(name)
         plans = {*self._recorded.plans(cls), *(held.plan for held in self._holds.values() if held.of(cls))}
-        split = frozenset((UNPROVEN,)) if cls in self._recorded.split else frozenset[str]()
-        return split.union(*(_marks_of_plan(self._rows.blob(digest)) for digest in plans))
+        limits = {UNPROVEN: cls in self._recorded.split, ZERO_OUT: cls in self._recorded.content_only}
+        found = frozenset(mark for mark, holds in limits.items() if holds)
+        return found.union(*(_marks_of_plan(self._rows.blob(digest)) for digest in plans))
 
     def labels(self) -> dict[str, str]:
         return {each.id.hex(): each.label for each in self._rows.runs()}
@@ -344,9 +345,12 @@ class SpendLimits:
             grown = any(steps > earlier.get(event, 0) for event, steps in after.items())
             wanted = self.wanted(rows, name, *asked)
             for terms in wanted:
-                if math.isinf(terms.bound) or (not grown and any(h.within(terms) for h in held)):
+                marks = (
+                    transaction.marks(name) if terms.risk else frozenset[str]()
+                )  # another plan may limit the same events
+                if math.isinf(terms.bound) or (not grown and not marks and any(h.within(terms) for h in held)):
                     continue
-                epsilon = terms.price(after, transaction.marks(name) if terms.risk else frozenset())
+                epsilon = terms.price(after, marks)
                 if not epsilon <= terms.bound:
                     raise BoundExceeded(name, terms, sum(each.steps for each in mine), epsilon)
             new = [w for w in wanted if grown or not any(h.within(w) for h in held)]

@@ -169,8 +169,7 @@ def open_run_ledger(
             raise LedgerError("train.ledger-of-other-corpus", problem, "give the ledger of this corpus")
         given.let_restore(_journal_attempts(folder))
         check_corpus_terms(given, terms)
-        check_units(given, plan)
-        return given, adopt_policy(given, terms)
+        return given, _adopt(given, terms, corpus, plan)
     link = folder / LEDGER_LINK
     if given is None and link.is_symlink():
         given = Path(os.path.realpath(link))
@@ -196,11 +195,24 @@ def open_run_ledger(
     ledger = open_or_create(where, terms, key, governing=governing)
     ledger.let_restore(_journal_attempts(folder))
     try:
-        check_units(ledger, plan)
-        return ledger, adopt_policy(ledger, terms)
+        return ledger, _adopt(ledger, terms, corpus, plan)
     except BaseException:
         ledger.close()
         raise
+
+
+def _adopt(ledger: Ledger, terms: CorpusTerms, corpus: Corpus, plan: StepPlan) -> bool:
+    """Adopt the policy of a corpus; whether it changed. Refuse a run that claims less than the policy promises."""
+    check_units(ledger, plan)
+    used = {entry.name for entry in plan.classes} if corpus.public_number else set()
+    for each in (*ledger.governance().policy.presets, *terms.presets):
+        if each.cls in used and each.risk is not None and each.risk.of == "membership":
+            problem = (
+                f"class {each.cls!r} has the risk bound {each.risk}, but without population= ε is about content alone"
+            )
+            remedy = "declare the population of the policy: make_private(…, population=N)"
+            raise RunError("train.risk-needs-population", problem, remedy)
+    return adopt_policy(ledger, terms)
 
 
 def _journal_attempts(folder: Path) -> set[tuple[bytes, int, int]]:

@@ -278,6 +278,10 @@ def witness(
         raise typer.BadParameter(
             "give checkpoints, or --ledger; --proof with one of them alone", param_hint="CHECKPOINT"
         )
+    if output is not None and len({path.name for path in given}) < len(given):
+        raise typer.BadParameter(
+            "two of them have the same name, as their files in --output would", param_hint="CHECKPOINT"
+        )
     signer, trusted = open_private_key(key, passphrase_file), Trust.load(trust)
     requests = [WitnessRequest.parse(keys.read_small(path, "the checkpoint", most=_MAX_FILE_BYTES)) for path in given]
     if proof is not None:

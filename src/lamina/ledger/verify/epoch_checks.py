@@ -15,6 +15,7 @@ from lamina.admit.keys import format_utc
 from lamina.ledger.governance_records import Header
 from lamina.ledger.key_state import PolicyInForce, Violation
 from lamina.ledger.records import KIND_NAMES, Epoch, EpochAccount, EpochCharge, Leaf, Segment, SegmentOutcome
+from lamina.ledger.run_records import RunEnd
 from lamina.ledger.schema import NANO, UNBOUNDED, nano_epsilon
 from lamina.ledger.spending import (
     CLASS_TOLERANCE,
@@ -31,7 +32,7 @@ from lamina.ledger.store.rows import StoreReader
 from lamina.ledger.verify.contribution_checks import AdmittedMembers, WithdrawalChecks
 from lamina.ledger.verify.plan_checks import ADAPTED_TOLERANCE, PlanChecks, clip_norms_stay
 from lamina.ledger.verify.tree_checks import Finding, fail
-from lamina.plan.risk import UNPROVEN, RiskBound
+from lamina.plan.risk import UNPROVEN, ZERO_OUT, RiskBound
 from lamina.plan.rules import FollowBudget, effective_sigma
 from lamina.plan.signed_bounds import REMAINING_FACTORS
 from lamina.plan.step_plan import StepPlan
@@ -481,6 +482,19 @@ class EpochChecks:
         whole = not account.noise_multiplier or UNPROVEN in marks  # the class as a whole bounds each of its accounts
         risks = self._policy.risks(account.cls, read) if counted and whole else ()
         self.claims.append(SpendClaim(seq, account, self.spending.events(account.bound), bound, risks, marks))
+
+    def see_public_number(self, seq: int, end: RunEnd) -> None:
+        """Check that a run which hides content alone used no class whose policy bounds what is found about membership.
+
+        The bound counts if it was in force from the start of the run. Later runs cannot keep such a bound either.
+        """
+        first = self.begins.get(end.run, seq)
+        for cls in sorted({bound[0] for run, _, bound in self._scales if run == end.run}):
+            self._marks[cls] |= {ZERO_OUT}
+            risks = self._policy.risks(cls, first)
+            if risks and all(each.of == "membership" for each in risks):
+                reason = f"class {cls!r} has the risk bound {risks[0]}, but the run states that the number of contributions is public"
+                fail(seq, RunEnd, "verify.risk-exceeded", reason)
 
     def _check_exhausted(self, seq: int, record: Epoch, plan: StepPlan, account: EpochAccount) -> None:
         """Check that a bound was scaled down, or left out, because of what was charged before, by a factor of the list."""

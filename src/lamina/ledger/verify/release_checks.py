@@ -20,7 +20,7 @@ from lamina.ledger.schema import NANO, nano_epsilon
 from lamina.ledger.spending import Bound, steps_by_kind
 from lamina.ledger.store.rows import StoreReader
 from lamina.ledger.verify.tree_checks import fail
-from lamina.plan.risk import UNPROVEN, RiskOf, curve_marks, stated_rates
+from lamina.plan.risk import UNPROVEN, ZERO_OUT, RiskOf, curve_marks, stated_rates
 from lamina.plan.step_plan import StepPlan
 
 FIGURE_TOLERANCE = 1e-7  # relative, of an ε computed on two machines: accountants sum many small numbers
@@ -93,6 +93,8 @@ class ReleaseChecks:
                 fail(seq, Release, "verify.release-contradicts-epochs", reason)
             events: dict[EventKey, int] = {}
             marks = frozenset[str]().union(*(self._marks.get(run, frozenset()) for run in record.runs))
+            if any(run in ends and ends[run].public_number for run in record.runs):
+                marks |= {ZERO_OUT}  # the number of contributions is public: nothing is claimed about membership
             for run in record.runs:
                 for kind, steps in self._events.get((run, (cls, 0, 0)), {}).items():
                     events[kind] = events.get(kind, 0) + steps

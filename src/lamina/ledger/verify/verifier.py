@@ -353,6 +353,8 @@ class LedgerReplay:
                 self.runs.see(change)
                 if isinstance(change, RunBegin):
                     self.epochs.begins.setdefault(change.run, leaf.seq)
+                elif change.public_number:
+                    self.epochs.see_public_number(leaf.seq, change)
             case Withdrawal(target=target):
                 self.withdrawals.see(leaf, 0 < target < leaf.seq and target not in self.others)
             case Aggregate():
