@@ -16,6 +16,7 @@ import lamina.serve.inference
 import lamina.train.run_output
 from lamina.cli.terminal import refusal_json
 from lamina.errors import LaminaError
+from lamina.release.manifest import ReleaseProblem
 from lamina.serve.limits import RequestRefused
 
 SOURCE = Path(__file__).parents[1] / "src" / "lamina"
@@ -78,6 +79,16 @@ def test_every_refusal_has_a_family(code: str, family: str) -> None:
     for kind in (LaminaError, FromOutside):
         assert kind(code, "a problem").family == family
     assert refusal_json(LaminaError(code, "a problem"))["family"] == family
+
+
+def test_a_problem_of_a_release_has_a_family() -> None:
+    told = ReleaseProblem(code="release.file-missing", file="weights", reason="it is missing").to_dict()
+    assert told == {
+        "code": "release.file-missing",
+        "family": "release.verify",
+        "file": "weights",
+        "reason": "it is missing",
+    }
 
 
 def answered() -> RequestRefused:

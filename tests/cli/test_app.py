@@ -274,7 +274,7 @@ def test_a_failed_benchmark_is_one_object(monkeypatch: pytest.MonkeyPatch, lamin
     code, out, err = lamina("bench", "--quick", "--json")
     assert code == 1
     told = json.loads(out)
-    assert told.keys() == {"workloads", "refused", "remedy", "code"}
+    assert told.keys() == {"workloads", "refused", "remedy", "code", "family"}
     assert "mlp: no" in err
 
 
