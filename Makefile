@@ -31,7 +31,7 @@ format: $(VENV)/.test  ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(VENV)/.test  ## write the pages that are made from the code: docs/errors.md, the files of docs/architecture.md
+docs: $(VENV)/.test  ## write the pages that are made from the code: docs/errors/, the files of docs/architecture.md
 	$(BIN)/python docs/make_pages.py
 
 bench: $(VENV)/.bench  ## time and memory of a private step against the plain step and Opacus

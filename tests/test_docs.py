@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from collections import Counter
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from lamina.errors import _FAMILIES, _SHARED, family_of
 
 ROOT = Path(__file__).parents[1]
 
@@ -21,10 +24,53 @@ def pages() -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("name", ["errors.md", "architecture.md"])
-def test_written_pages_are_current(pages: ModuleType, name: str) -> None:
-    there = (ROOT / "docs" / name).read_text(encoding="utf-8")
-    assert there == pages.PAGES[name](), "run make docs"
+def test_written_pages_are_current(pages: ModuleType) -> None:
+    written = pages.pages()
+    for name, text in written.items():
+        assert (ROOT / "docs" / name).read_text(encoding="utf-8") == text, f"{name}: run make docs"
+    there = {f"errors/{path.name}" for path in (ROOT / "docs" / "errors").iterdir()}
+    assert there == {name for name in written if name.startswith("errors/")}, "run make docs"
+
+
+def rows() -> dict[str, tuple[str, list[str]]]:
+    """The page and the cells of every code, read from docs/errors/."""
+    found: dict[str, tuple[str, list[str]]] = {}
+    for page in sorted((ROOT / "docs" / "errors").glob("*.md")):
+        for line in page.read_text(encoding="utf-8").splitlines() if page.stem != "index" else []:
+            if line.startswith("| `"):
+                code, *cells = (cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1])
+                assert code.strip("`") not in found, f"{code} is on two pages"
+                found[code.strip("`")] = page.stem, cells
+    return found
+
+
+def test_no_row_of_an_error_page_is_empty() -> None:
+    for code, (page, cells) in rows().items():
+        assert cells and all(re.search("[a-z]{2}", cell) for cell in cells), f"{page}: {code}"
+
+
+def test_every_code_in_the_source_is_on_the_page_of_its_family() -> None:
+    """Codes are found by their place in the text here, and in the syntax tree by docs/make_pages.py."""
+    found = {
+        code
+        for path in (ROOT / "src" / "lamina").rglob("*.py")
+        for code in re.findall(
+            r"\b(?:raise \w+|fail|wrong|Violation|whole|number|positive)\((?:\w+, )*\s*\"([a-z]+\.[a-z0-9-]+)\"",
+            re.sub(r"(?m)^\s*(?:>>>|#).*", "", path.read_text(encoding="utf-8")),
+        )
+    }
+    known = rows()
+    assert len(found) > 1000
+    for code in found:
+        assert code in known and known[code][0] == family_of(code), code
+
+
+def test_families_are_listed_and_none_is_tiny() -> None:
+    sizes = Counter(page for page, _ in rows().values())
+    index = (ROOT / "docs" / "errors" / "index.md").read_text(encoding="utf-8")
+    listed = dict(re.findall(r"\| \[`[a-z.]+`\]\(([a-z.]+)\.md\) \|.*\| (\d+) \|", index))
+    assert {family: int(size) for family, size in listed.items()} == sizes
+    assert {*_FAMILIES, *_SHARED.values()} <= {*sizes} and min(sizes.values()) >= 3
 
 
 def test_every_code_that_a_test_expects_exists(pages: ModuleType) -> None:

@@ -14,7 +14,9 @@ import lamina.corpus.payloads
 import lamina.data.signal
 import lamina.serve.inference
 import lamina.train.run_output
+from lamina.cli.terminal import refusal_json
 from lamina.errors import LaminaError
+from lamina.release.manifest import ReleaseProblem
 from lamina.serve.limits import RequestRefused
 
 SOURCE = Path(__file__).parents[1] / "src" / "lamina"
@@ -53,6 +55,40 @@ def test_a_refusal_crosses_to_another_process(kind: type[LaminaError], protocol:
     for found in (pickle.loads(pickle.dumps(made, protocol)), copy.copy(made)):  # noqa: S301
         assert type(found) is kind and str(found) == str(made) and found.args == made.args
         assert vars(found) == vars(made) and (found.code, found.remedy) == (made.code, "a remedy")
+
+
+@pytest.mark.parametrize(
+    ("code", "family"),
+    [
+        ("ledger.key-unknown", "ledger.governance"),
+        ("ledger.already-admitted", "ledger"),
+        ("plan.policy-invalid", "plan.policy"),
+        ("plan.tensor-frozen", "plan.profile"),
+        ("bench.not-compiled", "study"),
+        ("store.busy", "store"),
+        ("acme.no-licence", "acme"),  # from outside
+        ("policy.key-unknown", "policy"),
+        ("led.key-unknown", "led"),
+        ("ledger.zebra", "ledger"),
+    ],
+)
+def test_every_refusal_has_a_family(code: str, family: str) -> None:
+    class FromOutside(LaminaError):
+        """An error of another package."""
+
+    for kind in (LaminaError, FromOutside):
+        assert kind(code, "a problem").family == family
+    assert refusal_json(LaminaError(code, "a problem"))["family"] == family
+
+
+def test_a_problem_of_a_release_has_a_family() -> None:
+    told = ReleaseProblem(code="release.file-missing", file="weights", reason="it is missing").to_dict()
+    assert told == {
+        "code": "release.file-missing",
+        "family": "release.verify",
+        "file": "weights",
+        "reason": "it is missing",
+    }
 
 
 def answered() -> RequestRefused:

@@ -8,12 +8,46 @@ from contextlib import contextmanager
 from typing import Any
 
 _CODE = re.compile(r"[a-z]+\.[a-z0-9]+(-[a-z0-9]+)*")
+# Families within an area, each with how its codes begin after the area; the first that fits decides.
+_FAMILIES = {
+    "cli.evidence": "aggregate anchor checkpoint copy corpus counter governing key leaf ledger policy proof proposal receipt release "
+    "request signature subject trust withdraw witness",
+    "corpus.files": "array column csv dataset dtype entry file folder formats inputs labels list npz payload rows tensor value",
+    "engine.batch": "batch- class cls examples first gradients index indices losses not-a-batch per- row seeded tokens unit views",
+    "engine.model": "adapter already backward batchnorm buffer cache contributions ddp detached embedding experts extra float16 foreign "
+    "frozen grad hazard hidden hook no-batch packed parameter probe reentrant result running scripted sharded spectral tensor written",
+    "ledger.checkpoint": "checkpoint cosignature forked frontier head- leaf-hash no-checkpoint note older proof quorum rolled shorter "
+    "size tile too-few tree verifier witness",
+    "ledger.governance": "account authoris delta governing header key last no-header no-key not-authorised opened origin other policy "
+    "proposal rotation second self several signed terms unit validity",
+    "ledger.records": "about base64 batch blob body effect enum epoch field float kind leaf list not-a- number reason receipt record "
+    "risk signature span",
+    "ledger.withdrawal": "aggregate already-withdrawn horizon operator pruning request withdrawal",
+    "plan.policy": "claimed class clip-norm delta epsilon noise-multiplier policy population preset public signed unit",
+    "plan.profile": "adapter blocks buffer declaration depth example group layer model module nothing parts profile slice tensor",
+    "release.verify": "c2pa certificate conditions countersignature expired extra facts figures file foreign from key layers ledger "
+    "model not-recorded not-verified officer other plan posture purposes record signature utility weights",
+    "train.model": "ema engine evaluat labels loss lr merge model optimizer pretrain proxy scheduler subspace tensor user",
+    "train.resume": "checkpoint disk journal last ledger log membership no-file origin rank run second starting state stopped storage",
+    "verify.contribution": "admitted attestation bound-of class-unknown clip-norm-above-class clip-norm-below descriptor no-bound "
+    "noise-below-class noise-below-floor profile subject token withdraw",
+    "verify.spend": "account attempt batch bound budget charge class clip eligibility epoch factor generation layer members noise "
+    "not-exhausted open plan population release risk segment spend too-many trained",
+}  # fmt: skip
+_SHARED = {"audit": "study", "bench": "study", "report": "study", "models": "data"}  # areas of few codes
+
+
+def family_of(code: str) -> str:
+    """Return the family of a code: a part of its area, such as `ledger.governance`, or the area itself (docs/errors/)."""
+    area, _, rest = code.partition(".")
+    within = ((family, tuple(begins.split())) for family, begins in _FAMILIES.items() if family.startswith(f"{area}."))
+    return next((family for family, begins in within if rest.startswith(begins)), _SHARED.get(area, area))
 
 
 class LaminaError(Exception):
     """Anything Lamina refuses to do.
 
-    `code` names the refusal for programs and tests and never changes its meaning (docs/errors.md lists all of them);
+    `code` names the refusal for programs and tests and never changes its meaning (docs/errors/ lists all of them, by family);
     `problem` names the thing, its value and the limit; `remedy` says what to do about it.
     """
 
@@ -24,6 +58,10 @@ class LaminaError(Exception):
         self.remedy = remedy
         stop = "" if problem.endswith(("?", ".")) else "."
         super().__init__(f"{problem}{stop} Remedy: {remedy} [{code}]" if remedy else f"{problem} [{code}]")
+
+    @property
+    def family(self) -> str:
+        return family_of(self.code)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Crosses to another process whole: the default would call `__init__` with the message alone."""

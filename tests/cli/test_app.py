@@ -223,7 +223,7 @@ def test_json_refusals_are_objects_too(policy: str, lamina: Call) -> None:
     code, out, err = lamina("plan", policy, "--model", "nonsense", "--steps", "3", "--json")
     assert code == 1
     told = json.loads(out)
-    assert told.keys() == {"refused", "remedy", "code"}
+    assert told.keys() == {"refused", "remedy", "code", "family"} and told["family"] == "cli"
     assert "nonsense" in told["refused"]
     assert "residual" in told["remedy"]
     assert "refused: model 'nonsense'" in err
@@ -274,7 +274,7 @@ def test_a_failed_benchmark_is_one_object(monkeypatch: pytest.MonkeyPatch, lamin
     code, out, err = lamina("bench", "--quick", "--json")
     assert code == 1
     told = json.loads(out)
-    assert told.keys() == {"workloads", "refused", "remedy", "code"}
+    assert told.keys() == {"workloads", "refused", "remedy", "code", "family"}
     assert "mlp: no" in err
 
 

@@ -328,7 +328,7 @@ def test_fresh_is_another_run_until_the_budget_is_gone(project: Project) -> None
     project.write("policy.toml", (project.folder / "policy.toml").read_text().replace("6.0", "2.9"))
     for _ in range(2):
         told = answer(project.train("--fresh", "--json"), code=1)
-        assert told.keys() == {"refused", "remedy", "code"} and told["code"] == "spend.budget-exceeded"
+        assert told.keys() == {"refused", "remedy", "code", "family"} and told["code"] == "spend.budget-exceeded"
         assert not (project.folder / "runs" / "first-4").exists()  # a refused folder is used again
     assert project.train_json()["run"] == second["run"]
 

@@ -46,7 +46,7 @@ from refusals import raises_code
 from lamina.account.accountants import pooled_epsilon
 from lamina.account.schedule import RDP_ORDERS
 from lamina.admit.key_ring import KeyRing
-from lamina.errors import LaminaError
+from lamina.errors import LaminaError, family_of
 from lamina.ledger import records as leaves
 from lamina.ledger import signed_checkpoint
 from lamina.ledger.contribution_columns import ContributionColumns, other_kinds, read_columns
@@ -116,7 +116,8 @@ def test_the_answer_for_machines(tmp_path: Path) -> None:
     sql(str(tmp_path / "a.db"), "DELETE FROM leaf WHERE seq = 47")
     found = verify(tmp_path / "a.db").to_dict()
     assert (found["verified"], found["trusted"]) == (False, False)
-    assert found["problem"].keys() == {"index", "kind", "code", "reason"}
+    assert found["problem"].keys() == {"index", "kind", "code", "family", "reason"}
+    assert found["problem"]["family"] == family_of(found["problem"]["code"])
     assert found["problem"]["index"] == 47
 
 

@@ -22,6 +22,7 @@ from starlette.testclient import TestClient
 from trained_run import Trained
 
 from lamina.admit.keys import PrivateKey
+from lamina.errors import family_of
 from lamina.ledger.corpus_terms import ledger_key_path
 from lamina.ledger.governance_records import Release
 from lamina.ledger.merkle import leaf_hash, verify_consistency, verify_inclusion
@@ -43,6 +44,7 @@ def code(answer: Any) -> tuple[int, str]:
     assert answer.headers["content-type"] == "application/problem+json"
     told = answer.json()
     assert told["status"] == answer.status_code and told["type"].endswith(told["code"]) and told["detail"]
+    assert told["family"] == family_of(told["code"])
     return answer.status_code, told["code"]
 
 

@@ -42,7 +42,7 @@ def succeeded(result: Result) -> str:
 
 
 def refused(result: Result, *codes: str) -> str:
-    """What was said; the command was refused with one of these codes (docs/errors.md), and without a traceback."""
+    """What was said; the command was refused with one of these codes (docs/errors/), and without a traceback."""
     assert result[0] == 1, result
     (code,) = re.findall(r"^code:\s+(\S+)$", result[2], re.MULTILINE)
     assert code in codes, result

@@ -10,5 +10,5 @@ from lamina.errors import LaminaError
 
 
 def raises_code(*codes: str) -> Any:
-    """The block is refused with one of these codes (docs/errors.md)."""
+    """The block is refused with one of these codes (docs/errors/)."""
     return pytest.raises(LaminaError, check=lambda error: error.code in codes)

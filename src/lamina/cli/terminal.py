@@ -90,7 +90,7 @@ def print_answer(value: dict[str, Any], text: str, as_json: bool) -> None:
 
 def refusal_json(error: LaminaError) -> dict[str, str]:
     """A refusal as machines read it."""
-    return {"refused": error.problem, "remedy": error.remedy, "code": error.code}
+    return {"refused": error.problem, "remedy": error.remedy, "code": error.code, "family": error.family}
 
 
 def print_finding(verdict: str, text: str) -> None:

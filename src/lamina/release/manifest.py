@@ -31,7 +31,7 @@ from typing import Any
 from lamina.admit.key_ring import KeyStatus
 from lamina.admit.keys import CLOCK_SKEW, P256Key, PrivateKey, PublicKey, format_utc, parse_utc, write_new
 from lamina.admit.signed_json import canonical_json, parse_json
-from lamina.errors import BadKey, EncodingError, LaminaError, NotVerified, PlanError
+from lamina.errors import BadKey, EncodingError, LaminaError, NotVerified, PlanError, family_of
 from lamina.ledger.governance_records import Release, Role
 from lamina.ledger.key_state import KeyState
 from lamina.ledger.reader import LedgerReader
@@ -290,7 +290,7 @@ class ReleaseProblem:
     reason: str
 
     def to_dict(self) -> dict[str, Any]:
-        return {"code": self.code, "file": self.file, "reason": self.reason}
+        return {"code": self.code, "family": family_of(self.code), "file": self.file, "reason": self.reason}
 
     def __str__(self) -> str:
         return f"{self.file}: {self.reason}" if self.file else self.reason

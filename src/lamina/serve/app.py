@@ -315,6 +315,7 @@ def _problem(error: Exception, scope: Scope) -> Response:
         "status": status,
         "detail": error.problem,
         "code": error.code,
+        "family": error.family,
         "remedy": error.remedy,
         **more,
     }

@@ -67,9 +67,8 @@ _DECISION = {
 }
 _INPUTS = {"type": "array", "minItems": 1, "description": "nested lists of numbers; the first axis counts the inputs"}
 _LEAF = _object({"index": _COUNT, "hash": _HASH, "leaf": _HEX, "body": _nullable(_HEX), "record": {"type": "object"}})
-_PROBLEM = _object(
-    {"type": _TEXT, "title": _TEXT, "status": _COUNT, "detail": _TEXT, "code": _TEXT, "remedy": _TEXT}, closed=False
-)
+_PROBLEM_TEXTS = dict.fromkeys(("type", "title", "detail", "code", "family", "remedy"), _TEXT)
+_PROBLEM = _object({**_PROBLEM_TEXTS, "status": _COUNT}, closed=False)
 _SCHEMAS = {
     "Problem": _PROBLEM,
     "Query": _object({"rights": _RIGHTS}, {"draws_on": _DRAWS_ON, "scope": _nullable(_NAME)}),

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from lamina.errors import family_of
 from lamina.ledger.governance_records import Header, Key
 from lamina.ledger.key_state import GovernanceState
 from lamina.ledger.schema import pluralize, program_version
@@ -79,7 +80,8 @@ class Verification:
     def to_dict(self) -> dict[str, Any]:
         root, held = None if self.root is None else self.root.hex(), [each.to_dict() for each in self.held]
         made = {"verdict": self.verdict, "root": root, "notes": list(self.notes), "held": held, "keys": list(self.keys)}
-        return asdict(self) | made
+        found = self.problem and asdict(self.problem) | {"family": family_of(self.problem.code)}
+        return asdict(self) | made | {"problem": found}
 
 
 def unrecorded_spend(rows: StoreReader) -> tuple[UnrecordedSpend, ...]:
