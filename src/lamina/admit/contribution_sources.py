@@ -243,6 +243,7 @@ class ArrayHeader(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
+    fortran: bool
     start: int
 
     @property
@@ -285,7 +286,11 @@ def read_arrays(raw: BinaryIO, names: Sequence[str], *, crc: bool = True) -> dic
     found = {}
     for name, info, file in _open_arrays(raw, names, crc=crc):
         start = file.tell()
-        _read_header(file, info, name)
+        header, first = _read_header(file, info, name)
+        if len(first) == info.file_size:  # numpy would parse its header again, which takes longer than all the rest
+            flat = np.frombuffer(first, header.dtype, offset=header.start)
+            found[name] = flat.reshape(header.shape, order="F" if header.fortran else "C")
+            continue
         file.seek(start)
         found[name] = np.lib.format.read_array(file, allow_pickle=False, max_header_size=MAX_HEADER)
     return found
@@ -359,7 +364,7 @@ def _parse_header(prefix: bytes, name: str) -> ArrayHeader:
     file = io.BytesIO(prefix)
     try:
         read = {1: np.lib.format.read_array_header_1_0, 2: np.lib.format.read_array_header_2_0}
-        shape, _, dtype = read[np.lib.format.read_magic(file)[0]](file, max_header_size=MAX_HEADER)
+        shape, fortran, dtype = read[np.lib.format.read_magic(file)[0]](file, max_header_size=MAX_HEADER)
     except Exception:  # whatever numpy and the parser of Python make of it
         raise BadArray(f"array {name!r} has a header that numpy refuses") from None
     if any(type(axis) is not int or axis < 0 for axis in shape):
@@ -368,7 +373,7 @@ def _parse_header(prefix: bytes, name: str) -> ArrayHeader:
         raise BadArray(f"array {name!r} has {len(shape)} axes, the most is {MAX_AXES}")
     if dtype.subdtype is not None:
         raise BadArray(f"array {name!r} has arrays as elements")
-    return ArrayHeader(shape, dtype, len(prefix))
+    return ArrayHeader(shape, dtype, fortran, len(prefix))
 
 
 _NPZ_REMEDY = "write it with np.savez(path, x=x, y=y)"
