@@ -6,7 +6,6 @@ import io
 import struct
 import tracemalloc
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +16,7 @@ from hypothesis import strategies as st
 from refusals import raises_code
 
 from lamina.admit import contribution_sources
-from lamina.admit.contribution_sources import (
-    MAX_ARRAY,
-    MAX_HEADER,
-    TAIL_BYTES,
-    BadArray,
-    FileTail,
-    ZipEntry,
-    count_examples,
-    read_arrays,
-    read_headers,
-    read_zip_directory,
-)
+from lamina.admit.contribution_sources import MAX_ARRAY, MAX_HEADER, BadArray, count_examples, read_arrays, read_headers
 
 
 def packed(how: int = zipfile.ZIP_STORED, **entries: bytes) -> bytes:
@@ -118,9 +106,9 @@ LIES: dict[str, tuple[bytes, str]] = {
     "less than none": (npy("(2, -3)"), "an invalid shape"),
     "less than none twice": (npy("(-2, -3)", bytes(24)), "an invalid shape"),
     "truth for a number": (npy("(True, 6)", bytes(24)), "an invalid shape"),
-    "a list for a shape": (npy("[2, 3]", bytes(24)), "an invalid shape"),
+    "a list for a shape": (npy("[2, 3]", bytes(24)), "numpy refuses"),
     "elements with axes": (npy("(1,)", bytes(24), descr="('<f4', (6,))"), "arrays as elements"),
-    "a number for truth": (npy("(2, 3)", bytes(24), order="1"), "wrong fields"),
+    "a number for truth": (npy("(2, 3)", bytes(24), order="1"), "numpy refuses"),
     "a long header": (npy("(2, 3)", bytes(24), pad=MAX_HEADER), "the most is 10000"),
     "no header": (b"PK", "not in .npy format"),
     "a later format": (npy("(2, 3)", bytes(24)).replace(b"\x02\x00", b"\x04\x00", 1), "not in .npy format"),
@@ -154,7 +142,7 @@ def test_a_checksum_counts_where_nothing_else_does() -> None:
     held = packed(x=npy("(2, 3)", b"\x01" * 24))
     spoiled = held.replace(b"\x01" * 24, b"\x02" * 24)
     assert read_arrays(io.BytesIO(spoiled), ["x"], crc=False)["x"].shape == (2, 3)
-    with pytest.raises(BadArray, match="damaged"):
+    with pytest.raises(zipfile.BadZipFile, match="CRC"):
         read_arrays(io.BytesIO(spoiled), ["x"])
 
 
@@ -213,64 +201,26 @@ def test_a_long_directory_is_not_read() -> None:
 
 
 def test_only_short_headers_are_remembered() -> None:
-    contribution_sources._parse_header_text.cache_clear()
+    contribution_sources._parse_header.cache_clear()
     for pad in (0, 600):
         for _ in range(3):
             assert read_headers(io.BytesIO(packed(x=npy("(2, 3)", bytes(24), pad=pad))), ["x"])["x"].shape == (2, 3)
     assert (
-        contribution_sources._parse_header_text.cache_info().currsize,
-        contribution_sources._parse_header_text.cache_info().hits,
+        contribution_sources._parse_header.cache_info().currsize,
+        contribution_sources._parse_header.cache_info().hits,
     ) == (1, 2)
     for _ in range(2):
         with pytest.raises(BadArray, match="an invalid shape"):
             read_headers(io.BytesIO(packed(x=npy("(2, -3)"))), ["x"])
-    assert contribution_sources._parse_header_text.cache_info().currsize == 1
+    assert contribution_sources._parse_header.cache_info().currsize == 1
 
 
 # ------------------------------------------------------------------------------------------------ the directory of an archive
 
 
-def by_zipfile(held: bytes) -> dict[bytes, ZipEntry]:
-    with zipfile.ZipFile(io.BytesIO(held)) as archive:
-        return {
-            name.encode("cp437"): ZipEntry(
-                info.flag_bits, info.compress_type, info.compress_size, info.file_size, info.header_offset
-            )
-            for name, info in archive.NameToInfo.items()
-        }
-
-
 PLAIN = saved(False, x=np.arange(6, dtype=np.float32).reshape(2, 3), y=np.arange(2))
 DIRECTORY = PLAIN.index(b"PK\x01\x02")
 END = len(PLAIN) - 22
-
-
-def answer(held: bytes) -> Any:
-    try:
-        return contribution_sources.read_headers(io.BytesIO(held), ["x", "y"])
-    except Exception as error:
-        return type(error), str(error) if isinstance(error, contribution_sources.BadArray) else None
-
-
-@pytest.mark.parametrize("size", [1, TAIL_BYTES // 8, 3 * TAIL_BYTES])
-def test_what_numpy_writes_is_found_without_zipfile(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    x, y = np.arange(size, dtype=np.float64)[None], np.zeros(1, dtype=np.int64)
-    held = saved(False, x=x, y=y, other=x)
-    assert read_zip_directory(FileTail(io.BytesIO(held))) == by_zipfile(held)
-    monkeypatch.setattr(contribution_sources, "_open_archive", None)  # nobody asks it
-    found = contribution_sources.read_headers(io.BytesIO(held), ["y", "x"])
-    assert {name: (each.shape, each.dtype) for name, each in found.items()} == {
-        "x": (x.shape, x.dtype),
-        "y": (y.shape, y.dtype),
-    }
-
-
-def test_a_file_is_read_where_it_is_asked_for() -> None:
-    held = bytes(range(256)) * 40
-    near = FileTail(io.BytesIO(held))
-    assert near.end == len(held) and near.tail == held[-TAIL_BYTES:]
-    for at in (0, 5, len(held) - TAIL_BYTES - 3, len(held) - TAIL_BYTES, len(held) - 7):
-        assert near.read(at, 10) == held[at : at + 10]
 
 
 def edited(place: int, value: bytes) -> bytes:
@@ -301,13 +251,38 @@ UNUSUAL: dict[str, bytes] = {
     "the end of half an entry": edited(DIRECTORY + 51 + 28, b"\4\0"),
     "a directory elsewhere": edited(END + 16, struct.pack("<L", DIRECTORY - 1)),
     "a directory for huge archives": edited(END - 20, b"PK\6\7"),
-    "a long directory": saved(False, **{f"{i:0100d}": np.zeros(1) for i in range(TAIL_BYTES // 100)}),
+    "a long directory": saved(False, **{f"{i:0100d}": np.zeros(1) for i in range(40)}),
 }
 
 
+def check_against_zipfile(held: bytes) -> bool:
+    """Whether the headers are accepted; if so, they are those of the entries that zipfile and numpy find."""
+    try:
+        said = read_headers(io.BytesIO(held), ["x", "y"])
+    except Exception:
+        return False
+    with zipfile.ZipFile(io.BytesIO(held)) as archive:
+        assert {f"{name}.npy" for name in said} == {"x.npy", "y.npy"} & set(archive.namelist())
+        for name, each in said.items():
+            try:
+                data = archive.read(f"{name}.npy")
+            except zipfile.BadZipFile:  # the checksum, which is not asked for here
+                continue
+            if not each.dtype.hasobject:
+                array = np.lib.format.read_array(io.BytesIO(data), allow_pickle=False)
+                assert (array.shape, array.dtype, len(data)) == (each.shape, each.dtype, each.start + each.nbytes)
+    return True
+
+
+READABLE = {
+    "something before it", "something behind it", "a comment", "a name in UTF-8", "a later version", "another disk",
+    "another disk of the directory", "a name that is cut off", "a name beyond the directory", "a long directory",
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("what", UNUSUAL)
-def test_whatever_is_unusual_is_left_to_zipfile(what: str) -> None:
-    assert read_zip_directory(FileTail(io.BytesIO(UNUSUAL[what]))) is None
+def test_unusual_archives_are_refused_or_read_as_zipfile_reads_them(what: str) -> None:
+    assert check_against_zipfile(UNUSUAL[what]) is (what in READABLE)
 
 
 SPOILED = st.lists(st.tuples(st.integers(0, len(PLAIN) - 1), st.integers(0, 255)), max_size=3)
@@ -321,19 +296,10 @@ OF_THE_DIRECTORY = st.lists(
 @example([(DIRECTORY + 10, 8)])  # said to be compressed, and is not
 @example([(DIRECTORY + 51 + 42, 0)])  # two names for one entry
 def test_what_is_found_is_what_zipfile_finds(edits: list[tuple[int, int]]) -> None:
-    """And so is what follows from it: the same headers, or the same refusal."""
     spoiled = bytearray(PLAIN)
     for place, value in edits:
         spoiled[place] = value
-    held = bytes(spoiled)
-    found = read_zip_directory(FileTail(io.BytesIO(held)))
-    if found is not None:
-        assert found == by_zipfile(held)
-    quick = answer(held)
-    with pytest.MonkeyPatch.context() as patch:
-        nothing: Callable[[FileTail], None] = lambda near: None  # noqa: E731
-        patch.setattr(contribution_sources, "read_zip_directory", nothing)
-        assert answer(held) == quick
+    check_against_zipfile(bytes(spoiled))
 
 
 # ------------------------------------------------------------------------------------------------ nothing but NaN

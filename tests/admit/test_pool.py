@@ -250,10 +250,49 @@ def test_verdicts_arrive(verdicts: list[Any]) -> None:
     assert pool.verdicts_from_bytes(pool.verdicts_to_bytes(verdicts), len(verdicts)) == verdicts
 
 
-def test_a_worker_cannot_send_an_object() -> None:
-    """What a worker answers is read as bytes: a pickle in it is not opened."""
-    worker = pool.WorkerProcess(lambda line: line.send(Reason.GONE), [])
-    try:
-        assert isinstance(worker.receive(), bytes)
-    finally:
-        worker.stop()
+FORGER = """
+import multiprocessing, os, pickle, stat, struct, sys
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
+from lamina.admit.contribution_sources import Contribution
+from lamina.admit.gate import AdmissionGate
+from lamina.admit.key_ring import KeyRing
+from lamina.admit.verdicts import PackedTexts
+from lamina.plan.policy import Policy
+
+class Code:
+    def __reduce__(self):
+        return exec, (f"import os; os.mkdir({sys.argv[2]!r} + str(os.getpid()))",)
+
+def attack(id="a"):
+    forged = pickle.dumps(Code())
+    for line in map(int, os.listdir("/proc/self/fd")):
+        with suppress(OSError):
+            mode = os.fstat(line).st_mode
+            if line > 2 and (stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)):
+                os.write(line, struct.pack("!i", len(forged)) + forged)
+    os._exit(0)
+
+class Source:
+    def names(self):
+        return PackedTexts(["a"])
+
+    def get(self, id):
+        attack()
+
+with suppress(Exception):
+    if sys.argv[1] == "gate":
+        AdmissionGate(Policy.template(), KeyRing(), processes=2).review(Source())
+    else:
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as pool:
+            pool.submit(attack).result()
+print(os.path.exists(sys.argv[2] + str(os.getpid())))
+"""
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("pool_of", "runs"), [("gate", "False"), ("concurrent.futures", "True")])
+def test_what_a_worker_sends_is_not_unpickled(pool_of: str, runs: str, tmp_path: Path) -> None:
+    """A worker that a payload has taken over writes pickles to each of its lines; ProcessPoolExecutor opens them."""
+    command = [sys.executable, "-c", FORGER, pool_of, f"{tmp_path}/ran-in-"]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.split() == [runs]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import ast
 import errno
+import io
 import math
 import os
 import stat
 import struct
 import zipfile
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -222,92 +221,14 @@ def _error_text(error: OSError | ValueError) -> str:
     return "its name is not valid"
 
 
-TAIL_BYTES = 1 << 12  # bytes: most payloads have fewer, and most directories
-
-_ZIP_ENTRY = struct.Struct("<4s2xBxHH8xLLHHHH6xL")
-_ZIP_END = struct.Struct("<4sHHHHLLH")
-_ZIP64_LOCATOR = b"PK\x06\x07"
-_ZIP64_LOCATOR_BYTES = 20
-_MAX_ZIP_VERSION = 45  # of the format, which numpy writes; zipfile knows some later ones
-
-
-class FileTail:
-    """A file whose last bytes are in memory: for a small file, all of them."""
-
-    __slots__ = ("_base", "_raw", "end", "tail")
-
-    def __init__(self, raw: BinaryIO) -> None:
-        self._raw = raw
-        self._base = raw.seek(max(0, raw.seek(0, 2) - TAIL_BYTES))
-        self.tail = raw.read(TAIL_BYTES)
-        self.end = self._base + len(self.tail)
-
-    def read(self, at: int, size: int) -> bytes:
-        """`size` bytes from `at`, fewer where the file ends."""
-        if at >= self._base:
-            at -= self._base
-            return self.tail[at : at + size]
-        self._raw.seek(at)
-        return self._raw.read(size)
-
-
-class ZipEntry(NamedTuple):
-    """As in `zipfile.ZipInfo`."""
-
-    flag_bits: int
-    compress_type: int
-    compress_size: int
-    file_size: int
-    header_offset: int
-
-
-def read_zip_directory(near: FileTail) -> dict[bytes, ZipEntry] | None:
-    """The entries by name, as zipfile would find them; None where only zipfile can tell.
-
-    That is anything but one short directory at the end of the file, of entries without flags, comments and extra
-    fields: those may change what the others mean.
-    """
-    tail = near.tail
-    end = len(tail) - _ZIP_END.size
-    if end < 0:
-        return None
-    signature, disk, first_disk, _, _, size, offset, comment = _ZIP_END.unpack_from(tail, end)
-    if signature != b"PK\x05\x06" or disk or first_disk or comment:
-        return None
-    at = end - size
-    if at < 0 or offset + size != near.end - _ZIP_END.size:
-        return None
-    if tail.startswith(_ZIP64_LOCATOR, max(0, end - _ZIP64_LOCATOR_BYTES)):  # huge archives have another directory
-        return None
-    found = {}
-    while at < end:
-        if end - at < _ZIP_ENTRY.size:
-            return None
-        fields = _ZIP_ENTRY.unpack_from(tail, at)
-        signature, version, flags, method, packed, unpacked, name_size, extra, comment, disk, offset = fields
-        if signature != b"PK\x01\x02" or version > _MAX_ZIP_VERSION or flags or extra or comment or disk:
-            return None
-        at += _ZIP_ENTRY.size
-        name = tail[at : at + name_size]
-        at += name_size
-        if b"\0" in name:  # where zipfile cuts a name off
-            return None
-        found[name] = ZipEntry(flags, method, packed, unpacked, offset)
-    return found if at == end else None
-
-
 MAX_HEADER = 10_000  # bytes, as numpy has it
-_MAX_CACHED_HEADER = 512  # bytes: longer ones are not cached
 MAX_ARRAY = 1 << 30  # bytes of one array
 MAX_AXES = 32
 MAX_DIRECTORY = 1 << 20  # bytes: the names of some ten thousand arrays
 
-_HEADER_LENGTHS = {  # how each version of the format begins, and writes the length of its header
-    b"\x93NUMPY\x01\x00": struct.Struct("<8xH"),
-    b"\x93NUMPY\x02\x00": struct.Struct("<8xI"),
-}
-_MAX_PREFIX = max(kind.size for kind in _HEADER_LENGTHS.values()) + MAX_HEADER
-_HEADER_FIELDS = {"descr", "fortran_order", "shape"}
+_LENGTH_BYTES = {b"\x93NUMPY\x01\x00": 2, b"\x93NUMPY\x02\x00": 4}  # by how an array begins: before its header
+_MAX_PREFIX = 12 + MAX_HEADER
+_MAX_CACHED_PREFIX = 512  # bytes: longer ones are not cached
 _REFUSED_FLAGS = 0x1 | 0x20 | 0x40  # flags: encrypted, patched, strongly encrypted
 _LOCAL_HEADER = struct.Struct("<4s22xHH")  # what stands before an entry: signature, lengths of name and extra
 _PIECE_BYTES = 1 << 18
@@ -331,36 +252,47 @@ class ArrayHeader(NamedTuple):
 
 
 def read_headers(raw: BinaryIO, names: Sequence[str]) -> dict[str, ArrayHeader]:
-    """The headers of those of these arrays that exist, checked against the size of each array.
+    """The headers of those of these arrays that exist: `read_arrays` will read them and find what they say.
 
-    A compressed array is unpacked for that, piece by piece; for others the archive's directory is enough. Raises
-    BadArray, and whatever zipfile, zlib and numpy raise.
+    A compressed array is unpacked for that, piece by piece; for others its place in the file is enough. An array of
+    Python objects is not read here, and refused there. An x without a number in it is refused: nothing can be learned
+    from it. Raises BadArray, and whatever zipfile and zlib raise.
     """
-    near = FileTail(raw)
-    if (known := read_zip_directory(near)) is not None:
-        usual = {name: known[full] for name in names if (full := f"{name}.npy".encode()) in known}
-        if all(info.compress_type == zipfile.ZIP_STORED for info in usual.values()):
-            return {name: _stored_header(near, info, name) for name, info in usual.items()}
-    with _open_archive(raw) as archive:
-        return {
-            name: _checked_header(raw, near, archive, info, name) for name, info in _archive_entries(archive, names)
-        }
+    found = {}
+    for name, info, file in _open_arrays(raw, names, crc=False):
+        header, first = _read_header(file, info, name)
+        found[name] = header
+        if header.dtype.hasobject:
+            continue
+        only_nan = name == "x" and header.dtype.kind == "f" and header.nbytes > 0
+        left, data = info.file_size - len(first), first[header.start :]
+        while True:
+            if only_nan:
+                values = np.frombuffer(data, header.dtype, len(data) // header.dtype.itemsize)
+                only_nan, data = bool(np.isnan(values).all()), data[values.nbytes :]
+            if not left or (info.compress_type == zipfile.ZIP_STORED and not only_nan):
+                break
+            if not (piece := file.read(min(left, _PIECE_BYTES))):
+                raise BadArray(f"array {name!r} is cut off")
+            left -= len(piece)
+            data = data + piece if only_nan else b""
+        if only_nan:
+            raise BadArray(f"every value of array {name!r} is NaN")
+    return found
 
 
 def read_arrays(raw: BinaryIO, names: Sequence[str], *, crc: bool = True) -> dict[str, NDArray[Any]]:
     """Those of these arrays that exist. `crc` is for bytes that no other digest covers."""
     found = {}
-    with _open_archive(raw) as archive:
-        for name, info in _archive_entries(archive, names):
-            _check_size(info, name)
-            data = b"".join(_read_pieces(raw, archive, info))
-            header = _parse_header(data[:_MAX_PREFIX], name)
-            if len(data) != info.file_size or len(data) != header.start + header.nbytes:
-                raise BadArray(f"array {name!r} is cut off")
-            if crc and zlib.crc32(data) != info.CRC:
-                raise BadArray(f"array {name!r} is damaged")
-            flat = np.frombuffer(data, header.dtype, offset=header.start)
+    for name, info, file in _open_arrays(raw, names, crc=crc):
+        start = file.tell()
+        header, first = _read_header(file, info, name)
+        if len(first) == info.file_size:  # numpy would parse its header again, which takes longer than all the rest
+            flat = np.frombuffer(first, header.dtype, offset=header.start)
             found[name] = flat.reshape(header.shape, order="F" if header.fortran else "C")
+            continue
+        file.seek(start)
+        found[name] = np.lib.format.read_array(file, allow_pickle=False, max_header_size=MAX_HEADER)
     return found
 
 
@@ -378,134 +310,70 @@ class _LimitedReads:
         return found
 
 
-def _open_archive(raw: BinaryIO) -> zipfile.ZipFile:
-    return zipfile.ZipFile(cast(IO[bytes], _LimitedReads(raw)))
+def _open_arrays(raw: BinaryIO, names: Sequence[str], *, crc: bool) -> Iterator[tuple[str, zipfile.ZipInfo, IO[bytes]]]:
+    """Name, directory entry and content of each.
 
-
-def _archive_entries(archive: zipfile.ZipFile, names: Sequence[str]) -> Iterator[tuple[str, zipfile.ZipInfo]]:
-    known = set(archive.namelist())
-    return ((name, archive.getinfo(f"{name}.npy")) for name in names if f"{name}.npy" in known)
-
-
-def _check_size(info: ZipEntry | zipfile.ZipInfo, name: str) -> None:
-    if info.flag_bits & _REFUSED_FLAGS or info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-        raise BadArray(f"array {name!r} is packed in a way that numpy does not use")
-    if info.file_size > MAX_ARRAY:
-        raise BadArray(f"array {name!r} has {info.file_size} bytes, the most is {MAX_ARRAY}")
-    if info.compress_type == zipfile.ZIP_STORED and info.compress_size != info.file_size:
-        raise BadArray(f"array {name!r} has two different sizes")
-
-
-def _checked_header(
-    raw: BinaryIO, near: FileTail, archive: zipfile.ZipFile, info: zipfile.ZipInfo, name: str
-) -> ArrayHeader:
-    if info.compress_type == zipfile.ZIP_STORED:
-        return _stored_header(near, info, name)
-    _check_size(info, name)
-    pieces = _read_pieces(raw, archive, info)
-    first = next(pieces, b"")
-    header = _parse_header(first[:_MAX_PREFIX], name)
-    if not _is_pickle(header, info, name):
-        if len(first) + sum(map(len, pieces)) < info.file_size:
-            raise BadArray(f"array {name!r} is cut off")
-        _refuse_nan_alone(header, first, _read_pieces(raw, archive, info), name)
-    return header
-
-
-def _stored_header(near: FileTail, info: ZipEntry | zipfile.ZipInfo, name: str) -> ArrayHeader:
-    """Of an entry that is not compressed: the directory says the rest."""
-    _check_size(info, name)
-    begin = _data_offset(near.read(info.header_offset, _LOCAL_HEADER.size), info)
-    first = near.read(begin, min(info.file_size, _MAX_PREFIX))
-    header = _parse_header(first, name)
-    if not _is_pickle(header, info, name):
-        if near.end - begin < info.file_size:
-            raise BadArray(f"array {name!r} is cut off")
-        places = range(begin, begin + info.file_size, _PIECE_BYTES)
-        pieces = (near.read(at, min(_PIECE_BYTES, begin + info.file_size - at)) for at in places)
-        _refuse_nan_alone(header, first, pieces, name)
-    return header
-
-
-def _refuse_nan_alone(header: ArrayHeader, first: bytes, pieces: Iterator[bytes], name: str) -> None:
-    """Refuse an x without a number in it: nothing can be learned from it. Read no further than to the first number.
-
-    `first` is how the array begins, and `pieces` are all of it.
+    zipfile compares a checksum when the last byte is read. Without `crc` an array that is not compressed is read from
+    the archive itself, and only as far as is asked for.
     """
-    if name != "x" or header.dtype.kind != "f" or not header.nbytes:
-        return
-    begun = first[header.start : header.start + header.dtype.itemsize]
-    if len(begun) == header.dtype.itemsize and not np.isnan(np.frombuffer(begun, header.dtype)[0]):
-        return
-    skip, rest = header.start, b""
-    for piece in pieces:
-        data = rest + piece[skip:]
-        skip, count = max(0, skip - len(piece)), len(data) // header.dtype.itemsize
-        if not np.isnan(np.frombuffer(data, header.dtype, count)).all():
-            return
-        rest = data[count * header.dtype.itemsize :]
-    raise BadArray(f"every value of array {name!r} is NaN")
+    with zipfile.ZipFile(cast(IO[bytes], _LimitedReads(raw))) as archive:
+        for name in names:
+            if (info := archive.NameToInfo.get(f"{name}.npy")) is None:
+                continue
+            if info.flag_bits & _REFUSED_FLAGS or info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+                raise BadArray(f"array {name!r} is packed in a way that numpy does not use")
+            if info.file_size > MAX_ARRAY:
+                raise BadArray(f"array {name!r} has {info.file_size} bytes, the most is {MAX_ARRAY}")
+            if crc or info.compress_type == zipfile.ZIP_DEFLATED:
+                with archive.open(info) as file:
+                    yield name, info, file
+            else:
+                _seek_stored(raw, info, name)
+                yield name, info, raw
 
 
-def _is_pickle(header: ArrayHeader, info: ZipEntry | zipfile.ZipInfo, name: str) -> bool:
-    """Whether it holds Python objects: of any length, and never read. Any other array must have the right size."""
-    if header.dtype.hasobject:
-        return True
-    if info.file_size != header.start + header.nbytes:
-        raise BadArray(f"array {name!r} holds more or fewer numbers than its header says")
-    return False
-
-
-def _data_offset(local: bytes, info: ZipEntry | zipfile.ZipInfo) -> int:
-    """Where the bytes of an entry begin, by what stands before it."""
-    signature, name, extra = _LOCAL_HEADER.unpack(local)
-    if signature != b"PK\x03\x04":
+def _seek_stored(raw: BinaryIO, info: zipfile.ZipInfo, name: str) -> None:
+    """Go to the first byte of an entry that is not compressed."""
+    end = raw.seek(0, os.SEEK_END)
+    raw.seek(info.header_offset)
+    signature, name_size, extra_size = _LOCAL_HEADER.unpack(raw.read(_LOCAL_HEADER.size))
+    if signature != b"PK\x03\x04" or info.compress_size != info.file_size:
         raise BadArray("the directory of the archive is damaged")
-    return info.header_offset + _LOCAL_HEADER.size + int(name + extra)
+    if end - raw.seek(name_size + extra_size, os.SEEK_CUR) < info.file_size:
+        raise BadArray(f"array {name!r} is cut off")
 
 
-def _read_pieces(raw: BinaryIO, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Iterator[bytes]:
-    """The bytes of an entry, a piece at a time. The checksum of an uncompressed one is not checked."""
-    if info.compress_type == zipfile.ZIP_STORED:
-        raw.seek(info.header_offset)
-        raw.seek(_data_offset(raw.read(_LOCAL_HEADER.size), info))
-        left = info.file_size
-        while left and (piece := raw.read(min(left, _PIECE_BYTES))):
-            left -= len(piece)
-            yield piece
-    else:
-        with archive.open(info) as file:
-            while piece := file.read(_PIECE_BYTES):
-                yield piece
-
-
-def _parse_header(begin: bytes, name: str) -> ArrayHeader:
-    """From the first bytes of an entry."""
-    kind = _HEADER_LENGTHS.get(begin[:8])
-    if kind is None:
+def _read_header(file: IO[bytes], info: zipfile.ZipInfo, name: str) -> tuple[ArrayHeader, bytes]:
+    """And the bytes that were read for it."""
+    first = file.read(min(_MAX_PREFIX, info.file_size))
+    if (length_bytes := _LENGTH_BYTES.get(first[:8])) is None:
         raise BadArray(f"array {name!r} is not in .npy format 1.0 or 2.0")
-    (length,) = kind.unpack_from(begin)
+    begin = 8 + length_bytes
+    length = int.from_bytes(first[8:begin], "little")
     if length > MAX_HEADER:
         raise BadArray(f"array {name!r} has a header of {length} bytes, the most is {MAX_HEADER}")
-    start = kind.size + length
-    parse = _parse_header_text if length <= _MAX_CACHED_HEADER else _parse_header_text.__wrapped__
-    return parse(begin[kind.size : start], name, start)
+    parse = _parse_header if begin + length <= _MAX_CACHED_PREFIX else _parse_header.__wrapped__
+    header = parse(first[: begin + length], name)
+    if not header.dtype.hasobject and info.file_size != header.start + header.nbytes:
+        raise BadArray(f"array {name!r} holds more or fewer numbers than its header says")
+    return header, first
 
 
 @lru_cache(maxsize=256)  # in a corpus nearly all say the same
-def _parse_header_text(text: bytes, name: str, start: int) -> ArrayHeader:
-    """Shape, kind of number, and whether columns come first."""
-    header = ast.literal_eval(text.decode("latin1").strip())
-    if not isinstance(header, dict) or header.keys() != _HEADER_FIELDS or type(header["fortran_order"]) is not bool:
-        raise BadArray(f"array {name!r} has a header with wrong fields")
-    shape, dtype = header["shape"], np.lib.format.descr_to_dtype(header["descr"])
-    if type(shape) is not tuple or any(type(axis) is not int or axis < 0 for axis in shape):
+def _parse_header(prefix: bytes, name: str) -> ArrayHeader:
+    file = io.BytesIO(prefix)
+    try:
+        read = {1: np.lib.format.read_array_header_1_0, 2: np.lib.format.read_array_header_2_0}
+        shape, fortran, dtype = read[np.lib.format.read_magic(file)[0]](file, max_header_size=MAX_HEADER)
+    except Exception:  # whatever numpy and the parser of Python make of it
+        raise BadArray(f"array {name!r} has a header that numpy refuses") from None
+    if any(type(axis) is not int or axis < 0 for axis in shape):
         raise BadArray(f"array {name!r} has an invalid shape")
     if len(shape) > MAX_AXES:
         raise BadArray(f"array {name!r} has {len(shape)} axes, the most is {MAX_AXES}")
     if dtype.subdtype is not None:
         raise BadArray(f"array {name!r} has arrays as elements")
-    return ArrayHeader(shape, dtype, header["fortran_order"], start)
+    return ArrayHeader(shape, dtype, fortran, len(prefix))
 
 
 _NPZ_REMEDY = "write it with np.savez(path, x=x, y=y)"

@@ -237,6 +237,7 @@ def _number(cell: str) -> float | None:
         return None
 
 
+_READ_AT_ONCE = 1 << 16  # bytes: most payloads have fewer
 SAVEZ_REMEDY = "write it with np.savez(path, x=x, y=y)"
 
 
@@ -283,7 +284,8 @@ def payload_headers(path: str, content: bytes | None = None) -> dict[str, ArrayH
     """What the arrays x and y of a payload say of themselves, as far as they are there and can be read."""
     try:
         with open(open_regular(path), "rb", buffering=0) if content is None else io.BytesIO(content) as raw:
-            return read_headers(raw, ("x", "y"))
+            begin = raw.read(_READ_AT_ONCE)  # zipfile reads in many small steps
+            return read_headers(io.BytesIO(begin) if len(begin) < _READ_AT_ONCE else raw, ("x", "y"))
     except Exception as error:
         raise _unreadable_npz(path, error) from None
 
