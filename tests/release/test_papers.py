@@ -397,7 +397,7 @@ def test_no_text_of_the_owner_becomes_markup(trained: Trained, key: PrivateKey, 
         make_release(tmp_path / "hostile", [trained.folder], ledger, key, name="ecg")
     found = papers(tmp_path / "hostile")
     page = found["edpb-28-2024.md"].decode()
-    assert page.count("\n## ") == 6 and page.count("| figure |") == 1 and "\n| ε of this model |" in page
+    assert page.count("\n## ") == 6 and page.count("| figure |") == 1 and "\n| ε of this run |" in page
     assert "[FIGURES]" not in page and not re.search(r"(?<!\\)[`<>]", page)
     basic = yaml.safe_load(found["opendp-registry.yaml"])["deployment"]["basic"]
     assert basic["name"] == HOSTILE and basic["data_curators"] == [HOSTILE]

@@ -325,7 +325,7 @@ def test_a_recorded_evaluation_of_another_run_or_of_small_groups_is_refused(
     outcome = fitted(tmp_path)
     data = change((outcome.folder / "evaluation.json").read_bytes())
     with LedgerReader.read_only(tmp_path / "runs" / NAME) as ledger:
-        evidence = RunEvidence.read(ledger, bytes.fromhex(outcome.run), evaluation=data)
+        evidence = replace(RunEvidence.read(ledger, bytes.fromhex(outcome.run)), evaluation=data)
     assert evidence.end is not None
     leaf, end = evidence.end
     other = FileDigest(name="evaluation.json", sha256=hashlib.sha256(data).digest())
