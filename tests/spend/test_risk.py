@@ -266,3 +266,21 @@ def test_a_later_bound_on_membership_counts_runs_that_claimed_content_alone() ->
         second.record(0)
         found = verify(book.ledger.store).problem
         assert found is not None and found.code == "verify.risk-exceeded"
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_a_swapped_plan_in_the_store_proves_nothing(swapped: bool) -> None:
+    """Without any key: the bytes of a plan with raw noise are exchanged for those of a plan that hides membership."""
+    classes = tuple(replace(each, sampling_rate=1.0) for each in plan().classes)
+    hiding = plan(30, accountant="gaussian", classes=classes, batch=2000.0)
+    raw = capped(30, steps=30, accountant="gaussian", classes=classes, batch=2000.0)
+    with passing_book() as book:
+        Attempts(book, run=FIRST, plan=raw).done(0)
+        assert adopt_policy(book.ledger, contract(risks=risk_of(1000)))
+        if swapped:
+            with closing(sqlite3.connect(book.path)) as db, db:
+                change = "UPDATE blob SET data = ? WHERE digest = ?"
+                assert db.execute(change, (hiding.to_cbor(), raw.digest())).rowcount == 1
+            assert book.ledger.blob(raw.digest()) is None
+        with raises_code("spend.risk-exceeded"):
+            reserve(Attempts(book, run=SECOND, plan=hiding))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -185,9 +186,10 @@ class LedgerReader:
             return rows.evidence(seq)
 
     def blob(self, digest: bytes) -> bytes | None:
-        """The bytes of a plan or manifest."""
+        """Return the bytes of a plan or manifest; None if the store has none with this SHA-256."""
         with self.store.read() as rows:
-            return rows.blob(digest)
+            data = rows.blob(digest)
+        return data if data is not None and hashlib.sha256(data).digest() == digest else None
 
     def find(self, digest: bytes) -> list[int]:
         """Contributions by the digest of their descriptor, their content anchor, or their subject's tag."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import hashlib
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -189,7 +190,7 @@ class SpendView:
         plans = {*self._recorded.plans(cls), *(held.plan for held in self._holds.values() if held.of(cls))}
         limits = {UNPROVEN: cls in self._recorded.split, ZERO_OUT: cls in self._recorded.content_only}
         found = frozenset(mark for mark, holds in limits.items() if holds)
-        return found.union(*(_marks_of_plan(self._rows.blob(digest)) for digest in plans))
+        return found.union(*(_marks_of_plan(digest, self._rows.blob(digest)) for digest in plans))
 
     def labels(self) -> dict[str, str]:
         return {each.id.hex(): each.label for each in self._rows.runs()}
@@ -295,9 +296,11 @@ class SpendTransaction(SpendView):
 
 
 @lru_cache(maxsize=256)
-def _marks_of_plan(data: bytes | None) -> frozenset[str]:
-    """Nothing is proven of charges under a plan that the ledger does not have."""
-    return frozenset((UNPROVEN,)) if data is None else curve_marks(StepPlan.from_cbor(data))
+def _marks_of_plan(digest: bytes, data: bytes | None) -> frozenset[str]:
+    """Nothing is proven of charges under a plan that the ledger does not have. `data` is what its store keeps for it."""
+    if data is None or hashlib.sha256(data).digest() != digest:
+        return frozenset((UNPROVEN,))
+    return curve_marks(StepPlan.from_cbor(data))
 
 
 class BoundExceeded(Exception):
