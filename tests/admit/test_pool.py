@@ -296,3 +296,9 @@ def test_what_a_worker_sends_is_not_unpickled(pool_of: str, runs: str, tmp_path:
     """A worker that a payload has taken over writes pickles to each of its lines; ProcessPoolExecutor opens them."""
     command = [sys.executable, "-c", FORGER, pool_of, f"{tmp_path}/ran-in-"]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.split() == [runs]
+
+
+@pytest.mark.parametrize("data", [b"", b"\xff", b"\x00", b"\x01" + b"\xff" * 8, b"\x01" + bytes(8) + b"more"])
+def test_a_malformed_message_of_a_worker_is_refused(data: bytes) -> None:
+    with raises_code("admit.worker-malformed"):
+        pool.verdicts_from_bytes(data, 1)

@@ -268,18 +268,24 @@ def verdicts_to_bytes(verdicts: list[Verdict]) -> bytes:
 
 
 def verdicts_from_bytes(data: bytes, count: int) -> list[Verdict]:
+    """Return the verdicts on `count` contributions that a worker sent; raise AdmissionError if its message is malformed."""
     verdicts: list[Verdict] = []
     at = 0
-    for _ in range(count):
-        code, at = data[at], at + 1
-        if code == _PASSED:
-            end = at + ROW_STRUCT.size
-            verdicts.append(data[at:end])
-        else:
-            end = at + 8 + int.from_bytes(data[at : at + 8], "little")
-            verdicts.append((REASONS[code], data[at + 8 : end].decode("utf-8", "surrogatepass")))
-        at = end
-    assert at == len(data)
+    try:
+        for _ in range(count):
+            code, at = data[at], at + 1
+            if code == _PASSED:
+                end = at + ROW_STRUCT.size
+                verdicts.append(data[at:end])
+            else:
+                end = at + 8 + int.from_bytes(data[at : at + 8], "little")
+                verdicts.append((REASONS[code], data[at + 8 : end].decode("utf-8", "surrogatepass")))
+            at = end
+    except (IndexError, KeyError, UnicodeDecodeError):
+        at = -1
+    if at != len(data):
+        problem = "a worker process sent a malformed message; nothing was admitted"
+        raise AdmissionError("admit.worker-malformed", problem, "admit again with processes=1")
     return verdicts
 
 
