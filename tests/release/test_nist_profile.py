@@ -60,3 +60,17 @@ def test_what_nobody_states_is_not_stated() -> None:
 def test_public_classes_have_no_figures() -> None:
     found = rows(sample_content({"open": public_class()}))
     assert not found[2] and not found[4] and not any("open" in each for evidence in found.values() for each in evidence)
+
+
+def test_the_comparison_with_training_without_privacy_is_an_item_of_its_own() -> None:
+    content = sample_content()
+    figure = {"figure": "equivalent_records", "group": None, "value": 40.0, "low": None, "high": None}
+    content["utility"] = [*content["utility"], content["utility"][0] | figure]
+    found = rows(content)
+    assert found[11] == rows(sample_content())[11]
+    assert found[12] == ["equivalent_records: 40, on public data (measured) []"]
+
+
+def test_a_run_that_is_not_private_is_named_so() -> None:
+    lines = profile_text(sample_content() | {"private": False}).splitlines()
+    assert lines[1] == "This run is not private; lamina certify states why."

@@ -114,7 +114,7 @@ def _check_ledger(ledger: LedgerReader) -> None:
 
 # ------------------------------------------------------------------------------------------ checking
 
-_ASK = "ask whoever keeps the ledger for another statement"
+_ASK = "ask the keeper of the ledger for another statement"
 
 
 def read_statement(data: bytes, trust: Trust) -> tuple[dict[str, Any], Note, ContributionRecord | KeptContribution]:

@@ -14,6 +14,9 @@ from lamina.release.risk_statements import BY_MEASUREMENT, BY_OWNER, short_figur
 from lamina.release.typeset import read_template
 
 NIST_PROFILE = "nist-800-226"
+EQUIVALENT = (
+    "equivalent_records"  # a figure of an evaluation: on how many records training without privacy is as accurate
+)
 NOTICE = "This table shows where the certificate states what NIST SP 800-226 asks about. It does not claim compliance with SP 800-226."
 ITEMS: Sequence[Mapping[str, Any]] = read_template("nist-800-226.toml")["item"]
 Content = Mapping[str, Any]
@@ -39,7 +42,7 @@ def _evidence(content: Content, item: Mapping[str, Any]) -> Iterator[Evidence]:
         if "text" in row:
             yield from _filled(content, row)
         if "utility" in row:
-            yield from _utility(content, groups=row["utility"] == "by group")
+            yield from _utility(content, row["utility"])
 
 
 def _filled(content: Content, row: Mapping[str, str]) -> Iterator[Evidence]:
@@ -64,10 +67,11 @@ def _records(content: Content, section: str) -> Iterator[tuple[str, Mapping[str,
     yield from (("", each) for each in (found if isinstance(found, list) else [found]))
 
 
-def _utility(content: Content, *, groups: bool) -> Iterator[Evidence]:
-    for each in content.get("utility", ()):
-        if (each["group"] is not None) == groups:
-            name = each["figure"] + (f", {each['group']}" if groups else "")
+def _utility(content: Content, which: str) -> Iterator[Evidence]:
+    for each in content["utility"]:
+        kind = "comparison" if each["figure"] == EQUIVALENT else "overall" if each["group"] is None else "by group"
+        if kind == which:
+            name = each["figure"] + (f", {each['group']}" if each["group"] is not None else "")
             value = "suppressed or undefined" if each["value"] is None else f"{each['value']:.4g}"
             if each["low"] is not None:
                 value += f", {100 * each['level']:g} % interval {each['low']:.4g} to {each['high']:.4g}"
@@ -90,7 +94,7 @@ def profile_dict(content: Content) -> dict[str, Any]:
 
 def profile_text(content: Content) -> str:
     """Return the table as people read it."""
-    lines = [NOTICE]
+    lines = [NOTICE, *([] if content["private"] else ["This run is not private; lamina certify states why."])]
     for row in profile_dict(content)["rows"]:
         lines.append(f"{row['item']:>2}  §{row['section']}  {row['question']}  [{row['where']}]")
         for each in row["evidence"] or [{"text": "not stated", "source": "", "leaves": ()}]:

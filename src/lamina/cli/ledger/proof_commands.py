@@ -553,7 +553,7 @@ def _check_receipt(prefix: Path, trust: Trust, book: LedgerReader | None, folder
     print_compared(made, f"{said}\n  {told}", folder, record and record.record, as_json)
 
 
-_ASK_AGAIN = "get the receipt again, and the keys from whoever is responsible for the ledger"
+_ASK_AGAIN = "get the receipt again, and the keys from the owner of the ledger"
 
 
 def _with_suffix(prefix: Path, suffix: str) -> Path:
