@@ -331,13 +331,18 @@ def test_flags_have_no_type_in_the_help(command: str, lamina: Call) -> None:
 
 def test_help_takes_less_than_a_second_of_one_core() -> None:
     """CPU time of all commands' help, each in a process of its own, as a user calls it."""
-    for command in COMMANDS:
+
+    def seconds(command: str) -> float:
         line = [sys.executable, "-c", "import sys; from lamina.cli import main; main(sys.argv[1:])", command, "--help"]
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         subprocess.run(line, capture_output=True, check=True)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-        assert seconds < 2, (command, seconds)  # 0.3 to 0.9 on an idle machine; torch alone takes 2
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+    for command in COMMANDS:
+        # 0.3 to 0.9 s on an idle machine, where torch alone takes 2 s. A busy machine can double one measurement, and
+        # the first one compiles the modules; one of four shows that the command does not need the time.
+        assert any(seconds(command) < 2 for _ in range(4)), command
 
 
 @pytest.mark.parametrize(
