@@ -33,14 +33,15 @@ from typing import Any
 
 import numpy as np
 
-from lamina.admit.attestation import Attestation, Descriptor, attest, sig_structure, token_id
+from lamina.admit.attestation import Attestation, Descriptor, attest, token_id
 from lamina.admit.checks import SigningTerms, _Examination
 from lamina.admit.contribution_sources import Contribution, FolderContributions
 from lamina.admit.gate import AdmissionGate, ContributionChunks
-from lamina.admit.key_ring import KeyRing
-from lamina.admit.keys import PrivateKey
 from lamina.admit.verdicts import AdmittedRows
 from lamina.plan.policy import Policy
+from lamina.sign.key_ring import KeyRing
+from lamina.sign.keys import PrivateKey
+from lamina.sign.signed_json import sig_structure
 
 NOW = 1_800_000_000
 

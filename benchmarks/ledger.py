@@ -27,12 +27,12 @@ from typing import Any
 
 import apsw
 
-from lamina.admit.keys import PrivateKey
 from lamina.ledger.governance_records import ClassBounds, Header, Key, LedgerFloors, Role, sign_header
 from lamina.ledger.merkle import Frontier, leaf_hashes
 from lamina.ledger.records import ContributionRecord, ContributionTerms, Record, decode_leaf, encode_leaf
 from lamina.ledger.retention import Retention
 from lamina.ledger.writer import Ledger
+from lamina.sign.keys import PrivateKey
 
 ORIGIN = "benchmark.example/ledger"
 START = 1_800_000_000

@@ -24,7 +24,6 @@ from typing import Any
 
 from starlette.testclient import TestClient
 
-from lamina.admit.keys import PrivateKey, PublicKey
 from lamina.ledger.corpus_terms import governing_key_path, ledger_key_path
 from lamina.ledger.governance_records import Withdrawal, WithdrawalReason
 from lamina.ledger.reader import LedgerReader
@@ -35,6 +34,7 @@ from lamina.report.pages import run_report
 from lamina.serve.app import Service, make_app
 from lamina.serve.limits import Limits
 from lamina.serve.pages import pages
+from lamina.sign.keys import PrivateKey, PublicKey
 from serve import make_folder  # type: ignore[import-not-found]
 
 BATCH, EVERY = 5_000, 10_000

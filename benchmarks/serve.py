@@ -51,10 +51,10 @@ def make_folder(folder: Path) -> Path:
     from torch import nn
 
     import lamina
-    from lamina.admit.keys import PrivateKey, write_new
     from lamina.ledger.corpus_terms import ledger_key_path
     from lamina.ledger.writer import Ledger
     from lamina.release.manifest import make_release
+    from lamina.sign.keys import PrivateKey, write_new
 
     (folder / "nets.py").write_text(NETS)
     space: dict[str, Any] = {}

@@ -19,7 +19,7 @@ from lamina.errors import family_of
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "lamina"
 FOLDERS = (
-    "", "account", "plan", "sensitivity", "allocate", "engine", "engine/layers", "engine/native", "admit", "ledger", "ledger/store",
+    "", "account", "plan", "sensitivity", "allocate", "engine", "engine/layers", "engine/native", "sign", "admit", "ledger", "ledger/store",
     "ledger/verify", "spend", "release", "corpus", "train", "integrations", "audit", "models", "data", "study", "report", "serve",
     "bench", "demo", "cli",
     "cli/ledger",

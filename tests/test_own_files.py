@@ -18,8 +18,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from refusals import raises_code
 
-from lamina.admit import keys
-from lamina.admit.keys import P256Key, PrivateKey, PublicKey, p256_verifies
 from lamina.cli.by_name import parse_allocation
 from lamina.cli.plan import run_file_or_none
 from lamina.cli.run_file import RunFile
@@ -27,6 +25,8 @@ from lamina.corpus.corpus import Corpus
 from lamina.corpus.files import MAX_COLUMNS
 from lamina.errors import LaminaError
 from lamina.plan.policy import Policy
+from lamina.sign import keys
+from lamina.sign.keys import P256Key, PrivateKey, PublicKey, p256_verifies
 
 FEW = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 

@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any
 from lamina.errors import LaminaError, needs_torch
 
 if TYPE_CHECKING:
-    from lamina.admit import KeyRing, PrivateKey, PublicKey
     from lamina.allocate.make_plan import make_plan
     from lamina.corpus import Corpus, Gate
     from lamina.engine import Batch, Engine, NoiseSource, SecureNoise, SeededNoise, examples, rows
@@ -37,6 +36,8 @@ if TYPE_CHECKING:
     from lamina.release import Certificate, Query, ReleaseGate, Rights, certify, make_release, verify_release
     from lamina.release.utility import Figure
     from lamina.sensitivity.measure import Measure, measure
+    from lamina.sign.key_ring import KeyRing
+    from lamina.sign.keys import PrivateKey, PublicKey
     from lamina.train import Callback, Evaluation, Outcome, RunFigures, Trainer, make_private, private_optimizer
     from lamina.train.pretrain import merge_subspace, pretrain, private_subspace
 
@@ -60,7 +61,8 @@ _HOME = {
     "lamina.plan.coverage": ("fix",),
     "lamina.sensitivity": ("measure", "Measure"),
     "lamina.allocate": ("make_plan",),
-    "lamina.admit": ("PrivateKey", "PublicKey", "KeyRing"),
+    "lamina.sign.keys": ("PrivateKey", "PublicKey"),
+    "lamina.sign.key_ring": ("KeyRing",),
     "lamina.engine": (
         "Engine", "Batch", "route", "rows", "examples", "NoiseSource", "SecureNoise", "SeededNoise",
     ),

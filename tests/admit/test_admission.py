@@ -16,9 +16,9 @@ import pytest
 
 from lamina.admit.attestation import Attestation, Descriptor
 from lamina.admit.contribution_sources import FolderContributions
-from lamina.admit.key_ring import KeyRing
-from lamina.admit.keys import PrivateKey
 from lamina.admit.verdicts import Reason
+from lamina.sign.key_ring import KeyRing
+from lamina.sign.keys import PrivateKey
 
 
 def copy(ring: KeyRing, folder: Path) -> KeyRing:

@@ -14,9 +14,10 @@ from signed_descriptor import FULL_VALUES, KEY, NONCE, described, encoded
 
 from lamina import cbor
 from lamina.admit import attestation
-from lamina.admit.attestation import MAX_ATTESTATION, Attestation, Descriptor, attest, sig_structure, subject_tag
-from lamina.admit.keys import LAST_SECOND, PrivateKey
+from lamina.admit.attestation import MAX_ATTESTATION, Attestation, Descriptor, attest, subject_tag
 from lamina.errors import AdmissionError, EncodingError
+from lamina.sign.keys import LAST_SECOND, PrivateKey
+from lamina.sign.signed_json import sig_structure
 
 DESCRIPTOR = described()
 DIGEST = DESCRIPTOR.digest()

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from lamina.admit.gate import VerificationCache, VerifiedAttestation
-from lamina.admit.keys import PrivateKey, PublicKey
 from lamina.admit.verdicts import Reason
+from lamina.sign.keys import PrivateKey, PublicKey
 
 
 @pytest.fixture

@@ -16,9 +16,9 @@ from refusals import raises_code
 
 from lamina.admit.attestation import Attestation, Descriptor, commit, subject_tag
 from lamina.admit.contribution_sources import count_examples
-from lamina.admit.keys import PrivateKey
 from lamina.admit.signing import SigningOutcome, SigningState, attest_folder, contribution_ids
 from lamina.plan.policy import Policy
+from lamina.sign.keys import PrivateKey
 
 KEY = PrivateKey(Ed25519PrivateKey.from_private_bytes(bytes(range(32))))
 NOW = 1_767_225_600

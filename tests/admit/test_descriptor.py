@@ -12,8 +12,8 @@ from refusals import raises_code
 from signed_descriptor import FULL_VALUES, encoded
 
 from lamina.admit.attestation import MAX_DESCRIPTOR, MAX_ITEMS, MAX_MICRO, Descriptor
-from lamina.admit.keys import LAST_SECOND
 from lamina.errors import AdmissionError, EncodingError, UnknownSchema
+from lamina.sign.keys import LAST_SECOND
 
 KEYS = {
     1: "schema", 2: "contributor", 3: "data_class", 4: "admissibility", 5: "clip_norm", 6: "noise_multiplier",

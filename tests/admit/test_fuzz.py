@@ -24,8 +24,8 @@ from lamina.admit.attestation import (
     match_message,
     subject_tag,
 )
-from lamina.admit.keys import PublicKey
 from lamina.errors import AdmissionError, BadKey, EncodingError
+from lamina.sign.keys import PublicKey
 
 OPEN: dict[str, Any] = {"floats": True, "null": True, "tags": (18, 61)}
 HEADS = [  # the least and the largest argument of every width, and the reserved ones

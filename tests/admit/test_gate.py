@@ -12,9 +12,9 @@ from memory_register import MemoryRegister
 from refusals import raises_code
 
 from lamina.admit.contribution_sources import Contribution
-from lamina.admit.keys import PrivateKey, PublicKey
 from lamina.admit.verdicts import Reason
 from lamina.plan.depth_profile import DepthProfile
+from lamina.sign.keys import PrivateKey, PublicKey
 
 # ------------------------------------------------------------------------------------------- what is admitted
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from lamina.admit.key_ring import KeyRing
-from lamina.admit.keys import PrivateKey
 from lamina.admit.signing import attest_folder
 from lamina.plan.policy import Policy
+from lamina.sign.key_ring import KeyRing
+from lamina.sign.keys import PrivateKey
 
 POLICY = """
 [corpus]

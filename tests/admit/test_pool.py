@@ -21,8 +21,8 @@ from refusals import raises_code
 from lamina.admit import gate as pool
 from lamina.admit.checks import Examiner
 from lamina.admit.contribution_sources import Contribution, FolderContributions
-from lamina.admit.keys import PrivateKey, PublicKey
 from lamina.admit.verdicts import ROW_STRUCT, Reason
+from lamina.sign.keys import PrivateKey, PublicKey
 
 
 def mixed(desk: Any) -> list[Contribution]:
@@ -165,7 +165,7 @@ def test_workers_that_are_not_needed_any_more_are_ended(desk: Any) -> None:
 ORPHANS = """
 import multiprocessing, os, signal, sys, time
 from lamina.admit.gate import AdmissionGate
-from lamina.admit.key_ring import KeyRing
+from lamina.sign.key_ring import KeyRing
 from lamina.admit.contribution_sources import Contribution
 from lamina.plan.policy import Policy
 
@@ -256,7 +256,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from lamina.admit.contribution_sources import Contribution
 from lamina.admit.gate import AdmissionGate
-from lamina.admit.key_ring import KeyRing
+from lamina.sign.key_ring import KeyRing
 from lamina.admit.verdicts import PackedTexts
 from lamina.plan.policy import Policy
 

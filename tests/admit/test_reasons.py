@@ -18,8 +18,8 @@ from signing_desk import NOW
 from lamina.admit.attestation import MAX_ATTESTATION, MAX_DESCRIPTOR, attest
 from lamina.admit.contribution_sources import Contribution
 from lamina.admit.gate import AdmissionGate
-from lamina.admit.keys import PrivateKey
 from lamina.admit.verdicts import Reason, RegisterEntry, RegisterStatus
+from lamina.sign.keys import PrivateKey
 
 Case = Callable[[Any], Contribution | list[Contribution] | tuple[AdmissionGate, list[Contribution]]]
 CASES: list[tuple[Reason, str, Case]] = []

@@ -22,8 +22,6 @@ from forge import replacing, rewritten
 from safetensors.torch import load_file
 
 from lamina.admit.attestation import Descriptor, attest
-from lamina.admit.key_ring import KeyRing
-from lamina.admit.keys import PrivateKey
 from lamina.admit.verdicts import Reason
 from lamina.cli.admit import REMEDIES
 from lamina.cli.explain import NOT_SIGNED
@@ -33,6 +31,8 @@ from lamina.ledger.records import ContributionRecord, ContributionTerms
 from lamina.ledger.verify.verifier import verify
 from lamina.ledger.writer import Ledger
 from lamina.plan.policy import Policy
+from lamina.sign.key_ring import KeyRing
+from lamina.sign.keys import PrivateKey
 from lamina.spend.spend_ledger import SpendLedger
 from lamina.train.journal import Journal
 

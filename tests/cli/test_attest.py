@@ -13,9 +13,9 @@ from c2pa_file import signed_sound
 
 from lamina.account.gaussian_rdp import epsilon_of_noise_multiplier
 from lamina.admit.attestation import Attestation, Descriptor, subject_tag
-from lamina.admit.keys import PrivateKey, parse_time
 from lamina.cli.open_ledger import contribution_digest
 from lamina.release.reconciliation import anchor_file
+from lamina.sign.keys import PrivateKey, parse_time
 
 POLICY = """
 [corpus]

@@ -22,7 +22,6 @@ from refusals import raises_code
 from torch import Tensor, nn
 
 import lamina
-from lamina.admit.key_ring import KeyRing
 from lamina.admit.verdicts import Reason
 from lamina.cli import demo
 from lamina.cli.app import main
@@ -39,6 +38,7 @@ from lamina.ledger.writer import Ledger
 from lamina.plan.policy import Policy
 from lamina.plan.step_plan import StepPlan
 from lamina.release.manifest import verify_release
+from lamina.sign.key_ring import KeyRing
 from lamina.spend.spend_ledger import SpendLedger
 
 TRAININGS = {"without_sensitive", "private", "without_privacy"}

@@ -14,10 +14,10 @@ import pytest
 from asking import Call, answer, refused, succeeded
 from cryptography.hazmat.primitives import serialization
 
-from lamina.admit.key_ring import KeyRing
-from lamina.admit.keys import PrivateKey, PublicKey, parse_time
 from lamina.cli import terminal
 from lamina.cli.keys import app
+from lamina.sign.key_ring import KeyRing
+from lamina.sign.keys import PrivateKey, PublicKey, parse_time
 
 
 @pytest.fixture

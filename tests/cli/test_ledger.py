@@ -17,17 +17,17 @@ from build import ALICE, BOB, CAROL, HOUR, USUAL, YEAR, Story, begin, contributi
 from forge import sql
 from making import AUDITOR, GOVERNING, LEDGER, ORIGIN, OTHER, START, WITNESS, digest
 
-from lamina.admit.keys import PrivateKey, format_utc
 from lamina.cli.ledger.record_commands import leaf_table
 from lamina.ledger import signed_checkpoint
 from lamina.ledger.merkle import verify_consistency, verify_inclusion
 from lamina.ledger.receipt import TlogProof
 from lamina.ledger.records import ContributionTerms, SegmentOutcome
 from lamina.ledger.retention import Retention
-from lamina.ledger.signed_checkpoint import NoteKey
 from lamina.ledger.store.rows import RunHold, RunRow
 from lamina.ledger.verify.verifier import verify
 from lamina.ledger.writer import Ledger
+from lamina.sign.keys import PrivateKey, format_utc
+from lamina.sign.notes import NoteKey
 
 NOW = START + 4 * YEAR
 

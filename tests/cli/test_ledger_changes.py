@@ -14,13 +14,13 @@ from asking import Call, answer, refused, succeeded
 from build import YEAR, Story, begin
 from making import AUDITOR, GOVERNING, LEDGER, ORIGIN, OTHER, SECOND, START, Clock, key
 
-from lamina.admit.key_ring import KeyRing
 from lamina.ledger import signed_checkpoint
 from lamina.ledger.governance_records import KeyChange, KeyEvents, PolicyChange
-from lamina.ledger.signed_checkpoint import NoteKey
 from lamina.ledger.verify.tree_checks import Trust
 from lamina.ledger.verify.verifier import verify
 from lamina.ledger.writer import Ledger
+from lamina.sign.key_ring import KeyRing
+from lamina.sign.notes import NoteKey
 
 NEXT = key("next")
 OWNERS = (("owner", GOVERNING), ("second", SECOND))

@@ -11,8 +11,8 @@ from model_signing import verifying
 from release_forger import forge, record_release, seed_of
 from trained_run import Trained, copied_run
 
-from lamina.admit.keys import PrivateKey
 from lamina.ledger.corpus_terms import governing_key_path, ledger_key_path
+from lamina.sign.keys import PrivateKey
 
 
 @pytest.fixture

@@ -25,8 +25,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from trained_run import Trained, copied_run
 
-from lamina.admit.keys import PrivateKey, write_new
 from lamina.release.manifest import make_release
+from lamina.sign.keys import PrivateKey, write_new
 
 NETS = """
 from torch import nn

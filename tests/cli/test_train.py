@@ -17,7 +17,6 @@ from asking import answer, refused, succeeded
 from refusals import raises_code
 from safetensors.torch import load_file
 
-from lamina.admit.keys import PrivateKey
 from lamina.cli.app import main
 from lamina.cli.explain import NOT_SIGNED
 from lamina.ledger.reader import LedgerReader
@@ -27,6 +26,7 @@ from lamina.ledger.verify.verifier import verify
 from lamina.ledger.writer import Ledger
 from lamina.plan.policy import Policy
 from lamina.plan.step_plan import StepPlan
+from lamina.sign.keys import PrivateKey
 from lamina.spend.spend_ledger import SpendLedger
 from lamina.train.trainer import Trainer
 

@@ -16,7 +16,7 @@ from lamina.admit.attestation import (
     attest,
     subject_tag,
 )
-from lamina.admit.keys import PrivateKey
+from lamina.sign.keys import PrivateKey
 
 Ask = Callable[[str, list[dict[str, Any]]], list[dict[str, Any]]]
 TAG = subject_tag(bytes(32), "patient 17")

@@ -15,10 +15,10 @@ import pytest
 from signed_descriptor import FULL_VALUES, KEY, encoded
 
 from lamina.admit.attestation import Attestation, Descriptor, attest, subject_tag
-from lamina.admit.keys import PrivateKey
 from lamina.admit.signing import SigningState, attest_folder
 from lamina.errors import LaminaError
 from lamina.plan.policy import Policy
+from lamina.sign.keys import PrivateKey
 
 HERE = Path(__file__).parent
 PAGE = HERE.parents[1] / "docs" / "attestation.md"

@@ -39,7 +39,6 @@ from making import AUDITOR, GOVERNING, LEDGER, ORIGIN, OTHER, SECOND, START, WIT
 from refusals import raises_code
 
 from lamina import cbor
-from lamina.admit.keys import PrivateKey
 from lamina.ledger import records as leaves
 from lamina.ledger.governance_records import (
     Aggregate,
@@ -58,12 +57,14 @@ from lamina.ledger.governance_records import (
 )
 from lamina.ledger.merkle import leaf_hash
 from lamina.ledger.records import KIND_NAMES, ContributionTerms, Epoch, SegmentOutcome
-from lamina.ledger.signed_checkpoint import LedgerCheckpoint, NoteKey, add_cosignature
+from lamina.ledger.signed_checkpoint import LedgerCheckpoint, add_cosignature
 from lamina.ledger.store.rows import StoredLeaf
 from lamina.ledger.verify.report import Verification
 from lamina.ledger.verify.tree_checks import Finding, KnownCheckpoint, Trust
 from lamina.ledger.verify.verifier import verify
 from lamina.ledger.writer import Ledger
+from lamina.sign.keys import PrivateKey
+from lamina.sign.notes import NoteKey
 
 MINE = Trust(notes=(NoteKey(ORIGIN, LEDGER.public),), plain=(GOVERNING.public,))
 

@@ -19,10 +19,10 @@ from refusals import raises_code
 
 from lamina.errors import LedgerError
 from lamina.ledger import append
-from lamina.ledger.signed_checkpoint import NoteKey
 from lamina.ledger.verify.tree_checks import Finding, Trust
 from lamina.ledger.verify.verifier import verify
 from lamina.ledger.writer import Ledger
+from lamina.sign.notes import NoteKey
 
 MINE = Trust(notes=(NoteKey(ORIGIN, LEDGER.public),), plain=(GOVERNING.public,))
 SEED = digest("key", "ledger")

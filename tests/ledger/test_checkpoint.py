@@ -16,15 +16,12 @@ from lamina.ledger import signed_checkpoint
 from lamina.ledger.merkle import EMPTY_ROOT, leaf_hash, node_hash
 from lamina.ledger.signed_checkpoint import (
     LedgerCheckpoint,
-    Note,
-    NoteKey,
-    WitnessKey,
-    WitnessQuorum,
     add_cosignature,
     merge_signatures,
     parse_checkpoint,
     verify_checkpoint,
 )
+from lamina.sign.notes import Note, NoteKey, WitnessKey, WitnessQuorum
 
 ROOT = leaf_hash(b"only")
 

@@ -32,7 +32,6 @@ from making import AUDITOR, GOVERNING, LEDGER, digest
 from refusals import raises_code
 
 from lamina import cbor
-from lamina.admit.key_ring import KeyRing
 from lamina.ledger.governance_records import (
     NO_POLICY,
     KeyChange,
@@ -51,6 +50,7 @@ from lamina.ledger.verify.tree_checks import Trust
 from lamina.ledger.verify.verifier import verify
 from lamina.plan.rules import Choose, FollowEnergy
 from lamina.plan.step_plan import Clipping, PlannedClass, StepPlan
+from lamina.sign.key_ring import KeyRing
 
 WHOLE_CLASS = ContributionTerms("clinical", "ecg", 0, 0)
 INVENTED = ContributionTerms("clinical", "ecg", 1_000_000, 9_000_000)

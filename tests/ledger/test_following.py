@@ -17,7 +17,6 @@ from making import GOVERNING, LEDGER, ORIGIN, OTHER, START, WITNESS, Clock, admi
 from postgres import Server
 from refusals import raises_code
 
-from lamina.admit.key_ring import KeyRing
 from lamina.errors import LaminaError, StoreError
 from lamina.ledger.following import LedgerFollower
 from lamina.ledger.governance_records import Key, KeyChange, KeyEvent, Role, Withdrawal, WithdrawalReason
@@ -26,6 +25,7 @@ from lamina.ledger.signed_checkpoint import parse_checkpoint
 from lamina.ledger.verify.tree_checks import Trust
 from lamina.ledger.verify.verifier import verify
 from lamina.ledger.writer import Ledger
+from lamina.sign.key_ring import KeyRing
 
 HOUR = 3600
 

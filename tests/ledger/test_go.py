@@ -26,15 +26,9 @@ from lamina.ledger.merkle import (
     root_at,
     tile_path,
 )
-from lamina.ledger.signed_checkpoint import (
-    LedgerCheckpoint,
-    Note,
-    NoteKey,
-    WitnessKey,
-    add_cosignature,
-    verify_checkpoint,
-)
+from lamina.ledger.signed_checkpoint import LedgerCheckpoint, add_cosignature, verify_checkpoint
 from lamina.ledger.witness import Witness, WitnessRequest
+from lamina.sign.notes import Note, NoteKey, WitnessKey
 
 GOPATH = Path("/usr/share/gocode")  # where Debian puts golang-golang-x-mod-dev
 SIZE = 70_000

@@ -17,7 +17,6 @@ from making import GOVERNING, LEDGER, ORIGIN, OTHER, SECOND, START, WITNESS, Clo
 from refusals import raises_code
 
 from lamina.admit.checks import hash_of_floors
-from lamina.admit.key_ring import KeyRing
 from lamina.ledger import append, signed_checkpoint
 from lamina.ledger.governance_records import (
     GOVERNING_KINDS,
@@ -35,6 +34,7 @@ from lamina.ledger.verify.report import Verification
 from lamina.ledger.verify.tree_checks import Trust
 from lamina.ledger.verify.verifier import verify
 from lamina.ledger.writer import Ledger
+from lamina.sign.key_ring import KeyRing
 
 OWNER, SECOND_OWNER, TRAINER, THIEF, AUDITOR_SEED = (
     digest("key", name) for name in ("governing", "second governing", "ledger", "other", "auditor")

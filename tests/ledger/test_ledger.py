@@ -34,7 +34,6 @@ from making import (
 )
 from refusals import raises_code
 
-from lamina.admit.keys import CLOCK_SKEW
 from lamina.errors import LedgerError
 from lamina.ledger import append, receipt, records, signed_checkpoint
 from lamina.ledger.governance_records import (
@@ -57,8 +56,9 @@ from lamina.ledger.reader import LedgerReader
 from lamina.ledger.receipt import TlogProof
 from lamina.ledger.records import ContributionRecord, Epoch, SegmentOutcome
 from lamina.ledger.schema import next_leaf_time, rounded_epoch_time
-from lamina.ledger.signed_checkpoint import NoteKey
 from lamina.ledger.writer import Ledger, checkpoint_digest
+from lamina.sign.keys import CLOCK_SKEW
+from lamina.sign.notes import NoteKey
 
 
 @pytest.fixture

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from refusals import raises_code
 from trees import private
 
-from lamina.admit.keys import PublicKey
 from lamina.errors import EncodingError, LaminaError, LedgerError, NotVerified
-from lamina.ledger.signed_checkpoint import (
+from lamina.sign.keys import PublicKey
+from lamina.sign.notes import (
     MAX_NOTE_BYTES,
     MAX_SIGNATURES,
     Note,

@@ -19,7 +19,6 @@ from making import GOVERNING, LEDGER, SECOND, START, Clock, authorised, key, own
 from refusals import raises_code
 
 from lamina.admit.checks import floors_hash
-from lamina.admit.keys import PrivateKey
 from lamina.errors import LedgerError
 from lamina.ledger import signed_checkpoint
 from lamina.ledger.corpus_terms import (
@@ -46,6 +45,7 @@ from lamina.ledger.store.sqlite import ledger_exists
 from lamina.ledger.verify.verifier import verify
 from lamina.ledger.writer import Ledger
 from lamina.plan.policy import Policy
+from lamina.sign.keys import PrivateKey
 
 
 def contract(**changes: Any) -> CorpusTerms:

@@ -21,20 +21,13 @@ from refusals import raises_code
 from trees import ORIGIN, Rows, private
 
 from lamina import cbor
-from lamina.admit.keys import PrivateKey, PublicKey
 from lamina.errors import EncodingError, LedgerError, NotVerified
 from lamina.ledger import receipt
 from lamina.ledger.merkle import inclusion_proof, leaf_hash, node_hash
 from lamina.ledger.receipt import Receipt, TlogProof, make_receipt
-from lamina.ledger.signed_checkpoint import (
-    RECEIPT_TYPE,
-    LedgerCheckpoint,
-    NoteKey,
-    TreeSignature,
-    WitnessKey,
-    WitnessQuorum,
-    add_cosignature,
-)
+from lamina.ledger.signed_checkpoint import RECEIPT_TYPE, LedgerCheckpoint, TreeSignature, add_cosignature
+from lamina.sign.keys import PrivateKey, PublicKey
+from lamina.sign.notes import NoteKey, WitnessKey, WitnessQuorum
 
 LEAVES = [b"leaf %d" % n for n in range(40)]
 

@@ -19,7 +19,6 @@ from making import AUDITOR, LEDGER, ORIGIN, RUN, START, TERMS, admitted, digest,
 from refusals import raises_code
 
 from lamina import cbor
-from lamina.admit.keys import LAST_SECOND
 from lamina.errors import EncodingError, LedgerError
 from lamina.ledger import records
 from lamina.ledger.governance_records import (
@@ -74,6 +73,7 @@ from lamina.ledger.run_records import (
 )
 from lamina.ledger.schema import UNBOUNDED, exact_float, exact_text, nano_epsilon, schema_of
 from lamina.ledger.store.rows import StoredLeaf
+from lamina.sign.keys import LAST_SECOND
 
 AGGREGATE = Aggregate(
     spans=(LeafSpan(first=1, stop=5), LeafSpan(first=6, stop=7)),

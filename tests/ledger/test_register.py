@@ -17,7 +17,6 @@ from refusals import raises_code
 
 from lamina.admit.contribution_sources import Contribution
 from lamina.admit.gate import AdmissionGate
-from lamina.admit.key_ring import KeyRing
 from lamina.admit.verdicts import Reason as Why
 from lamina.ledger import admission_batch, append, signed_checkpoint
 from lamina.ledger.admission_batch import AdmissionBatch, LedgerRegister, append_key_ring, open_register
@@ -27,6 +26,7 @@ from lamina.ledger.records import ContributionRecord
 from lamina.ledger.retention import Retention
 from lamina.ledger.withdrawal import withdraw
 from lamina.ledger.writer import Ledger
+from lamina.sign.key_ring import KeyRing
 
 
 @pytest.fixture

@@ -18,7 +18,6 @@ from making import AUDITOR, GOVERNING, LEDGER, OTHER, SECOND, START, TWO_OWNERS,
 from refusals import raises_code
 
 from lamina import cbor
-from lamina.admit.signed_json import sign_json
 from lamina.ledger import append, writer
 from lamina.ledger import withdrawal as boxes
 from lamina.ledger.governance_records import (
@@ -38,6 +37,7 @@ from lamina.ledger.store.rows import StoreWriter
 from lamina.ledger.verify.verifier import verify
 from lamina.ledger.withdrawal import WithdrawalInbox, withdraw, withdraw_signed
 from lamina.ledger.withdrawal_request import REQUEST_TYPE, parse_request, sign_withdrawal, withdrawal_violation
+from lamina.sign.signed_json import sign_json
 
 DESK = key("desk")  # an operator
 KEYS = (*TWO_OWNERS, Key(name="desk.example", x=DESK.public.x, role=Role.OPERATOR))

@@ -11,14 +11,15 @@ from build import STRICT, begin, contribution, segment
 from making import AUDITOR, GOVERNING, LEDGER, ORIGIN, OTHER, START, Clock, admitted, authorised, create, digest, key
 from refusals import raises_code
 
-from lamina.admit.keys import PrivateKey
 from lamina.ledger.governance_records import Key, KeyChange, KeyEvent, KeyEvents, Role
-from lamina.ledger.signed_checkpoint import NoteKey, TreeSignature
+from lamina.ledger.signed_checkpoint import TreeSignature
 from lamina.ledger.store.rows import StoredCheckpoint as Stored
 from lamina.ledger.store.rows import StoreWriter
 from lamina.ledger.verify.tree_checks import Trust
 from lamina.ledger.verify.verifier import verify
 from lamina.ledger.writer import Ledger
+from lamina.sign.keys import PrivateKey
+from lamina.sign.notes import NoteKey
 
 MINE = Trust(notes=(NoteKey(ORIGIN, LEDGER.public),), plain=(GOVERNING.public,))
 THIRD = key("third")

@@ -29,10 +29,10 @@ from lamina.ledger.contribution_trace import trace_contribution
 from lamina.ledger.records import ContributionTerms, Epoch, EpochAccount, EpochCharge, Leaf, SegmentOutcome
 from lamina.ledger.retention import Retention
 from lamina.ledger.show import RecordFilter, describe_leaf, leaf_to_dict
-from lamina.ledger.signed_checkpoint import NoteKey
 from lamina.ledger.store.rows import RunHold, RunRow
 from lamina.ledger.verify.tree_checks import Trust
 from lamina.ledger.verify.verifier import verify
+from lamina.sign.notes import NoteKey
 
 CLASS = ContributionTerms("clinical", "ecg", 0, 0)  # the class as a whole
 MINE = Trust(notes=(NoteKey(ORIGIN, LEDGER.public),), plain=(GOVERNING.public,))

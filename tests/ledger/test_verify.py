@@ -45,7 +45,6 @@ from refusals import raises_code
 
 from lamina.account.accountants import pooled_epsilon
 from lamina.account.schedule import RDP_ORDERS
-from lamina.admit.key_ring import KeyRing
 from lamina.errors import LaminaError, family_of
 from lamina.ledger import records as leaves
 from lamina.ledger import signed_checkpoint
@@ -72,7 +71,6 @@ from lamina.ledger.records import (
 )
 from lamina.ledger.retention import Retention
 from lamina.ledger.schema import nano_epsilon
-from lamina.ledger.signed_checkpoint import NoteKey
 from lamina.ledger.spending import Spending, planned_charges, signed_spend, whole_plan_charges
 from lamina.ledger.store.rows import LeafBlock, StoredLeaf
 from lamina.ledger.verify.contribution_checks import AdmittedMembers, AttestationChecks, ContributionChecks
@@ -80,6 +78,8 @@ from lamina.ledger.verify.tree_checks import AggregateTallies, Finding, KnownChe
 from lamina.ledger.verify.verifier import verify
 from lamina.plan.rules import FollowBudget, FollowEnergy, Injection, InjectionForm
 from lamina.plan.step_plan import StepPlan
+from lamina.sign.key_ring import KeyRing
+from lamina.sign.notes import NoteKey
 
 MINE = Trust(notes=(NoteKey(ORIGIN, LEDGER.public),), plain=(GOVERNING.public,))
 

@@ -11,14 +11,14 @@ import pytest
 from hospital import Hospital, usual
 from refusals import raises_code
 
-from lamina.admit.keys import PrivateKey
-from lamina.admit.signed_json import read_cose, sign_json
 from lamina.ledger.merkle import leaf_hash
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.records import ContributionRecord
 from lamina.ledger.withdrawal import WithdrawalInbox, check_withdrawal, drop_withdrawal, withdrawal_state
 from lamina.ledger.withdrawal_request import REQUEST_TYPE, sign_withdrawal
 from lamina.ledger.writer import Ledger
+from lamina.sign.keys import PrivateKey
+from lamina.sign.signed_json import read_cose, sign_json
 
 
 @pytest.fixture

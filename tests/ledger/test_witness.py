@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from refusals import raises_code
 from trees import ORIGIN, private
 
-from lamina.admit.keys import CLOCK_SKEW
 from lamina.ledger.merkle import leaf_hash
-from lamina.ledger.signed_checkpoint import (
-    LedgerCheckpoint,
+from lamina.ledger.signed_checkpoint import LedgerCheckpoint
+from lamina.sign.keys import CLOCK_SKEW
+from lamina.sign.notes import (
     Note,
     NoteKey,
     NoteSignature,

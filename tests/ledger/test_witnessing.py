@@ -19,11 +19,12 @@ from making import LEDGER, ORIGIN, OTHER, START, WITNESS, admitted, create, key
 from refusals import raises_code
 from trees import Rows
 
-from lamina.admit.keys import PrivateKey
 from lamina.ledger import witness as witnessing
 from lamina.ledger.merkle import consistency_proof
-from lamina.ledger.signed_checkpoint import LedgerCheckpoint, NoteKey, WitnessKey, merge_signatures
+from lamina.ledger.signed_checkpoint import LedgerCheckpoint, merge_signatures
 from lamina.ledger.witness import Witness, WitnessRequest
+from lamina.sign.keys import PrivateKey
+from lamina.sign.notes import NoteKey, WitnessKey
 
 LEAVES = [b"leaf %d" % n for n in range(60)]
 TREE, FORK = Rows(LEAVES), Rows([*LEAVES[:10], *(b"other %d" % n for n in range(50))])
@@ -225,7 +226,7 @@ def test_a_ledger_and_its_witness(call: Call, tmp_path: Path) -> None:
 
 def check_receipts(call: Call, tmp_path: Path) -> None:
     """A ring that names the witness; one that names another; and keys without a word about witnesses."""
-    from lamina.admit.key_ring import KeyRing
+    from lamina.sign.key_ring import KeyRing
 
     def ring(name: str, *witnesses: PrivateKey) -> str:
         made = KeyRing()

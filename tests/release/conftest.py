@@ -8,8 +8,8 @@ import pytest
 from release_fixtures import key, release, trained
 from trained_run import Trained, copied_hospital_run
 
-from lamina.admit.keys import PrivateKey
 from lamina.release.manifest import GatePolicy, make_release
+from lamina.sign.keys import PrivateKey
 
 __all__ = ["key", "release", "trained"]
 

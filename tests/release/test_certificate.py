@@ -18,13 +18,13 @@ from torch import nn
 from trained_run import Trained
 
 import lamina
-from lamina.admit.keys import PrivateKey
 from lamina.ledger.reader import LedgerReader
 from lamina.release.certificate import Certificate, certify
 from lamina.release.certificate_pdf import certificate_pdf
 from lamina.release.posture import read_posture
 from lamina.release.risk_statements import texts
 from lamina.release.run_evidence import RunEvidence
+from lamina.sign.keys import PrivateKey
 
 
 def certificate(trained: Trained) -> Certificate:

@@ -8,10 +8,10 @@ import pytest
 from pdf_text import read_pdf
 from sample_certificate import private_class, public_class, sample_content
 
-from lamina.admit.keys import PrivateKey
 from lamina.release.certificate import Certificate
 from lamina.release.certificate_pdf import certificate_papers, certificate_pdf, decision_pdf
 from lamina.release.countersignature import Countersignature, countersign
+from lamina.sign.keys import PrivateKey
 
 LONG = "contributions-of-people-on-the-cardiology-ward-of-a-hospital-{}"
 A4_WIDTH = 595.3

@@ -18,8 +18,6 @@ from refusals import raises_code
 from release_forger import RUN_END, forge, record_release, seed_of
 from trained_run import Trained
 
-from lamina.admit.key_ring import KeyRing
-from lamina.admit.keys import PrivateKey, PublicKey
 from lamina.errors import LaminaError
 from lamina.ledger.corpus_terms import governing_key_path, ledger_key_path
 from lamina.ledger.governance_records import Key, KeyChange, KeyEvent, KeyEvents, Role, WithdrawalReason
@@ -31,6 +29,8 @@ from lamina.ledger.writer import Ledger
 from lamina.release.certificate import certify
 from lamina.release.gate import ReleaseGate
 from lamina.release.manifest import GatePolicy, ReleaseVerification, make_release, verify_release
+from lamina.sign.key_ring import KeyRing
+from lamina.sign.keys import PrivateKey, PublicKey
 
 
 def compared(folder: Path, trained: Trained, *keys: PublicKey) -> ReleaseVerification:

@@ -22,11 +22,8 @@ from postgres import Server
 from refusals import raises_code
 from trained_run import Trained
 
-from lamina.admit.keys import PrivateKey
-from lamina.admit.signed_json import sign_json
 from lamina.errors import LaminaError
 from lamina.ledger.governance_records import WithdrawalReason
-from lamina.ledger.signed_checkpoint import NoteKey
 from lamina.ledger.verify.tree_checks import Trust
 from lamina.ledger.withdrawal import withdraw
 from lamina.ledger.writer import Ledger
@@ -41,6 +38,9 @@ from lamina.release.letter import letter, letter_facts, letter_pdf
 from lamina.release.reconciliation import reconcile
 from lamina.release.typeset import read_template
 from lamina.report.pages import letter_page
+from lamina.sign.keys import PrivateKey
+from lamina.sign.notes import NoteKey
+from lamina.sign.signed_json import sign_json
 
 TRUST = Trust(notes=(NoteKey(ORIGIN, LEDGER.public),))
 

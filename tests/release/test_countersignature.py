@@ -16,8 +16,6 @@ from refusals import raises_code
 from release_forger import cose, forge, point, seed_of
 from trained_run import Trained
 
-from lamina.admit.key_ring import KeyRing
-from lamina.admit.keys import PrivateKey, format_utc
 from lamina.ledger.corpus_terms import governing_key_path, ledger_key_path
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.verify.tree_checks import Trust
@@ -25,6 +23,8 @@ from lamina.release.certificate import certify
 from lamina.release.countersignature import Countersignature, countersign
 from lamina.release.gate import ReleaseGate
 from lamina.release.manifest import make_release, verify_release
+from lamina.sign.key_ring import KeyRing
+from lamina.sign.keys import PrivateKey, format_utc
 
 NOW, YEAR = 1_800_000_000, 365 * 86_400
 LATER = 4_000_000_000

@@ -13,9 +13,9 @@ from refusals import raises_code
 from securesystemslib.dsse import Envelope
 from securesystemslib.signer import SSlibKey
 
-from lamina.admit.keys import PrivateKey
 from lamina.release.decision_log import FIRST, DecisionLog, read_log, verify_log
 from lamina.release.gate import Query, ReleaseGate, Rights
+from lamina.sign.keys import PrivateKey
 
 LOG_KEY = PrivateKey.generate()
 RIGHTS = Rights(

@@ -13,12 +13,12 @@ import pytest
 from refusals import raises_code
 from trained_run import Trained
 
-from lamina.admit.keys import PrivateKey
 from lamina.errors import EncodingError
 from lamina.plan.risk import RiskBound
 from lamina.release.gate import Decision, GateRule, Query, ReleaseGate, Rights
 from lamina.release.manifest import GatePolicy, Manifest
 from lamina.release.posture import AdapterPosture, ClassPosture, LayerPosture, Posture
+from lamina.sign.keys import PrivateKey
 
 PURPOSES = ("care", "research", "teaching")
 

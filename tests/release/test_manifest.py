@@ -19,15 +19,15 @@ from securesystemslib.exceptions import VerificationError
 from securesystemslib.signer import SSlibKey
 from trained_run import Trained
 
-from lamina.admit.key_ring import KeyRing
-from lamina.admit.keys import PrivateKey, parse_utc
-from lamina.admit.signed_json import canonical_json
 from lamina.ledger.governance_records import Release
 from lamina.ledger.verify.tree_checks import KnownCheckpoint, Trust
 from lamina.ledger.verify.verifier import verify
 from lamina.release.manifest import make_release, open_inside, read_manifest, verify_release
 from lamina.release.model_card import model_card
-from lamina.release.signed import sign_statement
+from lamina.sign.dsse import sign_statement
+from lamina.sign.key_ring import KeyRing
+from lamina.sign.keys import PrivateKey, parse_utc
+from lamina.sign.signed_json import canonical_json
 
 
 def codes(folder: Path, key: PrivateKey | None = None, **options: Any) -> set[str]:

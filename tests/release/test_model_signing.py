@@ -16,9 +16,9 @@ from model_signing import signing, verifying
 from refusals import raises_code
 from trained_run import Trained
 
-from lamina.admit.keys import P256Key, PrivateKey
 from lamina.ledger.verify.tree_checks import Trust
 from lamina.release.manifest import make_release, verify_release
+from lamina.sign.keys import P256Key, PrivateKey
 
 
 @pytest.fixture(scope="module")

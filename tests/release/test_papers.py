@@ -19,7 +19,6 @@ from refusals import raises_code
 from release_forger import forge, record_release, seed_of
 from trained_run import Trained
 
-from lamina.admit.keys import PrivateKey
 from lamina.ledger.corpus_terms import governing_key_path, ledger_key_path
 from lamina.ledger.governance_records import TermsChange
 from lamina.ledger.reader import LedgerReader
@@ -29,6 +28,7 @@ from lamina.plan.policy import AboutPolicy
 from lamina.release.manifest import make_release, verify_release
 from lamina.release.papers import read_release, write_papers
 from lamina.release.risk_statements import TOPICS
+from lamina.sign.keys import PrivateKey
 
 STATED = {
     "title": "ECG: <b>triage</b> #1",

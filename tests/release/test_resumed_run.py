@@ -11,14 +11,14 @@ from refusals import raises_code
 from short_runs import POLICY, TWO_CLASSES, half_of_a_run, trainer
 from trained_run import Trained
 
-from lamina.admit.keys import PrivateKey
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.verify.tree_checks import Trust
 from lamina.release.certificate import Certificate, certify
 from lamina.release.gate import Query, ReleaseGate, Rights
 from lamina.release.manifest import PREDICATE_TYPE, GatePolicy, make_release, verify_release
 from lamina.release.risk_statements import texts
-from lamina.release.signed import read_statement, sign_statement
+from lamina.sign.dsse import read_statement, sign_statement
+from lamina.sign.keys import PrivateKey
 
 
 class Shown:

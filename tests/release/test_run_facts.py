@@ -24,7 +24,6 @@ from torch import nn
 from trained_run import Trained
 
 import lamina
-from lamina.admit.keys import PrivateKey
 from lamina.engine import native
 from lamina.errors import LedgerError, NotVerified
 from lamina.ledger.corpus_terms import ledger_key_path
@@ -42,6 +41,7 @@ from lamina.release.certificate import Certificate, certify
 from lamina.release.manifest import make_release, verify_release
 from lamina.release.risk_statements import texts
 from lamina.release.run_evidence import RunEvidence
+from lamina.sign.keys import PrivateKey
 from lamina.train import segments
 
 NAME = "example.org-resumed.ledger.db"

@@ -20,7 +20,6 @@ from release_forger import seed_of
 from short_runs import StopAfter, trainer
 
 import lamina
-from lamina.admit.keys import PrivateKey
 from lamina.ledger.corpus_terms import ledger_key_path
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.run_records import FileDigest, RunEnd
@@ -29,6 +28,7 @@ from lamina.ledger.writer import Ledger
 from lamina.release.manifest import make_release, verify_release
 from lamina.release.run_evidence import RunEvidence
 from lamina.release.utility import utility_section
+from lamina.sign.keys import PrivateKey
 
 NAME = "example.org-resumed.ledger.db"
 Figure = lamina.Figure

@@ -12,7 +12,6 @@ import pytest
 from refusals import raises_code
 from trained_run import Trained
 
-from lamina.admit.keys import PrivateKey, format_utc
 from lamina.ledger.corpus_terms import ledger_key_path
 from lamina.ledger.governance_records import WithdrawalReason
 from lamina.ledger.reader import LedgerReader
@@ -22,6 +21,7 @@ from lamina.release.decision_log import DecisionLog, read_log
 from lamina.release.gate import Query, ReleaseGate, Rights
 from lamina.release.manifest import GatePolicy, make_release
 from lamina.release.posture import WithdrawalCounter
+from lamina.sign.keys import PrivateKey, format_utc
 
 CLASSES = ("open", "clinical", "sensitive")
 

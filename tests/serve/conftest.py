@@ -13,11 +13,11 @@ from served_net import Client, Net
 from starlette.testclient import TestClient
 from trained_run import Trained
 
-from lamina.admit.keys import PrivateKey
 from lamina.ledger.reader import LedgerReader
 from lamina.release.gate import ReleaseGate
 from lamina.serve.app import Service, make_app
 from lamina.serve.inference import Inference, InputForm
+from lamina.sign.keys import PrivateKey
 
 __all__ = ["key", "release", "trained"]
 

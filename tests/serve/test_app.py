@@ -21,7 +21,6 @@ from starlette.routing import Route
 from starlette.testclient import TestClient
 from trained_run import Trained
 
-from lamina.admit.keys import PrivateKey
 from lamina.errors import family_of
 from lamina.ledger.corpus_terms import ledger_key_path
 from lamina.ledger.governance_records import Release
@@ -29,13 +28,15 @@ from lamina.ledger.merkle import leaf_hash, verify_consistency, verify_inclusion
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.receipt import TlogProof, verify_receipt
 from lamina.ledger.records import ContributionRecord
-from lamina.ledger.signed_checkpoint import NoteKey, verify_checkpoint
+from lamina.ledger.signed_checkpoint import verify_checkpoint
 from lamina.ledger.verify.verifier import verify
 from lamina.ledger.withdrawal import WithdrawalInbox
 from lamina.ledger.withdrawal_request import sign_withdrawal
 from lamina.ledger.writer import Ledger
 from lamina.serve.app import Service, make_app
 from lamina.serve.limits import ApiKeys, Limits, Metrics, TokenBuckets
+from lamina.sign.keys import PrivateKey
+from lamina.sign.notes import NoteKey
 
 COSE = {"content-type": "application/cose"}
 

@@ -18,7 +18,6 @@ from starlette.testclient import TestClient
 from torch import nn
 from trained_run import Trained
 
-from lamina.admit.keys import PrivateKey
 from lamina.ledger.governance_records import WithdrawalReason
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.withdrawal import withdraw
@@ -28,6 +27,7 @@ from lamina.release.manifest import GatePolicy, make_release
 from lamina.serve.app import Service, make_app
 from lamina.serve.inference import Inference, InputForm
 from lamina.serve.limits import Limits
+from lamina.sign.keys import PrivateKey
 
 Query = dict[str, Any]
 INPUTS = [[0.5, -1.0, 2.0, 0.25], [1.0, 0.0, 0.0, 3.0]]

@@ -15,7 +15,6 @@ from browser import Browser, browse
 from starlette.testclient import TestClient
 from trained_run import Trained, copied_hospital_run, copied_run
 
-from lamina.admit.keys import PrivateKey
 from lamina.ledger.governance_records import WithdrawalReason
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.verify.tree_checks import Trust
@@ -24,6 +23,7 @@ from lamina.release.gate import ReleaseGate
 from lamina.release.manifest import GatePolicy, make_release
 from lamina.serve.app import Service, make_app
 from lamina.serve.pages import pages
+from lamina.sign.keys import PrivateKey
 
 PATHS = ("/", "/budget", "/layers", "/contributions", "/withdrawals", "/gate", "/verification")
 EVIL = "<img src=x onerror=alert(1)>'\"{{7*7}}"

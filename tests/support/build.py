@@ -15,7 +15,6 @@ from lamina.account.accountants import find_accountant
 from lamina.account.schedule import Event
 from lamina.admit.attestation import Descriptor, attest, subject_tag
 from lamina.admit.checks import hash_of_floors
-from lamina.admit.keys import PrivateKey
 from lamina.ledger import append, signed_checkpoint
 from lamina.ledger.checked_leaves import CheckedLeaves, tokens_of
 from lamina.ledger.governance_records import (
@@ -47,6 +46,7 @@ from lamina.ledger.schema import nano_epsilon, program_version
 from lamina.ledger.spending import Spending, planned_charges
 from lamina.ledger.writer import Ledger
 from lamina.plan.step_plan import PlannedClass, PlannedLayer, StepPlan
+from lamina.sign.keys import PrivateKey
 
 HOUR = 3600
 YEAR = 365 * 24 * HOUR

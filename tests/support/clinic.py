@@ -15,14 +15,14 @@ from lamina.admit.attestation import Descriptor, attest, commit, subject_tag
 from lamina.admit.checks import SigningTerms
 from lamina.admit.contribution_sources import Contribution
 from lamina.admit.gate import AdmissionGate
-from lamina.admit.key_ring import KeyRing
-from lamina.admit.keys import PrivateKey
 from lamina.ledger.admission_batch import LedgerRegister
 from lamina.ledger.corpus_terms import CorpusTerms, adopt_policy, open_or_create
 from lamina.ledger.records import ContributionRecord
 from lamina.ledger.verify.verifier import verify
 from lamina.ledger.writer import Ledger
 from lamina.plan.policy import Policy
+from lamina.sign.key_ring import KeyRing
+from lamina.sign.keys import PrivateKey
 
 HOUR = 3600
 ALICE, BOB = key("alice"), key("bob")

@@ -9,7 +9,6 @@ from typing import Any
 import apsw
 from making import AUDITOR, GOVERNING, LEDGER, OTHER, SECOND, START
 
-from lamina.admit.keys import PrivateKey
 from lamina.ledger import append, merkle
 from lamina.ledger import records as leaves
 from lamina.ledger.governance_records import (
@@ -38,6 +37,7 @@ from lamina.ledger.store.rows import (
 )
 from lamina.ledger.store.sqlite import SqliteStore
 from lamina.ledger.writer import checkpoint_digest
+from lamina.sign.keys import PrivateKey
 
 KNOWN = (GOVERNING, SECOND, LEDGER, AUDITOR, OTHER)
 

@@ -17,7 +17,6 @@ from history_plans import BOUND, Spec, more, plan_of, policy_of
 from making import GOVERNING
 from stopping import During, Killed, die
 
-from lamina.admit.keys import PrivateKey
 from lamina.errors import LaminaError
 from lamina.ledger.governance_records import Key, KeyChange, KeyEvent, KeyEvents, Role
 from lamina.ledger.key_state import signed_record
@@ -26,6 +25,7 @@ from lamina.ledger.records import Epoch
 from lamina.ledger.store.rows import WHOLE_BUDGET_SEGMENT
 from lamina.ledger.verify.verifier import verify
 from lamina.ledger.writer import Ledger
+from lamina.sign.keys import PrivateKey
 from lamina.spend.accounts import SignedAccount, account_name
 from lamina.spend.spend_ledger import SpendLedger
 from lamina.train.journal import Journal

@@ -17,7 +17,6 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from scipy.optimize import brentq
 from scipy.special import log_ndtr, ndtr
 
-from lamina.admit.keys import PrivateKey
 from lamina.ledger.corpus_terms import NO_POLICY, CorpusTerms, open_or_create
 from lamina.ledger.governance_records import ClassBounds, LedgerFloors
 from lamina.ledger.records import Epoch, Segment, SegmentOutcome
@@ -28,6 +27,7 @@ from lamina.ledger.writer import Ledger
 from lamina.plan.risk import RiskBound
 from lamina.plan.rules import FollowBudget, Injection, InjectionForm
 from lamina.plan.step_plan import PlannedClass, PlannedLayer, StepPlan
+from lamina.sign.keys import PrivateKey
 from lamina.spend.accounts import Charge, SignedAccount, follows_budget, plan_charges
 from lamina.spend.reservation import OpenAttempt
 from lamina.spend.spend_ledger import SpendLedger

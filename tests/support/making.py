@@ -10,7 +10,6 @@ from typing import Any
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from lamina.admit.checks import hash_of_floors
-from lamina.admit.keys import PrivateKey
 from lamina.ledger.governance_records import (
     ClassBounds,
     GoverningRecord,
@@ -35,6 +34,7 @@ from lamina.ledger.records import (
 from lamina.ledger.run_records import WEIGHTS, FileDigest, NoiseOrigin, RunEnd, SamplingScheme
 from lamina.ledger.schema import program_version
 from lamina.ledger.writer import Ledger
+from lamina.sign.keys import PrivateKey
 
 ORIGIN = "clinic.example/ledger"
 START = 1_800_000_000

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from trained_run import Trained, copied_run
 
-from lamina.admit.keys import PrivateKey
 from lamina.release.manifest import GatePolicy, make_release
+from lamina.sign.keys import PrivateKey
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ import cbor2
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from lamina.admit.attestation import Descriptor, commit
-from lamina.admit.keys import PrivateKey
+from lamina.sign.keys import PrivateKey
 
 SEED = bytes(range(32))
 KEY = PrivateKey(Ed25519PrivateKey.from_private_bytes(SEED))

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from lamina import cbor
-from lamina.admit.attestation import Descriptor, attest, commit, sig_structure
+from lamina.admit.attestation import Descriptor, attest, commit
 from lamina.admit.checks import SigningTerms
 from lamina.admit.contribution_sources import Contribution
 from lamina.admit.gate import AdmissionGate
-from lamina.admit.key_ring import KeyRing
-from lamina.admit.keys import PrivateKey
 from lamina.plan.policy import Policy
+from lamina.sign.key_ring import KeyRing
+from lamina.sign.keys import PrivateKey
+from lamina.sign.signed_json import sig_structure
 
 NOW = 1_800_000_000
 HOUR = 3600

@@ -14,12 +14,12 @@ from hospital import usual
 from torch import nn
 
 import lamina
-from lamina.admit.keys import PrivateKey
 from lamina.ledger.corpus_terms import ledger_key_path
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.records import ContributionRecord
 from lamina.ledger.writer import Ledger
 from lamina.plan.policy import Policy
+from lamina.sign.keys import PrivateKey
 
 POLICY = """
 [corpus]

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from lamina.admit.keys import PrivateKey
 from lamina.ledger.merkle import TILE_WIDTH, Frontier, leaf_hashes
 from lamina.ledger.signed_checkpoint import LedgerCheckpoint
+from lamina.sign.keys import PrivateKey
 
 ORIGIN = "example.org/ledger"
 

@@ -20,7 +20,6 @@ from making import GOVERNING
 from refusals import raises_code
 from stopping import LOOSE, During, Killed, die
 
-from lamina.admit.keys import PrivateKey
 from lamina.cli.app import app
 from lamina.cli.open_ledger import open_ledger, read_spend
 from lamina.errors import BudgetExceeded, LaminaError
@@ -29,6 +28,7 @@ from lamina.ledger.governance_records import WithdrawalReason
 from lamina.ledger.verify.verifier import verify
 from lamina.ledger.withdrawal import withdraw
 from lamina.ledger.writer import Ledger
+from lamina.sign.keys import PrivateKey
 
 HIDE_WITHDRAWAL = ("DELETE FROM withdrawn", "UPDATE leaf SET kind = 2 WHERE kind = 4")
 HIDE_SPEND = ("UPDATE leaf SET kind = 2 WHERE kind = 3", "DELETE FROM attempt", "DELETE FROM held")

@@ -20,7 +20,6 @@ from refusals import raises_code
 from stopping import LOOSE, During, Killed, copied, die, killed, lose_ledger, told
 
 import lamina
-from lamina.admit.keys import PrivateKey
 from lamina.errors import BudgetExceeded
 from lamina.ledger.contribution_trace import trace_contribution
 from lamina.ledger.corpus_terms import CorpusTerms, open_or_create
@@ -42,6 +41,7 @@ from lamina.ledger.verify.verifier import verify
 from lamina.ledger.withdrawal import WithdrawalInbox, withdraw, withdraw_signed
 from lamina.ledger.withdrawal_request import sign_withdrawal
 from lamina.ledger.writer import Ledger
+from lamina.sign.keys import PrivateKey
 from lamina.spend.spend_ledger import SpendLedger
 from lamina.train.journal import Journal
 from lamina.train.membership import LedgerMembership

@@ -14,14 +14,11 @@ if TYPE_CHECKING:
     from lamina.admit.checks import SigningTerms, floors_hash, preset
     from lamina.admit.contribution_sources import Contribution, FolderContributions
     from lamina.admit.gate import AdmissionGate
-    from lamina.admit.key_ring import KeyEntry, KeyRing, KeyStatus
-    from lamina.admit.keys import PrivateKey, PublicKey
     from lamina.admit.resolver import Resolution, resolve
     from lamina.admit.signing import SigningOutcome, attest_folder
     from lamina.admit.verdicts import Bound, Reason, Refusal, Register
 
 __all__ = [
-    "PublicKey", "PrivateKey", "KeyRing", "KeyEntry", "KeyStatus",
     "Descriptor", "DESCRIPTOR_SCHEMA", "Attestation", "attest", "commit", "subject_tag",
     "SigningTerms", "floors_hash", "preset", "attest_folder", "SigningOutcome",
     "Contribution", "FolderContributions", "AdmissionGate", "Register",
@@ -29,7 +26,7 @@ __all__ = [
     "Bound", "resolve", "Resolution",
 ]  # fmt: skip
 _FILES = (
-    "keys", "key_ring", "attestation", "verdicts", "contribution_sources", "checks", "signing", "resolver", "admission",
+    "attestation", "verdicts", "contribution_sources", "checks", "signing", "resolver", "admission",
     "gate",
 )  # fmt: skip
 

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from lamina.admit.attestation import window_rules
 from lamina.admit.checks import CONTRIBUTOR_ROLE, REASON_OF_KEY_STATUS, PolicyChecks
 from lamina.admit.contribution_sources import Contribution, read_signed_bytes
-from lamina.admit.key_ring import KeyRing, key_rules
 from lamina.admit.resolver import Caps, Resolution, resolve
 from lamina.admit.verdicts import (
     PROFILED,
@@ -41,6 +40,7 @@ from lamina.admit.verdicts import (
 )
 from lamina.plan.step_plan import StepPlan
 from lamina.plan.table import align_columns
+from lamina.sign.key_ring import KeyRing, key_rules
 
 if TYPE_CHECKING:
     from lamina.admit.gate import AdmissionGate

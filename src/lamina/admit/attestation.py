@@ -14,8 +14,9 @@ from struct import Struct
 from typing import Any, NamedTuple
 
 from lamina import cbor
-from lamina.admit.keys import ALGORITHMS, CLOCK_SKEW, EDDSA, LAST_SECOND, PrivateKey, PublicKey
 from lamina.errors import AdmissionError, EncodingError, UnknownSchema, WrongAlgorithm
+from lamina.sign.keys import ALGORITHMS, CLOCK_SKEW, EDDSA, LAST_SECOND, PrivateKey, PublicKey
+from lamina.sign.signed_json import sig_structure
 from lamina.validate import open_regular, short_repr
 
 # Patterns for canonical CBOR. They read what is signed in the usual form in a fifth of the time of a decoder.
@@ -463,14 +464,6 @@ def token_id(nonce: bytes) -> bytes:
     """cti: SHA-256('cti' ‖ nonce), its first 16 bytes. Unique as the nonce is, and does not show it."""
     assert len(nonce) == NONCE_BYTES
     return hashlib.sha256(b"cti" + nonce).digest()[:16]
-
-
-def sig_structure(protected: bytes, digest: bytes) -> bytes:
-    """The Sig_structure of RFC 9052 §4.4: ["Signature1", protected, external_aad = h'', payload]."""
-    size = len(protected)
-    assert len(digest) == 32 and 24 <= size < 2**16
-    head = bytes((0x58, size)) if size < 256 else bytes((0x59, size >> 8, size & 0xFF))
-    return b"\x84\x6aSignature1" + head + protected + b"\x40\x58\x20" + digest
 
 
 def match_message(data: bytes) -> tuple[bytes, bytes] | None:

@@ -26,13 +26,13 @@ from lamina.admit.attestation import (
     window_rules,
 )
 from lamina.admit.contribution_sources import Contribution, open_with_size
-from lamina.admit.key_ring import KeyEntry, KeyRing, KeyStatus
-from lamina.admit.keys import CLOCK_SKEW, format_utc
 from lamina.admit.verdicts import ContributionRefused, Reason, pack_row
 from lamina.errors import AdmissionError, EncodingError, LaminaError, UnknownSchema, WrongAlgorithm
 from lamina.plan.depth_profile import DepthProfile
 from lamina.plan.policy import ClassPolicy, Policy, PolicyFloors
 from lamina.plan.risk import gaussian_noise_multiplier
+from lamina.sign.key_ring import KeyEntry, KeyRing, KeyStatus
+from lamina.sign.keys import CLOCK_SKEW, format_utc
 from lamina.validate import distinct_fields
 
 

@@ -21,8 +21,6 @@ from lamina import validate
 from lamina.admit.admission import Admission, CrossChecks, Progress, revalidate_rows
 from lamina.admit.checks import MAX_PAYLOAD, Examiner, PolicyChecks, Verdict, check_id
 from lamina.admit.contribution_sources import Contribution, ContributionSource, FolderContributions
-from lamina.admit.key_ring import KeyRing
-from lamina.admit.keys import LAST_SECOND, format_utc
 from lamina.admit.verdicts import (
     REASON_CODES,
     REASONS,
@@ -39,6 +37,8 @@ from lamina.admit.verdicts import (
 from lamina.errors import AdmissionError
 from lamina.plan.policy import Policy
 from lamina.plan.table import printable
+from lamina.sign.key_ring import KeyRing
+from lamina.sign.keys import LAST_SECOND, format_utc
 
 
 class Clock:

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from lamina.admit import keys
 from lamina.admit.attestation import NONCE_BYTES, Attestation, Descriptor, attest, commit, subject_tag
 from lamina.admit.checks import PolicyChecks, SigningTerms, check_id
 from lamina.admit.contribution_sources import (
@@ -24,10 +23,11 @@ from lamina.admit.contribution_sources import (
     count_examples,
     open_with_size,
 )
-from lamina.admit.keys import LAST_SECOND, PrivateKey, format_utc
 from lamina.admit.verdicts import ContributionRefused
 from lamina.errors import AdmissionError, EncodingError, LaminaError
 from lamina.plan.policy import Policy
+from lamina.sign import keys
+from lamina.sign.keys import LAST_SECOND, PrivateKey, format_utc
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from lamina.account.gaussian_rdp import epsilon_of_noise_multiplier
 from lamina.admit.attestation import MICRO, Attestation, Descriptor
-from lamina.admit.key_ring import KeyRing
 from lamina.plan.table import printable
+from lamina.sign.key_ring import KeyRing
 
 
 class PackedTexts(Sequence[str]):

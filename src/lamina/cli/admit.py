@@ -10,7 +10,6 @@ import typer
 
 from lamina.admit.admission import Admission
 from lamina.admit.gate import AdmissionGate
-from lamina.admit.key_ring import KeyRing
 from lamina.admit.resolver import Caps, Resolution
 from lamina.admit.verdicts import Reason
 from lamina.cli.terminal import (
@@ -27,6 +26,7 @@ from lamina.corpus.payload_admission import admit_payloads
 from lamina.errors import AdmissionError
 from lamina.plan.policy import Policy
 from lamina.plan.step_plan import StepPlan
+from lamina.sign.key_ring import KeyRing
 
 _SIGN_IT = "sign it: lamina attest"
 _SIGN_AGAIN = "sign it again: lamina attest"

@@ -12,8 +12,6 @@ import typer
 
 from lamina.admit.attestation import MICRO
 from lamina.admit.checks import SigningTerms
-from lamina.admit.keys import format_utc, parse_time, read_small
-from lamina.admit.signed_json import parse_json
 from lamina.admit.signing import SigningOutcome, SigningState, ValidityWindow, attest_folder, contribution_ids
 from lamina.cli.terminal import (
     JsonOption,
@@ -31,6 +29,8 @@ from lamina.errors import AdmissionError
 from lamina.ledger.show import format_micro
 from lamina.plan.policy import Policy
 from lamina.plan.table import epsilon_text, printable
+from lamina.sign.keys import format_utc, parse_time, read_small
+from lamina.sign.signed_json import parse_json
 
 
 def classes_by_id(

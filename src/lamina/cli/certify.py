@@ -9,8 +9,6 @@ from typing import Annotated
 
 import typer
 
-from lamina.admit.keys import PrivateKey, parse_time, read_small, replace_file, write_new
-from lamina.admit.signed_json import read_cose
 from lamina.cli.open_ledger import refuse_older
 from lamina.cli.terminal import (
     JsonOption,
@@ -33,6 +31,8 @@ from lamina.release.certificate_pdf import certificate_papers
 from lamina.release.countersignature import Countersignature, countersign, other_role, role_of
 from lamina.release.manifest import release_keys
 from lamina.release.nist_profile import NIST_PROFILE, profile_dict, profile_text
+from lamina.sign.keys import PrivateKey, parse_time, read_small, replace_file, write_new
+from lamina.sign.signed_json import read_cose
 
 RunArgument = Annotated[Path, argument("RUN", "folder of a run: runs/NAME")]
 _OFFICER = "Countersignature by a privacy officer"

@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 from lamina.admit.admission import Admission
-from lamina.admit.keys import format_utc
 from lamina.admit.resolver import Resolution
 from lamina.allocate.make_plan import make_plan
 from lamina.cli.terminal import columns, print_answer, print_line, print_note, progress_bar
@@ -44,6 +43,7 @@ from lamina.plan.policy import Policy
 from lamina.plan.step_plan import StepPlan
 from lamina.plan.table import at_least, at_most, epsilon_text
 from lamina.release.risk_statements import content_sentence, membership_sentence
+from lamina.sign.keys import format_utc
 from lamina.train.publisher import Outcome
 
 TRAINING_LABELS = {

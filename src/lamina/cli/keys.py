@@ -11,9 +11,6 @@ from typing import Annotated, Any
 
 import typer
 
-from lamina.admit import keys
-from lamina.admit.key_ring import ROLES, KeyEntry, KeyRing
-from lamina.admit.keys import ALGORITHMS, P256Key, PrivateKey, PublicKey, format_utc, parse_time
 from lamina.cli.terminal import (
     JsonOption,
     PassphraseOption,
@@ -27,6 +24,9 @@ from lamina.cli.terminal import (
     read_passphrase,
 )
 from lamina.errors import BadKey
+from lamina.sign import keys
+from lamina.sign.key_ring import ROLES, KeyEntry, KeyRing
+from lamina.sign.keys import ALGORITHMS, P256Key, PrivateKey, PublicKey, format_utc, parse_time
 
 RingOption = Annotated[Path, option("file of the key ring", "--keys", metavar="FILE")]
 

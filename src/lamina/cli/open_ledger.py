@@ -12,7 +12,6 @@ from typing import Any
 import typer
 
 from lamina.admit.contribution_sources import DESCRIPTOR_FILE, Contribution, FolderContributions
-from lamina.admit.keys import PrivateKey
 from lamina.admit.verdicts import EntryContext, RefusedRows, RegisterEntry
 from lamina.cli.terminal import existing_ledger, open_private_key, print_answer, print_note
 from lamina.errors import LedgerError, RunError
@@ -26,6 +25,7 @@ from lamina.ledger.records import ContributionRecord, KeptContribution
 from lamina.ledger.store.sqlite import is_postgres_url, ledger_exists, make_store
 from lamina.ledger.writer import Ledger
 from lamina.release.reconciliation import anchor_file, read_anchor
+from lamina.sign.keys import PrivateKey
 from lamina.spend.neighbours import LEDGER_SUFFIX
 from lamina.spend.spend_ledger import SpendLedger
 

@@ -12,7 +12,6 @@ import torch
 import typer
 from torch import Tensor, nn
 
-from lamina.admit.keys import read_small
 from lamina.allocate.make_plan import ALLOCATIONS, DEFAULT_ALLOCATION, explained_plan
 from lamina.cli import by_name
 from lamina.cli.explain import PlanExplanation, compare_allocations, plan_notes, requested_epsilon
@@ -24,6 +23,7 @@ from lamina.errors import EngineError, LaminaError, PlanError
 from lamina.plan.layer_stack import LayerStack
 from lamina.plan.policy import Policy
 from lamina.plan.selection import planned_noised_sizes
+from lamina.sign.keys import read_small
 from lamina.train.run_output import user_code
 from lamina.validate import parse_toml
 

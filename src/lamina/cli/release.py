@@ -9,9 +9,6 @@ from typing import Annotated, Any
 
 import typer
 
-from lamina.admit.key_ring import KeyRing
-from lamina.admit.keys import P256Key, PrivateKey, PublicKey, format_utc, parse_time, read_small
-from lamina.admit.signed_json import parse_json
 from lamina.cli.certify import LedgerOption, ReleaseKeyOption, TrustOption, pdfs_or_note, release_key, run_ledger
 from lamina.cli.open_ledger import open_ledger
 from lamina.cli.terminal import (
@@ -37,8 +34,11 @@ from lamina.release.countersignature import OFFICER, Countersignature
 from lamina.release.decision_log import verify_log
 from lamina.release.gate import Query, ReleaseGate
 from lamina.release.manifest import GatePolicy, ReleaseVerification, make_release, verify_release
-from lamina.release.model_signing import MODEL_SIGNATURE
 from lamina.release.papers import TRAINING_WARNING, write_papers
+from lamina.sign.key_ring import KeyRing
+from lamina.sign.keys import P256Key, PrivateKey, PublicKey, format_utc, parse_time, read_small
+from lamina.sign.model_signing import MODEL_SIGNATURE
+from lamina.sign.signed_json import parse_json
 
 _HELP = """Create, verify and query signed model releases.
 

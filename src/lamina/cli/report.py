@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from lamina.admit.keys import replace_file
 from lamina.cli.certify import LedgerOption, RunArgument, TrustOption, run_ledger
 from lamina.cli.terminal import JsonOption, option, print_answer
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.verify.tree_checks import Trust
 from lamina.report.pages import run_report
+from lamina.sign.keys import replace_file
 
 
 def report(

@@ -12,7 +12,6 @@ from typing import Annotated, Any
 
 import typer
 
-from lamina.admit.keys import PrivateKey
 from lamina.cli.open_ledger import find_ledgers, read_spend, write_spend
 from lamina.cli.terminal import (
     JsonOption,
@@ -30,6 +29,7 @@ from lamina.ledger.store.rows import head_of
 from lamina.ledger.store.sqlite import printable_location
 from lamina.plan.risk import RiskBound
 from lamina.plan.table import epsilon_text, finite_or_none, percent_text, printable, remaining_text
+from lamina.sign.keys import PrivateKey
 from lamina.spend.accounts import BOUND_SEPARATOR, AccountTotal, RecordedSpend, RunSpend, is_bound, run_name
 from lamina.spend.neighbours import NeighbourLedger, neighbour_ledgers
 from lamina.spend.reservation import SpendLimits, SpendView

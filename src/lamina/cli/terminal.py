@@ -23,7 +23,7 @@ from lamina.errors import BadKey, LaminaError
 from lamina.validate import INVISIBLE, visible
 
 if TYPE_CHECKING:
-    from lamina.admit.keys import PrivateKey
+    from lamina.sign.keys import PrivateKey
 
 err = Console(stderr=True, highlight=False)
 out = Console(highlight=False)
@@ -166,7 +166,7 @@ def read_passphrase(file: Path | None, *, what: str, new: bool = False) -> bytes
     """The passphrase from the file, else from the environment, else asked for (twice if it is `new`)."""
     or_none = ", or --no-passphrase" if new else ""
     if file is not None:
-        from lamina.admit.keys import read_small
+        from lamina.sign.keys import read_small
 
         found = read_small(file, "the passphrase file", most=4096, pipe=True).partition(b"\n")[0].removesuffix(b"\r")
     elif given := os.environ.get(PASSPHRASE_VARIABLE):
@@ -184,14 +184,14 @@ def read_passphrase(file: Path | None, *, what: str, new: bool = False) -> bytes
 
 def open_private_key(path: Path, passphrase_file: Path | None) -> PrivateKey:
     """Load a private key; asks for the passphrase only if the file is encrypted."""
-    from lamina.admit.keys import PrivateKey
+    from lamina.sign.keys import PrivateKey
 
     return PrivateKey.load(path, passphrase_if_sealed(path, passphrase_file))
 
 
 def passphrase_if_sealed(path: Path, passphrase_file: Path | None) -> bytes | None:
     """The passphrase of a private key; None if it has none."""
-    from lamina.admit.keys import PrivateKey
+    from lamina.sign.keys import PrivateKey
 
     return read_passphrase(passphrase_file, what=f"'{path}'") if PrivateKey.sealed(path) else None
 

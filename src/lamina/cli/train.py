@@ -15,7 +15,6 @@ import typer
 from torch import nn
 
 from lamina import presets
-from lamina.admit.keys import PrivateKey
 from lamina.admit.verdicts import Register
 from lamina.allocate.make_plan import make_plan
 from lamina.cli import by_name, run_file
@@ -46,6 +45,7 @@ from lamina.plan.layer_stack import LayerStack
 from lamina.plan.policy import Policy
 from lamina.plan.step_plan import StepPlan
 from lamina.plan.table import at_most, epsilon_text, finite_or_none, remaining_text
+from lamina.sign.keys import PrivateKey
 from lamina.spend.accounts import describe_account, is_bound, plan_charges
 from lamina.spend.spend_ledger import SpendLedger
 from lamina.train.private import NOTHING_REMAINS, TUNE_ELSEWHERE

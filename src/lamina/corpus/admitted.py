@@ -21,8 +21,6 @@ from lamina.admit.admission import Admission, Progress
 from lamina.admit.attestation import commit
 from lamina.admit.checks import MAX_PAYLOAD
 from lamina.admit.contribution_sources import Contribution
-from lamina.admit.key_ring import KeyRing
-from lamina.admit.keys import read_small
 from lamina.admit.resolver import Resolution
 from lamina.admit.verdicts import Bound, ContributionRefused, PackedTexts, Reason, Register
 from lamina.corpus.corpus import Corpus, Factors, LimitsOfRows, ProbeArgument
@@ -38,6 +36,8 @@ from lamina.ledger.admission_batch import open_register
 from lamina.ledger.writer import Ledger
 from lamina.plan.policy import Policy
 from lamina.plan.step_plan import Clipping, StepPlan
+from lamina.sign.key_ring import KeyRing
+from lamina.sign.keys import read_small
 from lamina.spend.accounts import SignedAccount, account_name
 from lamina.validate import one_of
 

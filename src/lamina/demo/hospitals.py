@@ -19,8 +19,6 @@ from lamina.admit.admission import Admission
 from lamina.admit.attestation import NONCE_BYTES, attest, commit
 from lamina.admit.checks import SigningTerms
 from lamina.admit.contribution_sources import ATTESTATION_FILE, DESCRIPTOR_FILE
-from lamina.admit.key_ring import KeyRing
-from lamina.admit.keys import PrivateKey
 from lamina.admit.signing import SECONDS_PER_YEAR, SigningState, attest_folder
 from lamina.demo.patients import DemoPatients, DemoSizes, PatientGroup
 from lamina.demo.training import FINE_TUNING, loss
@@ -29,6 +27,8 @@ from lamina.ledger.verify.report import Verification
 from lamina.ledger.verify.verifier import verify
 from lamina.plan.policy import Policy
 from lamina.plan.step_plan import StepPlan
+from lamina.sign.key_ring import KeyRing
+from lamina.sign.keys import PrivateKey
 
 ORIGIN = "demo.example/simulated-ecg"
 DELTA = 1e-5  # well below one over the population

@@ -8,7 +8,6 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from lamina.admit.keys import PrivateKey
 from lamina.ledger.corpus_terms import ledger_key_path
 from lamina.ledger.writer import Ledger
 from lamina.release.certificate import certify
@@ -16,6 +15,7 @@ from lamina.release.certificate_pdf import certificate_papers, certificate_pdf
 from lamina.release.gate import Decision, Query, ReleaseGate
 from lamina.release.manifest import make_release
 from lamina.report.pages import run_report
+from lamina.sign.keys import PrivateKey
 
 KEY_NAME, RELEASE_NAME = "release.key", "release"
 _RIGHTS = {"classes": ["volunteer", "sensitive"], "max_epsilon": 4.0, "min_noise_multiplier": 0.0}

@@ -15,8 +15,6 @@ import numpy as np
 
 from lamina.admit.attestation import Attestation, Descriptor, window_rules
 from lamina.admit.checks import other_ledger
-from lamina.admit.key_ring import KeyEntry, KeyRing
-from lamina.admit.keys import PrivateKey
 from lamina.admit.verdicts import (
     ADMITTED_MEANWHILE,
     REASON_OF_STATUS,
@@ -39,6 +37,8 @@ from lamina.ledger.records import ContributionRecord, ContributionTerms, Record
 from lamina.ledger.store.rows import StoredLeaf, StoreReader, head_of
 from lamina.ledger.writer import ConcurrentAppend, Ledger, append_if_size
 from lamina.plan.policy import Policy
+from lamina.sign.key_ring import KeyEntry, KeyRing
+from lamina.sign.keys import PrivateKey
 
 # The keys of contributors in a ledger: whose signatures count, as a key ring has it, so that an auditor needs none.
 #

@@ -12,7 +12,6 @@ from threading import RLock
 from typing import Any, NamedTuple
 
 from lamina.admit.attestation import Attestation, window_rules
-from lamina.admit.keys import PrivateKey, format_utc
 from lamina.errors import AdmissionError, EncodingError, LedgerDamaged, LedgerError
 from lamina.ledger.contribution_columns import ContributionColumns, kept_contributions
 from lamina.ledger.governance_records import (
@@ -56,7 +55,7 @@ from lamina.ledger.records import (
     decode_leaf,
     kind_name,
 )
-from lamina.ledger.signed_checkpoint import NoteKey, parse_checkpoint
+from lamina.ledger.signed_checkpoint import parse_checkpoint
 from lamina.ledger.store.rows import (
     LeafRow,
     LedgerHead,
@@ -68,6 +67,8 @@ from lamina.ledger.store.rows import (
     head_of,
     tile_reader,
 )
+from lamina.sign.keys import PrivateKey, format_utc
+from lamina.sign.notes import NoteKey
 
 _LEAVES_AT_ONCE = 4096
 _NOT_BEFORE, _EXPIRES = attrgetter("not_before"), attrgetter("expires")

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from lamina.admit.keys import LAST_SECOND
 from lamina.errors import EncodingError
 from lamina.ledger.merkle import hash_all
 from lamina.ledger.records import (
@@ -31,6 +30,7 @@ from lamina.ledger.records import (
     decode_leaf,
 )
 from lamina.ledger.store.rows import LeafBlock, StoredLeaf, StoreReader
+from lamina.sign.keys import LAST_SECOND
 
 if TYPE_CHECKING:
     from lamina.ledger.spending import Bound

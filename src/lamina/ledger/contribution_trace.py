@@ -15,7 +15,6 @@ from lamina.account.accountants import pooled_epsilon
 from lamina.account.schedule import EventCounts
 from lamina.admit.attestation import Attestation, Descriptor, commit
 from lamina.admit.contribution_sources import Contribution
-from lamina.admit.keys import format_utc
 from lamina.errors import LaminaError
 from lamina.ledger.governance_records import Header, KeyChange, KeyEvents, PolicyChange, Release
 from lamina.ledger.reader import LedgerReader
@@ -34,6 +33,7 @@ from lamina.ledger.show import epsilon_or_none, leaf_excerpt, leaf_to_dict
 from lamina.ledger.spending import Bound, adaptive_order, planned_charges, signed_spend, steps_by_kind
 from lamina.ledger.verify.contribution_checks import recorded_terms
 from lamina.plan.step_plan import StepPlan
+from lamina.sign.keys import format_utc
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,10 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from lamina.account.schedule import rdp_order_of
-from lamina.admit import keys
 from lamina.admit.attestation import MICRO
 from lamina.admit.checks import class_multiplier, floors_hash, profile_text, to_micro
-from lamina.admit.keys import PrivateKey, PublicKey, path_lock
 from lamina.admit.signing import SECONDS_PER_YEAR
 from lamina.errors import LedgerError
 from lamina.ledger.governance_records import (
@@ -39,6 +37,8 @@ from lamina.ledger.store.sqlite import is_postgres_url, ledger_exists, printable
 from lamina.ledger.writer import DAY_SECONDS, Ledger
 from lamina.plan.policy import Policy
 from lamina.plan.step_plan import PlannedClass, StepPlan
+from lamina.sign import keys
+from lamina.sign.keys import PrivateKey, PublicKey, path_lock
 from lamina.validate import short_repr
 
 _DELTA_WITHOUT_NOISE = 1e-6  # of a plan that owes nobody noise: nothing is ever stated at it

@@ -20,9 +20,10 @@ from lamina.ledger.key_state import GovernanceState, checkpoint_roots
 from lamina.ledger.merkle import Frontier, leaf_hashes
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.records import CONTRIBUTION_STARTS, Leaf, decode_kept, decode_leaf
-from lamina.ledger.signed_checkpoint import LedgerCheckpoint, NoteKey, parse_checkpoint
+from lamina.ledger.signed_checkpoint import LedgerCheckpoint, parse_checkpoint
 from lamina.ledger.store.rows import StoredLeaf, StoreReader, head_of
 from lamina.ledger.verify.tree_checks import Trust, note_signed_by
+from lamina.sign.notes import NoteKey
 
 T = TypeVar("T")
 UseLeaves = Callable[[Sequence[Leaf], Sequence[Leaf]], None]  # withdrawals under the checkpoint, and later ones

@@ -14,7 +14,6 @@ from typing import Any
 from lamina import cbor
 from lamina.account.accountants import find_accountant
 from lamina.admit.checks import hash_of_floors
-from lamina.admit.keys import ALGORITHMS, PrivateKey, PublicKey
 from lamina.admit.signing import SECONDS_PER_YEAR
 from lamina.errors import AccountingError, BadKey, EncodingError, LaminaError, LedgerError
 from lamina.ledger.schema import (
@@ -52,6 +51,7 @@ from lamina.ledger.schema import (
 from lamina.plan.depth_profile import DepthProfile
 from lamina.plan.policy import AboutPolicy
 from lamina.plan.risk import RiskBound
+from lamina.sign.keys import ALGORITHMS, PrivateKey, PublicKey
 from lamina.validate import short_repr
 
 _PROFILE_DIGEST = "sha256:"  # how a long profile is written

@@ -11,8 +11,6 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Self, TypeVar
 
-from lamina.admit.key_ring import KeyRing, KeyStatus
-from lamina.admit.keys import PrivateKey, PublicKey, format_utc
 from lamina.errors import LedgerError
 from lamina.ledger.governance_records import (
     About,
@@ -36,9 +34,12 @@ from lamina.ledger.governance_records import (
 )
 from lamina.ledger.merkle import TileNodes, leaf_hash, root_at
 from lamina.ledger.records import ContributionTerms
-from lamina.ledger.signed_checkpoint import Note, WitnessKey, WitnessQuorum, parse_checkpoint
+from lamina.ledger.signed_checkpoint import parse_checkpoint
 from lamina.ledger.store.rows import StoreReader, tile_reader
 from lamina.plan.risk import RiskBound
+from lamina.sign.key_ring import KeyRing, KeyStatus
+from lamina.sign.keys import PrivateKey, PublicKey, format_utc
+from lamina.sign.notes import Note, WitnessKey, WitnessQuorum
 
 G = TypeVar("G", bound=GoverningRecord)
 

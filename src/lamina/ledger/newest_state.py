@@ -16,7 +16,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from lamina.admit.keys import path_lock, read_small, replace_file
 from lamina.errors import AdmissionError, LedgerDamaged, LedgerError
 from lamina.ledger.checked_leaves import AttemptName, CheckedLeaves
 from lamina.ledger.open_rows import OpenHead, held_digests
@@ -24,6 +23,7 @@ from lamina.ledger.reader import LedgerReader
 from lamina.ledger.records import Epoch
 from lamina.ledger.run_records import RunBegin, RunEnd, RunRecord
 from lamina.ledger.store.rows import StoreReader
+from lamina.sign.keys import path_lock, read_small, replace_file
 
 _MOST_TREES = 256  # checkpoints kept, so that an older copy of the ledger is told from a fork
 _MAX_FILE = 1 << 24

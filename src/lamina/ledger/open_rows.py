@@ -19,11 +19,11 @@ import hashlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from lamina.admit.keys import PrivateKey
 from lamina.errors import LedgerDamaged
 from lamina.ledger.governance_records import Role
 from lamina.ledger.key_state import KeyState
 from lamina.ledger.store.rows import RunHold, StoreReader, StoreWriter
+from lamina.sign.keys import PrivateKey
 
 _NAME = "open"
 _STORED_BYTES = 144

@@ -6,23 +6,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from lamina import cbor
-from lamina.admit.attestation import sig_structure
-from lamina.admit.keys import ALGORITHMS, PublicKey
 from lamina.errors import EncodingError, LedgerError, NotVerified
 from lamina.ledger import signed_checkpoint
 from lamina.ledger.merkle import MAX_TREE_SIZE, is_hash, is_tree_size, leaf_hash, root_from_inclusion, verify_inclusion
-from lamina.ledger.signed_checkpoint import (
-    MAX_NOTE_BYTES,
-    RECEIPT_TYPE,
-    LedgerCheckpoint,
-    NoteKey,
-    TreeSignature,
-    WitnessQuorum,
-    decode64,
-    encode64,
-    parse_decimal,
-    protected_header,
-)
+from lamina.ledger.signed_checkpoint import RECEIPT_TYPE, LedgerCheckpoint, TreeSignature, protected_header
+from lamina.sign.keys import ALGORITHMS, PublicKey
+from lamina.sign.notes import MAX_NOTE_BYTES, NoteKey, WitnessQuorum, decode64, encode64, parse_decimal
+from lamina.sign.signed_json import sig_structure
 
 # The receipt that a contributor keeps: a signed proof that a leaf is in the tree (RFC 9942, COSE receipts).
 #

@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 from lamina import cbor
 from lamina.admit.attestation import BYTES_32, NUMBER, compile_pattern, read_number
-from lamina.admit.keys import LAST_SECOND
 from lamina.errors import EncodingError, LedgerError
 from lamina.ledger.governance_records import (
     GOVERNING_KINDS,
@@ -50,6 +49,7 @@ from lamina.ledger.schema import (
     tuple_of,
 )
 from lamina.ledger.store.rows import StoredLeaf
+from lamina.sign.keys import LAST_SECOND
 
 
 @ledger_record(kw_only=False)

@@ -12,8 +12,8 @@ from importlib.metadata import version
 from typing import Any, NamedTuple, TypeVar, dataclass_transform
 
 from lamina import validate
-from lamina.admit.keys import CLOCK_SKEW, LAST_SECOND, format_utc
 from lamina.errors import EncodingError, LedgerError
+from lamina.sign.keys import CLOCK_SKEW, LAST_SECOND, format_utc
 
 
 def program_version() -> str:
@@ -23,6 +23,7 @@ def program_version() -> str:
 
 NANO = 1_000_000_000
 UNBOUNDED = 2**64 - 1  # a spend for which no finite figure is known
+MAX_EPSILON = UNBOUNDED / NANO  # no ledger states more
 _MAX_FLOAT_TEXT = 32  # characters; the longest text of a double has 24
 
 

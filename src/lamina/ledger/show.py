@@ -8,7 +8,6 @@ from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 from lamina import validate
-from lamina.admit.keys import format_utc
 from lamina.errors import LedgerError
 from lamina.ledger.governance_records import (
     ABOUT,
@@ -40,6 +39,7 @@ from lamina.ledger.records import (
 from lamina.ledger.run_records import NoiseOrigin, RunBegin, RunEnd
 from lamina.ledger.schema import MICRO, NANO, SPEND, TIME, UNBOUNDED, FieldType, pluralize, schema_of
 from lamina.ledger.withdrawal_request import describe_signer
+from lamina.sign.keys import format_utc
 
 _MAX_BOUNDS_SHOWN = 4  # signed bounds of an epoch that are told in its line
 KINDS_BY_NAME = {word: kind for kind, word in KIND_NAMES.items()}

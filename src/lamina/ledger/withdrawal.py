@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from lamina import validate
-from lamina.admit import keys
-from lamina.admit.keys import PrivateKey
 from lamina.errors import EncodingError, LaminaError, LedgerDamaged, LedgerError, NotVerified, StoreBusy, StoreError
 from lamina.ledger.contribution_trace import ContributionSpend, contribution_spend
 from lamina.ledger.governance_records import Withdrawal, WithdrawalEffect, WithdrawalReason
@@ -32,6 +30,8 @@ from lamina.ledger.withdrawal_request import (
     withdrawal_violation,
 )
 from lamina.ledger.writer import Ledger
+from lamina.sign import keys
+from lamina.sign.keys import PrivateKey
 
 # Withdrawals: how a contribution leaves. A record is appended; nothing is erased.
 #

@@ -17,9 +17,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from lamina import validate
-from lamina.admit.key_ring import KeyRing
-from lamina.admit.keys import CLOCK_SKEW, PrivateKey, format_utc, parse_utc
-from lamina.admit.signed_json import SignedPayload, parse_json, read_cose, sign_json
 from lamina.errors import EncodingError, LaminaError, LedgerError
 from lamina.ledger.governance_records import (
     MAX_REQUEST_BYTES,
@@ -32,6 +29,9 @@ from lamina.ledger.governance_records import (
 from lamina.ledger.key_state import GovernanceState, Violation, contributor_key
 from lamina.ledger.records import ContributionRecord, KeptContribution, Record, decode_leaf
 from lamina.ledger.store.rows import StoreReader
+from lamina.sign.key_ring import KeyRing
+from lamina.sign.keys import CLOCK_SKEW, PrivateKey, format_utc, parse_utc
+from lamina.sign.signed_json import SignedPayload, parse_json, read_cose, sign_json
 
 REQUEST_TYPE = "application/lamina-withdrawal+json"
 OPERATOR_ROLES = (Role.OPERATOR, Role.GOVERNING)

@@ -15,13 +15,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lamina.admit.keys import PrivateKey, PublicKey, format_utc, path_lock, read_small, replace_file
-from lamina.admit.signed_json import parse_json
 from lamina.errors import EncodingError, LaminaError, LedgerError, NotVerified
-from lamina.ledger import signed_checkpoint as notes
+from lamina.ledger import signed_checkpoint as checkpoints
 from lamina.ledger.merkle import MAX_TREE_SIZE, verify_consistency
 from lamina.ledger.receipt import MAX_PROOF_HASHES
-from lamina.ledger.signed_checkpoint import LedgerCheckpoint, NoteKey, WitnessKey, WitnessQuorum
+from lamina.ledger.signed_checkpoint import LedgerCheckpoint
+from lamina.sign import notes
+from lamina.sign.keys import PrivateKey, PublicKey, format_utc, path_lock, read_small, replace_file
+from lamina.sign.notes import NoteKey, WitnessKey, WitnessQuorum
+from lamina.sign.signed_json import parse_json
 
 MAX_STATE_BYTES = 1 << 26
 Prove = Callable[[int, int], Sequence[bytes]]  # (old size, new size) → consistency proof
@@ -68,9 +70,9 @@ class Witness:
         the checkpoint is not signed by one of them, or does not continue the last one of its origin.
         """
         # 1. The ledger signed it, and is not its own witness.
-        origin, known = notes.parse_checkpoint(request.checkpoint)[0].origin, tuple(dict.fromkeys(keys))
+        origin, known = checkpoints.parse_checkpoint(request.checkpoint)[0].origin, tuple(dict.fromkeys(keys))
         policy = WitnessQuorum(0, (self._own,))
-        new = notes.verify_checkpoint(
+        new = checkpoints.verify_checkpoint(
             request.checkpoint, [NoteKey(origin, key) for key in known], origin=origin, policy=policy
         )
         with path_lock(self._state.parent):
@@ -86,8 +88,8 @@ class Witness:
                 problem = f"{origin!r} was cosigned at {format_utc(earlier)}, but the clock shows {format_utc(now)}"
                 raise LedgerError("ledger.clock-behind", problem, "set the clock of this machine")
             # 4. The state is on the disk before the cosignature leaves.
-            text = notes.add_cosignature(request.checkpoint, self._key, now, self._name)
-            notes.parse_checkpoint(
+            text = checkpoints.add_cosignature(request.checkpoint, self._key, now, self._name)
+            checkpoints.parse_checkpoint(
                 text
             )  # a note that is too long with the cosignature could not be read from the state
             kept = {name: note.encode() for name, (_, note) in state.items()} | {origin: text}
@@ -103,7 +105,7 @@ class Witness:
             return {}
         try:
             found = parse_json(read_small(self._state, "the state of the witness", most=MAX_STATE_BYTES), "the state")
-            made = {origin: notes.parse_checkpoint(text) for origin, text in found.items()}
+            made = {origin: checkpoints.parse_checkpoint(text) for origin, text in found.items()}
             if all(origin == head.origin for origin, (head, _) in made.items()):
                 return made
         except (EncodingError, TypeError, AttributeError):

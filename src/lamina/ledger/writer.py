@@ -12,9 +12,8 @@ from functools import cache
 from typing import TypeVar
 
 from lamina import cbor
-from lamina.admit.keys import PrivateKey, format_utc
 from lamina.errors import LedgerDamaged, LedgerError, StoreLost
-from lamina.ledger import signed_checkpoint as notes
+from lamina.ledger import signed_checkpoint as checkpoints
 from lamina.ledger.append import AppendBatch, AppendContext, UnindexedKeys, check_may_follow, check_run_records
 from lamina.ledger.checked_leaves import AttemptName, CheckedLeaves, WriterMark, leaf_not_allowed
 from lamina.ledger.contribution_columns import first_index_difference
@@ -41,6 +40,8 @@ from lamina.ledger.store.rows import (
 from lamina.ledger.store.sqlite import make_store
 from lamina.ledger.verify.verifier import verify_rows
 from lamina.ledger.withdrawal_request import check_withdrawals
+from lamina.sign import notes
+from lamina.sign.keys import PrivateKey, format_utc
 
 T = TypeVar("T")
 Clock = Callable[[], float]
@@ -149,7 +150,7 @@ class Ledger(LedgerReader):
                 with self._newer_view(leaves, error) as (view, checked):
                     newest.check(self.name, self._kept.path, view, checked, frozenset())
             if last is not None and last.size > newest.size and not self._restoring:
-                root = notes.parse_checkpoint(last.text)[0].root
+                root = checkpoints.parse_checkpoint(last.text)[0].root
                 self._keep(NewestState.of(rows, leaves, last.size, root))
         self._compared = True
         return leaves
@@ -178,7 +179,9 @@ class Ledger(LedgerReader):
             found = self._seal(rows, None, self.governance(rows))
             if last is None:
                 return found
-            return NewestState.of(rows, leaves, last.size, notes.parse_checkpoint(last.text)[0].root).joined(found)
+            return NewestState.of(rows, leaves, last.size, checkpoints.parse_checkpoint(last.text)[0].root).joined(
+                found
+            )
 
         found = self.transact(work)
         line = f"{format_utc(self.now())}: {found.size} signed leaves instead of {before.size}, {why}"
@@ -467,7 +470,7 @@ class Ledger(LedgerReader):
             if last is not None and last.size > tree.size:  # another process was quicker, and went further
                 return last.text
             if last is not None and last.size == tree.size:
-                if notes.parse_checkpoint(last.text)[0] != tree:
+                if checkpoints.parse_checkpoint(last.text)[0] != tree:
                     problem = f"two checkpoints of {tree.size} leaves differ"
                     raise LedgerDamaged("ledger.checkpoints-differ", problem, "find out who signed the other one")
                 return last.text
@@ -495,14 +498,14 @@ class Ledger(LedgerReader):
 
     def cosigned(self, text: str) -> str:
         """Add the signatures of a copy of a checkpoint, as it came back from a witness; all that there are now."""
-        found, _ = notes.parse_checkpoint(text)
+        found, _ = checkpoints.parse_checkpoint(text)
 
         def add(rows: StoreWriter) -> str:
             there = rows.checkpoint(found.size)
             if there is None:
                 problem = f"the ledger {self.name} has no checkpoint of {found.size} leaves"
                 raise LedgerError("ledger.checkpoint-unknown", problem, "give a checkpoint of this ledger")
-            all_signed = notes.merge_signatures(there.text, text)
+            all_signed = checkpoints.merge_signatures(there.text, text)
             rows.put_checkpoint(there._replace(text=all_signed))
             return all_signed
 
@@ -537,7 +540,7 @@ class Ledger(LedgerReader):
                 raise LedgerError("ledger.key-may-not-cosign", problem, remedy)
             else:
                 name = known.key.name
-            note = notes.parse_checkpoint(last.text)[1]
+            note = checkpoints.parse_checkpoint(last.text)[1]
             earlier = notes.WitnessQuorum(0, (notes.WitnessKey(name, key.public),)).cosigned(note).get(name, 0)
             if earlier > now:
                 problem = f"the checkpoint was cosigned at {format_utc(earlier)}, but the clock shows {format_utc(now)}"
@@ -584,7 +587,7 @@ class Ledger(LedgerReader):
 
 def checkpoint_digest(text: str) -> bytes:
     """What an epoch says of the checkpoint before it: SHA-256 of what was signed, without the signatures."""
-    _, note = notes.parse_checkpoint(text)
+    _, note = checkpoints.parse_checkpoint(text)
     return hashlib.sha256(note.text.encode()).digest()
 
 

@@ -30,14 +30,12 @@ from typing import Any
 
 from lamina.account.accountants import cost, pooled_epsilon
 from lamina.account.schedule import Event, EventKey
-from lamina.admit.keys import PrivateKey, PublicKey, format_utc
-from lamina.admit.signed_json import canonical_json, parse_json, read_cose, sign_cose
 from lamina.errors import BadKey, EncodingError, NotVerified
 from lamina.ledger.corpus_terms import about_at
 from lamina.ledger.governance_records import ABOUT, Header, Role
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.run_records import WEIGHTS
-from lamina.ledger.schema import nano_epsilon
+from lamina.ledger.schema import MAX_EPSILON, nano_epsilon
 from lamina.ledger.show import epsilon_or_none
 from lamina.ledger.spending import signed_spend
 from lamina.ledger.verify.report import Verification
@@ -47,12 +45,14 @@ from lamina.plan.correlation import correlation_summary
 from lamina.plan.risk import COMPOSED
 from lamina.plan.step_plan import Clipping, PlannedClass
 from lamina.release import risk_statements
+from lamina.release.posture import MAX_NOISE
 from lamina.release.risk_statements import BY_ISSUER, BY_LEDGER, BY_TRAINER, FIGURE_NAMES, risk_figures
 from lamina.release.run_evidence import RunEvidence, RunMetrics, check_run_facts, file_digest
-from lamina.release.signed import MAX_EPSILON, MAX_NOISE, bounded_number, bounded_whole, is_short_text
 from lamina.release.utility import check_utility, read_evaluation, utility_section
+from lamina.sign.keys import PrivateKey, PublicKey, format_utc
+from lamina.sign.signed_json import canonical_json, parse_json, read_cose, sign_cose
 from lamina.spend.neighbours import NeighbourLedger, neighbour_ledgers
-from lamina.validate import short_repr
+from lamina.validate import bounded_number, bounded_whole, is_short_text, short_repr
 
 CERTIFICATE_TYPE = "application/lamina-certificate+json"
 CERTIFICATE_VERSION = 2

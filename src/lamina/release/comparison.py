@@ -12,13 +12,12 @@ from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from lamina.admit.keys import format_utc
 from lamina.errors import LaminaError, NotVerified
 from lamina.ledger.governance_records import KeyEvents, PolicyChange, Release, Role, TermsChange, Withdrawal
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.records import KIND_NAMES, Epoch, Record
 from lamina.ledger.schema import NANO
-from lamina.ledger.signed_checkpoint import NoteKey, verify_checkpoint
+from lamina.ledger.signed_checkpoint import verify_checkpoint
 from lamina.ledger.verify.release_checks import FIGURE_TOLERANCE
 from lamina.ledger.verify.report import Verification
 from lamina.ledger.verify.tree_checks import Trust
@@ -26,6 +25,8 @@ from lamina.ledger.verify.verifier import verify
 from lamina.release.certificate import Certificate, certificate_content, in_other_role
 from lamina.release.posture import Posture, read_posture
 from lamina.release.run_evidence import RunEvidence
+from lamina.sign.keys import format_utc
+from lamina.sign.notes import NoteKey
 from lamina.validate import short_repr
 
 if TYPE_CHECKING:

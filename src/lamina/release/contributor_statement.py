@@ -15,8 +15,6 @@ from functools import partial
 from typing import Any
 
 from lamina.account.schedule import EventKey
-from lamina.admit.keys import PublicKey
-from lamina.admit.signed_json import parse_json, read_cose
 from lamina.errors import EncodingError, LedgerError, NotVerified
 from lamina.ledger.contribution_trace import account_of, trace_contribution
 from lamina.ledger.governance_records import Release, Withdrawal
@@ -26,7 +24,7 @@ from lamina.ledger.receipt import Receipt, verify_receipt
 from lamina.ledger.records import ContributionRecord, Epoch, KeptContribution, KeptLeaf, Leaf, decode_kept, decode_leaf
 from lamina.ledger.run_records import RunEnd
 from lamina.ledger.show import epsilon_or_none
-from lamina.ledger.signed_checkpoint import LedgerCheckpoint, Note, NoteKey, parse_checkpoint, verify_checkpoint
+from lamina.ledger.signed_checkpoint import LedgerCheckpoint, parse_checkpoint, verify_checkpoint
 from lamina.ledger.store.rows import StoredLeaf
 from lamina.ledger.verify.tree_checks import Trust
 from lamina.ledger.verify.verifier import verify
@@ -36,6 +34,9 @@ from lamina.plan.step_plan import Clipping, StepPlan
 from lamina.release.letter import broken_conditions
 from lamina.release.reconciliation import reconciled_facts
 from lamina.release.risk_statements import risk_figures
+from lamina.sign.keys import PublicKey
+from lamina.sign.notes import Note, NoteKey
+from lamina.sign.signed_json import parse_json, read_cose
 
 CONTRIBUTOR_STATEMENT = "application/lamina-contributor-statement+json"
 

@@ -13,15 +13,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lamina.admit.key_ring import KeyStatus
-from lamina.admit.keys import CLOCK_SKEW, PrivateKey, PublicKey, format_utc, parse_utc
-from lamina.admit.signed_json import canonical_json, parse_json, read_cose, sign_json
 from lamina.errors import BadKey, EncodingError, LaminaError, NotVerified, PlanError
 from lamina.ledger.key_state import KeyState
 from lamina.ledger.verify.tree_checks import Trust
 from lamina.release.comparison import Note
-from lamina.release.signed import is_short_text
-from lamina.validate import short_repr
+from lamina.sign.key_ring import KeyStatus
+from lamina.sign.keys import CLOCK_SKEW, PrivateKey, PublicKey, format_utc, parse_utc
+from lamina.sign.signed_json import canonical_json, parse_json, read_cose, sign_json
+from lamina.validate import is_short_text, short_repr
 
 COUNTERSIGNATURE_TYPE = "application/lamina-countersignature+json"
 OFFICER = "officer"  # role in a key ring; a ledger has no such role

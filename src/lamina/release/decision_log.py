@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from lamina.admit.keys import PrivateKey, PublicKey, format_utc
 from lamina.errors import EncodingError, LedgerError, NotVerified
 from lamina.ledger.run_records import WEIGHTS
 from lamina.release.gate import Decision, Query
 from lamina.release.manifest import MANIFEST, Manifest
-from lamina.release.signed import make_statement, read_statement, sign_line
+from lamina.sign.dsse import make_statement, read_statement, sign_line
+from lamina.sign.keys import PrivateKey, PublicKey, format_utc
 from lamina.validate import open_regular
 
 VSA_TYPE = "https://slsa.dev/verification_summary/v1"

@@ -26,7 +26,6 @@ from operator import or_
 from pathlib import Path
 from typing import Any
 
-from lamina.admit.keys import CLOCK_SKEW, PublicKey, format_utc
 from lamina.errors import EncodingError, LaminaError, NotVerified, StoreBusy, StoreError
 from lamina.ledger.following import LedgerFollower
 from lamina.ledger.merkle import leaf_hash, root_from_inclusion
@@ -39,6 +38,7 @@ from lamina.plan.risk import STATED_RATES, RiskBound
 from lamina.plan.table import percent_text
 from lamina.release.manifest import Manifest, open_inside, verify_release
 from lamina.release.posture import NOT_REACHED, AdapterPosture, WithdrawalCounter
+from lamina.sign.keys import CLOCK_SKEW, PublicKey, format_utc
 from lamina.validate import number
 
 MAX_PATTERNS = 64

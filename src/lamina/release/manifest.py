@@ -28,16 +28,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from lamina.admit.key_ring import KeyStatus
-from lamina.admit.keys import CLOCK_SKEW, P256Key, PrivateKey, PublicKey, format_utc, parse_utc, write_new
-from lamina.admit.signed_json import canonical_json, parse_json
 from lamina.errors import BadKey, EncodingError, LaminaError, NotVerified, PlanError, family_of
 from lamina.ledger.governance_records import Release, Role
 from lamina.ledger.key_state import KeyState
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.records import LAST_SEQ, Epoch, decode_leaf
 from lamina.ledger.run_records import WEIGHTS
-from lamina.ledger.signed_checkpoint import NoteKey, parse_checkpoint, verify_checkpoint
+from lamina.ledger.signed_checkpoint import parse_checkpoint, verify_checkpoint
 from lamina.ledger.store.rows import StoreReader
 from lamina.ledger.verify.report import Verification
 from lamina.ledger.verify.tree_checks import KnownCheckpoint, Trust
@@ -47,13 +44,17 @@ from lamina.release.certificate import Certificate, certify, ledger_reference
 from lamina.release.comparison import Note, changes_since, check_parents, check_purposes, compare_with_ledger
 from lamina.release.countersignature import Countersignature
 from lamina.release.model_card import ml_bom, model_card
-from lamina.release.model_signing import MODEL_SIGNATURE, check_model_signature, sign_model
 from lamina.release.posture import ClassPosture, Posture, read_posture
 from lamina.release.risk_statements import shown_leaves
 from lamina.release.run_evidence import RunEvidence, RunMetrics, file_digest
-from lamina.release.signed import bounded_whole, is_short_text, make_statement, read_statement, sign_statement
 from lamina.release.utility import MAX_EVALUATION_BYTES, read_evaluation
-from lamina.validate import short_repr, whole
+from lamina.sign.dsse import make_statement, read_statement, sign_statement
+from lamina.sign.key_ring import KeyStatus
+from lamina.sign.keys import CLOCK_SKEW, P256Key, PrivateKey, PublicKey, format_utc, parse_utc, write_new
+from lamina.sign.model_signing import MODEL_SIGNATURE, check_model_signature, sign_model
+from lamina.sign.notes import NoteKey
+from lamina.sign.signed_json import canonical_json, parse_json
+from lamina.validate import bounded_whole, is_short_text, short_repr, whole
 
 _DIGEST = re.compile("[0-9a-f]{64}")
 MANIFEST = "manifest.json"

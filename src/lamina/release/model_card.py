@@ -10,7 +10,6 @@ import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from lamina.admit.signed_json import canonical_json
 from lamina.release.certificate import Certificate
 from lamina.release.posture import Posture
 from lamina.release.risk_statements import (
@@ -25,6 +24,7 @@ from lamina.release.risk_statements import (
     stated,
 )
 from lamina.release.typeset import NOT_STATED, filled
+from lamina.sign.signed_json import canonical_json
 
 _LAYERS_SHOWN = 60
 _ABOUT_MODEL = ("description", "task", "domain", "intended_use", "organisation", "contact", "region", "licence")

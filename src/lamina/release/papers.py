@@ -16,8 +16,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lamina.admit.keys import read_small, write_new
-from lamina.admit.signed_json import canonical_json
 from lamina.errors import NotVerified, PlanError
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.verify.tree_checks import Trust
@@ -26,6 +24,8 @@ from lamina.release.certificate import Certificate
 from lamina.release.manifest import MANIFEST, Manifest, read_file, verify_release
 from lamina.release.model_card import FIGURE_LABELS, class_rows, markdown
 from lamina.release.typeset import NOT_STATED, filled
+from lamina.sign.keys import read_small, write_new
+from lamina.sign.signed_json import canonical_json
 from lamina.validate import one_of
 
 

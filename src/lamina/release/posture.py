@@ -17,12 +17,14 @@ from lamina.account.schedule import EventKey
 from lamina.ledger.governance_records import Header, PolicyChange, Withdrawal, parse_profile
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.records import ContributionRecord, KeptContribution, Leaf
-from lamina.ledger.schema import nano_epsilon
+from lamina.ledger.schema import MAX_EPSILON, nano_epsilon
 from lamina.ledger.show import epsilon_or_none
 from lamina.plan.depth_profile import ProfileKind
 from lamina.plan.risk import STATED_RATES, UNPROVEN, stated_rates
 from lamina.release.run_evidence import RunEvidence
-from lamina.release.signed import MAX_EPSILON, MAX_NOISE, bounded_number, bounded_whole, is_short_text
+from lamina.validate import bounded_number, bounded_whole, is_short_text
+
+MAX_NOISE = 1e15  # no plan adds more
 
 NOT_REACHED = (
     "A class that did not reach a layer had no direct gradient there. Later steps of others saw weights that it moved "

@@ -17,8 +17,6 @@ from typing import Any
 
 from lamina.account.accountants import pooled_epsilon
 from lamina.account.schedule import EventKey
-from lamina.admit.keys import format_utc, read_small
-from lamina.admit.signed_json import parse_json
 from lamina.errors import EncodingError, LedgerError
 from lamina.ledger.contribution_trace import ContributionTrace, trace_contribution
 from lamina.ledger.governance_records import Release
@@ -27,6 +25,8 @@ from lamina.ledger.records import Epoch, Leaf
 from lamina.ledger.schema import nano_epsilon
 from lamina.ledger.show import epsilon_or_none, leaf_excerpt
 from lamina.release.letter import reconciled_text
+from lamina.sign.keys import format_utc, read_small
+from lamina.sign.signed_json import parse_json
 
 ANCHOR_TYPE = "urn:lamina:content-anchor:v1"
 RECONCILIATION = "application/lamina-reconciliation+json"

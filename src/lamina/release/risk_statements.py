@@ -19,12 +19,12 @@ from lamina.account.accountants import find_accountant
 from lamina.account.schedule import EventCounts, EventKey, rdp_order_of
 from lamina.account.tradeoff import BY_GAUSSIAN, BY_LOSSES, BY_RENYI
 from lamina.ledger.governance_records import Header
-from lamina.ledger.schema import NANO, nano_epsilon, pluralize
+from lamina.ledger.schema import MAX_EPSILON, NANO, nano_epsilon, pluralize
 from lamina.plan.risk import COMPOSED, STATED_RATES, ZERO_OUT, RiskOf, risk_curve
 from lamina.plan.rules import NoiseKind
 from lamina.release.run_evidence import RunEvidence
-from lamina.release.signed import MAX_EPSILON, bounded_number
 from lamina.release.typeset import read_template, stated_rows
+from lamina.validate import bounded_number
 
 BY_LEDGER, BY_TRAINER, BY_OWNER = "recomputed from the ledger", "stated by the trainer", "stated by the owner"
 BY_MEASUREMENT, BY_ISSUER = "measured", "observed by the issuer"

@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lamina.account.schedule import EventKey
-from lamina.admit.keys import read_small
-from lamina.admit.signed_json import parse_json
 from lamina.errors import RunError
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.records import Epoch, SegmentOutcome
@@ -22,8 +20,10 @@ from lamina.ledger.signed_checkpoint import LedgerCheckpoint, parse_checkpoint
 from lamina.ledger.spending import Spending
 from lamina.plan.risk import ZERO_OUT, curve_marks
 from lamina.plan.step_plan import PlannedClass, StepPlan
-from lamina.release.signed import bounded_whole, is_short_text
+from lamina.sign.keys import read_small
+from lamina.sign.signed_json import parse_json
 from lamina.spend.accounts import RecordedSpend, account_name
+from lamina.validate import bounded_whole, is_short_text
 
 _MAX_METRICS_BYTES = 64 << 20
 _HASH_CHUNK = 1 << 20

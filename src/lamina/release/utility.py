@@ -13,12 +13,12 @@ from numpy.typing import ArrayLike, NDArray
 from scipy.special import expit, logit, ndtri
 from scipy.stats import binomtest, rankdata
 
-from lamina.admit.keys import read_small
-from lamina.admit.signed_json import canonical_json, parse_json
 from lamina.errors import LaminaError, RunError
 from lamina.ledger.run_records import EVALUATION
 from lamina.release.run_evidence import RunEvidence
-from lamina.release.signed import bounded_number, bounded_whole, is_short_text
+from lamina.sign.keys import read_small
+from lamina.sign.signed_json import canonical_json, parse_json
+from lamina.validate import bounded_number, bounded_whole, is_short_text
 
 LEVEL = 0.95
 LEAST_RECORDS = 10  # groups with fewer are suppressed

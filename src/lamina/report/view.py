@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from lamina.admit.keys import format_utc
 from lamina.ledger.governance_records import Header, PolicyChange, Release, Withdrawal
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.records import (
@@ -29,6 +28,7 @@ from lamina.ledger.spending import signed_spend
 from lamina.plan.step_plan import StepPlan
 from lamina.release.posture import NOT_REACHED, Posture, read_posture
 from lamina.release.run_evidence import RunEvidence
+from lamina.sign.keys import format_utc
 
 PAGE_ROWS = 50  # contributions on one page
 

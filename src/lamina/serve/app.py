@@ -33,8 +33,6 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route, Router
 
 from lamina import __version__
-from lamina.admit.keys import format_utc
-from lamina.admit.signed_json import parse_json
 from lamina.errors import EncodingError, LaminaError, LedgerDamaged, NotVerified, StoreBusy, StoreError
 from lamina.ledger.governance_records import MAX_REQUEST_BYTES
 from lamina.ledger.merkle import leaf_hash
@@ -51,6 +49,8 @@ from lamina.release.gate import LEDGER_DENIALS, Decision, DenialReason, Query, R
 from lamina.release.manifest import MANIFEST, read_file
 from lamina.serve.limits import ApiKeys, Limits, Metrics, RequestRefused, TokenBuckets
 from lamina.serve.openapi import openapi
+from lamina.sign.keys import format_utc
+from lamina.sign.signed_json import parse_json
 
 if TYPE_CHECKING:
     from lamina.serve.inference import Inference

@@ -20,8 +20,8 @@ from typing import ClassVar, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from lamina.admit.keys import read_small
 from lamina.errors import BadKey, LaminaError
+from lamina.sign.keys import read_small
 
 _KEY_LINE = re.compile(r"([A-Za-z0-9._-]{1,64})\s+([0-9a-f]{64})")
 _NO_KEY = hashlib.sha256(b"").hexdigest()  # what a script writes that had no key to hash: everybody would have it

@@ -14,8 +14,6 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from lamina.admit.keys import format_utc
-from lamina.admit.signed_json import parse_json
 from lamina.errors import LaminaError, RunError
 from lamina.ledger.reader import LedgerReader, find_contributions
 from lamina.ledger.verify.report import Verification
@@ -28,6 +26,8 @@ from lamina.report.charts import budget_chart, house_of_layers, share_bars
 from lamina.report.pages import environment, render, stylesheet
 from lamina.report.view import PAGE_ROWS, ContributionRow, LedgerView
 from lamina.serve.app import Service
+from lamina.sign.keys import format_utc
+from lamina.sign.signed_json import parse_json
 
 _CHUNK = 20_000  # leaves that are counted at a time
 _PAGES = (

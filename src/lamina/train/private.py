@@ -24,8 +24,6 @@ from lamina.admit.attestation import NONCE_BYTES, attest, commit
 from lamina.admit.checks import SigningTerms
 from lamina.admit.contribution_sources import Contribution
 from lamina.admit.gate import AdmissionGate
-from lamina.admit.key_ring import KeyRing
-from lamina.admit.keys import PrivateKey
 from lamina.admit.signing import SECONDS_PER_YEAR
 from lamina.allocate.make_plan import DEFAULT_ALLOCATION, make_plan
 from lamina.allocate.problem import FAR_ABOVE, untuned_clip_norm
@@ -39,6 +37,8 @@ from lamina.plan.layer_stack import LayerStack, call_arguments
 from lamina.plan.policy import Policy
 from lamina.plan.step_plan import StepPlan
 from lamina.plan.table import epsilon_text
+from lamina.sign.key_ring import KeyRing
+from lamina.sign.keys import PrivateKey
 from lamina.train.trainer_checks import declared_start, refuse_loader
 from lamina.validate import number, whole
 

@@ -42,7 +42,6 @@ from lamina.account.accountants import find_accountant
 from lamina.account.gaussian_rdp import step_rdp
 from lamina.account.schedule import Event, Schedule, grouped, rdp_order_of
 from lamina.admit.attestation import MICRO
-from lamina.admit.keys import PrivateKey
 from lamina.corpus.corpus import Corpus
 from lamina.engine.random_stream import segment_seed
 from lamina.errors import BudgetExceeded, LaminaError, LedgerError, RunError, StorageError
@@ -65,6 +64,7 @@ from lamina.ledger.store.sqlite import is_postgres_url, ledger_exists
 from lamina.ledger.writer import Ledger
 from lamina.plan.signed_bounds import signed_epsilon
 from lamina.plan.step_plan import StepPlan
+from lamina.sign.keys import PrivateKey
 from lamina.spend.accounts import Charge, SignedAccount, account_bound, bound_charges, follows_budget, plan_charges
 from lamina.spend.neighbours import LEDGER_SUFFIX, NeighbourLedger, check_units, neighbour_ledgers
 from lamina.spend.reservation import NoiseByStep, OpenAttempt

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lamina.account.filters import PrivacyFilter
-from lamina.admit.keys import PrivateKey
 from lamina.corpus.corpus import Corpus, ProbeArgument
 from lamina.corpus.example_sources import seed_step
 from lamina.corpus.payloads import PayloadChanged
@@ -30,6 +29,7 @@ from lamina.errors import EngineError, RankLost, RunError, StepsAbandoned
 from lamina.ledger.run_records import NoiseOrigin, SamplingScheme
 from lamina.ledger.writer import Ledger
 from lamina.plan.step_plan import StepPlan
+from lamina.sign.keys import PrivateKey
 from lamina.spend.accounts import SignedAccount, check_accounts
 from lamina.spend.spend_ledger import SpendLedger
 from lamina.train.code_fingerprint import SettingsFingerprint, settings_fingerprint

@@ -15,8 +15,6 @@ from typing import Annotated, Any
 import typer
 
 from lamina import validate
-from lamina.admit import keys as files
-from lamina.admit.keys import PrivateKey, PublicKey, format_utc
 from lamina.cli.open_ledger import open_ledger
 from lamina.cli.terminal import (
     JsonOption,
@@ -51,6 +49,8 @@ from lamina.ledger.show import describe_about, describe_event, describe_rule, de
 from lamina.ledger.store.sqlite import is_postgres_url, ledger_exists, printable_location
 from lamina.ledger.writer import DAY_SECONDS, Ledger
 from lamina.plan.policy import Policy
+from lamina.sign import keys as files
+from lamina.sign.keys import PrivateKey, PublicKey, format_utc
 
 KeysOption = Annotated[
     list[Path] | None,

@@ -9,8 +9,6 @@ from typing import Annotated, Any
 
 import typer
 
-from lamina.admit.key_ring import KeyRing
-from lamina.admit.keys import PublicKey, format_utc, parse_time
 from lamina.cli.keys import field_text
 from lamina.cli.ledger.governing_commands import (
     DaysOption,
@@ -55,6 +53,8 @@ from lamina.ledger.spending import signed_spend
 from lamina.ledger.store.sqlite import is_postgres_url, printable_location
 from lamina.ledger.writer import Ledger
 from lamina.plan.policy import Policy as PolicyFile
+from lamina.sign.key_ring import KeyRing
+from lamina.sign.keys import PublicKey, format_utc, parse_time
 
 RecordedPolicy = Header | PolicyChange
 

@@ -11,9 +11,6 @@ from typing import Annotated, Any
 
 import typer
 
-from lamina.admit import keys
-from lamina.admit.keys import format_utc, parse_time
-from lamina.admit.signed_json import MAX_STATEMENT_BYTES
 from lamina.cli.ledger.reconcile_command import letter_text
 from lamina.cli.open_ledger import LEAF_HELP, contribution_digest, open_ledger, open_view, print_compared
 from lamina.cli.terminal import (
@@ -38,7 +35,6 @@ from lamina.cli.terminal import (
 from lamina.errors import LaminaError, LedgerError, NotVerified
 from lamina.ledger import receipt as receipts
 from lamina.ledger import records as leaves
-from lamina.ledger import signed_checkpoint as notes
 from lamina.ledger.checked_leaves import cut_unsigned
 from lamina.ledger.governance_records import Role
 from lamina.ledger.merkle import leaf_hash
@@ -47,7 +43,7 @@ from lamina.ledger.receipt import Receipt, TlogProof
 from lamina.ledger.records import KIND_NAMES
 from lamina.ledger.schema import pluralize
 from lamina.ledger.show import describe_leaf
-from lamina.ledger.signed_checkpoint import NoteKey, encode64
+from lamina.ledger.signed_checkpoint import parse_checkpoint
 from lamina.ledger.store.rows import StoredLeaf
 from lamina.ledger.store.sqlite import SqliteStore, is_postgres_url, make_store, printable_location
 from lamina.ledger.verify.report import Verification
@@ -57,6 +53,10 @@ from lamina.ledger.witness import Witness, WitnessRequest
 from lamina.plan.table import printable
 from lamina.release.contributor_statement import compare_statement, read_statement
 from lamina.release.letter import letter
+from lamina.sign import keys
+from lamina.sign.keys import format_utc, parse_time
+from lamina.sign.notes import Note, NoteKey, encode64
+from lamina.sign.signed_json import MAX_STATEMENT_BYTES
 
 _PLURALS = {"policy": "policies", "pruned": "pruned"}
 
@@ -204,7 +204,7 @@ def checkpoint(
                 book.cosigned(given.decode("utf-8", "replace"))
     with open_view(ledger) as view:
         text, leaves = _witnessed_checkpoint(view) if witnessed else _checkpoint_text(view, size), view.size
-    head, note = notes.parse_checkpoint(text)
+    head, note = parse_checkpoint(text)
     signers = [each.name for each in note.signatures]
     facts = {"ledger": printable_location(ledger), "origin": head.origin, "size": head.size}
     facts |= {"root": head.root.hex(), "unsigned": leaves - head.size if size is None else None}
@@ -237,7 +237,7 @@ def heartbeat(
         known = book.parties().get(signer.public.id)
         witness = signer if known is not None and known.role is Role.WITNESS else None
         text, time = book.heartbeat(witness)
-    size = notes.parse_checkpoint(text)[0].size
+    size = parse_checkpoint(text)[0].size
     facts = {"ledger": printable_location(ledger), "size": size, "time": format_utc(time), "checkpoint": text}
     leaves = pluralize(size, "leaf", "leaves")
     print_answer(facts, f"{printable_location(ledger)}: {leaves}, up to date at {format_utc(time)}", as_json)
@@ -297,13 +297,13 @@ def witness(
             raise LedgerError("cli.witness-name-missing", problem, "give it as the ledger names its key: --name")
         made, several = list[dict[str, Any]](), len(requests) > 1
         for at, request in enumerate(requests):
-            origin = notes.parse_checkpoint(request.checkpoint)[0].origin
+            origin = parse_checkpoint(request.checkpoint)[0].origin
             cosigner = Witness(signer, name, state)
             text, before = cosigner.cosign(request, trusted.keys(origin), None if book is None else book.consistent)
             if output is not None:
                 path = output / given[at].name if several else output
                 keys.replace_file(path, text.encode("utf-8"), "the checkpoint", mode=0o644)
-            head, first = notes.parse_checkpoint(text)[0], before is None
+            head, first = parse_checkpoint(text)[0], before is None
             made.append(
                 {"origin": origin, "size": head.size, "root": head.root.hex(), "first": first, "checkpoint": text}
             )
@@ -332,7 +332,7 @@ def _checkpoint_text(book: LedgerReader, size: int | None) -> str:
     """The newest checkpoint, or the one of this size."""
     found = [book.latest()] if size is None else book.checkpoints()
     for text in found:
-        if text is not None and size in (None, notes.parse_checkpoint(text)[0].size):
+        if text is not None and size in (None, parse_checkpoint(text)[0].size):
             return text
     of = "" if size is None else f" of {pluralize(size, 'leaf', 'leaves')}"
     problem = f"the ledger {book.name} has no checkpoint{of}"
@@ -343,7 +343,7 @@ def _witnessed_checkpoint(book: LedgerReader) -> str:
     """The newest checkpoint with enough cosignatures."""
     state = book.parties()
     for text in reversed(list(book.checkpoints())):
-        head, note = notes.parse_checkpoint(text)
+        head, note = parse_checkpoint(text)
         if len(state.cosigned(note, leaves.decode_kept(book.raw(head.size - 1).leaf).time)) >= state.witnesses:
             return text
     problem = f"no checkpoint of {book.name} has {pluralize(state.witnesses, 'cosignature')} of its witnesses"
@@ -381,7 +381,7 @@ def prove(
 
 def _inclusion_proof(book: LedgerReader, name: str, signed: str) -> dict[str, Any]:
     seq = find_leaf(book, contribution_digest(name))
-    head, _ = notes.parse_checkpoint(signed)
+    head, _ = parse_checkpoint(signed)
     hash = leaf_hash(book.raw(seq).leaf)
     if seq >= head.size:
         problem = f"leaf {seq} is not in the checkpoint of {pluralize(head.size, 'leaf', 'leaves')}"
@@ -398,7 +398,7 @@ def _inclusion_proof(book: LedgerReader, name: str, signed: str) -> dict[str, An
 
 
 def _consistency_proof(book: LedgerReader, old: int, signed: str) -> dict[str, Any]:
-    head, _ = notes.parse_checkpoint(signed)
+    head, _ = parse_checkpoint(signed)
     if not 0 <= old <= head.size:
         problem = f"--from is {old}, but the checkpoint has {pluralize(head.size, 'leaf', 'leaves')}"
         raise LedgerError("cli.proof-size-outside-checkpoint", problem, "give a size that it has reached")
@@ -493,9 +493,7 @@ def _check_statement(path: Path, trust: Trust, book: LedgerReader | None, folder
     print_compared(made, "\n".join([*lines, letter_text(letter(content))]), folder, record, as_json)
 
 
-def _count_witnesses(
-    note: notes.Note, time: int, trust: Trust, required: int | None
-) -> tuple[dict[str, int | None], str]:
+def _count_witnesses(note: Note, time: int, trust: Trust, required: int | None) -> tuple[dict[str, int | None], str]:
     """Return how many trusted witnesses cosigned, of how many required by the key ring and by the terms of the ledger.
 
     NotVerified if the key ring names witnesses and fewer cosigned. `required` is None if the terms are not known.
@@ -546,7 +544,7 @@ def _check_receipt(prefix: Path, trust: Trust, book: LedgerReader | None, folder
     if book is not None and (book.origin, book.root_at(head.size)) != (found.origin, head.root):
         raise NotVerified("cli.receipt-other-ledger", f"the ledger {book.name} is not that of the receipt", _ASK_AGAIN)
     required = None if book is None else book.parties(head.size).witnesses
-    counted, line = _count_witnesses(notes.parse_checkpoint(proof.checkpoint)[1], kept.time, trust, required)
+    counted, line = _count_witnesses(parse_checkpoint(proof.checkpoint)[1], kept.time, trust, required)
     made = {"verified": True, "origin": found.origin, "index": found.index, "size": head.size, "witnesses": counted}
     said = f"verified: leaf {found.index} of {head.size:,} in {found.origin}, {format_utc(kept.time)}\n  {line}"
     told = KIND_NAMES[kept.kind] if record is None else describe_leaf(record)

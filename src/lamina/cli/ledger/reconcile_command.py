@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
-from lamina.admit.keys import replace_file
-from lamina.admit.signed_json import canonical_json, sign_json
 from lamina.cli.ledger.record_commands import DigestArgument
 from lamina.cli.open_ledger import contribution_digest, open_ledger, open_view
 from lamina.cli.terminal import (
@@ -29,6 +27,8 @@ from lamina.release.letter import letter, letter_pdf
 from lamina.release.reconciliation import RECONCILIATION, anchor_record
 from lamina.release.reconciliation import reconcile as reconciled
 from lamina.report.pages import letter_page, reconciliation_page
+from lamina.sign.keys import replace_file
+from lamina.sign.signed_json import canonical_json, sign_json
 
 
 def statement(

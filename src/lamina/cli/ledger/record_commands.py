@@ -15,8 +15,6 @@ from typing import Annotated, Any
 import typer
 
 from lamina import cbor
-from lamina.admit import keys
-from lamina.admit.keys import PrivateKey, format_utc, parse_time
 from lamina.cli.open_ledger import DIGEST_HELP, contribution_digest, open_view, print_compared
 from lamina.cli.terminal import (
     JsonOption,
@@ -57,6 +55,8 @@ from lamina.ledger.store.sqlite import printable_location
 from lamina.ledger.verify.verifier import verify
 from lamina.ledger.writer import Ledger
 from lamina.plan.table import at_least
+from lamina.sign import keys
+from lamina.sign.keys import PrivateKey, format_utc, parse_time
 
 _DEFAULT_LIMIT = 50
 _MIN_TEXT_WIDTH = 24  # columns for what a record says, however narrow the screen

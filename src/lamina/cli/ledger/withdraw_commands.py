@@ -10,7 +10,6 @@ from typing import Annotated
 import typer
 
 from lamina.admit.attestation import Attestation
-from lamina.admit.keys import PrivateKey, read_small, replace_file
 from lamina.cli.open_ledger import DIGEST_HELP, contribution_digest, contributor_folder, open_ledger, open_view
 from lamina.cli.terminal import (
     JsonOption,
@@ -42,6 +41,7 @@ from lamina.ledger.withdrawal_request import (
     sign_withdrawal,
 )
 from lamina.plan.table import printable
+from lamina.sign.keys import PrivateKey, read_small, replace_file
 
 _MAX_HANDED_IN_BYTES = 1 << 24
 _COSE_SIGN1 = b"\xd2"  # how a signed request begins; no text and no PDF does

@@ -13,10 +13,10 @@ import psycopg
 from psycopg import errors, sql
 from psycopg.conninfo import conninfo_to_dict
 
-from lamina.admit.keys import CLOCK_SKEW
 from lamina.errors import LedgerDamaged, LedgerError, StoreBusy, StoreError, StoreLost
 from lamina.ledger.store.rows import TABLES, TABLES_VERSION, Store, StoreReader, StoreWriter
 from lamina.ledger.store.sqlite import DEFAULT_SCHEMA, PostgresAddress
+from lamina.sign.keys import CLOCK_SKEW
 
 _PASSWORD_REMEDY = "give the right one in ~/.pgpass or PGPASSWORD, or in the address, where / is %2F and @ is %40"
 _NOT_READY = re.compile("starting up|shutting down|recovery mode|not yet accepting|too many clients|connection slots")

@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, NoReturn
 import numpy as np
 
 from lamina.admit.attestation import Attestation, SignedTerms, window_rules
-from lamina.admit.key_ring import KeyRing
-from lamina.admit.keys import CLOCK_SKEW, format_utc
 from lamina.errors import AdmissionError, EncodingError
 from lamina.ledger.contribution_columns import (
     Contribution,
@@ -40,6 +38,8 @@ from lamina.ledger.schema import pluralize
 from lamina.ledger.store.rows import LeafBlock, StoreReader
 from lamina.ledger.verify.tree_checks import AggregateTallies, Finding, fail, fail_unreadable
 from lamina.ledger.withdrawal_request import withdrawal_target, withdrawal_violation
+from lamina.sign.key_ring import KeyRing
+from lamina.sign.keys import CLOCK_SKEW, format_utc
 
 if TYPE_CHECKING:
     from lamina.ledger.spending import Bound

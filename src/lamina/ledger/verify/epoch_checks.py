@@ -11,7 +11,6 @@ from typing import NoReturn
 from lamina.account.accountants import pooled_epsilon
 from lamina.account.gaussian_rdp import step_rdp
 from lamina.account.schedule import EventCounts, EventKey
-from lamina.admit.keys import format_utc
 from lamina.ledger.governance_records import Header
 from lamina.ledger.key_state import PolicyInForce, Violation
 from lamina.ledger.records import KIND_NAMES, Epoch, EpochAccount, EpochCharge, Leaf, Segment, SegmentOutcome
@@ -36,6 +35,7 @@ from lamina.plan.risk import UNPROVEN, ZERO_OUT, RiskBound
 from lamina.plan.rules import FollowBudget, effective_sigma
 from lamina.plan.signed_bounds import REMAINING_FACTORS
 from lamina.plan.step_plan import StepPlan
+from lamina.sign.keys import format_utc
 
 _MULTIPLIER_TOLERANCE = 1e-12  # a noise multiplier computed on two machines
 _EPSILON_TOLERANCE = 1e-7  # an ε computed on two machines: accountants sum many small numbers

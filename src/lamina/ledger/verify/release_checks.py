@@ -10,8 +10,6 @@ from typing import Any
 
 from lamina.account.accountants import pooled_epsilon
 from lamina.account.schedule import EventKey
-from lamina.admit.keys import format_utc
-from lamina.admit.signed_json import parse_json
 from lamina.errors import EncodingError
 from lamina.ledger.governance_records import Header, Release
 from lamina.ledger.records import Epoch, Leaf
@@ -22,6 +20,8 @@ from lamina.ledger.store.rows import StoreReader
 from lamina.ledger.verify.tree_checks import fail
 from lamina.plan.risk import UNPROVEN, ZERO_OUT, RiskOf, curve_marks, stated_rates
 from lamina.plan.step_plan import StepPlan
+from lamina.sign.keys import format_utc
+from lamina.sign.signed_json import parse_json
 
 FIGURE_TOLERANCE = 1e-7  # relative, of an ε computed on two machines: accountants sum many small numbers
 

@@ -19,24 +19,17 @@ from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 
-from lamina.admit.key_ring import KeyEntry, KeyRing, KeyStatus
-from lamina.admit.keys import PublicKey, format_utc, read_small
 from lamina.errors import BadKey, EncodingError, LaminaError, LedgerError, NotVerified
 from lamina.ledger import signed_checkpoint as notes
 from lamina.ledger.governance_records import Aggregate, Header, LeafSpan, Role
 from lamina.ledger.key_state import GovernanceState, KeyState, Violation
 from lamina.ledger.merkle import HASH_SIZE, TILE_HEIGHT, TILE_WIDTH, Frontier, tile_path
 from lamina.ledger.records import KIND_NAMES, Leaf, Record
-from lamina.ledger.signed_checkpoint import (
-    LedgerCheckpoint,
-    NamedKey,
-    Note,
-    NoteKey,
-    TreeSignature,
-    WitnessKey,
-    WitnessQuorum,
-)
+from lamina.ledger.signed_checkpoint import LedgerCheckpoint, TreeSignature
 from lamina.ledger.store.rows import StoredCheckpoint, StoreReader
+from lamina.sign.key_ring import KeyEntry, KeyRing, KeyStatus
+from lamina.sign.keys import PublicKey, format_utc, read_small
+from lamina.sign.notes import NamedKey, Note, NoteKey, WitnessKey, WitnessQuorum
 
 if TYPE_CHECKING:
     from lamina.ledger.contribution_columns import Ints

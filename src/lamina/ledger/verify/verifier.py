@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from time import time as system_time
 
-from lamina.admit.keys import CLOCK_SKEW
 from lamina.errors import EncodingError, LedgerDamaged, LedgerError, StoreError
 from lamina.ledger.checked_leaves import admission_token
 from lamina.ledger.contribution_columns import other_kinds
@@ -68,6 +67,7 @@ from lamina.ledger.verify.tree_checks import (
     known_checkpoints,
 )
 from lamina.plan.depth_profile import PROFILE_SCHEMA
+from lamina.sign.keys import CLOCK_SKEW
 
 
 def read_head(rows: StoreReader) -> LedgerHead:

@@ -12,10 +12,10 @@ import hashlib
 from collections.abc import Mapping
 from typing import Any
 
-from lamina.admit.keys import P256Key, p256_verifies
-from lamina.admit.signed_json import canonical_json, parse_json
 from lamina.errors import LaminaError, NotVerified
-from lamina.release.signed import IN_TOTO, dsse_message, make_statement
+from lamina.sign.dsse import IN_TOTO, dsse_message, make_statement
+from lamina.sign.keys import P256Key, p256_verifies
+from lamina.sign.signed_json import canonical_json, parse_json
 
 MODEL_SIGNATURE = "model.sig"
 _PREDICATE_TYPE = "https://model_signing/signature/v1.0"

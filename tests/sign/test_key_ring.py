@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from refusals import raises_code
 
-from lamina.admit.key_ring import KeyRing, KeyStatus
-from lamina.admit.keys import LAST_SECOND, PrivateKey, PublicKey, format_utc, parse_time, parse_utc
+from lamina.sign.key_ring import KeyRing, KeyStatus
+from lamina.sign.keys import LAST_SECOND, PrivateKey, PublicKey, format_utc, parse_time, parse_utc
 
 KEYS = [PrivateKey(Ed25519PrivateKey.from_private_bytes(bytes([i]) * 32)).public for i in range(6)]
 A, B, C = KEYS[:3]

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from lamina import cbor
-from lamina.admit import keys
-from lamina.admit.keys import ALGORITHMS, LAST_SECOND, PublicKey, format_utc, parse_utc
 from lamina.errors import BadKey, LaminaError
+from lamina.sign import keys
+from lamina.sign.keys import ALGORITHMS, LAST_SECOND, PublicKey, format_utc, parse_utc
 from lamina.validate import distinct_fields
 
 ROLES = ("contributor", "ledger", "release", "governing", "witness", "auditor", "operator", "officer")

@@ -1,4 +1,4 @@
-"""In-toto Statements in a DSSE envelope (https://github.com/secure-systems-lab/dsse), and range checks of their fields."""
+"""In-toto Statements in a DSSE envelope (https://github.com/secure-systems-lab/dsse)."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from lamina.admit.keys import PrivateKey, PublicKey
-from lamina.admit.signed_json import canonical_json, parse_json
 from lamina.errors import EncodingError, NotVerified
-from lamina.ledger.schema import NANO, UNBOUNDED
-from lamina.validate import short_repr
+from lamina.sign.keys import PrivateKey, PublicKey
+from lamina.sign.signed_json import canonical_json, parse_json
 
 # What is signed is the length and the bytes of type and payload.
 
@@ -103,28 +101,3 @@ def _not_an_envelope(problem: str) -> EncodingError:
     return EncodingError(
         "release.envelope-malformed", f"the DSSE envelope is not as it must be: {problem}", "fetch it again"
     )
-
-
-# Range checks of figures in signed JSON. A signer may have written anything.
-
-MAX_EPSILON = UNBOUNDED / NANO  # no ledger states more
-MAX_NOISE = 1e15  # no plan adds more
-
-
-def bounded_whole(name: str, value: object, least: int, most: int) -> int:
-    """Return a whole number in [least, most]; raise ValueError for anything else."""
-    if type(value) is not int or not least <= value <= most:
-        raise ValueError(f"{name} is {short_repr(value)}, must be a whole number in [{least}, {most}]")
-    return value
-
-
-def bounded_number(name: str, value: object, least: float, most: float) -> float:
-    """Return a number in [least, most]; raise ValueError for anything else, also for an integer that no float holds."""
-    if type(value) not in (int, float) or not least <= value <= most:  # type: ignore[operator]
-        raise ValueError(f"{name} is {short_repr(value)}, must be a number in [{least:g}, {most:g}]")
-    return float(value)  # type: ignore[arg-type]
-
-
-def is_short_text(value: object) -> bool:
-    """Return whether the value is a text of 1 to 512 printable characters."""
-    return type(value) is str and 0 < len(value) <= 512 and value.isprintable()

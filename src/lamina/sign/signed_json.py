@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from lamina import cbor
-from lamina.admit.keys import ALGORITHMS, EDDSA, PrivateKey, PublicKey
 from lamina.errors import EncodingError
+from lamina.sign.keys import ALGORITHMS, EDDSA, PrivateKey, PublicKey
 from lamina.validate import distinct_fields
 
 MAX_STATEMENT_BYTES = 64 << 20  # bytes; a manifest of a model with 10,000 layers takes a few
@@ -91,6 +91,14 @@ def read_cose(data: bytes, typ: str) -> SignedPayload:
     if header[_TYP] != typ:
         raise _malformed(f"it is a {header[_TYP]!r}, expected was a {typ!r}")
     return SignedPayload(header[_KID], payload, _to_be_signed(protected, payload), signature)
+
+
+def sig_structure(protected: bytes, digest: bytes) -> bytes:
+    """The Sig_structure of RFC 9052 §4.4: ["Signature1", protected, external_aad = h'', payload]."""
+    size = len(protected)
+    assert len(digest) == 32 and 24 <= size < 2**16
+    head = bytes((0x58, size)) if size < 256 else bytes((0x59, size >> 8, size & 0xFF))
+    return b"\x84\x6aSignature1" + head + protected + b"\x40\x58\x20" + digest
 
 
 def _to_be_signed(protected: bytes, payload: bytes) -> bytes:

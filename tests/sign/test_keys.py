@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from refusals import raises_code
 from signed_descriptor import encoded
 
-from lamina.admit.keys import PBKDF2_ROUNDS, PrivateKey, PublicKey
 from lamina.errors import AdmissionError, BadKey
+from lamina.sign.keys import PBKDF2_ROUNDS, PrivateKey, PublicKey
 
 # ------------------------------------------------------------------------------ the curve, written down once more
 
