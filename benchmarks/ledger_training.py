@@ -24,7 +24,6 @@ from typing import Any
 import torch
 
 from lamina.allocate.make_plan import make_plan
-from lamina.corpus.admitted import Gate
 from lamina.demo import hospitals as folders
 from lamina.demo.hospitals import write_contributions
 from lamina.demo.patients import FULL_SIZES, DemoPatients
@@ -32,8 +31,9 @@ from lamina.demo.training import train_privately, untrained_model
 from lamina.ledger.corpus_terms import CorpusTerms, open_or_create
 from lamina.plan.layer_stack import LayerStack
 from lamina.plan.policy import Policy
+from lamina.run.admitted import Gate
+from lamina.run.membership import LedgerMembership
 from lamina.spend.spend_ledger import SpendLedger
-from lamina.train.membership import LedgerMembership
 
 SEGMENTS = (
     (LedgerMembership, "freeze"),

@@ -27,11 +27,11 @@ import torch
 from torch import nn
 
 from lamina.allocate.make_plan import make_plan
-from lamina.corpus.corpus import Corpus
-from lamina.corpus.sampler import Sampler
 from lamina.plan.layer_stack import LayerStack
 from lamina.plan.policy import Policy
 from lamina.plan.step_plan import StepPlan
+from lamina.run.corpus import Corpus
+from lamina.run.sampler import Sampler
 
 
 def material(count: int) -> dict[str, Any]:

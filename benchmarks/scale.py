@@ -30,12 +30,12 @@ from scipy.optimize import nnls
 from torch import nn
 
 from lamina import Batch, Corpus, Engine, LayerStack, Policy, SeededNoise, make_plan
-from lamina.corpus.sampler import poisson_sample
 from lamina.engine.batch import Draw
 from lamina.engine.distributed import Ranks
 from lamina.engine.random_stream import KeyStream
 from lamina.ledger.records import Epoch, EpochAccount, EpochCharge, Segment, SegmentOutcome, encode_leaf
-from lamina.train.training_checkpoint import TrainingCheckpoint, TrainingCheckpoints
+from lamina.run.sampler import poisson_sample
+from lamina.run.training_checkpoint import TrainingCheckpoint, TrainingCheckpoints
 
 Point = dict[str, Any]
 HERE = Path(__file__).parent

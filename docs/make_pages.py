@@ -19,8 +19,9 @@ from lamina.errors import family_of
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "lamina"
 FOLDERS = (
-    "", "account", "plan", "sensitivity", "allocate", "engine", "engine/layers", "engine/native", "sign", "admit", "ledger", "ledger/store",
-    "ledger/verify", "spend", "release", "corpus", "train", "integrations", "audit", "models", "data", "study", "report", "serve",
+    "", "account", "plan", "allocate",
+    "allocate/measure", "engine", "engine/layers", "engine/native", "sign", "admit", "ledger", "ledger/store",
+    "ledger/verify", "spend", "release", "run", "integrations", "audit", "models", "data", "study", "report", "serve",
     "bench", "demo", "cli",
     "cli/ledger",
 )  # fmt: skip

@@ -31,7 +31,7 @@ def verifiers_clock() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def nothing_planned_before() -> None:
     """Tests share data, and `make_private` remembers what a process planned for."""
-    if (private := sys.modules.get("lamina.train.private")) is not None:
+    if (private := sys.modules.get("lamina.run.private")) is not None:
         private._planned.clear()
 
 

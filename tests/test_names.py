@@ -20,9 +20,9 @@ def test_every_name_that_is_promised_is_there(module: object) -> None:
 
 def test_names_are_what_they_say_and_not_modules() -> None:
     assert lamina.fix.__module__ == "lamina.plan.coverage"
-    assert lamina.measure.__module__ == "lamina.sensitivity.measure"
+    assert lamina.measure.__module__ == "lamina.allocate.measure.measure"
     assert lamina.LayerStack is lamina.plan.LayerStack
-    assert lamina.merge_subspace.__module__ == lamina.pretrain.__module__ == "lamina.train.pretrain"
+    assert lamina.merge_subspace.__module__ == lamina.pretrain.__module__ == "lamina.run.pretrain"
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

@@ -21,10 +21,10 @@ from refusals import raises_code
 from lamina.cli.by_name import parse_allocation
 from lamina.cli.plan import run_file_or_none
 from lamina.cli.run_file import RunFile
-from lamina.corpus.corpus import Corpus
-from lamina.corpus.files import MAX_COLUMNS
 from lamina.errors import LaminaError
 from lamina.plan.policy import Policy
+from lamina.run.corpus import Corpus
+from lamina.run.table_files import MAX_COLUMNS
 from lamina.sign import keys
 from lamina.sign.keys import P256Key, PrivateKey, PublicKey, p256_verifies
 

@@ -15,7 +15,7 @@ from torch import nn
 
 import lamina
 from lamina.cli.app import main
-from lamina.train.private import PlannedBefore
+from lamina.run.private import PlannedBefore
 
 ROOT = Path(__file__).parents[1]
 

@@ -141,7 +141,7 @@ SOURCE = Path(lamina.__file__).parent
 PRIVACY = re.compile(
     r"epsilon|sigma|noise|clip|variance|\brho\b|spent|committed|remaining|\bbound\b|\bscale\b|signed|multiplier"
 )
-PAGES = ["plan/table.py", "admit/resolver.py", "train/publisher.py", "train/run_output.py"]
+PAGES = ["plan/table.py", "admit/resolver.py", "run/publisher.py", "run/run_output.py"]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 `make_private` has two untuned rules:
 
-proxy    0.4 of the typical gradient norm on the stand-in with its targets (`lamina.train.private.typical_norm`)
+proxy    0.4 of the typical gradient norm on the stand-in with its targets (`lamina.run.private.typical_norm`)
 fixed    0.1, without a proxy: a point of every grid
 
 The error is 1 - accuracy, 1 - AUC or NMSE, the mean over the seeds. Learning rates are those that `flat` was given on the
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from lamina import Corpus, StepPlan
 from lamina.allocate.problem import CLIP_PART, untuned_clip_norm
-from lamina.train.private import typical_norm
+from lamina.run.private import typical_norm
 
 from .data import Split, simulated
 from .policies import ENTRIES, planned

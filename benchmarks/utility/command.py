@@ -23,8 +23,8 @@ from pathlib import Path
 import torch
 
 from lamina import LayerStack
+from lamina.allocate.measure.measure import Measure
 from lamina.allocate.paper import PaperLADP, PaperLSAB
-from lamina.sensitivity.measure import Measure
 
 from . import clip_norm, defaults
 from .data import Split

@@ -22,8 +22,8 @@ from torch import nn
 
 from lamina import Batch, Engine, LayerStack, Policy, SeededNoise, make_plan
 from lamina.account import calibrate
-from lamina.train.optimizer import FALLING, private_rate
-from lamina.train.private import DEFAULT_CLIP_NORM
+from lamina.run.optimizer import FALLING, private_rate
+from lamina.run.private import DEFAULT_CLIP_NORM
 
 from .many_runs import Problem, Setting, first_weights, train_all
 from .small_tasks import DEVELOPMENT, HELD_OUT, SmallTask

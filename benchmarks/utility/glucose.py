@@ -27,7 +27,7 @@ from lamina.data.cgm_simulator import HIGHEST, LOWEST, CGMSimulator
 from lamina.engine.proxy_shares import Proxy
 from lamina.models.signal_autoencoders import StackedAE
 from lamina.plan.correlation import participations, prefix_error
-from lamina.train.training_checkpoint import MovingAverage
+from lamina.run.training_checkpoint import MovingAverage
 
 from .goals import DATA, note, opacus_flat, private, squared_error
 

@@ -11,8 +11,8 @@ import numpy as np
 from lamina import Clipping, LayerStack, Policy, StepPlan, make_plan
 from lamina.allocate.basic import LSAB, Pareto, Proportional, Quantile, automatic, flat, uniform
 from lamina.allocate.ladp import LADP
+from lamina.allocate.measure.measure import Measure
 from lamina.allocate.problem import Allocate, Allocation, AllocationProblem, optimal_noise
-from lamina.sensitivity.measure import Measure
 
 from .tasks import DELTA, Task
 

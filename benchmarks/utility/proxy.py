@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lamina import LayerStack
-from lamina.sensitivity.measure import Measure, measure
+from lamina.allocate.measure.measure import Measure, measure
 
 from .data import Split
 from .policies import ENTRIES, planned

@@ -7,7 +7,7 @@ from statistics import fmean
 from typing import Any
 
 from lamina import StepPlan
-from lamina.sensitivity.measure import Measure
+from lamina.allocate.measure.measure import Measure
 
 from .data import Split
 from .policies import Entry, planned

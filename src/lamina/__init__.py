@@ -27,7 +27,7 @@ from lamina.errors import LaminaError, needs_torch
 
 if TYPE_CHECKING:
     from lamina.allocate.make_plan import make_plan
-    from lamina.corpus import Corpus, Gate
+    from lamina.allocate.measure.measure import Measure, measure
     from lamina.engine import Batch, Engine, NoiseSource, SecureNoise, SeededNoise, examples, rows
     from lamina.engine.step import route
     from lamina.ledger.writer import Ledger
@@ -35,11 +35,20 @@ if TYPE_CHECKING:
     from lamina.plan.coverage import fix
     from lamina.release import Certificate, Query, ReleaseGate, Rights, certify, make_release, verify_release
     from lamina.release.utility import Figure
-    from lamina.sensitivity.measure import Measure, measure
+    from lamina.run import (
+        Callback,
+        Corpus,
+        Evaluation,
+        Gate,
+        Outcome,
+        RunFigures,
+        Trainer,
+        make_private,
+        private_optimizer,
+    )
+    from lamina.run.pretrain import merge_subspace, pretrain, private_subspace
     from lamina.sign.key_ring import KeyRing
     from lamina.sign.keys import PrivateKey, PublicKey
-    from lamina.train import Callback, Evaluation, Outcome, RunFigures, Trainer, make_private, private_optimizer
-    from lamina.train.pretrain import merge_subspace, pretrain, private_subspace
 
 __version__ = "0.1.0"
 
@@ -59,7 +68,7 @@ __all__ = [
 _HOME = {
     "lamina.plan": ("LayerStack", "DepthProfile", "Policy", "StepPlan", "Clipping"),
     "lamina.plan.coverage": ("fix",),
-    "lamina.sensitivity": ("measure", "Measure"),
+    "lamina.allocate.measure": ("measure", "Measure"),
     "lamina.allocate": ("make_plan",),
     "lamina.sign.keys": ("PrivateKey", "PublicKey"),
     "lamina.sign.key_ring": ("KeyRing",),
@@ -71,9 +80,8 @@ _HOME = {
         "certify", "Certificate", "make_release", "verify_release", "ReleaseGate", "Query", "Rights",
     ),
     "lamina.release.utility": ("Figure",),
-    "lamina.corpus": ("Gate", "Corpus"),
-    "lamina.train": ("make_private", "private_optimizer", "Trainer", "Evaluation", "Callback", "RunFigures", "Outcome"),
-    "lamina.train.pretrain": ("pretrain", "private_subspace", "merge_subspace"),
+    "lamina.run": ("Gate", "Corpus", "make_private", "private_optimizer", "Trainer", "Evaluation", "Callback", "RunFigures", "Outcome"),
+    "lamina.run.pretrain": ("pretrain", "private_subspace", "merge_subspace"),
 }  # fmt: skip
 
 

@@ -23,7 +23,7 @@ from lamina.sign.keys import PrivateKey
 
 Case = Callable[[Any], Contribution | list[Contribution] | tuple[AdmissionGate, list[Contribution]]]
 CASES: list[tuple[Reason, str, Case]] = []
-LATER = {  # tests/admit/test_admission.py, tests/train/test_targets.py
+LATER = {  # tests/admit/test_admission.py, tests/run/test_targets.py
     Reason.GONE, Reason.CHANGED, Reason.NOT_REPEATED, Reason.OUT_OF_REACH, Reason.NOT_TRAINABLE,
 }  # fmt: skip
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from lamina.allocate.measure.measure import Measure
 from lamina.allocate.problem import AllocationProblem
-from lamina.sensitivity.measure import Measure
 
 SIZES = (100, 400, 900, 50, 7)
 

@@ -18,11 +18,11 @@ from lamina.account.accountants import find_accountant
 from lamina.account.gaussian_rdp import classical_zcdp_epsilon, epsilon_of_noise_multiplier, epsilon_of_rho
 from lamina.allocate.ladp import LADP
 from lamina.allocate.make_plan import ALLOCATIONS, make_plan
+from lamina.allocate.measure.measure import Measure
 from lamina.allocate.problem import Allocation, AllocationProblem
 from lamina.plan.layer_stack import LayerStack
 from lamina.plan.policy import Policy
 from lamina.plan.step_plan import Clipping, StepPlan
-from lamina.sensitivity.measure import Measure
 
 STACK = LayerStack.from_model(nn.Sequential(*(nn.Linear(4, 4) for _ in range(8))))
 

@@ -15,6 +15,7 @@ from refusals import raises_code
 from torch import nn
 
 from lamina.allocate.make_plan import ALLOCATIONS, explained_plan, make_plan
+from lamina.allocate.measure.measure import Measure
 from lamina.allocate.problem import Allocation, AllocationProblem
 from lamina.models.autoencoders import TransformerAutoencoder
 from lamina.plan.coverage import check_coverage
@@ -22,7 +23,6 @@ from lamina.plan.layer_stack import LayerStack
 from lamina.plan.rules import effective_sigma
 from lamina.plan.selection import Slice, planned_noised_sizes
 from lamina.plan.step_plan import Clipping, StepPlan
-from lamina.sensitivity.measure import Measure
 
 MODEL = TransformerAutoencoder(3, 4, width=8, layers=2, heads=4, hidden=5, code=2)
 STACK = LayerStack.from_model(MODEL)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lamina.allocate.ladp import LADP, plan_candidates
 from lamina.allocate.make_plan import ALLOCATIONS, make_plan
+from lamina.allocate.measure.measure import Measure
 from lamina.allocate.paper import PaperLSAB
 from lamina.allocate.problem import Allocate
 from lamina.audit.canaries import named_canaries
@@ -27,7 +28,6 @@ from lamina.plan.layer_stack import LayerStack
 from lamina.plan.policy import Policy
 from lamina.plan.rules import FollowQuantile
 from lamina.plan.step_plan import StepPlan
-from lamina.sensitivity.measure import Measure
 
 CHOICE = LADP(choose_every=10)
 SOUND: dict[str, tuple[str | Allocate, tuple[str, ...]]] = {

@@ -24,7 +24,7 @@ from making import START, Clock
 
 from lamina.cli.app import app as program
 from lamina.ledger.writer import Ledger
-from lamina.train.journal import Journal
+from lamina.run.journal import Journal
 
 COMMAND = [sys.executable, "-c", "import sys; from lamina.cli import main; main(sys.argv[1:])"]
 BUILT = typer.main.get_command(program)  # once, not at every call

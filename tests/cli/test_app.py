@@ -75,7 +75,7 @@ def test_help_shows_the_stages_in_order(lamina: Call) -> None:
 def test_help_imports_no_command() -> None:
     script = (
         "import sys\nfrom lamina.cli import main\ntry:\n    main(['--help'])\nexcept SystemExit:\n    "
-        "heavy = {'torch', 'dp_accounting', 'lamina.train', 'lamina.ledger'} & set(sys.modules)\n    "
+        "heavy = {'torch', 'dp_accounting', 'lamina.run', 'lamina.ledger'} & set(sys.modules)\n    "
         "sys.exit(f'imported: {heavy}' if heavy else 0)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)

@@ -28,7 +28,6 @@ from lamina.cli.app import main
 from lamina.cli.demo import TRAINING_LABELS, DemoResult
 from lamina.cli.run_file import RunFile
 from lamina.cli.train import PlannedRun
-from lamina.corpus.admitted import Gate
 from lamina.demo.hospitals import STRICT_NOISE_MULTIPLIER, make_new_folder
 from lamina.demo.patients import QUICK_SIZES, DemoPatients, PatientGroup, Utility, measure_utility
 from lamina.demo.svg_charts import auc_bars
@@ -38,6 +37,7 @@ from lamina.ledger.writer import Ledger
 from lamina.plan.policy import Policy
 from lamina.plan.step_plan import StepPlan
 from lamina.release.manifest import verify_release
+from lamina.run.admitted import Gate
 from lamina.sign.key_ring import KeyRing
 from lamina.spend.spend_ledger import SpendLedger
 

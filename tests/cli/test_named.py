@@ -14,7 +14,7 @@ from torch import nn
 from lamina.cli import by_name
 from lamina.cli.by_name import OPTIMIZERS, SCHEDULERS, make_optimizer, make_scheduler
 from lamina.errors import LaminaError
-from lamina.train.run_output import failing_layer, failing_layer_and_input, user_code, user_line, withhold_text
+from lamina.run.run_output import failing_layer, failing_layer_and_input, user_code, user_line, withhold_text
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ import pytest
 from asking import answer, refused, succeeded
 
 from lamina.allocate.make_plan import ALLOCATIONS
+from lamina.allocate.measure.measure import Measure
 from lamina.cli.layer_figures import draw_plan, layer_figures
 from lamina.plan.step_plan import PlannedClass, PlannedLayer, StepPlan
-from lamina.sensitivity.measure import Measure
 
 if TYPE_CHECKING:
     from conftest import Project

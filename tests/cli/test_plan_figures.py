@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from lamina.allocate.measure.measure import Measure
 from lamina.cli.layer_figures import kept_norm, signal_to_noise, text_bar, total_noise, whole_signal_to_noise
 from lamina.plan.step_plan import Clipping, PlannedClass, PlannedLayer, StepPlan
 from lamina.plan.table import epsilon_text
-from lamina.sensitivity.measure import Measure
 
 SIZES = (400, 900, 2500)
 positive = st.floats(0.05, 20.0)

@@ -10,9 +10,9 @@ import torch
 from asking import refused, succeeded
 from refusals import raises_code
 
+from lamina.allocate.measure.measure import Measure
 from lamina.cli import by_name
 from lamina.cli.plan import parse_shape, random_labels
-from lamina.sensitivity.measure import Measure
 
 if TYPE_CHECKING:
     from conftest import Project

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 from asking import refused, succeeded
 
+from lamina.allocate.measure.measure import Measure
 from lamina.cli.explain import NOT_SIGNED
-from lamina.sensitivity.measure import Measure
 
 if TYPE_CHECKING:
     from conftest import Project

@@ -26,9 +26,9 @@ from lamina.ledger.verify.verifier import verify
 from lamina.ledger.writer import Ledger
 from lamina.plan.policy import Policy
 from lamina.plan.step_plan import StepPlan
+from lamina.run.trainer import Trainer
 from lamina.sign.keys import PrivateKey
 from lamina.spend.spend_ledger import SpendLedger
-from lamina.train.trainer import Trainer
 
 if TYPE_CHECKING:
     from conftest import Project

@@ -16,9 +16,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize(
-    "file", ["engine/device_steps.py", pytest.param("train/device_runs.py", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("file", ["engine/device_steps.py", pytest.param("run/device_runs.py", marks=pytest.mark.slow)])
 def test_on_the_pretend_device(file: str) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", f"tests/{file}"]
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 import lamina
 from lamina.engine.simulated_input import simulate, simulate_for
 
-pytestmark = pytest.mark.filterwarnings("ignore::lamina.train.private.PlannedBefore")  # one set of data for all
+pytestmark = pytest.mark.filterwarnings("ignore::lamina.run.private.PlannedBefore")  # one set of data for all
 
 ROWS, CLASSES, LENGTH = 13, 5, 4
 

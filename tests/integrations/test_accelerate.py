@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import lamina
 
 LOSS = nn.CrossEntropyLoss(reduction="none")
-pytestmark = pytest.mark.filterwarnings("ignore::lamina.train.private.PlannedBefore", "ignore::FutureWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::lamina.run.private.PlannedBefore", "ignore::FutureWarning")
 
 
 @pytest.fixture(autouse=True)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import lamina
 from lamina.integrations.huggingface import PrivateTrainer
 from lamina.integrations.tokens import TokenLoss, token_corpus
-from lamina.train.code_fingerprint import CodeFingerprint
+from lamina.run.code_fingerprint import CodeFingerprint
 
 pytestmark = [QUIET, pytest.mark.filterwarnings("ignore:.*use_cache=True")]
 PRIVACY = {"epsilon": 8.0, "delta": 1e-5, "clip_norm": 0.1}
@@ -134,7 +134,7 @@ def same(a: nn.Module, b: nn.Module) -> bool:
     return all(torch.equal(t, b.state_dict()[name]) for name, t in a.state_dict().items())
 
 
-@pytest.mark.filterwarnings("ignore::lamina.train.private.PlannedBefore")
+@pytest.mark.filterwarnings("ignore::lamina.run.private.PlannedBefore")
 def test_the_run_is_the_one_of_lamina(tmp_path: Path) -> None:
     """The same seeds, the same weights: transformers adds nothing to a step."""
     trainer = trainer_of(tmp_path / "a", seed=3)
@@ -148,7 +148,7 @@ class Unplugged(transformers.TrainerCallback):
             raise KeyboardInterrupt
 
 
-@pytest.mark.filterwarnings("ignore::lamina.train.private.PlannedBefore")
+@pytest.mark.filterwarnings("ignore::lamina.run.private.PlannedBefore")
 def test_a_run_that_was_stopped_goes_on(tmp_path: Path) -> None:
     stopped = trainer_of(tmp_path / "a", seed=3, callbacks=[Unplugged()])
     with pytest.raises(KeyboardInterrupt):
@@ -169,7 +169,7 @@ def test_another_process_describes_the_same_model() -> None:
     code = (
         f"import sys; sys.path[:0] = {[str(Path(__file__).parents[1] / 'support')]!r}\n"
         "from adapted_models import adapted\n"
-        "from lamina.train.code_fingerprint import CodeFingerprint\n"
+        "from lamina.run.code_fingerprint import CodeFingerprint\n"
         "model = adapted('llama', 'lora')\n"
         "print(CodeFingerprint(model).describe(model))"
     )
@@ -376,6 +376,6 @@ def test_nothing_of_transformers_is_imported_by_lamina(tmp_path: Path) -> None:
     import sys
 
     names = ("transformers", "peft", "pytorch_lightning", "wandb", "mlflow", "tensorboard", "accelerate")
-    code = f"import lamina, lamina.train, lamina.cli.app, sys, json; print(json.dumps([n for n in {names} if n in sys.modules]))"
+    code = f"import lamina, lamina.run, lamina.cli.app, sys, json; print(json.dumps([n for n in {names} if n in sys.modules]))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert json.loads(found.stdout) == []

@@ -32,7 +32,7 @@ from lamina.integrations.lightning import PrivateFit
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*does not have many workers", "ignore:.*'val_dataloader' does not", "ignore:.*Checkpoint directory",
-    "ignore:.*isinstance.*LeafSpec", "ignore::lamina.train.private.PlannedBefore", "ignore:.*logging interval", "ignore:.*litlogger",
+    "ignore:.*isinstance.*LeafSpec", "ignore::lamina.run.private.PlannedBefore", "ignore:.*logging interval", "ignore:.*litlogger",
     "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:.*have no `val_dataloader`",
 )  # fmt: skip
 LOSS = nn.CrossEntropyLoss(reduction="none")

@@ -17,12 +17,12 @@ from torch import nn
 from lamina.allocate.basic import LSAB, Automatic, Flat, Pareto, Proportional, Quantile, Uniform
 from lamina.allocate.ladp import LADP, plan_candidates
 from lamina.allocate.make_plan import make_plan
+from lamina.allocate.measure.measure import Measure
 from lamina.allocate.paper import PaperLADP, PaperLSAB
 from lamina.plan.layer_stack import LayerStack
 from lamina.plan.policy import Policy
 from lamina.plan.rules import Choose
 from lamina.plan.step_plan import Clipping, StepPlan
-from lamina.sensitivity.measure import Measure
 
 BOTH = (Clipping.BOX, Clipping.JOINT)
 

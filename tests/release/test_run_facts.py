@@ -41,8 +41,8 @@ from lamina.release.certificate import Certificate, certify
 from lamina.release.manifest import make_release, verify_release
 from lamina.release.risk_statements import texts
 from lamina.release.run_evidence import RunEvidence
+from lamina.run import segments
 from lamina.sign.keys import PrivateKey
-from lamina.train import segments
 
 NAME = "example.org-resumed.ledger.db"
 
@@ -402,7 +402,7 @@ def test_a_run_that_was_killed_before_its_start_was_recorded_keeps_its_declarati
     def killed(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("lamina.train.run.Run.begin", killed)
+    monkeypatch.setattr("lamina.run.run.Run.begin", killed)
     with pytest.raises(KeyboardInterrupt):
         trainer(tmp_path, starting_weights="public").fit()
     monkeypatch.undo()

@@ -11,8 +11,8 @@ import pytest
 from build import STRICT, USUAL, begin, contribution, segment
 from refusals import raises_code
 
+from lamina.run.run import _refuse_undeclared, neighbours_of_run
 from lamina.spend.neighbours import neighbour_ledgers
-from lamina.train.run import _refuse_undeclared, neighbours_of_run
 
 
 @pytest.fixture

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
+from lamina.run.journal import AttemptOpened
 from lamina.spend.accounts import Charge
-from lamina.train.journal import AttemptOpened
 
 
 def charge(**other: object) -> Charge:

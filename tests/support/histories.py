@@ -25,11 +25,11 @@ from lamina.ledger.records import Epoch
 from lamina.ledger.store.rows import WHOLE_BUDGET_SEGMENT
 from lamina.ledger.verify.verifier import verify
 from lamina.ledger.writer import Ledger
+from lamina.run.journal import Journal
+from lamina.run.trainer import Trainer
 from lamina.sign.keys import PrivateKey
 from lamina.spend.accounts import SignedAccount, account_name
 from lamina.spend.spend_ledger import SpendLedger
-from lamina.train.journal import Journal
-from lamina.train.trainer import Trainer
 
 
 @dataclass

@@ -13,12 +13,12 @@ from typing import Any
 
 from stopping import die
 
-from lamina.corpus.sampler import Sampler
 from lamina.engine.engine import Engine
 from lamina.ledger.writer import Ledger
+from lamina.run.journal import Journal
+from lamina.run.sampler import Sampler
+from lamina.run.training_checkpoint import TrainingCheckpoints
 from lamina.spend.spend_ledger import SpendLedger
-from lamina.train.journal import Journal
-from lamina.train.training_checkpoint import TrainingCheckpoints
 
 Act = Mapping[str, Any]
 FOLDERS = ("a", "b", "c", "d")

@@ -19,9 +19,9 @@ import lamina
 from lamina import KeyRing, LayerStack, Policy, PrivateKey, StepPlan, Trainer, make_plan
 from lamina.admit.contribution_sources import Contribution
 from lamina.admit.signing import SECONDS_PER_YEAR, SigningState, attest_folder
-from lamina.corpus.admitted import AdmittedCorpus
 from lamina.ledger.corpus_terms import CorpusTerms, open_or_create
 from lamina.ledger.writer import Ledger
+from lamina.run.admitted import AdmittedCorpus
 
 NOW = 1_800_000_000  # when everything is signed, unless a test says otherwise
 POLICY = """

@@ -27,11 +27,11 @@ from lamina.ledger.writer import Ledger
 from lamina.plan.risk import RiskBound
 from lamina.plan.rules import FollowBudget, Injection, InjectionForm
 from lamina.plan.step_plan import PlannedClass, PlannedLayer, StepPlan
+from lamina.run.run import adaptive_budget_charges, adaptive_budget_nonce
 from lamina.sign.keys import PrivateKey
 from lamina.spend.accounts import Charge, SignedAccount, follows_budget, plan_charges
 from lamina.spend.reservation import OpenAttempt
 from lamina.spend.spend_ledger import SpendLedger
-from lamina.train.run import adaptive_budget_charges, adaptive_budget_nonce
 
 FIRST, SECOND, THIRD = "a1" * 16, "b2" * 16, "c3" * 16
 DELTA = 1e-5

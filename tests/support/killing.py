@@ -27,14 +27,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 import problem
 import torch
 
-from lamina.corpus import sampler
 from lamina.engine.engine import Engine
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.verify.verifier import verify
 from lamina.ledger.writer import Ledger
 from lamina.plan.step_plan import StepPlan
-from lamina.train import journal, run
-from lamina.train.training_checkpoint import TrainingCheckpoints
+from lamina.run import journal, run, sampler
+from lamina.run.training_checkpoint import TrainingCheckpoints
 
 OPTIONS: dict[str, Any] = {"ema": 0.9, "max_occurrences": {"clinical": 4}}
 STRICT = "clinical@c=1,z=0.05"

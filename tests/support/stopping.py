@@ -12,8 +12,8 @@ import problem
 import pytest
 import torch
 
-from lamina.train.run_output import Progress, RunFigures
-from lamina.train.trainer import Trainer
+from lamina.run.run_output import Progress, RunFigures
+from lamina.run.trainer import Trainer
 
 LOOSE = {"clinical": 9.0, "sensitive": 9.0}
 

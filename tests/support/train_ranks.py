@@ -19,8 +19,8 @@ from torch import Tensor
 from lamina import LaminaError, StepPlan
 from lamina.engine.distributed import is_sharded_model, weights_digest
 from lamina.engine.proxy_shares import Proxy
-from lamina.train import run
-from lamina.train.run_output import Progress
+from lamina.run import run
+from lamina.run.run_output import Progress
 
 SEGMENT = 4
 LOOSE = {"clinical": 9.0, "sensitive": 9.0}
@@ -74,7 +74,7 @@ def fit(folder: str, **options: Any) -> dict[str, Any]:
 
 def die_at(step: int) -> None:
     """End this process when a batch of that step is drawn."""
-    from lamina.corpus import sampler
+    from lamina.run import sampler
 
     real = sampler.Sampler.draw
 

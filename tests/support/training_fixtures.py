@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lamina.ledger.verify.verifier import verify
-from lamina.train.run import Run
+from lamina.run.run import Run
 
 
 @pytest.fixture(autouse=True)

@@ -14,12 +14,12 @@ from histories import World
 from history_plans import NOISE, RULES, Spec, more
 
 from lamina import LayerStack, Policy, StepPlan, Trainer, make_plan
-from lamina.corpus.admitted import AdmittedCorpus
 from lamina.ledger.corpus_terms import CorpusTerms, open_or_create
 from lamina.ledger.governance_records import WithdrawalEffect, WithdrawalReason
 from lamina.ledger.retention import Retention
 from lamina.ledger.withdrawal import withdraw
 from lamina.ledger.writer import DAY_SECONDS, Ledger
+from lamina.run.admitted import AdmittedCorpus
 
 POLICY = hospital.POLICY.replace("4.0", "60.0").replace("2.0", "60.0").replace('"ward-7"', '"tests"')
 KEPT = 10 * DAY_SECONDS  # retention of the ledger

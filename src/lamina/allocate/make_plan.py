@@ -16,6 +16,7 @@ from lamina.account.gaussian_rdp import step_rdp
 from lamina.account.schedule import INTEGER_RDP, Event, bisect_float
 from lamina.allocate.basic import automatic, flat, lsab, pareto, proportional, quantile, uniform
 from lamina.allocate.ladp import LADP, ladp
+from lamina.allocate.measure.measure import Measure
 from lamina.allocate.paper import paper_ladp, paper_lsab
 from lamina.allocate.problem import Allocate, Allocation, AllocationProblem, Allocator, named
 from lamina.errors import AccountingError, PlanError
@@ -27,7 +28,6 @@ from lamina.plan.risk import COMPOSED, ZERO_OUT, RiskBound, calibrate_to_risk, e
 from lamina.plan.rules import FollowBudget, FollowQuantile, NoiseKind, rescale_noise
 from lamina.plan.selection import did_you_mean, noised_sizes
 from lamina.plan.step_plan import Clipping, PlannedClass, PlannedLayer, StepPlan
-from lamina.sensitivity.measure import Measure
 
 _ALL: tuple[Allocator, ...] = (
     flat, uniform, proportional, pareto, lsab, ladp, LADP(mode="budget"), quantile, automatic,

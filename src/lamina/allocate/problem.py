@@ -17,7 +17,7 @@ from lamina.plan.rules import Rule
 from lamina.plan.step_plan import Clipping
 
 if TYPE_CHECKING:
-    from lamina.sensitivity.measure import Measure
+    from lamina.allocate.measure.measure import Measure
 
 
 ClipMatrix = tuple[tuple[float, ...], ...]

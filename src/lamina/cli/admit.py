@@ -22,10 +22,10 @@ from lamina.cli.terminal import (
     progress_bar,
     results_only,
 )
-from lamina.corpus.payload_admission import admit_payloads
 from lamina.errors import AdmissionError
 from lamina.plan.policy import Policy
 from lamina.plan.step_plan import StepPlan
+from lamina.run.payload_admission import admit_payloads
 from lamina.sign.key_ring import KeyRing
 
 _SIGN_IT = "sign it: lamina attest"

@@ -197,7 +197,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except Exception as error:
         own = None
         with suppress(ModuleNotFoundError):  # without torch there is no model of the user's
-            from lamina.train.run_output import user_line
+            from lamina.run.run_output import user_line
 
             own = user_line(error)
         where = f" (at {own})" if own else ""

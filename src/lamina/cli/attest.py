@@ -24,11 +24,11 @@ from lamina.cli.terminal import (
     print_note,
     progress_bar,
 )
-from lamina.corpus.files import LISTING, ContributionListing, read_names
 from lamina.errors import AdmissionError
 from lamina.ledger.show import format_micro
 from lamina.plan.policy import Policy
 from lamina.plan.table import epsilon_text, printable
+from lamina.run.table_files import LISTING, ContributionListing, read_names
 from lamina.sign.keys import format_utc, parse_time, read_small
 from lamina.sign.signed_json import parse_json
 

@@ -22,7 +22,7 @@ from lamina.errors import EngineError, LaminaError, PlanError
 from lamina.models import autoencoders, signal_autoencoders
 from lamina.plan.depth_profile import DepthProfile
 from lamina.plan.selection import did_you_mean
-from lamina.train.run_output import user_code
+from lamina.run.run_output import user_code
 from lamina.validate import parse_toml
 
 BUILT_IN_MODELS: dict[str, Callable[..., nn.Module]] = {

@@ -21,7 +21,6 @@ from lamina.admit.admission import Admission
 from lamina.admit.resolver import Resolution
 from lamina.allocate.make_plan import make_plan
 from lamina.cli.terminal import columns, print_answer, print_line, print_note, progress_bar
-from lamina.corpus.admitted import Gate
 from lamina.demo import hospitals as folders
 from lamina.demo.hospitals import VerifiedLedger, write_contributions
 from lamina.demo.leaving import Leaving, leave
@@ -43,8 +42,9 @@ from lamina.plan.policy import Policy
 from lamina.plan.step_plan import StepPlan
 from lamina.plan.table import at_least, at_most, epsilon_text
 from lamina.release.risk_statements import content_sentence, membership_sentence
+from lamina.run.admitted import Gate
+from lamina.run.publisher import Outcome
 from lamina.sign.keys import format_utc
-from lamina.train.publisher import Outcome
 
 TRAINING_LABELS = {
     "without_sensitive": "without the sensitive patients",

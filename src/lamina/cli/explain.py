@@ -41,7 +41,7 @@ from lamina.plan.table import (
 )
 
 if TYPE_CHECKING:
-    from lamina.sensitivity.measure import Measure
+    from lamina.allocate.measure.measure import Measure
 
 
 _SIGNAL_TO_NOISE = (

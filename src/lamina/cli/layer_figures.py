@@ -18,7 +18,7 @@ from lamina.plan.step_plan import Clipping, StepPlan
 from lamina.plan.table import at_least, at_most, clip_text, layer_shares
 
 if TYPE_CHECKING:
-    from lamina.sensitivity.measure import Measure
+    from lamina.allocate.measure.measure import Measure
 
 
 # The signal of layer l is what a step's clipped sum would be if all contributions pulled the same way,

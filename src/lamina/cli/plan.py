@@ -23,12 +23,12 @@ from lamina.errors import EngineError, LaminaError, PlanError
 from lamina.plan.layer_stack import LayerStack
 from lamina.plan.policy import Policy
 from lamina.plan.selection import planned_noised_sizes
+from lamina.run.run_output import user_code
 from lamina.sign.keys import read_small
-from lamina.train.run_output import user_code
 from lamina.validate import parse_toml
 
 if TYPE_CHECKING:
-    from lamina.sensitivity.measure import Measure
+    from lamina.allocate.measure.measure import Measure
 
 
 PROXIES = ("gaussian", "public", "simulated")
@@ -70,7 +70,7 @@ class MeasureOptions:
         """The measure of this model; None if no option asks for one."""
         if self.file is None and self.proxy is None:
             return None
-        from lamina.sensitivity.measure import Measure
+        from lamina.allocate.measure.measure import Measure
 
         if self.file is not None:
             found = Measure.load(self.file)
@@ -87,7 +87,7 @@ class MeasureOptions:
         return made
 
     def _measured(self, name: str, model: nn.Module, stack: LayerStack) -> Measure:
-        from lamina.sensitivity.measure import measure
+        from lamina.allocate.measure.measure import measure
 
         source, _, data = str(self.proxy).partition(":")
         if source not in PROXIES or (source != "gaussian") != bool(data):
@@ -165,7 +165,7 @@ def _model_output(model: nn.Module, example: Tensor, *, several: bool) -> Any:
     model.train(training)
     if not (several or isinstance(output, Tensor)):
         problem = f"the model gives a {type(output).__name__}, not a tensor"
-        remedy = "give a loss that takes it, --loss lamina.models:SignalLoss; or measure it in Python: lamina.sensitivity.measure"
+        remedy = "give a loss that takes it, --loss lamina.models:SignalLoss; or measure it in Python: lamina.allocate.measure.measure"
         raise PlanError("cli.output-not-tensor", problem, remedy)
     return output
 

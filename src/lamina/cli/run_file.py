@@ -19,8 +19,8 @@ from lamina.errors import LaminaError, PlanError, RunError
 from lamina.ledger.store.sqlite import printable_location
 from lamina.plan.policy import explain_validation_error
 from lamina.plan.selection import did_you_mean
-from lamina.train.optimizer import AUTO
-from lamina.train.run_files import make_folder, write_atomically
+from lamina.run.optimizer import AUTO
+from lamina.run.run_files import make_folder, write_atomically
 from lamina.validate import parse_toml, read_text_file, short_repr
 
 _REQUIRED_KEYS = {

@@ -32,8 +32,6 @@ from lamina.cli.terminal import (
     progress_bar,
     results_only,
 )
-from lamina.corpus.admitted import AdmittedCorpus, Gate
-from lamina.corpus.corpus import Corpus
 from lamina.engine.distributed import ALONE, Ranks, joined_ranks
 from lamina.engine.proxy_shares import Proxy
 from lamina.errors import CorpusError, LaminaError, RankLost, RunError
@@ -45,18 +43,20 @@ from lamina.plan.layer_stack import LayerStack
 from lamina.plan.policy import Policy
 from lamina.plan.step_plan import StepPlan
 from lamina.plan.table import at_most, epsilon_text, finite_or_none, remaining_text
+from lamina.run.admitted import AdmittedCorpus, Gate
+from lamina.run.corpus import Corpus
+from lamina.run.private import NOTHING_REMAINS, TUNE_ELSEWHERE
+from lamina.run.publisher import Evaluation, Outcome
+from lamina.run.run import default_ledger_path, neighbours_of_run, refuse_second_ledger
+from lamina.run.run_output import failing_layer_and_input, user_code, user_line
+from lamina.run.trainer import Trainer
+from lamina.run.trainer_checks import declared_start, steps_per_interval
 from lamina.sign.keys import PrivateKey
 from lamina.spend.accounts import describe_account, is_bound, plan_charges
 from lamina.spend.spend_ledger import SpendLedger
-from lamina.train.private import NOTHING_REMAINS, TUNE_ELSEWHERE
-from lamina.train.publisher import Evaluation, Outcome
-from lamina.train.run import default_ledger_path, neighbours_of_run, refuse_second_ledger
-from lamina.train.run_output import failing_layer_and_input, user_code, user_line
-from lamina.train.trainer import Trainer
-from lamina.train.trainer_checks import declared_start, steps_per_interval
 
 if TYPE_CHECKING:
-    from lamina.sensitivity.measure import Measure
+    from lamina.allocate.measure.measure import Measure
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,7 +181,7 @@ def _existing_file(beside: Path, key: str, name: str, hint: str = "") -> Path:
 
 
 def _load_measure(beside: Path, name: str) -> Measure:
-    from lamina.sensitivity.measure import Measure
+    from lamina.allocate.measure.measure import Measure
 
     hint = f"; make one: lamina plan policy.toml … --proxy gaussian --save-measure {name}"
     return Measure.load(_existing_file(beside, "measure", name, hint))

@@ -25,8 +25,8 @@ from lamina.errors import LaminaError
 from lamina.validate import open_regular
 
 if TYPE_CHECKING:
-    from lamina.corpus.corpus import Corpus
     from lamina.plan.policy import Policy
+    from lamina.run.corpus import Corpus
 
 WINDOW, OVERLAP = 256, 0.5
 MOST_TABLE, MOST_XML = 1 << 28, 1 << 28  # bytes

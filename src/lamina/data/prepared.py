@@ -27,7 +27,7 @@ from lamina.errors import LaminaError
 from lamina.validate import open_regular
 
 if TYPE_CHECKING:
-    from lamina.corpus.corpus import Corpus
+    from lamina.run.corpus import Corpus
 
 PARTS = ("train", "validation", "test")
 SHARES = (0.70, 0.15, 0.15)  # of the patients, as section 4.1.1 of the LSAB paper has it
@@ -70,7 +70,7 @@ class PreparedPart:
 
     def corpus(self, *, labels: bool = True, **options: Any) -> Corpus:
         """A `lamina.Corpus` whose contributions are patients; `labels=False` for an autoencoder. Options: those of Corpus."""
-        from lamina.corpus.corpus import Corpus
+        from lamina.run.corpus import Corpus
 
         if not len(self):
             problem = "this part holds no windows"

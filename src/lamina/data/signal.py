@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import signal as scipy_signal
 
-from lamina.corpus.files import read_matrix
 from lamina.errors import LaminaError
+from lamina.run.table_files import read_matrix
 from lamina.validate import open_regular
 
 Float32 = NDArray[np.float32]

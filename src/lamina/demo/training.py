@@ -11,15 +11,15 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from lamina.corpus.corpus import Corpus
 from lamina.data.ecg_simulator import CLASSES
 from lamina.demo.patients import PatientGroup, measure_utility
 from lamina.errors import LaminaError
 from lamina.ledger.writer import Ledger
 from lamina.models.autoencoders import ClassifierLoss, ResidualClassifier
 from lamina.plan.step_plan import StepPlan
-from lamina.train.publisher import Evaluation, Outcome
-from lamina.train.trainer import Trainer
+from lamina.run.corpus import Corpus
+from lamina.run.publisher import Evaluation, Outcome
+from lamina.run.trainer import Trainer
 
 # What the demo's RUN.toml names: the model as the private run found it, its loss, its evaluation.
 #

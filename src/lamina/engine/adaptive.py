@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lamina import validate
 from lamina.allocate.ladp import Candidate, draw, plan_candidates, utilities
+from lamina.allocate.measure.energy import EnergyEstimate
 from lamina.engine.clipping import nonempty_contributions
 from lamina.engine.grads import row_norm_sq
 from lamina.engine.noise import NoiseSource
@@ -31,7 +32,6 @@ from lamina.plan.rules import (
     rescale_noise,
 )
 from lamina.plan.step_plan import StepPlan
-from lamina.sensitivity.energy import EnergyEstimate
 from lamina.validate import short_repr
 
 

@@ -12,15 +12,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from lamina.allocate.measure.energy import raise_shares_to_floor
+from lamina.allocate.measure.example_gradients import example_count, fisher, take_examples
+from lamina.allocate.measure.influence import influence
 from lamina.engine.batch import model_device
 from lamina.engine.distributed import ALONE, Ranks
 from lamina.errors import EngineError, LaminaError
 from lamina.plan.layer_stack import LayerStack, call_arguments
 from lamina.plan.rules import FollowProxy
 from lamina.plan.step_plan import StepPlan
-from lamina.sensitivity.energy import raise_shares_to_floor
-from lamina.sensitivity.example_gradients import example_count, fisher, take_examples
-from lamina.sensitivity.influence import influence
 
 _STREAM = 0x4C61_6D69_6E61  # the generator that draws proxy examples: the data are public, so it may be known
 

@@ -22,17 +22,17 @@ from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_callback import TrainerCallback, TrainerState
 from transformers.trainer_utils import TrainOutput, rotate_checkpoints
 
-from lamina.corpus.corpus import Corpus
 from lamina.engine.engine import Engine
 from lamina.errors import RunError
 from lamina.integrations.loggers import take_clock_away
 from lamina.integrations.tokens import loss_for
 from lamina.plan.step_plan import StepPlan
-from lamina.train.private import make_private
-from lamina.train.publisher import Evaluation, Outcome
-from lamina.train.run_output import Callback, RunFigures
-from lamina.train.trainer import Trainer
-from lamina.train.trainer_checks import refuse_loader, refuse_taken_options
+from lamina.run.corpus import Corpus
+from lamina.run.private import make_private
+from lamina.run.publisher import Evaluation, Outcome
+from lamina.run.run_output import Callback, RunFigures
+from lamina.run.trainer import Trainer
+from lamina.run.trainer_checks import refuse_loader, refuse_taken_options
 from lamina.validate import short_repr
 
 _ONE_PROCESS = ("one process trains here", "leave it out; several processes: lamina.Trainer under torchrun")

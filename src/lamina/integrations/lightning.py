@@ -16,15 +16,15 @@ from pytorch_lightning import callbacks, loggers
 from pytorch_lightning.core.optimizer import _MockOptimizer
 from torch.utils.data import DataLoader
 
-from lamina.corpus.corpus import Corpus
 from lamina.engine.engine import Engine
 from lamina.errors import RunError
 from lamina.integrations.loggers import segment_scalars, take_clock_away
 from lamina.plan.step_plan import StepPlan
-from lamina.train.publisher import Evaluation, Outcome
-from lamina.train.run_output import Callback, RunFigures
-from lamina.train.trainer import Trainer
-from lamina.train.trainer_checks import refuse_taken_options
+from lamina.run.corpus import Corpus
+from lamina.run.publisher import Evaluation, Outcome
+from lamina.run.run_output import Callback, RunFigures
+from lamina.run.trainer import Trainer
+from lamina.run.trainer_checks import refuse_taken_options
 
 _ONE_PROCESS = "one process on the CPU trains here: lamina.Trainer under torchrun for more"
 _TAKEN = {

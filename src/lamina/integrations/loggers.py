@@ -16,10 +16,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lamina.allocate.measure.measure import Measure
 from lamina.errors import RunError
 from lamina.plan.step_plan import StepPlan
-from lamina.sensitivity.measure import Measure
-from lamina.train.run_output import Callback, RunFigures
+from lamina.run.run_output import Callback, RunFigures
 
 _STATISTICS = ("tight", "worst", "printed", "harm", "norms", "fisher", "influence")
 

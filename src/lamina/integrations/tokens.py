@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lamina.corpus.corpus import Corpus
 from lamina.errors import CorpusError, RunError
+from lamina.run.corpus import Corpus
 from lamina.validate import whole
 
 IGNORED = -100

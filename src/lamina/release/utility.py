@@ -10,8 +10,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.special import expit, logit, ndtri
-from scipy.stats import binomtest, rankdata
 
 from lamina.errors import LaminaError, RunError
 from lamina.ledger.run_records import EVALUATION
@@ -92,6 +90,8 @@ class Figure(float):
 
 
 def _share(right: int, wrong: int) -> Figure:
+    from scipy.stats import binomtest
+
     low, high = binomtest(right, right + wrong).proportion_ci(LEVEL, "exact")
     return Figure(right / (right + wrong), float(low), float(high), right + wrong)
 
@@ -103,6 +103,9 @@ def _area(positive: NDArray[np.float64], negative: NDArray[np.float64]) -> Figur
     1957, A(1-A)/k with k the smaller number of records, which no variance exceeds. If all pairs are in order, k of them
     are independent, so that the chance of it is at most A**k.
     """
+    from scipy.special import expit, logit, ndtri
+    from scipy.stats import rankdata
+
     m, n = len(positive), len(negative)
     k, tail = min(m, n), (1 - LEVEL) / 2
     if not k:

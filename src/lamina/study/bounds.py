@@ -9,10 +9,10 @@ import torch
 from scipy.stats import kurtosis, skew
 from torch import nn
 
+from lamina.allocate.measure.bounds import bounds
+from lamina.allocate.measure.profile import profile
+from lamina.allocate.measure.trace import trace
 from lamina.plan.layer_stack import LayerStack
-from lamina.sensitivity.bounds import bounds
-from lamina.sensitivity.profile import profile
-from lamina.sensitivity.trace import trace
 from lamina.study.cells import SEEDS, StudySize
 
 WINDOW, LATENT = 256, 32

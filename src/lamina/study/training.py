@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from lamina.account.accountants import calibrate, find_accountant
 from lamina.account.schedule import Event
 from lamina.allocate.make_plan import make_plan
+from lamina.allocate.measure.measure import Measure, measure
 from lamina.allocate.problem import untuned_clip_norm
 from lamina.engine.batch import Batch
 from lamina.engine.engine import Engine
@@ -28,7 +29,6 @@ from lamina.errors import BudgetExceeded, LaminaError
 from lamina.plan.layer_stack import LayerStack
 from lamina.plan.policy import Policy
 from lamina.plan.step_plan import StepPlan
-from lamina.sensitivity.measure import Measure, measure
 from lamina.study.cells import DELTA, Cell, Result, StudySize
 from lamina.study.methods import FEDAVG, METHODS, OPACUS, PLAIN, Method
 from lamina.study.statistics import macro_auc, membership_inference

@@ -26,7 +26,7 @@ from lamina.engine.noise import (
     noise_version,
 )
 from lamina.engine.random_stream import CELL_ELEMENTS, KeyStream, step_key
-from lamina.train.segments import code_version
+from lamina.run.segments import code_version
 
 KEY = bytes.fromhex("2b7e151628aed2a6abf7158809cf4f3c")
 
