@@ -83,7 +83,7 @@ def test_one_contribution_and_options(call: Call) -> None:
     found = answer(
         call(
             "data/p1", "--key", "alice.key", "--class", "standard", "--data-class", "ecg", "--clip-norm", "0.5",
-            "--noise-multiplier", "3", "--valid-from", "2026-01-01", "--expires", "2027-01-01", "--anchor", "ab" * 32,
+            "--noise-multiplier", "3", "--valid-from", "2026-01-01", "--expires", "2099-01-01", "--anchor", "ab" * 32,
             "--json",
         )
     )  # fmt: skip
@@ -91,7 +91,7 @@ def test_one_contribution_and_options(call: Call) -> None:
     described, _ = read("p1")
     assert (described.admissibility, described.data_class) == ("standard", "ecg")
     assert (described.clip_norm, described.noise_multiplier) == (500_000, 3_000_000)
-    assert (described.not_before, described.expires) == (parse_time("2026-01-01"), parse_time("2027-01-01"))
+    assert (described.not_before, described.expires) == (parse_time("2026-01-01"), parse_time("2099-01-01"))
     assert described.anchor == b"\xab" * 32
     assert described.profile is None
     assert not Path("data/p0/descriptor.cbor").exists()

@@ -718,7 +718,7 @@ def test_a_finished_run_does_not_take_a_new_learning_rate(project: Project) -> N
 
 
 def test_a_changed_model_is_named_by_its_tensor(project: Project) -> None:
-    run = project.run.replace("steps = 6", "steps = 8")
+    run = project.run.replace("steps = 6", "steps = 300").replace("segment = 2", "segment = 60")
     project.train_killed_in_a_segment(project.write("first.toml", run))
     changed = run.replace(
         f'model = "{project.module}:build"', f'model = {{ factory = "{project.module}:build", args = {{ width = 5 }} }}'

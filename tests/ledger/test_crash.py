@@ -87,6 +87,9 @@ def test_a_server_that_crashes_is_waited_for(server: postgres.Server) -> None:
         time.sleep(0.3)
         server.stop("immediate")
         server.start()
+    until = time.monotonic() + 60
+    while len(appended) <= 30 and thread.is_alive() and time.monotonic() < until:
+        time.sleep(0.05)
     time.sleep(0.3)
     done.set()
     thread.join(60)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import postgres
@@ -34,8 +35,10 @@ def doors(server: postgres.Server) -> Iterator[str]:
             before = file.read()
         with open(path, "w") as file:
             file.write(f"local all locked scram-sha-256\nlocal all barred reject\n{before}")
+        loaded = db.execute("SELECT pg_conf_load_time()").fetchone()
         db.execute("SELECT pg_reload_conf()")
-        db.execute("SELECT pg_sleep(0.3)")  # each new connection reads it anew, once the server has
+        while db.execute("SELECT pg_conf_load_time()").fetchone() == loaded:  # a session follows the server
+            time.sleep(0.02)
     yield server.url().replace("lamina@/postgres", "{}")
     with open(path, "w") as file:
         file.write(before)

@@ -314,7 +314,7 @@ def test_a_decision_takes_microseconds() -> None:
     asked = [random_query(rng, 20) for _ in range(50)]
     times: list[float] = []
     for each in asked * 4:
-        begin = time.perf_counter()
+        begin = time.thread_time()
         rule.decide(each, withdrawn={}, as_of=0, besides=())
-        times.append(time.perf_counter() - begin)
+        times.append(time.thread_time() - begin)
     assert sorted(times)[len(times) // 2] < 5e-4  # 50 µs is the goal; a busy machine is slower

@@ -174,7 +174,7 @@ def standing(folder: Path) -> dict[str, Any]:
 
 def kill_at_random(name: str, place: Path, whole: dict[str, Any], *, kills: int, seed: int) -> None:
     """One rank is killed so often, at instants of the whole run; every run is let finish in the end and compared."""
-    folders = [place / f"random {name} {seed} {number}" / "run" for number in range(2 * kills + 1)]
+    folders = [place / f"random {name} {seed} {number}" / "run" for number in range(4 * kills + 1)]
     commands = [json.dumps({name: str(folder)}) for folder in folders]
     found = ranks.kill_at_random("train_ranks.py", 2, commands, kills=kills, seed=seed, timeout=1700)
     wanted = standing(folders[0])

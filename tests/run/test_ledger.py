@@ -430,9 +430,10 @@ def test_a_server_that_stays_away_stops_the_run_and_loses_nothing(tmp_path: Path
 
 
 @pytest.mark.parametrize("how", ["gone", "changed", "expired"])
-def test_a_bound_that_a_run_has_charged_goes_on_being_charged(ward: hospital.Hospital, how: str) -> None:
+def test_a_bound_that_a_run_has_charged_goes_on_being_charged(tmp_path: Path, how: str) -> None:
     """Whoever reads the ledger cannot tell that they stayed away from the steps that follow."""
-    expires = {"expires": int(time.time()) + 6} if how == "expired" else {}
+    ward = hospital.usual(tmp_path / "h")
+    expires = {"expires": hospital.NOW + 100} if how == "expired" else {}
     ward.sign({"c05": "clinical"}, noise_multiplier=3.0, **expires)
 
     with pytest.raises(Killed):
@@ -442,14 +443,14 @@ def test_a_bound_that_a_run_has_charged_goes_on_being_charged(ward: hospital.Hos
     elif how == "changed":
         ward.write("c05", 99)
     else:
-        time.sleep(6.5)
+        ward.clock.now = hospital.NOW + 100
     outcome = ward.trainer().fit()
     assert told(outcome, "not admitted now")
     where = ward.root / "runs" / "ward-7.ledger.db"
     sound(where)
     charged = [any(a.noise_multiplier == 3_000_000 for a in epoch.accounts) for epoch in epochs(where)]
     assert charged[:2] == [True, True] and set(charged[2:]) == {how != "expired"}
-    with Ledger.open(where) as ledger:
+    with ward.ledger(where) as ledger:
         for leaf in list(ledger.of_kind(ContributionRecord)):
             assert isinstance(leaf.record, ContributionRecord)
             if leaf.record.terms.noise_multiplier == 3_000_000 and how != "expired":

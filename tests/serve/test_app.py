@@ -249,7 +249,8 @@ def test_the_rate_of_a_key_is_limited(client: Client) -> None:
     served = client(limits=Limits(rate=2.0), model=None)
     answers = [served.get("/v1/openapi.json") for _ in range(8)]
     assert [each.status_code for each in answers[:4]] == [200] * 4
-    assert code(answers[-1]) == (429, "serve.too-many-requests") and int(answers[-1].headers["retry-after"]) >= 1
+    refused = next(each for each in answers[4:] if each.status_code == 429)
+    assert code(refused) == (429, "serve.too-many-requests") and int(refused.headers["retry-after"]) >= 1
     buckets = TokenBuckets(10.0)
     assert sum(buckets.wait("a", 0.0) == 0 for _ in range(30)) == 20 and buckets.wait("b", 0.0) == 0
     assert buckets.wait("a", 0.05) == pytest.approx(0.05)

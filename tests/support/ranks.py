@@ -110,7 +110,7 @@ def _kill(
         sys.argv[1:] = [command]
         for _ in range(chance.randint(1, 3) if number else 0):
             victim = chance.randrange(size)
-            codes, _ = _generation(run, size, folder, (victim, chance.uniform(0.0, duration)))
+            codes, _ = _generation(run, size, folder, (victim, chance.uniform(0.1 * duration, duration)))
             killed = codes[victim] == -signal.SIGKILL
             others = [code for rank, code in enumerate(codes) if rank != victim]
             assert all(code in ((0, 1) if killed else (0,)) for code in others)  # the others stop by themselves

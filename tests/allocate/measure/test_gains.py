@@ -193,9 +193,9 @@ def test_all_norms_of_the_autoencoder_within_seconds() -> None:
     torch.manual_seed(0)
     graph = trace(ResidualAutoencoder(), torch.zeros(1, 12, 256))
     layers = [node for node in graph if node.kind is OperationKind.CONV]
-    start = time.perf_counter()
+    start = time.process_time()
     norms = [linear_norm(node, {node.inputs[0]: torch.zeros(graph[node.inputs[0]].shape)}) for node in layers]
-    assert time.perf_counter() - start < 20.0
+    assert time.process_time() - start < 20.0
     assert len(norms) == 19 and min(norms) > 0
 
 
