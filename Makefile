@@ -42,7 +42,7 @@ wheels: $(VENV)/.test $(VENV)/.aarch64  ## dist/: a wheel for this machine, and 
 	CC=aarch64-linux-gnu-gcc LDSHARED='aarch64-linux-gnu-gcc -shared' _PYTHON_HOST_PLATFORM=linux-aarch64 \
 	  $(BIN)/python -m pip wheel -q --disable-pip-version-check --no-deps -w dist .
 
-interop: $(PEER)/.done $(NODE)/.done $(VENV)/.go $(VENV)/.postgres $(VENV)/.browser  ## other people's COSE, Go's tree, a database, a browser
+interop: $(PEER)/.done $(NODE)/.done $(VENV)/.go $(VENV)/.postgres $(VENV)/.browser $(VENV)/.shell  ## other people's COSE, Go's tree, a database, a browser
 
 clean:  ## remove the environment and every cache (keeps runs/)
 	rm -rf $(VENV) $(PEER) $(NODE) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache src/*.egg-info src/lamina/engine/native/*.so
@@ -97,6 +97,11 @@ $(VENV)/.postgres: | $(VENV)/bin/python
 $(VENV)/.browser: | $(VENV)/bin/python
 	@command -v chromium >/dev/null || { echo 'installing Chromium …'; $(call debian,chromium); }; \
 	command -v chromium >/dev/null && touch $@ || echo 'Chromium is not installed: its tests will be skipped'
+
+# Shell tools, for the page on verifying a release without Python.
+$(VENV)/.shell: | $(VENV)/bin/python
+	@{ command -v jq && command -v openssl; } >/dev/null || { echo 'installing jq and openssl …'; $(call debian,jq openssl); }; \
+	{ command -v jq && command -v openssl; } >/dev/null && touch $@ || echo 'jq or openssl is not installed: a test will be skipped'
 
 # A compiler and an emulator of aarch64, for its wheel and for tests/engine/native/test_aarch64.py.
 has_aarch64 = command -v aarch64-linux-gnu-gcc >/dev/null && command -v qemu-aarch64 >/dev/null

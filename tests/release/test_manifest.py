@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import subprocess
 from base64 import b64decode, b64encode
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ from securesystemslib.exceptions import VerificationError
 from securesystemslib.signer import SSlibKey
 from trained_run import Trained
 
+from lamina.ledger.corpus_terms import ledger_key_path
 from lamina.ledger.governance_records import Release
 from lamina.ledger.verify.tree_checks import KnownCheckpoint, Trust
 from lamina.ledger.verify.verifier import verify
@@ -90,6 +92,40 @@ def test_the_auditor_s_page_verifies_the_manifest_as_it_says(
     Path("release.pub").write_bytes(PrivateKey.generate().public.pem())
     with pytest.raises(VerificationError):
         exec(code, {})
+
+
+def test_openssl_and_jq_verify_a_release_as_the_page_says(
+    release: Path, trained: Trained, key: PrivateKey, tmp_path: Path
+) -> None:
+    """The commands of docs/verify-without-python.md, on a release, and on one with a changed file or another key."""
+    if not all(map(shutil.which, ("jq", "openssl"))):
+        pytest.skip("openssl or jq is not installed")
+    page = (Path(__file__).parents[2] / "docs" / "verify-without-python.md").read_text(encoding="utf-8")
+    commands = "".join(re.findall(r"```sh\n(.*?)```", page, re.DOTALL)).replace("/tmp/", "../")
+    release.rename(tmp_path / "release-1")
+    (tmp_path / "release.pub").write_bytes(key.public.pem())
+    (tmp_path / "ledger.pub").write_bytes(PrivateKey.load(ledger_key_path(trained.ledger), None).public.pem())
+
+    def run() -> subprocess.CompletedProcess[str]:
+        line = ["bash", "-euo", "pipefail", "-c", commands]
+        return subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    good = run()
+    assert good.returncode == 0, good.stderr
+    assert good.stdout.count("Signature Verified Successfully") == 2
+    assert "model.safetensors: OK" in good.stdout
+    extra = tmp_path / "release-1" / "extra"
+    extra.write_text("x", encoding="utf-8")
+    assert run().returncode != 0
+    extra.unlink()
+    for name in ("release.pub", "ledger.pub"):
+        kept = (tmp_path / name).read_bytes()
+        (tmp_path / name).write_bytes(PrivateKey.generate().public.pem())
+        assert run().returncode != 0, name
+        (tmp_path / name).write_bytes(kept)
+    with (tmp_path / "release-1" / "certificate.json").open("ab") as file:
+        file.write(b" ")
+    assert run().returncode != 0
 
 
 def test_every_byte_counts(release: Path, key: PrivateKey) -> None:
