@@ -36,12 +36,6 @@ HEADS = [  # the least and the largest argument of every width, and the reserved
 ]
 
 
-PATTERNS = [
-    ("descriptor", attestation.match_descriptor, attestation._decode_descriptor),
-    ("header", attestation.match_header, attestation._decode_header),
-]
-
-
 def seeds() -> list[bytes]:
     """Valid messages of every kind, short and long."""
     found = []
@@ -118,7 +112,6 @@ def look(data: bytes, seen: Counter[str]) -> None:
     else:
         assert described.encode() == data
         assert len(data) <= MAX_DESCRIPTOR
-        assert attestation.match_descriptor(data) is not None
         seen["descriptor accepted"] += 1
     try:
         found = Attestation.decode(data)
@@ -132,16 +125,10 @@ def look(data: bytes, seen: Counter[str]) -> None:
         assert attestation.match_header(found.protected) is not None
         found.signed_by(KEY.public, bytes(32))
         seen["attestation accepted"] += 1
-    for name, match, decode in PATTERNS:
-        if (fields := match(data)) is None:
-            seen["pattern refused"] += 1
-            continue
-        if name == "descriptor":
-            said = {key: value for key, value in fields.items() if value is not None}
-            assert {"schema": 1, **said} == {key: value for key, value in decode(data).items() if value is not None}
-        else:
-            assert fields == decode(data)
-        seen[f"pattern accepted, {name}"] += 1
+    if (fields := attestation.match_header(data)) is None:
+        seen["pattern refused"] += 1
+    else:
+        assert fields == attestation._decode_header(data)
         seen["pattern accepted"] += 1
     if (parts := match_message(data)) is not None:
         general = cbor.decode(data, null=True, tags=(18,), max_depth=3, max_size=len(data))
@@ -171,7 +158,6 @@ def check(count: int, seed: int) -> None:
     ):  # it looked at both sides of every decision
         assert seen[f"{kind} accepted"] > count // 500
         assert seen[f"{kind} refused"] > count // 2
-    assert min(seen[f"pattern accepted, {name}"] for name, *_ in PATTERNS) > count // 500
 
 
 def test_a_seeded_part() -> None:

@@ -204,57 +204,16 @@ class Descriptor:
         if len(data) > MAX_DESCRIPTOR:
             problem = f"the descriptor has {len(data)} bytes, at most {MAX_DESCRIPTOR} are allowed"
             raise EncodingError("admit.descriptor-too-large", problem, "sign it with lamina attest")
-        made = cls(**(match_descriptor(data) or _decode_descriptor(data)))
+        made = cls(**_decode_descriptor(data))
         object.__setattr__(made, "_digest", hashlib.sha256(data).digest())
         return made
 
 
-_FIELDS_1_TO_9 = compile_pattern(
-    rb"([\xad-\xaf])\x01\x01\x02", BYTES_32, rb"\x03", LENGTH, rb"([a-z0-9-]+)\x04", LENGTH, rb"([A-Za-z0-9_.-]+)",
-    rb"\x05", NUMBER, rb"\x06", NUMBER, rb"\x07", NUMBER, rb"\x08", NUMBER, rb"(?:\x09", LENGTH, rb")?",
-)  # fmt: skip
-_FIELDS_10_TO_14 = compile_pattern(
-    rb"\x0a", BYTES_32, rb"\x0b", NUMBER, rb"\x0c", BYTES_16, rb"\x0d", BYTES_32, rb"\x0e", LENGTH
-)
-_FIELD_15_HEAD = b"\x0f\x58\x20"
 _SIGN = "sign it with lamina attest"
 
 
-def match_descriptor(data: bytes) -> dict[str, Any] | None:
-    """The fields of a descriptor in its one encoding; None for anything else. Ranges are not looked at."""
-    if (terms := _FIELDS_1_TO_9.match(data)) is None:
-        return None
-    count, contributor, size, data_class, other, admissibility, c, z, begin, end, profile_size = terms.groups()
-    start = terms.end()
-    at = start if profile_size is None else start + read_length(profile_size)
-    if (content := _FIELDS_10_TO_14.match(data, at)) is None:
-        return None
-    commitment, items, nonce, policy, audience_size = content.groups()
-    first = content.end()
-    last = first + read_length(audience_size)
-    anchor = data[last + len(_FIELD_15_HEAD) :] if len(data) != last else None
-    if (
-        read_length(size) != len(data_class)
-        or read_length(other) != len(admissibility)
-        or count[0] - 0xAD != (profile_size is not None) + (anchor is not None)
-        or (anchor is not None and (len(anchor) != 32 or not data.startswith(_FIELD_15_HEAD, last)))
-    ):  # fmt: skip
-        return None
-    try:
-        profile = None if profile_size is None else data[start:at].decode()
-        audience = data[first:last].decode()
-    except UnicodeDecodeError:
-        return None
-    return {
-        "contributor": contributor, "data_class": data_class.decode(), "admissibility": admissibility.decode(),
-        "clip_norm": read_number(c), "noise_multiplier": read_number(z), "not_before": read_number(begin),
-        "expires": read_number(end), "profile": profile, "commitment": commitment, "items": read_number(items),
-        "nonce": nonce, "policy": policy, "audience": audience, "anchor": anchor,
-    }  # fmt: skip
-
-
 def _decode_descriptor(data: bytes) -> dict[str, Any]:
-    """The same by the general decoder, which says what is wrong."""
+    """Return the fields of a descriptor by name. Their ranges are not checked here."""
     found = cbor.decode(data, max_depth=1)
     if type(found) is not dict:
         raise AdmissionError("admit.descriptor-not-map", "the descriptor is not a map", _SIGN)
