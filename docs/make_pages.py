@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from lamina.admit.verdicts import Reason
 from lamina.errors import family_of
 
 ROOT = Path(__file__).parents[1]
@@ -26,6 +27,7 @@ FOLDERS = (
     "cli/ledger",
 )  # fmt: skip
 BEGIN, END = "<!-- files: make docs writes this -->", "<!-- end of files -->"
+REASONS_BEGIN, REASONS_END = "<!-- reasons: make docs writes this -->", "<!-- end of reasons -->"
 CODE = re.compile(r"[a-z]+\.[a-z0-9]+(-[a-z0-9]+)*")
 FILES = re.compile(r".*\.(cbor|css|db|html|json|key|md)")  # names of files that look like codes
 RUN_FILE_KEYS = {"admit.keys", "corpus.delta", "data.path"}
@@ -350,6 +352,15 @@ def architecture_page() -> str:
     return f"{before}{BEGIN}\n" + "\n".join(out) + END + rest.split(END)[1]
 
 
+def admission_page() -> str:
+    """The page with its table of reasons written anew."""
+    rows = [f"| `{each.value}` | {_cell(each.meaning)} | {_cell(each.remedy)} |" for each in Reason]
+    table = "\n".join(["| reason | what is wrong | what to do |", "|---|---|---|", *rows, ""])
+    page = (ROOT / "docs" / "admission.md").read_text(encoding="utf-8")
+    before, rest = page.split(REASONS_BEGIN)
+    return f"{before}{REASONS_BEGIN}\n{table}{REASONS_END}{rest.split(REASONS_END)[1]}"
+
+
 def _head(path: Path) -> str:
     """The first paragraph of a module's docstring."""
     doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
@@ -358,7 +369,7 @@ def _head(path: Path) -> str:
 
 def pages() -> dict[str, str]:
     """Every page that is written from the code, by its path in docs/."""
-    return {**error_pages(), "architecture.md": architecture_page()}
+    return {**error_pages(), "admission.md": admission_page(), "architecture.md": architecture_page()}
 
 
 if __name__ == "__main__":

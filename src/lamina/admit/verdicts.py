@@ -113,63 +113,104 @@ class PackedTexts(Sequence[str]):
 
 
 class Reason(enum.Enum):
-    """Why the gate or the resolver refuses a contribution. The value is what `--json` prints and never changes.
+    """A reason to refuse a contribution, what it means and what to do about it, in the order of the checks.
 
-    In the order of the checks. The resolver's own are the two that end in "class".
+    The value is what `--json` prints; it never changes. `make docs` writes docs/admission.md from these texts.
     """
 
     meaning: str
+    remedy: str
 
-    def __new__(cls, word: str, meaning: str) -> Reason:
+    def __new__(cls, word: str, meaning: str, remedy: str) -> Reason:
         member = object.__new__(cls)
         member._value_ = word
-        member.meaning = meaning
+        member.meaning, member.remedy = meaning, remedy
         return member
 
-    BAD_ID = "bad-id", "its id is empty, longer than 255 bytes, or not printable"
-    UNREADABLE = "unreadable", "it cannot be read: a link, a device, several payloads, no permission"
-    TOO_LARGE = "too-large", "its descriptor, attestation or payload is too large"
-    NO_ATTESTATION = "no-attestation", "it is not signed"
-    NO_DESCRIPTOR = "no-descriptor", "its descriptor is missing"
-    NO_PAYLOAD = "no-payload", "its payload is missing"
-    MALFORMED = "malformed", "its descriptor or attestation is not valid, or not in canonical encoding"
-    UNKNOWN_SCHEMA = "unknown-schema", "the descriptor has a version that this program does not know"
-    WRONG_ALGORITHM = "wrong-algorithm", "its signature algorithm is not allowed, or not for this key"
-    UNKNOWN_KEY = "unknown-key", "the key ring does not have the key that signed it"
-    WRONG_ROLE = "wrong-role", "the key is registered, but not for contributors"
-    REVOKED_KEY = "revoked-key", "the key that signed it is revoked"
-    RETIRED_KEY = "retired-key", "it was signed after its key was replaced"
-    EARLY_KEY = "key-not-yet-valid", "it is used, or was signed, before its key became valid"
-    BAD_SIGNATURE = "bad-signature", "the key did not sign this descriptor"
-    MISMATCH = "mismatch", "its attestation and its descriptor do not say the same"
-    WRONG_AUDIENCE = "wrong-audience", "it was signed for another corpus"
-    NOT_BOUND = "not-bound", "it names no ledger, and the policy names one"
-    OTHER_LEDGER = "other-ledger", "it was signed for another ledger of this corpus"
-    NOT_YET_VALID = "not-yet-valid", "its validity has not begun, or its signing time is in the future"
-    EXPIRED = "expired", "its validity has ended"
-    POLICY_MISMATCH = "policy-mismatch", "it was signed under floors that this corpus never had"
-    UNKNOWN_CLASS = "unknown-class", "the policy does not have its admissibility class"
-    UNBOUNDED_CLASS = "unbounded-class", "its class has no bound on ε, so no signed bound can be checked"
-    PUBLIC_BOUND = "bound-in-public-class", "it signed a bound, which a public class does not keep"
-    PUBLIC_CLAIM = "public-in-private-class", "it is signed as public, and its class is private"
-    CLIP_BELOW_FLOOR = "clip-norm-below-floor", "its clip norm is below the corpus minimum"
-    NOISE_BELOW_FLOOR = "noise-below-floor", "its noise multiplier is below the corpus minimum"
-    CLIP_ABOVE_CLASS = "clip-norm-above-class", "its clip norm is above the one of its class"
-    NOISE_BELOW_CLASS = "noise-below-class", "its noise multiplier is below the one of its class"
-    PROFILE_MISMATCH = "profile-mismatch", "its class reaches deeper than the depth profile that was signed"
-    PAYLOAD_MISMATCH = "payload-mismatch", "its payload is not the one that was signed"
-    CHECK_FAILED = "check-failed", "a check failed to run, so it is not admitted"
-    REPLAYED = "replayed", "the same attestation or descriptor was admitted before"
-    WITHDRAWN = "withdrawn", "it was withdrawn, which is final"
-    DUPLICATE_ID = "duplicate-id", "another contribution has the same id, or one that looks like it"
-    DUPLICATE_PAYLOAD = "duplicate-payload", "another contribution has the same payload, byte for byte"
-    DUPLICATE_SUBJECT = "duplicate-subject", "another contribution is about the same person"
-    CLASS_FULL = "class-full", "its class already has its declared population"
-    OUT_OF_REACH = "out-of-reach", "under this plan no scale of its thresholds keeps its bound"
-    NOT_TRAINABLE = "not-trainable", "model and loss cannot be computed on it: a target or token id is out of range"
-    GONE = "gone", "it was admitted, but its source no longer has it"
-    CHANGED = "changed", "it was admitted, but its descriptor or attestation has changed"
-    NOT_REPEATED = "not-repeated", "its epoch is over, and its source can be read only once"
+    # fmt: off
+    BAD_ID = "bad-id", "its id is empty, longer than 255 bytes, or not printable", "rename its folder to printable text"
+    UNREADABLE = "unreadable", "it cannot be read: a link, a device, several payloads, no permission", \
+        "put one readable payload.npz or payload.csv there, with the arrays that the others have"
+    TOO_LARGE = "too-large", "its descriptor, attestation or payload is too large", \
+        "split it, check that it is the right file, or allow larger payloads: Gate(max_payload=…)"
+    NO_ATTESTATION = "no-attestation", "it is not signed", "sign it: lamina attest"
+    NO_DESCRIPTOR = "no-descriptor", "its descriptor is missing", \
+        "put descriptor.cbor back, or sign it again: lamina attest"
+    NO_PAYLOAD = "no-payload", "its payload is missing", "put the payload that was signed there"
+    MALFORMED = "malformed", "its descriptor or attestation is not valid, or not in canonical encoding", \
+        "sign it again: lamina attest"
+    UNKNOWN_SCHEMA = "unknown-schema", "the descriptor has a version that this program does not know", \
+        "use a version of Lamina that knows it"
+    WRONG_ALGORITHM = "wrong-algorithm", "its signature algorithm is not allowed, or not for this key", \
+        "sign with Ed25519: lamina attest"
+    UNKNOWN_KEY = "unknown-key", "the key ring does not have the key that signed it", \
+        "check whose key it is, then lamina keys add; or leave it out"
+    WRONG_ROLE = "wrong-role", "the key is registered, but not for contributors", \
+        "sign with a key for contributors: lamina attest --force; lamina keys list shows what the ring says about it"
+    REVOKED_KEY = "revoked-key", "the key that signed it is revoked", \
+        "let its owner sign it again with a new key: lamina attest --force"
+    RETIRED_KEY = "retired-key", "it was signed after its key was replaced", \
+        "let its owner sign it again with the new key: lamina attest --force"
+    EARLY_KEY = "key-not-yet-valid", "it is used, or was signed, before its key became valid", \
+        "wait, or correct valid_from in the ring; lamina keys list shows what the ring says about it"
+    BAD_SIGNATURE = "bad-signature", "the key did not sign this descriptor", \
+        "it was changed, or never signed by that key: sign it again: lamina attest"
+    MISMATCH = "mismatch", "its attestation and its descriptor do not say the same", \
+        "make folder, listing and signature agree, or sign it again: lamina attest"
+    WRONG_AUDIENCE = "wrong-audience", "it was signed for another corpus", "ask its owner to sign it for this corpus"
+    NOT_BOUND = "not-bound", "it names no ledger, and the policy names one", \
+        "sign it again: lamina attest, under the policy.toml that names the ledger"
+    OTHER_LEDGER = "other-ledger", "it was signed for another ledger of this corpus", \
+        "admit it into the ledger that it names, or ask its owner to sign for this one: lamina attest --force"
+    NOT_YET_VALID = "not-yet-valid", "its validity has not begun, or its signing time is in the future", \
+        "wait; or correct the clock of the computer that signed"
+    EXPIRED = "expired", "its validity has ended", "ask its owner whether it may be used longer, and to sign it again"
+    POLICY_MISMATCH = "policy-mismatch", "it was signed under floors that this corpus never had", \
+        "ask its owner to sign under the floors in force, or list its floors as earlier_floors"
+    UNKNOWN_CLASS = "unknown-class", "the policy does not have its admissibility class", \
+        "add the class to the policy, or ask its owner to sign for another one"
+    UNBOUNDED_CLASS = "unbounded-class", "its class has no bound on ε, so no signed bound can be checked", \
+        "give the class an epsilon or a noise_multiplier in the policy, or the corpus a floor"
+    PUBLIC_BOUND = "bound-in-public-class", "it signed a bound, which a public class does not keep", \
+        "ask its owner which class it is meant for"
+    PUBLIC_CLAIM = "public-in-private-class", "it is signed as public, and its class is private", \
+        "ask its owner whether it is public: then it belongs to a public class"
+    CLIP_BELOW_FLOOR = "clip-norm-below-floor", "its clip norm is below the corpus minimum", \
+        "it is too strict for this corpus: leave it out, or lower the floor"
+    NOISE_BELOW_FLOOR = "noise-below-floor", "its noise multiplier is below the corpus minimum", \
+        "ask its owner to sign a larger noise multiplier"
+    CLIP_ABOVE_CLASS = "clip-norm-above-class", "its clip norm is above the one of its class", \
+        "ask its owner to sign the class's clip norm or a smaller one"
+    NOISE_BELOW_CLASS = "noise-below-class", "its noise multiplier is below the one of its class", \
+        "ask its owner to sign the class's noise multiplier or a larger one"
+    PROFILE_MISMATCH = "profile-mismatch", "its class reaches deeper than the depth profile that was signed", \
+        "it signed less depth than the policy gives its class: ask its owner, or narrow the class"
+    PAYLOAD_MISMATCH = "payload-mismatch", "its payload is not the one that was signed", \
+        "put back the data that was signed, or let its owner sign the new data"
+    CHECK_FAILED = "check-failed", "a check failed to run, so it is not admitted", \
+        "try again; if it fails again, report it"
+    REPLAYED = "replayed", "the same attestation or descriptor was admitted before", \
+        "leave the copy out: one contribution is admitted once"
+    WITHDRAWN = "withdrawn", "it was withdrawn, which is final", \
+        "leave it out: a withdrawal is final; lamina ledger trace shows when and why"
+    DUPLICATE_ID = "duplicate-id", "another contribution has the same id, or one that looks like it", \
+        "rename one: give every contribution an id of its own that cannot be taken for another"
+    DUPLICATE_PAYLOAD = "duplicate-payload", "another contribution has the same payload, byte for byte", \
+        "leave the copy out; if two people really have the same data, ask their owners"
+    DUPLICATE_SUBJECT = "duplicate-subject", "another contribution is about the same person", \
+        "make one contribution of all that is about one person"
+    CLASS_FULL = "class-full", "its class already has its declared population", \
+        "raise population in the policy and plan again, or leave some out"
+    OUT_OF_REACH = "out-of-reach", "under this plan no scale of its thresholds keeps its bound", \
+        "plan with fewer steps or a smaller batch, or leave it out"
+    NOT_TRAINABLE = "not-trainable", "model and loss cannot be computed on it: a target or token id is out of range", \
+        "correct its targets (class numbers from 0, finite values), sign it again; or leave it out"
+    GONE = "gone", "it was admitted, but its source no longer has it", "put it back, or leave it out for good"
+    CHANGED = "changed", "it was admitted, but its descriptor or attestation has changed", \
+        "admit again: it is another contribution now"
+    NOT_REPEATED = "not-repeated", "its epoch is over, and its source can be read only once", \
+        "admit again; a folder can be read as often as needed"
+    # fmt: on
 
     def __str__(self) -> str:
         return str(self.value)

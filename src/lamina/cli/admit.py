@@ -11,7 +11,6 @@ import typer
 from lamina.admit.admission import Admission
 from lamina.admit.gate import AdmissionGate
 from lamina.admit.resolver import Caps, Resolution
-from lamina.admit.verdicts import Reason
 from lamina.cli.terminal import (
     JsonOption,
     argument,
@@ -27,58 +26,6 @@ from lamina.plan.policy import Policy
 from lamina.plan.step_plan import StepPlan
 from lamina.run.payload_admission import admit_payloads
 from lamina.sign.key_ring import KeyRing
-
-_SIGN_IT = "sign it: lamina attest"
-_SIGN_AGAIN = "sign it again: lamina attest"
-_SHOW_KEYS = "lamina keys list shows what the ring says about it"
-
-REMEDIES: dict[Reason, str] = {
-    Reason.BAD_ID: "rename its folder to printable text",
-    Reason.UNREADABLE: "put one readable payload.npz or payload.csv there, with the arrays that the others have",
-    Reason.TOO_LARGE: "split it into several contributions, or check that it is the right file",
-    Reason.NO_ATTESTATION: _SIGN_IT,
-    Reason.NO_DESCRIPTOR: f"put descriptor.cbor back, or {_SIGN_AGAIN}",
-    Reason.NO_PAYLOAD: "put the payload that was signed there",
-    Reason.MALFORMED: _SIGN_AGAIN,
-    Reason.UNKNOWN_SCHEMA: "use a version of Lamina that knows it",
-    Reason.WRONG_ALGORITHM: "sign with Ed25519: lamina attest",
-    Reason.UNKNOWN_KEY: "check whose key it is, then lamina keys add; or leave it out",
-    Reason.WRONG_ROLE: f"sign with a key for contributors: lamina attest --force; {_SHOW_KEYS}",
-    Reason.REVOKED_KEY: "let its owner sign it again with a new key: lamina attest --force",
-    Reason.RETIRED_KEY: "let its owner sign it again with the new key: lamina attest --force",
-    Reason.EARLY_KEY: f"wait, or correct valid_from in the ring; {_SHOW_KEYS}",
-    Reason.BAD_SIGNATURE: f"it was changed, or never signed by that key: {_SIGN_AGAIN}",
-    Reason.MISMATCH: f"make folder, listing and signature agree, or {_SIGN_AGAIN}",
-    Reason.WRONG_AUDIENCE: "ask its owner to sign it for this corpus",
-    Reason.NOT_BOUND: f"{_SIGN_AGAIN}, under the policy.toml that names the ledger",
-    Reason.OTHER_LEDGER: "admit it into the ledger that it names, or ask its owner to sign for this one: lamina attest --force",
-    Reason.NOT_YET_VALID: "wait; or correct the clock of the computer that signed",
-    Reason.EXPIRED: "ask its owner whether it may be used longer, and to sign it again",
-    Reason.POLICY_MISMATCH: "ask its owner to sign under the floors in force: lamina attest",
-    Reason.UNKNOWN_CLASS: "add the class to the policy, or ask its owner to sign for another one",
-    Reason.UNBOUNDED_CLASS: "give the class an epsilon or a noise_multiplier in the policy",
-    Reason.PUBLIC_BOUND: "ask its owner which class it is meant for",
-    Reason.PUBLIC_CLAIM: "ask its owner whether it is public: then it belongs to a public class",
-    Reason.CLIP_BELOW_FLOOR: "it is too strict for this corpus: leave it out, or lower the floor",
-    Reason.NOISE_BELOW_FLOOR: "ask its owner to sign a larger noise multiplier",
-    Reason.CLIP_ABOVE_CLASS: "ask its owner to sign the class's clip norm or a smaller one",
-    Reason.NOISE_BELOW_CLASS: "ask its owner to sign the class's noise multiplier or a larger one",
-    Reason.PROFILE_MISMATCH: "it signed less depth than the policy gives its class: ask its owner, or narrow the class",
-    Reason.PAYLOAD_MISMATCH: "put back the data that was signed, or let its owner sign the new data",
-    Reason.CHECK_FAILED: "try again; if it fails again, report it",
-    Reason.WITHDRAWN: "leave it out: a withdrawal is final; lamina ledger trace shows when and why",
-    Reason.DUPLICATE_ID: "rename one: give every contribution an id of its own that cannot be taken for another",
-    Reason.DUPLICATE_PAYLOAD: "leave the copy out; if two people really have the same data, ask their owners",
-    Reason.REPLAYED: "leave the copy out: one contribution is admitted once",
-    Reason.DUPLICATE_SUBJECT: "make one contribution of all that is about one person",
-    Reason.CLASS_FULL: "raise population in the policy and plan again, or leave some out",
-    Reason.OUT_OF_REACH: "plan with fewer steps or a smaller batch, or leave it out",
-    Reason.NOT_TRAINABLE: "correct its targets (class numbers from 0, finite values), sign it again; or leave it out",
-    Reason.GONE: "put it back, or leave it out for good",
-    Reason.CHANGED: "admit again: it is another contribution now",
-    Reason.NOT_REPEATED: "admit again; a folder can be read as often as needed",
-}
-
 
 _LEDGER = "Where admissions and withdrawals are recorded"
 _PLAN = "What signed bounds mean in a run (nothing is trained)"
@@ -160,7 +107,7 @@ def _review_folder(
 
 def admission_json(found: Admission, resolution: Resolution | None = None) -> dict[str, Any]:
     """For --json: `admitted`, `refused[].{id, reason}` and more."""
-    remedies = {str(reason): REMEDIES[reason] for reason in found.refused.counts()}
+    remedies = {str(reason): reason.remedy for reason in found.refused.counts()}
     return {
         **found.to_dict(), "remedies": remedies, "resolution": None if resolution is None else resolution.to_dict(),
     }  # fmt: skip
@@ -170,7 +117,7 @@ def admission_page(found: Admission, resolution: Resolution | None = None) -> st
     """Tables of who is admitted and who is refused, what to do about it, and what bounds mean in a run."""
     lines = [found.table()]
     reasons = dict.fromkeys([*found.refused.counts(), *(each.reason for each in found.left)])
-    if remedies := [[str(reason), REMEDIES[reason]] for reason in reasons]:
+    if remedies := [[str(reason), reason.remedy] for reason in reasons]:
         lines += ["", columns([["refused for", "what to do"], *remedies], left=2)]
     if resolution is not None:
         lines += ["", resolution.table()]
