@@ -159,7 +159,7 @@ def test_signed_bounds_stand_below_their_class(path: Path, run: Call) -> None:
     assert [each["steps"] for each in row["runs"]] == [10]
     assert "bounds" not in found["sensitive"]
     text = succeeded(run(path))
-    assert "\n  clinical (c=0.5, z=2.25) " in text and "runs of clinical (c=0.5, z=2.25)\n" in text
+    assert "\n  clinical@c=0.5,z=2.25 " in text and "runs of clinical@c=0.5,z=2.25\n" in text
 
 
 BOUNDED = POLICY.replace("[class.sensitive]", "epsilon = 6.0\n[class.sensitive]")

@@ -579,4 +579,4 @@ def test_terms_and_enumerations_have_their_documented_numbers() -> None:
     assert [each.value for each in WithdrawalReason] == list(range(1, 8))
     assert TERMS.bound == ("clinical", 1_000_000, 4_000_000) == admitted(1).bound
     assert epoch().accounts[0].bound == TERMS.bound
-    assert epoch().accounts[0].name == "clinical/1000000/4000000"
+    assert str(epoch().accounts[0].bound) == "clinical@c=1,z=4"

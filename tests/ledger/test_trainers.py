@@ -90,7 +90,7 @@ def test_show(story: Story) -> None:
     lines = [describe_leaf(leaf) for leaf in RecordFilter(kinds=("epoch",)).leaves(story.ledger)]
     assert len(lines) == 4
     assert "1 [10, 20) given up: clinical ε" in lines[1]
-    assert "clinical (c 0.5, z 4) ε" in lines[1]
+    assert "clinical@c=0.5,z=4 ε" in lines[1]
     assert "1.1 [10, 20): clinical" in lines[2]
     found = [leaf_to_dict(leaf) for leaf in RecordFilter(kinds=("epoch",), cls="clinical").leaves(story.ledger)]
     assert [len(each["accounts"]) for each in found] == [2, 2, 2, 1]

@@ -23,6 +23,7 @@ from stopping import During, Killed, die
 from wards import Ward
 
 from lamina import LayerStack, Policy, Trainer, make_plan
+from lamina.account.charges import Account
 from lamina.account.gaussian_rdp import epsilon_of_noise_multiplier
 from lamina.allocate.ladp import LADP
 from lamina.audit.paired_step import paired_step
@@ -35,7 +36,7 @@ from lamina.plan.signed_bounds import REMAINING_FACTORS
 from lamina.run.journal import Journal
 from lamina.run.sampler import Sampler
 from lamina.run.trainer_checks import remaining_factors
-from lamina.spend.accounts import SignedAccount, account_bound, account_name
+from lamina.spend.accounts import SignedAccount
 
 USUAL, STRICT, MIDDLE, TOP = (
     f"{cls}@c=1,z={z}" for cls, z in (("clinical", "0.290042"), ("clinical", 2), ("clinical", 1.2), ("sensitive", 1.5))
@@ -85,7 +86,7 @@ def told(made: Hospital, name: str) -> list[dict[str, tuple[float, int]]]:
     with LedgerReader.read_only(ledger_of(made)) as ledger:
         records = [leaf.record for leaf in ledger.of_kind(Epoch)]
     return [
-        {account_name(each.bound): (each.factor, sum(c.steps for c in each.charges)) for each in epoch.accounts}
+        {str(each.bound): (each.factor, sum(c.steps for c in each.charges)) for each in epoch.accounts}
         for epoch in records
         if isinstance(epoch, Epoch) and epoch.run == run
     ]
@@ -152,7 +153,7 @@ def test_a_contributor_reads_in_the_ledger_that_it_was_left_out(
     where = ledger_of(made)
     with LedgerReader.read_only(where) as ledger:
         leaves = {leaf.record.bound: leaf for leaf in ledger.of_kind(ContributionRecord)}
-        found = trace_contribution(ledger, leaves[account_bound(STRICT)])
+        found = trace_contribution(ledger, leaves[Account.parse(STRICT)])
     assert [each.factor for each in found.epochs] == [1.0] * 4 + [0.0] * 4
     assert found.epochs[3].spend == found.spend <= (found.signed or 0)
     assert [each["factor"] for each in found.to_dict()["epochs"]] == [1.0] * 4 + [0.0] * 4

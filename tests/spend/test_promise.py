@@ -211,7 +211,7 @@ def test_a_promise_that_was_broken_is_told_by_the_auditor() -> None:
         run.record(0, last=40)
         found = verify(book.ledger.store).problem
         assert found is not None and found.index == 1
-        assert found.code == "verify.bound-exceeded" and "account clinical/0/0 has lost ε" in found.reason
+        assert found.code == "verify.bound-exceeded" and "account clinical has lost ε" in found.reason
 
 
 def test_a_server_keeps_the_same_promises(server: Any) -> None:

@@ -45,7 +45,7 @@ from lamina.ledger.verify.verifier import verify
 from lamina.ledger.writer import Ledger
 from lamina.plan.policy import Policy
 from lamina.plan.step_plan import StepPlan
-from lamina.spend.accounts import RecordedSpend, account_name, plan_charges
+from lamina.spend.accounts import RecordedSpend, plan_charges
 from lamina.spend.spend_ledger import SpendLedger
 
 STRICT = "clinical@c=0.5,z=0.6"
@@ -98,7 +98,7 @@ def test_signed_bounds_with_their_scales(where: str) -> None:
         run = Attempts(SpendLedger(ledger), accounts=(signed(STRICT, 0.5), signed(STRICTER, 0.25)))
         run.done(0, 1)
         agrees(run.book, "clinical", "wearable", STRICT, STRICTER)
-        scales = [{account_name(a.bound): a.scale for a in epoch.accounts} for epoch in epochs(ledger)]
+        scales = [{str(a.bound): a.scale for a in epoch.accounts} for epoch in epochs(ledger)]
         assert scales == [{"clinical": 1.0, "wearable": 1.0, STRICT: 0.5, STRICTER: 0.25}] * 2
         found = run.book.total(STRICT, delta=DELTA, accountant="rdp").spent
         assert found == pytest.approx(priced((run.plan, "clinical", 0.5, 20)), rel=1e-9)

@@ -28,7 +28,7 @@ from lamina.ledger.writer import Ledger
 from lamina.run.journal import Journal
 from lamina.run.trainer import Trainer
 from lamina.sign.keys import PrivateKey
-from lamina.spend.accounts import SignedAccount, account_name
+from lamina.spend.accounts import SignedAccount
 from lamina.spend.spend_ledger import SpendLedger
 
 
@@ -320,5 +320,5 @@ def _stated(ledger: Ledger) -> Mapping[str, int]:
     found: dict[str, int] = {}
     for leaf in ledger.of_kind(Epoch):
         assert isinstance(leaf.record, Epoch)
-        found |= {account_name(each.bound): each.spend for each in leaf.record.accounts}
+        found |= {str(each.bound): each.spend for each in leaf.record.accounts}
     return found

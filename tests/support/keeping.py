@@ -249,6 +249,4 @@ def verified(book: SpendLedger) -> Verification:
 
 def stated(book: SpendLedger) -> dict[str, float]:
     """By account, the spend that the last epoch of it states, in 1e-9."""
-    from lamina.spend.accounts import account_name
-
-    return {account_name(each.bound): each.spend for epoch in epochs(book.ledger) for each in epoch.accounts}
+    return {str(each.bound): each.spend for epoch in epochs(book.ledger) for each in epoch.accounts}

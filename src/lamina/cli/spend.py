@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
+from lamina.account.charges import Account
 from lamina.cli.open_ledger import find_ledgers, read_spend, write_spend
 from lamina.cli.terminal import (
     JsonOption,
@@ -30,7 +31,7 @@ from lamina.ledger.store.sqlite import printable_location
 from lamina.plan.risk import RiskBound
 from lamina.plan.table import epsilon_text, finite_or_none, percent_text, printable, remaining_text
 from lamina.sign.keys import PrivateKey
-from lamina.spend.accounts import BOUND_SEPARATOR, AccountTotal, RecordedSpend, RunSpend, is_bound, run_name
+from lamina.spend.accounts import AccountTotal, RecordedSpend, RunSpend, run_name
 from lamina.spend.neighbours import NeighbourLedger, neighbour_ledgers
 from lamina.spend.reservation import SpendLimits, SpendView
 from lamina.spend.spend_ledger import SpendLedger
@@ -94,8 +95,8 @@ def spend_json(lines: Sequence[AccountLine]) -> dict[str, Any]:
             **_risk_json(line),
         }
         classes = found
-        if is_bound(line.account):
-            owner = found.setdefault(line.account.partition(BOUND_SEPARATOR)[0], {"also": [], "bounds": {}})
+        if Account.parse(line.account).signed:
+            owner = found.setdefault(Account.parse(line.account).cls, {"also": [], "bounds": {}})
             classes = owner.setdefault("bounds", {})
         if line.account in classes:
             classes[line.account]["also"].append(figures)
@@ -127,13 +128,13 @@ def spend_page(origin: str, lines: Sequence[AccountLine]) -> str:
         if line.risk is not None and line.rates is not None:
             left = remaining_text(100 * max(0.0, line.risk.tpr - line.rates.committed), 2)
             figures = f"{percent_text(line.rates.spent)} spent, {percent_text(line.rates.committed)} committed, {left} % remains"
-            told.append(f"  risk of {_account_text(line.account)}: {line.risk}: {figures}")
+            told.append(f"  risk of {printable(line.account)}: {line.risk}: {figures}")
         if line.passed:
-            over = f"{_account_text(line.account)} is over its bound at δ = {line.delta:g}"
+            over = f"{printable(line.account)} is over its bound at δ = {line.delta:g}"
             told.append(f"  note: {over}: no run may spend more of it")
     alike: dict[tuple[RunSpend, ...], list[str]] = {}
     for account, runs in {line.account: line.total.runs for line in lines}.items():
-        alike.setdefault(runs, []).append(_account_text(account))
+        alike.setdefault(runs, []).append(printable(account))
     for runs, names in alike.items():
         if runs:
             more = f" and {len(names) - _MAX_ACCOUNTS_NAMED} more" if len(names) > _MAX_ACCOUNTS_NAMED else ""
@@ -145,7 +146,7 @@ def spend_page(origin: str, lines: Sequence[AccountLine]) -> str:
 def _table_row(line: AccountLine) -> list[str]:
     bounded = math.isfinite(line.bound)
     return [
-        _account_text(line.account),
+        printable(line.account),
         epsilon_text(line.total.spent),
         epsilon_text(line.total.committed),
         epsilon_text(line.bound) if bounded else "no bound",
@@ -153,12 +154,6 @@ def _table_row(line: AccountLine) -> list[str]:
         f"{line.delta:g}",
         line.accountant,
     ]
-
-
-def _account_text(account: str) -> str:
-    """A class, with the bound that was signed if that is stricter."""
-    cls, mark, label = account.partition(BOUND_SEPARATOR)
-    return printable(f"{cls} ({label.replace(',', ', ')})" if mark else cls)
 
 
 def _run_lines(runs: Sequence[RunSpend]) -> list[str]:

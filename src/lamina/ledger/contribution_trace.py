@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from lamina.account.accountants import pooled_epsilon
+from lamina.account.charges import Account
 from lamina.account.schedule import EventCounts
 from lamina.admit.attestation import Attestation, Descriptor, commit
 from lamina.admit.contribution_sources import Contribution
@@ -30,7 +31,7 @@ from lamina.ledger.records import (
 )
 from lamina.ledger.schema import UNBOUNDED, nano_epsilon
 from lamina.ledger.show import epsilon_or_none, leaf_excerpt, leaf_to_dict
-from lamina.ledger.spending import Bound, adaptive_order, planned_charges, signed_spend, steps_by_kind
+from lamina.ledger.spending import adaptive_order, planned_charges, signed_spend, steps_by_kind
 from lamina.ledger.verify.contribution_checks import recorded_terms
 from lamina.plan.step_plan import StepPlan
 from lamina.sign.keys import format_utc
@@ -156,7 +157,7 @@ def trace_contribution(ledger: LedgerReader, leaf: Leaf, size: int | None = None
                 leaf=each.leaf,
                 segments=each.segments,
                 events=own,
-                variance=_reached_variance(each.plan, each.epoch, story.record.bound[0]),
+                variance=_reached_variance(each.plan, each.epoch, story.record.bound.cls),
                 multiplier=min((one.sigma for one in each.charges), default=math.inf),
                 spend=_epsilon_in_nano(ledger, events),
                 account=0 if each.account is None else each.account.spend,
@@ -171,7 +172,7 @@ def trace_contribution(ledger: LedgerReader, leaf: Leaf, size: int | None = None
         releases=story.releases(),
         signed=story.signed(),
         unused=story.unused,
-        depths=tuple(_class_depths(ledger, leaf, story.record.bound[0])),
+        depths=tuple(_class_depths(ledger, leaf, story.record.bound.cls)),
     )
 
 
@@ -239,7 +240,7 @@ class _ContributionHistory:
 
     def signed(self) -> int | None:
         """The most that it may lose."""
-        z = self.record.bound[2]
+        z = self.record.bound.noise_micro
         return signed_spend(z, self._ledger.header.delta) if z else None
 
     def epochs(self) -> Iterator[_EligibleEpoch]:
@@ -249,7 +250,7 @@ class _ContributionHistory:
             assert isinstance(epoch, Epoch)
             segments = tuple(each for each in epoch.segments if self._eligible(each))
             account = account_of(epoch.accounts, self.record.bound)
-            if segments and account is None and self.record.bound[2]:
+            if segments and account is None and self.record.bound.noise_micro:
                 self.unused += 1
             elif segments:
                 plan = self._plan(epoch)
@@ -286,7 +287,7 @@ def _epsilon_in_nano(ledger: LedgerReader, events: EventCounts) -> int:
     return nano_epsilon(pooled_epsilon(events, delta=ledger.header.delta, name=ledger.header.accountant))
 
 
-def account_of(accounts: Sequence[EpochAccount], bound: Bound) -> EpochAccount | None:
+def account_of(accounts: Sequence[EpochAccount], bound: Account) -> EpochAccount | None:
     """The account that a bound is charged to: its own, its class's, or a stricter one that it was taken to.
 
     Of the last two its class's loses more: where it is not known which it was, nothing is told too small.

@@ -11,6 +11,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from lamina import cbor
+from lamina.account.charges import Account
 from lamina.admit.attestation import BYTES_32, NUMBER, compile_pattern, read_number
 from lamina.errors import EncodingError, LedgerError
 from lamina.ledger.governance_records import (
@@ -80,9 +81,9 @@ class ContributionTerms:
         _check_bound(self.clip_norm, self.noise_multiplier)
 
     @property
-    def bound(self) -> tuple[str, int, int]:
+    def bound(self) -> Account:
         """What names its account in an epoch."""
-        return (self.cls, self.clip_norm, self.noise_multiplier)
+        return Account(self.cls, self.clip_norm, self.noise_multiplier)
 
 
 def _check_bound(clip_norm: int, noise_multiplier: int) -> None:
@@ -128,7 +129,7 @@ class ContributionRecord:
             _raise_invalid(self)
 
     @property
-    def bound(self) -> tuple[str, int, int]:
+    def bound(self) -> Account:
         """What names its account in an epoch."""
         return self.terms.bound
 
@@ -152,9 +153,9 @@ class KeptContribution:
         _check_bound(self.clip_norm, self.noise_multiplier)
 
     @property
-    def bound(self) -> tuple[str, int, int]:
+    def bound(self) -> Account:
         """What names its account in an epoch."""
-        return (self.cls, self.clip_norm, self.noise_multiplier)
+        return Account(self.cls, self.clip_norm, self.noise_multiplier)
 
 
 @ledger_record()
@@ -277,14 +278,9 @@ class EpochAccount:
         return min(1.0, 2 * self.factor or 1.0)
 
     @property
-    def bound(self) -> tuple[str, int, int]:
+    def bound(self) -> Account:
         """What names the account in a ledger."""
-        return (self.cls, self.clip_norm, self.noise_multiplier)
-
-    @property
-    def name(self) -> str:
-        """The same in words."""
-        return f"{self.cls}/{self.clip_norm}/{self.noise_multiplier}"
+        return Account(self.cls, self.clip_norm, self.noise_multiplier)
 
 
 _VARIANCE = tuple_of(exact_float_in(0.0, _MAX_FLOAT), 1, MAX_LAYERS)

@@ -14,6 +14,7 @@ from functools import lru_cache
 
 from lamina import cbor
 from lamina.account.accountants import pooled_epsilon
+from lamina.account.charges import Account
 from lamina.account.gaussian_rdp import epsilon_of_noise_multiplier
 from lamina.account.schedule import EventCounts, EventKey, grouped, rdp_order_of
 from lamina.ledger.governance_records import Header
@@ -22,8 +23,6 @@ from lamina.ledger.schema import NANO, exact_text, nano_epsilon
 from lamina.plan.risk import UNPROVEN, curve_marks
 from lamina.plan.rules import FollowBudget
 from lamina.plan.step_plan import StepPlan
-
-Bound = tuple[str, int, int]  # class, clip norm, noise multiplier: what names an account
 
 CLASS_TOLERANCE = 1e-6  # relative: the bound of a class is kept in 1e-6
 _MICRO = 1_000_000
@@ -93,35 +92,35 @@ class Spending:
 
     def __init__(self, header: Header) -> None:
         self.accountant, self.delta = header.accountant, header.delta
-        self._events: dict[Bound, dict[EventKey, int]] = {}
+        self._events: dict[Account, dict[EventKey, int]] = {}
 
     def add(self, accounts: Iterable[EpochAccount]) -> None:
         """Charge what an epoch charges."""
         for account in accounts:
             self.charge(account.bound, account.charges)
 
-    def charge(self, bound: Bound, charges: Iterable[EpochCharge]) -> None:
+    def charge(self, bound: Account, charges: Iterable[EpochCharge]) -> None:
         """Charge one account."""
         events = self._events.setdefault(bound, {})
         for kind, steps in steps_by_kind(charges).items():
             events[kind] = events.get(kind, 0) + steps
 
-    def bounds(self) -> Sequence[Bound]:
+    def bounds(self) -> Sequence[Account]:
         """Every account that there is."""
         return sorted(self._events)
 
-    def events(self, bound: Bound) -> EventCounts:
+    def events(self, bound: Account) -> EventCounts:
         """All that one account was charged."""
         return dict(self._events.get(bound, {}))
 
-    def epsilon(self, bound: Bound, more: Iterable[EpochCharge] = ()) -> float:
+    def epsilon(self, bound: Account, more: Iterable[EpochCharge] = ()) -> float:
         """ε of an account, or what it would be after `more`."""
         events = dict(self.events(bound))
         for kind, steps in steps_by_kind(more).items():
             events[kind] = events.get(kind, 0) + steps
         return pooled_epsilon(events, delta=self.delta, name=self.accountant)
 
-    def spend(self, bound: Bound) -> int:
+    def spend(self, bound: Account) -> int:
         """The same as a ledger writes it, in 1e-9, rounded up."""
         return nano_epsilon(self.epsilon(bound))
 
@@ -139,7 +138,7 @@ class Spending:
         limit = signed_limit(account.noise_multiplier, self.delta)
         return self.epsilon(account.bound, more) > limit * (1 - _MACHINES)
 
-    def copy(self, *only: Bound) -> Spending:
+    def copy(self, *only: Account) -> Spending:
         """To try a charge on; of some accounts alone, if they are named."""
         made = object.__new__(Spending)
         made.accountant, made.delta = self.accountant, self.delta

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from lamina.account.charges import Account
 from lamina.account.schedule import EventKey
 from lamina.errors import RunError
 from lamina.ledger.reader import LedgerReader
@@ -22,7 +23,7 @@ from lamina.plan.risk import ZERO_OUT, curve_marks
 from lamina.plan.step_plan import PlannedClass, StepPlan
 from lamina.sign.keys import read_small
 from lamina.sign.signed_json import parse_json
-from lamina.spend.accounts import RecordedSpend, account_name
+from lamina.spend.accounts import RecordedSpend
 from lamina.validate import bounded_whole, is_short_text
 
 _MAX_METRICS_BYTES = 64 << 20
@@ -223,13 +224,13 @@ class RunEvidence:
         """What all runs of the ledger cost together."""
         return self.spent.spending
 
-    def events(self, bound: tuple[str, int, int]) -> dict[EventKey, int]:
+    def events(self, bound: Account) -> dict[EventKey, int]:
         """What this run was charged for an account."""
-        return self.spent.of_run(self.run, account_name(bound))
+        return self.spent.of_run(self.run, str(bound))
 
-    def runs(self, bound: tuple[str, int, int]) -> list[bytes]:
+    def runs(self, bound: Account) -> list[bytes]:
         """The runs that charged an account, up to the checkpoint."""
-        return [run for run in self.all_plans if self.spent.of_run(run, account_name(bound))]
+        return [run for run in self.all_plans if self.spent.of_run(run, str(bound))]
 
     def marks(self, runs: Sequence[bytes]) -> frozenset[str]:
         """What limits the curves of these runs (`curve_marks`). A run whose end is not recorded claims no membership."""
@@ -239,13 +240,13 @@ class RunEvidence:
 
     def charged(self, cls: str) -> bool:
         """Whether the account of the whole class says what any of its members can have lost: no epoch leaves it out."""
-        return cls not in self.split and (cls, 0, 0) in self.bounds()
+        return cls not in self.split and Account(cls) in self.bounds()
 
-    def bounds(self) -> list[tuple[str, int, int]]:
+    def bounds(self) -> list[Account]:
         """The accounts that it charged."""
         return sorted({account.bound for _, epoch in self.epochs for account in epoch.accounts})
 
-    def scale(self, bound: tuple[str, int, int]) -> float:
+    def scale(self, bound: Account) -> float:
         """The largest scale at which contributions of an account took part; 0 if they were left out of every segment."""
         return max(a.scaled for _, epoch in self.epochs for a in epoch.accounts if a.bound == bound)
 

@@ -39,6 +39,7 @@ from pathlib import Path
 from typing import Any
 
 from lamina.account.accountants import find_accountant
+from lamina.account.charges import Account
 from lamina.account.gaussian_rdp import step_rdp
 from lamina.account.schedule import Event, Schedule, grouped, rdp_order_of
 from lamina.admit.attestation import MICRO
@@ -84,7 +85,7 @@ from lamina.run.run_files import (
 )
 from lamina.run.training_checkpoint import TrainingCheckpoints
 from lamina.sign.keys import PrivateKey
-from lamina.spend.accounts import Charge, SignedAccount, account_bound, bound_charges, follows_budget, plan_charges
+from lamina.spend.accounts import Charge, SignedAccount, bound_charges, follows_budget, plan_charges
 from lamina.spend.neighbours import LEDGER_SUFFIX, NeighbourLedger, check_units, neighbour_ledgers
 from lamina.spend.reservation import NoiseByStep, OpenAttempt
 from lamina.spend.spend_ledger import SpendLedger
@@ -811,5 +812,5 @@ def keep_charging_bounds(run: Run, plan: StepPlan, standing: Callable[[set[str]]
 
 def _account_of_bound(plan: StepPlan, name: str, scale: float) -> SignedAccount:
     """The account of a signed bound that the ledger or the journal names."""
-    cls, _, noise = account_bound(name)
+    cls, _, noise = Account.parse(name)
     return SignedAccount(name=name, cls=cls, scale=scale, epsilon=signed_epsilon(plan, cls, noise / MICRO))

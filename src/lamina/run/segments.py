@@ -35,6 +35,7 @@ import numpy as np
 import torch
 
 import lamina
+from lamina.account.charges import Account
 from lamina.engine import native
 from lamina.engine.batch import model_device
 from lamina.engine.noise import noise_version
@@ -51,13 +52,7 @@ from lamina.run.journal import AttemptClosed, AttemptOpened, SegmentInputs
 from lamina.run.membership import LedgerMembership
 from lamina.run.run import Run, adaptive_budget_fits, charges_due, repair_ledger, reserve_plan, reserve_rest
 from lamina.run.training_checkpoint import TrainingCheckpoint, TrainingState
-from lamina.spend.accounts import (
-    Charge,
-    charges_in_declared_steps,
-    describe_account,
-    follows_budget,
-    remaining_accounts,
-)
+from lamina.spend.accounts import Charge, charges_in_declared_steps, follows_budget, remaining_accounts
 from lamina.spend.reservation import NoiseByStep
 
 OPTIONS_DIFFER = "options differ from those of"  # in the notes of a run that was resumed with others
@@ -289,7 +284,7 @@ class Segments:
             if (factor := factors.get(name, 1.0)) != before.get(name, 1.0):
                 done = f"is exhausted by earlier charges: {f'scaled by {factor:g}' if factor else 'left out'}"
                 done = done if factor < 1 else "covers the next steps: not scaled"
-                who = f"{describe_account(name)} (contributions: {self.corpus.count_signed(name)})"
+                who = f"{Account.parse(name).describe()} (contributions: {self.corpus.count_signed(name)})"
                 self.note(f"{who} {done} from step {first} on")
 
     def _variance(self) -> list[float]:

@@ -8,11 +8,11 @@ import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from decimal import Decimal
 from fractions import Fraction
 
 from lamina import validate
 from lamina.account.accountants import find_accountant, pooled_epsilon
+from lamina.account.charges import Account, invalid_account
 from lamina.account.gaussian_rdp import step_rdp
 from lamina.account.schedule import Event, EventCounts, EventKey, check_delta, rdp_order_of
 from lamina.errors import AccountingError, BudgetExceeded, RunError
@@ -21,17 +21,12 @@ from lamina.ledger.governance_records import Header
 from lamina.ledger.records import MAX_ACCOUNTS, Epoch, EpochCharge
 from lamina.ledger.run_records import RunEnd
 from lamina.ledger.schema import CLASS, MICRO
-from lamina.ledger.spending import Bound, Spending, steps_by_kind
+from lamina.ledger.spending import Spending, steps_by_kind
 from lamina.ledger.store.rows import StoreReader
 from lamina.plan.risk import RiskBound
 from lamina.plan.rules import FollowBudget
 from lamina.plan.step_plan import StepPlan
 from lamina.plan.table import epsilon_text, percent_text
-
-BOUND_SEPARATOR = "@"  # in CLASS@BOUND; no class name contains it
-_MICRO = 1_000_000
-_NUMBER = r"((?:0|[1-9][0-9]*)(?:\.[0-9]{0,5}[1-9])?)"
-_BOUND_TEXT = re.compile(f"c={_NUMBER},z={_NUMBER}", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,60 +44,13 @@ class SignedAccount:
     epsilon: float
 
     def __post_init__(self) -> None:
-        label = self.name.removeprefix(f"{self.cls}{BOUND_SEPARATOR}")
-        if label == self.name or not _BOUND_TEXT.fullmatch(label) or 0 in account_bound(self.name):
-            raise _invalid_name(self.name, self.cls)
+        account = Account.parse(self.name)
+        if account.cls != self.cls or not account.clip_micro or not account.noise_micro:
+            raise invalid_account(self.name)
         remedy = "resolve the signed bound against the plan: lamina.plan.signed_bounds.scale_for"
         check = functools.partial(validate.number, RunError, "spend.account-out-of-range", above=0, remedy=remedy)
         object.__setattr__(self, "scale", check(most=1, scale=self.scale))
         object.__setattr__(self, "epsilon", check(epsilon=self.epsilon))
-
-
-def _invalid_name(name: str, cls: str) -> RunError:
-    remedy = f"name a class, {cls[:64]!r}, or a class and its signed bound, '{cls[:64]}{BOUND_SEPARATOR}c=0.5,z=2.25'"
-    return RunError("spend.account-name-invalid", f"{name[:80]!r} is no name of an account", remedy)
-
-
-def account_name(bound: Bound) -> str:
-    """The name of an account: its class, or class and signed bound.
-
-    >>> account_name(("clinical", 500_000, 2_250_000)), account_name(("clinical", 0, 0))
-    ('clinical@c=0.5,z=2.25', 'clinical')
-    """
-    cls, clip, noise = bound
-    return f"{cls}{BOUND_SEPARATOR}c={_micro_decimal(clip)},z={_micro_decimal(noise)}" if clip or noise else cls
-
-
-def account_bound(name: str) -> Bound:
-    """The account with this name; the inverse of `account_name`.
-
-    >>> account_bound("clinical@c=0.5,z=2.25"), account_bound("clinical")
-    (('clinical', 500000, 2250000), ('clinical', 0, 0))
-    """
-    cls, separator, label = name.partition(BOUND_SEPARATOR)
-    if not separator:
-        return cls, 0, 0
-    found = _BOUND_TEXT.fullmatch(label)
-    if found is None:
-        raise _invalid_name(name, cls)
-    clip, noise = (int(Decimal(part) * _MICRO) for part in found.groups())
-    return cls, clip, noise
-
-
-def _micro_decimal(micro: int) -> str:
-    whole, rest = divmod(micro, _MICRO)
-    return f"{whole}.{rest:06d}".rstrip("0").rstrip(".")
-
-
-def is_bound(name: str) -> bool:
-    """Whether the account is a signed bound, and not a whole class."""
-    return BOUND_SEPARATOR in name
-
-
-def describe_account(name: str) -> str:
-    """The account in words, for messages."""
-    cls, _, label = name.partition(BOUND_SEPARATOR)
-    return f"signed bound {label!r} of class {cls!r}" if label else f"class {cls!r}"
 
 
 def check_accounts(plan: StepPlan, accounts: Sequence[SignedAccount]) -> tuple[SignedAccount, ...]:
@@ -252,10 +200,9 @@ def checked_run(run: str) -> str:
 def _checked_account(name: str) -> str:
     """A class or a signed bound, as a leaf can name it: what is charged must be recorded later."""
     text = checked_text(name, "account")
-    found = account_bound(text)
-    if not CLASS.fits(found[0]) or not MICRO.fits(max(found[1:])) or account_name(found) != text:
-        remedy = "name a class (letters, digits, '_', '.', '-'), or 'CLASS@c=0.5,z=2.25'"
-        raise RunError("spend.account-name-invalid", f"{text[:80]!r} is no name of an account", remedy)
+    found = Account.parse(text)
+    if not CLASS.fits(found.cls) or not MICRO.fits(max(found[1:])) or str(found) != text:
+        raise invalid_account(text)
     return text
 
 
@@ -341,14 +288,14 @@ def budget_exceeded(
     spent = f"{'ε ' if budget.risk is None else ''}{figure(now.spent)}"
     would = "of which nothing is proven" if budget.risk and epsilon == 1 else f"which would make it {figure(epsilon)}"
     problem = (
-        f"{describe_account(account)} of corpus {origin!r} has {bound} "
+        f"{Account.parse(account).describe()} of corpus {origin!r} has {bound} "
         f"over all runs; {spent} is spent, {figure(now.committed)} with what is "
         f"reserved; run {run_name(run, label)} asks for {asked:,} step{'s'[: asked != 1]}, {would} "
         f"(accountant {budget.accountant})"
     )
     remedy = "plan with a smaller epsilon or fewer steps; " + (
         "or leave out those who signed this bound, for whom it is final: exhausted = 'leave-out' or 'scale' in policy.toml"
-        if is_bound(account)
+        if Account.parse(account).signed
         else "whoever answers for the corpus may set a new bound in the policy"
     )
     if holding := [each.run[:8] for each in now.runs if each.reserved and each.run != run]:
@@ -387,7 +334,7 @@ class RecordedSpend:
             self._add(leaf.record)
         for leaf in leaves.records(rows, RunEnd, self._upto, size):
             if isinstance(leaf.record, RunEnd) and leaf.record.public_number:
-                self.content_only |= {account_bound(name)[0] for name in self._runs.get(leaf.record.run, ())}
+                self.content_only |= {Account.parse(name).cls for name in self._runs.get(leaf.record.run, ())}
         self._upto = size
 
     def _add(self, epoch: Epoch) -> None:
@@ -400,7 +347,7 @@ class RecordedSpend:
         last = epoch.segments[-1]
         steps = self._attempts.setdefault(epoch.run, {}).setdefault((last.index, last.generation), {})
         for account in epoch.accounts:
-            name = account_name(account.bound)
+            name = str(account.bound)
             self._scales.setdefault((epoch.run, epoch.plan), {})[name] = account.scale
             self._plans.setdefault(account.cls, set()).add(epoch.plan)
             events = run.setdefault(name, {})
@@ -409,7 +356,7 @@ class RecordedSpend:
                 steps[name] = steps.get(name, 0) + count
 
     def names(self) -> list[str]:
-        return [account_name(bound) for bound in self.spending.bounds()]
+        return list(map(str, self.spending.bounds()))
 
     def scales(self, run: bytes, plan: bytes) -> dict[str, float]:
         """The accounts that a run charged under a plan, each with its scale."""

@@ -12,6 +12,7 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from lamina import cbor
+from lamina.account.charges import Account
 from lamina.account.schedule import EventCounts, EventKey
 from lamina.errors import EncodingError, LedgerDamaged
 from lamina.ledger.records import Segment, SegmentOutcome
@@ -21,7 +22,7 @@ from lamina.ledger.store.rows import RESERVATION_SEGMENT, RunHold, RunRow, Store
 from lamina.ledger.writer import Ledger
 from lamina.plan.risk import UNPROVEN, ZERO_OUT, RiskBound, curve_marks
 from lamina.plan.step_plan import StepPlan
-from lamina.spend.accounts import AccountBudget, Charge, RecordedSpend, RunSpend, account_bound
+from lamina.spend.accounts import AccountBudget, Charge, RecordedSpend, RunSpend
 
 _MOST_BYTES = 1 << 24
 NoiseByStep = tuple[tuple[int, tuple[float, ...]], ...]  # from which step on, S² per layer
@@ -137,15 +138,15 @@ class SpendView:
 
     def charged(self, name: str) -> EventCounts:
         """All that was ever charged to an account, recorded in a leaf or not."""
-        events = dict(self._recorded.spending.events(account_bound(name)))
+        events = dict(self._recorded.spending.events(Account.parse(name)))
         return add_charges(events, (each for *_, each in self._held(name, reserved=False)))
 
     def spending(self, *names: str, without: tuple[bytes, int, int] | None = None) -> Spending:
         """All that was ever charged to these accounts, except by one attempt: what leaves will say of it."""
-        found = self._recorded.spending.copy(*map(account_bound, names))
+        found = self._recorded.spending.copy(*map(Account.parse, names))
         for name in names:
             held = ((key, each) for *key, each in self._held(name, reserved=False))
-            found.charge(account_bound(name), [each.recorded() for key, each in held if tuple(key) != without])
+            found.charge(Account.parse(name), [each.recorded() for key, each in held if tuple(key) != without])
         return found
 
     def standing(self, name: str, *, without: str = "") -> EventCounts:
@@ -186,7 +187,7 @@ class SpendView:
 
     def marks(self, name: str) -> frozenset[str]:
         """What limits the curves of all that is charged to, or reserved of, the class of an account."""
-        cls, _, _ = account_bound(name)
+        cls, _, _ = Account.parse(name)
         plans = {*self._recorded.plans(cls), *(held.plan for held in self._holds.values() if held.of(cls))}
         limits = {UNPROVEN: cls in self._recorded.split, ZERO_OUT: cls in self._recorded.content_only}
         found = frozenset(mark for mark, holds in limits.items() if holds)
@@ -319,7 +320,7 @@ class SpendLimits:
 
     def wanted(self, rows: StoreReader, name: str, *asked: AccountBudget) -> list[AccountBudget]:
         """The budgets to keep: those asked for and that of the ledger, without those that a stricter one implies."""
-        cls, _, noise = account_bound(name)
+        cls, _, noise = Account.parse(name)
         header, promised, found = self._ledger.header, noise, list(asked)
         terms: dict[str, Any] = {"delta": header.delta, "accountant": header.accountant}
         if not noise:

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from lamina import validate
 from lamina.account.accountants import pooled_epsilon
+from lamina.account.charges import Account
 from lamina.account.schedule import EventCounts, bisect_int
 from lamina.errors import RunError
 from lamina.ledger.checked_leaves import CheckedLeaves
@@ -28,7 +29,6 @@ from lamina.spend.accounts import (
     RecordedSpend,
     RunSpend,
     SignedAccount,
-    account_bound,
     bound_charges,
     budget_exceeded,
     checked_bounds,
@@ -37,7 +37,6 @@ from lamina.spend.accounts import (
     checked_run,
     checked_text,
     follows_budget,
-    is_bound,
     plan_charges,
     remaining_accounts,
 )
@@ -116,7 +115,7 @@ class EpochBuilder:
         for found in held.values():
             for one in found.charges:
                 taken.setdefault(one.cls, []).append(one.recorded())
-        if unknown := [name for name in taken if is_bound(name) and name not in known]:
+        if unknown := [name for name in taken if Account.parse(name).signed and name not in known]:
             problem = f"the scale of account {unknown[0]!r} in this run is not known"
             raise RunError("spend.scale-unknown", problem, "give the accounts that the run was charged with")
         factors: dict[str, float | None] = {}
@@ -125,11 +124,11 @@ class EpochBuilder:
             taken[name] = list(charges)
         after = recorded.spending.copy()
         for name, mine_of in taken.items():
-            after.charge(account_bound(name), mine_of)
+            after.charge(Account.parse(name), mine_of)
         accounts = []
-        for name in sorted(taken, key=account_bound):
-            cls, clip, noise = bound = account_bound(name)
-            scale = known[name] if is_bound(name) else 1.0
+        for name in sorted(taken, key=Account.parse):
+            cls, clip, noise = bound = Account.parse(name)
+            scale = known[name] if Account.parse(name).signed else 1.0
             made = EpochAccount(
                 cls=cls, clip_norm=clip, noise_multiplier=noise, scale=scale, charges=tuple(taken[name]),
                 spend=after.spend(bound), exhausted=factors.get(name),
@@ -159,7 +158,7 @@ class EpochBuilder:
         A ledger that was put back may lack the charges that exhausted it. Then the bound has room, and is charged for
         the next larger factor: more than was taken, and nobody who verifies has to believe what the ledger lacks.
         """
-        (cls, clip, noise), segments = account_bound(name), [self.segment]
+        (cls, clip, noise), segments = Account.parse(name), [self.segment]
         before = view.spending(name, without=(self.run, self.segment.index, self.segment.generation))
         while factor < 1:
             asked = EpochAccount(
@@ -356,7 +355,7 @@ class SpendLedger:
                 held = OpenCharges.decode(hold.body)
                 if held.plan == digest:
                     found |= held.scales
-            return {name: scale for name, scale in found.items() if is_bound(name)}
+            return {name: scale for name, scale in found.items() if Account.parse(name).signed}
 
         return self._ask(look)
 
@@ -370,7 +369,7 @@ class SpendLedger:
         """
         spending, found = self._ask(lambda view, _: view.spending(*(each.name for each in accounts))), {}
         for each in accounts:
-            bound = account_bound(each.name)
+            bound = Account.parse(each.name)
             for factor in factors:
                 scaled = remaining_accounts([each], {each.name: factor})
                 more = [one.recorded() for one in bound_charges(plan, first, last, scaled)]

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from lamina.account.accountants import pooled_epsilon
+from lamina.account.charges import Account
 from lamina.account.gaussian_rdp import step_rdp
 from lamina.account.schedule import EventCounts, EventKey
 from lamina.ledger.governance_records import Header
@@ -18,7 +19,6 @@ from lamina.ledger.run_records import RunEnd
 from lamina.ledger.schema import NANO, UNBOUNDED, nano_epsilon
 from lamina.ledger.spending import (
     CLASS_TOLERANCE,
-    Bound,
     Spending,
     adaptive_order,
     epoch_marks,
@@ -145,8 +145,8 @@ def _noise_factor(plan: StepPlan, cls: str, variance: Sequence[float]) -> float:
 class _RunCharges:
     """Charges of a run under one plan, by account."""
 
-    charged: dict[Bound, dict[EventKey, int]] = field(default_factory=dict)
-    used: dict[Bound, float] = field(default_factory=dict)  # of an adaptive budget, in declared steps
+    charged: dict[Account, dict[EventKey, int]] = field(default_factory=dict)
+    used: dict[Account, float] = field(default_factory=dict)  # of an adaptive budget, in declared steps
 
 
 class ChargeChecks:
@@ -245,7 +245,7 @@ class SpendClaim:
     def finding(self, header: Header) -> Finding | None:
         """Compute the spend again and compare."""
         found = nano_epsilon(pooled_epsilon(self.events, delta=header.delta, name=header.accountant))
-        stated, name = self.account.spend, f"account {self.account.name}"
+        stated, name = self.account.spend, f"account {self.account.bound}"
         wrong: Violation | None = None
         if abs(stated - found) > 1 + _EPSILON_TOLERANCE * found and stated != found:
             reason = f"{name} states ε = {_epsilon_text(stated)}, {header.accountant} finds {_epsilon_text(found)}"
@@ -306,19 +306,19 @@ class EpochChecks:
         self.attempts: dict[tuple[bytes, int, int], int] = {}
         self._unrecorded: dict[tuple[bytes, int, int], int] = {}  # attempt → earlier generations that have no leaf
         self.runs: set[bytes] = set()
-        self._charged: dict[tuple[bytes, bytes], set[Bound]] = {}  # run and plan → accounts charged so far
-        self._scales: dict[tuple[bytes, bytes, Bound], float] = {}
+        self._charged: dict[tuple[bytes, bytes], set[Account]] = {}  # run and plan → accounts charged so far
+        self._scales: dict[tuple[bytes, bytes, Account], float] = {}
         self._ends: dict[tuple[bytes, int, int], tuple[int, int]] = {}  # closed attempt → its last step, its leaf
         self.begins: dict[bytes, int] = {}  # run → the leaf of its start
         self.spent: dict[str, int] = {}  # class → the largest stated spend of its accounts
-        self._stated: dict[Bound, int] = {}
+        self._stated: dict[Account, int] = {}
         self._charges = ChargeChecks()
         self._marks: dict[str, frozenset[str]] = {}  # class → what limits the curves of its plans
         self._previous = -1
         self.epochs_without_account = 0  # epochs without an account for a bound that somebody eligible signed
         self.unsure_epochs = 0  # epochs that are right only if a pruned contribution had a key that was revoked
         self._exhaustion_claims: list[ExhaustionClaim] = []  # those that the leaves before them do not show
-        self._left_out: dict[Bound, list[EpochCharge]] = {}  # what their class was charged there
+        self._left_out: dict[Account, list[EpochCharge]] = {}  # what their class was charged there
 
     def see(self, leaf: Leaf, time: int, digests: Mapping[bytes, int]) -> StepPlan:
         """Check an epoch; its plan. `time` is that of the leaf before, `digests` are of the checkpoints before."""
@@ -353,10 +353,10 @@ class EpochChecks:
         """
         found = []
         for bound, charges in self._left_out.items():
-            most = signed_spend(bound[2], self._header.delta)
+            most = signed_spend(bound.noise_micro, self._header.delta)
             if self.spending.events(bound) and (spend := nano_epsilon(self.spending.epsilon(bound, charges))) > most:
                 lost = f"ε = {_epsilon_text(spend)}, and signed {_epsilon_text(most)}"
-                found.append(f"bound {'/'.join(map(str, bound))} lost up to {lost}")
+                found.append(f"bound {bound} lost up to {lost}")
         return found
 
     def check_exhausted(self, held: bool) -> int:
@@ -368,7 +368,7 @@ class EpochChecks:
         unsure = [claim for claim in self._exhaustion_claims if not claim.holds(claim.spending)]
         for claim in unsure:
             if not held and not claim.holds(self.spending):
-                name, factor = claim.account.name, claim.account.factor
+                name, factor = claim.account.bound, claim.account.factor
                 reason = f"account {name} has factor {factor:g}, and its charges leave room for more"
                 fail(claim.seq, Epoch, "verify.not-exhausted", reason)
         return len(unsure)
@@ -443,7 +443,7 @@ class EpochChecks:
 
     def _check_account(self, seq: int, record: Epoch, plan: StepPlan, account: EpochAccount) -> None:
         def wrong(code: str, reason: str) -> NoReturn:
-            fail(seq, Epoch, code, f"account {account.name} {reason}")
+            fail(seq, Epoch, code, f"account {account.bound} {reason}")
 
         entry = next((each for each in plan.classes if each.name == account.cls), None)
         if entry is None:
@@ -452,7 +452,7 @@ class EpochChecks:
         unsigned = members.signed(account.cls, read) and not members.signed(account.bound, read)
         if account.noise_multiplier and unsigned:
             wrong("verify.account-bound-unsigned", "names a bound that nobody signed who was admitted")
-        if account.bound == (account.cls, 0, 0) and account.scaled != 1.0:
+        if not account.bound.signed and account.scaled != 1.0:
             wrong(
                 "verify.class-account-scaled", f"is a whole class, and its clip norms are scaled by {account.scaled:g}"
             )
@@ -489,7 +489,7 @@ class EpochChecks:
         The bound counts if it was in force from the start of the run. Later runs cannot keep such a bound either.
         """
         first = self.begins.get(end.run, seq)
-        for cls in sorted({bound[0] for run, _, bound in self._scales if run == end.run}):
+        for cls in sorted({bound.cls for run, _, bound in self._scales if run == end.run}):
             self._marks[cls] |= {ZERO_OUT}
             risks = self._policy.risks(cls, first)
             if risks and all(each.of == "membership" for each in risks):
@@ -499,10 +499,10 @@ class EpochChecks:
     def _check_exhausted(self, seq: int, record: Epoch, plan: StepPlan, account: EpochAccount) -> None:
         """Check that a bound was scaled down, or left out, because of what was charged before, by a factor of the list."""
         if account.factor not in REMAINING_FACTORS["scale"]:
-            reason = f"account {account.name} has factor {account.factor:g}, which is not on the public list"
+            reason = f"account {account.bound} has factor {account.factor:g}, which is not on the public list"
             fail(seq, Epoch, "verify.factor-not-listed", reason)
         if plan.rules or not plan.scales or plan.injection.occurrences is not None:
-            reason = f"account {account.name} has factor {account.factor:g} under a plan that cannot scale one by one"
+            reason = f"account {account.bound} has factor {account.factor:g} under a plan that cannot scale one by one"
             fail(seq, Epoch, "verify.factor-not-provable", reason)
         if not self.spending.exhausted(account, plan, record.segments):
             claim = ExhaustionClaim(seq, account, plan, record.segments, self.spending.copy(account.bound))
@@ -539,26 +539,28 @@ class EpochChecks:
         wrong, left_out = self._missing(record, plan, ended, sure=False)
         self.unsure_epochs += wrong is not None
         self.epochs_without_account += bool(left_out)
-        whole = {each.cls: each.charges for each in record.accounts if each.bound == (each.cls, 0, 0)}
+        whole = {each.cls: each.charges for each in record.accounts if not each.bound.signed}
         for bound in left_out:
-            self._left_out.setdefault(bound, []).extend(whole.get(bound[0], ()))
+            self._left_out.setdefault(bound, []).extend(whole.get(bound.cls, ()))
 
-    def _missing(self, record: Epoch, plan: StepPlan, ended: int, *, sure: bool) -> tuple[Violation | None, set[Bound]]:
+    def _missing(
+        self, record: Epoch, plan: StepPlan, ended: int, *, sure: bool
+    ) -> tuple[Violation | None, set[Account]]:
         """What `_check_missing` checks, and the bounds left out; if not `sure`, as if no pruned key had been revoked."""
         trained, here, members = _trained_classes(plan, record), {each.bound for each in record.accounts}, self._members
         reads = {segment.eligibility for segment in record.segments}
         for bound in sorted(self._charged.get((record.run, record.plan), set()) - here):
-            if bound[0] in trained and any(members.eligible(bound, read, ended, sure=sure) for read in reads):
-                reason = f"it charges nothing to bound {'/'.join(map(str, bound))}, as its run did before"
+            if bound.cls in trained and any(members.eligible(bound, read, ended, sure=sure) for read in reads):
+                reason = f"it charges nothing to bound {bound}, as its run did before"
                 reason = f"{reason}, though somebody with that bound is eligible"
                 return Violation("verify.account-missing", reason), set()
         signed = {(bound, read) for cls in trained for read in reads for bound in members.bounds(cls, read)}
         absent = [pair for pair in signed if pair[0] not in here]
         left_out = {bound for bound, read in absent if members.eligible(bound, read, ended, sure=sure)}
         uneven = plan.injection.occurrences is not None or adaptive_order(plan) is not None
-        for cls in sorted(cls for cls in trained if (cls, 0, 0) not in here):
-            charged = any(bound[0] == cls and bound in here for bound, _ in signed)
-            if uneven or not charged or any(bound[0] == cls for bound in left_out):
+        for cls in sorted(cls for cls in trained if Account(cls) not in here):
+            charged = any(bound.cls == cls and bound in here for bound, _ in signed)
+            if uneven or not charged or any(bound.cls == cls for bound in left_out):
                 reason = f"it trains on class {cls!r}, and charges neither the class as a whole nor every bound in it"
                 return Violation("verify.trained-class-not-charged", reason), left_out
         return None, left_out
