@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.support.refusals import raises_code
+from refusals import raises_code
 
 from lamina.account.charges import Account
 

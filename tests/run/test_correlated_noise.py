@@ -7,6 +7,7 @@ from typing import Any
 
 import problem
 import pytest
+from build import header
 from refusals import raises_code
 from safetensors.torch import load_file
 from stopping import During, copied, figures, killed, same, told, weights
@@ -203,7 +204,7 @@ def test_a_verifier_asks_for_every_turn_at_its_rate(rate: float, steps: int, rig
     epoch = Epoch(
         run=bytes(16), segments=(segment,), plan=plan.digest(), variance=variance, accounts=(account,), state=bytes(32)
     )
-    checks = ChargeChecks()
+    checks = ChargeChecks(header())
     checks.begin(epoch, plan)
     assert isinstance(checks.counted(epoch, plan, account), Violation) is not right
 

@@ -41,7 +41,7 @@ def test_signed_contributions_are_trained_on_up_to_the_bound(tmp_path: Path, of:
     ledger = tmp_path / "runs" / "ward-7.ledger.db"
     with ward.ledger(ledger) as book:
         spends = SpendLedger(book)
-        (bound,) = (each.cls for each in spends.accounts() if "@" in each.cls)
+        (bound,) = (str(account) for account, _ in spends.accounts() if account.signed)
         z = Account.parse(bound)[2] / 1e6
         assert spends.total(bound, delta=1e-5).spent <= epsilon_of_noise_multiplier(z, 1e-5)
         assert spends.total("clinical", delta=1e-5, risk=ward.policy.classes["clinical"].risk).spent <= 0.05

@@ -21,13 +21,15 @@ from refusals import raises_code
 
 from lamina import cbor
 from lamina.account.accountants import calibrate, find_accountant
+from lamina.account.charges import Account
 from lamina.account.schedule import Event
 from lamina.errors import AccountingError, BudgetExceeded, RunError
+from lamina.ledger.spending import Limit
 from lamina.ledger.store.rows import RESERVATION_SEGMENT
 from lamina.plan.table import epsilon_text
 from lamina.spend.accounts import Charge
 from lamina.spend.reservation import OpenAttempt, OpenCharges
-from lamina.spend.spend_ledger import PricedAccount, SpendLedger
+from lamina.spend.spend_ledger import SpendLedger
 
 
 def holds(book: SpendLedger) -> dict[tuple[str, int, int], OpenCharges]:
@@ -500,7 +502,7 @@ def test_numbers_come_back_bit_for_bit(sigma: float, q: float, delta: float, ste
         ]
         assert found.steps == steps
         if steps:
-            assert book.accounts()[0] == PricedAccount(cls="clinical", delta=delta, accountant="gaussian")
+            assert book.accounts()[0] == (Account("clinical"), Limit(delta=delta, accountant="gaussian"))
 
 
 @pytest.mark.parametrize("name", ["pld", "rdp"])

@@ -229,7 +229,7 @@ def test_a_server_keeps_the_same_promises(server: Any) -> None:
         book.finish(FIRST)
         assert spent(book) == pytest.approx((exact((10, 41)),) * 2)
         assert book.labels() == {FIRST: "ward 7", SECOND: ""}
-        assert [(each.cls, each.delta, each.accountant) for each in book.accounts()] == [
+        assert [(str(account), limit.delta, limit.accountant) for account, limit in book.accounts()] == [
             ("clinical", DELTA, "gaussian"),
             (SIGNED, DELTA, "gaussian"),
         ]

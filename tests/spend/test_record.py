@@ -174,7 +174,7 @@ def test_a_ledger_that_counts_otherwise_than_the_plan() -> None:
         run.done(0, 1)
         agrees(book, "clinical", "wearable")
         found = book.accounts()
-        assert [(each.cls, each.delta, each.accountant) for each in found] == [
+        assert [(str(account), limit.delta, limit.accountant) for account, limit in found] == [
             ("clinical", DELTA, "rdp"),
             ("clinical", 1e-7, "pld"),
             ("wearable", DELTA, "rdp"),

@@ -262,7 +262,7 @@ class World:
             book, header, stated = SpendLedger(ledger), ledger.header, _stated(ledger)
             with ledger.store.read() as rows:
                 held = any(hold.segment >= 0 for hold in rows.holds())
-            for name in {each.cls: None for each in book.accounts()}:
+            for name in {str(account): None for account, _ in book.accounts()}:
                 total = book.total(name, delta=header.delta, accountant=header.accountant)
                 told, near = stated.get(name, 0) / 1e9, 2e-9 + 1e-7 * total.spent
                 assert total.spent <= total.committed, f"{name}: {total.spent} > {total.committed}"

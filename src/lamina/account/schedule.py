@@ -77,6 +77,12 @@ EventCounts = Mapping[EventKey, int]
 """→ steps. Whole numbers of steps add exactly, so a schedule costs the same however it was cut into segments."""
 
 
+def add_events(events: dict[EventKey, int], more: EventCounts) -> None:
+    """Add counts to `events`, in place."""
+    for kind, steps in more.items():
+        events[kind] = events.get(kind, 0) + steps
+
+
 def grouped(schedule: Iterable[Event]) -> Schedule:
     """The same releases with equal steps merged, free ones dropped, in a fixed order.
 

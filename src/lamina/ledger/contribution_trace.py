@@ -8,12 +8,12 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 from lamina.account.accountants import pooled_epsilon
 from lamina.account.charges import Account
-from lamina.account.schedule import EventCounts
+from lamina.account.schedule import EventCounts, EventKey, add_events
 from lamina.admit.attestation import Attestation, Descriptor, commit
 from lamina.admit.contribution_sources import Contribution
 from lamina.errors import LaminaError
@@ -147,24 +147,10 @@ def leaf_differences(record: ContributionRecord | KeptContribution, given: Contr
 def trace_contribution(ledger: LedgerReader, leaf: Leaf, size: int | None = None) -> ContributionTrace:
     """The trace of the contribution in a leaf, over the first `size` leaves; by default over all."""
     story, epochs = _ContributionHistory(ledger, leaf, size), []
-    events: dict[tuple[float, float, float], int] = {}
+    events: dict[EventKey, int] = {}
     for each in story.epochs():
-        own = steps_by_kind(each.charges)
-        for kind, steps in own.items():
-            events[kind] = events.get(kind, 0) + steps
-        epochs.append(
-            EpochExposure(
-                leaf=each.leaf,
-                segments=each.segments,
-                events=own,
-                variance=_reached_variance(each.plan, each.epoch, story.record.bound.cls),
-                multiplier=min((one.sigma for one in each.charges), default=math.inf),
-                spend=_epsilon_in_nano(ledger, events),
-                account=0 if each.account is None else each.account.spend,
-                own=each.account is None or each.account.bound == story.record.bound,
-                factor=1.0 if each.account is None else each.account.factor,
-            )
-        )
+        add_events(events, each.events)
+        epochs.append(replace(each, spend=_epsilon_in_nano(ledger, events)))
     return ContributionTrace(
         leaf=leaf,
         epochs=tuple(epochs),
@@ -203,20 +189,10 @@ class ContributionSpend:
 def contribution_spend(ledger: LedgerReader, leaf: Leaf) -> ContributionSpend:
     """The sum of a trace: an accountant is asked once."""
     story = _ContributionHistory(ledger, leaf)
-    epochs = list(story.epochs())
-    events = steps_by_kind(charge for each in epochs for charge in each.charges)
+    epochs, events = list(story.epochs()), dict[EventKey, int]()
+    for each in epochs:
+        add_events(events, each.events)
     return ContributionSpend(_epsilon_in_nano(ledger, events), story.signed(), len(epochs), story.releases())
-
-
-class _EligibleEpoch(NamedTuple):
-    """An epoch in which it was eligible, and what it was charged itself."""
-
-    leaf: Leaf
-    epoch: Epoch
-    segments: tuple[Segment, ...]
-    plan: StepPlan | None
-    account: EpochAccount | None
-    charges: tuple[EpochCharge, ...]
 
 
 class _ContributionHistory:
@@ -243,8 +219,8 @@ class _ContributionHistory:
         z = self.record.bound.noise_micro
         return signed_spend(z, self._ledger.header.delta) if z else None
 
-    def epochs(self) -> Iterator[_EligibleEpoch]:
-        """The epochs in which it was eligible, and charged if it is private; the others are counted."""
+    def epochs(self) -> Iterator[EpochExposure]:
+        """The epochs in which it was eligible, and charged if it is private, with `spend` 0; the others are counted."""
         for leaf in self._ledger.of_kind(Epoch, self._leaf.seq, self._size):
             epoch = leaf.record
             assert isinstance(epoch, Epoch)
@@ -258,7 +234,17 @@ class _ContributionHistory:
                 used = account is None or account.factor > 0
                 if used and any(each.outcome is SegmentOutcome.CLOSED for each in segments):
                     self._closed.append((epoch.run, leaf.seq))
-                yield _EligibleEpoch(leaf, epoch, segments, plan, account, charges)
+                yield EpochExposure(
+                    leaf=leaf,
+                    segments=segments,
+                    events=steps_by_kind(charges),
+                    variance=_reached_variance(plan, epoch, self.record.bound.cls),
+                    multiplier=min((one.sigma for one in charges), default=math.inf),
+                    spend=0,
+                    account=0 if account is None else account.spend,
+                    own=account is None or account.bound == self.record.bound,
+                    factor=1.0 if account is None else account.factor,
+                )
 
     def releases(self) -> tuple[Leaf, ...]:
         """The releases of runs that trained while it was eligible; after `epochs` was read."""

@@ -10,17 +10,18 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 from lamina import cbor
 from lamina.account.accountants import pooled_epsilon
 from lamina.account.charges import Account
 from lamina.account.gaussian_rdp import epsilon_of_noise_multiplier
-from lamina.account.schedule import EventCounts, EventKey, grouped, rdp_order_of
+from lamina.account.schedule import EventCounts, EventKey, add_events, grouped, rdp_order_of
 from lamina.ledger.governance_records import Header
 from lamina.ledger.records import Epoch, EpochAccount, EpochCharge, Segment
 from lamina.ledger.schema import NANO, exact_text, nano_epsilon
-from lamina.plan.risk import UNPROVEN, curve_marks
+from lamina.plan.risk import UNPROVEN, RiskBound, curve_marks
 from lamina.plan.rules import FollowBudget
 from lamina.plan.step_plan import StepPlan
 
@@ -87,6 +88,34 @@ def epoch_marks(epoch: Epoch, plan: StepPlan | None) -> dict[str, frozenset[str]
     return {each.cls: marks if each.cls in whole else marks | {UNPROVEN} for each in epoch.accounts}
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limit:
+    """ε ≤ `epsilon` at `delta`, computed by `accountant`; inf is no limit. With `risk`: that bound instead, and not ε."""
+
+    epsilon: float = math.inf
+    delta: float
+    accountant: str
+    risk: RiskBound | None = None
+
+    @property
+    def most(self) -> float:
+        """The largest price that is within the limit."""
+        return self.epsilon if self.risk is None else self.risk.tpr
+
+    def within(self, other: Limit) -> bool:
+        """Return whether whatever keeps this limit keeps the other."""
+        if self.risk is not None and other.risk is not None:
+            return self.accountant == other.accountant and self.risk.implies(other.risk)
+        same = (self.delta, self.accountant, self.risk) == (other.delta, other.accountant, other.risk)
+        return same and self.epsilon <= other.epsilon
+
+    def price(self, events: EventCounts, marks: frozenset[str] = frozenset()) -> float:
+        """Return ε of all events together; or the rate that the risk bound limits, 1 if nothing is proven."""
+        if self.risk is not None:
+            return self.risk.rate(events, accountant=self.accountant, marks=marks)
+        return pooled_epsilon(events, delta=self.delta, name=self.accountant)
+
+
 class Spending:
     """What every bound was charged so far, and what that comes to at the header's δ by the header's accountant."""
 
@@ -101,9 +130,7 @@ class Spending:
 
     def charge(self, bound: Account, charges: Iterable[EpochCharge]) -> None:
         """Charge one account."""
-        events = self._events.setdefault(bound, {})
-        for kind, steps in steps_by_kind(charges).items():
-            events[kind] = events.get(kind, 0) + steps
+        add_events(self._events.setdefault(bound, {}), steps_by_kind(charges))
 
     def bounds(self) -> Sequence[Account]:
         """Every account that there is."""
@@ -116,8 +143,7 @@ class Spending:
     def epsilon(self, bound: Account, more: Iterable[EpochCharge] = ()) -> float:
         """ε of an account, or what it would be after `more`."""
         events = dict(self.events(bound))
-        for kind, steps in steps_by_kind(more).items():
-            events[kind] = events.get(kind, 0) + steps
+        add_events(events, steps_by_kind(more))
         return pooled_epsilon(events, delta=self.delta, name=self.accountant)
 
     def spend(self, bound: Account) -> int:

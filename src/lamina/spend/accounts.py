@@ -11,19 +11,18 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from lamina import validate
-from lamina.account.accountants import find_accountant, pooled_epsilon
+from lamina.account.accountants import find_accountant
 from lamina.account.charges import Account, invalid_account
 from lamina.account.gaussian_rdp import step_rdp
-from lamina.account.schedule import Event, EventCounts, EventKey, check_delta, rdp_order_of
+from lamina.account.schedule import Event, EventKey, check_delta, rdp_order_of
 from lamina.errors import AccountingError, BudgetExceeded, RunError
 from lamina.ledger.checked_leaves import CheckedLeaves
 from lamina.ledger.governance_records import Header
 from lamina.ledger.records import MAX_ACCOUNTS, Epoch, EpochCharge
 from lamina.ledger.run_records import RunEnd
 from lamina.ledger.schema import CLASS, MICRO
-from lamina.ledger.spending import Spending, steps_by_kind
+from lamina.ledger.spending import Limit, Spending, steps_by_kind
 from lamina.ledger.store.rows import StoreReader
-from lamina.plan.risk import RiskBound
 from lamina.plan.rules import FollowBudget
 from lamina.plan.step_plan import StepPlan
 from lamina.plan.table import epsilon_text, percent_text
@@ -252,46 +251,23 @@ def run_name(run: str, label: str = "") -> str:
     return f"{label!r} ({run[:8]})" if label else run[:8]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AccountBudget:
-    """ε ≤ `bound` at `delta`, computed by `accountant`; inf is no bound. With `risk`: that bound instead, and not ε."""
-
-    bound: float
-    delta: float
-    accountant: str
-    risk: RiskBound | None = None
-
-    def within(self, other: AccountBudget) -> bool:
-        """Whether whatever keeps to this budget keeps to the other."""
-        if self.risk is not None and other.risk is not None:
-            return self.accountant == other.accountant and self.risk.implies(other.risk)
-        same = (self.delta, self.accountant, self.risk) == (other.delta, other.accountant, other.risk)
-        return same and self.bound <= other.bound
-
-    def price(self, events: EventCounts, marks: frozenset[str]) -> float:
-        """ε of all events together; or the rate that the risk bound limits, 1 if nothing is proven."""
-        if self.risk is not None:
-            return self.risk.rate(events, accountant=self.accountant, marks=marks)
-        return pooled_epsilon(events, delta=self.delta, name=self.accountant)
-
-
 def budget_exceeded(
-    *, path: str, origin: str, account: str, budget: AccountBudget, now: AccountTotal, run: str, label: str, asked: int,
+    *, path: str, origin: str, account: str, limit: Limit, now: AccountTotal, run: str, label: str, asked: int,
     epsilon: float,
 ) -> BudgetExceeded:  # fmt: skip
     """The refusal of a charge: the bound, who spent and reserved what, what was asked, and the remedies."""
     label = label or next((each.label for each in now.runs if each.run == run), "")
-    figure: Callable[[float], str] = epsilon_text if budget.risk is None else percent_text
-    bound = f"the risk bound {budget.risk}"
-    if budget.risk is None:
-        bound = f"a bound of ε ≤ {figure(budget.bound)} at δ = {budget.delta:g}"
-    spent = f"{'ε ' if budget.risk is None else ''}{figure(now.spent)}"
-    would = "of which nothing is proven" if budget.risk and epsilon == 1 else f"which would make it {figure(epsilon)}"
+    figure: Callable[[float], str] = epsilon_text if limit.risk is None else percent_text
+    bound = f"the risk bound {limit.risk}"
+    if limit.risk is None:
+        bound = f"a bound of ε ≤ {figure(limit.epsilon)} at δ = {limit.delta:g}"
+    spent = f"{'ε ' if limit.risk is None else ''}{figure(now.spent)}"
+    would = "of which nothing is proven" if limit.risk and epsilon == 1 else f"which would make it {figure(epsilon)}"
     problem = (
         f"{Account.parse(account).describe()} of corpus {origin!r} has {bound} "
         f"over all runs; {spent} is spent, {figure(now.committed)} with what is "
         f"reserved; run {run_name(run, label)} asks for {asked:,} step{'s'[: asked != 1]}, {would} "
-        f"(accountant {budget.accountant})"
+        f"(accountant {limit.accountant})"
     )
     remedy = "plan with a smaller epsilon or fewer steps; " + (
         "or leave out those who signed this bound, for whom it is final: exhausted = 'leave-out' or 'scale' in policy.toml"
@@ -300,7 +276,7 @@ def budget_exceeded(
     )
     if holding := [each.run[:8] for each in now.runs if each.reserved and each.run != run]:
         remedy = f"release a run that holds a reservation (lamina spend {shlex.quote(path)} --release {holding[0]}), or {remedy}"
-    if budget.risk is not None:
+    if limit.risk is not None:
         return BudgetExceeded("spend.risk-exceeded", problem, remedy)
     return BudgetExceeded("spend.budget-exceeded", problem, remedy)
 

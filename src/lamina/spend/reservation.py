@@ -17,12 +17,12 @@ from lamina.account.schedule import EventCounts, EventKey
 from lamina.errors import EncodingError, LedgerDamaged
 from lamina.ledger.records import Segment, SegmentOutcome
 from lamina.ledger.schema import NANO, UNBOUNDED
-from lamina.ledger.spending import CLASS_TOLERANCE, Spending, signed_limit, signed_spend
+from lamina.ledger.spending import CLASS_TOLERANCE, Limit, Spending, signed_limit, signed_spend
 from lamina.ledger.store.rows import RESERVATION_SEGMENT, RunHold, RunRow, StoreReader, StoreWriter
 from lamina.ledger.writer import Ledger
 from lamina.plan.risk import UNPROVEN, ZERO_OUT, RiskBound, curve_marks
 from lamina.plan.step_plan import StepPlan
-from lamina.spend.accounts import AccountBudget, Charge, RecordedSpend, RunSpend
+from lamina.spend.accounts import Charge, RecordedSpend, RunSpend
 
 _MOST_BYTES = 1 << 24
 NoiseByStep = tuple[tuple[int, tuple[float, ...]], ...]  # from which step on, S² per layer
@@ -170,7 +170,7 @@ class SpendView:
         held = {each.cls for held in self._holds.values() for each in held.charges}
         return sorted({*self._recorded.names(), *held, *self._terms})
 
-    def terms(self, name: str) -> tuple[AccountBudget, ...]:
+    def terms(self, name: str) -> tuple[Limit, ...]:
         """The budgets that all charges and reservations of an account are known to keep."""
         body = self._terms.get(name)
         try:
@@ -178,11 +178,11 @@ class SpendView:
         except EncodingError:
             raise _unreadable(f"the budgets of account {name!r}") from None
         return tuple(
-            AccountBudget(
-                bound=math.inf if bound is None else bound, delta=delta, accountant=accountant,
-                risk=RiskBound(of=risk[0], fpr=risk[1], tpr=bound) if risk else None,
+            Limit(
+                epsilon=math.inf if most is None or risk else most, delta=delta, accountant=accountant,
+                risk=RiskBound(of=risk[0], fpr=risk[1], tpr=most) if risk else None,
             )
-            for bound, delta, accountant, *risk in rows
+            for most, delta, accountant, *risk in rows
         )  # fmt: skip
 
     def marks(self, name: str) -> frozenset[str]:
@@ -278,10 +278,10 @@ class SpendTransaction(SpendView):
                 left.append(each.times(each.steps - off))
         self.reserve(run, left, before.plan)
 
-    def set_terms(self, name: str, terms: Sequence[AccountBudget]) -> None:
+    def set_terms(self, name: str, terms: Sequence[Limit]) -> None:
         rows = [
             [
-                None if math.isinf(t.bound) else t.bound,
+                None if math.isinf(t.most) else t.most,
                 t.delta,
                 t.accountant,
                 *((t.risk.of, t.risk.fpr) if t.risk else ()),
@@ -304,12 +304,8 @@ def _marks_of_plan(digest: bytes, data: bytes | None) -> frozenset[str]:
     return curve_marks(StepPlan.from_cbor(data))
 
 
-class BoundExceeded(Exception):
-    """Ends a transaction: an account would exceed its bound."""
-
-    def __init__(self, cls: str, terms: AccountBudget, asked: int, epsilon: float) -> None:
-        super().__init__(cls)
-        self.cls, self.terms, self.asked, self.epsilon = cls, terms, asked, epsilon
+class LimitExceeded(Exception):
+    """Ends a transaction. Holds the account, its limit, the number of steps asked for, and the price with them."""
 
 
 class SpendLimits:
@@ -318,7 +314,7 @@ class SpendLimits:
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
 
-    def wanted(self, rows: StoreReader, name: str, *asked: AccountBudget) -> list[AccountBudget]:
+    def wanted(self, rows: StoreReader, name: str, *asked: Limit) -> list[Limit]:
         """The budgets to keep: those asked for and that of the ledger, without those that a stricter one implies."""
         cls, _, noise = Account.parse(name)
         header, promised, found = self._ledger.header, noise, list(asked)
@@ -327,24 +323,24 @@ class SpendLimits:
             preset = next((each for each in self._ledger.governance(rows).policy.presets if each.cls == cls), None)
             promised = 0 if preset is None else preset.noise_multiplier
             if preset is not None and preset.risk is not None:
-                found.append(AccountBudget(bound=preset.risk.tpr, risk=preset.risk, **terms))
+                found.append(Limit(risk=preset.risk, **terms))
         if promised and (most := signed_spend(promised, header.delta)) < UNBOUNDED:
             bound = signed_limit(noise, header.delta) if noise else most / NANO * (1 + CLASS_TOLERANCE)
-            found.append(AccountBudget(bound=bound, **terms))
+            found.append(Limit(epsilon=bound, **terms))
         return [t for t in found if not any(o is not t and o.within(t) and o != t for o in found)]
 
     def admit(
         self, transaction: SpendTransaction, rows: StoreReader, charges: Sequence[Charge], bounds: Mapping[str, float],
         before: Mapping[str, EventCounts],
     ) -> None:  # fmt: skip
-        """Raise BoundExceeded unless every account is within its bounds after this transaction."""
+        """Raise LimitExceeded unless every account is within its bounds after this transaction."""
         for name, earlier in before.items():
             mine = [each for each in charges if each.cls == name]
             if not any(each.steps for each in mine):
                 continue  # nothing is asked, so nothing can be refused
             bound, after = bounds.get(name, math.inf), transaction.standing(name)
             kinds = sorted({(each.delta, each.accountant) for each in mine})
-            asked = [AccountBudget(bound=bound, delta=delta, accountant=accountant) for delta, accountant in kinds]
+            asked = [Limit(epsilon=bound, delta=delta, accountant=accountant) for delta, accountant in kinds]
             held = transaction.terms(name)
             grown = any(steps > earlier.get(event, 0) for event, steps in after.items())
             wanted = self.wanted(rows, name, *asked)
@@ -352,11 +348,11 @@ class SpendLimits:
                 marks = (
                     transaction.marks(name) if terms.risk else frozenset[str]()
                 )  # another plan may limit the same events
-                if math.isinf(terms.bound) or (not grown and not marks and any(h.within(terms) for h in held)):
+                if math.isinf(terms.most) or (not grown and not marks and any(h.within(terms) for h in held)):
                     continue
                 epsilon = terms.price(after, marks)
-                if not epsilon <= terms.bound:
-                    raise BoundExceeded(name, terms, sum(each.steps for each in mine), epsilon)
+                if not epsilon <= terms.most:
+                    raise LimitExceeded(name, terms, sum(each.steps for each in mine), epsilon)
             new = [w for w in wanted if grown or not any(h.within(w) for h in held)]
             if new:
                 kept = () if grown else (h for h in held if not any(w.within(h) for w in new))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from threading import RLock
@@ -17,13 +16,12 @@ from lamina.errors import RunError
 from lamina.ledger.checked_leaves import CheckedLeaves
 from lamina.ledger.records import Epoch, EpochAccount, EpochCharge, NoiseChange, Segment, SegmentOutcome
 from lamina.ledger.run_records import RunBegin
-from lamina.ledger.spending import planned_charges, signed_limit
+from lamina.ledger.spending import Limit, planned_charges, signed_limit
 from lamina.ledger.store.rows import WHOLE_BUDGET_SEGMENT, RunHold, StoreReader, StoreWriter, head_of
 from lamina.ledger.writer import Ledger
 from lamina.plan.risk import RiskBound
 from lamina.plan.step_plan import StepPlan
 from lamina.spend.accounts import (
-    AccountBudget,
     AccountTotal,
     Charge,
     RecordedSpend,
@@ -41,7 +39,7 @@ from lamina.spend.accounts import (
     remaining_accounts,
 )
 from lamina.spend.reservation import (
-    BoundExceeded,
+    LimitExceeded,
     NoiseByStep,
     OpenAttempt,
     OpenCharges,
@@ -194,15 +192,6 @@ _MOST = 2**63 - 1
 _MOST_TRIES = 1000  # how often another run may record an epoch first
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PricedAccount:
-    """An account, by its name (a class, or CLASS@c=…,z=…), with a δ and accountant of its charges."""
-
-    cls: str
-    delta: float
-    accountant: str
-
-
 class SpendLedger:
     """The charges of all runs by account. Several processes, and with PostgreSQL machines, may use one ledger.
 
@@ -278,11 +267,11 @@ class SpendLedger:
         (charge,), bound = checked_charges([charge]), checked_bounds({charge.cls: bound})[charge.cls]
         run = checked_run(run)
         name, besides = charge.cls, checked_charges(besides)
-        asked = AccountBudget(bound=bound, delta=charge.delta, accountant=charge.accountant)
+        asked = Limit(epsilon=bound, delta=charge.delta, accountant=charge.accountant)
 
         def look(
             view: SpendView, rows: StoreReader
-        ) -> tuple[EventCounts, EventCounts, tuple[AccountBudget, ...], list[AccountBudget], frozenset[str]]:
+        ) -> tuple[EventCounts, EventCounts, tuple[Limit, ...], list[Limit], frozenset[str]]:
             wanted = self._limits.wanted(rows, name, asked)
             marks = view.marks(name) if any(each.risk for each in wanted) else frozenset()
             return view.standing(name, without=run), view.reserved(name, run), view.terms(name), wanted, marks
@@ -296,7 +285,7 @@ class SpendLedger:
 
         def admitted(steps: int) -> bool:
             together = add_charges(dict(others), [charge.times(steps)])
-            return steps <= promised or all(terms.price(together, marks) <= terms.bound for terms in wanted)
+            return steps <= promised or all(terms.price(together, marks) <= terms.most for terms in wanted)
 
         if admitted(charge.steps):
             return charge.steps
@@ -318,9 +307,9 @@ class SpendLedger:
 
         charged, committed, runs, marks = self._ask(look)
         committed = add_charges(dict(committed), checked_charges(besides))
-        budget = AccountBudget(bound=math.inf, delta=delta, accountant=accountant, risk=risk)
-        most = budget.price(committed, marks)  # bounds what was charged too: it is part of it
-        return AccountTotal(spent=min(most, budget.price(charged, marks)), committed=most, runs=runs)
+        limit = Limit(delta=delta, accountant=accountant, risk=risk)
+        most = limit.price(committed, marks)  # bounds what was charged too: it is part of it
+        return AccountTotal(spent=min(most, limit.price(charged, marks)), committed=most, runs=runs)
 
     def spent(self, run: str, name: str, *, delta: float, accountant: str = "pld") -> float:
         """ε of what one run charged to an account, redone segments included."""
@@ -328,17 +317,17 @@ class SpendLedger:
         events = self._ask(lambda view, _: view.of_run(run, name))
         return pooled_epsilon(events, delta=delta, name=accountant)
 
-    def accounts(self) -> tuple[PricedAccount, ...]:
-        """Every account: first at the δ and accountant of its last charge, then at those of the ledger."""
+    def accounts(self) -> tuple[tuple[Account, Limit], ...]:
+        """Every account: first with the δ and accountant of its last charge, then with those of the ledger."""
 
-        def look(view: SpendView, _: StoreReader) -> list[tuple[str, Sequence[AccountBudget]]]:
+        def look(view: SpendView, _: StoreReader) -> list[tuple[str, Sequence[Limit]]]:
             return [(name, view.terms(name)) for name in view.names()]
 
         header, found = self.ledger.header, []
         for name, terms in self._ask(look):
             kinds = dict.fromkeys((t.delta, t.accountant) for t in terms)
             kinds |= {(header.delta, header.accountant): None}
-            found += [PricedAccount(cls=name, delta=delta, accountant=accountant) for delta, accountant in kinds]
+            found += [(Account.parse(name), Limit(delta=delta, accountant=accountant)) for delta, accountant in kinds]
         return tuple(found)
 
     def labels(self) -> dict[str, str]:
@@ -564,12 +553,12 @@ class SpendLedger:
         try:
             with self._turn:
                 return self.ledger.change_open(once)
-        except BoundExceeded as refused:  # the message is made after the ledger is free again
-            budget, account = refused.terms, refused.cls
-            now = self.total(account, delta=budget.delta, accountant=budget.accountant, risk=budget.risk)
+        except LimitExceeded as refused:  # the message is made after the ledger is free again
+            account, limit, asked, epsilon = refused.args
+            now = self.total(account, delta=limit.delta, accountant=limit.accountant, risk=limit.risk)
             raise budget_exceeded(
-                path=self.path, origin=self.origin, account=account, budget=budget, now=now, run=run, label=label,
-                asked=refused.asked, epsilon=refused.epsilon,
+                path=self.path, origin=self.origin, account=account, limit=limit, now=now, run=run, label=label,
+                asked=asked, epsilon=epsilon,
             ) from None  # fmt: skip
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import NoReturn
 
 from lamina.account.accountants import pooled_epsilon
@@ -141,14 +142,6 @@ def _noise_factor(plan: StepPlan, cls: str, variance: Sequence[float]) -> float:
     return effective_sigma(plan.clip[k], [math.sqrt(v) for v in variance]) / plan.sigma(k)
 
 
-@dataclass(slots=True)
-class _RunCharges:
-    """Charges of a run under one plan, by account."""
-
-    charged: dict[Account, dict[EventKey, int]] = field(default_factory=dict)
-    used: dict[Account, float] = field(default_factory=dict)  # of an adaptive budget, in declared steps
-
-
 class ChargeChecks:
     """Checks that epochs charge their accounts what the plan takes in the steps of their segments.
 
@@ -160,13 +153,15 @@ class ChargeChecks:
               (`AttemptTree`). A run that was copied, or redid steps, may have paid for more
     """
 
-    def __init__(self) -> None:
-        self._runs: dict[tuple[bytes, bytes], _RunCharges] = {}
+    def __init__(self, header: Header) -> None:
+        self._header = header
+        self._charged: dict[tuple[bytes, bytes], Spending] = {}  # by run and plan
+        self._used: dict[tuple[bytes, bytes, Account], float] = {}  # of an adaptive budget, in declared steps
         self._capped: dict[bytes, dict[bytes, AttemptTree]] = {}  # run → plan → attempts
 
     def begin(self, epoch: Epoch, plan: StepPlan) -> None:
         """Add the segments of an epoch."""
-        self._runs.setdefault((epoch.run, epoch.plan), _RunCharges())
+        self._charged.setdefault((epoch.run, epoch.plan), Spending(self._header))
         plans = self._capped.setdefault(epoch.run, {})
         if (cap := plan.injection.occurrences) is not None:
             plans.setdefault(epoch.plan, AttemptTree(cap))
@@ -180,19 +175,19 @@ class ChargeChecks:
             expected = planned_charges(plan, account.cls, account.scaled, epoch.segments)
             wrong = _charge_difference(steps_by_kind(account.charges), steps_by_kind(expected), exact=True)
             return expected if wrong is None else wrong
-        run = self._runs[epoch.run, epoch.plan]
-        total = run.charged.setdefault(account.bound, {})
-        for kind, steps in steps_by_kind(account.charges).items():
-            total[kind] = total.get(kind, 0) + steps
+        charged = self._charged[epoch.run, epoch.plan]
+        charged.charge(account.bound, account.charges)
+        total = charged.events(account.bound)
         least = steps_by_kind(whole_plan_charges(plan, account.cls, account.scale))
         if cap is not None:
             least = dict.fromkeys(least, self._capped[epoch.run][epoch.plan].most)
         wrong = _charge_difference(total, least, exact=False)
         if wrong is None and cap is None and least:
+            key = epoch.run, epoch.plan, account.bound
             for steps, variance in epoch.applied:
                 more = declared_steps_used(plan, account.cls, account.scale, variance, steps)
-                run.used[account.bound] = run.used.get(account.bound, 0.0) + more
-            wrong = _budget_overdrawn(run.used[account.bound], total, least)
+                self._used[key] = self._used.get(key, 0.0) + more
+            wrong = _budget_overdrawn(self._used[key], total, least)
         return account.charges if wrong is None else wrong
 
 
@@ -266,20 +261,6 @@ class SpendClaim:
         return risk.rate(self.events, accountant=header.accountant, marks=self.marks)
 
 
-@dataclass(frozen=True, slots=True)
-class ExhaustionClaim:
-    """A bound that an epoch says is exhausted, and what was charged to it: in leaves before, or open then."""
-
-    seq: int
-    account: EpochAccount
-    plan: StepPlan
-    segments: tuple[Segment, ...]
-    spending: Spending
-
-    def holds(self, spending: Spending) -> bool:
-        return spending.exhausted(self.account, self.plan, self.segments)
-
-
 def check_time_rounded(leaf: Leaf, before: int, clock: int) -> None:
     """Check the time of an epoch, or of the start or end of a run; `before` is that of the leaf before it."""
     if leaf.time % clock and leaf.time != before:
@@ -312,12 +293,14 @@ class EpochChecks:
         self.begins: dict[bytes, int] = {}  # run → the leaf of its start
         self.spent: dict[str, int] = {}  # class → the largest stated spend of its accounts
         self._stated: dict[Account, int] = {}
-        self._charges = ChargeChecks()
+        self._charges = ChargeChecks(header)
         self._marks: dict[str, frozenset[str]] = {}  # class → what limits the curves of its plans
         self._previous = -1
         self.epochs_without_account = 0  # epochs without an account for a bound that somebody eligible signed
         self.unsure_epochs = 0  # epochs that are right only if a pruned contribution had a key that was revoked
-        self._exhaustion_claims: list[ExhaustionClaim] = []  # those that the leaves before them do not show
+        # accounts said to be exhausted where the leaves before do not show it: by leaf, with the check, and what was
+        # charged in leaves before, or was open then
+        self._unshown: list[tuple[int, EpochAccount, Callable[[Spending], bool], Spending]] = []
         self._left_out: dict[Account, list[EpochCharge]] = {}  # what their class was charged there
 
     def see(self, leaf: Leaf, time: int, digests: Mapping[bytes, int]) -> StepPlan:
@@ -365,12 +348,11 @@ class EpochChecks:
         Attempts of other runs that were open then are charges too; they are recorded later. Returns for how many it is
         not shown that they were open then: only the store says so, or the ledger was put back from a copy.
         """
-        unsure = [claim for claim in self._exhaustion_claims if not claim.holds(claim.spending)]
-        for claim in unsure:
-            if not held and not claim.holds(self.spending):
-                name, factor = claim.account.bound, claim.account.factor
-                reason = f"account {name} has factor {factor:g}, and its charges leave room for more"
-                fail(claim.seq, Epoch, "verify.not-exhausted", reason)
+        unsure = [each for each in self._unshown if not each[2](each[3])]
+        for seq, account, exhausted, _ in unsure:
+            if not held and not exhausted(self.spending):
+                reason = f"account {account.bound} has factor {account.factor:g}, and its charges leave room for more"
+                fail(seq, Epoch, "verify.not-exhausted", reason)
         return len(unsure)
 
     def check_generations(self, held: Iterable[tuple[bytes, int, int]]) -> int:
@@ -469,9 +451,9 @@ class EpochChecks:
         if isinstance(counted, Violation):
             wrong(*counted)
         self.spending.charge(account.bound, counted)
-        for claim in self._exhaustion_claims:
-            if claim.account.bound == account.bound and any(each.eligibility <= claim.seq for each in record.segments):
-                claim.spending.charge(account.bound, counted)
+        for before, other, _, spending in self._unshown:
+            if other.bound == account.bound and any(each.eligibility <= before for each in record.segments):
+                spending.charge(account.bound, counted)
         if account.spend < self._stated.get(account.bound, 0):
             wrong("verify.spend-falls", "has lost less than an earlier epoch states")
         self._stated[account.bound] = account.spend
@@ -505,8 +487,8 @@ class EpochChecks:
             reason = f"account {account.bound} has factor {account.factor:g} under a plan that cannot scale one by one"
             fail(seq, Epoch, "verify.factor-not-provable", reason)
         if not self.spending.exhausted(account, plan, record.segments):
-            claim = ExhaustionClaim(seq, account, plan, record.segments, self.spending.copy(account.bound))
-            self._exhaustion_claims.append(claim)
+            exhausted = partial(Spending.exhausted, account=account, plan=plan, segments=record.segments)
+            self._unshown.append((seq, account, exhausted, self.spending.copy(account.bound)))
 
     def _most(self, account: EpochAccount, opened: int) -> int | None:
         """The bound: what was signed, or what the policy promised the class when the members were read."""

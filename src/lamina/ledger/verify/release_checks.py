@@ -10,7 +10,7 @@ from typing import Any
 
 from lamina.account.accountants import pooled_epsilon
 from lamina.account.charges import Account
-from lamina.account.schedule import EventKey
+from lamina.account.schedule import EventKey, add_events
 from lamina.errors import EncodingError
 from lamina.ledger.governance_records import Header, Release
 from lamina.ledger.records import Epoch, Leaf
@@ -50,8 +50,7 @@ class ReleaseChecks:
         self._split |= {each.cls for each in epoch.accounts} - whole
         for account in epoch.accounts:
             total = self._events.setdefault((epoch.run, account.bound), {})
-            for kind, steps in steps_by_kind(account.charges).items():
-                total[kind] = total.get(kind, 0) + steps
+            add_events(total, steps_by_kind(account.charges))
 
     def see(self, leaf: Leaf, runs: Container[bytes], ends: Mapping[bytes, RunEnd]) -> None:
         """Check a release record. `runs` have an epoch before it; the ends in `ends` are recorded before it."""
@@ -97,8 +96,7 @@ class ReleaseChecks:
             if any(run in ends and ends[run].public_number for run in record.runs):
                 marks |= {ZERO_OUT}  # the number of contributions is public: nothing is claimed about membership
             for run in record.runs:
-                for kind, steps in self._events.get((run, Account(cls)), {}).items():
-                    events[kind] = events.get(kind, 0) + steps
+                add_events(events, self._events.get((run, Account(cls)), {}))
             self._compare_class(seq, cls, stated, events)
             if cls in self._split:
                 marks |= {UNPROVEN}
