@@ -22,7 +22,8 @@ def test_the_text_of_an_account_reads_back(clip: int, noise: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "label", ["", "c=1", "z=1,c=1", "c=1,z=", "c=1,z=01", "c=1,z=1.0", "c=1,z=1.0000001", "c=-1,z=1", "c=1,z=١"]
+    "label",
+    ["", "c=0,z=0", "c=1", "z=1,c=1", "c=1,z=", "c=1,z=01", "c=1,z=1.0", "c=1,z=1.0000001", "c=-1,z=1", "c=1,z=١"],
 )
 def test_another_text_names_no_account(label: str) -> None:
     with raises_code("spend.account-name-invalid"):

@@ -141,7 +141,7 @@ def test_who_is_exhausted_is_scaled_to_what_remains(root: Path, tmp_path: Path) 
             assert leaf.record.variance == tuple(s * s for s in plan.noise)
             for each in leaf.record.accounts:
                 assert [c.sigma for c in each.charges] == ([plan.sigma(each.cls, each.scaled)] if each.factor else [])
-                assert {c.rate for c in each.charges} <= {plan.classes[plan.index(each.cls)].sampling_rate}
+                assert {c.q for c in each.charges} <= {plan.classes[plan.index(each.cls)].sampling_rate}
 
 
 def test_a_contributor_reads_in_the_ledger_that_it_was_left_out(
@@ -240,7 +240,7 @@ def spends(where: str) -> dict[tuple[str, int, int], float]:
             assert isinstance(leaf.record, Epoch)
             for account in leaf.record.accounts:
                 for each in account.charges if account.noise_multiplier else ():
-                    events.setdefault(account.bound, Counter())[each.sigma, each.rate] += each.steps
+                    events.setdefault(account.bound, Counter())[each.sigma, each.q] += each.steps
     found = {}
     for bound, counts in events.items():
         accountant = PLDAccountant(value_discretization_interval=1e-3)

@@ -45,9 +45,7 @@ def test_signed_contributions_are_trained_on_up_to_the_bound(tmp_path: Path, of:
         z = Account.parse(bound)[2] / 1e6
         assert spends.total(bound, delta=1e-5).spent <= epsilon_of_noise_multiplier(z, 1e-5)
         assert spends.total("clinical", delta=1e-5, risk=ward.policy.classes["clinical"].risk).spent <= 0.05
-        events = {
-            (sigma, q, 0.0): n for (sigma, q, _), n in spends._recorded.spending.events(("clinical", 0, 0)).items()
-        }
+        events = {(sigma, q, 0.0): n for (sigma, q, _), n in spends._recorded.events(Account("clinical")).items()}
     curve = trade_off(events, accountant="pld", adjacency="add_remove" if of == "membership" else "replace_one")
     assert 0.98 * 0.05 <= curve.tpr(0.01) <= 0.05
     found = verify(ledger, now=int(ward.clock()) + 10)

@@ -55,7 +55,7 @@ def charged(book: SpendLedger) -> dict[tuple[str, int, int], Counter[tuple[float
         for account in epoch.accounts:
             events = found.setdefault(account.bound, Counter())
             for each in account.charges:
-                events[each.sigma, each.rate] += each.steps
+                events[each.sigma, each.q] += each.steps
     return found
 
 

@@ -46,9 +46,11 @@ class Account(NamedTuple):
         name, separator, label = text.partition("@")
         if not separator:
             return cls(name)
-        if (found := _BOUND_TEXT.fullmatch(label)) is None:
+        found = _BOUND_TEXT.fullmatch(label)
+        account = cls(name, *(int(Decimal(part) * _MICRO) for part in found.groups())) if found else cls(name)
+        if not account.signed:
             raise invalid_account(text)
-        return cls(name, *(int(Decimal(part) * _MICRO) for part in found.groups()))
+        return account
 
     @property
     def signed(self) -> bool:

@@ -26,13 +26,13 @@ from lamina.cli.terminal import (
 )
 from lamina.errors import RunError
 from lamina.ledger.schema import pluralize
-from lamina.ledger.spending import Limit
+from lamina.ledger.spending import Limit, Spending
 from lamina.ledger.store.rows import head_of
 from lamina.ledger.store.sqlite import printable_location
 from lamina.plan.risk import RiskBound
 from lamina.plan.table import epsilon_text, finite_or_none, percent_text, printable, remaining_text
 from lamina.sign.keys import PrivateKey
-from lamina.spend.accounts import AccountTotal, RecordedSpend, RunSpend, run_name
+from lamina.spend.accounts import AccountTotal, RunSpend, run_name
 from lamina.spend.neighbours import NeighbourLedger, neighbour_ledgers
 from lamina.spend.reservation import SpendLimits, SpendView
 from lamina.spend.spend_ledger import SpendLedger
@@ -67,10 +67,10 @@ def account_lines(book: SpendLedger) -> list[AccountLine]:
     header = book.ledger.header
     with book.ledger.store.read() as rows:
         head_of(rows)  # opens the snapshot in PostgreSQL; the reads below share it
-        held, limits = SpendView(rows, RecordedSpend(header)), SpendLimits(book.ledger)
+        held, limits = SpendView(rows, Spending(header)), SpendLimits(book.ledger)
         found = []
         for account, asked in book.accounts():
-            wanted, name = limits.wanted(rows, str(account), *held.terms(str(account))), str(account)
+            wanted, name = limits.wanted(rows, account, *held.terms(account)), str(account)
             same = [t for t in wanted if (t.delta, t.accountant) == (asked.delta, asked.accountant)]
             terms: dict[str, Any] = {"delta": asked.delta, "accountant": asked.accountant}
             limit = Limit(epsilon=min(each.epsilon for each in (asked, *same)), **terms)

@@ -423,7 +423,7 @@ def _spend_by_class(planned: PlannedRun, spends: SpendLedger | None, *, begun: b
         if not entry.public:
             terms: dict[str, Any] = {"delta": entry.delta, "accountant": plan.accountant}
             total = spends and spends.total(entry.name, **terms)
-            mine = [charge for charge in due if charge.cls == entry.name]
+            mine = [charge for charge in due if charge.account == Account(entry.name)]
             after = spends.total(entry.name, **terms, besides=mine).committed if spends else 0.0
             bound, most = planned.policy.bound(entry.name), max(after, plan.epsilon(entry.name))
             found[entry.name] = {
@@ -444,13 +444,13 @@ def _over_budget(planned: PlannedRun, trainer: Trainer, spends: SpendLedger) -> 
     bounds |= {each.name: each.epsilon for each in accounts}
     every = plan_charges(plan, 0, plan.steps, accounts)
     for name, bound in bounds.items():
-        due = [c for c in every if c.cls == name]
+        due = [c for c in every if str(c.account) == name]
         risk = None if Account.parse(name).signed else planned.policy.classes[name].risk
         if due and (bound is not None or risk is not None):
             bound, (most, *besides) = float("inf") if bound is None else bound, due
             fit = spends.fits(_NO_RUN, charge=most, bound=bound, besides=besides)
             whole = plan.epsilon(name) if not Account.parse(name).signed else 0.0
-            if fit < most.steps or whole > bound:
+            if fit < most.event.steps or whole > bound:
                 found.append(name)
     return found
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from lamina.account.accountants import pooled_epsilon
 from lamina.account.charges import Account
-from lamina.account.schedule import EventCounts, EventKey, add_events
+from lamina.account.schedule import Event, EventCounts, EventKey, add_events
 from lamina.admit.attestation import Attestation, Descriptor, commit
 from lamina.admit.contribution_sources import Contribution
 from lamina.errors import LaminaError
@@ -23,7 +23,6 @@ from lamina.ledger.records import (
     ContributionRecord,
     Epoch,
     EpochAccount,
-    EpochCharge,
     KeptContribution,
     Leaf,
     Segment,
@@ -287,7 +286,7 @@ def account_of(accounts: Sequence[EpochAccount], bound: Account) -> EpochAccount
     return next(iter([*exact, *whole, *nearest]), None)
 
 
-def _own_charges(plan: StepPlan | None, account: EpochAccount, segments: Sequence[Segment]) -> tuple[EpochCharge, ...]:
+def _own_charges(plan: StepPlan | None, account: EpochAccount, segments: Sequence[Segment]) -> tuple[Event, ...]:
     """What it was charged itself: for the segments in which it was eligible, where that can be told apart."""
     if plan is None or adaptive_order(plan) is not None or plan.injection.occurrences is not None:
         return account.charges

@@ -154,7 +154,7 @@ def epsilon_or_none(spend: int) -> float | None:
     return None if spend == UNBOUNDED else spend / NANO
 
 
-_JSON_NAMES = {"cls": "class", "spend": "epsilon"}
+_JSON_NAMES = {"cls": "class", "q": "rate", "spend": "epsilon"}
 
 
 def record_to_dict(record: Any) -> dict[str, Any]:

@@ -205,7 +205,7 @@ def spent_so_far(run: Run, plan: StepPlan) -> dict[str, float]:
 
 def _charged_deltas(run: Run) -> dict[str, float]:
     """Every class and signed bound that the run was charged under, with its δ."""
-    return {c.cls: c.delta for opened in run.attempts for c in opened.charges}
+    return {str(c.account): c.delta for opened in run.attempts for c in opened.charges}
 
 
 def _deltas(run: Run, plan: StepPlan) -> dict[str, float]:
@@ -264,7 +264,9 @@ def public_figures(run: Run, plan: StepPlan, state: TrainingState, notes: Sequen
             "delta": None if entry.public else entry.delta,  # public data is not protected
             "epsilon": None if entry.public else epsilon[entry.name],
             "total": None if entry.public else total[entry.name],
-            "steps_charged": sum(o.last - o.first for o in run.attempts if any(c.cls == entry.name for c in o.charges)),
+            "steps_charged": sum(
+                o.last - o.first for o in run.attempts if any(c.account == Account(entry.name) for c in o.charges)
+            ),
         }
         for entry in plan.classes
     }
@@ -297,7 +299,7 @@ def final_figures(run: Run, plan: StepPlan, caps: Mapping[str, int], step: int) 
             continue
         schedule, cap = run.charged.get(name, ()), caps.get(name)
         most = None if cap is None else cap + sum(min(cap, o.last - o.first) for o in attempts_outside(run, step))
-        if any(uses_adaptive_budget(o) and any(c.cls == name for c in o.charges) for o in run.attempts):
+        if any(uses_adaptive_budget(o) and any(str(c.account) == name for c in o.charges) for o in run.attempts):
             found[name] = _adaptive_budget_figures(run, plan, name, schedule, delta, step)
         else:
             figures = cost(schedule, delta=delta, accountant=plan.accountant, occurrences=most)
@@ -326,7 +328,7 @@ def _adaptive_budget_figures(
     wasted = attempts_outside(run, step)
     again = sum(o.last - o.first for o in wasted)
     lowest = replace(steps, sigma=steps.sigma * rule.least, steps=plan.steps + again)
-    more = [c.event for o in wasted for c in o.charges if c.cls == name and c.sigma != steps.sigma]
+    more = [c.event for o in wasted for c in o.charges if str(c.account) == name and c.event.sigma != steps.sigma]
     sure = cost((lowest, *choices, *more), delta=delta, accountant="gaussian")
     figures = cost(plan.schedule(name), delta=delta, accountant=plan.accountant)
     return {

@@ -257,12 +257,12 @@ class Segments:
             return None
         filters = self.state.filters
         for c in due:
-            if c.cls in filters and not filters[c.cls].admits(c.sigma, c.q, c.steps):
-                self.note(f"the filter of class '{c.cls}' does not allow steps {first} to {last - 1}")
+            if (cls := str(c.account)) in filters and not filters[cls].admits(c.event.sigma, c.event.q, c.event.steps):
+                self.note(f"the filter of class '{cls}' does not allow steps {first} to {last - 1}")
                 return None
         for c in due:
-            if c.cls in filters:
-                filters[c.cls].charge(c.sigma, c.q, c.steps)
+            if (cls := str(c.account)) in filters:
+                filters[cls].charge(c.event.sigma, c.event.q, c.event.steps)
         if self._start is not None and not self.state.segments:
             self.run.begin(self._start)
         present = len(self.corpus)
@@ -345,8 +345,8 @@ class Segments:
         """Charge the filters for every segment that was opened after the checkpoint, whatever became of it."""
         for opened in self.run.attempts:
             for c in opened.charges:
-                if opened.segment >= self.state.segments and c.cls in self.state.filters:
-                    self.state.filters[c.cls].charge(c.sigma, c.q, c.steps)
+                if opened.segment >= self.state.segments and (cls := str(c.account)) in self.state.filters:
+                    self.state.filters[cls].charge(c.event.sigma, c.event.q, c.event.steps)
 
     def _facts(self) -> SegmentInputs:
         revision, key = self.corpus.revision, self.run.salt

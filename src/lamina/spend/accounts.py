@@ -6,7 +6,7 @@ import functools
 import math
 import re
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -14,15 +14,11 @@ from lamina import validate
 from lamina.account.accountants import find_accountant
 from lamina.account.charges import Account, invalid_account
 from lamina.account.gaussian_rdp import step_rdp
-from lamina.account.schedule import Event, EventKey, check_delta, rdp_order_of
+from lamina.account.schedule import Event, check_delta, rdp_order_of
 from lamina.errors import AccountingError, BudgetExceeded, RunError
-from lamina.ledger.checked_leaves import CheckedLeaves
-from lamina.ledger.governance_records import Header
-from lamina.ledger.records import MAX_ACCOUNTS, Epoch, EpochCharge
-from lamina.ledger.run_records import RunEnd
+from lamina.ledger.records import MAX_ACCOUNTS
 from lamina.ledger.schema import CLASS, MICRO
-from lamina.ledger.spending import Limit, Spending, steps_by_kind
-from lamina.ledger.store.rows import StoreReader
+from lamina.ledger.spending import Limit
 from lamina.plan.rules import FollowBudget
 from lamina.plan.step_plan import StepPlan
 from lamina.plan.table import epsilon_text, percent_text
@@ -67,35 +63,33 @@ def check_accounts(plan: StepPlan, accounts: Sequence[SignedAccount]) -> tuple[S
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Charge:
-    """`steps` Poisson-subsampled Gaussian events with noise multiplier `sigma` and rate `q`, taken from one account.
+    """An event, taken from one account. The run is priced at `delta` by `accountant`.
 
-    `cls` names the account: a class, or a signed bound, which is charged beside its class. The run is priced at `delta`
-    by `accountant`.
+    What a class is charged as a whole, its signed bounds are charged beside it.
     """
 
-    cls: str
-    sigma: float
-    q: float
-    steps: int
+    account: Account
+    event: Event
     delta: float
     accountant: str
 
-    @property
-    def event(self) -> Event:
-        return Event(sigma=self.sigma, q=self.q, steps=self.steps)
-
-    @property
-    def key(self) -> EventKey:
-        """What its price depends on. Only noise that follows its budget is priced at one order."""
-        return (self.sigma, self.q, rdp_order_of(self.accountant) or 0.0)
-
     def times(self, steps: int) -> Charge:
         """The same charge for another number of steps."""
-        return replace(self, steps=steps)
+        return replace(self, event=replace(self.event, steps=steps))
 
-    def recorded(self) -> EpochCharge:
-        """The charge as an epoch records it."""
-        return EpochCharge(sigma=self.sigma, rate=self.q, steps=self.steps, order=rdp_order_of(self.accountant))
+    def row(self) -> dict[str, str | float | int]:
+        """The fields as the ledger and journals store them; `stored_charge` reads them."""
+        event = self.event
+        return {
+            "cls": str(self.account), "sigma": event.sigma, "q": event.q, "steps": event.steps, "delta": self.delta,
+            "accountant": self.accountant,
+        }  # fmt: skip
+
+
+def stored_charge(cls: str, sigma: float, q: float, steps: int, delta: float, accountant: str) -> Charge:
+    """The charge with these fields. Only noise that follows its budget is priced at one order."""
+    event = Event(sigma=sigma, q=q, steps=steps, order=rdp_order_of(accountant))
+    return Charge(account=Account.parse(cls), event=event, delta=delta, accountant=accountant)
 
 
 def plan_charges(plan: StepPlan, first: int, last: int, accounts: Sequence[SignedAccount] = ()) -> tuple[Charge, ...]:
@@ -117,7 +111,7 @@ def remaining_accounts(accounts: Sequence[SignedAccount], factors: Mapping[str, 
 def bound_charges(plan: StepPlan, first: int, last: int, accounts: Sequence[SignedAccount]) -> tuple[Charge, ...]:
     """What these steps take from signed bounds, each at the sigma that follows from its scale."""
     return tuple(
-        replace(_charge_of_event(plan, plan.index(each.cls), event), cls=each.name)
+        replace(_charge_of_event(plan, plan.index(each.cls), event), account=Account.parse(each.name))
         for each in accounts
         for event in plan.schedule_between(each.cls, first, last, each.scale)
     )
@@ -148,8 +142,8 @@ def charges_in_declared_steps(plan: StepPlan, first: int, last: int, factor: flo
 
 
 def _charge_of_event(plan: StepPlan, k: int, event: Event) -> Charge:
-    name, delta = plan.classes[k].name, plan.classes[k].delta
-    return Charge(cls=name, sigma=event.sigma, q=event.q, steps=event.steps, delta=delta, accountant=plan.accountant)
+    entry, event = plan.classes[k], replace(event, order=rdp_order_of(plan.accountant))
+    return Charge(account=Account(entry.name), event=event, delta=entry.delta, accountant=plan.accountant)
 
 
 _NONCE_BYTES = 16
@@ -159,7 +153,7 @@ _MOST_STEPS = 2**40  # of one charge, so that sums stay exact in SQLite; a run t
 def checked_charges(charges: Sequence[Charge]) -> tuple[Charge, ...]:
     """The charges with numbers of Python, if each has a price and an account."""
     checked = tuple(map(_checked_charge, charges))
-    if (count := len({each.cls for each in checked})) > MAX_ACCOUNTS:
+    if (count := len({each.account for each in checked})) > MAX_ACCOUNTS:
         problem = (
             f"the run has {count:,} classes and signed bounds; an epoch of the ledger holds {MAX_ACCOUNTS:,} at most"
         )
@@ -172,21 +166,20 @@ def checked_charges(charges: Sequence[Charge]) -> tuple[Charge, ...]:
 def _checked_charge(charge: Charge) -> Charge:
     event, delta = charge.event, check_delta(charge.delta)
     if math.isinf(event.sigma):
-        problem = f"a charge of {charge.cls!r} has sigma inf"
+        problem = f"a charge of {str(charge.account)!r} has sigma inf"
         raise AccountingError("spend.charge-without-cost", problem, "it costs nothing: leave it out")
     validate.whole(AccountingError, "spend.charge-too-long", least=0, most=_MOST_STEPS, steps=event.steps)
-    return Charge(
-        cls=_checked_account(charge.cls), sigma=event.sigma, q=event.q + 0.0, steps=event.steps, delta=delta + 0.0,
-        accountant=find_accountant(charge.accountant).name,
-    )  # fmt: skip  # -0.0 becomes 0.0, which is what the file gives back
+    account, accountant = _checked_account(charge.account), find_accountant(charge.accountant).name
+    event = replace(event, q=event.q + 0.0, order=rdp_order_of(accountant))  # -0.0 becomes 0.0, as the file gives back
+    return Charge(account=account, event=event, delta=delta + 0.0, accountant=accountant)
 
 
-def checked_bounds(bounds: Mapping[str, float | None]) -> dict[str, float]:
-    """Bounds as floats; None and inf are no bound."""
+def checked_bounds(bounds: Mapping[str, float | None]) -> dict[Account, float]:
+    """Bounds as floats by account; None and inf are no bound."""
     for bound in bounds.values():
         if bound is not None:
             validate.number(AccountingError, "spend.bound-negative", least=0, infinite=True, bound=bound)
-    return {cls: math.inf if bound is None else float(bound) for cls, bound in bounds.items()}
+    return {Account.parse(name): math.inf if bound is None else float(bound) for name, bound in bounds.items()}
 
 
 def checked_run(run: str) -> str:
@@ -196,13 +189,13 @@ def checked_run(run: str) -> str:
     return run
 
 
-def _checked_account(name: str) -> str:
+def _checked_account(account: Account) -> Account:
     """A class or a signed bound, as a leaf can name it: what is charged must be recorded later."""
-    text = checked_text(name, "account")
+    text = checked_text(str(account), "account")
     found = Account.parse(text)
-    if not CLASS.fits(found.cls) or not MICRO.fits(max(found[1:])) or str(found) != text:
+    if not CLASS.fits(found.cls) or not MICRO.fits(max(found[1:])) or found != account:
         raise invalid_account(text)
-    return text
+    return found
 
 
 def checked_nonce(nonce: bytes) -> bytes:
@@ -252,7 +245,7 @@ def run_name(run: str, label: str = "") -> str:
 
 
 def budget_exceeded(
-    *, path: str, origin: str, account: str, limit: Limit, now: AccountTotal, run: str, label: str, asked: int,
+    *, path: str, origin: str, account: Account, limit: Limit, now: AccountTotal, run: str, label: str, asked: int,
     epsilon: float,
 ) -> BudgetExceeded:  # fmt: skip
     """The refusal of a charge: the bound, who spent and reserved what, what was asked, and the remedies."""
@@ -264,14 +257,14 @@ def budget_exceeded(
     spent = f"{'ε ' if limit.risk is None else ''}{figure(now.spent)}"
     would = "of which nothing is proven" if limit.risk and epsilon == 1 else f"which would make it {figure(epsilon)}"
     problem = (
-        f"{Account.parse(account).describe()} of corpus {origin!r} has {bound} "
+        f"{account.describe()} of corpus {origin!r} has {bound} "
         f"over all runs; {spent} is spent, {figure(now.committed)} with what is "
         f"reserved; run {run_name(run, label)} asks for {asked:,} step{'s'[: asked != 1]}, {would} "
         f"(accountant {limit.accountant})"
     )
     remedy = "plan with a smaller epsilon or fewer steps; " + (
         "or leave out those who signed this bound, for whom it is final: exhausted = 'leave-out' or 'scale' in policy.toml"
-        if Account.parse(account).signed
+        if account.signed
         else "whoever answers for the corpus may set a new bound in the policy"
     )
     if holding := [each.run[:8] for each in now.runs if each.reserved and each.run != run]:
@@ -279,76 +272,3 @@ def budget_exceeded(
     if limit.risk is not None:
         return BudgetExceeded("spend.risk-exceeded", problem, remedy)
     return BudgetExceeded("spend.budget-exceeded", problem, remedy)
-
-
-AttemptKey = tuple[int, int]  # segment, generation
-
-
-class RecordedSpend:
-    """The charges that epochs record. Each leaf is read once, since leaves do not change."""
-
-    def __init__(self, header: Header) -> None:
-        self._header = header
-        self._reset()
-
-    def _reset(self) -> None:
-        self._upto = self.epochs = 0
-        self.spending = Spending(self._header)
-        self._runs: dict[bytes, dict[str, dict[EventKey, int]]] = {}
-        self._attempts: dict[bytes, dict[AttemptKey, dict[str, int]]] = {}
-        self._scales: dict[tuple[bytes, bytes], dict[str, float]] = {}
-        self._plans: dict[str, set[bytes]] = {}
-        self.content_only: set[str] = set()  # classes of runs that ended with a public number of contributions
-        self.split: set[str] = set()  # classes of which an epoch charges signed bounds and not the whole class
-
-    def follow(self, rows: StoreReader, size: int, leaves: CheckedLeaves) -> None:
-        """Read the checked leaves up to leaf `size`."""
-        if size < self._upto:  # the view of an older transaction
-            self._reset()
-        for leaf in leaves.records(rows, Epoch, self._upto, size):
-            assert isinstance(leaf.record, Epoch)
-            self._add(leaf.record)
-        for leaf in leaves.records(rows, RunEnd, self._upto, size):
-            if isinstance(leaf.record, RunEnd) and leaf.record.public_number:
-                self.content_only |= {Account.parse(name).cls for name in self._runs.get(leaf.record.run, ())}
-        self._upto = size
-
-    def _add(self, epoch: Epoch) -> None:
-        self.epochs += 1
-        self.spending.add(epoch.accounts)
-        run = self._runs.setdefault(epoch.run, {})
-        self.split |= {each.cls for each in epoch.accounts} - {
-            each.cls for each in epoch.accounts if not each.noise_multiplier
-        }
-        last = epoch.segments[-1]
-        steps = self._attempts.setdefault(epoch.run, {}).setdefault((last.index, last.generation), {})
-        for account in epoch.accounts:
-            name = str(account.bound)
-            self._scales.setdefault((epoch.run, epoch.plan), {})[name] = account.scale
-            self._plans.setdefault(account.cls, set()).add(epoch.plan)
-            events = run.setdefault(name, {})
-            for kind, count in steps_by_kind(account.charges).items():
-                events[kind] = events.get(kind, 0) + count
-                steps[name] = steps.get(name, 0) + count
-
-    def names(self) -> list[str]:
-        return list(map(str, self.spending.bounds()))
-
-    def scales(self, run: bytes, plan: bytes) -> dict[str, float]:
-        """The accounts that a run charged under a plan, each with its scale."""
-        return dict(self._scales.get((run, plan), {}))
-
-    def plans(self, cls: str) -> set[bytes]:
-        """Digests of the plans under which a class was charged."""
-        return set(self._plans.get(cls, ()))
-
-    def of_run(self, run: bytes, name: str) -> dict[EventKey, int]:
-        """What one run charged to an account."""
-        return dict(self._runs.get(run, {}).get(name, {}))
-
-    def attempts(self, name: str) -> Iterator[tuple[bytes, int, int, int]]:
-        """(run, segment, generation, steps) of every attempt that charged the account."""
-        for run, found in self._attempts.items():
-            for (segment, generation), steps in found.items():
-                if name in steps:
-                    yield run, segment, generation, steps[name]

@@ -12,10 +12,10 @@ from typing import NoReturn
 from lamina.account.accountants import pooled_epsilon
 from lamina.account.charges import Account
 from lamina.account.gaussian_rdp import step_rdp
-from lamina.account.schedule import EventCounts, EventKey
+from lamina.account.schedule import Event, EventCounts, EventKey
 from lamina.ledger.governance_records import Header
 from lamina.ledger.key_state import PolicyInForce, Violation
-from lamina.ledger.records import KIND_NAMES, Epoch, EpochAccount, EpochCharge, Leaf, Segment, SegmentOutcome
+from lamina.ledger.records import KIND_NAMES, Epoch, EpochAccount, Leaf, Segment, SegmentOutcome
 from lamina.ledger.run_records import RunEnd
 from lamina.ledger.schema import NANO, UNBOUNDED, nano_epsilon
 from lamina.ledger.spending import (
@@ -168,7 +168,7 @@ class ChargeChecks:
         for digest, attempts in plans.items():
             attempts.add(epoch.segments, counts=digest == epoch.plan)
 
-    def counted(self, epoch: Epoch, plan: StepPlan, account: EpochAccount) -> tuple[EpochCharge, ...] | Violation:
+    def counted(self, epoch: Epoch, plan: StepPlan, account: EpochAccount) -> tuple[Event, ...] | Violation:
         """What to count for an account; or why its charges are wrong."""
         cap = plan.injection.occurrences
         if adaptive_order(plan) is None and cap is None:
@@ -301,7 +301,7 @@ class EpochChecks:
         # accounts said to be exhausted where the leaves before do not show it: by leaf, with the check, and what was
         # charged in leaves before, or was open then
         self._unshown: list[tuple[int, EpochAccount, Callable[[Spending], bool], Spending]] = []
-        self._left_out: dict[Account, list[EpochCharge]] = {}  # what their class was charged there
+        self._left_out: dict[Account, list[Event]] = {}  # what their class was charged there
 
     def see(self, leaf: Leaf, time: int, digests: Mapping[bytes, int]) -> StepPlan:
         """Check an epoch; its plan. `time` is that of the leaf before, `digests` are of the checkpoints before."""
