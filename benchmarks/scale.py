@@ -30,10 +30,11 @@ from scipy.optimize import nnls
 from torch import nn
 
 from lamina import Batch, Corpus, Engine, LayerStack, Policy, SeededNoise, make_plan
+from lamina.account.schedule import Event
 from lamina.engine.batch import Draw
 from lamina.engine.distributed import Ranks
 from lamina.engine.random_stream import KeyStream
-from lamina.ledger.records import Epoch, EpochAccount, EpochCharge, Segment, SegmentOutcome, encode_leaf
+from lamina.ledger.records import Epoch, EpochAccount, Segment, SegmentOutcome, encode_leaf
 from lamina.run.sampler import poisson_sample
 from lamina.run.training_checkpoint import TrainingCheckpoint, TrainingCheckpoints
 
@@ -192,7 +193,7 @@ def epochs() -> list[Point]:
     """Bytes of the leaf that closes a segment."""
     found = []
     for layers, accounts in ((10, 1), (100, 1), (1000, 1), (100, 10), (100, 100), (500, 40)):
-        charge = EpochCharge(sigma=1.2345678, rate=0.0123456, steps=100)
+        charge = Event(sigma=1.2345678, q=0.0123456, steps=100)
         named = tuple(
             EpochAccount(cls="a", clip_norm=i, noise_multiplier=i, charges=(charge,), spend=10**9)
             for i in range(accounts)

@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 import lamina
+from lamina.account.charges import Account
 from lamina.admit.checks import SigningTerms
 from lamina.admit.resolver import resolve
-from lamina.admit.verdicts import Bound
 from lamina.allocate.make_plan import make_plan
 from lamina.cli.layer_figures import layer_figures, layer_table
 from lamina.cli.spend import AccountLine, spend_page
+from lamina.ledger.spending import Limit
 from lamina.plan.layer_stack import LayerStack
 from lamina.plan.policy import Policy
 from lamina.plan.step_plan import StepPlan
@@ -110,10 +111,10 @@ def test_the_table_of_a_plan(plan: StepPlan) -> None:
 
 @pytest.mark.parametrize("z", [1_234_567, 2_222_222, 5_555_555])
 def test_the_table_of_signed_bounds(policy: Policy, plan: StepPlan, z: int) -> None:
-    given = [Bound(cls=cls, clip_norm=c, noise_multiplier=z) for cls in "ab" for c in (777_777, 123_456)]
+    given = [Account(cls, c, z) for cls in "ab" for c in (777_777, 123_456)]
     for cls in "ab":  # the class's own terms, to a millionth: here noise and floor nearly meet
         terms = SigningTerms.make(policy, cls, not_before=0, expires=1)
-        given.append(Bound(cls=cls, clip_norm=terms.clip_norm, noise_multiplier=terms.noise_multiplier))
+        given.append(Account(cls, terms.clip_norm, terms.noise_multiplier))
     resolution = resolve(given, policy, plan)
     shown = rows(str(resolution), "class")
     assert len(shown) == len(resolution.entries)
@@ -130,7 +131,7 @@ def test_the_table_of_signed_bounds(policy: Policy, plan: StepPlan, z: int) -> N
 def test_the_table_of_what_is_spent(bound: float, below: float) -> None:
     committed = bound - below
     total = AccountTotal(spent=committed, committed=committed, runs=())
-    line = AccountLine(account="a", delta=1e-5, accountant="pld", bound=bound, total=total)
+    line = AccountLine(account=Account("a"), limit=Limit(epsilon=bound, delta=1e-5, accountant="pld"), total=total)
     (row,) = rows(spend_page("t", [line]), "class")
     assert committed <= float(row["ε spent"]) == float(row["committed"]) <= float(row["bound"])
     assert float(row["remains"]) <= bound - committed

@@ -46,7 +46,7 @@ def test_rows_say_what_was_signed(desk: Any) -> None:
         assert found.descriptor == hashlib.sha256(given.descriptor).digest()
         assert found.attestation == hashlib.sha256(given.attestation).digest()
         assert (found.kid, found.cti) == (claims.kid, claims.cti)
-        assert (found.bound.cls, found.bound.clip_norm, found.bound.noise_multiplier) == (
+        assert (found.bound.cls, found.bound.clip_micro, found.bound.noise_micro) == (
             signed.admissibility, signed.clip_norm, signed.noise_multiplier,
         )  # fmt: skip
         assert (found.not_before, found.expires, found.items) == (signed.not_before, signed.expires, signed.items)

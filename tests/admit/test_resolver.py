@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from refusals import raises_code
 from torch import nn
 
+from lamina.account.charges import Account
 from lamina.account.gaussian_rdp import epsilon_of_noise_multiplier
 from lamina.admit.attestation import MAX_MICRO, Descriptor
 from lamina.admit.checks import PolicyChecks, floors_hash, preset
 from lamina.admit.resolver import MAX_DISTINCT_BOUNDS, resolve
-from lamina.admit.verdicts import Bound, BoundColumns, ContributionRefused, Reason
+from lamina.admit.verdicts import BoundColumns, ContributionRefused, Reason
 from lamina.allocate.make_plan import make_plan
 from lamina.plan.layer_stack import LayerStack
 from lamina.plan.policy import Policy
@@ -53,8 +54,8 @@ def plan(
     )
 
 
-def bound(c: float, z: float) -> Bound:
-    return Bound("data", round(c * MICRO), round(z * MICRO))
+def bound(c: float, z: float) -> Account:
+    return Account("data", round(c * MICRO), round(z * MICRO))
 
 
 # ------------------------------------------------------------------------------------------- by the policy alone
@@ -175,10 +176,10 @@ def test_the_figures_of_one_bound() -> None:
 
 
 def test_a_public_class_is_bounded_by_nothing() -> None:
-    (entry,) = resolve([Bound("open", 0, 0)], policy(), plan()).entries
+    (entry,) = resolve([Account("open", 0, 0)], policy(), plan()).entries
     assert (entry.scale, entry.ceiling, entry.epsilon) == (1.0, math.inf, 0.0)
     assert entry.to_dict()["ceiling"] is None
-    assert Bound("open", 0, 0).epsilon(DELTA) == math.inf
+    assert Account("open", 0, 0).epsilon(DELTA) == math.inf
 
 
 def test_a_bound_that_no_scale_keeps_stays_out(desk: Any) -> None:
@@ -220,14 +221,14 @@ def test_a_plan_of_another_policy_is_refused() -> None:
     with raises_code("admit.class-not-in-plan"):
         resolve(signed, policy(), replace(under, classes=(replace(data, name="other"), under.classes[1])))
     with raises_code("admit.class-unknown"):
-        resolve([Bound("nobody", 1, 1)], policy(), under)
+        resolve([Account("nobody", 1, 1)], policy(), under)
 
 
 def test_depth_is_a_function_of_the_class_alone(desk: Any) -> None:
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(8)))
     under = desk.policy_with(open={"population": 100})
     made = make_plan(LayerStack.from_model(model), under, batch=10, steps=10)
-    found = resolve([Bound("clinical", *preset(under, "clinical")), Bound("clinical", 100_000, 10**8)], under, made)
+    found = resolve([Account("clinical", *preset(under, "clinical")), Account("clinical", 100_000, 10**8)], under, made)
     assert found.depth["clinical"].layers == ("6", "7")
     assert len(found.depth["standard"].layers) == 8
     assert "top 25 %" in found.table()
@@ -244,13 +245,13 @@ def test_caps_may_differ_by_class() -> None:
 # ------------------------------------------------------------------------------------------- too many bounds
 
 
-def entries_of(found: Any, signed: list[Bound]) -> None:
+def entries_of(found: Any, signed: list[Account]) -> None:
     """Everybody is held to something at least as strict as what he signed."""
     assert len(found.entries) <= MAX_DISTINCT_BOUNDS
     for number, each in enumerate(signed):
         held = found[number].bound
         assert held.cls == each.cls
-        assert held.clip_norm <= each.clip_norm and held.noise_multiplier >= each.noise_multiplier
+        assert held.clip_micro <= each.clip_micro and held.noise_micro >= each.noise_micro
         if number % 100 == 0 and found.scale[number] > 0:
             assert found[number].epsilon <= each.epsilon(DELTA)
 
@@ -285,8 +286,8 @@ def test_many_multipliers_are_taken_to_a_grid_of_one_percent(quick: list[tuple[f
     found = resolve(signed, policy(), plan())
     assert found.rounded == {"data": 1.01}
     entries_of(found, signed)
-    held = np.array([found[i].bound.noise_multiplier for i in range(10_000)])
-    assert (held <= np.array([each.noise_multiplier for each in signed]) * 1.01 + 1).all()
+    held = np.array([found[i].bound.noise_micro for i in range(10_000)])
+    assert (held <= np.array([each.noise_micro for each in signed]) * 1.01 + 1).all()
     assert found[0].bound == signed[0]  # who signed what the class asks for keeps it exactly
     assert len(quick) < 80
     assert "grid of ratio 1.01" in found.table() and "… and" in found.table()
@@ -300,9 +301,9 @@ def test_an_attack_by_a_million_bounds_costs_a_few_hundred_accountants(quick: li
     signed = BoundColumns(("data",), np.zeros(10**6, dtype=np.int64), clip, noise)
     found = resolve(signed, policy(), plan())
     assert len(quick) <= MAX_DISTINCT_BOUNDS and len(found.entries) <= MAX_DISTINCT_BOUNDS
-    assert found[0].bound == Bound("data", MICRO, MICRO)
-    held_noise = np.array([entry.bound.noise_multiplier for entry in found.entries])[found.index]
-    held_clip = np.array([entry.bound.clip_norm for entry in found.entries])[found.index]
+    assert found[0].bound == Account("data", MICRO, MICRO)
+    held_noise = np.array([entry.bound.noise_micro for entry in found.entries])[found.index]
+    held_clip = np.array([entry.bound.clip_micro for entry in found.entries])[found.index]
     assert (held_noise >= noise).all() and (held_clip <= clip).all() and (held_clip >= 1).all()
     assert found.scale.shape == (10**6,)
 
@@ -319,8 +320,6 @@ def test_too_many_bounds_for_real(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_distinct_bounds(rows: list[tuple[int, int, int]]) -> None:
     table = np.array(rows, dtype=np.int64).reshape(-1, 3)
     kept, index = BoundColumns.distinct(("a", "b", "c"), *table.T)
-    assert [(each.cls, each.clip_norm, each.noise_multiplier) for each in kept] == [
-        ("abc"[k], c, z) for k, c, z in sorted(set(rows))
-    ]
-    assert [kept[int(i)] for i in index] == [Bound("abc"[k], c, z) for k, c, z in rows]
+    assert list(kept) == [("abc"[k], c, z) for k, c, z in sorted(set(rows))]
+    assert [kept[int(i)] for i in index] == [Account("abc"[k], c, z) for k, c, z in rows]
     assert list(BoundColumns.of(list(kept))) == list(kept)

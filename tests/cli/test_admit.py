@@ -517,7 +517,7 @@ def test_a_run_on_admitted_contributions(clinic: Clinic) -> None:
     public = (clinic.folder / "runs" / "first" / "metrics.json").read_text()
     assert '"p05"' not in public
     code, out, _ = clinic.project.call("spend", found["ledger"])
-    assert code == 0 and "\n  clinical (c=1, z=4) " in out
+    assert code == 0 and "\n  clinical@c=1,z=4 " in out
 
 
 def test_without_signatures_the_run_says_so(clinic: Clinic) -> None:

@@ -131,7 +131,7 @@ def test_who_signed_for_less_is_scaled_and_has_an_account(ran: Ran) -> None:
     assert 0 < strict["scale"] < 1
     assert strict["epsilon"] <= strict["epsilon_signed"] < asked["epsilon"] <= 3.0
     with Ledger.open(ran.folder / "ledger.db") as ledger:
-        booked = {each.cls for each in SpendLedger(ledger).accounts()}
+        booked = {str(account) for account, _ in SpendLedger(ledger).accounts()}
     assert booked == {"sensitive", "sensitive@c=1,z=2.5", f"sensitive@c=1,z={asked['noise_multiplier'] / 1e6}"}
 
 

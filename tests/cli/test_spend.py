@@ -22,13 +22,13 @@ from lamina.ledger.corpus_terms import CorpusTerms, open_or_create
 from lamina.ledger.verify.verifier import verify
 from lamina.plan.layer_stack import LayerStack
 from lamina.plan.policy import Policy
-from lamina.spend.accounts import Charge, plan_charges
+from lamina.spend.accounts import Charge, plan_charges, stored_charge
 from lamina.spend.reservation import OpenAttempt
 from lamina.spend.spend_ledger import SpendLedger
 
 FIRST, SECOND = "3f9c21aa" * 4, "3f9c0000" * 4
-CLINICAL = Charge(cls="clinical", sigma=1.5, q=0.01, steps=1_000, delta=1e-5, accountant="pld")
-SENSITIVE = Charge(cls="sensitive", sigma=3.5, q=0.01, steps=1_000, delta=1e-5, accountant="pld")
+CLINICAL = stored_charge(cls="clinical", sigma=1.5, q=0.01, steps=1_000, delta=1e-5, accountant="pld")
+SENSITIVE = stored_charge(cls="sensitive", sigma=3.5, q=0.01, steps=1_000, delta=1e-5, accountant="pld")
 POLICY = """
 [corpus]
 origin = "{origin}"
@@ -46,9 +46,7 @@ def run(lamina: Call) -> Call:
 
 
 def epsilon(charge: Charge, steps: int) -> float:
-    return find_accountant(charge.accountant).epsilon(
-        [Event(sigma=charge.sigma, q=charge.q, steps=steps)], charge.delta
-    )
+    return find_accountant(charge.accountant).epsilon([replace(charge.event, steps=steps)], charge.delta)
 
 
 def made(path: Path, origin: str, policy: str = POLICY) -> SpendLedger:
@@ -137,29 +135,29 @@ def test_people_see_the_same_rounded_up(folder: Path, run: Call) -> None:
 
 
 def test_signed_bounds_stand_below_their_class(path: Path, run: Call) -> None:
-    bound = replace(CLINICAL, cls="clinical@c=0.5,z=2.25", sigma=3.0)
+    bound = stored_charge(**{**CLINICAL.row(), "cls": "clinical@c=0.5,z=2.25", "sigma": 3.0})
     book = made(path, "cardiology")
-    book.reserve(SECOND, charges=[CLINICAL, bound], bounds={bound.cls: 5.0})
+    book.reserve(SECOND, charges=[CLINICAL, bound], bounds={str(bound.account): 5.0})
     book.charge(
         SECOND,
         segment=0,
         generation=0,
         nonce=b"m" * 16,
         charges=[CLINICAL.times(10), bound.times(10)],
-        bounds={bound.cls: 5.0},
-        scales={bound.cls: 0.5},
+        bounds={str(bound.account): 5.0},
+        scales={str(bound.account): 0.5},
     )
     book.ledger.close()
     found = tree(run(path, "--json"))["origins"]["cardiology"]
     assert set(found) == {"clinical", "sensitive"}
     (name,) = found["clinical"]["bounds"]
-    assert name == bound.cls
+    assert name == str(bound.account)
     row = found["clinical"]["bounds"][name]
     assert row["epsilon"] == epsilon(bound, 10) and row["committed"] == epsilon(bound, 1_000)
     assert [each["steps"] for each in row["runs"]] == [10]
     assert "bounds" not in found["sensitive"]
     text = succeeded(run(path))
-    assert "\n  clinical (c=0.5, z=2.25) " in text and "runs of clinical (c=0.5, z=2.25)\n" in text
+    assert "\n  clinical@c=0.5,z=2.25 " in text and "runs of clinical@c=0.5,z=2.25\n" in text
 
 
 BOUNDED = POLICY.replace("[class.sensitive]", "epsilon = 6.0\n[class.sensitive]")
@@ -167,7 +165,7 @@ BOUNDED = POLICY.replace("[class.sensitive]", "epsilon = 6.0\n[class.sensitive]"
 
 def test_what_remains_of_a_bound(tmp_path: Path, run: Call) -> None:
     """The stricter of what the ledger promises and what the last run was held to; the rest never more than it is."""
-    signed = replace(CLINICAL, cls="clinical@c=0.5,z=2.25", sigma=4.0)
+    signed = stored_charge(**{**CLINICAL.row(), "cls": "clinical@c=0.5,z=2.25", "sigma": 4.0})
     book = made(tmp_path / "x.ledger.db", "x", BOUNDED)
     book.reserve(FIRST, charges=[CLINICAL, SENSITIVE, signed], bounds={"clinical": 5.0})
     book.ledger.close()
@@ -176,7 +174,7 @@ def test_what_remains_of_a_bound(tmp_path: Path, run: Call) -> None:
     assert (clinical["bound"], sensitive["bound"], sensitive["remaining"]) == (5.0, None, None)
     assert Fraction(clinical["remaining"]) <= Fraction(5.0) - Fraction(clinical["committed"])
     assert clinical["remaining"] == pytest.approx(5.0 - clinical["committed"], rel=1e-12)
-    row = clinical["bounds"][signed.cls]
+    row = clinical["bounds"][str(signed.account)]
     assert 0 < row["bound"] < epsilon_of_noise_multiplier(2.25, 1e-5) + 1e-9
     assert row["remaining"] == pytest.approx(row["bound"] - epsilon(signed, 1_000), rel=1e-9)
     lines = {line.split("  ")[1]: line.split() for line in succeeded(run(tmp_path)).splitlines()[2:5]}
@@ -196,7 +194,7 @@ def test_a_bound_that_no_run_asked_for_is_the_ledgers(tmp_path: Path, run: Call)
 def test_a_bound_that_is_passed(tmp_path: Path, run: Call) -> None:
     """What was drawn is charged whatever the bounds say; then nothing remains, and it says so."""
     book = made(tmp_path / "x.ledger.db", "x", BOUNDED)
-    much = replace(CLINICAL, sigma=0.2, q=1.0, steps=10)
+    much = replace(CLINICAL, event=Event(sigma=0.2, q=1.0, steps=10))
     book.charge(FIRST, segment=0, generation=0, nonce=b"n" * 16, charges=[much], bounds={}, already=True)
     book.ledger.close()
     clinical = tree(run(tmp_path, "--json"))["origins"]["x"]["clinical"]
@@ -228,7 +226,7 @@ def test_two_ledgers_of_one_corpus_are_not_added_up(folder: Path, run: Call) -> 
 
 
 def test_several_deltas_are_several_lines(path: Path, run: Call) -> None:
-    other = Charge(cls="clinical", sigma=2.0, q=0.01, steps=5, delta=1e-7, accountant="rdp")
+    other = stored_charge(cls="clinical", sigma=2.0, q=0.01, steps=5, delta=1e-7, accountant="rdp")
     book = made(path, "cardiology")
     book.charge(SECOND, segment=0, generation=0, nonce=b"n" * 16, charges=[other], bounds={})
     book.ledger.close()
@@ -314,7 +312,7 @@ def test_a_ledger_without_charges_says_so(tmp_path: Path, run: Call) -> None:
 
 def test_names_reach_the_terminal_as_text_and_infinity_is_shown(tmp_path: Path, run: Call) -> None:
     book = made(tmp_path / "x.ledger.db", "[/]")
-    charge = replace(CLINICAL, sigma=1e-300, q=1.0, steps=1)
+    charge = replace(CLINICAL, event=Event(sigma=1e-300, q=1.0, steps=1))
     book.reserve(FIRST, charges=[charge], bounds={}, label="[link=x]\x1b[31m")
     book.charge(FIRST, segment=0, generation=0, nonce=b"n" * 16, charges=[charge], bounds={})
     book.ledger.close()

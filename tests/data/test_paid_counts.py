@@ -32,6 +32,6 @@ def test_counts_are_near_and_the_ledger_has_their_charge(tmp_path: Path) -> None
     (path,) = tmp_path.glob("*.ledger.db")
     with Ledger.open(path) as ledger:
         spent = SpendLedger(ledger)
-        (account,) = spent.accounts()
-        total = spent.total(account.cls, delta=account.delta, accountant=account.accountant)
+        ((account, limit),) = spent.accounts()
+        total = spent.total(str(account), delta=limit.delta, accountant=limit.accountant)
     assert 100.0 < total.spent <= 200.0

@@ -1132,7 +1132,7 @@ def test_a_segment_that_read_nothing_hides_nobody(story: Story) -> None:
     seq = story.epoch(RUNS[0], [beside, segment(1, read=story.ledger.size)], scales={USUAL: 1.0})
     found = verify(story.ledger.store).problem
     assert found is not None and (found.index, found.kind) == (seq, "epoch")
-    assert found.code == "verify.account-missing" and "clinical/500000/4000000" in found.reason
+    assert found.code == "verify.account-missing" and "clinical@c=0.5,z=4" in found.reason
 
 
 def test_what_a_run_has_charged_it_does_not_forget(story: Story) -> None:

@@ -119,7 +119,7 @@ def test_what_members_lose_is_not_split_between_their_bound_and_their_class(
     story.sign()
     found = verify(story.ledger.store, trust=Trust(plain=(GOVERNING.public,)))
     assert (found.verified, found.trusted) == (True, trusted), found
-    assert any(note.startswith("bound clinical/") for note in found.notes) is not trusted
+    assert any(note.startswith("bound clinical@") for note in found.notes) is not trusted
 
 
 @pytest.mark.parametrize("revoked", [False, True])

@@ -19,6 +19,7 @@ from making import AUDITOR, LEDGER, ORIGIN, RUN, START, TERMS, admitted, digest,
 from refusals import raises_code
 
 from lamina import cbor
+from lamina.account.schedule import Event
 from lamina.errors import EncodingError, LedgerError
 from lamina.ledger import records
 from lamina.ledger.governance_records import (
@@ -55,7 +56,6 @@ from lamina.ledger.records import (
     ContributionTerms,
     Epoch,
     EpochAccount,
-    EpochCharge,
     KeptContribution,
     NoiseChange,
     Record,
@@ -359,7 +359,7 @@ def rotated(**changes: Any) -> KeyEvent:
     return KeyEvent(**{**given, **changes})
 
 
-CHARGE = EpochCharge(sigma=1.0, rate=0.5, steps=1)
+CHARGE = Event(sigma=1.0, q=0.5, steps=1)
 GOOD_KEY = Key(name="x", x=LEDGER.public.x, role=Role.LEDGER)
 BAD: dict[Any, dict[str, list[Any]]] = {  # by what is made: what its fields may not hold
     header: {
@@ -399,7 +399,12 @@ BAD: dict[Any, dict[str, list[Any]]] = {  # by what is made: what its fields may
         "noise_multiplier": [10**15 + 1],
         "profile": ["line\nbreak", "\udc80"],
     },
-    partial(dataclasses.replace, CHARGE): {"sigma": [0.0], "rate": [1.5], "steps": [-1], "order": [0.5]},
+    partial(EpochAccount, cls="a", spend=0): {
+        "charges": [
+            (dataclasses.replace(CHARGE, **change),)
+            for change in ({"sigma": math.inf}, {"q": -0.0}, {"steps": 2**53 + 1}, {"order": 0.5}, {"order": 16})
+        ]
+    },
     partial(EpochAccount, cls="a", charges=()): {"spend": [-1, UNBOUNDED + 1]},
     partial(EpochAccount, cls="a", charges=(), spend=0): {"scale": [1.5]},
     partial(Withdrawal, target=1, reason=WithdrawalReason.DATA): {"target": [-1], "reason": ["because"], "run": [RUN]},
@@ -451,7 +456,7 @@ def test_what_is_no_record_is_not_written() -> None:
 
 
 def _accounts() -> Any:
-    charge = EpochCharge(sigma=1.2345678901234567, rate=0.12345678901234567, steps=2**50)
+    charge = Event(sigma=1.2345678901234567, q=0.12345678901234567, steps=2**50)
     for number in range(1024):
         yield EpochAccount(cls=f"c{number:06}", charges=(charge,) * 40, spend=1)
 
@@ -531,21 +536,21 @@ def test_an_epoch_has_no_field_for_what_is_secret() -> None:
     """Who was sampled, batch sizes, seeds, drawn noise, norms, losses, durations: there is no place for them."""
     names = {
         kind: {each.name for each in schema_of(kind).fields}
-        for kind in (Epoch, Segment, NoiseChange, EpochAccount, EpochCharge)
+        for kind in (Epoch, Segment, NoiseChange, EpochAccount, Event)
     }
     assert names == {
         Epoch: {"run", "segments", "plan", "variance", "accounts", "state", "previous", "changes"},
         Segment: {"index", "generation", "nonce", "first", "last", "eligibility", "outcome", "after", "unrecorded"},
         NoiseChange: {"step", "variance"},
         EpochAccount: {"cls", "clip_norm", "noise_multiplier", "scale", "charges", "spend", "exhausted"},
-        EpochCharge: {"sigma", "rate", "steps", "order"},
+        Event: {"sigma", "q", "steps", "order"},
     }
 
 
 CDDL = {
     "header": Header, "parent": ParentLedger, "floors": LedgerFloors, "preset": ClassBounds, "key": Key,
     "contribution": ContributionBody, "contribution-leaf": KeptContribution,
-    "epoch": Epoch, "segment": Segment, "noise-change": NoiseChange, "account": EpochAccount, "charge": EpochCharge,
+    "epoch": Epoch, "segment": Segment, "noise-change": NoiseChange, "account": EpochAccount, "charge": Event,
     "withdrawal": Withdrawal, "key-events": KeyEvents, "key-event": KeyEvent, "authorization": Authorization,
     "aggregate": Aggregate, "span": LeafSpan, "class-total": ClassTotal,
     "policy-change": PolicyChange, "signed": PartySignature, "release": Release, "terms-change": TermsChange,
@@ -579,4 +584,4 @@ def test_terms_and_enumerations_have_their_documented_numbers() -> None:
     assert [each.value for each in WithdrawalReason] == list(range(1, 8))
     assert TERMS.bound == ("clinical", 1_000_000, 4_000_000) == admitted(1).bound
     assert epoch().accounts[0].bound == TERMS.bound
-    assert epoch().accounts[0].name == "clinical/1000000/4000000"
+    assert str(epoch().accounts[0].bound) == "clinical@c=1,z=4"

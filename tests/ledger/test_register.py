@@ -75,7 +75,7 @@ def test_who_is_admitted_is_a_leaf_with_what_was_signed(clinic: Clinic) -> None:
         assert [each.descriptor for each in found] == [digest_of(one) for one in given]
         first, second, third = found
         assert (first.terms.cls, first.terms.profile, first.terms.data_class) == ("clinical", "top=0.25", "clinical")
-        assert first.bound == ("clinical", 1_000_000, admission[0].bound.noise_multiplier)
+        assert first.bound == ("clinical", 1_000_000, admission[0].bound.noise_micro)
         assert (first.subject, first.anchor) == (admission[0].tag, digest("anchor"))
         assert (second.key, second.terms.profile, second.subject) == (BOB.public.id, None, None)
         assert third.bound == ("open", 0, 0)

@@ -56,7 +56,7 @@ def test_every_record_in_words(story: Story) -> None:
     assert told["key"].startswith("revoke ") and told["key"].endswith(f", by {owner}")
     lines = [describe_leaf(leaf) for leaf in story.ledger.of_kind(Epoch)]
     assert "1 [10, 20) given up, 1.1 [10, 20), 2 [20, 30)" in lines[1]
-    assert "clinical (c 0.5, z 4) ε 0." in lines[1]
+    assert "clinical@c=0.5,z=4 ε 0." in lines[1]
     assert lines[0].startswith(f"run {RUNS[0].hex()[:8]}, segment 0 [0, 10): ")
     assert told["aggregate"].startswith("of 37 contributions, admitted before 2028-01-15T12:00:00Z: 31 clinical (ε 0.")
     assert told["aggregate"].endswith("; countersigned by 1")

@@ -25,8 +25,9 @@ from build import (
 from forge import sql
 from making import AUDITOR, GOVERNING, LEDGER, ORIGIN, digest
 
+from lamina.account.schedule import Event
 from lamina.ledger.contribution_trace import trace_contribution
-from lamina.ledger.records import ContributionTerms, Epoch, EpochAccount, EpochCharge, Leaf, SegmentOutcome
+from lamina.ledger.records import ContributionTerms, Epoch, EpochAccount, Leaf, SegmentOutcome
 from lamina.ledger.retention import Retention
 from lamina.ledger.show import RecordFilter, describe_leaf, leaf_to_dict
 from lamina.ledger.store.rows import RunHold, RunRow
@@ -90,7 +91,7 @@ def test_show(story: Story) -> None:
     lines = [describe_leaf(leaf) for leaf in RecordFilter(kinds=("epoch",)).leaves(story.ledger)]
     assert len(lines) == 4
     assert "1 [10, 20) given up: clinical ε" in lines[1]
-    assert "clinical (c 0.5, z 4) ε" in lines[1]
+    assert "clinical@c=0.5,z=4 ε" in lines[1]
     assert "1.1 [10, 20): clinical" in lines[2]
     found = [leaf_to_dict(leaf) for leaf in RecordFilter(kinds=("epoch",), cls="clinical").leaves(story.ledger)]
     assert [len(each["accounts"]) for each in found] == [2, 2, 2, 1]
@@ -98,7 +99,7 @@ def test_show(story: Story) -> None:
 
 
 def test_a_line_does_not_grow_with_the_bounds() -> None:
-    charge = (EpochCharge(sigma=4.0, rate=0.02, steps=10),)
+    charge = (Event(sigma=4.0, q=0.02, steps=10),)
     signed = [
         EpochAccount(cls="clinical", clip_norm=n + 1, noise_multiplier=4_000_000, charges=charge, spend=n)
         for n in range(20)

@@ -44,7 +44,7 @@ from making import create as create_plain
 from refusals import raises_code
 
 from lamina.account.accountants import pooled_epsilon
-from lamina.account.schedule import RDP_ORDERS
+from lamina.account.schedule import RDP_ORDERS, Event
 from lamina.errors import LaminaError, family_of
 from lamina.ledger import records as leaves
 from lamina.ledger import signed_checkpoint
@@ -65,7 +65,6 @@ from lamina.ledger.records import (
     ContributionTerms,
     Epoch,
     EpochAccount,
-    EpochCharge,
     KeptContribution,
     SegmentOutcome,
 )
@@ -485,7 +484,7 @@ def test_what_a_ledger_states_is_what_another_accountant_finds(tmp_path: Path) -
 
 def test_the_state_of_the_accountant_is_of_its_charges_alone() -> None:
     one, two = Spending(full()), Spending(full())
-    charge = EpochCharge(sigma=4.0, rate=0.02, steps=10)
+    charge = Event(sigma=4.0, q=0.02, steps=10)
     one.charge(("clinical", 1, 1), [charge, charge])
     two.charge(("clinical", 1, 1), [dataclasses.replace(charge, steps=20)])
     assert one.state() == two.state()
@@ -534,7 +533,7 @@ def test_noise_that_follows_its_budget_is_charged_as_a_whole(tmp_path: Path) -> 
     assert second == first + 1
 
 
-def _epoch(story: Story, used: StepPlan, index: int, charges: tuple[EpochCharge, ...], **changes: object) -> int:
+def _epoch(story: Story, used: StepPlan, index: int, charges: tuple[Event, ...], **changes: object) -> int:
     story.spending.charge(("clinical", 0, 0), charges)
     made = Epoch(
         run=RUNS[0],
@@ -554,8 +553,8 @@ def test_raw_noise_with_a_cap_is_charged_for_every_attempt(tmp_path: Path) -> No
     story.admit([contribution(1)])
     used = plan(injection=Injection(form=InjectionForm.RAW, occurrences=15), noise=(0.0, 0.0, 20.0, 20.0))
 
-    def events(count: int) -> tuple[EpochCharge, ...]:
-        return (EpochCharge(sigma=used.sigma("clinical"), rate=1.0, steps=count),) if count else ()
+    def events(count: int) -> tuple[Event, ...]:
+        return (Event(sigma=used.sigma("clinical"), q=1.0, steps=count),) if count else ()
 
     _epoch(story, used, 0, events(10))
     _epoch(story, used, 1, events(5))  # the cap is reached

@@ -20,7 +20,7 @@ from lamina.ledger.writer import Ledger
 from lamina.plan.signed_bounds import scale_for_signed_bound, signed_epsilon
 from lamina.plan.table import epsilon_text
 from lamina.run.journal import Journal
-from lamina.spend.accounts import Charge, SignedAccount, plan_charges
+from lamina.spend.accounts import SignedAccount, plan_charges, stored_charge
 from lamina.spend.spend_ledger import SpendLedger
 
 pytestmark = pytest.mark.usefixtures("known_seeds")
@@ -59,7 +59,7 @@ def test_charges_of_a_bound_are_the_plans_at_its_scale() -> None:
     assert made.name == STRICT and made.scale < 1
     own, more = plan_charges(plan, 3, 8), plan_charges(plan, 3, 8, [made])
     assert more[:-1] == own
-    assert more[-1] == Charge(
+    assert more[-1] == stored_charge(
         cls=STRICT,
         sigma=plan.sigma("clinical", made.scale),
         q=plan.schedule("clinical")[0].q,
@@ -89,7 +89,7 @@ def test_a_run_books_class_and_bounds(tmp_path: Path) -> None:
     metrics = figures(tmp_path / "a")
     assert set(metrics["classes"]) == {"open", "clinical", "sensitive"}
     for opened in Journal.load(tmp_path / "a" / "journal").opens:
-        assert [c.cls for c in opened.charges] == ["clinical", "sensitive", *(each.name for each in two)]
+        assert [str(c.account) for c in opened.charges] == ["clinical", "sensitive", *(each.name for each in two)]
 
 
 # ---------------------------------------------------------------------------------------- over all runs

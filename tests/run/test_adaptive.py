@@ -171,9 +171,9 @@ def test_units_price_other_noise_by_the_order_of_the_plan() -> None:
     price = find_accountant(plan.accountant)
     for factor in (0.7, 0.9, 1.3):
         for units, whole in zip(charges_in_declared_steps(plan, 0, 10, factor), as_declared, strict=True):
-            actual = price.epsilon((replace(whole.event, sigma=whole.sigma * factor),), 1e-5)
+            actual = price.epsilon((replace(whole.event, sigma=whole.event.sigma * factor),), 1e-5)
             told = price.epsilon((units.event,), 1e-5)
-            fewer = price.epsilon((replace(units.event, steps=units.steps - 1),), 1e-5)
+            fewer = price.epsilon((replace(units.event, steps=units.event.steps - 1),), 1e-5)
             assert fewer < actual * (1 + 1e-9) and actual <= told * (1 + 1e-9)
 
 

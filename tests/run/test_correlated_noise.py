@@ -7,13 +7,15 @@ from typing import Any
 
 import problem
 import pytest
+from build import header
 from refusals import raises_code
 from safetensors.torch import load_file
 from stopping import During, copied, figures, killed, same, told, weights
 
 from lamina.account import find_accountant
+from lamina.account.schedule import Event
 from lamina.ledger.reader import LedgerReader
-from lamina.ledger.records import Epoch, EpochAccount, EpochCharge, Segment, SegmentOutcome
+from lamina.ledger.records import Epoch, EpochAccount, Segment, SegmentOutcome
 from lamina.ledger.verify.epoch_checks import ChargeChecks, Violation
 from lamina.ledger.verify.verifier import verify
 from lamina.plan.correlation import coefficients_digest
@@ -62,7 +64,7 @@ def test_the_ledger_verifies_and_the_certificate_names_the_strategy(tmp_path: Pa
     cuts = [(each.first, each.last) for epoch in epochs for each in epoch.segments]
     assert cuts == [(0, 8), (8, 16), (16, 24)]  # of 5 steps each, made whole turns
     charged = [c for epoch in epochs for a in epoch.accounts if a.bound == ("clinical", 0, 0) for c in a.charges]
-    assert [(c.rate, c.steps) for c in charged] == [(pytest.approx(0.4), 2)] * 3
+    assert [(c.q, c.steps) for c in charged] == [(pytest.approx(0.4), 2)] * 3
     assert found["plan"]["correlation"]["coefficients_sha256"] == coefficients_digest(BANDS).hex()
     assert found["plan"]["correlation"]["bands"] == BANDS
     assert any("take turns" in line for line in texts(found, "assumption"))
@@ -194,7 +196,7 @@ def test_bounds_that_end_a_run_early_end_it_after_whole_turns(tmp_path: Path) ->
 def test_a_verifier_asks_for_every_turn_at_its_rate(rate: float, steps: int, right: bool) -> None:
     """Eight steps of four bands are two events at four times the rate: not fewer, and not those of independent noise."""
     plan = parts()["plan"]
-    charge = EpochCharge(sigma=plan.sigma("clinical"), rate=rate, steps=steps)
+    charge = Event(sigma=plan.sigma("clinical"), q=rate, steps=steps)
     account = EpochAccount(cls="clinical", charges=(charge,), spend=10**9)
     segment = Segment(
         index=0, generation=0, nonce=bytes(16), first=0, last=8, eligibility=1, outcome=SegmentOutcome.CLOSED
@@ -203,7 +205,7 @@ def test_a_verifier_asks_for_every_turn_at_its_rate(rate: float, steps: int, rig
     epoch = Epoch(
         run=bytes(16), segments=(segment,), plan=plan.digest(), variance=variance, accounts=(account,), state=bytes(32)
     )
-    checks = ChargeChecks()
+    checks = ChargeChecks(header())
     checks.begin(epoch, plan)
     assert isinstance(checks.counted(epoch, plan, account), Violation) is not right
 

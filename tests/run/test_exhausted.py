@@ -23,6 +23,7 @@ from stopping import During, Killed, die
 from wards import Ward
 
 from lamina import LayerStack, Policy, Trainer, make_plan
+from lamina.account.charges import Account
 from lamina.account.gaussian_rdp import epsilon_of_noise_multiplier
 from lamina.allocate.ladp import LADP
 from lamina.audit.paired_step import paired_step
@@ -35,7 +36,7 @@ from lamina.plan.signed_bounds import REMAINING_FACTORS
 from lamina.run.journal import Journal
 from lamina.run.sampler import Sampler
 from lamina.run.trainer_checks import remaining_factors
-from lamina.spend.accounts import SignedAccount, account_bound, account_name
+from lamina.spend.accounts import SignedAccount
 
 USUAL, STRICT, MIDDLE, TOP = (
     f"{cls}@c=1,z={z}" for cls, z in (("clinical", "0.290042"), ("clinical", 2), ("clinical", 1.2), ("sensitive", 1.5))
@@ -85,7 +86,7 @@ def told(made: Hospital, name: str) -> list[dict[str, tuple[float, int]]]:
     with LedgerReader.read_only(ledger_of(made)) as ledger:
         records = [leaf.record for leaf in ledger.of_kind(Epoch)]
     return [
-        {account_name(each.bound): (each.factor, sum(c.steps for c in each.charges)) for each in epoch.accounts}
+        {str(each.bound): (each.factor, sum(c.steps for c in each.charges)) for each in epoch.accounts}
         for epoch in records
         if isinstance(epoch, Epoch) and epoch.run == run
     ]
@@ -140,7 +141,7 @@ def test_who_is_exhausted_is_scaled_to_what_remains(root: Path, tmp_path: Path) 
             assert leaf.record.variance == tuple(s * s for s in plan.noise)
             for each in leaf.record.accounts:
                 assert [c.sigma for c in each.charges] == ([plan.sigma(each.cls, each.scaled)] if each.factor else [])
-                assert {c.rate for c in each.charges} <= {plan.classes[plan.index(each.cls)].sampling_rate}
+                assert {c.q for c in each.charges} <= {plan.classes[plan.index(each.cls)].sampling_rate}
 
 
 def test_a_contributor_reads_in_the_ledger_that_it_was_left_out(
@@ -152,7 +153,7 @@ def test_a_contributor_reads_in_the_ledger_that_it_was_left_out(
     where = ledger_of(made)
     with LedgerReader.read_only(where) as ledger:
         leaves = {leaf.record.bound: leaf for leaf in ledger.of_kind(ContributionRecord)}
-        found = trace_contribution(ledger, leaves[account_bound(STRICT)])
+        found = trace_contribution(ledger, leaves[Account.parse(STRICT)])
     assert [each.factor for each in found.epochs] == [1.0] * 4 + [0.0] * 4
     assert found.epochs[3].spend == found.spend <= (found.signed or 0)
     assert [each["factor"] for each in found.to_dict()["epochs"]] == [1.0] * 4 + [0.0] * 4
@@ -239,7 +240,7 @@ def spends(where: str) -> dict[tuple[str, int, int], float]:
             assert isinstance(leaf.record, Epoch)
             for account in leaf.record.accounts:
                 for each in account.charges if account.noise_multiplier else ():
-                    events.setdefault(account.bound, Counter())[each.sigma, each.rate] += each.steps
+                    events.setdefault(account.bound, Counter())[each.sigma, each.q] += each.steps
     found = {}
     for bound, counts in events.items():
         accountant = PLDAccountant(value_discretization_interval=1e-3)

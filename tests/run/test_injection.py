@@ -98,8 +98,8 @@ def test_occurrences_are_capped_by_the_plan(tmp_path: Path) -> None:
     assert by_class["clinical"].max() == 2 == by_class["sensitive"].max()
     assert by_class["open"].max() > 2
     opens = Journal.load(tmp_path / "a" / "journal").opens
-    assert [[c.steps for c in o.charges] for o in opens] == [[2, 2], [], [], [], []]
-    assert all(c.q == 1.0 for o in opens for c in o.charges)
+    assert [[c.event.steps for c in o.charges] for o in opens] == [[2, 2], [], [], [], []]
+    assert all(c.event.q == 1.0 for o in opens for c in o.charges)
     assert outcome.epsilon["clinical"] == pytest.approx(events(run.plan, 2))
     metrics = figures(tmp_path / "a")["classes"]["clinical"]
     assert metrics["adjacency"] == "zero-out, no amplification"
@@ -141,7 +141,7 @@ def test_what_is_redone_is_paid_again(tmp_path: Path) -> None:
     assert told(outcome, "charged again")
     assert outcome.steps == 24
     opens = Journal.load(tmp_path / "a" / "journal").opens
-    assert [sum(c.steps for c in o.charges if c.cls == "clinical") for o in opens] == [2, 0, 0, 2, 0, 0]
+    assert [sum(c.event.steps for c in o.charges if str(c.account) == "clinical") for o in opens] == [2, 0, 0, 2, 0, 0]
     assert outcome.epsilon["clinical"] == pytest.approx(events(run.plan, 4))
     assert outcome.total == outcome.epsilon
 

@@ -38,7 +38,7 @@ from lamina.run.journal import (
     from_body,
     to_body,
 )
-from lamina.spend.accounts import Charge
+from lamina.spend.accounts import stored_charge
 
 RUN, SALT = "0123456789abcdef" * 2, bytes(range(32))
 
@@ -585,7 +585,15 @@ def test_what_is_not_there_or_no_file_is_told(tmp_path: Path) -> None:
 digests = st.binary(min_size=32, max_size=32)
 numbers = st.integers(0, 2**64 - 1)
 finite = st.floats(allow_nan=False)
-charges = st.builds(Charge, cls=st.text(), sigma=finite, q=finite, steps=numbers, delta=finite, accountant=st.text())
+charges = st.builds(
+    stored_charge,
+    cls=st.text(st.characters(exclude_characters="@")),
+    sigma=st.floats(min_value=0, exclude_min=True),
+    q=st.floats(0, 1),
+    steps=numbers,
+    delta=finite,
+    accountant=st.text(),
+)
 nonces = st.binary(min_size=16, max_size=16)
 opens = st.builds(
     lambda span, **fields: AttemptOpened(first=min(span), last=max(span), **fields),
@@ -654,9 +662,8 @@ def test_a_body_that_nobody_wrote_is_refused(kind: int, body: bytes) -> None:
         {"first": 60, "last": 50},
         {"code": 3},
         {"threads": 2.0},
-        {"charges": (charge(sigma=4),)},
-        {"charges": (charge(steps=-1),)},
-        {"charges": (charge(cls=7),)},
+        {"charges": (charge(delta=4),)},
+        {"charges": (charge(accountant=7),)},
     ],
 )
 def test_a_record_is_checked_where_it_is_made(wrong: dict[str, object]) -> None:
@@ -672,7 +679,7 @@ def test_a_value_that_has_no_encoding_is_refused_before_anything_is_written(tmp_
     journal = make(tmp_path / "journal")
     size = journal.path.stat().st_size
     for record in (
-        opened(0, charges=(charge(sigma=float("nan")),)),
+        opened(0, charges=(charge(delta=float("nan")),)),
         opened(0, code="x" * (1 << 20)),
         RunEnded(steps=1, reason="\ud800"),
     ):

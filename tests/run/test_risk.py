@@ -10,11 +10,11 @@ from hospital import Hospital, loss, net
 from refusals import raises_code
 
 import lamina
+from lamina.account.charges import Account
 from lamina.account.gaussian_rdp import epsilon_of_noise_multiplier
 from lamina.account.tradeoff import trade_off
 from lamina.ledger.verify.verifier import verify
 from lamina.plan.policy import Policy
-from lamina.spend.accounts import account_bound
 from lamina.spend.spend_ledger import SpendLedger
 
 POLICY = """
@@ -41,13 +41,11 @@ def test_signed_contributions_are_trained_on_up_to_the_bound(tmp_path: Path, of:
     ledger = tmp_path / "runs" / "ward-7.ledger.db"
     with ward.ledger(ledger) as book:
         spends = SpendLedger(book)
-        (bound,) = (each.cls for each in spends.accounts() if "@" in each.cls)
-        z = account_bound(bound)[2] / 1e6
+        (bound,) = (str(account) for account, _ in spends.accounts() if account.signed)
+        z = Account.parse(bound)[2] / 1e6
         assert spends.total(bound, delta=1e-5).spent <= epsilon_of_noise_multiplier(z, 1e-5)
         assert spends.total("clinical", delta=1e-5, risk=ward.policy.classes["clinical"].risk).spent <= 0.05
-        events = {
-            (sigma, q, 0.0): n for (sigma, q, _), n in spends._recorded.spending.events(("clinical", 0, 0)).items()
-        }
+        events = {(sigma, q, 0.0): n for (sigma, q, _), n in spends._recorded.events(Account("clinical")).items()}
     curve = trade_off(events, accountant="pld", adjacency="add_remove" if of == "membership" else "replace_one")
     assert 0.98 * 0.05 <= curve.tpr(0.01) <= 0.05
     found = verify(ledger, now=int(ward.clock()) + 10)

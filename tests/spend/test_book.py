@@ -6,7 +6,6 @@ import datetime
 import math
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from enum import Enum
 from itertools import pairwise
 from pathlib import Path
@@ -21,13 +20,15 @@ from refusals import raises_code
 
 from lamina import cbor
 from lamina.account.accountants import calibrate, find_accountant
+from lamina.account.charges import Account
 from lamina.account.schedule import Event
 from lamina.errors import AccountingError, BudgetExceeded, RunError
+from lamina.ledger.spending import Limit
 from lamina.ledger.store.rows import RESERVATION_SEGMENT
 from lamina.plan.table import epsilon_text
-from lamina.spend.accounts import Charge
+from lamina.spend.accounts import stored_charge
 from lamina.spend.reservation import OpenAttempt, OpenCharges
-from lamina.spend.spend_ledger import PricedAccount, SpendLedger
+from lamina.spend.spend_ledger import SpendLedger
 
 
 def holds(book: SpendLedger) -> dict[tuple[str, int, int], OpenCharges]:
@@ -112,7 +113,7 @@ def test_every_event_has_a_reservation_of_its_own(book: SpendLedger) -> None:
     pay(book, FIRST, 0, events[0], events[3].times(4), events[3].times(5))
     left: Counter[tuple[float, float]] = Counter()
     for each in holds(book)[FIRST, RESERVATION_SEGMENT, 0].charges:
-        left[each.sigma, each.q] += each.steps
+        left[each.event.sigma, each.event.q] += each.event.steps
     assert left == {(2.0, 0.1): 10, (2.0, 0.2): 20, (3.0, 0.1): 20, (3.0, 0.2): 11}
     pay(book, FIRST, 1, events[2].times(3))
     found = book.total("clinical", delta=DELTA, accountant="rdp")
@@ -315,7 +316,7 @@ def test_a_charge_within_its_reservation_asks_no_accountant(book: SpendLedger, m
     def never(*_: Any, **__: Any) -> float:
         raise AssertionError("priced")
 
-    monkeypatch.setattr("lamina.spend.accounts.pooled_epsilon", never)
+    monkeypatch.setattr("lamina.ledger.spending.pooled_epsilon", never)
     monkeypatch.setattr("lamina.spend.spend_ledger.pooled_epsilon", never)
     assert pay(book, FIRST, 0, owed(20), bound=5.0)
     assert pay(book, FIRST, 1, owed(20), bound=6.0)
@@ -495,12 +496,12 @@ def test_numbers_come_back_bit_for_bit(sigma: float, q: float, delta: float, ste
         ((at, held),) = holds(book).items()  # a reservation that is used up is gone
         assert at == (FIRST, 0, 0)
         (found,) = held.charges
-        assert [float.hex(value) for value in (found.sigma, found.q, found.delta)] == [
+        assert [float.hex(value) for value in (found.event.sigma, found.event.q, found.delta)] == [
             float.hex(value) for value in (sigma, q + 0.0, delta + 0.0)
         ]
-        assert found.steps == steps
+        assert found.event.steps == steps
         if steps:
-            assert book.accounts()[0] == PricedAccount(cls="clinical", delta=delta, accountant="gaussian")
+            assert book.accounts()[0] == (Account("clinical"), Limit(delta=delta, accountant="gaussian"))
 
 
 @pytest.mark.parametrize("name", ["pld", "rdp"])
@@ -556,7 +557,7 @@ class Kind(str, Enum):  # noqa: UP042  # a kind of str that is printed as someth
 
 
 def test_texts_and_numbers_of_other_kinds_are_made_plain(book: SpendLedger) -> None:
-    charge = Charge(
+    charge = stored_charge(
         cls=Kind.A,
         sigma=np.float32(1.5),  # type: ignore[arg-type]
         q=np.float64(0.5),
@@ -595,11 +596,11 @@ def test_texts_and_numbers_of_other_kinds_are_made_plain(book: SpendLedger) -> N
 )
 def test_a_charge_without_meaning_is_refused_and_not_booked(book: SpendLedger, change: dict[str, Any]) -> None:
     before = contents(book)
-    wrong = replace(owed(1), **change)
+    given: dict[str, Any] = {"steps": 1, **change}
     for attempt in (
-        lambda: hold(book, FIRST, owed(1, cls="fine"), wrong),
-        lambda: pay(book, FIRST, 0, owed(1, cls="fine"), wrong),
-        lambda: book.fits(FIRST, charge=wrong, bound=1.0),
+        lambda: hold(book, FIRST, owed(1, cls="fine"), owed(**given)),
+        lambda: pay(book, FIRST, 0, owed(1, cls="fine"), owed(**given)),
+        lambda: book.fits(FIRST, charge=owed(**given), bound=1.0),
     ):
         with pytest.raises((AccountingError, RunError)):
             attempt()

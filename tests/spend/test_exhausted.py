@@ -13,11 +13,12 @@ from dp_accounting.rdp import RdpAccountant
 from keeping import DELTA, FIRST, SECOND, THIRD, Attempts, epochs, exact, passing_book, plan, signed, verified
 from refusals import raises_code
 
+from lamina.account.charges import Account
 from lamina.account.schedule import RDP_ORDERS
 from lamina.ledger.records import EpochAccount, SegmentOutcome
 from lamina.plan.signed_bounds import REMAINING_FACTORS
 from lamina.plan.step_plan import StepPlan
-from lamina.spend.accounts import account_bound, plan_charges, remaining_accounts
+from lamina.spend.accounts import plan_charges, remaining_accounts
 from lamina.spend.reservation import OpenCharges
 from lamina.spend.spend_ledger import SpendLedger
 
@@ -54,7 +55,7 @@ def charged(book: SpendLedger) -> dict[tuple[str, int, int], Counter[tuple[float
         for account in epoch.accounts:
             events = found.setdefault(account.bound, Counter())
             for each in account.charges:
-                events[each.sigma, each.rate] += each.steps
+                events[each.sigma, each.q] += each.steps
     return found
 
 
@@ -110,7 +111,7 @@ def test_the_largest_factor_that_fits_is_taken_and_no_larger_one_would() -> None
     with passing_book(accountant="gaussian") as book:
         run, found = Attempts(book, plan=of, accounts=(tight,)), []
         for index in range(40):
-            before = charged(book).get(account_bound(tight.name), Counter())
+            before = charged(book).get(Account.parse(tight.name), Counter())
             factor = opened(run, index).get(tight.name, 1.0)
             run.record(index)
             found.append(factor)

@@ -31,7 +31,7 @@ def test_what_it_had_begun_is_recorded_as_given_up(where: str, kind: str) -> Non
         assert after.spent == before.spent == after.committed
         last = epochs(ledger)[-1]
         assert [(s.index, s.first, s.last, s.outcome) for s in last.segments] == [(1, 10, 20, SegmentOutcome.ABANDONED)]
-        assert {account.name for account in last.accounts} >= {"clinical/0/0", "clinical/9000000/2250000"}
+        assert {str(account.bound) for account in last.accounts} >= {"clinical", "clinical@c=9,z=2.25"}
         found = verified(run.book)
         assert found.held == ()
         assert run.book.abandon_run(FIRST) == 0  # nothing is left to be recorded

@@ -9,8 +9,9 @@ from itertools import product
 import pytest
 from keeping import FIRST, Attempts, following, passing_book
 
+from lamina.account.charges import Account
 from lamina.ledger.records import Epoch, EpochAccount, NoiseChange
-from lamina.ledger.spending import Bound, Spending, whole_plan_charges
+from lamina.ledger.spending import Spending, whole_plan_charges
 from lamina.ledger.verify.verifier import verify
 from lamina.plan.rules import FollowBudget, FollowQuantile
 from lamina.plan.step_plan import Clipping, StepPlan
@@ -18,7 +19,7 @@ from lamina.spend.spend_ledger import SpendLedger
 
 CLINICAL, WEARABLE = ("clinical", 0, 0), ("wearable", 0, 0)
 SIGNED, OTHER = ("clinical", 9_000_000, 2_250_000), ("wearable", 9_000_000, 2_250_000)
-Paid = Callable[[int], list[tuple[Bound, float, bool]]]
+Paid = Callable[[int], list[tuple[Account, float, bool]]]
 
 
 def written(
@@ -61,19 +62,19 @@ def _change(plan: StepPlan, step: int, factor: float) -> NoiseChange:
     return NoiseChange(step=step, variance=tuple(factor * s * s for s in plan.noise))
 
 
-def every(copy: int) -> list[tuple[Bound, float, bool]]:
+def every(copy: int) -> list[tuple[Account, float, bool]]:
     return [(CLINICAL, 1.0, True), (WEARABLE, 1.0, True)]
 
 
-def once(copy: int) -> list[tuple[Bound, float, bool]]:
+def once(copy: int) -> list[tuple[Account, float, bool]]:
     return [(CLINICAL, 1.0, not copy), (WEARABLE, 1.0, not copy)]
 
 
-def bounds_alone(copy: int) -> list[tuple[Bound, float, bool]]:
+def bounds_alone(copy: int) -> list[tuple[Account, float, bool]]:
     return [(SIGNED, 0.5, not copy), (OTHER, 0.5, not copy)]
 
 
-def bound_once(copy: int) -> list[tuple[Bound, float, bool]]:
+def bound_once(copy: int) -> list[tuple[Account, float, bool]]:
     return [(CLINICAL, 1.0, True), (SIGNED, 0.5, not copy), (WEARABLE, 1.0, True)]
 
 
@@ -95,12 +96,12 @@ def test_who_pays_for_every_copy(book: SpendLedger) -> None:
 @pytest.mark.parametrize(
     ("plan", "paid", "factor", "code", "figures"),
     [
-        (following(), once, 1.0, "verify.budget-overdrawn", "clinical/0/0 used 50 steps of its budget, 40 "),
+        (following(), once, 1.0, "verify.budget-overdrawn", "account clinical used 50 steps of its budget, 40 "),
         (following(clipping=Clipping.JOINT), once, 1.0, "verify.budget-overdrawn", "used 50 steps of its budget, 40 "),
         (moving_clip_norms(), once, 1.0, "verify.budget-overdrawn", "40 are charged"),
         (following(), once, 1e6, "verify.noise-above-plan", "1.5 times"),
         (following(), bounds_alone, 1.0, "verify.trained-class-not-charged", "clinical"),
-        (following(), bound_once, 1.0, "verify.budget-overdrawn", "clinical/9000000/2250000 used 50 "),
+        (following(), bound_once, 1.0, "verify.budget-overdrawn", "clinical@c=9,z=2.25 used 50 "),
     ],
     ids=["one budget", "joint", "thresholds unknown", "noise overstated", "bounds alone", "a bound pays once"],
 )

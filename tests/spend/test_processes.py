@@ -151,7 +151,7 @@ def test_an_exception_inside_a_booking_undoes_it(path: Path, monkeypatch: pytest
     def stop(*_: Any, **__: Any) -> float:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("lamina.spend.accounts.pooled_epsilon", stop)
+    monkeypatch.setattr("lamina.ledger.spending.pooled_epsilon", stop)
     monkeypatch.setattr("lamina.spend.spend_ledger.pooled_epsilon", stop)
     for booking in (
         lambda: pay(book, 99, bounds={"clinical": 9.0}),

@@ -35,17 +35,18 @@ from keeping import (
 from refusals import raises_code
 
 from lamina.account.accountants import find_accountant
+from lamina.account.charges import Account
 from lamina.account.schedule import Event
 from lamina.errors import RunError
 from lamina.ledger.corpus_terms import CorpusTerms, open_or_create
 from lamina.ledger.records import SegmentOutcome
 from lamina.ledger.schema import nano_epsilon
-from lamina.ledger.spending import whole_plan_charges
+from lamina.ledger.spending import Spending, whole_plan_charges
 from lamina.ledger.verify.verifier import verify
 from lamina.ledger.writer import Ledger
 from lamina.plan.policy import Policy
 from lamina.plan.step_plan import StepPlan
-from lamina.spend.accounts import RecordedSpend, account_name, plan_charges
+from lamina.spend.accounts import plan_charges
 from lamina.spend.spend_ledger import SpendLedger
 
 STRICT = "clinical@c=0.5,z=0.6"
@@ -98,7 +99,7 @@ def test_signed_bounds_with_their_scales(where: str) -> None:
         run = Attempts(SpendLedger(ledger), accounts=(signed(STRICT, 0.5), signed(STRICTER, 0.25)))
         run.done(0, 1)
         agrees(run.book, "clinical", "wearable", STRICT, STRICTER)
-        scales = [{account_name(a.bound): a.scale for a in epoch.accounts} for epoch in epochs(ledger)]
+        scales = [{str(a.bound): a.scale for a in epoch.accounts} for epoch in epochs(ledger)]
         assert scales == [{"clinical": 1.0, "wearable": 1.0, STRICT: 0.5, STRICTER: 0.25}] * 2
         found = run.book.total(STRICT, delta=DELTA, accountant="rdp").spent
         assert found == pytest.approx(priced((run.plan, "clinical", 0.5, 20)), rel=1e-9)
@@ -174,7 +175,7 @@ def test_a_ledger_that_counts_otherwise_than_the_plan() -> None:
         run.done(0, 1)
         agrees(book, "clinical", "wearable")
         found = book.accounts()
-        assert [(each.cls, each.delta, each.accountant) for each in found] == [
+        assert [(str(account), limit.delta, limit.accountant) for account, limit in found] == [
             ("clinical", DELTA, "rdp"),
             ("clinical", 1e-7, "pld"),
             ("wearable", DELTA, "rdp"),
@@ -200,7 +201,7 @@ def test_raw_noise_pays_for_occurrences(book: SpendLedger) -> None:
     capped_run(book, *((index, 0, count, SegmentOutcome.CLOSED) for index, count in enumerate((4, 0, 0))))
     agrees(book, "clinical", "wearable", STRICT)
     found = epochs(book.ledger)
-    assert all(each.rate == 1.0 for epoch in found for a in epoch.accounts for each in a.charges)
+    assert all(each.q == 1.0 for epoch in found for a in epoch.accounts for each in a.charges)
 
 
 def test_raw_noise_pays_again_for_what_is_done_again(book: SpendLedger) -> None:
@@ -323,7 +324,7 @@ def test_a_budget_of_which_no_step_was_recorded_stays_charged(book: SpendLedger)
 
 
 def _kind(charge: Any) -> tuple[float, float]:
-    return charge.sigma, charge.rate
+    return charge.sigma, charge.q
 
 
 # --------------------------------------------------------------------------------------- once, and what was charged
@@ -440,13 +441,13 @@ def test_a_book_without_the_key_records_and_signs_nothing(book: SpendLedger) -> 
 def test_what_was_read_of_a_longer_ledger_is_forgotten(book: SpendLedger) -> None:
     """A server may be restored from a copy under a process that goes on."""
     Attempts(book).done(0, 1)
-    recorded = RecordedSpend(book.ledger.header)
+    recorded = Spending(book.ledger.header)
     found = []
     with book.ledger.store.read() as rows:
         for size in (3, 2, 1, 3):
             recorded.follow(rows, size, book.ledger.checked(rows))
-            events = recorded.spending.events(("clinical", 0, 0))
-            found.append((recorded.epochs, sum(events.values()), recorded.names()))
+            events = recorded.events(Account("clinical"))
+            found.append((recorded.epochs, sum(events.values()), list(map(str, recorded.bounds()))))
     both = ["clinical", "wearable"]
     assert found == [(2, 20, both), (1, 10, both), (0, 0, []), (2, 20, both)]
 

@@ -145,7 +145,7 @@ def test_nothing_is_proven_of_a_class_that_is_charged_by_signed_bounds_alone() -
         split = replace(epoch, accounts=tuple(each for each in epoch.accounts if each.noise_multiplier))
         assert epoch_marks(split, run.plan) == {"clinical": frozenset(("unproven",))}
         (account,) = split.accounts
-        events = {(charge.sigma, charge.rate, 0.0): charge.steps for charge in account.charges}
+        events = {(charge.sigma, charge.q, 0.0): charge.steps for charge in account.charges}
         for marks, code in ((frozenset(), None), (frozenset(("unproven",)), "verify.risk-exceeded")):
             found = SpendClaim(1, account, events, None, tuple(risk_of(1000).values()), marks).finding(
                 book.ledger.header

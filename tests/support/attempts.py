@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 
 from lamina.run.journal import AttemptOpened
-from lamina.spend.accounts import Charge
+from lamina.spend.accounts import Charge, stored_charge
 
 
 def charge(**other: object) -> Charge:
     plain: dict[str, object] = {"cls": "sensitive", "sigma": 4.31, "q": 0.0128, "steps": 50, "delta": 1e-5}
-    return Charge(accountant="pld", **{**plain, **other})  # type: ignore[arg-type]
+    return stored_charge(**{"accountant": "pld", **plain, **other})  # type: ignore[arg-type]
 
 
 def opened(segment: int, generation: int = 0, /, **other: object) -> AttemptOpened:

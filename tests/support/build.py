@@ -32,15 +32,7 @@ from lamina.ledger.governance_records import (
     WithdrawalEffect,
     WithdrawalReason,
 )
-from lamina.ledger.records import (
-    ContributionRecord,
-    ContributionTerms,
-    Epoch,
-    EpochAccount,
-    EpochCharge,
-    Segment,
-    SegmentOutcome,
-)
+from lamina.ledger.records import ContributionRecord, ContributionTerms, Epoch, EpochAccount, Segment, SegmentOutcome
 from lamina.ledger.retention import Retention
 from lamina.ledger.schema import nano_epsilon, program_version
 from lamina.ledger.spending import Spending, planned_charges
@@ -232,7 +224,7 @@ class Story:
         return self.ledger.append([change(made)], [used.to_cbor()])[0]
 
 
-def account(terms: ContributionTerms, scale: float, charges: tuple[EpochCharge, ...], spend: int) -> EpochAccount:
+def account(terms: ContributionTerms, scale: float, charges: tuple[Event, ...], spend: int) -> EpochAccount:
     return EpochAccount(
         cls=terms.cls,
         clip_norm=terms.clip_norm,

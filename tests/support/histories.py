@@ -28,7 +28,7 @@ from lamina.ledger.writer import Ledger
 from lamina.run.journal import Journal
 from lamina.run.trainer import Trainer
 from lamina.sign.keys import PrivateKey
-from lamina.spend.accounts import SignedAccount, account_name
+from lamina.spend.accounts import SignedAccount
 from lamina.spend.spend_ledger import SpendLedger
 
 
@@ -262,7 +262,7 @@ class World:
             book, header, stated = SpendLedger(ledger), ledger.header, _stated(ledger)
             with ledger.store.read() as rows:
                 held = any(hold.segment >= 0 for hold in rows.holds())
-            for name in {each.cls: None for each in book.accounts()}:
+            for name in {str(account): None for account, _ in book.accounts()}:
                 total = book.total(name, delta=header.delta, accountant=header.accountant)
                 told, near = stated.get(name, 0) / 1e9, 2e-9 + 1e-7 * total.spent
                 assert total.spent <= total.committed, f"{name}: {total.spent} > {total.committed}"
@@ -320,5 +320,5 @@ def _stated(ledger: Ledger) -> Mapping[str, int]:
     found: dict[str, int] = {}
     for leaf in ledger.of_kind(Epoch):
         assert isinstance(leaf.record, Epoch)
-        found |= {account_name(each.bound): each.spend for each in leaf.record.accounts}
+        found |= {str(each.bound): each.spend for each in leaf.record.accounts}
     return found

@@ -29,7 +29,7 @@ from lamina.plan.rules import FollowBudget, Injection, InjectionForm
 from lamina.plan.step_plan import PlannedClass, PlannedLayer, StepPlan
 from lamina.run.run import adaptive_budget_charges, adaptive_budget_nonce
 from lamina.sign.keys import PrivateKey
-from lamina.spend.accounts import Charge, SignedAccount, follows_budget, plan_charges
+from lamina.spend.accounts import Charge, SignedAccount, follows_budget, plan_charges, stored_charge
 from lamina.spend.reservation import OpenAttempt
 from lamina.spend.spend_ledger import SpendLedger
 
@@ -100,7 +100,7 @@ def contents(book: SpendLedger) -> list[Any]:
 def owed(steps: int, *, sigma: float = 10.0, q: float = 1.0, cls: str = "clinical", **other: Any) -> Charge:
     """A charge whose price is exact and quick: the Gaussian mechanism without sampling."""
     given = {"cls": cls, "sigma": sigma, "q": q, "steps": steps, "delta": DELTA, "accountant": "gaussian"}
-    return Charge(**{**given, **other})
+    return stored_charge(**{**given, **other})
 
 
 def exact(*events: tuple[float, int], delta: float = DELTA) -> float:
@@ -117,13 +117,13 @@ def exact(*events: tuple[float, int], delta: float = DELTA) -> float:
 
 
 def pay(book: SpendLedger, run: str, segment: int, *charges: Charge, bound: float | None = None, **other: Any) -> bool:
-    bounds = {} if bound is None else {each.cls: bound for each in charges}
+    bounds = {} if bound is None else {str(each.account): bound for each in charges}
     given = {"generation": 0, "nonce": b"n" * 16, **other}
     return book.charge(run, segment=segment, charges=charges, bounds=bounds, **given)
 
 
 def hold(book: SpendLedger, run: str, *charges: Charge, bound: float | None = None, **other: Any) -> None:
-    bounds = {} if bound is None else {each.cls: bound for each in charges}
+    bounds = {} if bound is None else {str(each.account): bound for each in charges}
     book.reserve(run, charges=charges, bounds=bounds, **other)
 
 
@@ -208,7 +208,9 @@ class Attempts:
             "nonce": made.nonce,
             "charges": due,
             "bounds": self.bounds,
-            "scales": {a.name: a.scale for a in self.accounts if all_of_them or a.name in {each.cls for each in due}},
+            "scales": {
+                a.name: a.scale for a in self.accounts if all_of_them or a.name in {str(each.account) for each in due}
+            },
             "plan": self.plan.digest(),
             "begun": OpenAttempt(made.first, made.last, made.eligibility, made.after or 0),
         }
@@ -249,6 +251,4 @@ def verified(book: SpendLedger) -> Verification:
 
 def stated(book: SpendLedger) -> dict[str, float]:
     """By account, the spend that the last epoch of it states, in 1e-9."""
-    from lamina.spend.accounts import account_name
-
-    return {account_name(each.bound): each.spend for epoch in epochs(book.ledger) for each in epoch.accounts}
+    return {str(each.bound): each.spend for epoch in epochs(book.ledger) for each in epoch.accounts}

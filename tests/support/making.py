@@ -9,6 +9,7 @@ from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from lamina.account.schedule import Event
 from lamina.admit.checks import hash_of_floors
 from lamina.ledger.governance_records import (
     ClassBounds,
@@ -22,15 +23,7 @@ from lamina.ledger.governance_records import (
     sign_header,
 )
 from lamina.ledger.key_state import signed_record
-from lamina.ledger.records import (
-    ContributionRecord,
-    ContributionTerms,
-    Epoch,
-    EpochAccount,
-    EpochCharge,
-    Segment,
-    SegmentOutcome,
-)
+from lamina.ledger.records import ContributionRecord, ContributionTerms, Epoch, EpochAccount, Segment, SegmentOutcome
 from lamina.ledger.run_records import WEIGHTS, FileDigest, NoiseOrigin, RunEnd, SamplingScheme
 from lamina.ledger.schema import program_version
 from lamina.ledger.writer import Ledger
@@ -152,7 +145,7 @@ def epoch(index: int = 0, generation: int = 0, **changes: Any) -> Epoch:
                 cls="clinical",
                 clip_norm=1_000_000,
                 noise_multiplier=4_000_000,
-                charges=(EpochCharge(sigma=4.31, rate=0.0128, steps=10),),
+                charges=(Event(sigma=4.31, q=0.0128, steps=10),),
                 spend=1000 * (index + 1),
             ),
         ),

@@ -31,12 +31,14 @@ class Event:
 
     Each step includes the contribution with probability q, independently, and adds N(0, sigma²) to the sum:
     it releases  (1-q)·N(0, sigma²) + q·N(1, sigma²)  in the worst direction, against N(0, sigma²) without it.
-    sigma = inf, q = 0 and steps = 0 release nothing about the contribution and cost nothing.
+    sigma = inf, q = 0 and steps = 0 release nothing about the contribution and cost nothing. `order` is the Rényi order
+    of noise that followed its budget, under a filter at that order; None for any other.
     """
 
     sigma: float
     q: float
     steps: int
+    order: float | None = None
 
     def __post_init__(self) -> None:  # not by `validate`: a schedule makes many events, and float() takes any number
         try:
@@ -58,6 +60,11 @@ class Event:
         object.__setattr__(self, "steps", steps)
 
     @property
+    def key(self) -> EventKey:
+        """What the price of a step depends on."""
+        return (self.sigma, self.q, self.order or 0.0)
+
+    @property
     def free(self) -> bool:
         """Whether the event releases nothing about the contribution."""
         return math.isinf(self.sigma) or self.q == 0 or self.steps == 0
@@ -75,6 +82,12 @@ EventKey = tuple[float, float, float]
 
 EventCounts = Mapping[EventKey, int]
 """→ steps. Whole numbers of steps add exactly, so a schedule costs the same however it was cut into segments."""
+
+
+def add_events(events: dict[EventKey, int], more: EventCounts) -> None:
+    """Add counts to `events`, in place."""
+    for kind, steps in more.items():
+        events[kind] = events.get(kind, 0) + steps
 
 
 def grouped(schedule: Iterable[Event]) -> Schedule:

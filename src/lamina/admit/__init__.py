@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from lamina.admit.gate import AdmissionGate
     from lamina.admit.resolver import Resolution, resolve
     from lamina.admit.signing import SigningOutcome, attest_folder
-    from lamina.admit.verdicts import Bound, Reason, Refusal, Register
+    from lamina.admit.verdicts import Reason, Refusal, Register
 
 __all__ = [
     "Descriptor", "DESCRIPTOR_SCHEMA", "Attestation", "attest", "commit", "subject_tag",
     "SigningTerms", "floors_hash", "preset", "attest_folder", "SigningOutcome",
     "Contribution", "FolderContributions", "AdmissionGate", "Register",
     "Admission", "AdmittedRow", "Revalidation", "Reason", "Refusal",
-    "Bound", "resolve", "Resolution",
+    "resolve", "Resolution",
 ]  # fmt: skip
 _FILES = (
     "attestation", "verdicts", "contribution_sources", "checks", "signing", "resolver", "admission",

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lamina.account.charges import Account
 from lamina.admit.attestation import window_rules
 from lamina.admit.checks import CONTRIBUTOR_ROLE, REASON_OF_KEY_STATUS, PolicyChecks
 from lamina.admit.contribution_sources import Contribution, read_signed_bytes
@@ -23,7 +24,6 @@ from lamina.admit.verdicts import (
     REASONS,
     TAGGED,
     AdmittedRows,
-    Bound,
     BoundColumns,
     EntryContext,
     Reason,
@@ -198,7 +198,7 @@ class AdmittedRow:
     attestation: bytes  # SHA-256 of its bytes
     kid: bytes
     cti: bytes
-    bound: Bound
+    bound: Account
     profile: str  # where its class may reach
     profile_signed: bool  # False: attestation only, depth is the policy's alone
     tag: bytes | None = field(repr=False)

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lamina.admit.verdicts import Bound, BoundColumns, Int64Array
+from lamina.account.charges import Account
+from lamina.admit.verdicts import BoundColumns, Int64Array
 from lamina.errors import AdmissionError, PlanError
 from lamina.plan.policy import Policy
 from lamina.plan.signed_bounds import occurrence_count, scale_for_signed_bound, sigma_acc, signed_epsilon
@@ -40,7 +41,7 @@ class ResolvedBound:
     problem           why there is no scale
     """
 
-    bound: Bound
+    bound: Account
     scale: float
     ceiling: float
     sigma_acc: float
@@ -59,8 +60,8 @@ class ResolvedBound:
         plain = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "bound"}
         return {
             "class": self.bound.cls,
-            "clip_norm": self.bound.clip_norm,
-            "noise_multiplier": self.bound.noise_multiplier,
+            "clip_norm": self.bound.clip_micro,
+            "noise_multiplier": self.bound.noise_micro,
             **{k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in plain.items()},
         }
 
@@ -139,7 +140,7 @@ MAX_DISTINCT_BOUNDS = 256  # distinct bounds of a class: each has an accountant 
 
 def _table_row(entry: ResolvedBound) -> list[str]:
     bound = entry.bound
-    if not bound.noise_multiplier:
+    if not bound.signed:
         return [bound.cls, "public", "", "1", "", "", "", "", "not protected"]
     line, signed = [bound.cls, at_most(bound.c), at_least(bound.z)], epsilon_text(entry.epsilon_signed)
     if entry.problem:
@@ -158,7 +159,7 @@ Caps = int | Mapping[str, int] | None
 _GRID_RATIO = 1.01  # ratio of the grid that too many bounds are rounded to
 
 
-def resolve(bounds: Sequence[Bound], policy: Policy, plan: StepPlan, *, max_occurrences: Caps = None) -> Resolution:
+def resolve(bounds: Sequence[Account], policy: Policy, plan: StepPlan, *, max_occurrences: Caps = None) -> Resolution:
     """The schedule of each bound under a plan, and the depth of each class.
 
     `max_occurrences` is the cap on how often one contribution is used, if the sampler keeps one: for all classes, or
@@ -246,7 +247,7 @@ def _powers(values: Int64Array, ratio: float) -> NDArray[np.float64]:
     return ratio ** np.arange(math.ceil(steps) + 2, dtype=np.float64)
 
 
-def _resolve_bound(bound: Bound, plan: StepPlan, cap: int | None) -> ResolvedBound:
+def _resolve_bound(bound: Account, plan: StepPlan, cap: int | None) -> ResolvedBound:
     k = plan.index(bound.cls)
     if plan.classes[k].public:
         return _resolve_public(bound)
@@ -280,7 +281,7 @@ def _resolve_bound(bound: Bound, plan: StepPlan, cap: int | None) -> ResolvedBou
     )
 
 
-def _resolve_public(bound: Bound) -> ResolvedBound:
+def _resolve_public(bound: Account) -> ResolvedBound:
     """A public class keeps no bound."""
     return ResolvedBound(
         bound=bound, scale=1.0, ceiling=math.inf, sigma_acc=0.0, sigma=math.inf, occurrences=math.inf, capped=False,

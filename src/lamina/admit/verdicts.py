@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import hashlib
-import math
 import struct
 import unicodedata
 from array import array
@@ -16,8 +15,8 @@ from typing import Any, NamedTuple, Protocol, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from lamina.account.gaussian_rdp import epsilon_of_noise_multiplier
-from lamina.admit.attestation import MICRO, Attestation, Descriptor
+from lamina.account.charges import Account
+from lamina.admit.attestation import Attestation, Descriptor
 from lamina.plan.table import printable
 from lamina.sign.key_ring import KeyRing
 
@@ -525,34 +524,7 @@ def is_repeat(keys: NDArray[Any]) -> NDArray[np.bool_]:
 Int64Array = NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
-class Bound:
-    """A class, a clip norm c and a noise multiplier z, both in 1e-6.
-
-    "Over all my occurrences, no worse than one Gaussian release of norm c with multiplier z." Both are 0 in a public
-    class, where nothing is bounded.
-    """
-
-    cls: str
-    clip_norm: int
-    noise_multiplier: int
-
-    @property
-    def c(self) -> float:
-        """The clip norm in plain units."""
-        return self.clip_norm / MICRO
-
-    @property
-    def z(self) -> float:
-        """The noise multiplier in plain units."""
-        return self.noise_multiplier / MICRO
-
-    def epsilon(self, delta: float) -> float:
-        """The ε that was signed, at that δ: exact, μ = 1/z. Infinite where nothing is bounded."""
-        return epsilon_of_noise_multiplier(self.z, delta) if self.noise_multiplier else math.inf
-
-
-class BoundColumns(Sequence[Bound]):
+class BoundColumns(Sequence[Account]):
     """Distinct bounds as columns: `cls` counts in `names`. A corpus in which everybody signs another one has many."""
 
     def __init__(
@@ -562,7 +534,7 @@ class BoundColumns(Sequence[Bound]):
         self.cls, self.clip_norm, self.noise_multiplier = cls, clip_norm, noise_multiplier
 
     @classmethod
-    def of(cls, bounds: Sequence[Bound]) -> BoundColumns:
+    def of(cls, bounds: Sequence[Account]) -> BoundColumns:
         """Columns of given bounds."""
         if isinstance(bounds, BoundColumns):
             return bounds
@@ -570,8 +542,8 @@ class BoundColumns(Sequence[Bound]):
         return cls(
             names,
             np.array([names.index(bound.cls) for bound in bounds], dtype=np.int64),
-            np.array([bound.clip_norm for bound in bounds], dtype=np.int64),
-            np.array([bound.noise_multiplier for bound in bounds], dtype=np.int64),
+            np.array([bound.clip_micro for bound in bounds], dtype=np.int64),
+            np.array([bound.noise_micro for bound in bounds], dtype=np.int64),
         )
 
     @classmethod
@@ -592,10 +564,10 @@ class BoundColumns(Sequence[Bound]):
         return len(self.cls)
 
     @overload
-    def __getitem__(self, index: int) -> Bound: ...
+    def __getitem__(self, index: int) -> Account: ...
     @overload
-    def __getitem__(self, index: slice) -> list[Bound]: ...
-    def __getitem__(self, index: int | slice) -> Bound | list[Bound]:
+    def __getitem__(self, index: slice) -> list[Account]: ...
+    def __getitem__(self, index: int | slice) -> Account | list[Account]:
         if isinstance(index, slice):
             return [self[row] for row in range(*index.indices(len(self)))]
-        return Bound(self.names[int(self.cls[index])], int(self.clip_norm[index]), int(self.noise_multiplier[index]))
+        return Account(self.names[int(self.cls[index])], int(self.clip_norm[index]), int(self.noise_multiplier[index]))

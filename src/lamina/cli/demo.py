@@ -93,7 +93,7 @@ class DemoResult:
         rows = [["class", "signed by", "clip norm", "noise multiplier", "ε signed", "ε spent", "scale"]]
         for which, count in enumerate(np.bincount(self.admission.bound).tolist()):
             found = self.resolution[which]
-            if not found.bound.noise_multiplier:
+            if not found.bound.signed:
                 rows.append([found.bound.cls, str(count), "public", "–", "–", "–", "–"])
                 continue
             signed = [at_most(found.bound.c), at_least(found.bound.z), epsilon_text(found.epsilon_signed)]

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
+from lamina.account.charges import Account
 from lamina.cli.open_ledger import find_ledgers, read_spend, write_spend
 from lamina.cli.terminal import (
     JsonOption,
@@ -25,12 +26,13 @@ from lamina.cli.terminal import (
 )
 from lamina.errors import RunError
 from lamina.ledger.schema import pluralize
+from lamina.ledger.spending import Limit, Spending
 from lamina.ledger.store.rows import head_of
 from lamina.ledger.store.sqlite import printable_location
 from lamina.plan.risk import RiskBound
 from lamina.plan.table import epsilon_text, finite_or_none, percent_text, printable, remaining_text
 from lamina.sign.keys import PrivateKey
-from lamina.spend.accounts import BOUND_SEPARATOR, AccountTotal, RecordedSpend, RunSpend, is_bound, run_name
+from lamina.spend.accounts import AccountTotal, RunSpend, run_name
 from lamina.spend.neighbours import NeighbourLedger, neighbour_ledgers
 from lamina.spend.reservation import SpendLimits, SpendView
 from lamina.spend.spend_ledger import SpendLedger
@@ -40,26 +42,24 @@ _MAX_ACCOUNTS_NAMED = 3  # above a table of runs that several accounts share
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AccountLine:
-    """An account at one δ, by one accountant. `bound` is its ε at most over all runs; inf if it has none."""
+    """An account, its limit over all runs, and what was spent of it."""
 
-    account: str
-    delta: float
-    accountant: str
-    bound: float
+    account: Account
+    limit: Limit
     total: AccountTotal
     risk: RiskBound | None = None  # of a class, over all runs
     rates: AccountTotal | None = None  # what it limits
 
     @property
     def remaining(self) -> float:
-        """bound - committed, rounded down; 0 if the bound is passed."""
-        if math.isinf(self.bound):
+        """limit - committed, rounded down; 0 if the limit is passed."""
+        if math.isinf(self.limit.epsilon):
             return math.inf
-        return max(0.0, math.nextafter(self.bound - self.total.committed, -math.inf))
+        return max(0.0, math.nextafter(self.limit.epsilon - self.total.committed, -math.inf))
 
     @property
     def passed(self) -> bool:
-        return self.total.committed > self.bound
+        return self.total.committed > self.limit.epsilon
 
 
 def account_lines(book: SpendLedger) -> list[AccountLine]:
@@ -67,16 +67,16 @@ def account_lines(book: SpendLedger) -> list[AccountLine]:
     header = book.ledger.header
     with book.ledger.store.read() as rows:
         head_of(rows)  # opens the snapshot in PostgreSQL; the reads below share it
-        held, limits = SpendView(rows, RecordedSpend(header)), SpendLimits(book.ledger)
+        held, limits = SpendView(rows, Spending(header)), SpendLimits(book.ledger)
         found = []
-        for each in book.accounts():
-            wanted = limits.wanted(rows, each.cls, *held.terms(each.cls))
-            same = [t for t in wanted if (t.delta, t.accountant) == (each.delta, each.accountant)]
-            terms: dict[str, Any] = {"delta": each.delta, "accountant": each.accountant}
-            bound = min((t.bound for t in same if t.risk is None), default=math.inf)
+        for account, asked in book.accounts():
+            wanted, name = limits.wanted(rows, account, *held.terms(account)), str(account)
+            same = [t for t in wanted if (t.delta, t.accountant) == (asked.delta, asked.accountant)]
+            terms: dict[str, Any] = {"delta": asked.delta, "accountant": asked.accountant}
+            limit = Limit(epsilon=min(each.epsilon for each in (asked, *same)), **terms)
             risk = min((t.risk for t in same if t.risk is not None), key=lambda each: each.tpr, default=None)
-            total, rates = book.total(each.cls, **terms), book.total(each.cls, **terms, risk=risk) if risk else None
-            found.append(AccountLine(account=each.cls, bound=bound, total=total, risk=risk, rates=rates, **terms))
+            total, rates = book.total(name, **terms), book.total(name, **terms, risk=risk) if risk else None
+            found.append(AccountLine(account=account, limit=limit, total=total, risk=risk, rates=rates))
     return found
 
 
@@ -87,25 +87,25 @@ def spend_json(lines: Sequence[AccountLine]) -> dict[str, Any]:
         figures = {
             "epsilon": finite_or_none(line.total.spent),
             "committed": finite_or_none(line.total.committed),
-            "bound": finite_or_none(line.bound),
+            "bound": finite_or_none(line.limit.epsilon),
             "remaining": finite_or_none(line.remaining),
-            "delta": line.delta,
-            "accountant": line.accountant,
+            "delta": line.limit.delta,
+            "accountant": line.limit.accountant,
             **_risk_json(line),
         }
-        classes = found
-        if is_bound(line.account):
-            owner = found.setdefault(line.account.partition(BOUND_SEPARATOR)[0], {"also": [], "bounds": {}})
+        classes, name = found, str(line.account)
+        if line.account.signed:
+            owner = found.setdefault(line.account.cls, {"also": [], "bounds": {}})
             classes = owner.setdefault("bounds", {})
-        if line.account in classes:
-            classes[line.account]["also"].append(figures)
+        if name in classes:
+            classes[name]["also"].append(figures)
             continue
         runs = [
             {"run": each.run, "label": each.label, "since": each.day, "steps": each.steps, "redone": each.redone}
             | {"reserved": each.reserved, "finished": each.finished}
             for each in line.total.runs
         ]
-        classes[line.account] = {**figures, "runs": runs, "also": []}
+        classes[name] = {**figures, "runs": runs, "also": []}
     return found
 
 
@@ -127,13 +127,13 @@ def spend_page(origin: str, lines: Sequence[AccountLine]) -> str:
         if line.risk is not None and line.rates is not None:
             left = remaining_text(100 * max(0.0, line.risk.tpr - line.rates.committed), 2)
             figures = f"{percent_text(line.rates.spent)} spent, {percent_text(line.rates.committed)} committed, {left} % remains"
-            told.append(f"  risk of {_account_text(line.account)}: {line.risk}: {figures}")
+            told.append(f"  risk of {printable(str(line.account))}: {line.risk}: {figures}")
         if line.passed:
-            over = f"{_account_text(line.account)} is over its bound at δ = {line.delta:g}"
+            over = f"{printable(str(line.account))} is over its bound at δ = {line.limit.delta:g}"
             told.append(f"  note: {over}: no run may spend more of it")
     alike: dict[tuple[RunSpend, ...], list[str]] = {}
     for account, runs in {line.account: line.total.runs for line in lines}.items():
-        alike.setdefault(runs, []).append(_account_text(account))
+        alike.setdefault(runs, []).append(printable(str(account)))
     for runs, names in alike.items():
         if runs:
             more = f" and {len(names) - _MAX_ACCOUNTS_NAMED} more" if len(names) > _MAX_ACCOUNTS_NAMED else ""
@@ -143,22 +143,16 @@ def spend_page(origin: str, lines: Sequence[AccountLine]) -> str:
 
 
 def _table_row(line: AccountLine) -> list[str]:
-    bounded = math.isfinite(line.bound)
+    bounded = math.isfinite(line.limit.epsilon)
     return [
-        _account_text(line.account),
+        printable(str(line.account)),
         epsilon_text(line.total.spent),
         epsilon_text(line.total.committed),
-        epsilon_text(line.bound) if bounded else "no bound",
+        epsilon_text(line.limit.epsilon) if bounded else "no bound",
         remaining_text(line.remaining) if bounded else "-",
-        f"{line.delta:g}",
-        line.accountant,
+        f"{line.limit.delta:g}",
+        line.limit.accountant,
     ]
-
-
-def _account_text(account: str) -> str:
-    """A class, with the bound that was signed if that is stricter."""
-    cls, mark, label = account.partition(BOUND_SEPARATOR)
-    return printable(f"{cls} ({label.replace(',', ', ')})" if mark else cls)
 
 
 def _run_lines(runs: Sequence[RunSpend]) -> list[str]:

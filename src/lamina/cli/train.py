@@ -15,6 +15,7 @@ import typer
 from torch import nn
 
 from lamina import presets
+from lamina.account.charges import Account
 from lamina.admit.verdicts import Register
 from lamina.allocate.make_plan import make_plan
 from lamina.cli import by_name, run_file
@@ -52,7 +53,7 @@ from lamina.run.run_output import failing_layer_and_input, user_code, user_line
 from lamina.run.trainer import Trainer
 from lamina.run.trainer_checks import declared_start, steps_per_interval
 from lamina.sign.keys import PrivateKey
-from lamina.spend.accounts import describe_account, is_bound, plan_charges
+from lamina.spend.accounts import plan_charges
 from lamina.spend.spend_ledger import SpendLedger
 
 if TYPE_CHECKING:
@@ -391,12 +392,12 @@ def print_plan_only(
         rows.append([name, *("∞" if each is None else epsilon_text(each) for each in figures), *bound])
     state = f"would go on at step {begun} of {planned.plan.steps}" if begun is not None else "would begin"
     if refused:
-        state = f"would be refused: the ledger has too little ε left for {', '.join(map(describe_account, refused))}"
+        state = f"would be refused: the ledger has too little ε left for {', '.join(Account.parse(name).describe() for name in refused)}"
     place = f"ledger: {printable_location(where)}{'' if there else ' (not there yet)'}"
     lines = [columns(rows), "", f"{folder}: {state}", place, *([] if refused else after_run(standing))]
     for name, factor in exhausted.items():
         count, done = trainer.corpus.count_signed(name), describe_factor(factor)
-        lines.append(f"{describe_account(name)}, {count} contributions, in the first segment{done}")
+        lines.append(f"{Account.parse(name).describe()}, {count} contributions, in the first segment{done}")
     lines += [f"another ledger lies beside it, and a person in both loses the sum: {each}" for each in beside]
     lines.append("nothing was spent or written")
     print_answer({**planned.plan.to_dict(), **facts}, "\n".join(lines), as_json)
@@ -422,7 +423,7 @@ def _spend_by_class(planned: PlannedRun, spends: SpendLedger | None, *, begun: b
         if not entry.public:
             terms: dict[str, Any] = {"delta": entry.delta, "accountant": plan.accountant}
             total = spends and spends.total(entry.name, **terms)
-            mine = [charge for charge in due if charge.cls == entry.name]
+            mine = [charge for charge in due if charge.account == Account(entry.name)]
             after = spends.total(entry.name, **terms, besides=mine).committed if spends else 0.0
             bound, most = planned.policy.bound(entry.name), max(after, plan.epsilon(entry.name))
             found[entry.name] = {
@@ -443,13 +444,13 @@ def _over_budget(planned: PlannedRun, trainer: Trainer, spends: SpendLedger) -> 
     bounds |= {each.name: each.epsilon for each in accounts}
     every = plan_charges(plan, 0, plan.steps, accounts)
     for name, bound in bounds.items():
-        due = [c for c in every if c.cls == name]
-        risk = None if is_bound(name) else planned.policy.classes[name].risk
+        due = [c for c in every if str(c.account) == name]
+        risk = None if Account.parse(name).signed else planned.policy.classes[name].risk
         if due and (bound is not None or risk is not None):
             bound, (most, *besides) = float("inf") if bound is None else bound, due
             fit = spends.fits(_NO_RUN, charge=most, bound=bound, besides=besides)
-            whole = plan.epsilon(name) if not is_bound(name) else 0.0
-            if fit < most.steps or whole > bound:
+            whole = plan.epsilon(name) if not Account.parse(name).signed else 0.0
+            if fit < most.event.steps or whole > bound:
                 found.append(name)
     return found
 

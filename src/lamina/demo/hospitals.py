@@ -222,7 +222,7 @@ class VerifiedLedger:
                 "cli.demo-not-verified", f"the demo's ledger is not verified: {found.problem}", "report this"
             )
         seconds = time.perf_counter() - started
-        traced = next(each for each in admission if each.bound.noise_multiplier)
+        traced = next(each for each in admission if each.bound.signed)
         return cls(ledger=ledger, found=found, seconds=seconds, contribution=traced.descriptor.hex())
 
     def words(self) -> str:

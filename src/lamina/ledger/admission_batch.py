@@ -140,7 +140,7 @@ class ClassMembership:
             self.__init__()  # type: ignore[misc]
         for each in islice(found, self._groups, None):
             if isinstance(each, ContributionColumns):
-                self._add(each.bound[0], each.seq, each.expires)
+                self._add(each.bound.cls, each.seq, each.expires)
             elif each.contribution is not None:
                 self._add(each.contribution.cls, [each.seq], [each.contribution.expires])
         self.size, self._groups = leaves.size, len(found)

@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lamina.account.charges import Account
 from lamina.errors import EncodingError
 from lamina.ledger.merkle import hash_all
 from lamina.ledger.records import (
@@ -31,10 +32,6 @@ from lamina.ledger.records import (
 )
 from lamina.ledger.store.rows import LeafBlock, StoredLeaf, StoreReader
 from lamina.sign.keys import LAST_SECOND
-
-if TYPE_CHECKING:
-    from lamina.ledger.spending import Bound
-
 
 # Index keys: contributions are found by them, and those of descriptors and subjects are unique in a ledger.
 #
@@ -104,7 +101,7 @@ class ContributionColumns:
     time: Ints
     epoch: Ints
     expires: Ints
-    bound: Bound
+    bound: Account
     descriptor: Prefixes
     subject: Prefixes | None
     keys: tuple[Bytes, ...]  # their index keys: of descriptors, and of subjects and anchors if they have them

@@ -8,11 +8,12 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 from lamina.account.accountants import pooled_epsilon
-from lamina.account.schedule import EventCounts
+from lamina.account.charges import Account
+from lamina.account.schedule import Event, EventCounts, EventKey, add_events
 from lamina.admit.attestation import Attestation, Descriptor, commit
 from lamina.admit.contribution_sources import Contribution
 from lamina.errors import LaminaError
@@ -22,7 +23,6 @@ from lamina.ledger.records import (
     ContributionRecord,
     Epoch,
     EpochAccount,
-    EpochCharge,
     KeptContribution,
     Leaf,
     Segment,
@@ -30,7 +30,7 @@ from lamina.ledger.records import (
 )
 from lamina.ledger.schema import UNBOUNDED, nano_epsilon
 from lamina.ledger.show import epsilon_or_none, leaf_excerpt, leaf_to_dict
-from lamina.ledger.spending import Bound, adaptive_order, planned_charges, signed_spend, steps_by_kind
+from lamina.ledger.spending import adaptive_order, planned_charges, signed_spend, steps_by_kind
 from lamina.ledger.verify.contribution_checks import recorded_terms
 from lamina.plan.step_plan import StepPlan
 from lamina.sign.keys import format_utc
@@ -146,24 +146,10 @@ def leaf_differences(record: ContributionRecord | KeptContribution, given: Contr
 def trace_contribution(ledger: LedgerReader, leaf: Leaf, size: int | None = None) -> ContributionTrace:
     """The trace of the contribution in a leaf, over the first `size` leaves; by default over all."""
     story, epochs = _ContributionHistory(ledger, leaf, size), []
-    events: dict[tuple[float, float, float], int] = {}
+    events: dict[EventKey, int] = {}
     for each in story.epochs():
-        own = steps_by_kind(each.charges)
-        for kind, steps in own.items():
-            events[kind] = events.get(kind, 0) + steps
-        epochs.append(
-            EpochExposure(
-                leaf=each.leaf,
-                segments=each.segments,
-                events=own,
-                variance=_reached_variance(each.plan, each.epoch, story.record.bound[0]),
-                multiplier=min((one.sigma for one in each.charges), default=math.inf),
-                spend=_epsilon_in_nano(ledger, events),
-                account=0 if each.account is None else each.account.spend,
-                own=each.account is None or each.account.bound == story.record.bound,
-                factor=1.0 if each.account is None else each.account.factor,
-            )
-        )
+        add_events(events, each.events)
+        epochs.append(replace(each, spend=_epsilon_in_nano(ledger, events)))
     return ContributionTrace(
         leaf=leaf,
         epochs=tuple(epochs),
@@ -171,7 +157,7 @@ def trace_contribution(ledger: LedgerReader, leaf: Leaf, size: int | None = None
         releases=story.releases(),
         signed=story.signed(),
         unused=story.unused,
-        depths=tuple(_class_depths(ledger, leaf, story.record.bound[0])),
+        depths=tuple(_class_depths(ledger, leaf, story.record.bound.cls)),
     )
 
 
@@ -202,20 +188,10 @@ class ContributionSpend:
 def contribution_spend(ledger: LedgerReader, leaf: Leaf) -> ContributionSpend:
     """The sum of a trace: an accountant is asked once."""
     story = _ContributionHistory(ledger, leaf)
-    epochs = list(story.epochs())
-    events = steps_by_kind(charge for each in epochs for charge in each.charges)
+    epochs, events = list(story.epochs()), dict[EventKey, int]()
+    for each in epochs:
+        add_events(events, each.events)
     return ContributionSpend(_epsilon_in_nano(ledger, events), story.signed(), len(epochs), story.releases())
-
-
-class _EligibleEpoch(NamedTuple):
-    """An epoch in which it was eligible, and what it was charged itself."""
-
-    leaf: Leaf
-    epoch: Epoch
-    segments: tuple[Segment, ...]
-    plan: StepPlan | None
-    account: EpochAccount | None
-    charges: tuple[EpochCharge, ...]
 
 
 class _ContributionHistory:
@@ -239,17 +215,17 @@ class _ContributionHistory:
 
     def signed(self) -> int | None:
         """The most that it may lose."""
-        z = self.record.bound[2]
+        z = self.record.bound.noise_micro
         return signed_spend(z, self._ledger.header.delta) if z else None
 
-    def epochs(self) -> Iterator[_EligibleEpoch]:
-        """The epochs in which it was eligible, and charged if it is private; the others are counted."""
+    def epochs(self) -> Iterator[EpochExposure]:
+        """The epochs in which it was eligible, and charged if it is private, with `spend` 0; the others are counted."""
         for leaf in self._ledger.of_kind(Epoch, self._leaf.seq, self._size):
             epoch = leaf.record
             assert isinstance(epoch, Epoch)
             segments = tuple(each for each in epoch.segments if self._eligible(each))
             account = account_of(epoch.accounts, self.record.bound)
-            if segments and account is None and self.record.bound[2]:
+            if segments and account is None and self.record.bound.noise_micro:
                 self.unused += 1
             elif segments:
                 plan = self._plan(epoch)
@@ -257,7 +233,17 @@ class _ContributionHistory:
                 used = account is None or account.factor > 0
                 if used and any(each.outcome is SegmentOutcome.CLOSED for each in segments):
                     self._closed.append((epoch.run, leaf.seq))
-                yield _EligibleEpoch(leaf, epoch, segments, plan, account, charges)
+                yield EpochExposure(
+                    leaf=leaf,
+                    segments=segments,
+                    events=steps_by_kind(charges),
+                    variance=_reached_variance(plan, epoch, self.record.bound.cls),
+                    multiplier=min((one.sigma for one in charges), default=math.inf),
+                    spend=0,
+                    account=0 if account is None else account.spend,
+                    own=account is None or account.bound == self.record.bound,
+                    factor=1.0 if account is None else account.factor,
+                )
 
     def releases(self) -> tuple[Leaf, ...]:
         """The releases of runs that trained while it was eligible; after `epochs` was read."""
@@ -286,7 +272,7 @@ def _epsilon_in_nano(ledger: LedgerReader, events: EventCounts) -> int:
     return nano_epsilon(pooled_epsilon(events, delta=ledger.header.delta, name=ledger.header.accountant))
 
 
-def account_of(accounts: Sequence[EpochAccount], bound: Bound) -> EpochAccount | None:
+def account_of(accounts: Sequence[EpochAccount], bound: Account) -> EpochAccount | None:
     """The account that a bound is charged to: its own, its class's, or a stricter one that it was taken to.
 
     Of the last two its class's loses more: where it is not known which it was, nothing is told too small.
@@ -300,7 +286,7 @@ def account_of(accounts: Sequence[EpochAccount], bound: Bound) -> EpochAccount |
     return next(iter([*exact, *whole, *nearest]), None)
 
 
-def _own_charges(plan: StepPlan | None, account: EpochAccount, segments: Sequence[Segment]) -> tuple[EpochCharge, ...]:
+def _own_charges(plan: StepPlan | None, account: EpochAccount, segments: Sequence[Segment]) -> tuple[Event, ...]:
     """What it was charged itself: for the segments in which it was eligible, where that can be told apart."""
     if plan is None or adaptive_order(plan) is not None or plan.injection.occurrences is not None:
         return account.charges

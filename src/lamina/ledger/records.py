@@ -11,6 +11,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from lamina import cbor
+from lamina.account.charges import Account
+from lamina.account.schedule import Event
 from lamina.admit.attestation import BYTES_32, NUMBER, compile_pattern, read_number
 from lamina.errors import EncodingError, LedgerError
 from lamina.ledger.governance_records import (
@@ -39,6 +41,7 @@ from lamina.ledger.schema import (
     SPEND,
     TIME,
     check_fields,
+    described,
     enum_member,
     exact_float_in,
     integer,
@@ -80,9 +83,9 @@ class ContributionTerms:
         _check_bound(self.clip_norm, self.noise_multiplier)
 
     @property
-    def bound(self) -> tuple[str, int, int]:
+    def bound(self) -> Account:
         """What names its account in an epoch."""
-        return (self.cls, self.clip_norm, self.noise_multiplier)
+        return Account(self.cls, self.clip_norm, self.noise_multiplier)
 
 
 def _check_bound(clip_norm: int, noise_multiplier: int) -> None:
@@ -128,7 +131,7 @@ class ContributionRecord:
             _raise_invalid(self)
 
     @property
-    def bound(self) -> tuple[str, int, int]:
+    def bound(self) -> Account:
         """What names its account in an epoch."""
         return self.terms.bound
 
@@ -152,9 +155,9 @@ class KeptContribution:
         _check_bound(self.clip_norm, self.noise_multiplier)
 
     @property
-    def bound(self) -> tuple[str, int, int]:
+    def bound(self) -> Account:
         """What names its account in an epoch."""
-        return (self.cls, self.clip_norm, self.noise_multiplier)
+        return Account(self.cls, self.clip_norm, self.noise_multiplier)
 
 
 @ledger_record()
@@ -230,17 +233,13 @@ class Segment:
             raise LedgerError("ledger.segment-empty", problem, "give first < last")
 
 
-@ledger_record()
-class EpochCharge:
-    """`steps` Poisson-subsampled Gaussian events with multiplier `sigma` and rate `rate`.
-
-    `order` is the Rényi order of noise that followed its budget, under a filter at that order; absent otherwise.
-    """
-
-    sigma: float = stored(1, exact_float_in(5e-324, _MAX_FLOAT))
-    rate: float = stored(2, exact_float_in(0.0, 1.0))
-    steps: int = stored(3, COUNT)
-    order: float | None = stored(4, exact_float_in(1.02, 1e6), default=None)
+EVENT = described(
+    Event,
+    sigma=(1, exact_float_in(5e-324, _MAX_FLOAT)),
+    q=(2, exact_float_in(0.0, 1.0)),
+    steps=(3, COUNT),
+    order=(4, exact_float_in(1.02, 1e6)),
+)
 
 
 @ledger_record()
@@ -257,7 +256,7 @@ class EpochAccount:
     clip_norm: int = stored(2, MICRO, default=0)
     noise_multiplier: int = stored(3, MICRO, default=0)
     scale: float = stored(4, exact_float_in(5e-324, 1.0), default=1.0)
-    charges: tuple[EpochCharge, ...] = stored(5, tuple_of(nested(EpochCharge), 0, 1024))
+    charges: tuple[Event, ...] = stored(5, tuple_of(EVENT, 0, 1024))
     spend: int = stored(6, SPEND)
     exhausted: float | None = stored(7, exact_float_in(0.0, 0.5), default=None)
 
@@ -277,14 +276,9 @@ class EpochAccount:
         return min(1.0, 2 * self.factor or 1.0)
 
     @property
-    def bound(self) -> tuple[str, int, int]:
+    def bound(self) -> Account:
         """What names the account in a ledger."""
-        return (self.cls, self.clip_norm, self.noise_multiplier)
-
-    @property
-    def name(self) -> str:
-        """The same in words."""
-        return f"{self.cls}/{self.clip_norm}/{self.noise_multiplier}"
+        return Account(self.cls, self.clip_norm, self.noise_multiplier)
 
 
 _VARIANCE = tuple_of(exact_float_in(0.0, _MAX_FLOAT), 1, MAX_LAYERS)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import enum
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from fractions import Fraction
 from importlib.metadata import version
 from typing import Any, NamedTuple, TypeVar, dataclass_transform
 
 from lamina import validate
-from lamina.errors import EncodingError, LedgerError
+from lamina.errors import AccountingError, EncodingError, LedgerError
 from lamina.sign.keys import CLOCK_SKEW, LAST_SECOND, format_utc
 
 
@@ -173,6 +173,19 @@ def nested(kind: type[Any]) -> FieldType:
     return FieldType(f"a {kind.__name__}", lambda value: type(value) is kind, schema.to_cbor, schema.from_cbor)
 
 
+def described(kind: type[Any], **types: tuple[int, FieldType]) -> FieldType:
+    """A part of another folder, carried as a map: key and type of each attribute. A record checks it, not the part."""
+    schema = _schemas[kind] = RecordSchema(kind, types)
+
+    def fits(value: Any) -> bool:
+        held = ((each, getattr(value, each.name)) for each in schema.fields)
+        return all((one is None and each.optional) or each.type.fits(one) for each, one in held)
+
+    return FieldType(
+        f"a {kind.__name__}", lambda value: type(value) is kind and fits(value), schema.to_cbor, schema.from_cbor
+    )
+
+
 class SchemaField(NamedTuple):
     """Key of the map, name of the attribute, and what it may hold; an optional one may be None and is left out."""
 
@@ -185,11 +198,12 @@ class SchemaField(NamedTuple):
 class RecordSchema:
     """The fields of one kind of record or part."""
 
-    def __init__(self, kind: type[Any]) -> None:
+    def __init__(self, kind: type[Any], types: Mapping[str, tuple[int, FieldType]] | None = None) -> None:
         self.kind = kind
-        given = [(each.metadata["stored"], each) for each in fields(kind) if each.init]
+        given = [((types or {}).get(each.name) or each.metadata["stored"], each) for each in fields(kind) if each.init]
         self.fields = tuple(SchemaField(key, each.name, type, each.default is None) for (key, type), each in given)
         assert [each.key for each in self.fields] == sorted({each.key for each in self.fields})
+        self.checked_here = types is not None
         self._by_key = {each.key: each for each in self.fields}
         self._required = {each.key for each in self.fields if not each.optional}
 
@@ -225,8 +239,11 @@ class RecordSchema:
             except EncodingError as error:
                 raise self._malformed(f"has {each.name}: {error.problem}") from None
         try:
-            return self.kind(**values)
-        except LedgerError as error:
+            record = self.kind(**values)
+            if self.checked_here:
+                self.check(record)
+            return record
+        except (LedgerError, AccountingError) as error:
             raise EncodingError("ledger.record-invalid", error.problem, READ_REMEDY) from None
 
     def _malformed(self, problem: str) -> EncodingError:

@@ -154,7 +154,7 @@ def epsilon_or_none(spend: int) -> float | None:
     return None if spend == UNBOUNDED else spend / NANO
 
 
-_JSON_NAMES = {"cls": "class", "spend": "epsilon"}
+_JSON_NAMES = {"cls": "class", "q": "rate", "spend": "epsilon"}
 
 
 def record_to_dict(record: Any) -> dict[str, Any]:
@@ -299,7 +299,7 @@ def _describe_spends(record: Epoch) -> str:
     classes = [each for each in record.accounts if not each.noise_multiplier]
     signed = sorted((each for each in record.accounts if each.noise_multiplier), key=lambda each: -each.spend)
     told = [
-        f"{describe_bound(each.bound)} ε {format_epsilon(each.spend)}{describe_factor(each.factor)}"
+        f"{each.bound} ε {format_epsilon(each.spend)}{describe_factor(each.factor)}"
         for each in (*classes, *signed[:_MAX_BOUNDS_SHOWN])
     ]
     if (more := len(signed) - _MAX_BOUNDS_SHOWN) > 0:
@@ -315,16 +315,6 @@ def describe_factor(factor: float) -> str:
     ('', ' (exhausted: scaled by 0.25)', ' (exhausted: left out)')
     """
     return "" if factor == 1 else f" (exhausted: {f'scaled by {factor:g}' if factor else 'left out'})"
-
-
-def describe_bound(bound: tuple[str, int, int]) -> str:
-    """A class, and what its contributions signed.
-
-    >>> describe_bound(("clinical", 500_000, 4_000_000)), describe_bound(("clinical", 0, 0))
-    ('clinical (c 0.5, z 4)', 'clinical')
-    """
-    cls, clip, noise = bound
-    return f"{cls} (c {format_micro(clip)}, z {format_micro(noise)})" if noise else cls
 
 
 def format_epsilon(spend: int, digits: int = 4) -> str:

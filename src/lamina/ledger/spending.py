@@ -9,21 +9,24 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from lamina import cbor
 from lamina.account.accountants import pooled_epsilon
+from lamina.account.charges import Account
 from lamina.account.gaussian_rdp import epsilon_of_noise_multiplier
-from lamina.account.schedule import EventCounts, EventKey, grouped, rdp_order_of
+from lamina.account.schedule import Event, EventCounts, EventKey, add_events, grouped, rdp_order_of
+from lamina.ledger.checked_leaves import CheckedLeaves
 from lamina.ledger.governance_records import Header
-from lamina.ledger.records import Epoch, EpochAccount, EpochCharge, Segment
+from lamina.ledger.records import Epoch, EpochAccount, Segment
+from lamina.ledger.run_records import RunEnd
 from lamina.ledger.schema import NANO, exact_text, nano_epsilon
-from lamina.plan.risk import UNPROVEN, curve_marks
+from lamina.ledger.store.rows import StoreReader
+from lamina.plan.risk import UNPROVEN, RiskBound, curve_marks
 from lamina.plan.rules import FollowBudget
 from lamina.plan.step_plan import StepPlan
-
-Bound = tuple[str, int, int]  # class, clip norm, noise multiplier: what names an account
 
 CLASS_TOLERANCE = 1e-6  # relative: the bound of a class is kept in 1e-6
 _MICRO = 1_000_000
@@ -47,7 +50,7 @@ def adaptive_order(plan: StepPlan) -> float | None:
     return rdp_order_of(plan.accountant) if plan.rule(FollowBudget) is not None else None
 
 
-def planned_charges(plan: StepPlan, cls: str, scale: float, segments: Iterable[Segment]) -> tuple[EpochCharge, ...]:
+def planned_charges(plan: StepPlan, cls: str, scale: float, segments: Iterable[Segment]) -> tuple[Event, ...]:
     """What the steps of these attempts take, by the plan, from a contribution whose thresholds are scaled.
 
     Where noise follows a budget this is no upper bound: the whole budget is charged when its run begins.
@@ -56,24 +59,21 @@ def planned_charges(plan: StepPlan, cls: str, scale: float, segments: Iterable[S
     if not scale:  # left out
         return ()
     schedule = [event for each in segments for event in plan.schedule_between(cls, each.first, each.last, scale)]
-    return tuple(
-        EpochCharge(sigma=event.sigma, rate=event.q, steps=event.steps, order=order) for event in grouped(schedule)
-    )
+    return tuple(replace(event, order=order) for event in grouped(schedule))
 
 
-def whole_plan_charges(plan: StepPlan, cls: str, scale: float) -> tuple[EpochCharge, ...]:
+def whole_plan_charges(plan: StepPlan, cls: str, scale: float) -> tuple[Event, ...]:
     """The price of a whole plan: what a run that follows its budget is charged at once."""
     order, schedule = adaptive_order(plan), grouped(plan.schedule(cls, scale))
-    return tuple(EpochCharge(sigma=e.sigma, rate=e.q, steps=e.steps, order=order) for e in schedule)
+    return tuple(replace(event, order=order) for event in schedule)
 
 
-def steps_by_kind(charges: Iterable[EpochCharge]) -> dict[EventKey, int]:
+def steps_by_kind(charges: Iterable[Event]) -> dict[EventKey, int]:
     """Charges by their kind; those without steps are left out."""
     found: dict[EventKey, int] = {}
     for each in charges:
         if each.steps:
-            kind = (each.sigma, each.rate, each.order or 0.0)
-            found[kind] = found.get(kind, 0) + each.steps
+            found[each.key] = found.get(each.key, 0) + each.steps
     return found
 
 
@@ -88,40 +88,118 @@ def epoch_marks(epoch: Epoch, plan: StepPlan | None) -> dict[str, frozenset[str]
     return {each.cls: marks if each.cls in whole else marks | {UNPROVEN} for each in epoch.accounts}
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limit:
+    """ε ≤ `epsilon` at `delta`, computed by `accountant`; inf is no limit. With `risk`: that bound instead, and not ε."""
+
+    epsilon: float = math.inf
+    delta: float
+    accountant: str
+    risk: RiskBound | None = None
+
+    @property
+    def most(self) -> float:
+        """The largest price that is within the limit."""
+        return self.epsilon if self.risk is None else self.risk.tpr
+
+    def within(self, other: Limit) -> bool:
+        """Return whether whatever keeps this limit keeps the other."""
+        if self.risk is not None and other.risk is not None:
+            return self.accountant == other.accountant and self.risk.implies(other.risk)
+        same = (self.delta, self.accountant, self.risk) == (other.delta, other.accountant, other.risk)
+        return same and self.epsilon <= other.epsilon
+
+    def price(self, events: EventCounts, marks: frozenset[str] = frozenset()) -> float:
+        """Return ε of all events together; or the rate that the risk bound limits, 1 if nothing is proven."""
+        if self.risk is not None:
+            return self.risk.rate(events, accountant=self.accountant, marks=marks)
+        return pooled_epsilon(events, delta=self.delta, name=self.accountant)
+
+
 class Spending:
-    """What every bound was charged so far, and what that comes to at the header's δ by the header's accountant."""
+    """What every account was charged so far, and what that comes to at the header's δ by the header's accountant.
+
+    `follow` and `add` read epochs and also keep what each run was charged. `charge` adds to the accounts alone.
+    """
 
     def __init__(self, header: Header) -> None:
-        self.accountant, self.delta = header.accountant, header.delta
-        self._events: dict[Bound, dict[EventKey, int]] = {}
+        self._header = header
+        self._reset()
 
-    def add(self, accounts: Iterable[EpochAccount]) -> None:
+    def _reset(self) -> None:
+        self._events: dict[Account, dict[EventKey, int]] = {}
+        self._of_runs: dict[tuple[bytes, Account], dict[EventKey, int]] = {}
+        self._attempts: dict[tuple[bytes, int, int], dict[Account, int]] = {}  # run, segment, generation → steps
+        self._scales: dict[tuple[bytes, bytes], dict[Account, float]] = {}  # by run and plan
+        self._plans: dict[str, set[bytes]] = {}  # by class
+        self.epochs = self._upto = 0
+        self.split: set[str] = set()  # classes of which an epoch charges signed bounds and not the whole class
+        self.content_only: set[str] = set()  # classes of runs that ended with a public number of contributions
+
+    @property
+    def delta(self) -> float:
+        return self._header.delta
+
+    def follow(self, rows: StoreReader, size: int, leaves: CheckedLeaves) -> None:
+        """Read the checked leaves up to leaf `size`. Each is read once, since leaves do not change."""
+        if size < self._upto:  # the view of an older transaction
+            self._reset()
+        for leaf in leaves.records(rows, Epoch, self._upto, size):
+            assert isinstance(leaf.record, Epoch)
+            self.add(leaf.record)
+        for leaf in leaves.records(rows, RunEnd, self._upto, size):
+            if isinstance(leaf.record, RunEnd) and leaf.record.public_number:
+                self.content_only |= {account.cls for run, account in self._of_runs if run == leaf.record.run}
+        self._upto = size
+
+    def add(self, epoch: Epoch) -> None:
         """Charge what an epoch charges."""
-        for account in accounts:
-            self.charge(account.bound, account.charges)
+        self.epochs += 1
+        self.split |= {each.cls for each in epoch.accounts} - {
+            each.cls for each in epoch.accounts if not each.noise_multiplier
+        }
+        last = epoch.segments[-1]
+        steps = self._attempts.setdefault((epoch.run, last.index, last.generation), {})
+        for each in epoch.accounts:
+            self.charge(each.bound, each.charges)
+            events = steps_by_kind(each.charges)
+            add_events(self._of_runs.setdefault((epoch.run, each.bound), {}), events)
+            self._scales.setdefault((epoch.run, epoch.plan), {})[each.bound] = each.scale
+            self._plans.setdefault(each.cls, set()).add(epoch.plan)
+            if events:
+                steps[each.bound] = steps.get(each.bound, 0) + sum(events.values())
 
-    def charge(self, bound: Bound, charges: Iterable[EpochCharge]) -> None:
+    def charge(self, bound: Account, charges: Iterable[Event]) -> None:
         """Charge one account."""
-        events = self._events.setdefault(bound, {})
-        for kind, steps in steps_by_kind(charges).items():
-            events[kind] = events.get(kind, 0) + steps
+        add_events(self._events.setdefault(bound, {}), steps_by_kind(charges))
 
-    def bounds(self) -> Sequence[Bound]:
+    def bounds(self) -> Sequence[Account]:
         """Every account that there is."""
         return sorted(self._events)
 
-    def events(self, bound: Bound) -> EventCounts:
-        """All that one account was charged."""
-        return dict(self._events.get(bound, {}))
+    def events(self, bound: Account, run: bytes | None = None) -> dict[EventKey, int]:
+        """All that one account was charged, or what one run charged to it."""
+        return dict(self._events.get(bound, {}) if run is None else self._of_runs.get((run, bound), {}))
 
-    def epsilon(self, bound: Bound, more: Iterable[EpochCharge] = ()) -> float:
+    def scales(self, run: bytes, plan: bytes) -> dict[Account, float]:
+        """The accounts that a run charged under a plan, each with its scale."""
+        return dict(self._scales.get((run, plan), {}))
+
+    def plans(self, cls: str) -> set[bytes]:
+        """Digests of the plans under which a class was charged."""
+        return set(self._plans.get(cls, ()))
+
+    def attempts(self, bound: Account) -> Iterator[tuple[bytes, int, int, int]]:
+        """(run, segment, generation, steps) of every attempt that charged the account."""
+        return ((*key, steps[bound]) for key, steps in self._attempts.items() if bound in steps)
+
+    def epsilon(self, bound: Account, more: Iterable[Event] = ()) -> float:
         """ε of an account, or what it would be after `more`."""
-        events = dict(self.events(bound))
-        for kind, steps in steps_by_kind(more).items():
-            events[kind] = events.get(kind, 0) + steps
-        return pooled_epsilon(events, delta=self.delta, name=self.accountant)
+        events = self.events(bound)
+        add_events(events, steps_by_kind(more))
+        return pooled_epsilon(events, delta=self.delta, name=self._header.accountant)
 
-    def spend(self, bound: Bound) -> int:
+    def spend(self, bound: Account) -> int:
         """The same as a ledger writes it, in 1e-9, rounded up."""
         return nano_epsilon(self.epsilon(bound))
 
@@ -139,9 +217,8 @@ class Spending:
         limit = signed_limit(account.noise_multiplier, self.delta)
         return self.epsilon(account.bound, more) > limit * (1 - _MACHINES)
 
-    def copy(self, *only: Bound) -> Spending:
+    def copy(self, *only: Account) -> Spending:
         """To try a charge on; of some accounts alone, if they are named."""
-        made = object.__new__(Spending)
-        made.accountant, made.delta = self.accountant, self.delta
+        made = Spending(self._header)
         made._events = {bound: dict(found) for bound, found in self._events.items() if not only or bound in only}
         return made

@@ -59,7 +59,7 @@ class WithdrawnContribution:
         return {
             **leaf_excerpt(self.leaf, "target", "reason", "effect", "by"),
             "descriptor": of.descriptor.hex(),
-            "class": of.bound[0],
+            "class": of.bound.cls,
             "again": self.again,
             "epsilon": epsilon_or_none(lost.spend),
             "epsilon_signed": None if lost.signed is None else epsilon_or_none(lost.signed),

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from lamina.account.accountants import cost, pooled_epsilon
+from lamina.account.charges import Account
 from lamina.account.schedule import Event, EventKey
 from lamina.errors import BadKey, EncodingError, NotVerified
 from lamina.ledger.corpus_terms import about_at
@@ -390,7 +391,7 @@ def _class_figures(evidence: RunEvidence, header: Header, entry: PlannedClass) -
     nothing |= {"charges": [], "bounds": []}
     if entry.public:
         return common | dict.fromkeys(("delta", "epsilon_total", *_FIGURES, *_RISKS)) | nothing
-    whole, took_part = (entry.name, 0, 0), _took_part(evidence, entry.name)
+    whole, took_part = Account(entry.name), _took_part(evidence, entry.name)
     known = evidence.charged(entry.name) if took_part else entry.name not in evidence.split
     total = epsilon_or_none(evidence.spending.spend(whole)) if known else None
     common |= {"delta": header.delta, "epsilon_total": total}
@@ -430,7 +431,7 @@ _FIGURES = ("epsilon", "epsilon_replace_one", "rho", "epsilon_unamplified")
 _RISKS = ("membership", "content", "membership_total", "content_total")
 
 
-def _risks(evidence: RunEvidence, header: Header, bound: tuple[str, int, int]) -> dict[str, Any]:
+def _risks(evidence: RunEvidence, header: Header, bound: Account) -> dict[str, Any]:
     """Return the risk figures of an account: of this run, and of all runs up to the checkpoint."""
     here, every = [evidence.run], evidence.runs(bound)
     found: list[dict[str, Any] | None] = []
@@ -467,7 +468,7 @@ def _most_occurrences(evidence: RunEvidence, cls: str) -> int | None:
     return None if cap is None else cap + sum(min(cap, steps) for steps in evidence.abandoned_steps())
 
 
-def _bound_figures(evidence: RunEvidence, header: Header, bound: tuple[str, int, int]) -> dict[str, Any]:
+def _bound_figures(evidence: RunEvidence, header: Header, bound: Account) -> dict[str, Any]:
     """The figures of contributions that signed this bound."""
     events = evidence.events(bound)
     spent = evidence.spending.spend(bound)

@@ -67,7 +67,7 @@ def statement_content(ledger: LedgerReader, seq: int, size: int) -> dict[str, An
     stated = all(run["conditions"] and run["conditions"]["adjacency"] == "add/remove" for run in found["runs"])
     marks = frozenset[str]().union(*map(curve_marks, plans.values()))
     figures = partial(risk_figures, events, accountant=header.accountant, marks=marks if stated else marks | {ZERO_OUT})
-    units = (each.unit for plan in plans.values() for each in plan.classes if each.name == trace.record.bound[0])
+    units = (each.unit for plan in plans.values() for each in plan.classes if each.name == trace.record.bound.cls)
     last, *_ = [each.leaf.seq for each in reversed(trace.epochs)] or [seq]
     proofs = [trace.leaf, *(each.leaf for each in trace.epochs), *trace.releases]
     proofs += [] if trace.withdrawal is None else [trace.withdrawal]
@@ -166,7 +166,9 @@ def _check_facts(content: Mapping[str, Any], leaves: Mapping[int, tuple[KeptLeaf
     told, gone, events = content["contribution"], content["withdrawn"], content["events"]
     record = leaves[told["index"]][1]
     facts = [(record.descriptor.hex(), told["descriptor"], "its receipt is of another contribution")]
-    facts += [((record.bound[0], not record.bound[2]), (told["class"], told["public"]), "it names another class")]
+    facts += [
+        ((record.bound.cls, not record.bound.noise_micro), (told["class"], told["public"]), "it names another class")
+    ]
     if gone is not None:
         facts.append((leaves[gone["index"]][1].target, told["index"], "its withdrawal is of another contribution"))
     for each in content["releases"]:

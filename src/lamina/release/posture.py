@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lamina.account.accountants import pooled_epsilon
+from lamina.account.charges import Account
 from lamina.account.schedule import EventKey
 from lamina.ledger.governance_records import Header, PolicyChange, Withdrawal, parse_profile
 from lamina.ledger.reader import LedgerReader
@@ -202,7 +203,7 @@ def _class_posture(header: Header, runs: Iterable[RunEvidence], name: str) -> Cl
     for run in runs:
         marks |= run.marks([run.run])
         entries += [entry for plan in run.plans.values() for entry in plan.classes if entry.name == name]
-        for kind, steps in run.events((name, 0, 0)).items():
+        for kind, steps in run.events(Account(name)).items():
             events[kind] = events.get(kind, 0) + steps
     public = all(entry.public for entry in entries)
     purposes = set(entries[0].purposes).intersection(*(entry.purposes for entry in entries))
@@ -282,7 +283,7 @@ class WithdrawalCounter:
             return
         target = self._leaf_at(leaf.record.target).record
         if isinstance(target, ContributionRecord | KeptContribution):
-            self.counts[target.bound[0]] = self.counts.get(target.bound[0], 0) + 1
+            self.counts[target.bound.cls] = self.counts.get(target.bound.cls, 0) + 1
 
     def copy(self) -> WithdrawalCounter:
         """To count on from here without changing this."""

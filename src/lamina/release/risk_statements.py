@@ -16,6 +16,7 @@ from functools import lru_cache
 from typing import Any
 
 from lamina.account.accountants import find_accountant
+from lamina.account.charges import Account
 from lamina.account.schedule import EventCounts, EventKey, rdp_order_of
 from lamina.account.tradeoff import BY_GAUSSIAN, BY_LOSSES, BY_RENYI
 from lamina.ledger.governance_records import Header
@@ -254,7 +255,7 @@ def _class_statements(
 ) -> list[dict[str, Any]]:
     """Return what is stated about one class. If a condition does not hold, no figure is stated in words."""
     unit, epsilon, total = figures["unit"], figures["epsilon"], figures["epsilon_total"]
-    runs, here = evidence.runs((name, 0, 0)), evidence.run
+    runs, here = evidence.runs(Account(name)), evidence.run
     facts = {"name": name, "public": figures["public"], "guaranteed": guaranteed and not figures["public"]}
     facts |= {"unit": unit, "charged": figures["charges"], "plan": evidence.plan.digest().hex(), "runs": len(runs)}
     facts |= {

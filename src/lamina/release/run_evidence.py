@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from lamina.account.charges import Account
 from lamina.account.schedule import EventKey
 from lamina.errors import RunError
 from lamina.ledger.reader import LedgerReader
@@ -22,7 +23,6 @@ from lamina.plan.risk import ZERO_OUT, curve_marks
 from lamina.plan.step_plan import PlannedClass, StepPlan
 from lamina.sign.keys import read_small
 from lamina.sign.signed_json import parse_json
-from lamina.spend.accounts import RecordedSpend, account_name
 from lamina.validate import bounded_whole, is_short_text
 
 _MAX_METRICS_BYTES = 64 << 20
@@ -119,7 +119,7 @@ class RunEvidence:
     all_plans: Mapping[bytes, tuple[StepPlan, ...]]
     ends: Mapping[bytes, tuple[int, RunEnd]]
     split: frozenset[str]
-    spent: RecordedSpend = field(repr=False)
+    spending: Spending = field(repr=False)
     first_leaves: Mapping[bytes, int]
     evaluation: bytes | None = field(default=None, repr=False)
 
@@ -160,14 +160,14 @@ class RunEvidence:
                 problem = f"the ledger {ledger.name} lacks the plan {digest.hex()[:16]} of run {owner.hex()[:8]}"
                 raise RunError("release.plan-missing", problem, "restore the ledger from a copy")
             plans.setdefault(digest, StepPlan.from_cbor(data))
-        spent, ends = RecordedSpend(ledger.header), _by_run(ledger, RunEnd, head.size)
+        spending, ends = Spending(ledger.header), _by_run(ledger, RunEnd, head.size)
         with ledger.store.read() as rows:
-            spent.follow(rows, head.size, ledger.checked(rows))
+            spending.follow(rows, head.size, ledger.checked(rows))
         return cls(
             run=run, checkpoint=head, checkpoint_text=text, header_hash=ledger.header_hash,
             begin=_by_run(ledger, RunBegin, head.size).get(run), end=ends.get(run), ends=ends,
             time=ledger.leaf(head.size - 1).time, epochs=covered, plans={each: plans[each] for each in planned[run]},
-            later=len(mine) - len(covered), split=frozenset(spent.split), spent=spent,
+            later=len(mine) - len(covered), split=frozenset(spending.split), spending=spending,
             leaves={each: tuple(seqs) for each, seqs in leaves.items()},
             all_plans={each: tuple(plans[digest] for digest in digests) for each, digests in planned.items()},
             first_leaves={each: seq for seq, each in sorted(firsts, reverse=True)},
@@ -218,18 +218,13 @@ class RunEvidence:
                     found[entry.name] = entry
         return list(found.values())
 
-    @property
-    def spending(self) -> Spending:
-        """What all runs of the ledger cost together."""
-        return self.spent.spending
-
-    def events(self, bound: tuple[str, int, int]) -> dict[EventKey, int]:
+    def events(self, bound: Account) -> dict[EventKey, int]:
         """What this run was charged for an account."""
-        return self.spent.of_run(self.run, account_name(bound))
+        return self.spending.events(bound, self.run)
 
-    def runs(self, bound: tuple[str, int, int]) -> list[bytes]:
+    def runs(self, bound: Account) -> list[bytes]:
         """The runs that charged an account, up to the checkpoint."""
-        return [run for run in self.all_plans if self.spent.of_run(run, account_name(bound))]
+        return [run for run in self.all_plans if self.spending.events(bound, run)]
 
     def marks(self, runs: Sequence[bytes]) -> frozenset[str]:
         """What limits the curves of these runs (`curve_marks`). A run whose end is not recorded claims no membership."""
@@ -239,13 +234,13 @@ class RunEvidence:
 
     def charged(self, cls: str) -> bool:
         """Whether the account of the whole class says what any of its members can have lost: no epoch leaves it out."""
-        return cls not in self.split and (cls, 0, 0) in self.bounds()
+        return cls not in self.split and Account(cls) in self.bounds()
 
-    def bounds(self) -> list[tuple[str, int, int]]:
+    def bounds(self) -> list[Account]:
         """The accounts that it charged."""
         return sorted({account.bound for _, epoch in self.epochs for account in epoch.accounts})
 
-    def scale(self, bound: tuple[str, int, int]) -> float:
+    def scale(self, bound: Account) -> float:
         """The largest scale at which contributions of an account took part; 0 if they were left out of every segment."""
         return max(a.scaled for _, epoch in self.epochs for a in epoch.accounts if a.bound == bound)
 

@@ -124,13 +124,13 @@ class LedgerView:
         self.time = leaf.time
         if isinstance(record, ContributionRecord | KeptContribution):
             self.contributions += 1
-            if (cls := self.classes.get(record.bound[0])) is not None:
+            if (cls := self.classes.get(record.bound.cls)) is not None:
                 cls.admitted += 1
         elif isinstance(record, Epoch):
             self._see_epoch(leaf, record)
         elif isinstance(record, Withdrawal):
             target = self.ledger.leaf(record.target).record
-            name = target.bound[0] if isinstance(target, ContributionRecord | KeptContribution) else "unknown"
+            name = target.bound.cls if isinstance(target, ContributionRecord | KeptContribution) else "unknown"
             if name in self.classes:
                 self.classes[name].withdrawn += 1
             told = WithdrawalView(
@@ -228,7 +228,7 @@ class LedgerView:
             index=leaf.seq,
             time=format_utc(leaf.time),
             descriptor=record.descriptor.hex(),
-            cls=record.bound[0],
+            cls=record.bound.cls,
             expires=format_utc(record.expires),
             withdrawn=self.ledger.withdrawn(leaf.seq) is not None,
             pruned=isinstance(record, KeptContribution),

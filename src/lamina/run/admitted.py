@@ -22,7 +22,7 @@ from lamina.admit.attestation import commit
 from lamina.admit.checks import MAX_PAYLOAD
 from lamina.admit.contribution_sources import Contribution
 from lamina.admit.resolver import Resolution
-from lamina.admit.verdicts import Bound, ContributionRefused, PackedTexts, Reason, Register
+from lamina.admit.verdicts import ContributionRefused, PackedTexts, Reason, Register
 from lamina.engine.batch import Batch
 from lamina.engine.random_stream import segment_seed
 from lamina.errors import AdmissionError, CorpusError
@@ -38,7 +38,7 @@ from lamina.run.sampler import Sampler
 from lamina.run.table_files import Hasher, hash_parts
 from lamina.sign.key_ring import KeyRing
 from lamina.sign.keys import read_small
-from lamina.spend.accounts import SignedAccount, account_name
+from lamina.spend.accounts import SignedAccount
 from lamina.validate import one_of
 
 
@@ -169,7 +169,7 @@ class AdmittedCorpus(Corpus):
         return int(np.count_nonzero(self.resolution(plan).scale[self._signed.bound] == 0))
 
     def _factor_by_bound(self, factors: Factors) -> NDArray[np.float64]:
-        names = (account_name(_bound_key(each)) for each in self._signed.bounds)
+        names = (str(each) for each in self._signed.bounds)
         return np.array([(factors or {}).get(name, 1.0) for name in names])
 
     def count_signed(self, account: str) -> int:
@@ -198,14 +198,14 @@ class AdmittedCorpus(Corpus):
         found, admission = self.resolution(plan, max_occurrences), self._signed
         rows = np.concatenate(self.members_of(plan))
         distinct = np.unique(admission.bound[rows]).tolist()
-        private = [which for which in distinct if admission.bounds[which].noise_multiplier]
+        private = [which for which in distinct if admission.bounds[which].signed]
         if len(private) > MAX_BOUNDS:
             problem = f"contributions signed {len(private)} distinct bounds, at most {MAX_BOUNDS} can be accounted for"
             remedy = "let them sign one of a few bounds: a stricter class in the policy for each"
             raise CorpusError("corpus.too-many-bounds", problem, remedy)
         return tuple(
             SignedAccount(
-                name=account_name(_bound_key(bound := admission.bounds[which])),
+                name=str(bound := admission.bounds[which]),
                 cls=bound.cls,
                 scale=found[which].scale,
                 epsilon=bound.epsilon(plan.delta(bound.cls)),
@@ -215,7 +215,7 @@ class AdmittedCorpus(Corpus):
 
     def check(self, plan: StepPlan) -> None:
         super().check(plan)
-        private = any(bound.noise_multiplier for bound in self._signed.bounds)
+        private = any(bound.signed for bound in self._signed.bounds)
         if private and plan.clipping is Clipping.ELEMENTWISE:
             problem = "contributions signed a clip norm, and the plan clamps the mean of the batch, which bounds nobody"
             raise CorpusError("corpus.limits-need-clipping", problem, "use a plan with box or joint clipping")
@@ -256,10 +256,6 @@ class AdmittedCorpus(Corpus):
 
     def __repr__(self) -> str:
         return f"Admitted{super().__repr__()}"
-
-
-def _bound_key(bound: Bound) -> tuple[str, int, int]:
-    return bound.cls, bound.clip_norm, bound.noise_multiplier
 
 
 SKIP, STOP = "skip", "stop"

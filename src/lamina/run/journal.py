@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from lamina import cbor
-from lamina.errors import EncodingError, LaminaError, RunError, StorageError
+from lamina.errors import AccountingError, EncodingError, LaminaError, RunError, StorageError
 from lamina.run.run_files import remove_temporary_files, replacing, storage_error, write_all
-from lamina.spend.accounts import Charge
+from lamina.spend.accounts import Charge, stored_charge
 from lamina.spend.reservation import NoiseByStep
 
 # A record is public knowledge of the run's *shape* (which steps, which plan, which charge). The seed of an
@@ -195,7 +195,7 @@ def to_body(record: JournalRecord) -> tuple[int, bytes]:
     if not fields.get("factors"):
         fields.pop("factors", None)
     if isinstance(record, AttemptOpened):
-        fields["charges"] = [dataclasses.asdict(charge) for charge in record.charges]
+        fields["charges"] = [charge.row() for charge in record.charges]
         fields["variance"] = list(record.variance)
     if isinstance(record, NoiseApplied):
         fields |= {"steps": list(record.steps), "variance": list(map(list, record.variance))}
@@ -211,14 +211,14 @@ def from_body(number: int, body: bytes) -> JournalRecord:
     try:
         kind = JOURNAL_KINDS[number]
         if kind is AttemptOpened:
-            charges = tuple(Charge(**row) for row in fields["charges"])
+            charges = tuple(stored_charge(**row) for row in fields["charges"])
             fields |= {"charges": charges, "variance": tuple(fields["variance"]), "seed": b""}
         if kind is NoiseApplied:
             fields |= {"steps": tuple(fields["steps"]), "variance": tuple(map(tuple, fields["variance"]))}
         record = kind(**fields)
         if to_body(record) != (number, body):
             raise ValueError("another encoding")
-    except (TypeError, KeyError, ValueError, AttributeError) as error:
+    except (TypeError, KeyError, ValueError, AttributeError, AccountingError) as error:
         problem = f"a record of kind {number} is not what this version writes ({error})"
         remedy = "read it with the version that wrote it"
         raise EncodingError("train.journal-record-unknown", problem, remedy) from None

@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lamina import cbor
+from lamina.account.charges import Account
 from lamina.admit.admission import Admission
 from lamina.admit.verdicts import PackedTexts, Reason
 from lamina.errors import AdmissionError, EncodingError, LedgerError, StorageError, StoreLost
@@ -37,7 +38,6 @@ from lamina.run.admitted import AdmittedCorpus
 from lamina.run.corpus import Corpus
 from lamina.run.payload_admission import reasons_text
 from lamina.run.run_files import write_atomically
-from lamina.spend.accounts import account_bound
 
 MAX_MEMBERSHIP_BYTES = 1 << 28
 
@@ -141,7 +141,7 @@ class LedgerMembership:
 
     def standing(self, accounts: set[str]) -> set[str]:
         """Which of these signed bounds somebody has who was admitted, and neither withdrew nor expired."""
-        wanted, found, now = {account_bound(name): name for name in accounts}, set[str](), self._ledger.now()
+        wanted, found, now = {Account.parse(name): name for name in accounts}, set[str](), self._ledger.now()
         with self._ledger.store.read() as rows:
             leaves = self._ledger.checked(rows)
             withdrawn = leaves.withdrawals(rows)

@@ -20,6 +20,7 @@ from safetensors.torch import save
 from torch import nn
 
 from lamina.account.accountants import cost, find_accountant
+from lamina.account.charges import Account
 from lamina.account.schedule import Schedule
 from lamina.engine.distributed import is_sharded_model
 from lamina.engine.probe import preserve_global_generators, seed_global_generators
@@ -36,7 +37,7 @@ from lamina.run.run import Run, attempts_outside, uses_adaptive_budget
 from lamina.run.run_output import Callback, Progress, RunFigures, evaluation_text, user_code
 from lamina.run.segments import code_version
 from lamina.run.training_checkpoint import MovingAverage, TrainingState
-from lamina.spend.accounts import follows_budget, is_bound
+from lamina.spend.accounts import follows_budget
 from lamina.validate import one_of, whole
 
 BEST, AVERAGE = "best.safetensors", "ema.safetensors"
@@ -199,12 +200,12 @@ def spent_so_far(run: Run, plan: StepPlan) -> dict[str, float]:
     within its budget, not to have cost less on the way: from the first step on it counts as a whole.
     """
     deltas = _deltas(run, plan).items()
-    return {name: _epsilon_spent(run, plan, name, delta) for name, delta in deltas if not is_bound(name)}
+    return {name: _epsilon_spent(run, plan, name, delta) for name, delta in deltas if not Account.parse(name).signed}
 
 
 def _charged_deltas(run: Run) -> dict[str, float]:
     """Every class and signed bound that the run was charged under, with its δ."""
-    return {c.cls: c.delta for opened in run.attempts for c in opened.charges}
+    return {str(c.account): c.delta for opened in run.attempts for c in opened.charges}
 
 
 def _deltas(run: Run, plan: StepPlan) -> dict[str, float]:
@@ -215,7 +216,7 @@ def _epsilon_spent(run: Run, plan: StepPlan, name: str, delta: float) -> float:
     charged = run.charged.get(name, ())
     mine = find_accountant(plan.accountant).epsilon(charged, delta) if charged else 0.0
     recorded = run.spend.spent(run.id, name, delta=delta, accountant=plan.accountant) if delta else 0.0
-    followed = follows_budget(plan) and (mine or recorded) and not is_bound(name)
+    followed = follows_budget(plan) and (mine or recorded) and not Account.parse(name).signed
     return max(mine, recorded, plan.epsilon(name) if followed else 0.0)
 
 
@@ -237,7 +238,7 @@ def signed_bound_figures(run: Run, plan: StepPlan) -> dict[str, dict[str, Any]]:
 
     Worked out at the end of a run: there may be thousands, and after each segment every price would be another one.
     """
-    deltas = {name: delta for name, delta in _charged_deltas(run).items() if is_bound(name)}
+    deltas = {name: delta for name, delta in _charged_deltas(run).items() if Account.parse(name).signed}
     deltas |= {each.name: plan.delta(each.cls) for each in run.accounts}
     found: dict[str, dict[str, Any]] = {}
     for name, delta in deltas.items():
@@ -263,7 +264,9 @@ def public_figures(run: Run, plan: StepPlan, state: TrainingState, notes: Sequen
             "delta": None if entry.public else entry.delta,  # public data is not protected
             "epsilon": None if entry.public else epsilon[entry.name],
             "total": None if entry.public else total[entry.name],
-            "steps_charged": sum(o.last - o.first for o in run.attempts if any(c.cls == entry.name for c in o.charges)),
+            "steps_charged": sum(
+                o.last - o.first for o in run.attempts if any(c.account == Account(entry.name) for c in o.charges)
+            ),
         }
         for entry in plan.classes
     }
@@ -292,11 +295,11 @@ def final_figures(run: Run, plan: StepPlan, caps: Mapping[str, int], step: int) 
     """
     found: dict[str, dict[str, Any]] = {}
     for name, delta in _charged_deltas(run).items():
-        if is_bound(name):
+        if Account.parse(name).signed:
             continue
         schedule, cap = run.charged.get(name, ()), caps.get(name)
         most = None if cap is None else cap + sum(min(cap, o.last - o.first) for o in attempts_outside(run, step))
-        if any(uses_adaptive_budget(o) and any(c.cls == name for c in o.charges) for o in run.attempts):
+        if any(uses_adaptive_budget(o) and any(str(c.account) == name for c in o.charges) for o in run.attempts):
             found[name] = _adaptive_budget_figures(run, plan, name, schedule, delta, step)
         else:
             figures = cost(schedule, delta=delta, accountant=plan.accountant, occurrences=most)
@@ -325,7 +328,7 @@ def _adaptive_budget_figures(
     wasted = attempts_outside(run, step)
     again = sum(o.last - o.first for o in wasted)
     lowest = replace(steps, sigma=steps.sigma * rule.least, steps=plan.steps + again)
-    more = [c.event for o in wasted for c in o.charges if c.cls == name and c.sigma != steps.sigma]
+    more = [c.event for o in wasted for c in o.charges if str(c.account) == name and c.event.sigma != steps.sigma]
     sure = cost((lowest, *choices, *more), delta=delta, accountant="gaussian")
     figures = cost(plan.schedule(name), delta=delta, accountant=plan.accountant)
     return {

@@ -39,6 +39,7 @@ from pathlib import Path
 from typing import Any
 
 from lamina.account.accountants import find_accountant
+from lamina.account.charges import Account
 from lamina.account.gaussian_rdp import step_rdp
 from lamina.account.schedule import Event, Schedule, grouped, rdp_order_of
 from lamina.admit.attestation import MICRO
@@ -84,7 +85,7 @@ from lamina.run.run_files import (
 )
 from lamina.run.training_checkpoint import TrainingCheckpoints
 from lamina.sign.keys import PrivateKey
-from lamina.spend.accounts import Charge, SignedAccount, account_bound, bound_charges, follows_budget, plan_charges
+from lamina.spend.accounts import Charge, SignedAccount, bound_charges, follows_budget, plan_charges
 from lamina.spend.neighbours import LEDGER_SUFFIX, NeighbourLedger, check_units, neighbour_ledgers
 from lamina.spend.reservation import NoiseByStep, OpenAttempt
 from lamina.spend.spend_ledger import SpendLedger
@@ -394,7 +395,7 @@ class Run:
 
     def scales(self, due: Sequence[Charge], factors: Mapping[str, float]) -> dict[str, float]:
         """Scales of the signed bounds among these charges; of all where occurrences are capped and may cost nothing."""
-        names = {*factors, *(charge.cls for charge in due)}
+        names = {*factors, *(str(charge.account) for charge in due)}
         capped = self.plan is not None and self.plan.injection.occurrences is not None
         return {each.name: each.scale for each in self.accounts if capped or each.name in names}
 
@@ -554,7 +555,7 @@ class Run:
         events: dict[str, list[Event]] = {}
         for opened in self.attempts:
             for charge in charges_to_record(opened):
-                events.setdefault(charge.cls, []).append(charge.event)
+                events.setdefault(str(charge.account), []).append(charge.event)
         return {name: grouped(rows) for name, rows in events.items()}
 
     def write(self, name: str, data: bytes) -> None:
@@ -601,15 +602,15 @@ def adaptive_budget_fits(plan: StepPlan, attempts: Sequence[AttemptOpened], due:
     whole = plan_charges(plan, 0, plan.steps)
     taken = [c for opened in attempts if opened.plan == plan.digest() for c in opened.charges]
 
-    def price(found: Sequence[Charge], name: str) -> Fraction:
-        mine = (c for c in found if c.cls == name)
-        return sum((c.steps * Fraction(step_rdp(c.q, c.sigma, order)) for c in mine), Fraction())
+    def price(found: Sequence[Charge], account: Account) -> Fraction:
+        mine = (c.event for c in found if c.account == account)
+        return sum((each.steps * Fraction(step_rdp(each.q, each.sigma, order)) for each in mine), Fraction())
 
-    return all(price([*taken, *due], name) <= price(whole, name) for name in {c.cls for c in whole})
+    return all(price([*taken, *due], account) <= price(whole, account) for account in {c.account for c in whole})
 
 
-def events_due(run: Run, plan: StepPlan, first: int, last: int, name: str) -> int:
-    """How many events the steps first … last-1 add to what class or bound `name` was charged under this plan."""
+def events_due(run: Run, plan: StepPlan, first: int, last: int, account: Account) -> int:
+    """How many events the steps first … last-1 add to what an account was charged under this plan."""
     cap, digest = plan.injection.occurrences, plan.digest()
     assert cap is not None
     mine = [opened for opened in run.attempts if opened.plan == digest]
@@ -619,7 +620,8 @@ def events_due(run: Run, plan: StepPlan, first: int, last: int, name: str) -> in
     ]
     copies = [last - start for start in _steps_of_copies(run, first)]
     most = sum(min(cap, steps) for steps in (last - begin, *beside, *copies))
-    return max(0, most - sum(charge.steps for opened in mine for charge in opened.charges if charge.cls == name))
+    charged = sum(c.event.steps for opened in mine for c in opened.charges if c.account == account)
+    return max(0, most - charged)
 
 
 def attempts_outside(run: Run, step: int, *, pending: bool = False) -> list[AttemptOpened]:
@@ -669,10 +671,11 @@ def reserve_rest(run: Run, plan: StepPlan, first: int) -> int:
     run.plan = plan
     steps, rest = max(0, plan.steps - first), charges_due(run, plan, first, plan.steps, run.reserved_accounts)
     if not follows_budget(plan):
-        for name in {charge.cls: None for charge in rest}:
-            most, *besides = [charge for charge in rest if charge.cls == name]
+        for account in {charge.account: None for charge in rest}:
+            most, *besides = [charge for charge in rest if charge.account == account]
             events = _events_within_bounds(run, plan, most, besides)
-            steps = min(steps, _steps_within_events(run, plan, first, events, name) if events < most.steps else steps)
+            if events < most.event.steps:
+                steps = min(steps, _steps_within_events(run, plan, first, events, account))
         rest = charges_due(run, plan, first, first + steps, run.reserved_accounts) if steps else ()
     _reserve(run, plan, rest)
     _write_plan(run, plan)
@@ -694,17 +697,17 @@ def charges_due(
     if plan.injection.occurrences is None:
         return plan_charges(plan, first, last, accounts)
     once = plan_charges(plan, 0, 1, accounts)
-    due = (each.times(events_due(run, plan, first, last, each.cls)) for each in once)
-    return tuple(each for each in due if each.steps)
+    due = (each.times(events_due(run, plan, first, last, each.account)) for each in once)
+    return tuple(each for each in due if each.event.steps)
 
 
-def _steps_within_events(run: Run, plan: StepPlan, first: int, events: int, name: str) -> int:
-    """How many steps from `first` on take at most so many events of a class or bound."""
+def _steps_within_events(run: Run, plan: StepPlan, first: int, events: int, account: Account) -> int:
+    """How many steps from `first` on take at most so many events of an account."""
     if plan.injection.occurrences is None:
         return events * plan.bands
 
     def too_many(steps: int) -> bool:
-        return events_due(run, plan, first, first + steps, name) > events
+        return events_due(run, plan, first, first + steps, account) > events
 
     return bisect_left(range(1, plan.steps - first + 1), True, key=too_many)
 
@@ -730,7 +733,7 @@ def charge_adaptive_budget(
 ) -> None:
     """Charge the whole budget, once for this plan in this copy of the run."""
     for segment, due in adaptive_budget_charges(plan, accounts).items():
-        names, generation = {charge.cls for charge in due}, 0
+        names, generation = {str(charge.account) for charge in due}, 0
         scales = {each.name: each.scale for each in accounts if each.name in names}
         while not run.spend.charge(
             run.id, segment=segment, generation=generation, nonce=nonce, charges=due, bounds=run.bounds, scales=scales,
@@ -741,14 +744,15 @@ def charge_adaptive_budget(
 
 def _events_within_bounds(run: Run, plan: StepPlan, charge: Charge, besides: Sequence[Charge]) -> int:
     """How many events of the charge the bounds allow; without bounds, the ε of the whole plan."""
-    if not charge.steps:
+    if not charge.event.steps:
         return 0
-    bound = run.bounds.get(charge.cls, math.inf)
+    name = str(charge.account)
+    bound = run.bounds.get(name, math.inf)
     room = run.spend.fits(run.id, charge=charge, bound=bound, besides=besides)
-    if charge.cls in run.bounds or not room:
+    if name in run.bounds or not room:
         return room
-    most, price = plan.epsilon(charge.cls), find_accountant(charge.accountant)
-    spent = (*run.charged.get(charge.cls, ()), *(each.event for each in besides))
+    most, price = plan.epsilon(name), find_accountant(charge.accountant)
+    spent = (*run.charged.get(name, ()), *(each.event for each in besides))
 
     def too_many(steps: int) -> bool:
         return price.epsilon((*spent, charge.times(steps).event), charge.delta) > most
@@ -811,5 +815,5 @@ def keep_charging_bounds(run: Run, plan: StepPlan, standing: Callable[[set[str]]
 
 def _account_of_bound(plan: StepPlan, name: str, scale: float) -> SignedAccount:
     """The account of a signed bound that the ledger or the journal names."""
-    cls, _, noise = account_bound(name)
+    cls, _, noise = Account.parse(name)
     return SignedAccount(name=name, cls=cls, scale=scale, epsilon=signed_epsilon(plan, cls, noise / MICRO))

@@ -35,6 +35,7 @@ import numpy as np
 import torch
 
 import lamina
+from lamina.account.charges import Account
 from lamina.engine import native
 from lamina.engine.batch import model_device
 from lamina.engine.noise import noise_version
@@ -51,13 +52,7 @@ from lamina.run.journal import AttemptClosed, AttemptOpened, SegmentInputs
 from lamina.run.membership import LedgerMembership
 from lamina.run.run import Run, adaptive_budget_fits, charges_due, repair_ledger, reserve_plan, reserve_rest
 from lamina.run.training_checkpoint import TrainingCheckpoint, TrainingState
-from lamina.spend.accounts import (
-    Charge,
-    charges_in_declared_steps,
-    describe_account,
-    follows_budget,
-    remaining_accounts,
-)
+from lamina.spend.accounts import Charge, charges_in_declared_steps, follows_budget, remaining_accounts
 from lamina.spend.reservation import NoiseByStep
 
 OPTIONS_DIFFER = "options differ from those of"  # in the notes of a run that was resumed with others
@@ -262,12 +257,12 @@ class Segments:
             return None
         filters = self.state.filters
         for c in due:
-            if c.cls in filters and not filters[c.cls].admits(c.sigma, c.q, c.steps):
-                self.note(f"the filter of class '{c.cls}' does not allow steps {first} to {last - 1}")
+            if (cls := str(c.account)) in filters and not filters[cls].admits(c.event.sigma, c.event.q, c.event.steps):
+                self.note(f"the filter of class '{cls}' does not allow steps {first} to {last - 1}")
                 return None
         for c in due:
-            if c.cls in filters:
-                filters[c.cls].charge(c.sigma, c.q, c.steps)
+            if (cls := str(c.account)) in filters:
+                filters[cls].charge(c.event.sigma, c.event.q, c.event.steps)
         if self._start is not None and not self.state.segments:
             self.run.begin(self._start)
         present = len(self.corpus)
@@ -289,7 +284,7 @@ class Segments:
             if (factor := factors.get(name, 1.0)) != before.get(name, 1.0):
                 done = f"is exhausted by earlier charges: {f'scaled by {factor:g}' if factor else 'left out'}"
                 done = done if factor < 1 else "covers the next steps: not scaled"
-                who = f"{describe_account(name)} (contributions: {self.corpus.count_signed(name)})"
+                who = f"{Account.parse(name).describe()} (contributions: {self.corpus.count_signed(name)})"
                 self.note(f"{who} {done} from step {first} on")
 
     def _variance(self) -> list[float]:
@@ -350,8 +345,8 @@ class Segments:
         """Charge the filters for every segment that was opened after the checkpoint, whatever became of it."""
         for opened in self.run.attempts:
             for c in opened.charges:
-                if opened.segment >= self.state.segments and c.cls in self.state.filters:
-                    self.state.filters[c.cls].charge(c.sigma, c.q, c.steps)
+                if opened.segment >= self.state.segments and (cls := str(c.account)) in self.state.filters:
+                    self.state.filters[cls].charge(c.event.sigma, c.event.q, c.event.steps)
 
     def _facts(self) -> SegmentInputs:
         revision, key = self.corpus.revision, self.run.salt

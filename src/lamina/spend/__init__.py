@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from lamina.spend.accounts import Charge, SignedAccount, plan_charges
-from lamina.spend.spend_ledger import PricedAccount, SpendLedger
+from lamina.spend.spend_ledger import SpendLedger
 
-__all__ = ["SignedAccount", "SpendLedger", "PricedAccount", "Charge", "plan_charges"]
+__all__ = ["SignedAccount", "SpendLedger", "Charge", "plan_charges"]

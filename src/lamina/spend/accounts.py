@@ -6,32 +6,22 @@ import functools
 import math
 import re
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from decimal import Decimal
 from fractions import Fraction
 
 from lamina import validate
-from lamina.account.accountants import find_accountant, pooled_epsilon
+from lamina.account.accountants import find_accountant
+from lamina.account.charges import Account, invalid_account
 from lamina.account.gaussian_rdp import step_rdp
-from lamina.account.schedule import Event, EventCounts, EventKey, check_delta, rdp_order_of
+from lamina.account.schedule import Event, check_delta, rdp_order_of
 from lamina.errors import AccountingError, BudgetExceeded, RunError
-from lamina.ledger.checked_leaves import CheckedLeaves
-from lamina.ledger.governance_records import Header
-from lamina.ledger.records import MAX_ACCOUNTS, Epoch, EpochCharge
-from lamina.ledger.run_records import RunEnd
+from lamina.ledger.records import MAX_ACCOUNTS
 from lamina.ledger.schema import CLASS, MICRO
-from lamina.ledger.spending import Bound, Spending, steps_by_kind
-from lamina.ledger.store.rows import StoreReader
-from lamina.plan.risk import RiskBound
+from lamina.ledger.spending import Limit
 from lamina.plan.rules import FollowBudget
 from lamina.plan.step_plan import StepPlan
 from lamina.plan.table import epsilon_text, percent_text
-
-BOUND_SEPARATOR = "@"  # in CLASS@BOUND; no class name contains it
-_MICRO = 1_000_000
-_NUMBER = r"((?:0|[1-9][0-9]*)(?:\.[0-9]{0,5}[1-9])?)"
-_BOUND_TEXT = re.compile(f"c={_NUMBER},z={_NUMBER}", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,60 +39,13 @@ class SignedAccount:
     epsilon: float
 
     def __post_init__(self) -> None:
-        label = self.name.removeprefix(f"{self.cls}{BOUND_SEPARATOR}")
-        if label == self.name or not _BOUND_TEXT.fullmatch(label) or 0 in account_bound(self.name):
-            raise _invalid_name(self.name, self.cls)
+        account = Account.parse(self.name)
+        if account.cls != self.cls or not account.clip_micro or not account.noise_micro:
+            raise invalid_account(self.name)
         remedy = "resolve the signed bound against the plan: lamina.plan.signed_bounds.scale_for"
         check = functools.partial(validate.number, RunError, "spend.account-out-of-range", above=0, remedy=remedy)
         object.__setattr__(self, "scale", check(most=1, scale=self.scale))
         object.__setattr__(self, "epsilon", check(epsilon=self.epsilon))
-
-
-def _invalid_name(name: str, cls: str) -> RunError:
-    remedy = f"name a class, {cls[:64]!r}, or a class and its signed bound, '{cls[:64]}{BOUND_SEPARATOR}c=0.5,z=2.25'"
-    return RunError("spend.account-name-invalid", f"{name[:80]!r} is no name of an account", remedy)
-
-
-def account_name(bound: Bound) -> str:
-    """The name of an account: its class, or class and signed bound.
-
-    >>> account_name(("clinical", 500_000, 2_250_000)), account_name(("clinical", 0, 0))
-    ('clinical@c=0.5,z=2.25', 'clinical')
-    """
-    cls, clip, noise = bound
-    return f"{cls}{BOUND_SEPARATOR}c={_micro_decimal(clip)},z={_micro_decimal(noise)}" if clip or noise else cls
-
-
-def account_bound(name: str) -> Bound:
-    """The account with this name; the inverse of `account_name`.
-
-    >>> account_bound("clinical@c=0.5,z=2.25"), account_bound("clinical")
-    (('clinical', 500000, 2250000), ('clinical', 0, 0))
-    """
-    cls, separator, label = name.partition(BOUND_SEPARATOR)
-    if not separator:
-        return cls, 0, 0
-    found = _BOUND_TEXT.fullmatch(label)
-    if found is None:
-        raise _invalid_name(name, cls)
-    clip, noise = (int(Decimal(part) * _MICRO) for part in found.groups())
-    return cls, clip, noise
-
-
-def _micro_decimal(micro: int) -> str:
-    whole, rest = divmod(micro, _MICRO)
-    return f"{whole}.{rest:06d}".rstrip("0").rstrip(".")
-
-
-def is_bound(name: str) -> bool:
-    """Whether the account is a signed bound, and not a whole class."""
-    return BOUND_SEPARATOR in name
-
-
-def describe_account(name: str) -> str:
-    """The account in words, for messages."""
-    cls, _, label = name.partition(BOUND_SEPARATOR)
-    return f"signed bound {label!r} of class {cls!r}" if label else f"class {cls!r}"
 
 
 def check_accounts(plan: StepPlan, accounts: Sequence[SignedAccount]) -> tuple[SignedAccount, ...]:
@@ -120,35 +63,33 @@ def check_accounts(plan: StepPlan, accounts: Sequence[SignedAccount]) -> tuple[S
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Charge:
-    """`steps` Poisson-subsampled Gaussian events with noise multiplier `sigma` and rate `q`, taken from one account.
+    """An event, taken from one account. The run is priced at `delta` by `accountant`.
 
-    `cls` names the account: a class, or a signed bound, which is charged beside its class. The run is priced at `delta`
-    by `accountant`.
+    What a class is charged as a whole, its signed bounds are charged beside it.
     """
 
-    cls: str
-    sigma: float
-    q: float
-    steps: int
+    account: Account
+    event: Event
     delta: float
     accountant: str
 
-    @property
-    def event(self) -> Event:
-        return Event(sigma=self.sigma, q=self.q, steps=self.steps)
-
-    @property
-    def key(self) -> EventKey:
-        """What its price depends on. Only noise that follows its budget is priced at one order."""
-        return (self.sigma, self.q, rdp_order_of(self.accountant) or 0.0)
-
     def times(self, steps: int) -> Charge:
         """The same charge for another number of steps."""
-        return replace(self, steps=steps)
+        return replace(self, event=replace(self.event, steps=steps))
 
-    def recorded(self) -> EpochCharge:
-        """The charge as an epoch records it."""
-        return EpochCharge(sigma=self.sigma, rate=self.q, steps=self.steps, order=rdp_order_of(self.accountant))
+    def row(self) -> dict[str, str | float | int]:
+        """The fields as the ledger and journals store them; `stored_charge` reads them."""
+        event = self.event
+        return {
+            "cls": str(self.account), "sigma": event.sigma, "q": event.q, "steps": event.steps, "delta": self.delta,
+            "accountant": self.accountant,
+        }  # fmt: skip
+
+
+def stored_charge(cls: str, sigma: float, q: float, steps: int, delta: float, accountant: str) -> Charge:
+    """The charge with these fields. Only noise that follows its budget is priced at one order."""
+    event = Event(sigma=sigma, q=q, steps=steps, order=rdp_order_of(accountant))
+    return Charge(account=Account.parse(cls), event=event, delta=delta, accountant=accountant)
 
 
 def plan_charges(plan: StepPlan, first: int, last: int, accounts: Sequence[SignedAccount] = ()) -> tuple[Charge, ...]:
@@ -170,7 +111,7 @@ def remaining_accounts(accounts: Sequence[SignedAccount], factors: Mapping[str, 
 def bound_charges(plan: StepPlan, first: int, last: int, accounts: Sequence[SignedAccount]) -> tuple[Charge, ...]:
     """What these steps take from signed bounds, each at the sigma that follows from its scale."""
     return tuple(
-        replace(_charge_of_event(plan, plan.index(each.cls), event), cls=each.name)
+        replace(_charge_of_event(plan, plan.index(each.cls), event), account=Account.parse(each.name))
         for each in accounts
         for event in plan.schedule_between(each.cls, first, last, each.scale)
     )
@@ -201,8 +142,8 @@ def charges_in_declared_steps(plan: StepPlan, first: int, last: int, factor: flo
 
 
 def _charge_of_event(plan: StepPlan, k: int, event: Event) -> Charge:
-    name, delta = plan.classes[k].name, plan.classes[k].delta
-    return Charge(cls=name, sigma=event.sigma, q=event.q, steps=event.steps, delta=delta, accountant=plan.accountant)
+    entry, event = plan.classes[k], replace(event, order=rdp_order_of(plan.accountant))
+    return Charge(account=Account(entry.name), event=event, delta=entry.delta, accountant=plan.accountant)
 
 
 _NONCE_BYTES = 16
@@ -212,7 +153,7 @@ _MOST_STEPS = 2**40  # of one charge, so that sums stay exact in SQLite; a run t
 def checked_charges(charges: Sequence[Charge]) -> tuple[Charge, ...]:
     """The charges with numbers of Python, if each has a price and an account."""
     checked = tuple(map(_checked_charge, charges))
-    if (count := len({each.cls for each in checked})) > MAX_ACCOUNTS:
+    if (count := len({each.account for each in checked})) > MAX_ACCOUNTS:
         problem = (
             f"the run has {count:,} classes and signed bounds; an epoch of the ledger holds {MAX_ACCOUNTS:,} at most"
         )
@@ -225,21 +166,20 @@ def checked_charges(charges: Sequence[Charge]) -> tuple[Charge, ...]:
 def _checked_charge(charge: Charge) -> Charge:
     event, delta = charge.event, check_delta(charge.delta)
     if math.isinf(event.sigma):
-        problem = f"a charge of {charge.cls!r} has sigma inf"
+        problem = f"a charge of {str(charge.account)!r} has sigma inf"
         raise AccountingError("spend.charge-without-cost", problem, "it costs nothing: leave it out")
     validate.whole(AccountingError, "spend.charge-too-long", least=0, most=_MOST_STEPS, steps=event.steps)
-    return Charge(
-        cls=_checked_account(charge.cls), sigma=event.sigma, q=event.q + 0.0, steps=event.steps, delta=delta + 0.0,
-        accountant=find_accountant(charge.accountant).name,
-    )  # fmt: skip  # -0.0 becomes 0.0, which is what the file gives back
+    account, accountant = _checked_account(charge.account), find_accountant(charge.accountant).name
+    event = replace(event, q=event.q + 0.0, order=rdp_order_of(accountant))  # -0.0 becomes 0.0, as the file gives back
+    return Charge(account=account, event=event, delta=delta + 0.0, accountant=accountant)
 
 
-def checked_bounds(bounds: Mapping[str, float | None]) -> dict[str, float]:
-    """Bounds as floats; None and inf are no bound."""
+def checked_bounds(bounds: Mapping[str, float | None]) -> dict[Account, float]:
+    """Bounds as floats by account; None and inf are no bound."""
     for bound in bounds.values():
         if bound is not None:
             validate.number(AccountingError, "spend.bound-negative", least=0, infinite=True, bound=bound)
-    return {cls: math.inf if bound is None else float(bound) for cls, bound in bounds.items()}
+    return {Account.parse(name): math.inf if bound is None else float(bound) for name, bound in bounds.items()}
 
 
 def checked_run(run: str) -> str:
@@ -249,14 +189,13 @@ def checked_run(run: str) -> str:
     return run
 
 
-def _checked_account(name: str) -> str:
+def _checked_account(account: Account) -> Account:
     """A class or a signed bound, as a leaf can name it: what is charged must be recorded later."""
-    text = checked_text(name, "account")
-    found = account_bound(text)
-    if not CLASS.fits(found[0]) or not MICRO.fits(max(found[1:])) or account_name(found) != text:
-        remedy = "name a class (letters, digits, '_', '.', '-'), or 'CLASS@c=0.5,z=2.25'"
-        raise RunError("spend.account-name-invalid", f"{text[:80]!r} is no name of an account", remedy)
-    return text
+    text = checked_text(str(account), "account")
+    found = Account.parse(text)
+    if not CLASS.fits(found.cls) or not MICRO.fits(max(found[1:])) or found != account:
+        raise invalid_account(text)
+    return found
 
 
 def checked_nonce(nonce: bytes) -> bytes:
@@ -305,127 +244,31 @@ def run_name(run: str, label: str = "") -> str:
     return f"{label!r} ({run[:8]})" if label else run[:8]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AccountBudget:
-    """ε ≤ `bound` at `delta`, computed by `accountant`; inf is no bound. With `risk`: that bound instead, and not ε."""
-
-    bound: float
-    delta: float
-    accountant: str
-    risk: RiskBound | None = None
-
-    def within(self, other: AccountBudget) -> bool:
-        """Whether whatever keeps to this budget keeps to the other."""
-        if self.risk is not None and other.risk is not None:
-            return self.accountant == other.accountant and self.risk.implies(other.risk)
-        same = (self.delta, self.accountant, self.risk) == (other.delta, other.accountant, other.risk)
-        return same and self.bound <= other.bound
-
-    def price(self, events: EventCounts, marks: frozenset[str]) -> float:
-        """ε of all events together; or the rate that the risk bound limits, 1 if nothing is proven."""
-        if self.risk is not None:
-            return self.risk.rate(events, accountant=self.accountant, marks=marks)
-        return pooled_epsilon(events, delta=self.delta, name=self.accountant)
-
-
 def budget_exceeded(
-    *, path: str, origin: str, account: str, budget: AccountBudget, now: AccountTotal, run: str, label: str, asked: int,
+    *, path: str, origin: str, account: Account, limit: Limit, now: AccountTotal, run: str, label: str, asked: int,
     epsilon: float,
 ) -> BudgetExceeded:  # fmt: skip
     """The refusal of a charge: the bound, who spent and reserved what, what was asked, and the remedies."""
     label = label or next((each.label for each in now.runs if each.run == run), "")
-    figure: Callable[[float], str] = epsilon_text if budget.risk is None else percent_text
-    bound = f"the risk bound {budget.risk}"
-    if budget.risk is None:
-        bound = f"a bound of ε ≤ {figure(budget.bound)} at δ = {budget.delta:g}"
-    spent = f"{'ε ' if budget.risk is None else ''}{figure(now.spent)}"
-    would = "of which nothing is proven" if budget.risk and epsilon == 1 else f"which would make it {figure(epsilon)}"
+    figure: Callable[[float], str] = epsilon_text if limit.risk is None else percent_text
+    bound = f"the risk bound {limit.risk}"
+    if limit.risk is None:
+        bound = f"a bound of ε ≤ {figure(limit.epsilon)} at δ = {limit.delta:g}"
+    spent = f"{'ε ' if limit.risk is None else ''}{figure(now.spent)}"
+    would = "of which nothing is proven" if limit.risk and epsilon == 1 else f"which would make it {figure(epsilon)}"
     problem = (
-        f"{describe_account(account)} of corpus {origin!r} has {bound} "
+        f"{account.describe()} of corpus {origin!r} has {bound} "
         f"over all runs; {spent} is spent, {figure(now.committed)} with what is "
         f"reserved; run {run_name(run, label)} asks for {asked:,} step{'s'[: asked != 1]}, {would} "
-        f"(accountant {budget.accountant})"
+        f"(accountant {limit.accountant})"
     )
     remedy = "plan with a smaller epsilon or fewer steps; " + (
         "or leave out those who signed this bound, for whom it is final: exhausted = 'leave-out' or 'scale' in policy.toml"
-        if is_bound(account)
+        if account.signed
         else "whoever answers for the corpus may set a new bound in the policy"
     )
     if holding := [each.run[:8] for each in now.runs if each.reserved and each.run != run]:
         remedy = f"release a run that holds a reservation (lamina spend {shlex.quote(path)} --release {holding[0]}), or {remedy}"
-    if budget.risk is not None:
+    if limit.risk is not None:
         return BudgetExceeded("spend.risk-exceeded", problem, remedy)
     return BudgetExceeded("spend.budget-exceeded", problem, remedy)
-
-
-AttemptKey = tuple[int, int]  # segment, generation
-
-
-class RecordedSpend:
-    """The charges that epochs record. Each leaf is read once, since leaves do not change."""
-
-    def __init__(self, header: Header) -> None:
-        self._header = header
-        self._reset()
-
-    def _reset(self) -> None:
-        self._upto = self.epochs = 0
-        self.spending = Spending(self._header)
-        self._runs: dict[bytes, dict[str, dict[EventKey, int]]] = {}
-        self._attempts: dict[bytes, dict[AttemptKey, dict[str, int]]] = {}
-        self._scales: dict[tuple[bytes, bytes], dict[str, float]] = {}
-        self._plans: dict[str, set[bytes]] = {}
-        self.content_only: set[str] = set()  # classes of runs that ended with a public number of contributions
-        self.split: set[str] = set()  # classes of which an epoch charges signed bounds and not the whole class
-
-    def follow(self, rows: StoreReader, size: int, leaves: CheckedLeaves) -> None:
-        """Read the checked leaves up to leaf `size`."""
-        if size < self._upto:  # the view of an older transaction
-            self._reset()
-        for leaf in leaves.records(rows, Epoch, self._upto, size):
-            assert isinstance(leaf.record, Epoch)
-            self._add(leaf.record)
-        for leaf in leaves.records(rows, RunEnd, self._upto, size):
-            if isinstance(leaf.record, RunEnd) and leaf.record.public_number:
-                self.content_only |= {account_bound(name)[0] for name in self._runs.get(leaf.record.run, ())}
-        self._upto = size
-
-    def _add(self, epoch: Epoch) -> None:
-        self.epochs += 1
-        self.spending.add(epoch.accounts)
-        run = self._runs.setdefault(epoch.run, {})
-        self.split |= {each.cls for each in epoch.accounts} - {
-            each.cls for each in epoch.accounts if not each.noise_multiplier
-        }
-        last = epoch.segments[-1]
-        steps = self._attempts.setdefault(epoch.run, {}).setdefault((last.index, last.generation), {})
-        for account in epoch.accounts:
-            name = account_name(account.bound)
-            self._scales.setdefault((epoch.run, epoch.plan), {})[name] = account.scale
-            self._plans.setdefault(account.cls, set()).add(epoch.plan)
-            events = run.setdefault(name, {})
-            for kind, count in steps_by_kind(account.charges).items():
-                events[kind] = events.get(kind, 0) + count
-                steps[name] = steps.get(name, 0) + count
-
-    def names(self) -> list[str]:
-        return [account_name(bound) for bound in self.spending.bounds()]
-
-    def scales(self, run: bytes, plan: bytes) -> dict[str, float]:
-        """The accounts that a run charged under a plan, each with its scale."""
-        return dict(self._scales.get((run, plan), {}))
-
-    def plans(self, cls: str) -> set[bytes]:
-        """Digests of the plans under which a class was charged."""
-        return set(self._plans.get(cls, ()))
-
-    def of_run(self, run: bytes, name: str) -> dict[EventKey, int]:
-        """What one run charged to an account."""
-        return dict(self._runs.get(run, {}).get(name, {}))
-
-    def attempts(self, name: str) -> Iterator[tuple[bytes, int, int, int]]:
-        """(run, segment, generation, steps) of every attempt that charged the account."""
-        for run, found in self._attempts.items():
-            for (segment, generation), steps in found.items():
-                if name in steps:
-                    yield run, segment, generation, steps[name]

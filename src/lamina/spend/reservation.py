@@ -12,16 +12,17 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from lamina import cbor
-from lamina.account.schedule import EventCounts, EventKey
-from lamina.errors import EncodingError, LedgerDamaged
+from lamina.account.charges import Account
+from lamina.account.schedule import EventCounts, EventKey, add_events
+from lamina.errors import EncodingError, LaminaError, LedgerDamaged, RunError
 from lamina.ledger.records import Segment, SegmentOutcome
 from lamina.ledger.schema import NANO, UNBOUNDED
-from lamina.ledger.spending import CLASS_TOLERANCE, Spending, signed_limit, signed_spend
+from lamina.ledger.spending import CLASS_TOLERANCE, Limit, Spending, signed_limit, signed_spend, steps_by_kind
 from lamina.ledger.store.rows import RESERVATION_SEGMENT, RunHold, RunRow, StoreReader, StoreWriter
 from lamina.ledger.writer import Ledger
 from lamina.plan.risk import UNPROVEN, ZERO_OUT, RiskBound, curve_marks
 from lamina.plan.step_plan import StepPlan
-from lamina.spend.accounts import AccountBudget, Charge, RecordedSpend, RunSpend, account_bound
+from lamina.spend.accounts import Charge, RunSpend, stored_charge
 
 _MOST_BYTES = 1 << 24
 NoiseByStep = tuple[tuple[int, tuple[float, ...]], ...]  # from which step on, S² per layer
@@ -72,7 +73,7 @@ class OpenCharges:
     factors: Mapping[str, float] = field(default_factory=dict)
 
     def encode(self) -> bytes:
-        rows = [list(astuple(each)) for each in self.charges]
+        rows = [list(each.row().values()) for each in self.charges]
         begun = [] if self.begun is None else [*astuple(self.begun)[:4], list(self.begun.variance)]
         whole = [rows, dict(self.scales), self.plan, begun, self.place]
         whole += [dict(self.factors)] if self.factors else []
@@ -82,33 +83,27 @@ class OpenCharges:
     def decode(cls, data: bytes) -> OpenCharges:
         try:
             rows, scales, plan, begun, place, *factors = cbor.decode(data, floats=True, max_size=_MOST_BYTES)
-            charges = tuple(_charge_from_row(*row) for row in rows)
+            charges = tuple(stored_charge(*row) for row in rows)
             attempt = None
             if begun:
                 first, last, eligibility, after, variance = begun
                 attempt = OpenAttempt(first, last, eligibility, after, tuple(variance))
             return cls(charges, dict(scales), plan, attempt, place, *map(dict, factors))
-        except (EncodingError, TypeError, ValueError):
+        except (LaminaError, TypeError, ValueError):
             raise _unreadable("the open charges of a run") from None
 
-    def of(self, name: str) -> tuple[Charge, ...]:
+    def of(self, account: Account) -> tuple[Charge, ...]:
         """The charges of one account."""
-        return tuple(each for each in self.charges if each.cls == name)
+        return tuple(each for each in self.charges if each.account == account)
 
 
 def _unreadable(what: str) -> LedgerDamaged:
     return LedgerDamaged("spend.row-unreadable", f"{what} cannot be read", "restore the ledger from a copy")
 
 
-def _charge_from_row(cls: str, sigma: float, q: float, steps: int, delta: float, accountant: str) -> Charge:
-    return Charge(cls=cls, sigma=sigma, q=q, steps=steps, delta=delta, accountant=accountant)
-
-
 def add_charges(events: dict[EventKey, int], charges: Iterable[Charge]) -> dict[EventKey, int]:
     """Add charges to events, in place."""
-    for each in charges:
-        if each.steps:
-            events[each.key] = events.get(each.key, 0) + each.steps
+    add_events(events, steps_by_kind(each.event for each in charges))
     return events
 
 
@@ -118,7 +113,7 @@ _UNIX_EPOCH = datetime.date(1970, 1, 1)
 class SpendView:
     """Reads what is charged and reserved. A run is 16 bytes in the store, and 32 hex digits outside."""
 
-    def __init__(self, rows: StoreReader, recorded: RecordedSpend) -> None:
+    def __init__(self, rows: StoreReader, recorded: Spending) -> None:
         self._rows = rows
         self._recorded = recorded
 
@@ -127,67 +122,69 @@ class SpendView:
         return {(h.run, h.segment, h.generation): OpenCharges.decode(h.body) for h in self._rows.holds()}
 
     @cached_property
-    def _terms(self) -> dict[str, bytes]:
-        return self._rows.terms()
+    def _terms(self) -> dict[Account, bytes]:
+        try:
+            return {Account.parse(name): body for name, body in self._rows.terms().items()}
+        except RunError:
+            raise _unreadable("the name of an account with limits") from None
 
-    def _held(self, name: str, *, reserved: bool) -> Iterator[tuple[bytes, int, int, Charge]]:
+    def _held(self, name: Account, *, reserved: bool) -> Iterator[tuple[bytes, int, int, Charge]]:
         for (run, segment, generation), held in self._holds.items():
             if (segment == RESERVATION_SEGMENT) == reserved:
                 yield from ((run, segment, generation, each) for each in held.of(name))
 
-    def charged(self, name: str) -> EventCounts:
+    def charged(self, name: Account) -> EventCounts:
         """All that was ever charged to an account, recorded in a leaf or not."""
-        events = dict(self._recorded.spending.events(account_bound(name)))
+        events = self._recorded.events(name)
         return add_charges(events, (each for *_, each in self._held(name, reserved=False)))
 
-    def spending(self, *names: str, without: tuple[bytes, int, int] | None = None) -> Spending:
+    def spending(self, *names: Account, without: tuple[bytes, int, int] | None = None) -> Spending:
         """All that was ever charged to these accounts, except by one attempt: what leaves will say of it."""
-        found = self._recorded.spending.copy(*map(account_bound, names))
+        found = self._recorded.copy(*names)
         for name in names:
             held = ((key, each) for *key, each in self._held(name, reserved=False))
-            found.charge(account_bound(name), [each.recorded() for key, each in held if tuple(key) != without])
+            found.charge(name, [each.event for key, each in held if tuple(key) != without])
         return found
 
-    def standing(self, name: str, *, without: str = "") -> EventCounts:
+    def standing(self, name: Account, *, without: str = "") -> EventCounts:
         """All that was charged, and all that is reserved except by the run `without`."""
         own = bytes.fromhex(without)
         others = (each for run, *_, each in self._held(name, reserved=True) if run != own)
         return add_charges(dict(self.charged(name)), others)
 
-    def reserved(self, name: str, run: str) -> EventCounts:
+    def reserved(self, name: Account, run: str) -> EventCounts:
         own = bytes.fromhex(run)
         return add_charges({}, (c for r, *_, c in self._held(name, reserved=True) if r == own))
 
-    def of_run(self, run: str, name: str) -> EventCounts:
+    def of_run(self, run: str, name: Account) -> EventCounts:
         """What one run was charged."""
         own = bytes.fromhex(run)
         mine = (each for found, *_, each in self._held(name, reserved=False) if found == own)
-        return add_charges(self._recorded.of_run(own, name), mine)
+        return add_charges(self._recorded.events(name, own), mine)
 
-    def names(self) -> list[str]:
+    def accounts(self) -> list[Account]:
         """Every account with a charge or reservation."""
-        held = {each.cls for held in self._holds.values() for each in held.charges}
-        return sorted({*self._recorded.names(), *held, *self._terms})
+        held = {each.account for held in self._holds.values() for each in held.charges}
+        return sorted({*self._recorded.bounds(), *held, *self._terms})
 
-    def terms(self, name: str) -> tuple[AccountBudget, ...]:
+    def terms(self, name: Account) -> tuple[Limit, ...]:
         """The budgets that all charges and reservations of an account are known to keep."""
         body = self._terms.get(name)
         try:
             rows = [] if body is None else cbor.decode(body, floats=True, null=True)
         except EncodingError:
-            raise _unreadable(f"the budgets of account {name!r}") from None
+            raise _unreadable(f"the budgets of account {str(name)!r}") from None
         return tuple(
-            AccountBudget(
-                bound=math.inf if bound is None else bound, delta=delta, accountant=accountant,
-                risk=RiskBound(of=risk[0], fpr=risk[1], tpr=bound) if risk else None,
+            Limit(
+                epsilon=math.inf if most is None or risk else most, delta=delta, accountant=accountant,
+                risk=RiskBound(of=risk[0], fpr=risk[1], tpr=most) if risk else None,
             )
-            for bound, delta, accountant, *risk in rows
+            for most, delta, accountant, *risk in rows
         )  # fmt: skip
 
-    def marks(self, name: str) -> frozenset[str]:
-        """What limits the curves of all that is charged to, or reserved of, the class of an account."""
-        cls, _, _ = account_bound(name)
-        plans = {*self._recorded.plans(cls), *(held.plan for held in self._holds.values() if held.of(cls))}
+    def marks(self, cls: str) -> frozenset[str]:
+        """What limits the curves of all that is charged to, or reserved of, a class."""
+        plans = {*self._recorded.plans(cls), *(held.plan for held in self._holds.values() if held.of(Account(cls)))}
         limits = {UNPROVEN: cls in self._recorded.split, ZERO_OUT: cls in self._recorded.content_only}
         found = frozenset(mark for mark, holds in limits.items() if holds)
         return found.union(*(_marks_of_plan(digest, self._rows.blob(digest)) for digest in plans))
@@ -195,17 +192,17 @@ class SpendView:
     def labels(self) -> dict[str, str]:
         return {each.id.hex(): each.label for each in self._rows.runs()}
 
-    def runs(self, name: str) -> tuple[RunSpend, ...]:
+    def runs(self, name: Account) -> tuple[RunSpend, ...]:
         """The runs with charges to, or reservations of, an account; the oldest first."""
         known = {each.id: each for each in self._rows.runs()}
         taken: dict[bytes, dict[tuple[int, int], int]] = {}
-        held = [(run, at, gen, each.steps) for run, at, gen, each in self._held(name, reserved=False)]
+        held = [(run, at, gen, each.event.steps) for run, at, gen, each in self._held(name, reserved=False)]
         for run, segment, generation, steps in (*self._recorded.attempts(name), *held):
             mine = taken.setdefault(run, {})
             mine[segment, generation] = mine.get((segment, generation), 0) + steps
         left: dict[bytes, int] = {}
         for run, _, _, each in self._held(name, reserved=True):
-            left[run] = left.get(run, 0) + each.steps
+            left[run] = left.get(run, 0) + each.event.steps
         found = []
         for run in {*taken, *left}:
             row = known.get(run, RunRow(run, "", 0, True))
@@ -228,7 +225,7 @@ class SpendView:
 class SpendTransaction(SpendView):
     """Changes what is charged and reserved. `SpendLedger` decides what is allowed."""
 
-    def __init__(self, rows: StoreWriter, recorded: RecordedSpend) -> None:
+    def __init__(self, rows: StoreWriter, recorded: Spending) -> None:
         super().__init__(rows, recorded)
         self._write = rows
 
@@ -266,21 +263,22 @@ class SpendTransaction(SpendView):
         before = self._holds.get((id, RESERVATION_SEGMENT, 0))
         if before is None:
             return
-        taken: Counter[tuple[str, float, float]] = Counter()
+        taken: Counter[tuple[Account, float, float]] = Counter()
         for each in held.charges:
-            taken[each.cls, each.sigma, each.q] += each.steps
+            taken[each.account, each.event.sigma, each.event.q] += each.event.steps
         left = []
         for each in before.charges:
-            off = min(each.steps, taken[each.cls, each.sigma, each.q])
-            taken[each.cls, each.sigma, each.q] -= off
-            if each.steps > off:
-                left.append(each.times(each.steps - off))
+            kind, steps = (each.account, each.event.sigma, each.event.q), each.event.steps
+            off = min(steps, taken[kind])
+            taken[kind] -= off
+            if steps > off:
+                left.append(each.times(steps - off))
         self.reserve(run, left, before.plan)
 
-    def set_terms(self, name: str, terms: Sequence[AccountBudget]) -> None:
+    def set_terms(self, name: Account, terms: Sequence[Limit]) -> None:
         rows = [
             [
-                None if math.isinf(t.bound) else t.bound,
+                None if math.isinf(t.most) else t.most,
                 t.delta,
                 t.accountant,
                 *((t.risk.of, t.risk.fpr) if t.risk else ()),
@@ -288,7 +286,7 @@ class SpendTransaction(SpendView):
             for t in terms
         ]
         self._terms[name] = cbor.encode(rows, floats=True, null=True)
-        self._write.put_terms(name, self._terms[name])
+        self._write.put_terms(str(name), self._terms[name])
 
     def _put(self, run: bytes, segment: int, generation: int, nonce: bytes, held: OpenCharges) -> None:
         self._write.put_hold(RunHold(run, segment, generation, nonce, None, held.encode()))
@@ -303,12 +301,8 @@ def _marks_of_plan(digest: bytes, data: bytes | None) -> frozenset[str]:
     return curve_marks(StepPlan.from_cbor(data))
 
 
-class BoundExceeded(Exception):
-    """Ends a transaction: an account would exceed its bound."""
-
-    def __init__(self, cls: str, terms: AccountBudget, asked: int, epsilon: float) -> None:
-        super().__init__(cls)
-        self.cls, self.terms, self.asked, self.epsilon = cls, terms, asked, epsilon
+class LimitExceeded(Exception):
+    """Ends a transaction. Holds the account, its limit, the number of steps asked for, and the price with them."""
 
 
 class SpendLimits:
@@ -317,45 +311,45 @@ class SpendLimits:
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
 
-    def wanted(self, rows: StoreReader, name: str, *asked: AccountBudget) -> list[AccountBudget]:
+    def wanted(self, rows: StoreReader, account: Account, *asked: Limit) -> list[Limit]:
         """The budgets to keep: those asked for and that of the ledger, without those that a stricter one implies."""
-        cls, _, noise = account_bound(name)
+        cls, _, noise = account
         header, promised, found = self._ledger.header, noise, list(asked)
         terms: dict[str, Any] = {"delta": header.delta, "accountant": header.accountant}
         if not noise:
             preset = next((each for each in self._ledger.governance(rows).policy.presets if each.cls == cls), None)
             promised = 0 if preset is None else preset.noise_multiplier
             if preset is not None and preset.risk is not None:
-                found.append(AccountBudget(bound=preset.risk.tpr, risk=preset.risk, **terms))
+                found.append(Limit(risk=preset.risk, **terms))
         if promised and (most := signed_spend(promised, header.delta)) < UNBOUNDED:
             bound = signed_limit(noise, header.delta) if noise else most / NANO * (1 + CLASS_TOLERANCE)
-            found.append(AccountBudget(bound=bound, **terms))
+            found.append(Limit(epsilon=bound, **terms))
         return [t for t in found if not any(o is not t and o.within(t) and o != t for o in found)]
 
     def admit(
-        self, transaction: SpendTransaction, rows: StoreReader, charges: Sequence[Charge], bounds: Mapping[str, float],
-        before: Mapping[str, EventCounts],
+        self, transaction: SpendTransaction, rows: StoreReader, charges: Sequence[Charge], bounds: Mapping[Account, float],
+        before: Mapping[Account, EventCounts],
     ) -> None:  # fmt: skip
-        """Raise BoundExceeded unless every account is within its bounds after this transaction."""
+        """Raise LimitExceeded unless every account is within its bounds after this transaction."""
         for name, earlier in before.items():
-            mine = [each for each in charges if each.cls == name]
-            if not any(each.steps for each in mine):
+            mine = [each for each in charges if each.account == name]
+            if not any(each.event.steps for each in mine):
                 continue  # nothing is asked, so nothing can be refused
             bound, after = bounds.get(name, math.inf), transaction.standing(name)
             kinds = sorted({(each.delta, each.accountant) for each in mine})
-            asked = [AccountBudget(bound=bound, delta=delta, accountant=accountant) for delta, accountant in kinds]
+            asked = [Limit(epsilon=bound, delta=delta, accountant=accountant) for delta, accountant in kinds]
             held = transaction.terms(name)
             grown = any(steps > earlier.get(event, 0) for event, steps in after.items())
             wanted = self.wanted(rows, name, *asked)
             for terms in wanted:
                 marks = (
-                    transaction.marks(name) if terms.risk else frozenset[str]()
+                    transaction.marks(name.cls) if terms.risk else frozenset[str]()
                 )  # another plan may limit the same events
-                if math.isinf(terms.bound) or (not grown and not marks and any(h.within(terms) for h in held)):
+                if math.isinf(terms.most) or (not grown and not marks and any(h.within(terms) for h in held)):
                     continue
                 epsilon = terms.price(after, marks)
-                if not epsilon <= terms.bound:
-                    raise BoundExceeded(name, terms, sum(each.steps for each in mine), epsilon)
+                if not epsilon <= terms.most:
+                    raise LimitExceeded(name, terms, sum(each.event.steps for each in mine), epsilon)
             new = [w for w in wanted if grown or not any(h.within(w) for h in held)]
             if new:
                 kept = () if grown else (h for h in held if not any(w.within(h) for w in new))

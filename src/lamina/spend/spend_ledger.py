@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from threading import RLock
@@ -11,24 +10,22 @@ from typing import TypeVar
 
 from lamina import validate
 from lamina.account.accountants import pooled_epsilon
-from lamina.account.schedule import EventCounts, bisect_int
+from lamina.account.charges import Account
+from lamina.account.schedule import Event, EventCounts, bisect_int
 from lamina.errors import RunError
 from lamina.ledger.checked_leaves import CheckedLeaves
-from lamina.ledger.records import Epoch, EpochAccount, EpochCharge, NoiseChange, Segment, SegmentOutcome
+from lamina.ledger.records import Epoch, EpochAccount, NoiseChange, Segment, SegmentOutcome
 from lamina.ledger.run_records import RunBegin
-from lamina.ledger.spending import planned_charges, signed_limit
+from lamina.ledger.spending import Limit, Spending, planned_charges, signed_limit
 from lamina.ledger.store.rows import WHOLE_BUDGET_SEGMENT, RunHold, StoreReader, StoreWriter, head_of
 from lamina.ledger.writer import Ledger
 from lamina.plan.risk import RiskBound
 from lamina.plan.step_plan import StepPlan
 from lamina.spend.accounts import (
-    AccountBudget,
     AccountTotal,
     Charge,
-    RecordedSpend,
     RunSpend,
     SignedAccount,
-    account_bound,
     bound_charges,
     budget_exceeded,
     checked_bounds,
@@ -37,12 +34,11 @@ from lamina.spend.accounts import (
     checked_run,
     checked_text,
     follows_budget,
-    is_bound,
     plan_charges,
     remaining_accounts,
 )
 from lamina.spend.reservation import (
-    BoundExceeded,
+    LimitExceeded,
     NoiseByStep,
     OpenAttempt,
     OpenCharges,
@@ -91,7 +87,7 @@ class EpochBuilder:
         return f"segment {self.segment.index}, generation {self.segment.generation} of run {self.run.hex()[:8]}"
 
     def epoch(
-        self, rows: StoreReader, leaves: CheckedLeaves, recorded: RecordedSpend, scales: Mapping[str, float]
+        self, rows: StoreReader, leaves: CheckedLeaves, recorded: Spending, scales: Mapping[str, float]
     ) -> tuple[Epoch, tuple[RunHold, ...]]:
         """The record, with the spend of every account after it; and the open charges that it records."""
         key = (self.run, self.segment.index, self.segment.generation)
@@ -108,31 +104,33 @@ class EpochBuilder:
             before, now = held[mine].plan.hex()[:16], self.digest.hex()[:16]
             problem = f"{self._name} was charged under plan {before}, and is to be recorded under {now}"
             raise RunError("spend.plan-differs", problem, "give the plan that it was charged under")
-        known = {**scales, **{name: scale for each in held.values() for name, scale in each.scales.items()}}
-        taken: dict[str, list[EpochCharge]] = {}
+        own = {Account.parse(name): scale for each in held.values() for name, scale in each.scales.items()}
+        known = {**{Account.parse(name): scale for name, scale in scales.items()}, **own}
+        taken: dict[Account, list[Event]] = {}
         if follows_budget(self.plan) or self.plan.injection.occurrences is not None:
-            charged = {*recorded.scales(self.run, self.digest), *(n for each in held.values() for n in each.scales)}
+            charged = {*recorded.scales(self.run, self.digest), *own}
             taken = {name: [] for name in (*self._trained(), *(known.keys() & charged))}  # some epochs take nothing
         for found in held.values():
             for one in found.charges:
-                taken.setdefault(one.cls, []).append(one.recorded())
-        if unknown := [name for name in taken if is_bound(name) and name not in known]:
-            problem = f"the scale of account {unknown[0]!r} in this run is not known"
+                taken.setdefault(one.account, []).append(one.event)
+        if unknown := [account for account in taken if account.signed and account not in known]:
+            problem = f"the scale of account {str(unknown[0])!r} in this run is not known"
             raise RunError("spend.scale-unknown", problem, "give the accounts that the run was charged with")
-        factors: dict[str, float | None] = {}
-        for name, factor in held[mine].factors.items():
-            factors[name], charges = self._shown_factor(SpendView(rows, recorded), name, known[name], factor)
-            taken[name] = list(charges)
-        after = recorded.spending.copy()
-        for name, mine_of in taken.items():
-            after.charge(account_bound(name), mine_of)
+        factors: dict[Account, float | None] = {}
+        for account, factor in ((Account.parse(name), factor) for name, factor in held[mine].factors.items()):
+            view = SpendView(rows, recorded)
+            factors[account], charges = self._shown_factor(view, account, known[account], factor)
+            taken[account] = list(charges)
+        after = recorded.copy()
+        for account, events in taken.items():
+            after.charge(account, events)
         accounts = []
-        for name in sorted(taken, key=account_bound):
-            cls, clip, noise = bound = account_bound(name)
-            scale = known[name] if is_bound(name) else 1.0
+        for account in sorted(taken):
+            cls, clip, noise = account
+            scale = known[account] if account.signed else 1.0
             made = EpochAccount(
-                cls=cls, clip_norm=clip, noise_multiplier=noise, scale=scale, charges=tuple(taken[name]),
-                spend=after.spend(bound), exhausted=factors.get(name),
+                cls=cls, clip_norm=clip, noise_multiplier=noise, scale=scale, charges=tuple(taken[account]),
+                spend=after.spend(account), exhausted=factors.get(account),
             )  # fmt: skip
             accounts.append(made)
         earlier = [(*key[:2], generation) for generation in range(self.segment.generation)]
@@ -152,15 +150,15 @@ class EpochBuilder:
         return epoch, tuple(held)
 
     def _shown_factor(
-        self, view: SpendView, name: str, scale: float, factor: float
-    ) -> tuple[float | None, tuple[EpochCharge, ...]]:
+        self, view: SpendView, account: Account, scale: float, factor: float
+    ) -> tuple[float | None, tuple[Event, ...]]:
         """The factor of an exhausted bound, and its charges; None if it is not exhausted.
 
         A ledger that was put back may lack the charges that exhausted it. Then the bound has room, and is charged for
         the next larger factor: more than was taken, and nobody who verifies has to believe what the ledger lacks.
         """
-        (cls, clip, noise), segments = account_bound(name), [self.segment]
-        before = view.spending(name, without=(self.run, self.segment.index, self.segment.generation))
+        (cls, clip, noise), segments = account, [self.segment]
+        before = view.spending(account, without=(self.run, self.segment.index, self.segment.generation))
         while factor < 1:
             asked = EpochAccount(
                 cls=cls, clip_norm=clip, noise_multiplier=noise, scale=scale, charges=(), spend=0, exhausted=factor
@@ -178,9 +176,9 @@ class EpochBuilder:
             left = OpenCharges((), place=OpenCharges.decode(each.body).place)
             rows.put_hold(each._replace(leaf=seq, body=left.encode()))
 
-    def _trained(self) -> list[str]:
+    def _trained(self) -> list[Account]:
         """The classes that the plan charges. Where it charges unevenly, each is in every epoch."""
-        return [each.cls for each in plan_charges(self.plan, 0, self.plan.steps)]
+        return [each.account for each in plan_charges(self.plan, 0, self.plan.steps)]
 
 
 def recorded_segment(rows: StoreReader, leaves: CheckedLeaves, key: tuple[bytes, int, int], seq: int) -> Segment:
@@ -193,15 +191,6 @@ def recorded_segment(rows: StoreReader, leaves: CheckedLeaves, key: tuple[bytes,
 T = TypeVar("T")
 _MOST = 2**63 - 1
 _MOST_TRIES = 1000  # how often another run may record an epoch first
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PricedAccount:
-    """An account, by its name (a class, or CLASS@c=…,z=…), with a δ and accountant of its charges."""
-
-    cls: str
-    delta: float
-    accountant: str
 
 
 class SpendLedger:
@@ -230,7 +219,7 @@ class SpendLedger:
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
-        self._recorded = RecordedSpend(ledger.header)
+        self._recorded = Spending(ledger.header)
         self._limits = SpendLimits(ledger)
         self._plan: tuple[StepPlan, bytes] | None = None  # the last plan, and its bytes
         self._turn = RLock()  # threads take turns in reading on
@@ -276,32 +265,32 @@ class SpendLedger:
         Its present reservation does not count against it. `reserve` admits the result, unless another process charges
         or reserves in between.
         """
-        (charge,), bound = checked_charges([charge]), checked_bounds({charge.cls: bound})[charge.cls]
+        (charge,), (bound,) = checked_charges([charge]), checked_bounds({"": bound}).values()
         run = checked_run(run)
-        name, besides = charge.cls, checked_charges(besides)
-        asked = AccountBudget(bound=bound, delta=charge.delta, accountant=charge.accountant)
+        name, besides, asked_steps = charge.account, checked_charges(besides), charge.event.steps
+        asked = Limit(epsilon=bound, delta=charge.delta, accountant=charge.accountant)
 
         def look(
             view: SpendView, rows: StoreReader
-        ) -> tuple[EventCounts, EventCounts, tuple[AccountBudget, ...], list[AccountBudget], frozenset[str]]:
+        ) -> tuple[EventCounts, EventCounts, tuple[Limit, ...], list[Limit], frozenset[str]]:
             wanted = self._limits.wanted(rows, name, asked)
-            marks = view.marks(name) if any(each.risk for each in wanted) else frozenset()
+            marks = view.marks(name.cls) if any(each.risk for each in wanted) else frozenset()
             return view.standing(name, without=run), view.reserved(name, run), view.terms(name), wanted, marks
 
         others, own, held, wanted, marks = self._ask(look)
         others = add_charges(dict(others), besides)
-        event = charge.key
+        event = charge.event.key
         covered = all(any(h.within(terms) for h in held) for terms in wanted)
-        covered = covered and all(own.get(c.key, 0) >= c.steps for c in besides)
+        covered = covered and all(own.get(c.event.key, 0) >= c.event.steps for c in besides)
         promised = own.get(event, 0) if covered else 0
 
         def admitted(steps: int) -> bool:
             together = add_charges(dict(others), [charge.times(steps)])
-            return steps <= promised or all(terms.price(together, marks) <= terms.bound for terms in wanted)
+            return steps <= promised or all(terms.price(together, marks) <= terms.most for terms in wanted)
 
-        if admitted(charge.steps):
-            return charge.steps
-        return bisect_int(lambda steps: not admitted(steps), 0, charge.steps)[0]
+        if admitted(asked_steps):
+            return asked_steps
+        return bisect_int(lambda steps: not admitted(steps), 0, asked_steps)[0]
 
     def total(
         self, name: str, *, delta: float, accountant: str = "pld", besides: Sequence[Charge] = (),
@@ -315,31 +304,33 @@ class SpendLedger:
         def look(
             view: SpendView, _: StoreReader
         ) -> tuple[EventCounts, EventCounts, tuple[RunSpend, ...], frozenset[str]]:
-            return view.charged(name), view.standing(name), view.runs(name), view.marks(name) if risk else frozenset()
+            account = Account.parse(name)
+            marks = view.marks(account.cls) if risk else frozenset[str]()
+            return view.charged(account), view.standing(account), view.runs(account), marks
 
         charged, committed, runs, marks = self._ask(look)
         committed = add_charges(dict(committed), checked_charges(besides))
-        budget = AccountBudget(bound=math.inf, delta=delta, accountant=accountant, risk=risk)
-        most = budget.price(committed, marks)  # bounds what was charged too: it is part of it
-        return AccountTotal(spent=min(most, budget.price(charged, marks)), committed=most, runs=runs)
+        limit = Limit(delta=delta, accountant=accountant, risk=risk)
+        most = limit.price(committed, marks)  # bounds what was charged too: it is part of it
+        return AccountTotal(spent=min(most, limit.price(charged, marks)), committed=most, runs=runs)
 
     def spent(self, run: str, name: str, *, delta: float, accountant: str = "pld") -> float:
         """ε of what one run charged to an account, redone segments included."""
         run = checked_run(run)
-        events = self._ask(lambda view, _: view.of_run(run, name))
+        events = self._ask(lambda view, _: view.of_run(run, Account.parse(name)))
         return pooled_epsilon(events, delta=delta, name=accountant)
 
-    def accounts(self) -> tuple[PricedAccount, ...]:
-        """Every account: first at the δ and accountant of its last charge, then at those of the ledger."""
+    def accounts(self) -> tuple[tuple[Account, Limit], ...]:
+        """Every account: first with the δ and accountant of its last charge, then with those of the ledger."""
 
-        def look(view: SpendView, _: StoreReader) -> list[tuple[str, Sequence[AccountBudget]]]:
-            return [(name, view.terms(name)) for name in view.names()]
+        def look(view: SpendView, _: StoreReader) -> list[tuple[Account, Sequence[Limit]]]:
+            return [(account, view.terms(account)) for account in view.accounts()]
 
         header, found = self.ledger.header, []
-        for name, terms in self._ask(look):
+        for account, terms in self._ask(look):
             kinds = dict.fromkeys((t.delta, t.accountant) for t in terms)
             kinds |= {(header.delta, header.accountant): None}
-            found += [PricedAccount(cls=name, delta=delta, accountant=accountant) for delta, accountant in kinds]
+            found += [(account, Limit(delta=delta, accountant=accountant)) for delta, accountant in kinds]
         return tuple(found)
 
     def labels(self) -> dict[str, str]:
@@ -351,12 +342,12 @@ class SpendLedger:
         id, digest = bytes.fromhex(checked_run(run)), self.digest(plan)
 
         def look(view: SpendView, rows: StoreReader) -> dict[str, float]:
-            found = dict(self._recorded.scales(id, digest))
+            found = {str(account): scale for account, scale in self._recorded.scales(id, digest).items()}
             for hold in rows.holds(id):
                 held = OpenCharges.decode(hold.body)
                 if held.plan == digest:
                     found |= held.scales
-            return {name: scale for name, scale in found.items() if is_bound(name)}
+            return {name: scale for name, scale in found.items() if Account.parse(name).signed}
 
         return self._ask(look)
 
@@ -368,12 +359,12 @@ class SpendLedger:
         A factor fits if all that was ever charged, and the steps at that factor, keep the signed bound, as `charge` asks.
         Reservations have no part in it: who reads the ledger finds the same.
         """
-        spending, found = self._ask(lambda view, _: view.spending(*(each.name for each in accounts))), {}
+        spending, found = self._ask(lambda view, _: view.spending(*(Account.parse(each.name) for each in accounts))), {}
         for each in accounts:
-            bound = account_bound(each.name)
+            bound = Account.parse(each.name)
             for factor in factors:
                 scaled = remaining_accounts([each], {each.name: factor})
-                more = [one.recorded() for one in bound_charges(plan, first, last, scaled)]
+                more = [one.event for one in bound_charges(plan, first, last, scaled)]
                 if not more or spending.epsilon(bound, more) <= signed_limit(bound[2], spending.delta):
                     break
             if factor < 1:
@@ -389,7 +380,7 @@ class SpendLedger:
             self._plan = plan, plan.to_cbor()
         return self._plan[1]
 
-    def _followed(self, rows: StoreReader) -> RecordedSpend:
+    def _followed(self, rows: StoreReader) -> Spending:
         leaves = self.ledger.checked(rows)
         self._recorded.follow(rows, leaves.size, leaves)
         return self._recorded
@@ -415,7 +406,7 @@ class SpendLedger:
 
         def work(transaction: SpendTransaction, rows: StoreWriter) -> None:
             transaction.enter(run, label)
-            before = {each.cls: transaction.standing(each.cls) for each in asked}
+            before = {each.account: transaction.standing(each.account) for each in asked}
             if plan is not None:
                 rows.put_blob(self.digest(plan), self._encoded(plan))
             transaction.reserve(run, asked, b"" if plan is None else self.digest(plan))
@@ -461,7 +452,7 @@ class SpendLedger:
                     raise RunError("spend.charged-differently", problem, "charge a new generation")
                 return earlier.nonce == nonce
             transaction.enter(run)
-            before = {each.cls: transaction.standing(each.cls) for each in held.charges}
+            before = {each.account: transaction.standing(each.account) for each in held.charges}
             transaction.charge(run, segment, generation, nonce, held)
             if already:
                 for name in before:
@@ -565,12 +556,12 @@ class SpendLedger:
         try:
             with self._turn:
                 return self.ledger.change_open(once)
-        except BoundExceeded as refused:  # the message is made after the ledger is free again
-            budget, account = refused.terms, refused.cls
-            now = self.total(account, delta=budget.delta, accountant=budget.accountant, risk=budget.risk)
+        except LimitExceeded as refused:  # the message is made after the ledger is free again
+            account, limit, asked, epsilon = refused.args
+            now = self.total(str(account), delta=limit.delta, accountant=limit.accountant, risk=limit.risk)
             raise budget_exceeded(
-                path=self.path, origin=self.origin, account=account, budget=budget, now=now, run=run, label=label,
-                asked=refused.asked, epsilon=refused.epsilon,
+                path=self.path, origin=self.origin, account=account, limit=limit, now=now, run=run, label=label,
+                asked=asked, epsilon=epsilon,
             ) from None  # fmt: skip
 
 

@@ -6,10 +6,11 @@ from array import array
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from hashlib import sha256
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 import numpy as np
 
+from lamina.account.charges import Account
 from lamina.admit.attestation import Attestation, SignedTerms, window_rules
 from lamina.errors import AdmissionError, EncodingError
 from lamina.ledger.contribution_columns import (
@@ -40,9 +41,6 @@ from lamina.ledger.verify.tree_checks import AggregateTallies, Finding, fail, fa
 from lamina.ledger.withdrawal_request import withdrawal_target, withdrawal_violation
 from lamina.sign.key_ring import KeyRing
 from lamina.sign.keys import CLOCK_SKEW, format_utc
-
-if TYPE_CHECKING:
-    from lamina.ledger.spending import Bound
 
 _REPEATED = {
     "descriptor": Violation("verify.descriptor-repeated", "its descriptor is in the ledger already"),
@@ -238,28 +236,28 @@ class AdmittedMembers:
     def __init__(self, policy: PolicyInForce, keys: KeyState, withdrawn: Mapping[int, int]) -> None:
         """`withdrawn` maps a withdrawn leaf to the leaf that withdraws it."""
         self._policy, self._keys, self._withdrawn = policy, keys, withdrawn
-        self._columns: dict[Bound, tuple[array[int], array[int], array[int]]] = {}
-        self._first: dict[Bound | str, int] = {}  # the first leaf of a bound, and of a class
+        self._columns: dict[Account, tuple[array[int], array[int], array[int]]] = {}
+        self._first: dict[Account | str, int] = {}  # the first leaf of a bound, and of a class
         self._ever: Counter[str] = Counter()  # by class, whatever became of them
 
-    def add(self, bound: Bound, seqs: Ints, expires: Ints, keys: Prefixes) -> None:
+    def add(self, bound: Account, seqs: Ints, expires: Ints, keys: Prefixes) -> None:
         """A key is 0 where the body that names it is pruned."""
         columns, first = self._columns.setdefault(bound, (array("q"), array("q"), array("Q"))), int(seqs.min())
         for column, values in zip(columns, (seqs, expires, keys), strict=True):
             column.frombytes(values.tobytes())
-        for name in (bound, bound[0]):
+        for name in (bound, bound.cls):
             self._first[name] = min(first, self._first.get(name, first))
-        self._ever[bound[0]] += len(seqs)
+        self._ever[bound.cls] += len(seqs)
 
-    def signed(self, name: Bound | str, before: int) -> bool:
+    def signed(self, name: Account | str, before: int) -> bool:
         """Whether somebody in the first `before` leaves signed this bound, or any of this class; also if they left."""
         return self._first.get(name, before) < before
 
-    def bounds(self, cls: str, before: int) -> list[Bound]:
+    def bounds(self, cls: str, before: int) -> list[Account]:
         """The bounds of a class that somebody in the first `before` leaves signed."""
-        return [bound for bound in self._columns if bound[0] == cls and self.signed(bound, before)]
+        return [bound for bound in self._columns if bound.cls == cls and self.signed(bound, before)]
 
-    def count(self, bound: Bound, before: int, time: int, *, sure: bool = True) -> int:
+    def count(self, bound: Account, before: int, time: int, *, sure: bool = True) -> int:
         """How many with a bound are in the first `before` leaves, and not withdrawn in them, nor expired or revoked at `time`.
 
         Of whom only the leaf is left, nobody knows the key. If another was revoked they do not count, unless not `sure`.
@@ -276,7 +274,7 @@ class AdmittedMembers:
         stand = (seqs < before) & (expires > time) & ~np.isin(seqs, gone)
         return int(np.count_nonzero(stand & ~np.isin(keys, np.array(unsure, dtype=np.uint64))))
 
-    def eligible(self, bound: Bound, before: int, time: int, *, sure: bool = True) -> bool:
+    def eligible(self, bound: Account, before: int, time: int, *, sure: bool = True) -> bool:
         """Whether the policy admits the bound, and somebody has it; of a class as a whole, any bound of it."""
         cls, clip, noise = bound
         if cls not in self._policy.presets or (noise and self._policy.bound_violation(cls, clip, noise) is not None):
@@ -286,7 +284,7 @@ class AdmittedMembers:
 
     def of_class(self, cls: str, leaves: Sequence[int]) -> int:
         """How many of these leaves are contributions of a class."""
-        seqs = (columns[0] for bound, columns in self._columns.items() if bound[0] == cls)
+        seqs = (columns[0] for bound, columns in self._columns.items() if bound.cls == cls)
         return sum(int(np.isin(np.frombuffer(each, dtype=np.int64), leaves).sum()) for each in seqs)
 
     def exceed(self, cls: str, most: float, before: int, time: int) -> bool:
@@ -422,12 +420,12 @@ class ContributionChecks:
         key = None if kid is None else np.array([int.from_bytes(kid, "little")], dtype=np.uint64)
         self._remember(record.bound, seq, time, expires, key)
 
-    def _remember(self, bound: Bound, seq: Ints, time: Ints, expires: Ints, keys: Prefixes | None) -> None:
+    def _remember(self, bound: Account, seq: Ints, time: Ints, expires: Ints, keys: Prefixes | None) -> None:
         """Count contributions as members, and for their aggregates. Those without a body, and so a key, must have one."""
         pruned = keys is None
         self._members.add(bound, seq, expires, np.zeros(len(seq), dtype=np.uint64) if keys is None else keys)
         self.pruned += pruned * len(seq)
-        if (alone := self._tallies.add(bound[0], seq, time, expires, pruned)) is not None:
+        if (alone := self._tallies.add(bound.cls, seq, time, expires, pruned)) is not None:
             reason = "its body is missing, and no aggregate stands for it: it was deleted"
             fail(alone, ContributionRecord, "verify.body-missing", reason)
 

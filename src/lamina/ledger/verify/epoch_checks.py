@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import NoReturn
 
 from lamina.account.accountants import pooled_epsilon
+from lamina.account.charges import Account
 from lamina.account.gaussian_rdp import step_rdp
-from lamina.account.schedule import EventCounts, EventKey
+from lamina.account.schedule import Event, EventCounts, EventKey
 from lamina.ledger.governance_records import Header
 from lamina.ledger.key_state import PolicyInForce, Violation
-from lamina.ledger.records import KIND_NAMES, Epoch, EpochAccount, EpochCharge, Leaf, Segment, SegmentOutcome
+from lamina.ledger.records import KIND_NAMES, Epoch, EpochAccount, Leaf, Segment, SegmentOutcome
 from lamina.ledger.run_records import RunEnd
 from lamina.ledger.schema import NANO, UNBOUNDED, nano_epsilon
 from lamina.ledger.spending import (
     CLASS_TOLERANCE,
-    Bound,
     Spending,
     adaptive_order,
     epoch_marks,
@@ -141,14 +142,6 @@ def _noise_factor(plan: StepPlan, cls: str, variance: Sequence[float]) -> float:
     return effective_sigma(plan.clip[k], [math.sqrt(v) for v in variance]) / plan.sigma(k)
 
 
-@dataclass(slots=True)
-class _RunCharges:
-    """Charges of a run under one plan, by account."""
-
-    charged: dict[Bound, dict[EventKey, int]] = field(default_factory=dict)
-    used: dict[Bound, float] = field(default_factory=dict)  # of an adaptive budget, in declared steps
-
-
 class ChargeChecks:
     """Checks that epochs charge their accounts what the plan takes in the steps of their segments.
 
@@ -160,39 +153,41 @@ class ChargeChecks:
               (`AttemptTree`). A run that was copied, or redid steps, may have paid for more
     """
 
-    def __init__(self) -> None:
-        self._runs: dict[tuple[bytes, bytes], _RunCharges] = {}
+    def __init__(self, header: Header) -> None:
+        self._header = header
+        self._charged: dict[tuple[bytes, bytes], Spending] = {}  # by run and plan
+        self._used: dict[tuple[bytes, bytes, Account], float] = {}  # of an adaptive budget, in declared steps
         self._capped: dict[bytes, dict[bytes, AttemptTree]] = {}  # run → plan → attempts
 
     def begin(self, epoch: Epoch, plan: StepPlan) -> None:
         """Add the segments of an epoch."""
-        self._runs.setdefault((epoch.run, epoch.plan), _RunCharges())
+        self._charged.setdefault((epoch.run, epoch.plan), Spending(self._header))
         plans = self._capped.setdefault(epoch.run, {})
         if (cap := plan.injection.occurrences) is not None:
             plans.setdefault(epoch.plan, AttemptTree(cap))
         for digest, attempts in plans.items():
             attempts.add(epoch.segments, counts=digest == epoch.plan)
 
-    def counted(self, epoch: Epoch, plan: StepPlan, account: EpochAccount) -> tuple[EpochCharge, ...] | Violation:
+    def counted(self, epoch: Epoch, plan: StepPlan, account: EpochAccount) -> tuple[Event, ...] | Violation:
         """What to count for an account; or why its charges are wrong."""
         cap = plan.injection.occurrences
         if adaptive_order(plan) is None and cap is None:
             expected = planned_charges(plan, account.cls, account.scaled, epoch.segments)
             wrong = _charge_difference(steps_by_kind(account.charges), steps_by_kind(expected), exact=True)
             return expected if wrong is None else wrong
-        run = self._runs[epoch.run, epoch.plan]
-        total = run.charged.setdefault(account.bound, {})
-        for kind, steps in steps_by_kind(account.charges).items():
-            total[kind] = total.get(kind, 0) + steps
+        charged = self._charged[epoch.run, epoch.plan]
+        charged.charge(account.bound, account.charges)
+        total = charged.events(account.bound)
         least = steps_by_kind(whole_plan_charges(plan, account.cls, account.scale))
         if cap is not None:
             least = dict.fromkeys(least, self._capped[epoch.run][epoch.plan].most)
         wrong = _charge_difference(total, least, exact=False)
         if wrong is None and cap is None and least:
+            key = epoch.run, epoch.plan, account.bound
             for steps, variance in epoch.applied:
                 more = declared_steps_used(plan, account.cls, account.scale, variance, steps)
-                run.used[account.bound] = run.used.get(account.bound, 0.0) + more
-            wrong = _budget_overdrawn(run.used[account.bound], total, least)
+                self._used[key] = self._used.get(key, 0.0) + more
+            wrong = _budget_overdrawn(self._used[key], total, least)
         return account.charges if wrong is None else wrong
 
 
@@ -245,7 +240,7 @@ class SpendClaim:
     def finding(self, header: Header) -> Finding | None:
         """Compute the spend again and compare."""
         found = nano_epsilon(pooled_epsilon(self.events, delta=header.delta, name=header.accountant))
-        stated, name = self.account.spend, f"account {self.account.name}"
+        stated, name = self.account.spend, f"account {self.account.bound}"
         wrong: Violation | None = None
         if abs(stated - found) > 1 + _EPSILON_TOLERANCE * found and stated != found:
             reason = f"{name} states ε = {_epsilon_text(stated)}, {header.accountant} finds {_epsilon_text(found)}"
@@ -264,20 +259,6 @@ class SpendClaim:
 
     def _rate(self, risk: RiskBound, header: Header) -> float:
         return risk.rate(self.events, accountant=header.accountant, marks=self.marks)
-
-
-@dataclass(frozen=True, slots=True)
-class ExhaustionClaim:
-    """A bound that an epoch says is exhausted, and what was charged to it: in leaves before, or open then."""
-
-    seq: int
-    account: EpochAccount
-    plan: StepPlan
-    segments: tuple[Segment, ...]
-    spending: Spending
-
-    def holds(self, spending: Spending) -> bool:
-        return spending.exhausted(self.account, self.plan, self.segments)
 
 
 def check_time_rounded(leaf: Leaf, before: int, clock: int) -> None:
@@ -306,19 +287,21 @@ class EpochChecks:
         self.attempts: dict[tuple[bytes, int, int], int] = {}
         self._unrecorded: dict[tuple[bytes, int, int], int] = {}  # attempt → earlier generations that have no leaf
         self.runs: set[bytes] = set()
-        self._charged: dict[tuple[bytes, bytes], set[Bound]] = {}  # run and plan → accounts charged so far
-        self._scales: dict[tuple[bytes, bytes, Bound], float] = {}
+        self._charged: dict[tuple[bytes, bytes], set[Account]] = {}  # run and plan → accounts charged so far
+        self._scales: dict[tuple[bytes, bytes, Account], float] = {}
         self._ends: dict[tuple[bytes, int, int], tuple[int, int]] = {}  # closed attempt → its last step, its leaf
         self.begins: dict[bytes, int] = {}  # run → the leaf of its start
         self.spent: dict[str, int] = {}  # class → the largest stated spend of its accounts
-        self._stated: dict[Bound, int] = {}
-        self._charges = ChargeChecks()
+        self._stated: dict[Account, int] = {}
+        self._charges = ChargeChecks(header)
         self._marks: dict[str, frozenset[str]] = {}  # class → what limits the curves of its plans
         self._previous = -1
         self.epochs_without_account = 0  # epochs without an account for a bound that somebody eligible signed
         self.unsure_epochs = 0  # epochs that are right only if a pruned contribution had a key that was revoked
-        self._exhaustion_claims: list[ExhaustionClaim] = []  # those that the leaves before them do not show
-        self._left_out: dict[Bound, list[EpochCharge]] = {}  # what their class was charged there
+        # accounts said to be exhausted where the leaves before do not show it: by leaf, with the check, and what was
+        # charged in leaves before, or was open then
+        self._unshown: list[tuple[int, EpochAccount, Callable[[Spending], bool], Spending]] = []
+        self._left_out: dict[Account, list[Event]] = {}  # what their class was charged there
 
     def see(self, leaf: Leaf, time: int, digests: Mapping[bytes, int]) -> StepPlan:
         """Check an epoch; its plan. `time` is that of the leaf before, `digests` are of the checkpoints before."""
@@ -353,10 +336,10 @@ class EpochChecks:
         """
         found = []
         for bound, charges in self._left_out.items():
-            most = signed_spend(bound[2], self._header.delta)
+            most = signed_spend(bound.noise_micro, self._header.delta)
             if self.spending.events(bound) and (spend := nano_epsilon(self.spending.epsilon(bound, charges))) > most:
                 lost = f"ε = {_epsilon_text(spend)}, and signed {_epsilon_text(most)}"
-                found.append(f"bound {'/'.join(map(str, bound))} lost up to {lost}")
+                found.append(f"bound {bound} lost up to {lost}")
         return found
 
     def check_exhausted(self, held: bool) -> int:
@@ -365,12 +348,11 @@ class EpochChecks:
         Attempts of other runs that were open then are charges too; they are recorded later. Returns for how many it is
         not shown that they were open then: only the store says so, or the ledger was put back from a copy.
         """
-        unsure = [claim for claim in self._exhaustion_claims if not claim.holds(claim.spending)]
-        for claim in unsure:
-            if not held and not claim.holds(self.spending):
-                name, factor = claim.account.name, claim.account.factor
-                reason = f"account {name} has factor {factor:g}, and its charges leave room for more"
-                fail(claim.seq, Epoch, "verify.not-exhausted", reason)
+        unsure = [each for each in self._unshown if not each[2](each[3])]
+        for seq, account, exhausted, _ in unsure:
+            if not held and not exhausted(self.spending):
+                reason = f"account {account.bound} has factor {account.factor:g}, and its charges leave room for more"
+                fail(seq, Epoch, "verify.not-exhausted", reason)
         return len(unsure)
 
     def check_generations(self, held: Iterable[tuple[bytes, int, int]]) -> int:
@@ -443,7 +425,7 @@ class EpochChecks:
 
     def _check_account(self, seq: int, record: Epoch, plan: StepPlan, account: EpochAccount) -> None:
         def wrong(code: str, reason: str) -> NoReturn:
-            fail(seq, Epoch, code, f"account {account.name} {reason}")
+            fail(seq, Epoch, code, f"account {account.bound} {reason}")
 
         entry = next((each for each in plan.classes if each.name == account.cls), None)
         if entry is None:
@@ -452,7 +434,7 @@ class EpochChecks:
         unsigned = members.signed(account.cls, read) and not members.signed(account.bound, read)
         if account.noise_multiplier and unsigned:
             wrong("verify.account-bound-unsigned", "names a bound that nobody signed who was admitted")
-        if account.bound == (account.cls, 0, 0) and account.scaled != 1.0:
+        if not account.bound.signed and account.scaled != 1.0:
             wrong(
                 "verify.class-account-scaled", f"is a whole class, and its clip norms are scaled by {account.scaled:g}"
             )
@@ -469,9 +451,9 @@ class EpochChecks:
         if isinstance(counted, Violation):
             wrong(*counted)
         self.spending.charge(account.bound, counted)
-        for claim in self._exhaustion_claims:
-            if claim.account.bound == account.bound and any(each.eligibility <= claim.seq for each in record.segments):
-                claim.spending.charge(account.bound, counted)
+        for before, other, _, spending in self._unshown:
+            if other.bound == account.bound and any(each.eligibility <= before for each in record.segments):
+                spending.charge(account.bound, counted)
         if account.spend < self._stated.get(account.bound, 0):
             wrong("verify.spend-falls", "has lost less than an earlier epoch states")
         self._stated[account.bound] = account.spend
@@ -489,7 +471,7 @@ class EpochChecks:
         The bound counts if it was in force from the start of the run. Later runs cannot keep such a bound either.
         """
         first = self.begins.get(end.run, seq)
-        for cls in sorted({bound[0] for run, _, bound in self._scales if run == end.run}):
+        for cls in sorted({bound.cls for run, _, bound in self._scales if run == end.run}):
             self._marks[cls] |= {ZERO_OUT}
             risks = self._policy.risks(cls, first)
             if risks and all(each.of == "membership" for each in risks):
@@ -499,14 +481,14 @@ class EpochChecks:
     def _check_exhausted(self, seq: int, record: Epoch, plan: StepPlan, account: EpochAccount) -> None:
         """Check that a bound was scaled down, or left out, because of what was charged before, by a factor of the list."""
         if account.factor not in REMAINING_FACTORS["scale"]:
-            reason = f"account {account.name} has factor {account.factor:g}, which is not on the public list"
+            reason = f"account {account.bound} has factor {account.factor:g}, which is not on the public list"
             fail(seq, Epoch, "verify.factor-not-listed", reason)
         if plan.rules or not plan.scales or plan.injection.occurrences is not None:
-            reason = f"account {account.name} has factor {account.factor:g} under a plan that cannot scale one by one"
+            reason = f"account {account.bound} has factor {account.factor:g} under a plan that cannot scale one by one"
             fail(seq, Epoch, "verify.factor-not-provable", reason)
         if not self.spending.exhausted(account, plan, record.segments):
-            claim = ExhaustionClaim(seq, account, plan, record.segments, self.spending.copy(account.bound))
-            self._exhaustion_claims.append(claim)
+            exhausted = partial(Spending.exhausted, account=account, plan=plan, segments=record.segments)
+            self._unshown.append((seq, account, exhausted, self.spending.copy(account.bound)))
 
     def _most(self, account: EpochAccount, opened: int) -> int | None:
         """The bound: what was signed, or what the policy promised the class when the members were read."""
@@ -539,26 +521,28 @@ class EpochChecks:
         wrong, left_out = self._missing(record, plan, ended, sure=False)
         self.unsure_epochs += wrong is not None
         self.epochs_without_account += bool(left_out)
-        whole = {each.cls: each.charges for each in record.accounts if each.bound == (each.cls, 0, 0)}
+        whole = {each.cls: each.charges for each in record.accounts if not each.bound.signed}
         for bound in left_out:
-            self._left_out.setdefault(bound, []).extend(whole.get(bound[0], ()))
+            self._left_out.setdefault(bound, []).extend(whole.get(bound.cls, ()))
 
-    def _missing(self, record: Epoch, plan: StepPlan, ended: int, *, sure: bool) -> tuple[Violation | None, set[Bound]]:
+    def _missing(
+        self, record: Epoch, plan: StepPlan, ended: int, *, sure: bool
+    ) -> tuple[Violation | None, set[Account]]:
         """What `_check_missing` checks, and the bounds left out; if not `sure`, as if no pruned key had been revoked."""
         trained, here, members = _trained_classes(plan, record), {each.bound for each in record.accounts}, self._members
         reads = {segment.eligibility for segment in record.segments}
         for bound in sorted(self._charged.get((record.run, record.plan), set()) - here):
-            if bound[0] in trained and any(members.eligible(bound, read, ended, sure=sure) for read in reads):
-                reason = f"it charges nothing to bound {'/'.join(map(str, bound))}, as its run did before"
+            if bound.cls in trained and any(members.eligible(bound, read, ended, sure=sure) for read in reads):
+                reason = f"it charges nothing to bound {bound}, as its run did before"
                 reason = f"{reason}, though somebody with that bound is eligible"
                 return Violation("verify.account-missing", reason), set()
         signed = {(bound, read) for cls in trained for read in reads for bound in members.bounds(cls, read)}
         absent = [pair for pair in signed if pair[0] not in here]
         left_out = {bound for bound, read in absent if members.eligible(bound, read, ended, sure=sure)}
         uneven = plan.injection.occurrences is not None or adaptive_order(plan) is not None
-        for cls in sorted(cls for cls in trained if (cls, 0, 0) not in here):
-            charged = any(bound[0] == cls and bound in here for bound, _ in signed)
-            if uneven or not charged or any(bound[0] == cls for bound in left_out):
+        for cls in sorted(cls for cls in trained if Account(cls) not in here):
+            charged = any(bound.cls == cls and bound in here for bound, _ in signed)
+            if uneven or not charged or any(bound.cls == cls for bound in left_out):
                 reason = f"it trains on class {cls!r}, and charges neither the class as a whole nor every bound in it"
                 return Violation("verify.trained-class-not-charged", reason), left_out
         return None, left_out

@@ -9,13 +9,14 @@ from collections.abc import Container, Mapping
 from typing import Any
 
 from lamina.account.accountants import pooled_epsilon
-from lamina.account.schedule import EventKey
+from lamina.account.charges import Account
+from lamina.account.schedule import EventKey, add_events
 from lamina.errors import EncodingError
 from lamina.ledger.governance_records import Header, Release
 from lamina.ledger.records import Epoch, Leaf
 from lamina.ledger.run_records import WEIGHTS, RunEnd
 from lamina.ledger.schema import NANO, nano_epsilon
-from lamina.ledger.spending import Bound, steps_by_kind
+from lamina.ledger.spending import steps_by_kind
 from lamina.ledger.store.rows import StoreReader
 from lamina.ledger.verify.tree_checks import fail
 from lamina.plan.risk import UNPROVEN, ZERO_OUT, RiskOf, curve_marks, stated_rates
@@ -36,7 +37,7 @@ class ReleaseChecks:
 
     def __init__(self, header: Header, rows: StoreReader) -> None:
         self._header, self._rows = header, rows
-        self._events: dict[tuple[bytes, Bound], dict[EventKey, int]] = {}  # charges by run and account
+        self._events: dict[tuple[bytes, Account], dict[EventKey, int]] = {}  # charges by run and account
         self._split: set[str] = set()  # classes of which an epoch charges signed bounds and not the whole class
         self._marks: dict[bytes, frozenset[str]] = {}  # run → what limits the curves of its plans
         self.without_manifest: list[int] = []  # leaves of releases of which nothing could be compared
@@ -49,8 +50,7 @@ class ReleaseChecks:
         self._split |= {each.cls for each in epoch.accounts} - whole
         for account in epoch.accounts:
             total = self._events.setdefault((epoch.run, account.bound), {})
-            for kind, steps in steps_by_kind(account.charges).items():
-                total[kind] = total.get(kind, 0) + steps
+            add_events(total, steps_by_kind(account.charges))
 
     def see(self, leaf: Leaf, runs: Container[bytes], ends: Mapping[bytes, RunEnd]) -> None:
         """Check a release record. `runs` have an epoch before it; the ends in `ends` are recorded before it."""
@@ -96,8 +96,7 @@ class ReleaseChecks:
             if any(run in ends and ends[run].public_number for run in record.runs):
                 marks |= {ZERO_OUT}  # the number of contributions is public: nothing is claimed about membership
             for run in record.runs:
-                for kind, steps in self._events.get((run, (cls, 0, 0)), {}).items():
-                    events[kind] = events.get(kind, 0) + steps
+                add_events(events, self._events.get((run, Account(cls)), {}))
             self._compare_class(seq, cls, stated, events)
             if cls in self._split:
                 marks |= {UNPROVEN}

@@ -1,0 +1,97 @@
+"""`Account`: who pays for noisy steps, a class or the contributions of it that signed one bound.
+
+Needs neither numpy nor scipy.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from decimal import Decimal
+from typing import NamedTuple
+
+from lamina.errors import RunError
+
+_MICRO = 1_000_000
+_NUMBER = r"((?:0|[1-9][0-9]*)(?:\.[0-9]{0,5}[1-9])?)"
+_BOUND_TEXT = re.compile(f"c={_NUMBER},z={_NUMBER}", re.ASCII)
+
+
+class Account(NamedTuple):
+    """A class, or the contributions of it that signed the clip norm c and the noise multiplier z.
+
+    The signed bound says: "over all my occurrences, no worse than one Gaussian release of norm c with multiplier z."
+    Both numbers are in 1e-6, and 0 for a class as a whole and in a public class, where nothing is bounded.
+    """
+
+    cls: str
+    clip_micro: int = 0
+    noise_micro: int = 0
+
+    def __str__(self) -> str:
+        """Return the one text form: CLASS, or CLASS@c=0.5,z=2.25. No name of a class contains "@".
+
+        >>> str(Account("clinical", 500_000, 2_250_000)), str(Account("clinical"))
+        ('clinical@c=0.5,z=2.25', 'clinical')
+        """
+        return f"{self.cls}@{self._bound}" if self.signed else self.cls
+
+    @classmethod
+    def parse(cls, text: str) -> Account:
+        """Return the account with this text form.
+
+        >>> tuple(Account.parse("clinical@c=0.5,z=2.25")), tuple(Account.parse("clinical"))
+        (('clinical', 500000, 2250000), ('clinical', 0, 0))
+        """
+        name, separator, label = text.partition("@")
+        if not separator:
+            return cls(name)
+        found = _BOUND_TEXT.fullmatch(label)
+        account = cls(name, *(int(Decimal(part) * _MICRO) for part in found.groups())) if found else cls(name)
+        if not account.signed:
+            raise invalid_account(text)
+        return account
+
+    @property
+    def signed(self) -> bool:
+        """Whether the account is a signed bound, and not a whole class."""
+        return bool(self.clip_micro or self.noise_micro)
+
+    @property
+    def c(self) -> float:
+        """The clip norm in plain units."""
+        return self.clip_micro / _MICRO
+
+    @property
+    def z(self) -> float:
+        """The noise multiplier in plain units."""
+        return self.noise_micro / _MICRO
+
+    def epsilon(self, delta: float) -> float:
+        """Return the ε that was signed, at that δ: exact, μ = 1/z. It is infinite where nothing is bounded."""
+        from lamina.account.gaussian_rdp import epsilon_of_noise_multiplier  # needs numpy
+
+        return epsilon_of_noise_multiplier(self.z, delta) if self.noise_micro else math.inf
+
+    def describe(self) -> str:
+        """Return the account in words, for messages.
+
+        >>> Account("clinical", 500_000, 2_250_000).describe(), Account("clinical").describe()
+        ("signed bound 'c=0.5,z=2.25' of class 'clinical'", "class 'clinical'")
+        """
+        return f"signed bound {self._bound!r} of class {self.cls!r}" if self.signed else f"class {self.cls!r}"
+
+    @property
+    def _bound(self) -> str:
+        return f"c={_decimal(self.clip_micro)},z={_decimal(self.noise_micro)}"
+
+
+def invalid_account(text: str) -> RunError:
+    """Return the error for a text that names no account."""
+    remedy = "name a class (letters, digits, '_', '.', '-'), or a class and its signed bound, 'CLASS@c=0.5,z=2.25'"
+    return RunError("spend.account-name-invalid", f"{text[:80]!r} is no name of an account", remedy)
+
+
+def _decimal(micro: int) -> str:
+    whole, rest = divmod(micro, _MICRO)
+    return f"{whole}.{rest:06d}".rstrip("0").rstrip(".")
