@@ -170,10 +170,10 @@ class MembershipIndex:
 
     def look(self, rows: StoreReader, entries: Sequence[RegisterEntry]) -> list[RegisterStatus]:
         """Return what the ledger records about each entry."""
-        checked = self._ledger.checked(rows)  # takes the snapshot of PostgreSQL first; `find_keys` then reads from it
+        checked = self._ledger.checked(rows)
         names = [descriptor_key(entry.descriptor) for entry in entries]
         subjects = [None if entry.tag is None else subject_key(entry.tag) for entry in entries]
-        there = dict(self._ledger.find_keys([*names, *(one for one in subjects if one is not None)]))
+        there = dict(checked.find(rows, [*names, *(one for one in subjects if one is not None)]))
         tokens = rows.tokens([admission_token(entry.kid, entry.cti) for entry in entries])
         leaves = checked.leaves(rows, sorted({there[name] for name in names if name in there}))
         withdrawn = checked.withdrawals(rows)
@@ -396,7 +396,6 @@ class LedgerRegister:
 
     def enter(self, entries: Iterable[RegisterEntry], beside: EntryContext) -> RefusedRows:
         append_key_ring(self.ledger, beside.keys)
-        self._read(self.ledger.check_index)
         refused: RefusedRows = {}
         rest = iter(entries)
         while part := list(islice(rest, ADMISSION_BATCH_SIZE)):
