@@ -331,6 +331,10 @@ class CheckedLeaves:
         """Return several leaves with their bodies, checked as in `leaf`."""
         return dict(self._genuine(rows, seqs))
 
+    def decoded(self, rows: StoreReader, seqs: Iterable[int]) -> list[Leaf]:
+        """Return several leaves with their records, checked as in `leaf`, in order."""
+        return [_decoded(seq, data) for seq, data in self._genuine(rows, sorted(set(seqs)))]
+
     def records(self, rows: StoreReader, kind: type[Record], first: int = 0, stop: int = LAST_SEQ) -> Iterator[Leaf]:
         """Yield the leaves of one kind, other than contributions, in [first, stop), in order."""
         seqs = self._others.get(KIND_NUMBERS[kind], [])
@@ -369,7 +373,7 @@ class CheckedLeaves:
 
     def contribution(self, rows: StoreReader, descriptor: bytes) -> Leaf | None:
         """Return the contribution with this descriptor; None if there is none."""
-        found = self._decoded(rows, (seq for _, seq in self.find(rows, [descriptor_key(descriptor)])))
+        found = self.decoded(rows, (seq for _, seq in self.find(rows, [descriptor_key(descriptor)])))
         return next((leaf for leaf in found if contribution_digests(leaf)[0] == descriptor), None)
 
     def find_digest(self, rows: StoreReader, digest: bytes) -> list[Leaf]:
@@ -383,7 +387,7 @@ class CheckedLeaves:
                 return [found]
             there = [*self.find(rows, [subject_key(digest)]), *self._known_anchors(rows).find([anchor_key(digest)])]
             return [
-                leaf for leaf in self._decoded(rows, (seq for _, seq in there)) if digest in contribution_digests(leaf)
+                leaf for leaf in self.decoded(rows, (seq for _, seq in there)) if digest in contribution_digests(leaf)
             ]
 
     def find_prefix(self, rows: StoreReader, digits: str, most: int) -> list[Leaf]:
@@ -393,7 +397,7 @@ class CheckedLeaves:
         """
         with self._turn:
             known = zip((self._known_keys(rows), self._known_anchors(rows)), index_key_ranges(digits), strict=True)
-            return self._decoded(rows, [seq for keys, pair in known for seq in keys.between(*pair, most)])
+            return self.decoded(rows, [seq for keys, pair in known for seq in keys.between(*pair, most)])
 
     def summed_up(self, rows: StoreReader) -> LeafSet:
         """Return the leaves that aggregates stand for. Only aggregates that a holder of a ledger key wrote count."""
@@ -464,9 +468,6 @@ class CheckedLeaves:
         if known.size < self.size:
             raise _leaf_missing(known.size)
         return known
-
-    def _decoded(self, rows: StoreReader, seqs: Iterable[int]) -> list[Leaf]:
-        return [_decoded(seq, data) for seq, data in self._genuine(rows, sorted(set(seqs)))]
 
     def _check_block(self, rows: StoreReader, first: int, leaves: Sequence[bytes]) -> None:
         """Raise LedgerDamaged if these are not the leaves from `first` on that were hashed."""

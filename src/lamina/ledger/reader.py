@@ -331,10 +331,10 @@ def find_contributions(ledger: LedgerReader, name: str, *, only_index: bool = Fa
     if number is None:
         return _find_by_digits(ledger, name, only_index)
     with ledger.store.read() as rows:
-        data = ledger.raw(number)  # LedgerError if it is not there
-        return [
-            _contribution(_decode_stored_leaf(number, data if only_index else ledger.checked(rows).leaf(rows, number)))
-        ]
+        leaf = ledger.raw(number)  # LedgerError if it is not there
+        if not only_index:
+            return [_contribution(each) for each in ledger.checked(rows).decoded(rows, [number])]
+        return [_contribution(_decode_stored_leaf(number, leaf))]
 
 
 def find_leaf(ledger: LedgerReader, name: str) -> int:
