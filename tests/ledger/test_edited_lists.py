@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 from build import ALICE, BOB, CAROL, Story, begin, contribution
-from keyless import edit, rows_of
-from making import LEDGER, digest
+from keyless import binary, edit, rows_of
+from making import LEDGER, START, Clock, admitted, create, digest
 from refusals import raises_code
 
 from lamina.errors import LedgerDamaged
 from lamina.ledger import append
+from lamina.ledger.admission_batch import MembershipIndex
 from lamina.ledger.contribution_trace import trace_contribution
 from lamina.ledger.governance_records import WithdrawalReason
 from lamina.ledger.reader import LedgerReader, find_contributions, find_leaf
@@ -115,9 +116,12 @@ def test_an_anchor_finds_all_of_its_contributions(
 
 def test_an_anchor_is_not_taken_from_rows_that_somebody_added(story: Story, where: str) -> None:
     """Rows of the index that name another person's contribution withdraw nobody."""
-    key = (b"a" + digest("no anchor")[:15]).hex()
-    value = f"'\\x{key}'::bytea" if where.startswith("postgresql:") else f"x'{key}'"
-    edit(where, f"INSERT INTO known (key, seq) VALUES ({value}, {story.at['first']})", "UPDATE head SET indexed = size")
+    key = b"a" + digest("no anchor")[:15]
+    edit(
+        where,
+        f"INSERT INTO known (key, seq) VALUES ({binary(where, key)}, {story.at['first']})",
+        "UPDATE head SET indexed = size",
+    )
     with fresh(story, where) as ledger, raises_code("ledger.contribution-unknown"):
         withdraw(ledger, digest("no anchor").hex(), WithdrawalReason.REQUEST)
 
@@ -183,3 +187,26 @@ def test_an_edited_index_is_named_by_verify(story: Story, where: str) -> None:
     problem = verify(where, now=int(story.clock.now)).problem
     assert problem is not None and problem.code == "verify.key-index-differs"
     assert rows_of(where, "SELECT count(*) FROM known") == [(0,)]
+
+
+def test_members_are_counted_once_after_a_moment_of_damage(where: str) -> None:
+    """The leaves are read again then, in other groups than before; a class must not seem to have free places."""
+    clock = Clock()
+    with create(where, clock) as ledger:
+        index = MembershipIndex(ledger)
+
+        def counted() -> int:
+            with ledger.store.read() as rows:
+                return index.count_members(rows, "clinical", START)
+
+        for n in range(20):
+            ledger.append([admitted(n)])
+            assert counted() == n + 1
+        ledger.checkpoint()
+        ((frontier,),) = rows_of(where, "SELECT frontier FROM head")
+        edit(where, "UPDATE head SET frontier = (SELECT data FROM leaf WHERE seq = 0)")
+        with raises_code("ledger.tree-differs"):
+            counted()
+        edit(where, f"UPDATE head SET frontier = {binary(where, frontier)}")
+        ledger.append([admitted(n) for n in range(20, 25)])
+        assert counted() == 25

@@ -27,3 +27,8 @@ def rows_of(where: str, statement: str) -> list[tuple[Any, ...]]:
 def edit(where: str, *statements: str) -> None:
     for statement in statements:
         rows_of(where, statement)
+
+
+def binary(where: str, data: bytes) -> str:
+    """A binary value in SQL."""
+    return f"'\\x{data.hex()}'::bytea" if where.startswith("postgresql:") else f"x'{data.hex()}'"
