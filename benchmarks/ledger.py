@@ -165,13 +165,13 @@ def reading(ledger: Ledger) -> dict[str, float]:
 
 
 def deciding(where: str, key: PrivateKey, clock: Callable[[], float]) -> dict[str, float]:
-    """Open the ledger as a command that decides: hash all leaves, derive withdrawals and attempts, compare the index."""
+    """Open the ledger as a command that decides: hash all leaves, derive withdrawals, attempts and keys."""
     wall, processor = time.perf_counter(), time.process_time()
     with Ledger.open(where, key, clock=clock) as ledger, ledger.store.read() as rows:
         leaves = ledger.checked(rows)
         leaves.withdrawals(rows)
         leaves.attempts(rows)
-        ledger.check_index(rows)
+        leaves.find(rows, [b"d" + bytes(15)])
     return {
         "deciding_seconds": time.perf_counter() - wall,
         "deciding_processor_seconds": time.process_time() - processor,

@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Iterator
-from typing import Any
 
-import apsw
 import pytest
 from build import signed_by
+from keyless import rows_of
 from making import (
     AUDITOR,
     LEDGER,
@@ -395,20 +394,3 @@ def test_a_pruning_of_a_leaf_that_is_no_aggregate_is_named(ledger: Ledger, where
     rows_of(where, "INSERT INTO pruning (seq, done) VALUES (300, 0)")
     with reopen(where, clock) as again, raises_code("ledger.pruning-index-differs"):
         Retention(again).resume()
-
-
-def rows_of(where: str, statement: str) -> list[tuple[Any, ...]]:
-    """Execute SQL as an attacker who can write the store but has no key."""
-    if where.startswith("postgresql:"):
-        import psycopg
-
-        address, _, schema = where.partition("#")
-        with psycopg.connect(address, autocommit=True) as db:
-            db.execute(f"SET search_path = {schema}")
-            found = db.execute(statement)
-            return found.fetchall() if found.description else []
-    db = apsw.Connection(where)
-    try:
-        return db.execute(statement).fetchall()
-    finally:
-        db.close()

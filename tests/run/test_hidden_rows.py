@@ -404,8 +404,10 @@ def test_nobody_is_admitted_twice_by_deleting_index_rows(ward: hospital.Hospital
     db = apsw.Connection(str(path))
     db.execute("UPDATE head SET indexed = size")  # and `known` is left empty
     db.close()
-    with raises_code("ledger.key-index-differs"):
+    with Ledger.open(path) as ledger:
+        before = ledger.size
         ward.admit(ledger=path)
+        assert ledger.size == before
 
 
 # ---------------------------------------------------------------------------------------- honest writers beside each other

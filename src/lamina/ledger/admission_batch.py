@@ -123,27 +123,28 @@ T = TypeVar("T")
 
 
 class ClassMembership:
-    """The contributions of the first `size` leaves: leaf and end of each, by class.
+    """The contributions of a ledger: leaf and end of each, by class.
 
     ever  how many of each class were admitted: never less than those who stand
     """
 
     def __init__(self) -> None:
-        self.size = self._groups = 0  # leaves and groups of contributions that were read
+        self._read: Sequence[object] = ()  # the groups of contributions, of which so many were counted
+        self._counted = 0
         self.ever_admitted: Counter[str] = Counter()
         self._parts: dict[str, list[tuple[Ints, Ints]]] = {}  # leaf, expires
 
     def follow(self, rows: StoreReader, leaves: CheckedLeaves) -> None:
         """Add the contributions of all checked leaves that were not read yet."""
         found = leaves.contributions(rows)
-        if leaves.size < self.size:  # the view of an older transaction
+        if found is not self._read:  # the leaves were read again, and may be grouped otherwise
             self.__init__()  # type: ignore[misc]
-        for each in islice(found, self._groups, None):
+        for each in islice(found, self._counted, None):
             if isinstance(each, ContributionColumns):
                 self._add(each.bound.cls, each.seq, each.expires)
             elif each.contribution is not None:
                 self._add(each.contribution.cls, [each.seq], [each.contribution.expires])
-        self.size, self._groups = leaves.size, len(found)
+        self._read, self._counted = found, len(found)
 
     def count_members(self, cls: str, now: int, withdrawn: Collection[int]) -> int:
         """Return how many contributions of a class are neither expired at `now` nor in `withdrawn`."""
@@ -170,10 +171,10 @@ class MembershipIndex:
 
     def look(self, rows: StoreReader, entries: Sequence[RegisterEntry]) -> list[RegisterStatus]:
         """Return what the ledger records about each entry."""
-        checked = self._ledger.checked(rows)  # takes the snapshot of PostgreSQL first; `find_keys` then reads from it
+        checked = self._ledger.checked(rows)
         names = [descriptor_key(entry.descriptor) for entry in entries]
         subjects = [None if entry.tag is None else subject_key(entry.tag) for entry in entries]
-        there = dict(self._ledger.find_keys([*names, *(one for one in subjects if one is not None)]))
+        there = dict(checked.find(rows, [*names, *(one for one in subjects if one is not None)]))
         tokens = rows.tokens([admission_token(entry.kid, entry.cti) for entry in entries])
         leaves = checked.leaves(rows, sorted({there[name] for name in names if name in there}))
         withdrawn = checked.withdrawals(rows)
@@ -396,7 +397,6 @@ class LedgerRegister:
 
     def enter(self, entries: Iterable[RegisterEntry], beside: EntryContext) -> RefusedRows:
         append_key_ring(self.ledger, beside.keys)
-        self._read(self.ledger.check_index)
         refused: RefusedRows = {}
         rest = iter(entries)
         while part := list(islice(rest, ADMISSION_BATCH_SIZE)):

@@ -102,15 +102,12 @@ class UnindexedKeys:
         rows.add_keys(sorted([*self._once.items(), *anchors, *more], key=itemgetter(0)))
 
 
-FindKeys = Callable[[Sequence[bytes]], Sequence[tuple[bytes, int]]]
-
-
 def find_repeated_contributions(
-    rows: StoreReader, find: FindKeys, once: Mapping[bytes, int], encoded: Sequence[EncodedRecord]
+    rows: StoreReader, leaves: CheckedLeaves, once: Mapping[bytes, int], encoded: Sequence[EncodedRecord]
 ) -> dict[int, int]:
     """Position in the batch → leaf, of the contributions that are there. `once` are unique keys → position."""
-    there = find(list(once)) if once else ()
-    found = {once[key]: seq for key, seq in there if _same_record(rows.leaf(seq), encoded[once[key]])}
+    there = leaves.find(rows, list(once))
+    found = {once[key]: seq for key, seq in there if _same_record(leaves.leaf(rows, seq), encoded[once[key]])}
     for key, seq in there:
         if found.get(once[key]) != seq:
             what = "subject" if key[0] == SUBJECT_PREFIX else "contribution"
@@ -278,7 +275,9 @@ class AppendBatch:
     def _find_repeated(self, rows: StoreWriter, stand: AppendContext) -> dict[int, int]:
         tail = stand.tail
         tail.follow(rows, stand.head)
-        found = find_repeated_contributions(rows, lambda keys: tail.find(rows, keys), self._once, self.encoded)
+        found: dict[int, int] = {}
+        if self._once and stand.leaves is not None:
+            found = find_repeated_contributions(rows, stand.leaves(), self._once, self.encoded)
         for at, record in enumerate(self.records if self.others else ()):
             if type(record) is Epoch and stand.leaves is not None:
                 seq = find_repeated_epoch(rows, record, stand.leaves())

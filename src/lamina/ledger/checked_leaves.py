@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 import hashlib
-from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import islice
+from itertools import accumulate, islice
 from operator import attrgetter, itemgetter
 from threading import RLock
 from typing import Any, NamedTuple
 
 from lamina.admit.attestation import Attestation, window_rules
 from lamina.errors import AdmissionError, EncodingError, LedgerDamaged, LedgerError
-from lamina.ledger.contribution_columns import ContributionColumns, kept_contributions
+from lamina.ledger.contribution_columns import (
+    ContributionColumns,
+    ContributionKeys,
+    anchor_key,
+    descriptor_key,
+    index_key_ranges,
+    kept_contributions,
+    read_columns,
+    subject_key,
+)
 from lamina.ledger.governance_records import (
     GOVERNING_KINDS,
     Aggregate,
     GoverningRecord,
     Header,
     KeyEvents,
+    LeafSpan,
     PolicyChange,
     Role,
     Withdrawal,
@@ -57,6 +67,7 @@ from lamina.ledger.records import (
 )
 from lamina.ledger.signed_checkpoint import parse_checkpoint
 from lamina.ledger.store.rows import (
+    LeafBlock,
     LeafRow,
     LedgerHead,
     Store,
@@ -207,6 +218,8 @@ class CheckedLeaves:
         self._contributions: list[ContributionColumns | KeptLeaf] = []
         self._columns = 0  # leaves whose contributions are in `_contributions`
         self._attempts: tuple[int, dict[AttemptName, int]] = 0, {}  # leaves read, attempt → leaf
+        self._keys, self._anchors = ContributionKeys(b"ds"), ContributionKeys(b"a")
+        self._summed: tuple[int, LeafSet] = 0, LeafSet(())  # leaves read, and those that a vouched aggregate stands for
 
     def follow(self, rows: StoreReader, head: LedgerHead) -> GovernanceState:
         """Who governs after all leaves; LedgerError if one of them may not stand where it does."""
@@ -244,8 +257,12 @@ class CheckedLeaves:
         frontier: Frontier,
         hashes: Sequence[bytes],
         others: Sequence[LeafRow],
+        keys: Mapping[bytes, int],
     ) -> None:
-        """Take over what this process appended from `head` to `after`; `others` are the leaves that are not contributions."""
+        """Take over what this process appended from `head` to `after`.
+
+        `others` are the leaves that are not contributions; `keys` are the new keys of descriptors and subjects.
+        """
         with self._turn:
             if self._state is None or self._frontier.encode() != head.frontier:
                 return
@@ -255,6 +272,8 @@ class CheckedLeaves:
                     record = decode_leaf(StoredLeaf(leaf, body)).record
                     assert isinstance(record, GoverningRecord)
                     self._state.apply(record, seq, leaf)
+            if self._keys.size == head.size:
+                self._keys.grow(keys, after.size)
             self._hashes += b"".join([each[:_HASH_PART] for each in hashes])
             self._frontier, self._time, self._epoch = frontier, after.time, after.epoch
             self.vouched = after.size if self.vouched == head.size else self.vouched
@@ -306,11 +325,15 @@ class CheckedLeaves:
 
     def leaf(self, rows: StoreReader, seq: int) -> StoredLeaf:
         """Return a leaf with its body; raise LedgerDamaged if it is not the leaf that was hashed."""
-        return next(data for _, data in self._genuine(rows, [seq]))
+        return next(self._genuine(rows, [seq]))[1]
 
     def leaves(self, rows: StoreReader, seqs: Sequence[int]) -> dict[int, StoredLeaf]:
         """Return several leaves with their bodies, checked as in `leaf`."""
         return dict(self._genuine(rows, seqs))
+
+    def decoded(self, rows: StoreReader, seqs: Iterable[int]) -> list[Leaf]:
+        """Return several leaves with their records, checked as in `leaf`, in order."""
+        return [_decoded(seq, data) for seq, data in self._genuine(rows, sorted(set(seqs)))]
 
     def records(self, rows: StoreReader, kind: type[Record], first: int = 0, stop: int = LAST_SEQ) -> Iterator[Leaf]:
         """Yield the leaves of one kind, other than contributions, in [first, stop), in order."""
@@ -322,11 +345,7 @@ class CheckedLeaves:
     def kept(self, rows: StoreReader, first: int, stop: int) -> Iterator[list[bytes]]:
         """Yield blocks of the kept bytes of the leaves in [first, stop), without bodies, in order."""
         for at, leaves in rows.kept_blocks(first, min(stop, self.size)):
-            found = b"".join([each[:_HASH_PART] for each in leaf_hashes(leaves)])
-            if found != self._hashes[at * _HASH_PART : (at + len(leaves)) * _HASH_PART]:
-                for seq in range(at, at + len(leaves)):
-                    self.leaf(rows, seq)  # raises an error that names the changed leaf
-                raise _leaf_missing(at)
+            self._check_block(rows, at, leaves)
             yield leaves
 
     def governance_at(self, rows: StoreReader, size: int) -> GovernanceState:
@@ -346,6 +365,50 @@ class CheckedLeaves:
             self._contributions += kept_contributions(self.kept(rows, self._columns, self.size))
             self._columns = self.size
             return self._contributions
+
+    def find(self, rows: StoreReader, keys: Sequence[bytes]) -> list[tuple[bytes, int]]:
+        """Return (key, leaf) of every contribution with one of these keys of a descriptor or subject."""
+        with self._turn:
+            return self._known_keys(rows).find(keys)
+
+    def contribution(self, rows: StoreReader, descriptor: bytes) -> Leaf | None:
+        """Return the contribution with this descriptor; None if there is none."""
+        found = self.decoded(rows, (seq for _, seq in self.find(rows, [descriptor_key(descriptor)])))
+        return next((leaf for leaf in found if contribution_digests(leaf)[0] == descriptor), None)
+
+    def find_digest(self, rows: StoreReader, digest: bytes) -> list[Leaf]:
+        """Return the contribution with this descriptor; if there is none, all with this subject tag or content anchor.
+
+        Nobody can choose the digest of a descriptor, but a tag or an anchor may equal any digest. The first search for
+        an anchor reads all bodies.
+        """
+        with self._turn:
+            if (found := self.contribution(rows, digest)) is not None:
+                return [found]
+            there = [*self.find(rows, [subject_key(digest)]), *self._known_anchors(rows).find([anchor_key(digest)])]
+            return [
+                leaf for leaf in self.decoded(rows, (seq for _, seq in there)) if digest in contribution_digests(leaf)
+            ]
+
+    def find_prefix(self, rows: StoreReader, digits: str, most: int) -> list[Leaf]:
+        """Return the contributions whose descriptor or content anchor begins with these hex digits.
+
+        Of descriptors and of anchors, those of the first `most` digests.
+        """
+        with self._turn:
+            known = zip((self._known_keys(rows), self._known_anchors(rows)), index_key_ranges(digits), strict=True)
+            return self.decoded(rows, [seq for keys, pair in known for seq in keys.between(*pair, most)])
+
+    def summed_up(self, rows: StoreReader) -> LeafSet:
+        """Return the leaves that aggregates stand for. Only aggregates that a holder of a ledger key wrote count."""
+        with self._turn:
+            read, found = self._summed
+            if new := [each.record for each in self.records(rows, Aggregate, read, self.vouched)]:
+                found = LeafSet(
+                    [*found.spans, *(span for each in new if isinstance(each, Aggregate) for span in each.spans)]
+                )
+            self._summed = max(read, self.vouched), found
+            return found
 
     def withdrawals(self, rows: StoreReader) -> Mapping[int, int]:
         """Return withdrawn contribution → leaf of its withdrawal."""
@@ -384,6 +447,46 @@ class CheckedLeaves:
 
     # ----------------------------------------------------------------------------------- inside
 
+    def _known_keys(self, rows: StoreReader) -> ContributionKeys:
+        known = self._keys
+        if not known.size:
+            known.add(self.contributions(rows), self.size)
+        elif known.size < self.size:
+            known.add(kept_contributions(self.kept(rows, known.size, self.size)), self.size)
+        return known
+
+    def _known_anchors(self, rows: StoreReader) -> ContributionKeys:
+        """Return all content anchors. They are in bodies only, so each body is read once."""
+        known = self._anchors
+        for seqs, block in rows.blocks(known.size, self.size):
+            self._check_block(rows, known.size, block.leaves)
+            places = [at for at, leaf in enumerate(block.leaves) if leaf[:3] in CONTRIBUTION_STARTS]
+            for at in places:
+                if block.bodies[at] is None:
+                    self._check_summed(rows, seqs[at])
+            known.add(_contributions([seqs[at] for at in places], block.pick(places)), known.size + len(block))
+        if known.size < self.size:
+            raise _leaf_missing(known.size)
+        return known
+
+    def _check_block(self, rows: StoreReader, first: int, leaves: Sequence[bytes]) -> None:
+        """Raise LedgerDamaged if these are not the leaves from `first` on that were hashed."""
+        found = b"".join([each[:_HASH_PART] for each in leaf_hashes(leaves)])
+        if found != self._hashes[first * _HASH_PART : (first + len(leaves)) * _HASH_PART]:
+            for seq in range(first, first + len(leaves)):
+                self.leaf(rows, seq)  # raises an error that names the changed leaf
+            raise _leaf_missing(first)
+
+    def _check_summed(self, rows: StoreReader, seq: int) -> None:
+        """Raise LedgerDamaged if the body of a contribution is missing and no aggregate stands for it."""
+        if seq in self.summed_up(rows):
+            return
+        if (last := rows.checkpoint()) is not None and last.size > self.vouched:
+            self._state = None  # another process pruned it under a newer checkpoint
+            self._follow(rows, head_of(rows))
+        if seq not in self.summed_up(rows):
+            raise leaf_not_allowed(seq, "contribution", "its body is missing, and no signed aggregate stands for it")
+
     def _remember(self, head: LedgerHead) -> None:
         self._recent[head.size] = head.frontier
         if len(self._recent) > _HEADS_REMEMBERED:
@@ -398,6 +501,8 @@ class CheckedLeaves:
             if leaf_hash(data.leaf)[:_HASH_PART] != self._hashes[seq * _HASH_PART : (seq + 1) * _HASH_PART]:
                 why = "it is not the leaf that this process read before"
                 raise leaf_not_allowed(seq, kind_name(data.leaf) or "leaf", why)
+            if data.body is None and data.leaf[:3] in CONTRIBUTION_STARTS:
+                self._check_summed(rows, seq)
             yield seq, data
         for wanted in expected:
             raise _leaf_missing(wanted)
@@ -546,6 +651,37 @@ class CheckedLeaves:
             raise leaf_not_allowed(leaf.seq, KIND_NAMES[leaf.kind], f"{error.problem} [{error.code}]") from None
 
 
+def _contributions(seqs: Sequence[int], block: LeafBlock) -> Iterator[ContributionColumns | Leaf]:
+    for group in read_columns(block):
+        if isinstance(group, ContributionColumns):
+            yield group
+        else:
+            yield from (_decoded(seqs[at], block[at]) for at in group.tolist())
+
+
+class LeafSet:
+    """Leaves in spans."""
+
+    def __init__(self, spans: Iterable[LeafSpan]) -> None:
+        self.spans = sorted(spans, key=attrgetter("first"))
+        self._firsts = [span.first for span in self.spans]
+        self._stops = list(accumulate((span.stop for span in self.spans), max))
+
+    def __contains__(self, seq: int) -> bool:
+        at = bisect_right(self._firsts, seq)
+        return at > 0 and seq < self._stops[at - 1]
+
+
+def contribution_digests(leaf: Leaf) -> tuple[bytes | None, ...]:
+    """Return descriptor, content anchor and subject tag of a contribution."""
+    match leaf.record:
+        case ContributionRecord() as record:
+            return (record.descriptor, record.anchor, record.subject)
+        case KeptContribution() as record:
+            return (record.descriptor, None, record.subject)
+    return ()
+
+
 def cut_unsigned(store: Store) -> list[tuple[int, str]]:
     """Take away the leaves that no checkpoint covers and no keeper wrote, with their rows; number and kind of each.
 
@@ -587,6 +723,6 @@ def _leaf_missing(seq: int) -> LedgerDamaged:
     return LedgerDamaged("ledger.leaf-missing", f"leaf {seq} is missing", _SOMEBODY_WROTE)
 
 
-def leaf_not_allowed(seq: int, kind: str, why: str) -> LedgerError:
+def leaf_not_allowed(seq: int, kind: str, why: str) -> LedgerDamaged:
     problem = f"leaf {seq} ({kind}) may not stand in the ledger: {why}"
-    return LedgerError("ledger.leaf-not-allowed", problem, _SOMEBODY_WROTE)
+    return LedgerDamaged("ledger.leaf-not-allowed", problem, _SOMEBODY_WROTE)

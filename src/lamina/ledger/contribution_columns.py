@@ -8,7 +8,7 @@ for each. Leaves that differ elsewhere are grouped again, or left to the strict 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import NamedTuple, cast
@@ -27,6 +27,7 @@ from lamina.ledger.records import (
     ContributionTerms,
     KeptContribution,
     KeptLeaf,
+    Leaf,
     decode_kept,
     decode_leaf,
 )
@@ -83,6 +84,7 @@ Flags = np.ndarray[tuple[int], np.dtype[np.bool_]]
 Prefixes = NDArray[np.uint64]  # the first 8 bytes of digests
 
 _MOST_LAYOUTS = 32  # different layouts in one block; the rest is read one by one
+_MOST_NEW_KEYS = 65_536  # keys in a dictionary before they are sorted into columns
 _FEWEST_ROWS = 16  # fewer leaves than these are read one by one
 _NONE, _NO_PREFIXES = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.uint64)
 _SEQ, _TIME, _EPOCH, _BODY_HASH, _DESCRIPTOR, _END = range(1, 7)  # groups of the leaf
@@ -320,17 +322,78 @@ class KeyIndexChecks:
         return int(min(seq for _, seq in stored ^ stated))
 
 
-def first_index_difference(
-    rows: StoreReader, contributions: Iterable[ContributionColumns | KeptLeaf], indexed: int
-) -> int | None:
-    """The first leaf of which the store's index does not say what the leaf says; None if it is right."""
-    index = KeyIndexChecks()
-    for each in contributions:
-        if isinstance(each, ContributionColumns):
-            index.many(each.seq, each.keys, pruned=True)
-        elif each.contribution is not None:
-            index.one(each.seq, each.contribution, pruned=True)
-    return index.first_difference(rows, indexed)
+class ContributionKeys:
+    """Index keys of contributions in memory: sorted columns, and the newest keys in a dictionary.
+
+    letters  the kinds of keys that it holds
+    size     the number of leaves whose keys it holds
+    """
+
+    def __init__(self, letters: bytes) -> None:
+        self.size, self._letters = 0, letters
+        self._columns: list[tuple[Prefixes, Prefixes, Ints]] = []  # halves of each key, and its leaf, by the first half
+        self._new: dict[bytes, int] = {}
+
+    def grow(self, keys: Mapping[bytes, int], size: int) -> None:
+        """Add keys that occur once. They are all keys of the leaves up to `size`."""
+        self._new.update(keys)
+        self.size = size
+        if len(self._new) > _MOST_NEW_KEYS:
+            seqs = np.fromiter(self._new.values(), np.int64, len(self._new))
+            self._sort(np.frombuffer(b"".join(self._new), np.uint8).reshape(-1, INDEX_KEY_BYTES), seqs)
+            self._new = {}
+
+    def add(self, contributions: Iterable[ContributionColumns | KeptLeaf | Leaf], size: int) -> None:
+        """Add the keys of contributions. They are all contributions up to leaf `size`."""
+        keys, seqs = [np.empty((0, INDEX_KEY_BYTES), dtype=np.uint8)], [_NONE]
+        for each in contributions:
+            if isinstance(each, ContributionColumns):
+                found = [one for one in each.keys if len(one) and one[0, 0] in self._letters]
+                keys, seqs = [*keys, *found], [*seqs, *[each.seq] * len(found)]
+                continue
+            record = each.record if isinstance(each, Leaf) else each.contribution
+            own = (
+                [key for key in index_keys(record) if key[0] in self._letters]
+                if isinstance(record, Contribution)
+                else []
+            )
+            keys.append(np.frombuffer(b"".join(own), np.uint8).reshape(-1, INDEX_KEY_BYTES))
+            seqs.append(np.full(len(own), each.seq))
+        self._sort(np.concatenate(keys), np.concatenate(seqs))
+        self.size = size
+
+    def find(self, keys: Sequence[bytes]) -> list[tuple[bytes, int]]:
+        """Return (key, leaf) of every contribution that has one of these keys."""
+        found = [(key, self._new[key]) for key in keys if key in self._new]
+        asked = np.frombuffer(b"".join(keys), ">u8").astype(np.uint64).reshape(-1, 2)
+        for first, last, seqs in self._columns:
+            starts, stops = (np.searchsorted(first, asked[:, 0], side) for side in ("left", "right"))
+            for at in np.flatnonzero(starts < stops).tolist():
+                here = slice(starts[at], stops[at])
+                found += [(keys[at], seq) for seq in seqs[here][last[here] == asked[at, 1]].tolist()]
+        return found
+
+    def between(self, first: bytes, last: bytes, most: int) -> list[int]:
+        """Return the contributions with one of the first `most` keys in [first, last]."""
+        found = [(key, seq) for key, seq in self._new.items() if first <= key <= last]
+        low, high = (np.uint64(int.from_bytes(key[:8], "big")) for key in (first, last))
+        for begins, ends, seqs in self._columns:
+            here = slice(np.searchsorted(begins, low, "left"), np.searchsorted(begins, high, "right"))
+            halves = zip(begins[here].tolist(), ends[here].tolist(), seqs[here].tolist(), strict=True)
+            pairs = ((one.to_bytes(8, "big") + two.to_bytes(8, "big"), seq) for one, two, seq in halves)
+            found += [(key, seq) for key, seq in pairs if first <= key <= last]
+        wanted = set(sorted({key for key, _ in found})[:most])
+        return [seq for key, seq in found if key in wanted]
+
+    def _sort(self, keys: Bytes, seqs: Ints) -> None:
+        halves = np.ascontiguousarray(keys).view(">u8").astype(np.uint64)
+        first, last = halves[:, 0], halves[:, 1]
+        while self._columns and len(self._columns[-1][2]) < 2 * len(seqs):
+            one, two, three = self._columns.pop()
+            first, last, seqs = np.concatenate([one, first]), np.concatenate([two, last]), np.concatenate([three, seqs])
+        if len(seqs):
+            order = np.argsort(first, kind="stable")
+            self._columns.append((first[order], last[order], seqs[order]))
 
 
 def _joined(parts: Sequence[Ints]) -> Ints:

@@ -14,18 +14,16 @@ from lamina.errors import LedgerDamaged, LedgerError, NotVerified
 from lamina.ledger import merkle
 from lamina.ledger import records as leaves
 from lamina.ledger.append import UnindexedKeys
-from lamina.ledger.checked_leaves import CheckedLeaves
+from lamina.ledger.checked_leaves import CheckedLeaves, contribution_digests
 from lamina.ledger.contribution_columns import anchor_key, descriptor_key, index_key_ranges, subject_key
 from lamina.ledger.governance_records import Header
 from lamina.ledger.key_state import GovernanceState
-from lamina.ledger.merkle import Frontier, TileNodes, leaf_hash
+from lamina.ledger.merkle import HASH_SIZE, Frontier, TileNodes, leaf_hash
 from lamina.ledger.receipt import TlogProof, make_receipt
-from lamina.ledger.records import KIND_NUMBERS, ContributionRecord, KeptContribution, Leaf, Record
+from lamina.ledger.records import KIND_NUMBERS, ContributionRecord, Leaf, Record
 from lamina.ledger.signed_checkpoint import LedgerCheckpoint, TreeSignature, parse_checkpoint
 from lamina.ledger.store.rows import LedgerHead, Store, StoredCheckpoint, StoredLeaf, StoreReader, head_of, tile_reader
 from lamina.ledger.store.sqlite import make_store
-
-_INDEX_KEY_KINDS = (descriptor_key, anchor_key, subject_key)
 
 
 class LedgerReader:
@@ -192,29 +190,35 @@ class LedgerReader:
         return data if data is not None and hashlib.sha256(data).digest() == digest else None
 
     def find(self, digest: bytes) -> list[int]:
-        """Contributions by the digest of their descriptor, their content anchor, or their subject's tag."""
-        return sorted({seq for _, seq in self.find_keys([make(digest) for make in _INDEX_KEY_KINDS])})
+        """Return the contribution of this descriptor; if there is none, those of this content anchor or subject tag."""
+        with self.store.read() as rows:
+            return [leaf.seq for leaf in self.checked(rows).find_digest(rows, digest)]
 
-    def find_prefix(self, digits: str, most: int) -> list[int]:
-        """Contributions whose descriptor digest or content anchor begins with these hex digits.
+    def contribution(self, descriptor: bytes) -> Leaf | None:
+        """Return the contribution with this descriptor digest; None if there is none."""
+        with self.store.read() as rows:
+            return self.checked(rows).contribution(rows, descriptor)
 
-        All of them, if they have at most `most` digests; otherwise those of so many.
+    def known(self, descriptors: Sequence[bytes]) -> dict[bytes, int]:
+        """Return descriptor digest → leaf of the contributions among these that were admitted."""
+        keys = {descriptor_key(digest): digest for digest in descriptors}
+        with self.store.read() as rows:
+            return {keys[key]: seq for key, seq in self.checked(rows).find(rows, list(keys))}
+
+    def listed_contributions(self, digits: str, most: int) -> list[Leaf]:
+        """Return the contributions that the store's index lists under these digits. Faster, but for display only.
+
+        All 64 hex digits are those of a descriptor, content anchor or subject tag, fewer those of one of the first two.
         """
         with self._turn, self.store.read() as rows:
             self._tail.follow(rows, head_of(rows))
-            keys = [key for pair in index_key_ranges(digits) for key in self._tail.between(rows, *pair, most)]
-            return sorted({seq for _, seq in self._tail.find(rows, keys[:most])})
-
-    def known(self, descriptors: Sequence[bytes]) -> dict[bytes, int]:
-        """Descriptor digest → leaf, of those that were admitted before."""
-        keys = {descriptor_key(digest): digest for digest in descriptors}
-        return {keys[key]: seq for key, seq in self.find_keys(list(keys))}
-
-    def find_keys(self, keys: Sequence[bytes]) -> list[tuple[bytes, int]]:
-        """(key, leaf) of every contribution that has one of these index keys (append.py)."""
-        with self._turn, self.store.read() as rows:
-            self._tail.follow(rows, head_of(rows))
-            return self._tail.find(rows, keys)
+            if len(digits) == 2 * HASH_SIZE:
+                keys = [make(bytes.fromhex(digits)) for make in (descriptor_key, anchor_key, subject_key)]
+            else:
+                ranges = index_key_ranges(digits)
+                keys = [key for pair in ranges for key in self._tail.between(rows, *pair, most)][:most]
+            seqs = sorted({seq for _, seq in self._tail.find(rows, keys)})
+            return [_contribution(_decode_stored_leaf(seq, self._raw(rows, seq))) for seq in seqs]
 
     def withdrawn(self, seq: int) -> int | None:
         """The leaf in which a contribution was withdrawn."""
@@ -320,11 +324,17 @@ def find_contributions(ledger: LedgerReader, name: str, *, only_index: bool = Fa
     """The contributions of this descriptor digest or content anchor (64 hex digits, or the first 8 or more), of this
     subject tag (64 hex digits), or of this leaf.
 
-    First digits must be those of one digest alone. The index of the store is asked first. If it knows nothing, all
-    leaves are read: an index is no evidence. With `only_index` they are not, which a page cannot wait for.
+    First digits must be those of one digest alone. The answer is derived from the checked leaves. With `only_index` it
+    is what the store's index lists, for a page that cannot wait.
     """
-    number = _leaf_number(ledger, name)
-    return _find_by_digits(ledger, name, only_index) if number is None else [_contribution_leaf(ledger, number)]
+    number = _leaf_number(ledger, name, only_index)
+    if number is None:
+        return _find_by_digits(ledger, name, only_index)
+    with ledger.store.read() as rows:
+        leaf = ledger.raw(number)  # LedgerError if it is not there
+        if not only_index:
+            return [_contribution(each) for each in ledger.checked(rows).decoded(rows, [number])]
+        return [_contribution(_decode_stored_leaf(number, leaf))]
 
 
 def find_leaf(ledger: LedgerReader, name: str) -> int:
@@ -340,7 +350,7 @@ def find_leaf(ledger: LedgerReader, name: str) -> int:
     return found[0].seq
 
 
-def _leaf_number(ledger: LedgerReader, name: str) -> int | None:
+def _leaf_number(ledger: LedgerReader, name: str, only_index: bool = False) -> int | None:
     """The leaf that a name is the number of. Long numbers may be the first digits of a digest, and never mean both."""
     if not (name.isascii() and name.isdecimal() and len(name) <= _MAX_LEAF_DIGITS):
         return None
@@ -349,7 +359,7 @@ def _leaf_number(ledger: LedgerReader, name: str) -> int | None:
         return number
     if name[0] == "0" or number >= ledger.size:
         return None
-    if found := _find_indexed_prefix(ledger, name):
+    if found := _with_digits(ledger, name, only_index):
         raise _ambiguous_name(name, [f"leaf {number}", *_list_matches(found, name)])
     return number
 
@@ -362,13 +372,7 @@ def _find_by_digits(ledger: LedgerReader, name: str, only_index: bool = False) -
             f"give its folder, its leaf, or its digest ({_DIGEST_DIGITS} hex digits, or the first {MIN_DIGITS} or more)"
         )
         raise LedgerError("ledger.name-not-understood", problem, remedy)
-    whole = len(digits) == _DIGEST_DIGITS
-    found = _find_digest(ledger, bytes.fromhex(digits)) if whole else _find_indexed_prefix(ledger, digits)
-    if not found and not only_index:
-        part = bytes.fromhex(digits[: len(digits) // 2 * 2])
-        for leaf in _leaves_containing(ledger, part):
-            if part in _contribution_digests(leaf) if whole else _digests_with_prefix(leaf, digits):
-                found.append(leaf)
+    found = _with_digits(ledger, digits, only_index)
     if not found and only_index:
         problem = f"the index of the ledger knows no contribution {digits[:16]}{'…' if len(digits) > 16 else ''}"
         raise LedgerError("ledger.contribution-not-indexed", problem, "lamina ledger trace reads every leaf for it")
@@ -381,21 +385,27 @@ def _find_by_digits(ledger: LedgerReader, name: str, only_index: bool = False) -
     return found
 
 
-def _find_digest(ledger: LedgerReader, digest: bytes) -> list[Leaf]:
-    found = (_contribution_leaf(ledger, seq) for seq in ledger.find(digest))
-    return [leaf for leaf in found if digest in _contribution_digests(leaf)]
-
-
-def _find_indexed_prefix(ledger: LedgerReader, digits: str) -> list[Leaf]:
-    found = (_contribution_leaf(ledger, seq) for seq in ledger.find_prefix(digits, _MAX_LISTED + 1))
-    return [leaf for leaf in found if _digests_with_prefix(leaf, digits)]
+def _with_digits(ledger: LedgerReader, digits: str, only_index: bool) -> list[Leaf]:
+    """The contributions with this digest, or with a descriptor or anchor that begins with these digits."""
+    whole = bytes.fromhex(digits) if len(digits) == _DIGEST_DIGITS else None
+    if only_index:
+        found = ledger.listed_contributions(digits, _MAX_LISTED + 1)
+    else:
+        with ledger.store.read() as rows:
+            leaves = ledger.checked(rows)
+            if whole is not None:
+                return leaves.find_digest(rows, whole)
+            found = leaves.find_prefix(rows, digits, _MAX_LISTED + 1)
+    return [
+        leaf
+        for leaf in found
+        if (_digests_with_prefix(leaf, digits) if whole is None else whole in contribution_digests(leaf))
+    ]
 
 
 def _digests_with_prefix(leaf: Leaf, digits: str) -> list[str]:
     """Its descriptor or anchor, if one begins so. A subject's tag is given whole: it is about a person."""
-    return [
-        each.hex() for each in _contribution_digests(leaf)[:2] if each is not None and each.hex().startswith(digits)
-    ]
+    return [each.hex() for each in contribution_digests(leaf)[:2] if each is not None and each.hex().startswith(digits)]
 
 
 def _list_matches(found: list[Leaf], digits: str) -> list[str]:
@@ -416,24 +426,8 @@ def _ambiguous_name(name: str, listed: list[str]) -> LedgerError:
     return LedgerError("ledger.name-ambiguous", problem, "give more digits")
 
 
-def _contribution_leaf(ledger: LedgerReader, seq: int) -> Leaf:
-    leaf = ledger.leaf(seq)
+def _contribution(leaf: Leaf) -> Leaf:
     if leaf.kind is not ContributionRecord:
-        problem = f"leaf {seq} is not a contribution"
+        problem = f"leaf {leaf.seq} is not a contribution"
         raise LedgerError("ledger.not-a-contribution", problem, "list them: lamina ledger show --kind contribution")
     return leaf
-
-
-def _leaves_containing(ledger: LedgerReader, part: bytes) -> Iterator[Leaf]:
-    return (
-        leaves.decode_leaf(data) for _, data in ledger.raw_leaves() if part in data.leaf or part in (data.body or b"")
-    )
-
-
-def _contribution_digests(leaf: Leaf) -> tuple[bytes | None, ...]:
-    match leaf.record:
-        case ContributionRecord() as record:
-            return (record.descriptor, record.anchor, record.subject)
-        case KeptContribution() as record:
-            return (record.descriptor, None, record.subject)
-    return ()

@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from lamina.errors import LedgerDamaged, LedgerError
-from lamina.ledger.checked_leaves import CheckedLeaves
+from lamina.ledger.checked_leaves import CheckedLeaves, LeafSet
 from lamina.ledger.governance_records import MAX_SPANS, Aggregate, ClassTotal, LeafSpan, Role, Withdrawal
 from lamina.ledger.merkle import leaf_hash
 from lamina.ledger.records import CONTRIBUTION_STARTS, ContributionRecord, Epoch, decode_kept, decode_leaf
@@ -57,7 +57,7 @@ class Retention:
             problem = f"the horizon {horizon} is later than {latest}, which the retention allows"
             raise LedgerError("ledger.horizon-too-late", problem, "give an earlier one, or wait")
         with self._store.read() as rows:
-            return _propose_aggregate(rows, self._ledger.checked(rows), horizon, now)
+            return self._propose(rows, horizon, now)
 
     def receipts(self, aggregate: Aggregate) -> Iterator[tuple[int, bytes]]:
         """(leaf, COSE receipt) of everything whose body would go, under the newest checkpoint."""
@@ -73,8 +73,8 @@ class Retention:
         self._ledger.check_signs()  # before anything is written that could not be signed
         self.resume()
         with self._store.read() as rows:
-            size = head_of(rows).size
-            fresh = _propose_aggregate(rows, self._ledger.checked(rows), aggregate.horizon, self._ledger.now())
+            size, used = head_of(rows).size, _earliest_open_run(rows)
+            fresh = self._propose(rows, aggregate.horizon, self._ledger.now())
         if aggregate.horizon > self.horizon():
             problem = f"the horizon {aggregate.horizon} is not reached yet"
             raise LedgerError("ledger.horizon-too-late", problem, "wait, or propose again")
@@ -85,8 +85,8 @@ class Retention:
 
         def mark(rows: StoreWriter, seqs: list[int]) -> None:
             new = {decode_kept(leaf).kind for _, block in rows.kept_blocks(size, seqs[0]) for leaf in block}
-            if new & _KINDS_CHANGING_AGGREGATE:
-                problem = "the ledger grew while it was being pruned"
+            if new & _KINDS_CHANGING_AGGREGATE or _earliest_open_run(rows) < used:
+                problem = "the ledger grew, or a run began a segment, while it was being pruned"
                 raise LedgerError("ledger.proposal-outdated", problem, "propose again")
             rows.put_pruning(PruningRow(seqs[0], False))
 
@@ -97,15 +97,11 @@ class Retention:
     def resume(self) -> None:
         """Finish what was begun: bodies of aggregates that are in the ledger go."""
         with self._store.read() as rows:
+            aggregates = _checked_aggregates(rows, self._ledger.checked(rows))
             unfinished = [pruning.seq for pruning in rows.prunings() if not pruning.done]
         for seq in unfinished:
             self._ledger.checkpoint()  # nothing goes before what stands for it is signed
-            with self._store.read() as rows:
-                aggregate = decode_leaf(self._ledger.checked(rows).leaf(rows, seq)).record
-            if not isinstance(aggregate, Aggregate):
-                problem = f"the store lists leaf {seq} as an aggregate that prunes contributions, but it is none"
-                raise LedgerDamaged("ledger.pruning-index-differs", problem, "restore the ledger from a copy")
-            for span in aggregate.spans:
+            for span in aggregates[seq].spans:
                 for first in range(span.first, span.stop, _LEAVES_PER_TRANSACTION):
                     part = first, min(first + _LEAVES_PER_TRANSACTION, span.stop)
                     self._ledger.transact(lambda rows, part=part: rows.drop_bodies(*part))  # type: ignore[misc]
@@ -113,6 +109,10 @@ class Retention:
             self._ledger.transact(lambda rows, done=done: rows.put_pruning(done))  # type: ignore[misc]
 
     # ----------------------------------------------------------------------------------- inside
+
+    def _propose(self, rows: StoreReader, horizon: int, now: int) -> Aggregate | None:
+        self._ledger.check_open(rows)  # an open attempt that is hidden may be using contributions
+        return _propose_aggregate(rows, self._ledger.checked(rows), horizon, now)
 
     def _check_signatures(self, aggregate: Aggregate) -> None:
         message, now = aggregate.message(self._ledger.origin), self._ledger.now()
@@ -125,7 +125,8 @@ class Retention:
 
 
 def _propose_aggregate(rows: StoreReader, leaves: CheckedLeaves, horizon: int, now: int) -> Aggregate | None:
-    going, used = _leaves_being_pruned(rows, leaves), _earliest_open_run(rows)
+    aggregates, used = _checked_aggregates(rows, leaves), _earliest_open_run(rows)
+    summed = LeafSet(span for each in aggregates.values() for span in each.spans)
     withdrawn = leaves.withdrawals(rows)
     counts, withdrawn_counts = Counter[str](), Counter[str]()
     spans: list[list[int]] = []
@@ -136,8 +137,9 @@ def _propose_aggregate(rows: StoreReader, leaves: CheckedLeaves, horizon: int, n
         leaf = decode_leaf(data)
         if leaf.time >= horizon:
             break  # time never falls
-        if not isinstance(leaf.record, ContributionRecord) or seq in going:
-            continue  # summed up already
+        if seq in summed:
+            continue
+        assert isinstance(leaf.record, ContributionRecord)
         if leaf.record.expires > min(now, used):
             continue
         if not spans or spans[-1][1] != seq:
@@ -169,14 +171,25 @@ def _genuine_leaves(rows: StoreReader, leaves: CheckedLeaves) -> Iterator[tuple[
         yield from leaves.leaves(rows, range(first, stop)).items()
 
 
-def _leaves_being_pruned(rows: StoreReader, leaves: CheckedLeaves) -> set[int]:
-    """Leaves that are summed up already, by an aggregate that was stopped before their bodies were gone."""
-    found: set[int] = set()
-    for pruning in rows.prunings():
-        for leaf in () if pruning.done else leaves.records(rows, Aggregate, pruning.seq, pruning.seq + 1):
-            assert isinstance(leaf.record, Aggregate)
-            found.update(*(range(span.first, span.stop) for span in leaf.record.spans))
+def _checked_aggregates(rows: StoreReader, leaves: CheckedLeaves) -> dict[int, Aggregate]:
+    """Return leaf → aggregate. Raise LedgerDamaged if the store's table of prunings contradicts the leaves."""
+    found = {leaf.seq: leaf.record for leaf in leaves.records(rows, Aggregate) if isinstance(leaf.record, Aggregate)}
+    listed = {pruning.seq: pruning.done for pruning in rows.prunings()}
+    if wrong := found.keys() ^ listed.keys():
+        kind = "does not list" if min(wrong) in found else "lists"
+        raise _table_differs(f"the store {kind} leaf {min(wrong)} as an aggregate")
+    for seq in (seq for seq, done in listed.items() if done):
+        kept = (rows.first_body(span.first, span.stop) for span in found[seq].spans)
+        if (left := next((each for each in kept if each is not None), None)) is not None:
+            raise _table_differs(
+                f"the store lists the pruning by aggregate {seq} as finished, but leaf {left} has its body"
+            )
     return found
+
+
+def _table_differs(problem: str) -> LedgerDamaged:
+    remedy = "the store was changed outside of Lamina; restore the ledger from a copy"
+    return LedgerDamaged("ledger.pruning-index-differs", f"{problem}, which contradicts the leaves", remedy)
 
 
 def _earliest_open_run(rows: StoreReader) -> int:

@@ -115,11 +115,11 @@ def withdraw(
 def withdraw_signed(ledger: Ledger, data: bytes) -> list[WithdrawnContribution]:
     """Withdraw the contribution that a signed request names. LedgerError if the request does not allow it."""
     request = parse_request(data)
-    seq = ledger.known([request.withdraw]).get(request.withdraw)
-    if seq is None:
+    leaf = ledger.contribution(request.withdraw)
+    if leaf is None:
         problem = f"there is no contribution {request.withdraw.hex()[:16]}… in the ledger {ledger.name}"
         raise LedgerError("ledger.request-of-no-contribution", problem, "give the ledger that admitted it")
-    return _append(ledger, [ledger.leaf(seq)], lambda leaf: request.record(leaf.seq))
+    return _append(ledger, [leaf], lambda leaf: request.record(leaf.seq))
 
 
 def _append(
@@ -155,10 +155,10 @@ def check_withdrawal(data: bytes, ledger: LedgerReader, *, now: float | None = N
     if request.time > at + keys.CLOCK_SKEW:
         problem = f"it is of {keys.format_utc(request.time)}"
         raise NotVerified("ledger.request-from-the-future", problem, "set the clock, sign again")
-    seq = ledger.known([request.withdraw]).get(request.withdraw)
-    target = None if seq is None else ledger.leaf(seq).record
-    if seq is None or not isinstance(target, ContributionRecord) or withdrawal_violation(
-        request.record(seq), target, at, state
+    leaf = ledger.contribution(request.withdraw)
+    target = None if leaf is None else leaf.record
+    if leaf is None or not isinstance(target, ContributionRecord) or withdrawal_violation(
+        request.record(leaf.seq), target, at, state
     ):  # fmt: skip
         problem = f"no contribution {request.withdraw.hex()[:16]}… with a key in force signed this"
         remedy = (
@@ -223,6 +223,8 @@ class WithdrawalInbox:
                     yield taken
 
     def _take(self, path: Path) -> InboxResult | None:
+        with self._ledger.store.read() as rows:  # what is wrong with the ledger is not wrong with the file
+            self._ledger.checked(rows)
         try:
             append = self._signed(path) if path.suffix == ".cose" else self._unsigned(path)
         except _UnfinishedFile:
@@ -243,8 +245,8 @@ class WithdrawalInbox:
         except EncodingError:
             _refuse_unfinished(path)
             raise
-        seq = self._ledger.known([request.withdraw]).get(request.withdraw)
-        if seq is None or self._ledger.withdrawn(seq) is None:
+        leaf = self._ledger.contribution(request.withdraw)
+        if leaf is None or self._ledger.withdrawn(leaf.seq) is None:
             check_withdrawal(data, self._ledger, now=self._ledger.now())
         return partial(withdraw_signed, self._ledger, data)
 

@@ -16,7 +16,6 @@ from lamina.errors import LedgerDamaged, LedgerError, StoreLost
 from lamina.ledger import signed_checkpoint as checkpoints
 from lamina.ledger.append import AppendBatch, AppendContext, UnindexedKeys, check_may_follow, check_run_records
 from lamina.ledger.checked_leaves import AttemptName, CheckedLeaves, WriterMark, leaf_not_allowed
-from lamina.ledger.contribution_columns import first_index_difference
 from lamina.ledger.governance_records import Aggregate, GoverningRecord, Header, KeyEvent, KeyEvents, Release, Role
 from lamina.ledger.key_state import G, GovernanceState, KeyState, check_header_signed, check_key_may_sign, signed_record
 from lamina.ledger.merkle import Frontier
@@ -80,7 +79,6 @@ class Ledger(LedgerReader):
         self._restoring = False  # whether a run is entering epochs again that the ledger lacks
         self._unsigned = False  # whether unsigned open rows were found
         self.notes: list[str] = []  # messages for the user
-        self._index_checked = False  # whether the store's index was compared with the leaves
 
     @classmethod
     def create(
@@ -348,17 +346,6 @@ class Ledger(LedgerReader):
         """For `Retention`: append an aggregate."""
         return self._append([record], (), also_write)
 
-    def check_index(self, rows: StoreReader) -> None:
-        """LedgerDamaged if the store's index hides a contribution, which could be admitted again. Asked once."""
-        if self._index_checked:
-            return
-        if (
-            wrong := first_index_difference(rows, self.checked(rows).contributions(rows), head_of(rows).indexed)
-        ) is not None:
-            problem = f"the index of the ledger {self.name} does not say of leaf {wrong} what the leaf says"
-            raise LedgerDamaged("ledger.key-index-differs", problem, "restore the ledger from a copy")
-        self._index_checked = True
-
     def _append(
         self, records: Sequence[Record], blobs: Iterable[bytes],
         also_write: Callable[[StoreWriter, list[int]], None] | None = None,
@@ -385,13 +372,11 @@ class Ledger(LedgerReader):
                 if len(batch.others) < len(batch.records):
                     self._checked.check_next(batch.records, at, governance(), now)
                 if batch.others:
-                    check_withdrawals(rows, (batch.records[each] for each in at), governance, now)
+                    check_withdrawals(rows, [batch.records[each] for each in at], governance, now)
                     check_run_records(rows, [batch.records[each] for each in at], lambda: self.checked(rows))
 
-            if len(batch.others) < len(batch.records):
-                self.check_index(rows)
             epochs = any(type(each) is Epoch for each in batch.others)
-            opened = self.check_open(rows) if epochs else None
+            opened = self.check_open(rows) if epochs or any(type(each) is Aggregate for each in batch.others) else None
             step, ledger = self.header.epoch_clock, self.header_hash
             context = AppendContext(
                 head, now, step, previous, self._tail, ledger, check_new, lambda: self.checked(rows)
@@ -416,7 +401,8 @@ class Ledger(LedgerReader):
         with self._turn:
             seqs = self.transact(work)
             if batch.after is not None:
-                self._checked.wrote(before[-1], batch.after, batch.frontier, batch.hashes, batch.placed)
+                once = batch.new_index_keys[0]
+                self._checked.wrote(before[-1], batch.after, batch.frontier, batch.hashes, batch.placed, once)
                 self._tail.grow(*batch.new_index_keys, batch.after.size)
             if sealed:
                 self._keep(sealed[-1])

@@ -178,7 +178,7 @@ class Dashboard:
         )  # fmt: skip
 
     def contribution(self, request: Request) -> Response:
-        leaf = find_contributions(self.ledger, str(_number(request.path_params["seq"])))[0]
+        leaf = find_contributions(self.ledger, str(_number(request.path_params["seq"])), only_index=True)[0]
         return self.page("contribution.html", "", found=reconcile(self.ledger, leaf))
 
     def withdrawals(self, request: Request) -> Response:
