@@ -503,7 +503,9 @@ class TrainingState:
         terms = {
             name: value
             for name, value in self.given_schedule.items()
-            if not name.startswith("_") and name not in ("base_lrs", "last_epoch") and isinstance(value, bool | int | float | str)
+            if not name.startswith("_")
+            and name not in ("base_lrs", "last_epoch")
+            and isinstance(value, bool | int | float | str)
         }
         return figures | {"scheduler": type(self.scheduler).__name__, "schedule": terms}
 
