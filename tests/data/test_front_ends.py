@@ -104,6 +104,8 @@ def test_scattering_is_the_convolution_that_it_says() -> None:
     found = made(image)
     assert found.shape == (1, made.channels, 4, 4) == (1, 1 + 8 + 16, 4, 4)
     padded = np.pad(image[0, 0].double().numpy(), 4, mode="reflect")
+    u, v = np.meshgrid(*(2 * np.pi * np.fft.fftfreq(24),) * 2, indexing="ij")
+    phi = torch.tensor(np.exp(-0.5 * 1.6**2 * (u**2 + v**2)))
 
     def convolved(x: np.ndarray, spectrum: torch.Tensor) -> np.ndarray:
         middle = len(x) // 2
@@ -111,11 +113,11 @@ def test_scattering_is_the_convolution_that_it_says() -> None:
         parts = [ndimage.convolve(x, part, mode="wrap") for part in (kernel.real, kernel.imag)]
         return parts[0] + 1j * parts[1]
 
-    assert found[0, 0].numpy() == pytest.approx(convolved(padded, made.phi).real[6:-4:4, 6:-4:4], abs=1e-5)
+    assert found[0, 0].numpy() == pytest.approx(convolved(padded, phi).real[6:-4:4, 6:-4:4], abs=1e-5)
     first = np.abs(convolved(padded, made.psi[0, 1]))
-    assert found[0, 1 + 1].numpy() == pytest.approx(convolved(first, made.phi).real[6:-4:4, 6:-4:4], abs=1e-5)
+    assert found[0, 1 + 1].numpy() == pytest.approx(convolved(first, phi).real[6:-4:4, 6:-4:4], abs=1e-5)
     second = np.abs(convolved(first, made.psi[1, 2]))
-    smooth = convolved(second, made.phi).real[6:-4:4, 6:-4:4]  # the engine smooths every second sample
+    smooth = convolved(second, phi).real[6:-4:4, 6:-4:4]  # the engine smooths every second sample
     assert found[0, 1 + 4 + 4 + 2].numpy() == pytest.approx(smooth, abs=0.03 * smooth.max())
 
 
@@ -127,9 +129,21 @@ def test_scattering_sees_one_image_and_no_constant() -> None:
     assert made(torch.ones(1, 1, 28, 28))[:, 1:].abs().max() < 1e-4
     assert not list(made.parameters())
     with raises_code("data.scattering-shape"):
-        Scattering2D((30, 28))
+        Scattering2D((7, 28))
     with raises_code("data.scattering-shape"):
-        made(torch.zeros(1, 3, 28, 28))
+        made(torch.zeros(1, 1, 28, 30))
+
+
+def test_every_plane_is_scattered_by_itself_and_any_side_is_padded_by_its_reflection() -> None:
+    images = torch.rand(2, 3, 13, 18, generator=torch.Generator().manual_seed(2))
+    found = Scattering2D((13, 18))(images)
+    assert found.shape == (2, 3 * 81, 4, 5)
+    alone = [Scattering2D((13, 18))(images[:, i : i + 1]) for i in range(3)]
+    torch.testing.assert_close(found, torch.cat(alone, 1))
+    padded = np.pad(images[1, 2].double().numpy(), ((5, 6), (5, 5)), mode="reflect")
+    u, v = np.meshgrid(*(2 * np.pi * np.fft.fftfreq(side) for side in padded.shape), indexing="ij")
+    smooth = np.fft.ifft2(np.fft.fft2(padded) * np.exp(-0.5 * 1.6**2 * (u**2 + v**2))).real[6:-4:4, 6:-4:4]
+    assert found[1, 2 * 81].numpy() == pytest.approx(smooth, abs=1e-5)
 
 
 def test_distorted_images_are_other_drawings_each_by_itself() -> None:

@@ -91,7 +91,40 @@ def test_auto_is_recorded_beside_the_run(tmp_path: Path) -> None:
     first = run.optimizer.param_groups[0]["lr"]
     run.fit()
     told = json.loads((tmp_path / "run" / "metrics.json").read_text(encoding="utf-8"))["optimizer"]
-    assert told == {"name": "Adam", "lr": [first], "scheduler": "HoldThenFall"}
+    schedule = {"steps": STEPS, "falling": 0.3}
+    assert told == {"name": "Adam", "lr": [first], "scheduler": "HoldThenFall", "schedule": schedule}
+
+
+def test_the_rate_of_every_step_follows_from_the_record_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = trainer(tmp_path / "run", seed=3)
+    seen: list[float] = []
+    take = run._step
+
+    def noting(batch: lamina.Batch, step: int) -> float | None:
+        seen.append(run.optimizer.param_groups[0]["lr"])
+        return take(batch, step)
+
+    monkeypatch.setattr(run, "_step", noting)
+    run.fit()
+    told = json.loads((tmp_path / "run" / "metrics.json").read_text(encoding="utf-8"))["optimizer"]
+    steps, falling, (rate,) = told["schedule"]["steps"], told["schedule"]["falling"], told["lr"]
+    assert seen == pytest.approx([rate * min(1.0, (1.0 - t / steps) / falling) for t in range(steps)])
+
+
+def test_any_schedule_is_recorded_with_its_terms(tmp_path: Path) -> None:
+    model = build()
+    engine, corpus, plan = lamina.make_private(
+        model, data(), epsilon=4.0, delta=1e-4, batch=20, steps=STEPS, origin="here.example/step"
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, gamma=0.5)
+    loss = nn.CrossEntropyLoss(reduction="none")
+    Trainer(model, optimizer, loss, corpus, plan, engine=engine, scheduler=scheduler, folder=tmp_path / "run").fit()
+    told = json.loads((tmp_path / "run" / "metrics.json").read_text(encoding="utf-8"))["optimizer"]
+    schedule = {"step_size": 5, "gamma": 0.5}
+    assert told == {"name": "SGD", "lr": [0.25], "scheduler": "StepLR", "schedule": schedule}
 
 
 def test_a_given_optimiser_is_recorded_too(tmp_path: Path) -> None:

@@ -136,27 +136,27 @@ class Directions:
 
 
 class Scattering2D(nn.Module):
-    """Scattering transform of images: (N, 1, H, W) -> (N, channels, H/2^scales, W/2^scales). Nothing in it is learned.
+    """Scattering transform of images: (N, C, H, W) -> (N, C·channels, ⌈H/2^scales⌉, ⌈W/2^scales⌉). Nothing in it is learned.
 
         S0 = x∗φ,   S1[λ] = |x∗ψ_λ|∗φ,   S2[λ, μ] = ||x∗ψ_λ|∗ψ_μ|∗φ,  μ coarser than λ
 
     with Morlet wavelets ψ of `scales` octaves and `angles` directions, φ a Gaussian of the coarsest scale, in periodic
     Fourier form on a reflected border: 1 + J·A + A²·J(J-1)/2 channels, 81 for J = 2 and A = 8 (Bruna and Mallat,
-    "Invariant scattering convolution networks", IEEE TPAMI 35, 2013). Every image by itself.
+    "Invariant scattering convolution networks", IEEE TPAMI 35, 2013). Every plane of every image by itself; sides that are
+    no multiples of 2^scales get a wider border.
     """
 
     psi: Tensor
-    phi: Tensor
 
     def __init__(self, shape: tuple[int, int] = (28, 28), *, scales: int = 2, angles: int = 8) -> None:
         super().__init__()
-        self.shape, self.scales, self.angles = shape, scales, angles
-        cell = 2**scales
-        if any(side % cell or side < cell for side in shape):
-            problem = f"images of {shape[0]} x {shape[1]}, whose sides are no multiples of {cell}"
-            raise LaminaError("data.scattering-shape", problem, "pad the images, or use fewer scales")
-        self.border = cell
-        full = (shape[0] + 2 * self.border, shape[1] + 2 * self.border)
+        self.shape, self.scales, self.angles, cell = shape, scales, angles, 2**scales
+        if min(shape) < 2 * cell:
+            problem = f"images of {shape[0]} x {shape[1]}, must have sides of {2 * cell} or more"
+            raise LaminaError("data.scattering-shape", problem, "enlarge the images, or use fewer scales")
+        wider = [-side % cell for side in shape]
+        self.border = [cell + part for more in reversed(wider) for part in (more // 2, more - more // 2)]
+        full = (shape[0] + wider[0] + 2 * cell, shape[1] + wider[1] + 2 * cell)
         waves = [
             [
                 _morlet(full, 0.8 * 2**j, 3.0 / 4.0 * math.pi / 2**j, math.pi * a / angles, 4.0 / angles)
@@ -165,38 +165,37 @@ class Scattering2D(nn.Module):
             for j in range(scales)
         ]
         self.register_buffer("psi", torch.stack([torch.stack(row) for row in waves]), persistent=False)
-        self.register_buffer("phi", _gaussian(full, 0.8 * 2 ** (scales - 1)), persistent=False)
+        for j in range(scales):
+            for name, side in zip(("rows", "columns"), full, strict=True):
+                self.register_buffer(f"{name}{j}", _smoothing(side, scales, 2**j), persistent=False)
 
     @property
     def channels(self) -> int:
+        """Channels of one plane."""
         return 1 + self.scales * self.angles + self.angles**2 * self.scales * (self.scales - 1) // 2
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.shape[-2:] != self.shape or x.dim() != 4 or x.shape[1] != 1:
-            problem = f"images of shape {tuple(x.shape)}, not (N, 1, {self.shape[0]}, {self.shape[1]})"
+        """Return the coefficients, those of the first plane first."""
+        if x.shape[-2:] != self.shape or x.dim() != 4:
+            problem = f"images of shape {tuple(x.shape)}, not (N, C, {self.shape[0]}, {self.shape[1]})"
             raise LaminaError("data.scattering-shape", problem, "reshape them, or make the transform for their shape")
-        b = self.border
-        spectrum = torch.fft.fft2(nn.functional.pad(x, (b, b, b, b), mode="reflect").squeeze(1))  # (N, H, W)
-        found = [self._smooth(spectrum, 1).unsqueeze(1)]
+        padded = nn.functional.pad(x, self.border, mode="reflect").flatten(0, 1)  # (N·C, H, W)
+        spectrum = torch.fft.fft2(padded)
+        found = [self._smooth(padded, 0).unsqueeze(1)]
         for j in range(self.scales):
-            first = self._wavelets(spectrum.unsqueeze(1), self.psi[j], 2**j)  # (N, A, h, w)
-            found.append(self._smooth(first, 2**j))
+            first = _moduli(spectrum, self.psi[j], 2**j)  # (N·C, A, h, w)
+            found.append(self._smooth(first, j))
+            inner = torch.fft.fft2(first.flatten(0, 1)) if j + 1 < self.scales else first
             for k in range(j + 1, self.scales):
-                second = self._wavelets(first.unsqueeze(2), _decimated(self.psi[k], 2**j), 2 ** (k - j))
-                found.append(self._smooth(second, 2**k).flatten(1, 2))  # (N, A, A, …)
-        return torch.cat(found, dim=1)
+                second = _moduli(inner, _decimated(self.psi[k], 2**j), 2 ** (k - j))
+                found.append(self._smooth(second, k).unflatten(0, first.shape[:2]).flatten(1, 2))  # (N·C, A², …)
+        planes = torch.cat(found, dim=1)
+        return planes.view(len(x), -1, *planes.shape[-2:])
 
-    def _wavelets(self, spectrum: Tensor, psi: Tensor, by: int) -> Tensor:
-        """The spectrum of |x∗ψ|, of which one sample in `by` is kept: a wavelet of scale j needs no more."""
-        found: Tensor = torch.fft.fft2(torch.fft.ifft2(_decimated(spectrum * psi, by)).abs())
+    def _smooth(self, x: Tensor, j: int) -> Tensor:
+        """∗φ, without the border, one sample in 2^scales; 2^j samples of the image lie between two of x."""
+        found: Tensor = self.get_buffer(f"rows{j}") @ x @ self.get_buffer(f"columns{j}").mT
         return found
-
-    def _smooth(self, spectrum: Tensor, by: int) -> Tensor:
-        """∗φ, without the border, one sample in 2^scales; `by` samples of the image lie between two of the spectrum's."""
-        cell, begin = 2**self.scales // by, (self.border + 2 ** (self.scales - 1)) // by
-        smooth: Tensor = torch.fft.ifft2(spectrum * by**2 * _decimated(self.phi, by)).real
-        end = self.border // by
-        return smooth[..., begin : smooth.shape[-2] - end : cell, begin : smooth.shape[-1] - end : cell]
 
 
 class ImageCNN(nn.Module):
@@ -256,15 +255,33 @@ def _decimated(spectrum: Tensor, by: int) -> Tensor:
     return aliases.mean((-4, -2))
 
 
+def _moduli(spectrum: Tensor, psi: Tensor, by: int) -> Tensor:
+    """|x∗ψ| for every x (M, h, w) and ψ (A, h, w) given as spectra, one sample in `by`: a wavelet of scale j needs no more."""
+    (m, h, w), a = spectrum.shape, len(psi)
+    # the spectrum of one sample in `by` is the mean over its by² aliases: one small matrix product per frequency
+    alias = (by, h // by, by, w // by)
+    left = spectrum.reshape(m, *alias).permute(2, 4, 0, 1, 3).reshape(-1, m, by * by)
+    right = psi.reshape(a, *alias).permute(2, 4, 1, 3, 0).reshape(-1, by * by, a) / by**2
+    kept = (left @ right.to(left.dtype)).view(h // by, w // by, m, a).permute(2, 3, 0, 1)
+    wave = torch.fft.ifft2(kept)
+    modulus: Tensor = (wave.real.square() + wave.imag.square()).sqrt()
+    return modulus
+
+
+def _smoothing(side: int, scales: int, by: int) -> Tensor:
+    """The matrix that smooths one axis by φ and keeps one sample in 2^scales without the border; `by`: step of its input."""
+    cell, at = 2**scales, torch.arange(side)
+    phi = torch.exp(
+        -0.5 * (0.8 * 2 ** (scales - 1) * 2.0 * math.pi * torch.fft.fftfreq(side, dtype=torch.float64)) ** 2
+    )
+    centres = torch.arange(cell + cell // 2, side - cell, cell)
+    found: Tensor = by * torch.fft.ifft(phi).real[(centres[:, None] - at[None, ::by]) % side]
+    return found.float()
+
+
 def _frequencies(shape: tuple[int, int]) -> tuple[Tensor, ...]:
     across, down = (2.0 * math.pi * torch.fft.fftfreq(side, dtype=torch.float64) for side in shape)
     return torch.meshgrid(across, down, indexing="ij")
-
-
-def _gaussian(shape: tuple[int, int], sigma: float) -> Tensor:
-    """The spectrum of a Gaussian of standard deviation `sigma` samples, 1 at frequency 0."""
-    u, v = _frequencies(shape)
-    return torch.exp(-0.5 * sigma**2 * (u**2 + v**2)).float()
 
 
 def _morlet(shape: tuple[int, int], sigma: float, frequency: float, angle: float, slant: float) -> Tensor:

@@ -44,16 +44,16 @@ def private_rate(signal: float, steps: int) -> float:
 
 
 class HoldThenFall(LRScheduler):
-    """Holds the learning rate, then lets it fall to zero along a line over the last 30 % of the steps."""
+    """Holds the learning rate, then lets it fall to zero along a line over the last part of the steps: `falling`, 30 %."""
 
     def __init__(self, optimizer: Optimizer, steps: int) -> None:
-        self.steps = steps
+        self.steps, self.falling = steps, FALLING
         super().__init__(optimizer)
 
     def get_lr(self) -> list[float | Tensor]:
         """Return the rate of every group at the step `last_epoch`."""
         left = max(0.0, 1.0 - self.last_epoch / self.steps)
-        return [base * min(1.0, left / FALLING) for base in self.base_lrs]
+        return [base * min(1.0, left / self.falling) for base in self.base_lrs]
 
 
 def private_optimizer(model: nn.Module, plan: StepPlan) -> tuple[Optimizer, LRScheduler]:

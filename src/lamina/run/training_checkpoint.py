@@ -495,10 +495,19 @@ class TrainingState:
 
     @property
     def optimizer_figures(self) -> dict[str, Any]:
-        """Optimiser, schedule and the learning rate of each group as they were before the first step."""
-        schedule = None if self.scheduler is None else type(self.scheduler).__name__
+        """Optimiser, learning rate of each group and the whole schedule as they were before the first step."""
         rates = [float(group.get("initial_lr", group["lr"])) for group in self.given]
-        return {"name": type(self.optimizer).__name__, "lr": rates, "scheduler": schedule}
+        figures = {"name": type(self.optimizer).__name__, "lr": rates, "scheduler": None}
+        if self.scheduler is None:
+            return figures
+        terms = {
+            name: value
+            for name, value in self.given_schedule.items()
+            if not name.startswith("_")
+            and name not in ("base_lrs", "last_epoch")
+            and isinstance(value, bool | int | float | str)
+        }
+        return figures | {"scheduler": type(self.scheduler).__name__, "schedule": terms}
 
     @property
     def factor(self) -> float:

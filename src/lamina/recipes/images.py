@@ -1,0 +1,90 @@
+"""`lamina.recipes.images`: a linear layer on scattered images of any size; no public data are needed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lamina import validate
+from lamina.data.front_ends import Scattering2D
+from lamina.errors import LaminaError
+from lamina.recipes import Recipe
+from lamina.run.corpus import Corpus
+from lamina.run.optimizer import private_optimizer
+from lamina.run.private import make_private
+
+STEPS, BATCH, GROUP, CHUNK = 200, 4096, 3, 100
+LENGTH = 10.0  # of every row: it sets how far a step of the optimiser moves the logits
+OPPONENT = ((1 / 3, 1 / 3, 1 / 3), (1 / 2, -1 / 2, 0.0), (1 / 4, 1 / 4, -1 / 2))  # brightness, red-green, yellow-blue
+
+
+class ScatteredImages(nn.Module):
+    """(N, C, H, W) -> (N, width): scattering coefficients, normalised within each image. Nothing in it is learned.
+
+    Three colours become brightness, red-green and yellow-blue. `mirror` averages an image with its mirror image, and the
+    half of the columns that then remain hold all of it.
+    """
+
+    opponent: Tensor
+
+    def __init__(self, shape: tuple[int, int, int], *, mirror: bool) -> None:
+        super().__init__()
+        self.mirror, self.scattering = mirror, Scattering2D(shape[1:])
+        colours = torch.tensor(OPPONENT) if shape[0] == 3 else torch.eye(shape[0])
+        self.register_buffer("opponent", colours, persistent=False)
+
+    @torch.no_grad()
+    def forward(self, x: Tensor) -> Tensor:
+        """Return rows of length `LENGTH`."""
+        x = torch.einsum("oc,nchw->nohw", self.opponent, x.float() / (1.0 if x.is_floating_point() else 255.0))
+        found = self.scattering(x)
+        if self.mirror:
+            found = (found + self.scattering(x.flip(-1)))[..., : -(-found.shape[-1] // 2)]
+        found = nn.functional.group_norm(found, found.shape[1] // GROUP, eps=1e-12).flatten(1)
+        return nn.functional.normalize(found) * LENGTH
+
+
+def images(
+    x: Any, y: Any, *, classes: int, epsilon: float, delta: float = 1e-5, batch: int | None = None, steps: int = STEPS,
+    mirror: bool = False, population: int | None = None, unit: Any = None, **options: Any,
+) -> Recipe:  # fmt: skip
+    """Return a linear classifier of scattered images, and what trains it with ε and δ as given.
+
+        recipe = lamina.recipes.images(x, y, classes=10, epsilon=3.0)
+        for batch in recipe.corpus.batches(recipe.plan):
+            recipe.engine.backward(loss_fn(recipe.model(batch.x), batch.y) if len(batch) else None, batch)
+            recipe.optimizer.step(); recipe.optimizer.zero_grad(); recipe.schedule.step()
+        labels = recipe.model(recipe.features(new)).argmax(1)
+
+    x        images, (N, H, W) or (N, C, H, W) with sides of 8 or more: bytes, or numbers of any scale
+    y        labels from 0 to classes - 1; `classes` is public and not read from them
+    batch    expected contributions per step; default: 4,096, or a quarter of the population if that is less
+    mirror   left and right mean the same, as in photographs and not in writing
+    options  those of `make_private`: clip_norm, origin, bands, …
+
+    Formal guarantee. That of `make_private`. Features are a function of one image and of public constants: nothing is
+    learned from, or chosen on, the images before the first private step.
+    """
+    found = torch.as_tensor(x)
+    if found.dim() not in (3, 4):
+        problem = f"images of shape {tuple(found.shape)}, must be (N, H, W) or (N, C, H, W)"
+        raise LaminaError("data.images-not-images", problem, "reshape them: one image per row of the first axis")
+    found = found.unsqueeze(1) if found.dim() == 3 else found
+    classes = validate.whole(LaminaError, "data.images-classes", least=2, classes=classes)
+    features = ScatteredImages((found.shape[1], found.shape[2], found.shape[3]), mirror=mirror)
+    rows = torch.cat([features(part).half() for part in found.split(CHUNK)])
+    model = nn.Linear(rows.shape[1], classes)
+    nn.init.zeros_(model.weight)
+    nn.init.zeros_(model.bias)
+    corpus = Corpus(rows, y, unit=unit, origin=options.pop("origin", None), dtype=torch.float32)
+    people = population or len(corpus)
+    engine, corpus, plan = make_private(
+        model, corpus, epsilon=epsilon, delta=delta, steps=steps, population=population,
+        batch=min(BATCH, -(-people // 4)) if batch is None else batch, **options,
+    )  # fmt: skip
+    optimizer, schedule = private_optimizer(model, plan)
+    return Recipe(
+        model=model, engine=engine, corpus=corpus, plan=plan, optimizer=optimizer, schedule=schedule, features=features
+    )

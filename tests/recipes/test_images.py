@@ -1,0 +1,99 @@
+"""The recipe for images: any size and colours, features of each image by itself, nothing chosen on the data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from refusals import raises_code
+from torch import Tensor
+
+import lamina
+from lamina.recipes import Recipe
+from lamina.recipes.images import ScatteredImages, images
+
+pytestmark = pytest.mark.filterwarnings("ignore::lamina.run.private.PlannedBefore")
+
+
+def stripes(count: int, shape: tuple[int, ...], seed: int) -> tuple[Tensor, Tensor]:
+    """Bytes: stripes along one axis or the other under noise."""
+    generator = torch.Generator().manual_seed(seed)
+    y = torch.randint(2, (count,), generator=generator)
+    rows, columns = torch.meshgrid(*(torch.arange(side) % 4 < 2 for side in shape[-2:]), indexing="ij")
+    patterns = torch.stack([rows, columns])[y].float().view(count, *(1,) * (len(shape) - 2), *shape[-2:])
+    noise = torch.rand(count, *shape, generator=generator)
+    return (170 * (0.5 * patterns + noise)).to(torch.uint8), y
+
+
+def fit(recipe: Recipe) -> None:
+    loss = torch.nn.CrossEntropyLoss(reduction="none")
+    for batch in recipe.corpus.batches(recipe.plan):
+        recipe.engine.backward(loss(recipe.model(batch.x), batch.y) if len(batch) else None, batch)
+        recipe.optimizer.step()
+        recipe.optimizer.zero_grad()
+        recipe.schedule.step()
+
+
+@pytest.mark.parametrize(("shape", "mirror"), [((12, 12), False), ((3, 11, 14), True), ((2, 8, 9), False)])
+def test_images_of_any_size_and_colours_are_learned(shape: tuple[int, ...], mirror: bool) -> None:
+    x, y = stripes(400, shape, 0)
+    recipe = images(x, y, classes=2, epsilon=3.0, delta=1e-4, steps=30, mirror=mirror)
+    assert recipe.plan.epsilon(0) <= 3.0 and recipe.plan.delta(0) == 1e-4
+    assert recipe.plan.batch == 100 and recipe.plan.steps == 30
+    fit(recipe)
+    tx, ty = stripes(200, shape, 1)
+    tx = tx if tx.dim() == 4 else tx.unsqueeze(1)
+    assert float((recipe.model(recipe.features(tx)).argmax(1) == ty).double().mean()) > 0.9
+
+
+def test_features_are_of_one_image_and_do_not_depend_on_its_scale() -> None:
+    x, _ = stripes(6, (3, 16, 12), 2)
+    features = ScatteredImages((3, 16, 12), mirror=False)
+    assert not list(features.parameters())
+    found, other = features(x), x.clone()
+    other[1:] = 255 - other[1:]
+    torch.testing.assert_close(features(other)[:1], found[:1])
+    torch.testing.assert_close(features(x / 37.0), found, rtol=1e-3, atol=1e-4)
+    assert torch.linalg.vector_norm(found, dim=1) == pytest.approx(torch.full((6,), 10.0))
+    assert not features(torch.full((1, 3, 16, 12), 0.0)).isnan().any()
+
+
+def test_a_mirrored_image_has_the_same_features_and_half_of_the_columns() -> None:
+    x, _ = stripes(4, (1, 16, 16), 3)
+    x = x * (torch.arange(16) < 6)
+    plain, mirrored = (ScatteredImages((1, 16, 16), mirror=mirror) for mirror in (False, True))
+    assert not torch.allclose(plain(x), plain(x.flip(-1)), atol=0.05)
+    torch.testing.assert_close(mirrored(x), mirrored(x.flip(-1)), rtol=1e-4, atol=1e-5)
+    assert (plain(x).shape[1], mirrored(x).shape[1]) == (81 * 16, 81 * 8)
+
+
+def test_what_is_made_before_the_first_step_does_not_depend_on_the_data() -> None:
+    """Other images and labels of the same number and shape: the same weights, plan, rate and schedule."""
+
+    def made(x: Any, y: Any) -> tuple[Any, ...]:
+        recipe = images(x, y, classes=5, epsilon=1.0, delta=1e-4, steps=20)
+        weights = [p.detach().clone().tolist() for p in recipe.model.parameters()]
+        return weights, recipe.plan.digest(), recipe.optimizer.state_dict(), recipe.schedule.state_dict()
+
+    x, y = stripes(80, (9, 10), 4)
+    assert made(x, y) == made(torch.zeros_like(x).numpy(), np.full(80, 3))
+
+
+def test_patients_with_several_images_are_one_contribution_each() -> None:
+    x, y = stripes(90, (8, 8), 5)
+    recipe = images(x, y, classes=2, epsilon=1.0, delta=1e-3, steps=10, unit=np.arange(90) // 3, population=40)
+    assert len(recipe.corpus) == 30
+    assert recipe.plan.classes[0].population == 40 and recipe.plan.batch == 10
+
+
+def test_what_are_no_images_is_refused() -> None:
+    x, y = stripes(80, (8, 8), 6)
+    with raises_code("data.images-not-images"):
+        images(x[0], y, classes=2, epsilon=1.0)
+    with raises_code("data.images-classes"):
+        images(x, y, classes=1, epsilon=1.0)
+    with raises_code("data.scattering-shape"):
+        images(x[:, :7], y, classes=2, epsilon=1.0)
+    assert lamina.recipes.images is images
