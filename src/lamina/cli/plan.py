@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lamina.allocate.make_plan import ALLOCATIONS, DEFAULT_ALLOCATION, explained_plan
 from lamina.cli import by_name
-from lamina.cli.explain import PlanExplanation, compare_allocations, plan_notes, requested_epsilon
+from lamina.cli.explain import PlanExplanation, bands_note, compare_allocations, plan_notes, requested_epsilon
 from lamina.cli.layer_figures import check_picture, draw_plan
 from lamina.cli.run_file import RunFile
 from lamina.cli.terminal import print_json, print_line, print_note, results_only
@@ -229,7 +229,7 @@ def show_plan(
     made, allocation = explained_plan(stack, rules, allocate=chosen, **common)
     sizes = planned_noised_sizes(made, stack.shapes)
     asked = requested_epsilon(common.get("epsilon"), common.get("rho"), rules.corpus.delta)
-    notes = () if common.get("noise_multiplier") else plan_notes(made, rules, asked)
+    notes = () if common.get("noise_multiplier") else (*plan_notes(made, rules, asked), *bands_note(made))
     if model is None and file is None:
         notes = (
             *notes,
