@@ -499,7 +499,7 @@ def _run_as_rank(
             trainer = planned.trainer(folder=folder, ledger=ledger, inside=False, look=True)
             with _located(trainer):
                 trainer.rehearse()
-        notes = (*notes, *print_admission(trainer, say))
+        notes = (*notes, *trainer.restricted, *print_admission(trainer, say))
         if not print_plan_only(planned, trainer, folder, ledger, notes, as_json=as_json):
             raise typer.Exit(1)
         return
