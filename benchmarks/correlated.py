@@ -1,9 +1,10 @@
 """When noise that is correlated over steps helps: error of the sums of gradients at equal ε, and trainings with either noise.
 
-    python benchmarks/correlated.py [--errors] [--train] [--out results.json]
+    python benchmarks/correlated.py [--errors] [--train] [--adam] [--out results.json]
 
 Errors are computed, not simulated: both plans have the same ε, batch and steps. The trainings are of a softmax regression on
-simulated features, plain SGD, three seeds for each noise and learning rate; the figure is the accuracy on fresh examples.
+simulated features, plain SGD, three seeds for each noise and learning rate, or the plan's own Adam; the figure is the accuracy
+on fresh examples.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ def data(count: int, seed: int, features: int = 60, classes: int = 10) -> tuple[
     return 0.35 * centres[y] + torch.randn(count, features, generator=generator), y
 
 
-def train(epsilon: float, q: float, steps: int, bands: int, accountant: str, rate: float, seed: int) -> float:
-    """Accuracy after a training."""
+def train(epsilon: float, q: float, steps: int, bands: int, accountant: str, rate: float | None, seed: int) -> float:
+    """Accuracy after a training, by plain SGD at `rate`, or by the plan's own Adam for None."""
     noise = "" if bands == 1 else f'[noise]\ncorrelation = "banded"\nbands = {bands}\n'
     policy = lamina.Policy.parse(
         f'[corpus]\norigin = "simulated"\ndelta = {DELTA}\naccountant = "{accountant}"\n'
@@ -72,7 +73,9 @@ def train(epsilon: float, q: float, steps: int, bands: int, accountant: str, rat
     )
     x, y = data(POPULATION, seed + 1)
     corpus = lamina.Corpus(x.numpy(), y.numpy(), unit="each", ids=range(len(x)), policy=policy)
-    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    optimizer, schedule = lamina.private_optimizer(model, plan)
+    if rate is not None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=rate)
     with lamina.Engine(model, plan) as engine:
         engine.decline_probe()
         for batch in corpus.batches(plan, probe=False):
@@ -80,9 +83,34 @@ def train(epsilon: float, q: float, steps: int, bands: int, accountant: str, rat
             engine.backward(losses, batch)
             optimizer.step()
             optimizer.zero_grad()
+            if rate is None:
+                schedule.step()
     x, y = data(20_000, seed + 1000)
     with torch.no_grad():
         return float((model(x).argmax(1) == y).float().mean())
+
+
+def adam(seeds: int = 3) -> list[dict[str, Any]]:
+    """The optimiser of the plan ("auto") with either noise: its rate does not know of the bands."""
+    found = []
+    for accountant, epsilon, q, steps, tried in (
+        ("pld", 1.0, 0.002, 2000, (1, 8, 32)),
+        ("pld", 8.0, 0.01, 1000, (1, 4, 16)),
+        ("gaussian", 1.0, 0.02, 1000, (1, 8, 32)),
+    ):
+        for bands in tried:
+            reached = [train(epsilon, q, steps, bands, accountant, None, seed) for seed in range(seeds)]
+            row = {
+                "accountant": accountant,
+                "epsilon": epsilon,
+                "q": q,
+                "steps": steps,
+                "bands": bands,
+                "accuracy": reached,
+            }
+            found.append(row)
+            print(f"{accountant:8} ε {epsilon:<4g} bands {bands:<3} Adam, auto: {reached}", flush=True)
+    return found
 
 
 def trainings(seeds: int = 3) -> list[dict[str, Any]]:
@@ -114,11 +142,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--errors", action="store_true")
     parser.add_argument("--train", action="store_true")
+    parser.add_argument("--adam", action="store_true")
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
-    every = not (asked.errors or asked.train)
+    every = not (asked.errors or asked.train or asked.adam)
     result = {
         "errors": errors() if asked.errors or every else [],
+        "adam": adam() if asked.adam or every else [],
         "trainings": trainings() if asked.train or every else [],
     }
     if asked.out is not None:

@@ -48,6 +48,37 @@ def test_a_plan_says_what_correlated_noise_gains(project: Project) -> None:
     assert "in one of 2 of them" in told and "Contributions take turns" in told
 
 
+def spread_out(project: Project) -> None:
+    """A rate that sampling credits little."""
+    text = (project.folder / "policy.toml").read_text().replace("population = 60", "population = 6000")
+    project.write("policy.toml", text.replace("[class", 'accountant = "rdp"\n[class', 1))
+
+
+def bands_of(project: Project, old: str = "", new: str = "") -> int:
+    """Of a run whose RUN.toml says "auto"."""
+    run = project.run.replace("epsilon = 2.0", 'epsilon = 6.0\nbands = "auto"').replace("steps = 6", "steps = 40")
+    found = project.train_json("--plan-only", run=run.replace(old, new))
+    return (found["correlation"] or {"bands": 1})["bands"]
+
+
+def test_a_run_file_takes_the_bands_that_gain(project: Project) -> None:
+    assert bands_of(project) == 1
+    spread_out(project)
+    assert bands_of(project) > 1
+    assert bands_of(project, 'unit = "patient"', 'unit = "each"') == 1  # contributions are called by their rows
+    assert bands_of(project, "segment =", "max_occurrences = 3\nsegment =") == 1
+
+
+def test_a_plan_says_where_bands_would_gain(project: Project) -> None:
+    def told() -> list[str]:
+        notes = json.loads(succeeded(project.plan("--batch", "12", "--steps", "40", "--json")))["notes"]
+        return [note for note in notes if 'bands = "auto"' in note]
+
+    assert not told()
+    spread_out(project)
+    assert told()
+
+
 @pytest.mark.parametrize(
     "noise",
     [

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent
 from dp_accounting.pld import PLDAccountant
 from plans import hand_plan
@@ -19,6 +20,7 @@ from lamina.account import Event, calibrate, find_accountant
 from lamina.plan.correlation import (
     aligned_length,
     band_coefficients,
+    best_bands,
     coefficients_digest,
     participations,
     prefix_error,
@@ -228,3 +230,85 @@ def test_a_replace_one_figure_is_refused() -> None:
     assert plan_of(bands=1).epsilon(0, "replace_one") > plan_of(bands=1).epsilon(0)
     with raises_code("plan.replace-one-not-proven"):
         dataclasses.replace(plan_of(bands=1), noise_kind=NoiseKind.LAPLACE).epsilon(0, "replace_one")
+
+
+# ---------------------------------------------------------------------------------------------- the best number
+
+
+def planned(
+    *, epsilon: float = 8.0, accountant: str = "rdp", steps: int = 200, rate: float = 0.01, **options: Any
+) -> StepPlan:
+    corpus = {"origin": "tests", "delta": 1e-5, "accountant": accountant}
+    terms = {"population": 1000, "epsilon": epsilon}
+    policy = Policy.from_dict({"corpus": corpus, "class": {"a": terms}, **options.pop("tables", {})})
+    stack = LayerStack.from_model(torch.nn.Linear(4, 3))
+    return make_plan(
+        stack, policy, batch=round(rate * 1000), steps=steps, allocate=options.pop("allocate", "flat"), **options
+    )
+
+
+def error_by_hand(plan: StepPlan, bands: int) -> float:
+    """The plan's C⁻¹ as a dense matrix, and the noise that the calibrated multiplier has."""
+    steps, rate = plan.steps, plan.classes[0].sampling_rate
+    turns = -(-steps // bands)
+    sigma = calibrate(plan.epsilon(0), delta=1e-5, q=bands * rate, steps=turns, accountant=plan.accountant)
+    summed = np.tril(np.ones((steps, steps))) @ np.linalg.inv(strategy(steps, bands))
+    return sigma**2 * float((summed**2).sum())
+
+
+@pytest.mark.parametrize(("epsilon", "accountant"), [(8.0, "rdp"), (1.0, "gaussian"), (0.5, "rdp")])
+def test_the_best_number_of_bands_is_that_of_dense_matrices(epsilon: float, accountant: str) -> None:
+    plan = planned(epsilon=epsilon, accountant=accountant)
+    errors = {b: error_by_hand(plan, b) for b in (1, 2, 4, 8, 16, 32, 64)}
+    wanted = 1
+    while wanted < 64 and errors[2 * wanted] <= 0.9 * errors[wanted]:
+        wanted *= 2
+    assert best_bands(plan) == wanted
+    assert prefix_error_ratio(plan, 8) == pytest.approx(errors[8] / errors[1], rel=1e-2)
+    assert best_bands(plan, 2) == min(wanted, 2)
+    auto = planned(epsilon=epsilon, accountant=accountant, bands="auto")
+    assert auto.bands == wanted and auto.epsilon(0) <= epsilon
+    assert auto == planned(epsilon=epsilon, accountant=accountant, bands=wanted)
+
+
+def test_some_gain_and_some_do_not() -> None:
+    assert best_bands(planned()) > 1
+    assert best_bands(planned(rate=0.2, epsilon=1.0)) == 1
+    assert best_bands(planned(rate=0.5, accountant="gaussian")) == 2  # at most 1/q turns
+    assert best_bands(planned(rate=1.0, accountant="gaussian")) == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tables": {"noise": {"injection": "per_microbatch", "bins": 2}}},
+        {"allocate": "quantile"},
+        {"noise_multiplier": 1.0},
+        {
+            "tables": {
+                "class": {
+                    "a": {"population": 1000, "epsilon": 8.0, "risk": {"of": "membership", "tpr": 0.5, "fpr": 0.1}}
+                }
+            }
+        },
+    ],
+)
+def test_auto_leaves_noise_independent_where_nothing_is_proven(options: dict[str, Any]) -> None:
+    assert planned(bands="auto", **options).bands == 1
+
+
+def test_a_plan_without_populations_and_one_with_bands_stay_as_they_are() -> None:
+    plan = planned()
+    unknown = tuple(dataclasses.replace(entry, population=None) for entry in plan.classes)
+    assert best_bands(dataclasses.replace(plan, classes=unknown)) == 1
+    assert best_bands(dataclasses.replace(plan, bands=8)) == 8
+
+
+def test_bands_beside_those_of_the_policy_are_refused() -> None:
+    tables = {"noise": {"correlation": "banded", "bands": 8}}
+    assert planned(tables=tables).bands == planned(tables=tables, bands="auto").bands == 8
+    with raises_code("plan.bands-differ"):
+        planned(tables=tables, bands=4)
+    for wrong in (0, "many", True):
+        with raises_code("plan.bands-out-of-range"):
+            planned(bands=wrong)

@@ -19,6 +19,7 @@ from lamina.account.accountants import find_accountant
 from lamina.account.gaussian_rdp import epsilon_of_noise_multiplier
 from lamina.account.schedule import Event
 from lamina.ledger.verify.verifier import verify
+from lamina.plan.correlation import best_bands
 from lamina.plan.table import epsilon_text
 from lamina.run import private
 from lamina.run.private import LargeClipNorm, typical_norm
@@ -307,10 +308,20 @@ def test_bands_correlate_the_noise_of_named_contributions() -> None:
     assert all(not torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
+def test_auto_takes_bands_that_gain_and_none_without_names_or_population() -> None:
+    named = {"unit": [f"p{i}" for i in range(60)], "population": 6000, "epsilon": 8.0, "steps": 40}
+    _, corpus, plan = made(bands="auto", **named)
+    assert plan.bands == best_bands(made(**named)[2]) > 1
+    assert plan.epsilon(0) <= 8.0 and len(list(corpus.batches(plan, probe=False))) == 40
+    for left_out in ("unit", "population"):
+        less = {name: value for name, value in named.items() if name != left_out}
+        assert made(bands="auto", **less)[2].bands == 1
+
+
 def test_bands_are_refused_where_turns_or_the_claim_would_not_hold() -> None:
     with raises_code("train.bands-need-population"):
         made(bands=2)
-    with raises_code("plan.policy-invalid"):
+    with raises_code("plan.bands-out-of-range"):
         made(bands=0, population=60)
     _, corpus, plan = made(bands=2, population=60, steps=6)
     with raises_code("corpus.turns-without-ids"):

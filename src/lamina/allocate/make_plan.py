@@ -20,7 +20,7 @@ from lamina.allocate.measure.measure import Measure
 from lamina.allocate.paper import paper_ladp, paper_lsab
 from lamina.allocate.problem import Allocate, Allocation, AllocationProblem, Allocator, named
 from lamina.errors import AccountingError, PlanError
-from lamina.plan.correlation import participations, turn_rate
+from lamina.plan.correlation import AUTO_BANDS, best_bands, participations, turn_rate
 from lamina.plan.layer_stack import LayerStack
 from lamina.plan.policy import Policy
 from lamina.plan.profile_reach import Reach
@@ -359,6 +359,7 @@ def make_plan(
     clip_norm: float | Mapping[str, float] | None = None,
     clipping: Clipping | str | None = None,
     measure: Measure | None = None,
+    bands: int | str | None = None,
 ) -> StepPlan:
     """The plan that spends at most what the policy allows, and no less than it must.
 
@@ -374,17 +375,34 @@ def make_plan(
               which is the default
     clipping  "box" or "joint", instead of the form that the allocation prefers
     measure   what is known of the layers from proxy data (`lamina.measure`), for allocations that need it
+    bands     correlate the noise over so many steps, instead of what the policy says (docs/decisions/correlated_noise.md);
+              "auto": as `best_bands` finds, 1 if noise_multiplier is given or a class has a risk bound
 
     sigma_k is calibrated to ε_k and to the risk bound of the class for q_k and the steps, on the safe side, together with
     whatever else the allocation releases; then S is scaled so that every class has at least its sigma_k.
     """
     return explained_plan(
         stack, policy, batch=batch, steps=steps, epochs=epochs, allocate=allocate, epsilon=epsilon, rho=rho,
-        noise_multiplier=noise_multiplier, clip_norm=clip_norm, clipping=clipping, measure=measure,
+        noise_multiplier=noise_multiplier, clip_norm=clip_norm, clipping=clipping, measure=measure, bands=bands,
     )[0]  # fmt: skip
 
 
 def explained_plan(
+    stack: LayerStack, policy: Policy, *, bands: int | str | None = None, **options: Any
+) -> tuple[StepPlan, Allocation]:
+    """`make_plan`, and the allocation behind it with its reasons."""
+    if bands is None or (bands == AUTO_BANDS and policy.noise.bands is not None):
+        return _explained_plan(stack, policy, **options)
+    if not isinstance(bands, str):
+        return _explained_plan(stack, policy.with_bands(bands), **options)
+    validate.one_of(PlanError, "plan.bands-out-of-range", (AUTO_BANDS,), bands=bands)
+    alone = _explained_plan(stack, policy, **options)
+    bounded = options.get("noise_multiplier") is not None or any(entry.risk for entry in policy.classes.values())
+    best = 1 if bounded else best_bands(alone[0])
+    return alone if best == 1 else _explained_plan(stack, policy.with_bands(best), **options)
+
+
+def _explained_plan(
     stack: LayerStack,
     policy: Policy,
     *,
@@ -399,7 +417,6 @@ def explained_plan(
     clipping: Clipping | str | None = None,
     measure: Measure | None = None,
 ) -> tuple[StepPlan, Allocation]:
-    """`make_plan`, and the allocation behind it with its reasons."""
     if not isinstance(stack, LayerStack):
         raise PlanError("allocate.stack-type", f"stack is a {type(stack).__name__}", "use LayerStack.from_model(model)")
     if not isinstance(policy, Policy):

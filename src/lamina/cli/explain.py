@@ -26,6 +26,7 @@ from lamina.cli.layer_figures import (
 )
 from lamina.cli.terminal import columns
 from lamina.errors import AccountingError, PlanError
+from lamina.plan.correlation import best_bands, prefix_error_ratio
 from lamina.plan.policy import Policy
 from lamina.plan.risk import STATED_RATES, RiskOf, plan_curve
 from lamina.plan.rules import RULE_KINDS, Choose, FollowBudget, FollowEnergy, FollowProxy, FollowQuantile, Rule
@@ -216,6 +217,17 @@ def plan_notes(plan: StepPlan, policy: Policy, epsilon: float | Mapping[str, flo
             f"class '{name}' is planned at ε {epsilon_text(planned[name])}, below the {at_most(most)} that it may spend: {reason}"
         )
     return tuple(notes)
+
+
+def bands_note(plan: StepPlan) -> tuple[str, ...]:
+    """Return a note if noise that is correlated over two steps has less error at the plan's ε, or more steps may have."""
+    if plan.bands > 1 or best_bands(plan, 2) == 1:
+        return ()
+    return (
+        f"noise that is correlated over 2 steps has {at_most(prefix_error_ratio(plan, 2))} times the mean squared error in "
+        'sums of gradients, at the same ε, and more steps may have less: bands = "auto" in RUN.toml, on one rank, if '
+        "contributions have a unit (docs/decisions/correlated_noise.md)",
+    )
 
 
 def _allowed_epsilon(policy: Policy, name: str, epsilon: float | Mapping[str, float] | None) -> float | None:

@@ -14,15 +14,17 @@ from torch import Tensor, nn
 
 from lamina.allocate.make_plan import ALLOCATIONS, DEFAULT_ALLOCATION, explained_plan
 from lamina.cli import by_name
-from lamina.cli.explain import PlanExplanation, compare_allocations, plan_notes, requested_epsilon
+from lamina.cli.explain import PlanExplanation, bands_note, compare_allocations, plan_notes, requested_epsilon
 from lamina.cli.layer_figures import check_picture, draw_plan
 from lamina.cli.run_file import RunFile
 from lamina.cli.terminal import print_json, print_line, print_note, results_only
-from lamina.cli.train import plan_arguments
+from lamina.cli.train import plan_arguments, read_proxy
+from lamina.engine.proxy_shares import Proxy
 from lamina.errors import EngineError, LaminaError, PlanError
 from lamina.plan.layer_stack import LayerStack
 from lamina.plan.policy import Policy
 from lamina.plan.selection import planned_noised_sizes
+from lamina.run.restricted import restricted_notes
 from lamina.run.run_output import user_code
 from lamina.sign.keys import read_small
 from lamina.validate import parse_toml
@@ -85,6 +87,14 @@ class MeasureOptions:
                 problem = f"the measure cannot be written to '{self.save}': {error}"
                 raise PlanError("cli.file-not-writable", problem, "name a file in a folder that exists") from None
         return made
+
+    def labelled(self) -> Proxy | None:
+        """The proxy's examples with their loss, for trial trainings; None without them: labels of Gaussian inputs are random."""
+        source, _, data = str(self.proxy).partition(":")
+        if source not in PROXIES[1:] or self.loss is None:
+            return None
+        x, y = _as_pair(by_name.call_factory(by_name.import_by_name(data, "proxy"), f"proxy '{data}'"), data)
+        return Proxy(source=f"{source}: {data}", x=x, y=y, loss_fn=by_name.make_loss(self.loss, {}))
 
     def _measured(self, name: str, model: nn.Module, stack: LayerStack) -> Measure:
         from lamina.allocate.measure.measure import measure
@@ -229,7 +239,13 @@ def show_plan(
     made, allocation = explained_plan(stack, rules, allocate=chosen, **common)
     sizes = planned_noised_sizes(made, stack.shapes)
     asked = requested_epsilon(common.get("epsilon"), common.get("rho"), rules.corpus.delta)
-    notes = () if common.get("noise_multiplier") else plan_notes(made, rules, asked)
+    notes = () if common.get("noise_multiplier") else (*plan_notes(made, rules, asked), *bands_note(made))
+    with results_only():
+        labelled = wanted.labelled()
+        if labelled is None and file is not None and file.proxy is not None:
+            loss_fn = by_name.make_loss(file.loss.name, file.loss.arguments, beside=beside)
+            labelled = read_proxy(file.proxy, loss_fn, beside)
+        notes = (*notes, *restricted_notes(net, made, labelled))
     if model is None and file is None:
         notes = (
             *notes,

@@ -285,6 +285,7 @@ class RunFile(BaseModel):
     allocate: Annotated[AllocateTable, _as_table("name")] = AllocateTable(name=DEFAULT_ALLOCATION)
     measure: Text | None = None
     clipping: Literal["box", "joint"] | None = None
+    bands: Count | Literal["auto"] | None = None
     epsilon: Annotated[float | dict[str, float], _per_class(float, "> 0")] | None = None
     rho: Annotated[float | dict[str, float], _per_class(float, "> 0")] | None = None
     noise_multiplier: Annotated[float | dict[str, float], _per_class(float, "> 0")] | None = None

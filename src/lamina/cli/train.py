@@ -40,6 +40,7 @@ from lamina.ledger.corpus_terms import CorpusTerms, ledger_key_path, open_or_cre
 from lamina.ledger.show import describe_factor
 from lamina.ledger.store.sqlite import is_postgres_url, ledger_exists, printable_location
 from lamina.ledger.writer import Ledger
+from lamina.plan.correlation import AUTO_BANDS
 from lamina.plan.layer_stack import LayerStack
 from lamina.plan.policy import Policy
 from lamina.plan.step_plan import StepPlan
@@ -168,9 +169,16 @@ def plan_arguments(file: RunFile, beside: Path, policy: Policy) -> dict[str, Any
     return {
         "batch": batch, "steps": file.steps, "epochs": file.epochs, "allocate": file.allocate.policy,
         "epsilon": file.epsilon, "rho": file.rho, "noise_multiplier": file.noise_multiplier,
-        "clip_norm": file.clip_norm, "clipping": file.clipping,
+        "clip_norm": file.clip_norm, "clipping": file.clipping, "bands": _bands(file),
         "measure": None if file.measure is None else _load_measure(beside, file.measure),
     }  # fmt: skip
+
+
+def _bands(file: RunFile) -> int | str | None:
+    """Over how many steps the noise is correlated; "auto" is 1 where contributions may lack stable ids, or ranks share a step."""
+    named = file.data.kind == "folder" or file.data.unit not in (None, "each")
+    proven = named and file.max_occurrences is None and Ranks.current().alone
+    return None if file.bands == AUTO_BANDS and not proven else file.bands
 
 
 def _existing_file(beside: Path, key: str, name: str, hint: str = "") -> Path:
@@ -492,7 +500,7 @@ def _run_as_rank(
             trainer = planned.trainer(folder=folder, ledger=ledger, inside=False, look=True)
             with _located(trainer):
                 trainer.rehearse()
-        notes = (*notes, *print_admission(trainer, say))
+        notes = (*notes, *trainer.restricted, *print_admission(trainer, say))
         if not print_plan_only(planned, trainer, folder, ledger, notes, as_json=as_json):
             raise typer.Exit(1)
         return

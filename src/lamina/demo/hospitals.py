@@ -81,6 +81,10 @@ examples_per_unit = 1             # one window of each sampled patient, drawn af
 [admit]
 keys = "keys.json"                # public keys of the two hospitals; the private ones were forgotten
 
+[proxy]                           # tries before training whether the sensitive class helps
+function = "lamina.demo.training:proxy"
+on = "simulated"
+
 [evaluate]
 function = "lamina.demo.training:evaluate"
 on = "simulated"

@@ -42,7 +42,7 @@ QUICK_SIZES = DemoSizes(
 
 
 INPUT_SCALE = 2.0  # 1 / (0.5 mV): a public constant, never a statistic of the patients
-SEEDS = {"volunteer": 110, "sensitive": 102, "test": 103}
+SEEDS = {"volunteer": 110, "sensitive": 102, "test": 103, "proxy": 104}
 VOLUNTEER_MIX = {"NORM": 9.0, "MI": 1.0, "STTC": 1.0, "CD": 1.0, "HYP": 1.0}  # who volunteers is mostly well
 SEVERITY = (0.5, 1.0)  # clear cases: what a few hundred patients can teach
 

@@ -11,8 +11,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from lamina.data.ecg_simulator import CLASSES
-from lamina.demo.patients import PatientGroup, measure_utility
+from lamina.data.ecg_simulator import CLASSES, ECGSimulator
+from lamina.demo.patients import INPUT_SCALE, SEEDS, SEVERITY, PatientGroup, measure_utility
+from lamina.engine.proxy_shares import Proxy
 from lamina.errors import LaminaError
 from lamina.ledger.writer import Ledger
 from lamina.models.autoencoders import ClassifierLoss, ResidualClassifier
@@ -47,6 +48,13 @@ def pretrained_model(weights: str = "start.safetensors") -> ResidualClassifier:
 def evaluate(model: nn.Module) -> dict[str, float]:
     """AUC and reconstruction error on simulated patients whom no training saw."""
     return measure_utility(model, PatientGroup.load(_in_this_folder("test.npz"))).figures()
+
+
+def proxy() -> tuple[Tensor, Tensor]:
+    """Other simulated patients, one window of each, on which it is tried before training whether the sensitive class helps."""
+    simulator = ECGSimulator(severity=SEVERITY, windows=1)
+    drawn = simulator.draw(patients=400, seed=SEEDS["proxy"])
+    return INPUT_SCALE * torch.from_numpy(drawn.x), torch.from_numpy(drawn.label)
 
 
 def _in_this_folder(name: str) -> Path:
@@ -125,8 +133,9 @@ def train_privately(
     """The private run: `lamina.Trainer`, charged in the demo's own ledger."""
     optimizer, schedule = FINE_TUNING.optimizer_and_schedule(model, plan.steps)
     evaluation = Evaluation(function=lambda trained: measure_utility(trained, test).figures(), on="simulated")
+    x, y = proxy()
     trainer = Trainer(
         model, optimizer, loss, corpus, plan, folder=folder / "run", ledger=ledger, scheduler=schedule,
-        evaluate=evaluation, starting_weights="public",
+        evaluate=evaluation, starting_weights="public", proxy=Proxy(source="simulated: other patients", x=x, y=y, loss_fn=loss),
     )  # fmt: skip
     return trainer.fit()

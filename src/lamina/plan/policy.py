@@ -21,7 +21,7 @@ from lamina.plan.risk import RiskBound
 from lamina.plan.rules import MAX_INJECTION_PARTS, Injection, InjectionForm
 from lamina.plan.selection import did_you_mean
 from lamina.plan.step_plan import MAX_UNIT_CHARACTERS
-from lamina.validate import parse_toml, read_text_file
+from lamina.validate import parse_toml, read_text_file, whole
 
 _STRICT = ConfigDict(
     strict=True, extra="forbid", frozen=True, populate_by_name=True, allow_inf_nan=False, arbitrary_types_allowed=True
@@ -287,6 +287,16 @@ class Policy(BaseModel):
             raise explain_validation_error(error, cls, source) from None
         except PlanError as error:
             raise PlanError(error.code, f"{source}: {error.problem}", error.remedy) from None
+
+    def with_bands(self, bands: int) -> Policy:
+        """Return the policy with noise correlated over so many steps. One that names its own bands is refused."""
+        whole(PlanError, "plan.bands-out-of-range", most=MAX_BANDS, bands=bands)
+        if self.noise.bands not in (None, bands):
+            problem = f"bands is {bands}, and the policy has {self.noise.bands} under [noise]"
+            raise PlanError("plan.bands-differ", problem, "leave one of them out")
+        correlation = "none" if bands == 1 else "banded"
+        changes = {"correlation": correlation, "bands": None if bands == 1 else bands}
+        return self.model_copy(update={"noise": self.noise.model_copy(update=changes)})
 
     @classmethod
     def template(cls) -> Policy:

@@ -223,6 +223,11 @@ class Corpus:
         nobody = np.empty(0, dtype=np.int64)
         return tuple(self.members(entry.name) if entry.name in self.names else nobody for entry in plan.classes)
 
+    @property
+    def has_stable_ids(self) -> bool:
+        """Whether contributions have names that do not move with the rows before them."""
+        return not self._called_by_row
+
     def turns(self, bands: int) -> NDArray[np.int64]:
         """The turn of every contribution, by row: SHA-256 of its stable id modulo `bands`. Nobody else has a part in it."""
         if self._called_by_row:

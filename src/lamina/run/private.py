@@ -28,10 +28,12 @@ from lamina.admit.signing import SECONDS_PER_YEAR
 from lamina.allocate.make_plan import DEFAULT_ALLOCATION, make_plan
 from lamina.allocate.problem import FAR_ABOVE, untuned_clip_norm
 from lamina.engine.batch import Batch, model_device, to_device
+from lamina.engine.distributed import Ranks
 from lamina.engine.engine import Engine
 from lamina.engine.probe import preserve_global_generators, seed_global_generators
 from lamina.errors import AdmissionError, PlanError
 from lamina.ledger.run_records import ZERO_OUT
+from lamina.plan.correlation import AUTO_BANDS
 from lamina.plan.layer_stack import LayerStack, call_arguments
 from lamina.plan.policy import Policy
 from lamina.plan.step_plan import StepPlan
@@ -173,7 +175,7 @@ def make_private(
     steps: int | None = None, unit: Any = None, population: int | None = None, allocate: str = DEFAULT_ALLOCATION,
     key: PrivateKey | None = None, rows: Mapping[str, str] | None = None, per_contribution: Sequence[str] = (),
     origin: str | None = None, other_people: str | None = None, starting_weights: str | os.PathLike[str] | None = None,
-    bands: int = 1,
+    bands: int | str = 1,
 ) -> tuple[Engine, Corpus, StepPlan]:  # fmt: skip
     """Make engine, corpus and plan for one private class that reaches every layer, with ε and δ as given.
 
@@ -198,8 +200,8 @@ def make_private(
                 `Trainer` would otherwise create another ledger beside an existing one; default: a digest of the data
     other_people  instead of origin: your statement why these are other people than in the ledgers beside it. The new
                 ledger and its certificates show it
-    bands       correlate the noise over so many steps (docs/decisions/correlated_noise.md): a gain if
-                `lamina.plan.correlation.prefix_error_ratio(plan)` is below 1. Needs `population`, and names: `unit`
+    bands       correlate the noise over so many steps (docs/decisions/correlated_noise.md). Needs `population`, and names:
+                `unit`. "auto": as many as gain at this ε, batch and length; 1 without those two, or on several ranks
     rows, per_contribution  as `Engine` takes them: whose rows are whose, and what is run once per contribution
     starting_weights  as `Trainer` takes it, which gets it with the engine: "untrained", "public", or another run
 
@@ -246,6 +248,8 @@ def make_private(
     if present > declared:
         problem = f"the corpus has more contributions than population={declared}"
         raise PlanError("train.population-below-corpus", problem, "declare a number that it cannot exceed")
+    if bands == AUTO_BANDS and (population is None or not corpus.has_stable_ids or not Ranks.current().alone):
+        bands = 1
     if bands != 1 and population is None:  # ε would be zero-out, with a replace-one figure that is not proven here
         problem = f"bands is {bands}, and population is not given"
         raise PlanError("train.bands-need-population", problem, "declare a number that the contributions do not exceed")
@@ -258,29 +262,28 @@ def make_private(
         )
     only = None if corpus.policy is None else corpus.policy.corpus.ledger
     about = {"origin": corpus.origin or "local", "delta": delta, "ledger": only}
-    noise = {} if bands == 1 else {"noise": {"correlation": "banded", "bands": bands}}
     terms = {"population": declared, "clip_norm": clip_norm or DEFAULT_CLIP_NORM, "unit": corpus.unit_name}
-    policy = Policy.from_dict({"corpus": about, "class": {names[0]: terms}, **noise})
+    policy = Policy.from_dict({"corpus": about, "class": {names[0]: terms}})
     if isinstance(batch, int) and batch > declared:
         problem = f"batch is {batch}, the corpus has {declared} contributions"
         remedy = f"batch is the expected contributions per step: choose fewer, such as {max(1, declared // 20)}"
         raise PlanError("train.batch-above-corpus", problem, remedy)
     planned = partial(
         make_plan, LayerStack.from_model(model), batch=batch, epochs=epochs, steps=steps, allocate=allocate,
-        epsilon=epsilon, noise_multiplier=noise_multiplier,
+        epsilon=epsilon, noise_multiplier=noise_multiplier, bands=bands,
     )  # fmt: skip
     plan = planned(policy)
     if proxy is not None and loss_fn is not None:
         typical = typical_norm(model, plan, loss_fn, _as_corpus(proxy), rows=rows, per_contribution=per_contribution)
         if clip_norm is None:
             terms["clip_norm"] = _checked_clip_norm(untuned_clip_norm(typical))
-            plan = planned(Policy.from_dict({"corpus": about, "class": {names[0]: terms}, **noise}))
+            plan = planned(Policy.from_dict({"corpus": about, "class": {names[0]: terms}}))
         elif clip_norm > FAR_ABOVE * typical:
             text = f"clip_norm is {clip_norm:g}, {clip_norm / typical:.2g} times the typical gradient on the proxy: it scales"
             remedy = f"the noise up and clips nearly nobody. Leave it out, or give {untuned_clip_norm(typical):g}"
             warnings.warn(f"{text} {remedy}", LargeClipNorm, stacklevel=3)
     terms["epsilon"] = allowed = plan.epsilon(0) if epsilon is None else epsilon
-    policy = Policy.from_dict({"corpus": about, "class": {names[0]: terms}, **noise})
+    policy = Policy.from_dict({"corpus": about, "class": {names[0]: terms}})
     engine = Engine(model, plan, rows=rows, per_contribution=per_contribution)
     engine.claim, engine.starting_weights = f"ε is {plan.adjacency}", start
     corpus.public_number = population is None

@@ -24,6 +24,7 @@ from lamina.engine.random_stream import StreamPurpose
 from lamina.errors import EngineError, RankLost, RunError, StepsAbandoned
 from lamina.ledger.run_records import NoiseOrigin, SamplingScheme
 from lamina.ledger.writer import Ledger
+from lamina.plan.rules import FollowProxy
 from lamina.plan.step_plan import StepPlan
 from lamina.run.code_fingerprint import SettingsFingerprint, settings_fingerprint
 from lamina.run.corpus import Corpus, ProbeArgument
@@ -34,6 +35,7 @@ from lamina.run.membership import AdmissionRenewal, LedgerMembership, remember_w
 from lamina.run.optimizer import resolve_optimizer
 from lamina.run.payloads import PayloadChanged
 from lamina.run.publisher import Evaluation, Outcome, Publisher
+from lamina.run.restricted import restricted_notes
 from lamina.run.run import LedgerArgument, Run, keep_charging_bounds, link_ledger, neighbours_of_run, open_run_ledger
 from lamina.run.run_files import Lease, make_folder
 from lamina.run.run_output import (
@@ -126,7 +128,8 @@ class Trainer:
                      show what was summed (docs/decisions/noise.md); False: plain noise, and the certificate says so.
                      Default: hardened, and a run that is resumed keeps what it began with
     probe            check on simulated input, or on public examples (x, y), that examples do not influence each other
-    proxy            public or simulated examples for a plan whose shares follow them (`LADP(estimator="fisher")`)
+    proxy            public or simulated examples for a plan whose shares follow them (`LADP(estimator="fisher")`); or, with a
+                     class that reaches a part of the model, to try whether it helps, which a note and `restricted` say
     inside           show the raw loss on the terminal; it is never written
     seed             draw samples, noise and dropout from this number, so that the run can be repeated. It is then **not
                      private**: whoever knows the number can subtract the noise
@@ -206,7 +209,15 @@ class Trainer:
         self.state = TrainingState(
             model=model, optimizer=chosen, scheduler=scheduler, ema=average, filters=dict(filters or {})
         )
-        self._engine = engine if engine is not None else Engine(model, plan, proxy=proxy)
+        self.restricted = () if engine is not None or plan.rule(FollowProxy) else restricted_notes(model, plan, None)
+        mine = (
+            None if self.restricted else proxy
+        )  # what the plan's rule follows; or else what restricted classes are tried on
+        if self.restricted and proxy is not None:
+            begun = (self.folder / "journal").exists() or not self._ranks.alone
+            self.restricted = () if begun else restricted_notes(model, plan, proxy)
+            self._notes += self.restricted
+        self._engine = engine if engine is not None else Engine(model, plan, proxy=mine)
         self._declared = declared_start(self._engine.starting_weights if starting_weights is None else starting_weights)
         self._engine.refuse_sharded_since()
         if self._engine.sharded and self._ranks.first:

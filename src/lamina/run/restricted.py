@@ -1,0 +1,99 @@
+"""Whether a class that reaches only a part of the model helps it: short seeded trainings on public or simulated data."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Adam
+
+from lamina.allocate.measure.example_gradients import example_count, take_examples
+from lamina.engine.batch import Batch, model_device, to_device
+from lamina.engine.engine import Engine
+from lamina.engine.noise import SeededNoise
+from lamina.engine.probe import preserve_global_generators, seed_global_generators
+from lamina.engine.proxy_shares import Proxy
+from lamina.plan.layer_stack import call_arguments
+from lamina.plan.rules import PER_STEP_INJECTION
+from lamina.plan.step_plan import StepPlan
+from lamina.run.optimizer import HoldThenFall, private_rate, signal_to_noise
+
+_STEPS, _ROWS, _SEEDS, _RATES = 40, 256, 3, (1.0, 0.1)
+
+
+def restricted_notes(model: nn.Module, plan: StepPlan, proxy: Proxy | None) -> tuple[str, ...]:
+    """Say of each restricted private class whether it lowers the loss of held-out examples of the proxy, if that is known.
+
+    Copies of `model` take up to 40 steps of the plan's noise and batch (above 256 both are cut), with the class and without
+    it, from three seeds and at the better of two rates. Nothing private is read; no stream of a run is drawn from.
+    """
+    notes, sliced = [], {part.cls for part in plan.slices}
+    for k, entry in enumerate(plan.classes):
+        if entry.public or not any(plan.clip[k]) or not (0 in plan.clip[k] or entry.name in sliced):
+            continue
+        if proxy is None or plan.rules or not all(each.population for each in plan.classes):
+            needs = "labelled public or simulated data ([proxy] in RUN.toml, Trainer(proxy=…)), populations and fixed clip norms"
+            notes.append(
+                f"class {entry.name} reaches a part of the model; whether it helps is not assessable without {needs}"
+            )
+            continue
+        mine, other = (_held_out_losses(model, each, proxy) for each in (plan, _without(plan, k)))
+        verdict = "helps" if all(a < b for a, b in zip(mine, other, strict=True)) else "DOES NOT HELP"
+        losses = f"{sum(mine) / _SEEDS:.4g} with it, {sum(other) / _SEEDS:.4g} without it"
+        end = "lower with it from every seed" if verdict == "helps" else "leave it out, or let it reach more layers"
+        notes.append(
+            f"class {entry.name} {verdict} in short trainings on {proxy.source}: held-out loss {losses}; {end}"
+        )
+    return tuple(notes)
+
+
+def _without(plan: StepPlan, k: int) -> StepPlan:
+    """The plan in which a class reaches nothing, and no noise is where no other private class is."""
+    clip = tuple(tuple(0.0 for _ in row) if j == k else row for j, row in enumerate(plan.clip))
+    rows = [row for row, entry in zip(clip, plan.classes, strict=True) if not entry.public]
+    noise = tuple(s if any(row[i] for row in rows) else 0.0 for i, s in enumerate(plan.noise))
+    return replace(plan, clip=clip, noise=noise, slices=tuple(s for s in plan.slices if s.cls != plan.classes[k].name))
+
+
+def _held_out_losses(model: nn.Module, plan: StepPlan, proxy: Proxy) -> list[float]:
+    """The loss of a quarter of the proxy after training on the rest, by seed, at the rate with the smallest mean."""
+    rate = private_rate(signal_to_noise(plan), steps := min(_STEPS, plan.steps))
+    return min(([_trained(model, plan, proxy, r * rate, steps, s) for s in range(_SEEDS)] for r in _RATES), key=sum)
+
+
+def _trained(model: nn.Module, plan: StepPlan, proxy: Proxy, rate: float, steps: int, seed: int) -> float:
+    copied, generator = copy.deepcopy(model).train(), torch.Generator().manual_seed(seed)
+    order = torch.randperm(example_count(proxy.x), generator=generator)
+    people = torch.tensor([entry.population or 0 for entry in plan.classes], dtype=torch.float64)
+    expected = people * torch.tensor([entry.sampling_rate for entry in plan.classes])
+    cut = min(1.0, _ROWS / float(expected.sum()))
+    held, rest = order.tensor_split([max(1, min(_ROWS, len(order) // 4))])
+    parts = rest.tensor_split((len(rest) * people.cumsum(0) / people.sum())[:-1].round().long())
+    pools = [part if len(part) else rest[:1] for part in parts]
+
+    def losses(rows: Tensor) -> tuple[Tensor, Any, Any]:
+        x, y = to_device(take_examples((proxy.x, proxy.y), rows), model_device(copied))
+        args, named = call_arguments(x)
+        return proxy.loss_fn(copied(*args, **named), x if y is None else y), x, y
+
+    optimizer = Adam([p for p in copied.parameters() if p.requires_grad], lr=rate)
+    schedule, noise = HoldThenFall(optimizer, steps), tuple(cut * s for s in plan.noise)
+    short = replace(plan, steps=steps, noise=noise, injection=PER_STEP_INJECTION, bands=1)  # B cancels in Adam's step
+    with preserve_global_generators(), torch.enable_grad(), Engine(copied, short, noise=SeededNoise(seed)) as engine:
+        seed_global_generators(seed)
+        engine.decline_probe()
+        counts = [round(cut * float(b)) for b in expected]
+        cls = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+        for _ in range(steps if any(map(any, plan.clip)) else 0):  # 0: nobody is left
+            drawn = [p[torch.randint(len(p), (n,), generator=generator)] for p, n in zip(pools, counts, strict=True)]
+            found, x, y = losses(torch.cat(drawn))
+            engine.backward(found, Batch(x, y, cls=cls))
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+        with torch.no_grad():
+            copied.eval()
+            return float(losses(held)[0].mean())
