@@ -264,7 +264,7 @@ def test_what_a_ledger_remembers_is_bounded(where: str, monkeypatch: pytest.Monk
         assert len(ledger._checked._hashes) == 16 * ledger.size  # of each leaf a part of its hash
         assert vars(ledger).keys() == {
             "store", "header", "header_hash", "_nodes", "_tail", "_turn", "_key", "_governing", "_clock", "_patience", "_id",
-            "_checked", "_kept", "_compared", "_restores", "_restoring", "_unsigned", "notes",
+            "_checked", "_kept", "_compared", "_restores", "_restoring", "notes",
         }  # fmt: skip
 
 

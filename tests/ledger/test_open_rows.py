@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from keeping import KEY, Attempts, open_book
 from refusals import raises_code
 
+from lamina.ledger.governance_records import Key, KeyChange, KeyEvent, KeyEvents, Role
 from lamina.ledger.reader import LedgerReader
+from lamina.ledger.run_records import RunBegin
 from lamina.ledger.verify.verifier import verify
 from lamina.ledger.writer import Ledger
+from lamina.sign.keys import PrivateKey
 from lamina.spend.spend_ledger import SpendLedger
 
 
@@ -53,7 +57,7 @@ def test_the_head_is_what_the_format_says(book: SpendLedger) -> None:
     ((value,),) = sql(book, "SELECT value FROM meta WHERE name = 'open'")
     assert isinstance(value, bytes) and len(value) == 144
     counter, size = int.from_bytes(value[:8], "big"), int.from_bytes(value[8:16], "big")
-    assert (counter, size) == (3, 2)  # two charges and an epoch
+    assert (counter, size) == (4, 2)  # the header, two charges and an epoch
     assert (value[16:48], value[48:80]) == (book.ledger.root, KEY.public.id)
     text = f"lamina/open/1\n{book.origin}\n{counter}\n{size}\n".encode()
     Ed25519PublicKey.from_public_bytes(KEY.public.x).verify(value[80:], text + value[16:48] + digest(book))
@@ -99,10 +103,80 @@ def test_lists_that_were_changed_decide_nothing(book: SpendLedger, where: str) -
 def test_a_writer_without_the_key_leaves_the_rows_unsigned(book: SpendLedger, where: str) -> None:
     with Ledger.open(where) as keyless:
         assert Attempts(SpendLedger(keyless)).charge(2)
+        assert keyless.notes == []  # the rows that it read were signed
+        assert Attempts(SpendLedger(keyless)).charge(3)
+        assert any(note.startswith("not checked: open charges") for note in keyless.notes)
     assert sql(book, "SELECT value FROM meta WHERE name = 'open'") == []
-    assert any("not signed by the ledger key" in note for note in verify(book.ledger.store, signatures=False).notes)
-    Attempts(book).record(1)  # a key that is only in memory keeps nothing
+    found = verify(book.ledger.store, signatures=False)
+    assert any(note.startswith("not checked: open charges") for note in found.notes)
+    with raises_code("ledger.open-rows-unsigned"):  # a key that is only in memory keeps nothing
+        Attempts(book).record(1)
+    book.ledger.accept()
+    Attempts(book).record(1)
     assert len(sql(book, "SELECT value FROM meta WHERE name = 'open'")) == 1
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_rows_that_vanish_with_their_head_are_reported(where: str, begun: bool) -> None:
+    """Every row and the head are deleted, and no newer state is kept, because the key is only in memory."""
+    with open_book(where).ledger as ledger:
+        book = SpendLedger(ledger)
+        if begun:
+            ledger.append(
+                [RunBegin(run=bytes.fromhex(Attempts(book).run), weights=bytes(32), origin=None, parent=None)]
+            )
+        assert Attempts(book).charge(0)
+        for statement in ("DELETE FROM held", "DELETE FROM terms", "DELETE FROM run"):
+            sql(book, statement)
+        with Ledger.open(where, KEY) as other, raises_code("ledger.open-rows-differ"):
+            SpendLedger(other).total("clinical", delta=1e-5)
+        sql(book, "DELETE FROM meta WHERE name = 'open'")
+        with Ledger.open(where, KEY) as other, raises_code("ledger.open-rows-unsigned"):
+            SpendLedger(other).total("clinical", delta=1e-5)
+        with raises_code("ledger.open-rows-unsigned"):
+            Attempts(book).charge(1)
+        with Ledger.open(where) as keyless:
+            SpendLedger(keyless).total("clinical", delta=1e-5)
+            assert [note[:25] for note in keyless.notes] == ["not checked: open charges"]
+        found = verify(ledger.store, signatures=False)
+        assert found.verified and any(note.startswith("not checked: open charges") for note in found.notes)
+
+
+def signed_by_hand(book: SpendLedger, key: PrivateKey, counter: int, size: int, root: bytes) -> None:
+    """Put a head over the present rows into the store, made from docs/ledger-format.md."""
+    text = f"lamina/open/1\n{book.origin}\n{counter}\n{size}\n".encode() + root + digest(book)
+    data = counter.to_bytes(8, "big") + size.to_bytes(8, "big") + root + key.public.id + key.sign(text)
+    with book.ledger.store.write() as rows:
+        rows.put_meta("open", data)
+
+
+def test_a_key_that_was_replaced_signs_no_open_rows(book: SpendLedger, where: str, tmp_path: Path) -> None:
+    """A charge is deleted, and the key that was rotated out signs the rest, over a tree with its replacement."""
+    ledger, old_root, new = book.ledger, book.ledger.root, PrivateKey.generate()
+    now = ledger.now()
+    named = Key(name=book.origin, x=new.public.x, role=Role.LEDGER, valid_from=now)
+    event = KeyEvent(change=KeyChange.ROTATE, key=named, target=KEY.public.id, effective=now)
+    ledger.append([ledger.authorise(KeyEvents(events=(event,)))])
+    with raises_code("ledger.key-may-not-sign"):  # no checkpoint covers the replacement yet: it signs only that
+        Attempts(book).charge(2)
+    ledger.checkpoint()
+    kept = tmp_path / "key"
+    new.save(kept, None)
+    with Ledger.open(where, PrivateKey.load(kept, None)) as other:
+        assert Attempts(SpendLedger(other)).charge(2)  # the head before the replacement counts, and is signed anew
+        root = other.root
+    with Ledger.open(where, new) as other:
+        assert Attempts(SpendLedger(other)).charge(3)
+    assert verify(ledger.store, signatures=False).verified
+    sql(book, "DELETE FROM held WHERE leaf IS NULL AND segment = 3")
+    signed_by_hand(book, KEY, 99, 3, root)
+    with Ledger.open(where, new) as other, raises_code("ledger.open-rows-differ"):
+        SpendLedger(other).total("clinical", delta=1e-5)
+    found = verify(ledger.store, signatures=False).problem
+    assert found is not None and found.code == "verify.open-rows-differ" and "had replaced that key" in found.reason
+    signed_by_hand(book, KEY, 99, 2, old_root)  # over the tree before the replacement: what is kept knows a larger one
+    with Ledger.open(where, PrivateKey.load(kept, None)) as other, raises_code("ledger.open-rows-replayed"):
+        SpendLedger(other).total("clinical", delta=1e-5)
 
 
 def test_a_leaf_that_changes_after_it_was_read_is_named(book: SpendLedger, where: str) -> None:

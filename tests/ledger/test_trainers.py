@@ -228,6 +228,7 @@ def test_who_may_be_in_an_open_attempt_is_not_summed_up(tmp_path: Path) -> None:
     rest = Retention(story.ledger).propose()
     assert rest is not None
     Retention(story.ledger).prune(signed_by(rest, AUDITOR))
+    story.ledger.accept()  # the rows were written past the ledger
     assert verify(story.ledger.store, trust=MINE).trusted
     assert USUAL.cls in {each.cls for each in rest.classes}
     story.ledger.close()

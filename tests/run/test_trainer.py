@@ -216,6 +216,18 @@ def test_who_withdrew_stays_out_after_a_restart(tmp_path: Path) -> None:
     (tmp_path / "a" / "withdrawn").write_bytes(b"nonsense")
     with raises_code("train.membership-file-unreadable"):
         problem.trainer(tmp_path / "a").fit()
+    (tmp_path / "a" / "withdrawn").unlink()
+    with raises_code("train.withdrawn-missing"):
+        problem.trainer(tmp_path / "a").fit()
+
+
+def test_a_run_from_which_nobody_withdrew_says_so(tmp_path: Path) -> None:
+    """Otherwise a file that was deleted would look the same."""
+    killed(tmp_path / "a", 8)
+    assert (tmp_path / "a" / "withdrawn").read_bytes() == bytes([0x80])  # an empty array in CBOR
+    (tmp_path / "a" / "withdrawn").unlink()
+    with raises_code("train.withdrawn-missing"):
+        problem.trainer(tmp_path / "a").fit()
 
 
 def test_counters_do_not_pass_to_other_people(tmp_path: Path) -> None:

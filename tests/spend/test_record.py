@@ -353,6 +353,7 @@ def test_a_leaf_that_was_not_signed_yet_is_signed_when_it_is_recorded_again(book
         assert run.record(0) == 1
     found = verify(book.ledger.store)
     assert found.verified and (found.signed, found.size) == (1, 2)
+    book.ledger.accept()
     assert replace(run, book=book).record(0) == 1
     verified(book)
 
@@ -434,6 +435,10 @@ def test_a_book_without_the_key_records_and_signs_nothing(book: SpendLedger) -> 
         assert run.charge(0)
         run.record(0)
         assert len(list(book.ledger.checkpoints())) == 1
+        assert any(note.startswith("not checked: open charges") for note in keyless.notes)
+    with raises_code("ledger.open-rows-unsigned"):  # its keeper reviews what was charged without the key
+        Attempts(book).charge(1)
+    book.ledger.accept()
     Attempts(book).done(1)
     verified(book)
 

@@ -54,6 +54,8 @@ def read_spend(where: str) -> Iterator[SpendLedger]:
     with Ledger(make_store(place, readonly=True), None) as ledger:
         refuse_older(ledger, place)
         yield SpendLedger(ledger)
+        for note in ledger.notes:
+            print_note(f"note: {note}")
 
 
 def refuse_older(ledger: LedgerReader, place: str) -> None:

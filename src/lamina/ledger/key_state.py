@@ -33,7 +33,7 @@ from lamina.ledger.governance_records import (
     profile_exceeds,
 )
 from lamina.ledger.merkle import TileNodes, leaf_hash, root_at
-from lamina.ledger.records import ContributionTerms
+from lamina.ledger.records import LAST_SEQ, ContributionTerms
 from lamina.ledger.signed_checkpoint import parse_checkpoint
 from lamina.ledger.store.rows import StoreReader, tile_reader
 from lamina.plan.risk import RiskBound
@@ -60,6 +60,7 @@ class KeyHistory:
     replaced: int | None = None  # from then on it signs nothing new
     revoked: int | None = None  # from then on nothing counts that it ever signed
     heir: bytes | None = None  # the key that took over from it
+    replaced_in: int = LAST_SEQ  # the leaf that states the replacement
     public: PublicKey = field(init=False)
 
     def __post_init__(self) -> None:
@@ -111,7 +112,8 @@ class KeyState:
         if event.change is KeyChange.ROTATE:
             if target.replaced is None:
                 self._uncovered_rotations[event.target] = seq
-            target.replaced = _earlier(target.replaced, event.effective)
+            if target.replaced is None or event.effective < target.replaced:
+                target.replaced, target.replaced_in = event.effective, seq
             target.heir = None if key is None else key.id
         else:
             target.revoked = _earlier(target.revoked, event.effective)

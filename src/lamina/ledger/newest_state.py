@@ -99,10 +99,13 @@ class NewestState:
 
     def check_open(self, name: str, path: Path, head: OpenHead | None) -> None:
         """Raise LedgerDamaged if the open rows are older than the newest head."""
-        if self.open is None or head == self.open or (head is not None and head.counter > self.open.counter):
+        mine = self.open
+        newer = mine is not None and head is not None and head.counter > mine.counter and head.size >= mine.size
+        if mine is None or head == mine or newer:
             return
-        stands = "unsigned" if head is None else f"signed under number {head.counter}"
-        problem = f"the open charges of the ledger {name} are {stands}, but '{path}' keeps number {self.open.counter}"
+        stands = "unsigned" if head is None else f"signed under number {head.counter} after {head.size} leaves"
+        problem = f"the open charges of the ledger {name} are {stands}, but '{path}' keeps number {mine.counter} "
+        problem += f"after {mine.size} leaves"
         remedy = (
             "restore the newest copy of the ledger; if they were written without its key, review them with lamina "
             "spend, and sign them: lamina ledger checkpoint LEDGER --key KEY --accept"

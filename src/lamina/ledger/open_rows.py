@@ -9,20 +9,21 @@ kept beside the key (newest_state.py).
     signed   = "lamina/open/1" LF origin LF counter LF size LF, root, digest
     stored   = counter (8) ‖ size (8) ‖ root (32) ‖ key id (32) ‖ signature (64), under the name "open" in `meta`
 
-A writer without the key cannot sign, so it removes the head. The rows stay unsigned until a writer with the key signs
-them.
+A new ledger gets its first head with its header. A writer without the key cannot sign, so it removes the head. The rows
+stay unsigned until the holder of the key accepts them; a missing head is never passed over in silence.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from lamina.errors import LedgerDamaged
 from lamina.ledger.governance_records import Role
 from lamina.ledger.key_state import KeyState
-from lamina.ledger.store.rows import RunHold, StoreReader, StoreWriter
+from lamina.ledger.records import decode_kept
+from lamina.ledger.store.rows import RunHold, StoredLeaf, StoreReader, StoreWriter
 from lamina.sign.keys import PrivateKey
 
 _NAME = "open"
@@ -121,11 +122,37 @@ class OpenHead(NamedTuple):
             return False
         return known.public.verify(_text(keys.origin, self.counter, self.size, self.root, digest), self.signature)
 
+    @classmethod
+    def check(
+        cls, rows: StoreReader, keys: KeyState, newest: int, extends: Callable[[int, bytes], bool],
+        leaf: Callable[[int], StoredLeaf],
+    ) -> OpenHead | None:  # fmt: skip
+        """Return the head; None if the rows are unsigned. Raise LedgerDamaged if they are not those that it signs.
 
-def rows_differ(name: str, why: str) -> LedgerDamaged:
-    """Return the error for open rows that differ from the signed ones."""
-    problem = f"the open charges and reservations of the ledger {name} differ from those that its key signed: {why}"
-    return LedgerDamaged("ledger.open-rows-differ", problem, _RESTORE)
+        Args:
+            keys: of the ledger, after all leaves.
+            newest: the last leaf that records an epoch or the start of a run.
+            extends: whether so many first leaves have this root.
+            leaf: the checked leaf of a number.
+        """
+        if (head := cls.read(rows, keys)) is None:
+            return None
+        why = None
+        if not head.holds(keys, open_digest(rows)):
+            why = "one was deleted, changed or added"
+        elif newest >= head.size or not extends(head.size, head.root):
+            why = f"they were signed after {head.size} leaves, and leaf {newest} records an epoch or the start of a run"
+        elif (
+            (signer := keys.history(head.kid)) is not None
+            and signer.replaced is not None
+            and signer.replaced_in < head.size
+            and signer.replaced <= decode_kept(leaf(head.size - 1).leaf).time
+        ):
+            why = f"a key signed them after {head.size} leaves, and leaf {signer.replaced_in} had replaced that key"
+        if why is None:
+            return head
+        problem = f"the open charges and reservations of {keys.origin!r} differ from those that its key signed: {why}"
+        raise LedgerDamaged("ledger.open-rows-differ", problem, _RESTORE)
 
 
 def _text(origin: str, counter: int, size: int, root: bytes, digest: bytes) -> bytes:

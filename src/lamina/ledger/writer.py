@@ -8,7 +8,7 @@ import time as system
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import TypeVar
 
 from lamina import cbor
@@ -20,7 +20,7 @@ from lamina.ledger.governance_records import Aggregate, GoverningRecord, Header,
 from lamina.ledger.key_state import G, GovernanceState, KeyState, check_header_signed, check_key_may_sign, signed_record
 from lamina.ledger.merkle import Frontier
 from lamina.ledger.newest_state import NewestState, NewestStateFile
-from lamina.ledger.open_rows import OpenHead, held_digests, open_digest, rows_differ
+from lamina.ledger.open_rows import OpenHead, held_digests, open_digest
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.records import KIND_NAMES, Epoch, Record, decode_leaf
 from lamina.ledger.run_records import RunBegin, RunEnd
@@ -49,9 +49,7 @@ _RESERVED_KINDS = {Header, Aggregate}
 KEPT_BY_KEY = (
     Release | Aggregate | RunBegin | RunEnd
 )  # records that are signed over only if a holder of the key wrote them
-_SIGNED_NOW = (
-    "the open charges and reservations in the ledger were not signed before; its key has now signed them as they are"
-)
+_NOT_CHECKED = "not checked: open charges and reservations. The ledger key has not signed them, so one could be missing"
 RETRY_SECONDS = 60.0  # seconds for which a server that went away is waited for
 
 
@@ -77,7 +75,6 @@ class Ledger(LedgerReader):
         self._compared = False  # whether the ledger was compared with what is kept beside the key
         self._restores: frozenset[AttemptName] = frozenset()
         self._restoring = False  # whether a run is entering epochs again that the ledger lacks
-        self._unsigned = False  # whether unsigned open rows were found
         self.notes: list[str] = []  # messages for the user
 
     @classmethod
@@ -100,6 +97,7 @@ class Ledger(LedgerReader):
                     problem = f"{store.name} holds a ledger already"
                     raise LedgerError("ledger.already-exists", problem, "open it, or give another path")
                 batch.write(rows, AppendContext(empty, now, header.epoch_clock, None, UnindexedKeys()))
+                OpenHead.sign(header.origin, 1, 1, batch.frontier.root(), open_digest(rows), key).write(rows)
             made = cls(store, key, governing=governing, clock=clock, patience=patience)
             made.checkpoint()
         except BaseException:
@@ -189,30 +187,26 @@ class Ledger(LedgerReader):
     def check_open(self, rows: StoreReader) -> OpenHead | None:
         """Return the head over the open rows; raise LedgerDamaged if they differ from what the ledger key signed last.
 
-        Returns None if they are unsigned: in a ledger of an earlier version, or after a writer without the key.
+        If they are unsigned, a holder of the key is refused too. Without the key, it returns None and leaves a note.
         """
-        leaves, head = self.checked(rows), OpenHead.read(rows, self.governance(rows))
-        if head is None:
-            self._unsigned = self._unsigned or bool(rows.runs())
-        else:
-            if not head.holds(self.governance(rows), open_digest(rows)):
-                raise rows_differ(self.name, "one was deleted, changed or added")
-            newest = leaves.last(Epoch)
-            if newest >= head.size or not leaves.extends(rows, head.size, head.root):
-                raise rows_differ(
-                    self.name, f"they were signed after {head.size} leaves, and leaf {newest} is an epoch"
-                )
+        leaves, keys = self.checked(rows), self.governance(rows)
+        head = _open_head(rows, keys, leaves)
         if self._kept is not None and self._kept.path is not None and not self._restoring:
             kept = self._kept.load()
             try:
                 kept.check_open(self.name, self._kept.path, head)
             except LedgerDamaged as error:
-                with self._newer_view(leaves, error) as (view, _):
-                    keys = self.governance(rows)
-                    newer = OpenHead.read(view, keys)
-                    if newer is None or not newer.holds(keys, open_digest(view)):
-                        raise
-                    kept.check_open(self.name, self._kept.path, newer)
+                with self._newer_view(leaves, error) as (view, fresh):
+                    kept.check_open(self.name, self._kept.path, _open_head(view, keys, fresh))
+        if head is None and self.signs:
+            problem = f"the ledger key has not signed the open charges and reservations of the ledger {self.name}"
+            remedy = (
+                "if they were written without the key, review them with lamina spend, and sign them: "
+                "lamina ledger checkpoint LEDGER --key KEY --accept; otherwise restore the ledger from a copy"
+            )
+            raise LedgerDamaged("ledger.open-rows-unsigned", problem, remedy)
+        if head is None and _NOT_CHECKED not in self.notes:
+            self.notes.append(_NOT_CHECKED)
         return head
 
     @contextmanager
@@ -248,9 +242,9 @@ class Ledger(LedgerReader):
         head, digest = head_of(rows), open_digest(rows)
         if before is not None and before.size == head.size and before.holds(keys, digest):
             return NewestState(open=before, held=held_digests(rows))
-        check_key_may_sign(keys, self._key, head.time)
-        if self._unsigned and _SIGNED_NOW not in self.notes:
-            self.notes.append(_SIGNED_NOW)
+        settled = keys.after(())
+        settled.covered(head.size)  # a replaced key still signs the checkpoint over its replacement, but no open rows
+        check_key_may_sign(settled, self._key, head.time)
         tree, kept = self._tree(head), None if self._kept is None else self._kept.load().open
         counter = 1 + max(0 if each is None else each.counter for each in (before, kept))
         made = OpenHead.sign(self.origin, counter, tree.size, tree.root, digest, self._key)
@@ -375,7 +369,7 @@ class Ledger(LedgerReader):
                     check_withdrawals(rows, [batch.records[each] for each in at], governance, now)
                     check_run_records(rows, [batch.records[each] for each in at], lambda: self.checked(rows))
 
-            epochs = any(type(each) is Epoch for each in batch.others)
+            epochs = any(isinstance(each, Epoch | RunBegin) for each in batch.others)
             opened = self.check_open(rows) if epochs or any(type(each) is Aggregate for each in batch.others) else None
             step, ledger = self.header.epoch_clock, self.header_hash
             context = AppendContext(
@@ -569,6 +563,11 @@ class Ledger(LedgerReader):
                     raise
                 system.sleep(pause)
                 pause = min(2 * pause, 2.0)
+
+
+def _open_head(rows: StoreReader, keys: KeyState, leaves: CheckedLeaves) -> OpenHead | None:
+    newest = max(leaves.last(Epoch), leaves.last(RunBegin))
+    return OpenHead.check(rows, keys, newest, partial(leaves.extends, rows), partial(leaves.leaf, rows))
 
 
 def checkpoint_digest(text: str) -> bytes:

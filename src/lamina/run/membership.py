@@ -2,7 +2,7 @@
 
 The folder of the run keeps two files, CBOR, mode 0600, so that a restart lets nobody in again:
 
-    withdrawn   who withdrew from the run
+    withdrawn   who withdrew from the run; written before its journal, and empty if nobody did
     admitted    who was ever admitted to it: stable id and id
 
 A stable id is the id of a contribution, or the digest of its signed descriptor: whoever renames its folder finds its
@@ -45,6 +45,11 @@ MAX_MEMBERSHIP_BYTES = 1 << 28
 @contextmanager
 def remember_withdrawals(corpus: Corpus, path: Path) -> Iterator[None]:
     """Withdraw who withdrew before; write down who withdraws inside, before `corpus.withdraw` returns."""
+    if not path.exists():
+        if path.with_name("journal").exists():
+            remedy = "restore it from a backup, or begin in another folder, without whoever withdrew"
+            raise StorageError("train.withdrawn-missing", f"the run has a journal, but '{path}' is missing", remedy)
+        write_atomically(path, cbor.encode([]))
     known = dict.fromkeys(read_withdrawn(path))
     if known and (present := corpus.ids_of(*known)):
         corpus.withdraw(*present)

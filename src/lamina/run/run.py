@@ -60,7 +60,7 @@ from lamina.ledger.run_records import (
 )
 from lamina.ledger.schema import schema_of
 from lamina.ledger.store.rows import WHOLE_BUDGET_SEGMENT
-from lamina.ledger.store.sqlite import is_postgres_url, ledger_exists
+from lamina.ledger.store.sqlite import is_ledger_file, is_postgres_url, ledger_exists
 from lamina.ledger.writer import Ledger
 from lamina.plan.signed_bounds import signed_epsilon
 from lamina.plan.step_plan import StepPlan
@@ -144,9 +144,12 @@ def refuse_second_ledger(place: Path, origin: str, around: Path) -> None:
 
 
 def _is_ledger_of(path: Path, origin: str) -> bool:
-    with suppress(LaminaError), LedgerReader.read_only(path) as view:
-        return view.origin == origin
-    return False
+    """Return whether a file of this origin's name is its ledger; a damaged one counts as that."""
+    try:
+        with LedgerReader.read_only(path) as view:
+            return view.origin == origin
+    except LaminaError:
+        return is_ledger_file(path)
 
 
 def open_run_ledger(
@@ -244,6 +247,10 @@ def _refuse_undeclared(where: str | os.PathLike[str], folder: Path) -> None:
     """
     if not (found := neighbours_of_run(where, folder)):
         return
+    if damaged := [each for each in found if each.unreadable is not None]:
+        problem = f"no origin is declared, and the ledger beside this run {damaged[0]} may be about the same people"
+        remedy = "restore it from a copy; or declare the origin of the data: origin=…; or move the file elsewhere"
+        raise RunError("train.neighbour-unreadable", problem, remedy)
     listed = "; ".join(map(str, found[:_NEIGHBOURS_NAMED]))
     more = f"; and {len(found) - _NEIGHBOURS_NAMED} more" if len(found) > _NEIGHBOURS_NAMED else ""
     problem = f"no origin is declared, and this run would create another ledger beside {listed}{more}"

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,18 @@ from lamina.ledger.reader import LedgerReader
 from lamina.ledger.records import Epoch
 from lamina.ledger.schema import pluralize
 from lamina.ledger.show import epsilon_or_none
-from lamina.ledger.store.sqlite import DEFAULT_SCHEMA, PostgresAddress, is_postgres_url
+from lamina.ledger.store.sqlite import (
+    DEFAULT_SCHEMA,
+    PostgresAddress,
+    is_ledger_file,
+    is_postgres_url,
+    printable_location,
+)
 from lamina.plan.step_plan import StepPlan
 from lamina.plan.table import epsilon_text, printable
 
 LEDGER_SUFFIX = ".ledger.db"
+_MOST_FILES = 4096  # files of other names of which the header is read, in each search
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,6 +37,7 @@ class NeighbourLedger:
     units         what ε protects, by private class that was charged
     epsilon       by private class, over all runs, as its last epoch states it; None if no finite figure is known
     other_people  the owner's statement why it holds other people than the ledgers beside it; None if there is none
+    unreadable    the error code if it cannot be read, so that nothing else is known of it; None if it can
     """
 
     name: str
@@ -38,6 +47,20 @@ class NeighbourLedger:
     runs: int
     epsilon: dict[str, float | None]
     other_people: str | None
+    unreadable: str | None = None
+
+    @classmethod
+    def at(cls, place: str) -> NeighbourLedger:
+        """Read the ledger at a path or address, or state why it cannot be read."""
+        try:
+            with LedgerReader.read_only(place) as ledger:
+                return cls.read(ledger)
+        except LaminaError as error:
+            name = printable_location(place)
+            return cls(
+                name=name, origin="unknown", units={}, delta=0.0, runs=0, epsilon={}, other_people=None,
+                unreadable=error.code,
+            )  # fmt: skip
 
     @classmethod
     def read(cls, ledger: LedgerReader) -> NeighbourLedger:
@@ -60,9 +83,12 @@ class NeighbourLedger:
         """Return the fields for JSON. Folder or server are left out: a certificate names no machine."""
         short = f"#{self.name.rpartition('#')[2]}" if is_postgres_url(self.name) else os.path.basename(self.name)
         found = {"ledger": short, "origin": self.origin, "units": self.units, "delta": self.delta}
-        return found | {"runs": self.runs, "epsilon": self.epsilon, "other_people": self.other_people}
+        found |= {"runs": self.runs, "epsilon": self.epsilon, "other_people": self.other_people}
+        return found if self.unreadable is None else found | {"unreadable": self.unreadable}
 
     def __str__(self) -> str:
+        if self.unreadable is not None:
+            return f"'{printable(self.name)}' (damaged or not readable [{self.unreadable}]: lamina ledger verify)"
         units = ", ".join(sorted(set(map(printable, self.units.values()))))
         spent = (f"ε {'∞' if e is None else epsilon_text(e)} of {cls}" for cls, e in sorted(self.epsilon.items()))
         facts = [f"per {units}"] * bool(units) + [f"δ = {self.delta:g}", pluralize(self.runs, "run"), *spent]
@@ -97,7 +123,8 @@ def check_units(ledger: LedgerReader, plan: StepPlan) -> None:
 def neighbour_ledgers(own: str | os.PathLike[str], *around: Path) -> list[NeighbourLedger]:
     """Return the other ledgers near a ledger, and around a run.
 
-    Near a file: in its folder, its subfolders and the folder above. In PostgreSQL: in all schemas of its database.
+    Near a file: in its folder, its subfolders and the folder above. In PostgreSQL: in all schemas of its database. A
+    ledger that cannot be read is named, too.
     """
     places, mine, folders = list[str](), os.path.realpath(own), around
     if isinstance(own, str) and is_postgres_url(own):
@@ -110,17 +137,19 @@ def neighbour_ledgers(own: str | os.PathLike[str], *around: Path) -> list[Neighb
     else:
         folders = (Path(mine).parent, *around)
     places += map(os.path.realpath, _ledger_files(*folders))
-    found: dict[str, NeighbourLedger] = {}
-    for place in sorted({*places} - {mine}):
-        with suppress(LaminaError), LedgerReader.read_only(place) as ledger:
-            found[place] = NeighbourLedger.read(ledger)
-    return list(found.values())
+    return [NeighbourLedger.at(place) for place in sorted({*places} - {mine})]
 
 
 def _ledger_files(*folders: Path) -> Iterator[Path]:
-    """Yield the ledger files in folders, in their subfolders, and in the folder above the first one."""
+    """Yield the ledger files in folders, in their subfolders, and in the folder above the first one.
+
+    A ledger is recognised by the header of its file. That of another file than NAME.ledger.db or ledger.db is read only
+    among the first files of each search, because a folder may hold a million payloads.
+    """
     for folder in dict.fromkeys(each.resolve() for each in folders):
         for pattern in (f"*{LEDGER_SUFFIX}", f"*/*{LEDGER_SUFFIX}", "*/ledger.db"):
-            yield from (path for path in folder.glob(pattern) if path.is_file())
+            yield from filter(is_ledger_file, folder.glob(pattern))
+        yield from filter(is_ledger_file, islice(chain(folder.glob("*"), folder.glob("*/*")), _MOST_FILES))
     for folder in folders[:1]:
-        yield from (path for path in folder.resolve().parent.glob(f"*{LEDGER_SUFFIX}") if path.is_file())
+        yield from filter(is_ledger_file, islice(folder.resolve().parent.glob("*"), _MOST_FILES))
+        yield from filter(is_ledger_file, folder.resolve().parent.glob(f"*{LEDGER_SUFFIX}"))

@@ -181,10 +181,11 @@ def _lost(name: str, reason: str) -> StoreLost:
 _SCHEMA_NAME = re.compile(r"[a-z_][a-z0-9_]{0,62}")
 _POSTGRES_TYPES = {"number": "BIGINT", "bytes": "BYTEA", "sorted": ""}
 _MAX_LISTED_SCHEMAS = 5  # schemas with a ledger that are told
+_TABLE_NAMES = [each.split()[2] for each in TABLES if each.startswith("CREATE TABLE")]
 _SELECT_LEDGER_SCHEMAS = (
     "SELECT n.nspname::text FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace "
-    "WHERE c.relkind = 'r' AND c.relname IN ('leaf', 'head', 'tile', 'checkpoint') "
-    "GROUP BY n.nspname HAVING count(*) = 4 ORDER BY n.nspname"
+    f"WHERE c.relkind = 'r' AND c.relname IN ({', '.join(map(repr, _TABLE_NAMES))}) "
+    f"GROUP BY n.nspname HAVING count(*) = {len(_TABLE_NAMES)} ORDER BY n.nspname"
 )
 # Everything in the schema that affects what a row means, or that runs when a row is read or written: relations (and whether
 # their rows can be hidden, added or lost), columns, indexes, constraints, triggers, routines and operators.

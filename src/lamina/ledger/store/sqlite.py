@@ -34,6 +34,18 @@ _CACHE_SIZE = -32 * 1024  # KiB of pages in memory
 _WAL_CHECKPOINT_PAGES = 4096  # pages of WAL after which it is copied into the file: 16 MB
 
 
+def is_ledger_file(path: Path) -> bool:
+    """Return whether a file states in its header that it is a SQLite database with a ledger, damaged or not."""
+    try:
+        if not path.is_file():  # a pipe would be waited for
+            return False
+        with path.open("rb") as file:
+            header = file.read(72)
+    except OSError:
+        return False
+    return header[:16] == b"SQLite format 3\0" and header[68:] == APPLICATION_ID.to_bytes(4, "big")
+
+
 class SqliteStore(Store):
     """`create` makes a new file, mode 0600, unless there is one; without it there must be one.
 

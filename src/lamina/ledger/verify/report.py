@@ -209,7 +209,7 @@ def _report_notes(replay: LedgerReplay, trust: Trust | None) -> Iterable[str]:
     if replay.held:
         yield _unrecorded_note(replay.held)
     if not replay.open_signed:
-        yield "open charges and reservations are not signed by the ledger key, so one could be missing without a trace"
+        yield "not checked: open charges and reservations. The ledger key has not signed them, so one could be missing"
 
 
 def _unrecorded_note(held: tuple[UnrecordedSpend, ...]) -> str:

@@ -22,7 +22,7 @@ from lamina.ledger.governance_records import (
 )
 from lamina.ledger.key_state import GovernanceState, KeyState, PolicyInForce, leaf_bytes
 from lamina.ledger.merkle import Frontier, TileNodes, leaf_hashes, root_at
-from lamina.ledger.open_rows import OpenHead, open_digest
+from lamina.ledger.open_rows import OpenHead
 from lamina.ledger.records import (
     KIND_NAMES,
     KIND_NUMBERS,
@@ -164,21 +164,20 @@ def check_attempts(rows: StoreReader, attempts: Mapping[tuple[bytes, int, int], 
             fail(seq, STORE, "verify.attempt-index-differs", reason)
 
 
-def check_open_rows(rows: StoreReader, keys: KeyState, size: int, last_epoch: int) -> bool:
+def check_open_rows(rows: StoreReader, keys: KeyState, size: int, newest: int) -> bool:
     """Check the signed head over open charges and reservations; False if they are unsigned."""
-    reason = "the open charges and reservations are not those that the ledger key signed last: "
+
+    def extends(count: int, root: bytes) -> bool:
+        return count <= size and root_at(TileNodes(tile_reader(rows)), count) == root
+
     try:
-        head = OpenHead.read(rows, keys)
+        return (
+            OpenHead.check(rows, keys, newest, extends, lambda seq: StoredLeaf(leaf_bytes(rows, seq), None)) is not None
+        )
     except LedgerDamaged as error:
+        if error.code != "ledger.open-rows-differ":
+            raise
         fail(None, STORE, "verify.open-rows-differ", error.problem)
-    if head is None:
-        return not (rows.holds() or rows.terms())
-    if not head.holds(keys, open_digest(rows)):
-        fail(None, STORE, "verify.open-rows-differ", f"{reason}one was deleted, changed or added")
-    if not last_epoch < head.size <= size or root_at(TileNodes(tile_reader(rows)), head.size) != head.root:
-        reason += f"they were signed after {head.size} leaves, and leaf {last_epoch} is an epoch"
-        fail(None, STORE, "verify.open-rows-differ", reason)
-    return True
 
 
 def check_admission_index(rows: StoreReader, indexed: int, found: ContributionChecks, *, tokens: bool) -> None:
@@ -386,7 +385,8 @@ class LedgerReplay:
         self._check_pruned()
         self._seen.finish(size, self.checkpoints.accepted(self.keys).values())
         self._check_trust()
-        self.open_signed = check_open_rows(self._rows, self.keys, size, max(self.epochs.attempts.values(), default=-1))
+        newest = max((seq for seq, kind in self.others.items() if kind in (Epoch, RunBegin)), default=-1)
+        self.open_signed = check_open_rows(self._rows, self.keys, size, newest)
 
     def _check_pruned(self) -> None:
         """Check that a checkpoint covers every aggregate of which bodies are gone, and what the store says of them."""
