@@ -353,13 +353,18 @@ def test_runs_that_have_ended_state_their_figures(story: Story) -> None:
     assert "assume that no plan depended on what an earlier model revealed" in words(content)
 
 
-def test_an_end_before_the_last_epoch_does_not_count(story: Story, tmp_path: Path) -> None:
+def test_an_end_before_the_last_epoch_does_not_count(tmp_path: Path) -> None:
     """What the trainer stated at the end of a run is not about steps that followed."""
-    later = with_ends(str(tmp_path / "ledger.db"), prune=False)
-    run, read = digest("run one")[:16], later.ledger.size
-    later.epoch(run, [segment(3, read=read, after=2)])
-    content = content_of(later, later.at["strict"])
-    assert [bool(each["conditions"]) for each in content["runs"]] == [False, True] and content["epsilon"] is None
+    story = begin(str(tmp_path / "ledger.db"))
+    (seq,) = story.admit([contribution(1, ALICE, STRICT)])
+    run = digest("run")[:16]
+    first = story.ledger.leaf(story.epoch(run, [segment(0, read=story.ledger.size)])).record
+    assert isinstance(first, Epoch)
+    story.ledger.append([ended(run, plan=first.plan)])
+    assert statement_content(story.ledger, seq, len_of(story))["epsilon"] > 0
+    story.epoch(run, [segment(1, read=story.ledger.size)])
+    content = statement_content(story.ledger, seq, len_of(story))
+    assert content["epsilon"] is None and content["epsilon_charged"] > 0 and not FIGURE.search(words(content))
 
 
 def test_a_letter_has_one_page(story: Story) -> None:
