@@ -17,16 +17,18 @@ from build import ALICE, STRICT, Story, begin, build, contribution, plan, segmen
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from forge import sql
-from making import LEDGER, ORIGIN, OTHER, digest
+from making import LEDGER, ORIGIN, OTHER, digest, ended
 from postgres import Server
 from refusals import raises_code
 from trained_run import Trained
 
 from lamina.errors import LaminaError
 from lamina.ledger.governance_records import WithdrawalReason
+from lamina.ledger.records import Epoch
 from lamina.ledger.verify.tree_checks import Trust
 from lamina.ledger.withdrawal import withdraw
 from lamina.ledger.writer import Ledger
+from lamina.release.certificate import RUN_CONDITIONS
 from lamina.release.contributor_statement import (
     CONTRIBUTOR_STATEMENT,
     compare_statement,
@@ -37,7 +39,7 @@ from lamina.release.contributor_statement import (
 from lamina.release.letter import letter, letter_facts, letter_pdf
 from lamina.release.reconciliation import reconcile
 from lamina.release.typeset import read_template
-from lamina.report.pages import letter_page
+from lamina.report.pages import letter_page, reconciliation_page
 from lamina.sign.keys import PrivateKey
 from lamina.sign.notes import NoteKey
 from lamina.sign.signed_json import sign_json
@@ -49,12 +51,25 @@ TRUST = Trust(notes=(NoteKey(ORIGIN, LEDGER.public),))
 def story(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
     """Two runs, a withdrawal and a release; nothing is pruned."""
     if request.param == "sqlite":
-        made = build(str(tmp_path_factory.mktemp("story") / "ledger.db"), prune=False)
+        made = with_ends(str(tmp_path_factory.mktemp("story") / "ledger.db"), prune=False)
     else:
         server: Server = request.getfixturevalue("server")
-        made = build(server.url("statements"), prune=False)
+        made = with_ends(server.url("statements"), prune=False)
     yield made
     made.ledger.close()
+
+
+def with_ends(where: str, **options: Any) -> Story:
+    """The story, with the end of its two runs."""
+    made = build(where, **options)
+    for name in ("redone", "run two"):
+        epoch = made.ledger.leaf(made.at[name]).record
+        assert isinstance(epoch, Epoch)
+        last = epoch.segments[-1]
+        made.ledger.append(
+            [ended(epoch.run, segment=last.index, generation=last.generation, steps=last.last, plan=epoch.plan)]
+        )
+    return made
 
 
 def content_of(story: Story, seq: int) -> dict[str, Any]:
@@ -268,7 +283,7 @@ def test_a_contribution_that_was_never_eligible(story: Story) -> None:
 
 
 def test_what_is_pruned_is_stated_as_far_as_it_goes(tmp_path: Path) -> None:
-    story = build(str(tmp_path / "ledger.db"))
+    story = with_ends(str(tmp_path / "ledger.db"))
     for seq in (story.at["first"] + 5, story.at["first"] + 1):
         content = content_of(story, seq)
         _, leaves = statement_checker.check(signed(content), LEDGER.public.x, ORIGIN)
@@ -315,16 +330,41 @@ def test_a_run_without_a_guarantee_states_none(ward: Trained) -> None:
     ):
         made = forged(content, lambda made, n=name, v=value: made["runs"][0]["conditions"].update({n: v}))
         assert said in words(made | {"membership": None})
-    assert "has not recorded its end" in words(forged(content, lambda made: made.update(membership=None)) | {
-        "runs": [content["runs"][0] | {"conditions": None}]
-    })  # fmt: skip
 
 
-def test_runs_that_have_not_ended_state_no_membership(story: Story) -> None:
+FIGURE = re.compile(r"lost at most|right in|at most ε|ε = \d")
+
+
+def test_a_run_that_has_not_ended_states_no_figure(tmp_path: Path) -> None:
+    """Its end would have stated where its noise came from."""
+    story = build(str(tmp_path / "ledger.db"), prune=False)
     content = content_of(story, story.at["strict"])
     assert [each["conditions"] for each in content["runs"]] == [None, None]
-    assert content["membership"] is None and content["content"]["adjacency"].startswith("replace-one")
+    assert content["epsilon"] is content["membership"] is content["content"] is None and content["epsilon_charged"] > 0
+    assert not FIGURE.search(words(content)) and not FIGURE.search(letter(content)["summary"])
+    found = reconcile(story.ledger, story.ledger.leaf(story.at["strict"]))
+    assert found["epsilon"] is None and {each["epsilon"] for each in found["runs"]} == {None}
+    assert not FIGURE.search(found["statement"]) and "no figure is proven" in reconciliation_page(found)
+
+
+def test_runs_that_have_ended_state_their_figures(story: Story) -> None:
+    content = content_of(story, story.at["strict"])
+    assert FIGURE.search(words(content)) and FIGURE.search(letter(content)["summary"])
     assert "assume that no plan depended on what an earlier model revealed" in words(content)
+
+
+def test_an_end_before_the_last_epoch_does_not_count(tmp_path: Path) -> None:
+    """What the trainer stated at the end of a run is not about steps that followed."""
+    story = begin(str(tmp_path / "ledger.db"))
+    (seq,) = story.admit([contribution(1, ALICE, STRICT)])
+    run = digest("run")[:16]
+    first = story.ledger.leaf(story.epoch(run, [segment(0, read=story.ledger.size)])).record
+    assert isinstance(first, Epoch)
+    story.ledger.append([ended(run, plan=first.plan)])
+    assert statement_content(story.ledger, seq, len_of(story))["epsilon"] > 0
+    story.epoch(run, [segment(1, read=story.ledger.size)])
+    content = statement_content(story.ledger, seq, len_of(story))
+    assert content["epsilon"] is None and content["epsilon_charged"] > 0 and not FIGURE.search(words(content))
 
 
 def test_a_letter_has_one_page(story: Story) -> None:
@@ -385,8 +425,12 @@ def test_every_sentence_depends_on_facts_that_exist(story: Story) -> None:
     """Also a sentence that no story here states."""
     facts = letter_facts(content_of(story, story.at["first"] + 5))
     template = read_template("letter.toml")
-    assert {group for each in template["section"] for group in each["groups"]} == template.keys() - {"section"}
-    for row in (row for group, rows in template.items() if group != "section" for row in rows):
+    assert {group for each in template["section"] for group in each["groups"]} == template.keys() - {
+        "section",
+        "condition",
+    }
+    assert template["condition"].keys() == {*RUN_CONDITIONS, "sound_plan"}
+    for row in (row for group, rows in template.items() if group not in ("section", "condition") for row in rows):
         assert {name.removeprefix("not ") for name in row.get("when", ())} <= facts.keys()
         row["text"].format_map(facts)
 

@@ -87,7 +87,7 @@ def sample_content(classes: dict[str, dict[str, Any]] | None = None, *, private:
     ]  # fmt: skip
     said += [
         statement("budget", "ε of this run is 3.01 per patient at δ = 1e-05, in the band 1 to 5.", BY_LEDGER),
-        statement("budget", "ε over all runs includes every run of this ledger; the budget is never reset.", BY_LEDGER),
+        statement("budget", "ε over all runs includes every run of this ledger; charges are never refunded.", BY_LEDGER),
         statement("unit", "One unit is one patient with all recordings. A family or a ward is not one unit.", BY_OWNER),
         statement("condition", "Noise and sampling coins come from a secure generator and are not kept.", BY_TRAINER,
                   leaves=[41]),
@@ -115,7 +115,7 @@ def sample_content(classes: dict[str, dict[str, Any]] | None = None, *, private:
         "classes": classes,
         "layers": [{"name": name, "depth": 0.5, "parameters": 64, "noise_std": noise, "classes": reached}
                    for name, noise, reached in rows],
-        "protects": {"private_for": closed if private else [], "badge": badge, "not_protected": [
+        "protects": {"private_for": closed if private else [], "weak": [], "badge": badge, "not_protected": [
             {"class": name, "population": 60, "unit": "patient", "reason": reason}
             for name in (opened if private else classes)]},
         "conditions": [{"name": "noise", "holds": private, "reason": None if private else why, "source": BY_TRAINER}],

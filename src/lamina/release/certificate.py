@@ -46,7 +46,7 @@ from lamina.plan.correlation import correlation_summary
 from lamina.plan.risk import COMPOSED
 from lamina.plan.step_plan import Clipping, PlannedClass
 from lamina.release import risk_statements
-from lamina.release.posture import MAX_NOISE
+from lamina.release.posture import MAX_NOISE, model_withdrawals
 from lamina.release.risk_statements import BY_ISSUER, BY_LEDGER, BY_TRAINER, FIGURE_NAMES, risk_figures
 from lamina.release.run_evidence import RunEvidence, RunMetrics, check_run_facts, file_digest
 from lamina.release.utility import check_utility, read_evaluation, utility_section
@@ -190,7 +190,7 @@ def _check_content(content: Mapping[str, Any]) -> None:
     for each in protects["not_protected"]:
         if each["population"] != classes[each["class"]]["population"]:
             raise ValueError("the field protects names another population than the class has")
-    if not set(protects["private_for"]) <= classes.keys() or type(protects["badge"]) is not str:
+    if not {*protects["private_for"], *protects["weak"]} <= classes.keys() or type(protects["badge"]) is not str:
         raise ValueError("the field protects names a class that has no figures, or its badge is no text")
     for name, each in content["about"].items():
         bounded_whole("leaf", each["leaf"], 0, 2**63 - 1)
@@ -338,8 +338,13 @@ def certificate_content(
         "other_people": header.other_people,
         "about": about_at(ledger, evidence.checkpoint.size),
         "ledgers_beside": list(beside),
-        "protects": risk_statements.protection(classes, private=private),
-        "statements": risk_statements.statements(evidence, header, classes, conditions=stated_conditions, beside=beside),
+        "protects": risk_statements.protection(
+            classes, private=private, continued=evidence.continued, exposed=evidence.exposed
+        ),
+        "statements": risk_statements.statements(
+            evidence, header, classes, conditions=stated_conditions, beside=beside,
+            withdrawn=model_withdrawals(ledger, evidence),
+        ),
     }  # fmt: skip
 
 
@@ -393,9 +398,11 @@ def _class_figures(evidence: RunEvidence, header: Header, entry: PlannedClass) -
         return common | dict.fromkeys(("delta", "epsilon_total", *_FIGURES, *_RISKS)) | nothing
     whole, took_part = Account(entry.name), _took_part(evidence, entry.name)
     known = evidence.charged(entry.name) if took_part else entry.name not in evidence.split
-    total = epsilon_or_none(evidence.spending.spend(whole)) if known else None
+    exposed = entry.name in evidence.exposed
+    total = epsilon_or_none(evidence.spending.spend(whole)) if known and not exposed else None
     common |= {"delta": header.delta, "epsilon_total": total}
     risks = _risks(evidence, header, whole) if known else dict.fromkeys(_RISKS)
+    risks |= dict.fromkeys(_RISKS[2:]) if exposed else {}
     if not took_part:
         return common | dict.fromkeys(_FIGURES, 0.0) | risks | nothing
     events = evidence.events(whole)
@@ -502,12 +509,13 @@ def _layers(evidence: RunEvidence) -> list[dict[str, Any]]:
 
 # conditions that the trainer states in the end record: (required value, reason if it differs)
 RUN_CONDITIONS = {
-    "noise": ("secure", "the noise came from a seed that somebody chose, so whoever knows the seed can take it away"),
+    "noise": ("secure", "the noise came from a seed that somebody chose, so whoever knows the seed can remove it"),
     "sampling": ("poisson", "contributions were not Poisson-sampled, so amplification by sampling cannot be claimed"),
     "probed": (True, "nobody tested that contributions do not influence each other in augmentation, model and loss"),
     "covered": (True, "the model has tensors that trained without being clipped and noised"),
     "raw_figures": ("none", "raw figures of private data (losses, norms) were written down"),
 }
+PRINTED_PLAN = "the plan reproduces a printed mechanism, whose noise is too small"
 _OBSERVED = ("ledger", "recorded", "weights", "metrics")  # conditions about ledger and folder that the issuer observes
 
 
@@ -524,7 +532,7 @@ def _conditions(evidence: RunEvidence, delta: float, failed: Mapping[str, str]) 
     ]
     printed = any(p.claimed or p.clipping is Clipping.ELEMENTWISE for p in evidence.plans.values())
     checks = {
-        "sound_plan": (not printed, "the plan reproduces a printed mechanism, whose noise is too small"),
+        "sound_plan": (not printed, PRINTED_PLAN),
         "finite": (_all_finite(evidence), "a private class was not charged as a whole, or no finite ε of it is proven"),
         "delta": (
             all(e.public or e.population is None or delta * e.population < 1 for e in evidence.classes()),

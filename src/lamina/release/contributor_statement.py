@@ -22,7 +22,6 @@ from lamina.ledger.key_state import check_key_may_sign
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.receipt import Receipt, verify_receipt
 from lamina.ledger.records import ContributionRecord, Epoch, KeptContribution, KeptLeaf, Leaf, decode_kept, decode_leaf
-from lamina.ledger.run_records import RunEnd
 from lamina.ledger.show import epsilon_or_none
 from lamina.ledger.signed_checkpoint import LedgerCheckpoint, parse_checkpoint, verify_checkpoint
 from lamina.ledger.store.rows import StoredLeaf
@@ -30,8 +29,7 @@ from lamina.ledger.verify.tree_checks import Trust
 from lamina.ledger.verify.verifier import verify
 from lamina.ledger.writer import Ledger
 from lamina.plan.risk import ZERO_OUT, curve_marks
-from lamina.plan.step_plan import Clipping, StepPlan
-from lamina.release.letter import broken_conditions
+from lamina.plan.step_plan import StepPlan
 from lamina.release.reconciliation import reconciled_facts
 from lamina.release.risk_statements import risk_figures
 from lamina.sign.keys import PublicKey
@@ -53,17 +51,10 @@ def statement_content(ledger: LedgerReader, seq: int, size: int) -> dict[str, An
     found = reconciled_facts(ledger, trace, size)
     epochs = [each.leaf.record for each in trace.epochs if isinstance(each.leaf.record, Epoch)]
     plans = {epoch.plan: StepPlan.from_cbor(data) for epoch in epochs if (data := ledger.blob(epoch.plan)) is not None}
-    ends = {end.record.run: end.record for end in ledger.of_kind(RunEnd, 0, size) if isinstance(end.record, RunEnd)}
-    for run in found["runs"]:
-        mine = [plans[epoch.plan] for epoch in epochs if epoch.run.hex() == run["run"]]
-        adjacency = max((plan.adjacency for plan in mine), key=len)  # zero-out, if one of them is
-        end = ends.get(bytes.fromhex(run["run"]))
-        sound = not any(plan.claimed or plan.clipping is Clipping.ELEMENTWISE for plan in mine)
-        run["conditions"] = None if end is None else end.conditions(adjacency) | {"sound_plan": sound}
     events = Counter[EventKey]()
     for each in trace.epochs:
         events.update(each.events)
-    proven = not found["contribution"]["public"] and found["epsilon"] is not None and not broken_conditions(found)
+    proven = found["epsilon"] is not None
     stated = all(run["conditions"] and run["conditions"]["adjacency"] == "add/remove" for run in found["runs"])
     marks = frozenset[str]().union(*map(curve_marks, plans.values()))
     figures = partial(risk_figures, events, accountant=header.accountant, marks=marks if stated else marks | {ZERO_OUT})

@@ -19,7 +19,8 @@ from lamina.release.typeset import read_template, stated_rows, typeset
 def letter(content: Mapping[str, Any]) -> dict[str, Any]:
     """Return the letter to a contributor from the content of a statement: summary, facts, and sections of sentences."""
     told, tree, facts = content["contribution"], content["ledger"], letter_facts(content)
-    lost = f"at most ε {facts['epsilon']} lost" if facts["priced"] else "no protection is proven"
+    unknown = "no figure yet" if facts["open"] else "no protection is proven"
+    lost = f"at most ε {facts['epsilon']} lost" if facts["priced"] else unknown
     gone = content["withdrawn"]
     summary = [
         f"withdrawn on {gone['time'][:10]}" if gone else "expired" if facts["expired"] else "in force",
@@ -55,15 +56,30 @@ def _sentences(facts: Mapping[str, Any], groups: Sequence[str]) -> list[str]:
     return [row["text"].format_map(facts) for group in groups for row in stated_rows(rows[group], facts)]
 
 
-def broken_conditions(content: Mapping[str, Any]) -> list[str]:
-    """Return what voids the figures of runs: what the trainer stated, or a plan whose noise is too small."""
-    wanted = {name: value for name, (value, _) in RUN_CONDITIONS.items()} | {"sound_plan": True}
+def _runs_of_use(content: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the runs that may have used the contribution. It was left out of the others, which its bound had exhausted."""
+    used = {each["run"] for each in content["events"] if each["factor"]}
+    return [run for run in content["runs"] if run["run"] in used]
+
+
+def _broken(content: Mapping[str, Any]) -> list[str]:
+    """Return in words which conditions of the figures do not hold, by run."""
+    reasons, wanted = (
+        read_template("letter.toml")["condition"],
+        {name: value for name, (value, _) in RUN_CONDITIONS.items()},
+    )
     return [
-        f"run {run['run'][:8]}: {name} is {run['conditions'][name]}"
-        for run in content["runs"]
-        for name, value in wanted.items()
-        if run.get("conditions") and run["conditions"][name] != value
+        f"in run {run['run'][:8]}, {reasons[name]}"
+        for run in _runs_of_use(content)
+        for name, value in (wanted | {"sound_plan": True}).items()
+        if run["conditions"] and run["conditions"][name] != value
     ]
+
+
+def is_proven(content: Mapping[str, Any]) -> bool:
+    """Return whether ε bounds what a private contribution has lost: each run that may have used it ended, with all conditions."""
+    charged = not content["contribution"]["public"] and content["epsilon_charged"] is not None
+    return charged and all(run["conditions"] for run in _runs_of_use(content)) and not _broken(content)
 
 
 def letter_facts(content: Mapping[str, Any]) -> dict[str, Any]:
@@ -71,15 +87,18 @@ def letter_facts(content: Mapping[str, Any]) -> dict[str, Any]:
     told, gone, runs, released = (content[name] for name in ("contribution", "withdrawn", "runs", "releases"))
     used, left_out = ([each for each in content["events"] if bool(each["factor"]) is used] for used in (True, False))
     scaled = [each for each in used if each["factor"] < 1]
-    finite = not told["public"] and content["epsilon"] is not None
-    broken = broken_conditions(content) if finite else []
+    finite = not told["public"] and content["epsilon_charged"] is not None
+    broken, unended = (
+        (_broken(content), not all(run["conditions"] for run in _runs_of_use(content))) if finite else ([], False)
+    )
+    priced = is_proven(content)
     expired = told["expires"] <= content["as_of"]  # times of one format
     signed, remains = content["epsilon_signed"], content["epsilon_remaining"]
     facts: dict[str, Any] = {
         "public": told["public"],
         "pruned": told["pruned"],
+        "class": told["class"],
         "expired": expired,
-        "in force": gone is None and not expired,
         "signed requests": content.get("withdraw") == "signed",
         "withdrawn": gone,
         "used": used,
@@ -98,11 +117,12 @@ def letter_facts(content: Mapping[str, Any]) -> dict[str, Any]:
         "abandoned": sum(one["outcome"] == "abandoned" for each in used for one in each["segments"]),
         "unbounded": not told["public"] and not finite,
         "broken": "; ".join(broken),
-        "priced": finite and not broken,
-        "figures": finite and not broken and runs,
+        "open": unended and not broken,
+        "priced": priced,
+        "figures": priced and runs,
         "limited": signed is not None and remains is not None,
         "shared": any(not each["own_account"] for each in content["events"]),
-        "ended": all(run.get("conditions") for run in runs),
+        "zero-out": any(run["conditions"]["adjacency"] != "add/remove" for run in runs if run["conditions"]),
         "epsilon": epsilon_text(content["epsilon"] or 0),
         "signed": epsilon_text(signed or 0),
         "remains": remaining_text(remains or 0),

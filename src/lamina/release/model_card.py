@@ -14,14 +14,16 @@ from lamina.release.certificate import Certificate
 from lamina.release.posture import Posture
 from lamina.release.risk_statements import (
     BY_LEDGER,
+    BY_TRAINER,
     FIGURE_NAMES,
     JOINT_EPSILON,
-    content_sentence,
-    membership_sentence,
     per_hundred,
     protection,
+    purpose_text,
+    risk_sentence,
     short_figure,
     stated,
+    withdrawn_text,
 )
 from lamina.release.typeset import NOT_STATED, filled
 from lamina.sign.signed_json import canonical_json
@@ -39,7 +41,7 @@ def about(content: Mapping[str, Any], name: str) -> str:
 RISK_NAMES = {"tpr": "found at 1 % false accusations", "accuracy": "right answers from a coin toss", "mu": "μ"}
 FIGURES = {**FIGURE_NAMES, **RISK_NAMES}
 FIGURE_LABELS = (*FIGURES.values(), JOINT_EPSILON)  # in rows of one run ε of this run, in rows of several the joint one
-_RISKS = {"membership": membership_sentence, "content": content_sentence}
+_RISKS = ("membership", "content")
 _OF_ONE_RUN = ("epsilon_replace_one", "epsilon_unamplified", "rho")
 
 
@@ -88,20 +90,25 @@ def figures_table(rows: Mapping[str, Mapping[str, str]]) -> list[str]:
     return markdown_table(("figure", *rows), [(each, *(row[each] for row in rows.values())) for each in names])
 
 
-def model_badge(certificates: Sequence[Certificate], posture: Posture) -> str:
+def model_protection(certificates: Sequence[Certificate], posture: Posture) -> Mapping[str, Any]:
     """Return for whom a model is private, over all its runs. A class that one of them declares public is not protected."""
     if len(certificates) == 1:
-        return str(certificates[0].content["protects"]["badge"])
+        found: Mapping[str, Any] = certificates[0].content["protects"]
+        return found
     classes = {}
     for name, each in posture.classes.items():
         known = [found.classes[name] for found in certificates if name in found.classes]
         classes[name] = dict(known[-1]) | {
             "public": any(one["public"] for one in known),
-            "epsilon": each.epsilon,
+            "epsilon_total": each.epsilon,
             "charges": [charge for one in known for charge in one["charges"]],
-            "membership": known[-1]["membership_total"],
         }
-    return str(protection(classes, private=True)["badge"])
+    return protection(classes, private=True, continued=True)
+
+
+def model_badge(certificates: Sequence[Certificate], posture: Posture) -> str:
+    """Return the badge of `model_protection`."""
+    return str(model_protection(certificates, posture)["badge"])
 
 
 def model_statements(certificates: Sequence[Certificate], posture: Posture) -> list[Mapping[str, Any]]:
@@ -109,12 +116,25 @@ def model_statements(certificates: Sequence[Certificate], posture: Posture) -> l
     if len(certificates) == 1:
         return list(certificates[0].content["statements"])
     every = [each for certificate in certificates for each in certificate.content["statements"]]
-    found = {each["text"]: each for each in every if each["class"] is None or each["topic"] not in (*_RISKS, "budget")}
+    of_one_run = (*_RISKS, "budget", "purpose")
+    found = {
+        each["text"]: each
+        for each in every
+        if each["topic"] != "withdrawn" and (each["class"] is None or each["topic"] not in of_one_run)
+    }
+    texts = [("purpose", name, purpose_text(name, each.purposes), BY_TRAINER) for name, each in posture.classes.items()]
+    found |= {text: stated(topic, text, source, cls=name) for topic, name, text, source in texts}
+    gone = withdrawn_text(posture.as_of_size, posture.withdrawn)
+    found[gone] = stated("withdrawn", gone, BY_LEDGER)
     for name in (name for name, each in posture.classes.items() if not each.public):
         figures = next(each.classes[name] for each in reversed(certificates) if name in each.classes)
-        for topic, sentence in _RISKS.items():
+        for topic in _RISKS:
             unit, risk = figures["unit"], figures[f"{topic}_total"]
-            known = f"nothing is proven about the {topic} of one {unit}." if risk is None else sentence(unit, risk)
+            known = (
+                f"nothing is proven about the {topic} of one {unit}."
+                if risk is None
+                else risk_sentence(topic, unit, risk)
+            )
             text = f"Class {name}: counting all runs of the ledger. {known}"
             found[text] = stated(topic, text, BY_LEDGER, cls=name)
     return list(found.values())
@@ -133,12 +153,23 @@ def model_card(name: str, certificates: Sequence[Certificate], posture: Posture,
         "name": name, "badge": model_badge(certificates, posture), "parameters": f"{last['model']['parameters']:,}",
         "allocation": last["plan"]["allocation"], "clipping": last["plan"]["clipping"],
         "not after": not_after or "no date was set", "withdrawn": str(sum(posture.withdrawn.values())),
+        "leaf": str(posture.as_of_size - 1),
     }  # fmt: skip
+    protects = model_protection(certificates, posture)
+    if protects["private_for"] or protects["weak"]:
+        trained = "trained with layer-wise differential privacy ({allocation} allocation, {clipping} clipping)"
+        facts["trained"], tags = trained.format_map(facts), ["- differential-privacy", "- lamina"]
+    else:
+        facts["trained"], tags = (
+            "trained without privacy: none of the data that it learned from is protected",
+            ["- lamina"],
+        )
     owner = [(each.replace("_", " "), about(last, each)) for each in _ABOUT_MODEL]
     blocks = {
+        "TAGS": tags,
         "OWNER": markdown_table(("stated by the owner", ""), owner),
         "RISK": [f"{markdown(text)}\n" for text in risk_texts(statements)],
-        "FIGURES": figures_table(rows),
+        "FIGURES": figures_table(rows) if rows else [],
         "STATEMENTS": _statements(statements),
         "LAYERS": markdown_table(("layer", "depth", "noise (standard deviation)", "classes"), _layer_rows(posture)),
     }
@@ -155,7 +186,12 @@ def _statements(statements: Iterable[Mapping[str, Any]]) -> list[str]:
 
 def _layer_rows(posture: Posture) -> list[list[str]]:
     rows = [
-        [each.name, f"{each.depth:.2f}", f"{each.noise_std:.4g}", ", ".join(each.classes) or "none: not trained"]
+        [
+            each.name,
+            f"{each.depth:.2f}",
+            f"{each.noise_std:.4g}",
+            ", ".join(each.classes) or "none (the layer was not trained)",
+        ]
         for each in posture.layers[:_LAYERS_SHOWN]
     ]
     if (more := len(posture.layers) - _LAYERS_SHOWN) > 0:
@@ -200,11 +236,12 @@ def ml_bom(name: str, files: Mapping[str, str], certificates: Sequence[Certifica
         "type": "machine-learning-model", "bom-ref": "model", "name": name, "modelCard": card,
         "hashes": [{"alg": "SHA-256", "content": files[last["model"]["file"]]}],
     }  # fmt: skip
+    unprotected = {each["class"] for each in model_protection(certificates, posture)["not_protected"]}
     party = [{"organization": {"name": about(last, "organisation")}}]
     data = [
         {
             "type": "data", "bom-ref": f"data:{cls}", "name": cls,
-            "description": f"{about(last, 'subjects')}; unit: {each.unit}; {'not protected' if each.public else 'protected'}",
+            "description": f"{about(last, 'subjects')}; unit: {each.unit}; {'not protected' if cls in unprotected else 'protected'}",
             "data": [{"type": "dataset", "name": cls, "governance": {"custodians": party}}],
         }
         for cls, each in posture.classes.items()

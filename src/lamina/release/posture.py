@@ -8,6 +8,7 @@ the same at every layer.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,12 +18,13 @@ from lamina.account.charges import Account
 from lamina.account.schedule import EventKey
 from lamina.ledger.governance_records import Header, PolicyChange, Withdrawal, parse_profile
 from lamina.ledger.reader import LedgerReader
-from lamina.ledger.records import ContributionRecord, KeptContribution, Leaf
+from lamina.ledger.records import ContributionRecord, Epoch, KeptContribution, Leaf
+from lamina.ledger.run_records import RunBegin
 from lamina.ledger.schema import MAX_EPSILON, nano_epsilon
 from lamina.ledger.show import epsilon_or_none
 from lamina.plan.depth_profile import ProfileKind
 from lamina.plan.risk import STATED_RATES, UNPROVEN, stated_rates
-from lamina.release.run_evidence import RunEvidence
+from lamina.release.run_evidence import RunEvidence, in_model
 from lamina.validate import bounded_number, bounded_whole, is_short_text
 
 MAX_NOISE = 1e15  # no plan adds more
@@ -36,6 +38,8 @@ NOT_REACHED = (
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClassPosture:
     """A class in a model. `epsilon` is None if nothing finite is proven; for public data, `delta` is None as well.
+
+    A class is public if all runs declared it public. If some of them did, nothing is proven about it.
 
     `purposes` are those that its policy allows. `membership` and `content` are the largest true-positive rates of any
     attack on these runs, by false-positive rate; None if nothing is proven, and for public data.
@@ -180,19 +184,17 @@ def _read(kind: Any, plain: Mapping[str, Any]) -> Any:
 
 def read_posture(ledger: LedgerReader, runs: Sequence[RunEvidence]) -> Posture:
     """The posture of a model in which the training of these runs is, by what the ledger says."""
-    layers = _layers(runs)
+    layers, size = _layers(runs), runs[-1].checkpoint.size
     names = list(dict.fromkeys(entry.name for run in runs for plan in run.plans.values() for entry in plan.classes))
     segments = [each for run in runs for _, epoch in run.closed() for each in epoch.segments]
     eligible = (min(each.eligibility for each in segments), max(each.eligibility for each in segments))
-    counter, size = WithdrawalCounter(ledger.leaf, eligible), runs[-1].checkpoint.size
-    for leaf in ledger.of_kind(Withdrawal, 0, size):
-        counter.see(leaf)
+    counts = Counter(cls for _, cls in _withdrawals(ledger, eligible, size))
     return Posture(
         classes={name: _class_posture(ledger.header, runs, name) for name in names},
         layers=layers,
         adapters=tuple(_adapters(ledger, layers, size)),
         eligible=eligible,
-        withdrawn={name: counter.counts.get(name, 0) for name in names},
+        withdrawn={name: counts[name] for name in names},
         as_of_size=size,
     )
 
@@ -205,9 +207,9 @@ def _class_posture(header: Header, runs: Iterable[RunEvidence], name: str) -> Cl
         entries += [entry for plan in run.plans.values() for entry in plan.classes if entry.name == name]
         for kind, steps in run.events(Account(name)).items():
             events[kind] = events.get(kind, 0) + steps
-    public = all(entry.public for entry in entries)
+    public, exposed = (every(entry.public for entry in entries) for every in (all, any))
     purposes = set(entries[0].purposes).intersection(*(entry.purposes for entry in entries))
-    charged = any(run.charged(name) for run in runs) and not any(name in run.split for run in runs)
+    charged = any(run.charged(name) for run in runs) and not any(name in run.split for run in runs) and not exposed
     epsilon = pooled_epsilon(events, delta=header.delta, name=header.accountant) if charged else math.inf
     marks = marks if charged and not public else frozenset((UNPROVEN,))
     return ClassPosture(
@@ -216,7 +218,7 @@ def _class_posture(header: Header, runs: Iterable[RunEvidence], name: str) -> Cl
         unit=entries[-1].unit,
         epsilon=None if public else epsilon_or_none(nano_epsilon(epsilon)),
         delta=None if public else header.delta,
-        noise_multiplier=min((sigma for sigma, _, _ in events), default=None),
+        noise_multiplier=None if exposed else min((sigma for sigma, _, _ in events), default=None),
         purposes=tuple(sorted(purposes)),
         membership=stated_rates(events, accountant=header.accountant, of="membership", marks=marks),
         content=stated_rates(events, accountant=header.accountant, of="content", marks=marks),
@@ -265,6 +267,34 @@ def _adapters(ledger: LedgerReader, layers: Sequence[LayerPosture], size: int) -
             yield AdapterPosture(name=name, config=config, scope=scope, layers=tuple(names))
 
 
+def _withdrawals(ledger: LedgerReader, eligible: tuple[int, int], size: int) -> list[tuple[int, str]]:
+    """Return (leaf, class) of each withdrawal, before leaf `size`, of a contribution that may be in a model."""
+    counter, found = WithdrawalCounter(ledger.leaf, eligible), []
+    for leaf in ledger.of_kind(Withdrawal, 0, size):
+        if (cls := counter.see(leaf)) is not None:
+            found.append((leaf.seq, cls))
+    return found
+
+
+def model_withdrawals(ledger: LedgerReader, run: RunEvidence) -> list[tuple[int, str]]:
+    """Return (leaf, class) of each withdrawal of a contribution that the model of a run may have learned from.
+
+    That includes the runs whose weights it continued.
+    """
+    size = run.checkpoint.size
+    begins = (leaf.record for leaf in ledger.of_kind(RunBegin, 0, size))
+    parents = {begin.run: begin.parent for begin in begins if isinstance(begin, RunBegin)}
+    lineage = set[bytes]()
+    at: bytes | None = run.run
+    while at is not None and at not in lineage:
+        lineage.add(at)
+        at = parents.get(at)
+    epochs = (leaf.record for leaf in ledger.of_kind(Epoch, 0, size))
+    mine = (each for each in epochs if isinstance(each, Epoch) and each.run in lineage and in_model(each))
+    eligibility = [each.eligibility for epoch in mine for each in epoch.segments]
+    return _withdrawals(ledger, (min(eligibility), max(eligibility)), size) if eligibility else []
+
+
 class WithdrawalCounter:
     """Counts, by class, the contributions that may be in a model and were withdrawn. `leaf_at` reads the leaf of one."""
 
@@ -274,16 +304,19 @@ class WithdrawalCounter:
         self._leaf_at, self._eligible = leaf_at, eligible
         self.counts = dict(counts or {})
 
-    def see(self, leaf: Leaf) -> None:
-        """Count the leaf if it is the withdrawal of such a contribution."""
+    def see(self, leaf: Leaf) -> str | None:
+        """Count the leaf if it is the withdrawal of such a contribution. Return its class if so."""
         if not isinstance(leaf.record, Withdrawal):
-            return
+            return None
         first, last = self._eligible
         if leaf.seq < first or leaf.record.target >= last:
-            return
+            return None
         target = self._leaf_at(leaf.record.target).record
-        if isinstance(target, ContributionRecord | KeptContribution):
-            self.counts[target.bound.cls] = self.counts.get(target.bound.cls, 0) + 1
+        if not isinstance(target, ContributionRecord | KeptContribution):
+            return None
+        cls = target.bound.cls
+        self.counts[cls] = self.counts.get(cls, 0) + 1
+        return cls
 
     def copy(self) -> WithdrawalCounter:
         """To count on from here without changing this."""

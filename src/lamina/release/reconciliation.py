@@ -11,20 +11,23 @@ it was contributed is anchored by the hash that its manifest binds it with (`c2p
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 from lamina.account.accountants import pooled_epsilon
 from lamina.account.schedule import EventKey
 from lamina.errors import EncodingError, LedgerError
-from lamina.ledger.contribution_trace import ContributionTrace, trace_contribution
+from lamina.ledger.contribution_trace import ContributionTrace, EpochExposure, trace_contribution
 from lamina.ledger.governance_records import Release
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.records import Epoch, Leaf
+from lamina.ledger.run_records import RunEnd
 from lamina.ledger.schema import nano_epsilon
 from lamina.ledger.show import epsilon_or_none, leaf_excerpt
-from lamina.release.letter import reconciled_text
+from lamina.plan.step_plan import Clipping, StepPlan
+from lamina.release.letter import is_proven, reconciled_text
 from lamina.sign.keys import format_utc, read_small
 from lamina.sign.signed_json import parse_json
 
@@ -145,38 +148,72 @@ def reconcile(ledger: LedgerReader, leaf: Leaf, size: int | None = None) -> dict
 
 
 def reconciled_facts(ledger: LedgerReader, trace: ContributionTrace, size: int) -> dict[str, Any]:
-    """Return what a trace over the first `size` leaves says about a contribution, its events, runs and models."""
+    """Return what a trace over the first `size` leaves says about a contribution, its events, runs and models.
+
+    `epsilon_charged` is what the ledger charged for it. `epsilon`, also of each run, is a bound on what it has lost, and null
+    unless one is proven: the contribution is private, and each run that may have used it has ended and kept its conditions.
+    """
     told, root = trace.to_dict(), ledger.root_at(size).hex()
     names = ("index", "admitted", "descriptor", "anchor", "class", "expires", "pruned")
-    return {
+    found = {
         "ledger": {"origin": ledger.origin, "header": ledger.header_hash.hex(), "size": size, "root": root},
         "as_of": format_utc(ledger.leaf(size - 1).time),
         "contribution": {name: told[name] for name in names if name in told} | {"public": trace.signed is None},
         "withdrawn": told["withdrawn"],
-        "epsilon": None if trace.signed is None else told["epsilon"],
+        "epsilon": None,
+        "epsilon_charged": None if trace.signed is None else told["epsilon"],
         "epsilon_signed": told["epsilon_signed"],
         "epsilon_remaining": told["epsilon_remaining"],
         "events": told["epochs"],
         "not_used_in": told["not_used_in"],
-        "runs": list(_by_run(ledger, trace)),
+        "runs": list(_by_run(ledger, trace, size)),
         "releases": [_release(ledger, each) for each in trace.releases],
     }
+    if is_proven(found):
+        found["epsilon"] = found["epsilon_charged"]
+    else:
+        for each in found["runs"]:
+            each["epsilon"] = None
+    return found
 
 
-def _by_run(ledger: LedgerReader, trace: ContributionTrace) -> Iterator[dict[str, Any]]:
-    """By run: how many steps it was eligible for, and the ε of these alone."""
-    header, runs = ledger.header, dict[str, dict[str, Any]]()
+def _by_run(ledger: LedgerReader, trace: ContributionTrace, size: int) -> Iterator[dict[str, Any]]:
+    """Yield for each run how many steps it was eligible for, their ε alone, and the conditions of the run.
+
+    `conditions` are null unless an end of the run is recorded after its last epoch.
+    """
+    header, runs, plans = ledger.header, dict[bytes, list[EpochExposure]](), dict[bytes, set[bytes]]()
     for each in trace.epochs:
         epoch = each.leaf.record
         assert isinstance(epoch, Epoch)
-        found = runs.setdefault(epoch.run.hex(), {"steps": 0, "events": {}})
-        found["steps"] += each.steps
-        for kind, steps in each.events.items():
-            found["events"][kind] = found["events"].get(kind, 0) + steps
-    for run, found in runs.items():
-        events: Mapping[EventKey, int] = found["events"]
+        runs.setdefault(epoch.run, []).append(each)
+        plans.setdefault(epoch.run, set()).add(epoch.plan)
+    ends = {
+        end.record.run: (end.seq, end.record)
+        for end in ledger.of_kind(RunEnd, 0, size)
+        if isinstance(end.record, RunEnd)
+    }
+    last = {leaf.record.run: leaf.seq for leaf in ledger.of_kind(Epoch, 0, size) if isinstance(leaf.record, Epoch)}
+    for run, epochs in runs.items():
+        events = Counter[EventKey]()
+        for each in epochs:
+            events.update(each.events)
         epsilon = pooled_epsilon(dict(events), delta=header.delta, name=header.accountant)
-        yield {"run": run, "steps": found["steps"], "epsilon": epsilon_or_none(nano_epsilon(epsilon))}
+        at, end = ends.get(run, (-1, None))
+        yield {
+            "run": run.hex(),
+            "steps": sum(each.steps for each in epochs),
+            "epsilon": epsilon_or_none(nano_epsilon(epsilon)),
+            "conditions": None if end is None or at < last[run] else _conditions(ledger, end, plans[run]),
+        }
+
+
+def _conditions(ledger: LedgerReader, end: RunEnd, plans: Collection[bytes]) -> dict[str, str | bool]:
+    """Return what the trainer states about a run, and whether its plans have enough noise; a missing plan has not."""
+    known = [StepPlan.from_cbor(data) for plan in plans if (data := ledger.blob(plan)) is not None]
+    adjacency = max((plan.adjacency for plan in known), key=len, default="")  # zero-out, if one of them is
+    sound = len(known) == len(plans) and not any(p.claimed or p.clipping is Clipping.ELEMENTWISE for p in known)
+    return end.conditions(adjacency) | {"sound_plan": sound}
 
 
 def _release(ledger: LedgerReader, leaf: Leaf) -> dict[str, Any]:

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -23,6 +24,7 @@ from lamina.ledger.governance_records import Header
 from lamina.ledger.schema import MAX_EPSILON, NANO, nano_epsilon, pluralize
 from lamina.plan.risk import COMPOSED, STATED_RATES, ZERO_OUT, RiskOf, risk_curve
 from lamina.plan.rules import NoiseKind
+from lamina.release.posture import NOT_REACHED
 from lamina.release.run_evidence import RunEvidence
 from lamina.release.typeset import read_template, stated_rows
 from lamina.validate import bounded_number
@@ -32,8 +34,8 @@ BY_MEASUREMENT, BY_ISSUER = "measured", "observed by the issuer"
 BY_METHOD = "follows from the method"  # of every run, or of the plans of this one
 SOURCES = (BY_LEDGER, BY_TRAINER, BY_OWNER, BY_MEASUREMENT, BY_ISSUER, BY_METHOD)
 TOPICS = (
-    "membership", "content", "budget", "unit", "condition", "assumption", "trust", "query model", "side channels", "tuning",
-    "utility", "voids", "not covered",
+    "membership", "content", "budget", "unit", "purpose", "withdrawn", "reach", "condition", "assumption", "trust",
+    "query model", "side channels", "tuning", "utility", "voids", "not covered",
 )  # fmt: skip
 FIGURE_NAMES = {  # of a class, as every page calls them
     "epsilon": "ε of this run",
@@ -108,13 +110,39 @@ def membership_sentence(unit: str, risk: Risk) -> str:
 
 
 def content_sentence(unit: str, risk: Risk) -> str:
-    """Return what the best attacker learns about the content of a known participant, in natural frequencies."""
+    """Return what the best attacker learns about the content of a known participant, in natural frequencies.
+
+    The baseline is a model that was trained with another record in place of this one (`TradeOffCurve.success`). Knowledge
+    about the population helps there as well, so it is not an attack without the model.
+    """
     return (
-        f"Where a guess about the content of one {unit} {_who(unit)} is known to have taken part is right in 1 of 100 cases "
-        f"without the model, it is right in at most {per_hundred(risk['success']['0.01'])} with it ({risk['adjacency']}). If a fair "
-        f"coin decides which of two records was used, the attacker is right in at most {per_hundred(risk['accuracy'])} of 100 "
-        "cases; guessing is right in 50."
+        f"Suppose that one {unit} is known to have taken part, and that a guess about its content would be right in 1 of 100 "
+        "cases if its record had been replaced by another before training. With the record itself, the guess is right in at most "
+        f"{per_hundred(risk['success']['0.01'])} of 100. If a fair coin decides which of two records was used, the attacker is "
+        f"right in at most {per_hundred(risk['accuracy'])} of 100 cases; guessing is right in 50."
     )
+
+
+def risk_sentence(of: str, unit: str, risk: Risk) -> str:
+    """Return the sentence about membership or content; about content with its adjacency, for readers of certificates."""
+    if of.startswith("membership"):
+        return membership_sentence(unit, risk)
+    return f"{content_sentence(unit, risk)} Adjacency: {risk['adjacency']}."
+
+
+def withdrawn_text(size: int, withdrawn: Mapping[str, int]) -> str:
+    """Return how many contributions of a model were withdrawn by class, in the first `size` leaves of the ledger."""
+    counts = ", ".join(f"{name} {count}" for name, count in sorted(withdrawn.items()) if count)
+    return (
+        f"Contributions that this model may have learned from and that were withdrawn up to leaf {size - 1} of the ledger: "
+        + (f"{counts}. What the model learned from them stays in it." if counts else "none.")
+    )
+
+
+def purpose_text(name: str, purposes: Sequence[str]) -> str:
+    """Return what a class may be used for."""
+    denied = "no purpose is allowed. The gate denies every query, unless the release allows any purpose"
+    return f"Class {name} may be used for: {', '.join(purposes)}." if purposes else f"Class {name}: {denied}."
 
 
 def _who(unit: str) -> str:
@@ -165,6 +193,7 @@ def check_risk(of: str, risk: Any) -> None:
 
 # ------------------------------------------------------------------------------------------ statements
 
+_WEAK = 10.0  # ε above which a guarantee may mean little
 _NO_PROTECTION = 20.0  # ε above which odds may change by more than 10⁸: a figure, and no protection
 _SHOWN_LEAVES = 16
 
@@ -188,30 +217,56 @@ def texts(content: Mapping[str, Any], *topics: str) -> list[str]:
     return [each["text"] for each in content["statements"] if each["topic"] in topics]
 
 
-def protection(classes: Mapping[str, Mapping[str, Any]], *, private: bool) -> dict[str, Any]:
-    """Return for which classes a model is private, for which it is not, and the badge that says so."""
+def protection(
+    classes: Mapping[str, Mapping[str, Any]], *, private: bool, continued: bool = False, exposed: Collection[str] = ()
+) -> dict[str, Any]:
+    """Return for which classes a model is private or weakly protected, for which it is not, and the badge that says so.
+
+    The figures over all runs decide about a model that continued the weights of another run, because it learned there too.
+    `exposed` are classes that another run of the ledger declared public.
+    """
+    total = "_total" if continued else ""
     private_for: list[str] = []
+    weak: list[str] = []
     unused: list[str] = []
     not_protected = []
     for name, each in classes.items():
+        epsilon = each[f"epsilon{total}"]
         if each["public"]:
             reason = "declared public"
         elif not private:
             reason = "the run has no privacy guarantee"
-        elif each["epsilon"] is None or each["epsilon"] > _NO_PROTECTION:
+        elif continued and name in exposed:
+            reason = "declared public in another run"
+        elif epsilon is None:
+            reason = "no finite ε is proven"
+        elif epsilon > _NO_PROTECTION:
             reason = f"ε above {_NO_PROTECTION:g} protects nobody"
         else:
-            (private_for if each["charges"] else unused).append(name)
+            used = each["charges"] or (continued and epsilon > 0)
+            (unused if not used else weak if epsilon > _WEAK else private_for).append(name)
             continue
         not_protected.append({"class": name, "population": each["population"], "unit": each["unit"], "reason": reason})
-    shown = [name if classes[name]["membership"] else f"{name} (content only)" for name in private_for]
+    scoped = {name: _with_scope(name, each, total) for name, each in classes.items()}
     parts = {
-        "private for": shown or ["nobody"],
+        "private for": [scoped[name] for name in private_for] or ["nobody"],
+        f"weak protection (ε above {_WEAK:g})": [scoped[name] for name in weak],
         "not protected": [*map(_unprotected, not_protected)],
-        "not used": unused,
+        "not used" if continued else "not used by this run": unused,
     }
     badge = "; ".join(f"{label}: {', '.join(names)}" for label, names in parts.items() if names)
-    return {"private_for": private_for, "not_protected": not_protected, "badge": badge if private else "not private"}
+    return {
+        "private_for": private_for,
+        "weak": weak,
+        "not_protected": not_protected,
+        "badge": badge if private else "not private",
+    }
+
+
+def _with_scope(name: str, figures: Mapping[str, Any], total: str) -> str:
+    """Return the name of a class with what is bounded about it, unless that is both membership and content."""
+    bounded = [of for of in ("membership", "content") if figures[f"{of}{total}"]]
+    return name if len(bounded) == 2 else f"{name} ({bounded[0] if bounded else 'ε'} only)"
 
 
 def _unprotected(each: Mapping[str, Any]) -> str:
@@ -221,11 +276,12 @@ def _unprotected(each: Mapping[str, Any]) -> str:
 
 def statements(
     evidence: RunEvidence, header: Header, classes: Mapping[str, Mapping[str, Any]], *,
-    conditions: Sequence[Mapping[str, Any]], beside: Sequence[Mapping[str, Any]],
+    conditions: Sequence[Mapping[str, Any]], beside: Sequence[Mapping[str, Any]], withdrawn: Sequence[tuple[int, str]],
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Return the statements of a certificate, from the ledger up to its checkpoint.
 
-    `conditions` and the figures of `classes` are those of the certificate. `beside` are the ledgers that the issuer found.
+    `conditions` and the figures of `classes` are those of the certificate. `beside` are the ledgers that the issuer found,
+    `withdrawn` the withdrawals from the model (`model_withdrawals`).
     """
     found = []
     if failed := [each for each in conditions if not each["holds"]]:
@@ -234,7 +290,7 @@ def statements(
         found += [stated("condition", each["reason"], each["source"], leaves=each["leaves"] or ()) for each in failed]
     for name, figures in classes.items():
         found += _class_statements(evidence, name, figures, guaranteed=not failed)
-    return found + _run_statements(evidence, header, beside, guaranteed=not failed)
+    return found + _run_statements(evidence, header, beside, withdrawn, guaranteed=not failed)
 
 
 def _rows(
@@ -259,13 +315,16 @@ def _class_statements(
     facts = {"name": name, "public": figures["public"], "guaranteed": guaranteed and not figures["public"]}
     facts |= {"unit": unit, "charged": figures["charges"], "plan": evidence.plan.digest().hex(), "runs": len(runs)}
     facts |= {
+        "own unit": unit != "contribution",
+        "exposed": name in evidence.exposed and not figures["public"],
+        "continued": evidence.continued,
+        "purpose": purpose_text(name, evidence.purposes(name)),
         "several": len(runs) > 1 or bool(runs and here not in runs),
         "zero-out": ZERO_OUT in evidence.marks([here]),
     }
     facts["alone"] = ", counting this run alone" if facts["several"] else ""
     for of in ("membership", "content", "membership_total", "content_total"):
-        sentence = membership_sentence if of.startswith("membership") else content_sentence
-        text = "" if figures[of] is None else sentence(unit, figures[of])
+        text = "" if figures[of] is None else risk_sentence(of, unit, figures[of])
         facts[of] = text[:1].lower() + text[1:]
     facts["epsilon"] = "larger than can be stated" if epsilon is None else short_figure(epsilon)
     facts["delta"] = "" if figures["delta"] is None else f"{figures['delta']:g}"
@@ -280,13 +339,15 @@ _BANDS = {1: "up to 1", 5: "1 to 5", 10: "5 to 10", _NO_PROTECTION: "above 10"} 
 
 
 def _run_statements(
-    evidence: RunEvidence, header: Header, beside: Sequence[Mapping[str, Any]], *, guaranteed: bool
-) -> list[dict[str, Any]]:
+    evidence: RunEvidence, header: Header, beside: Sequence[Mapping[str, Any]],
+    withdrawn: Sequence[tuple[int, str]], *, guaranteed: bool,
+) -> list[dict[str, Any]]:  # fmt: skip
     """Return what is stated about the run and its ledger: assumptions, conditions of totals, and what is not covered."""
     assert evidence.end is not None
     (leaf, end), plans, order = evidence.end, evidence.plans.values(), rdp_order_of(header.accountant)
     several, bands = len(evidence.leaves) > 1, max(each.bands for each in plans)
     said, begin = end.conditions(evidence.plan.adjacency), evidence.begin
+    reached = {frozenset(names) for names in evidence.reached().values()}
     facts = {
         "guaranteed": guaranteed,
         "leaf": leaf,
@@ -303,10 +364,16 @@ def _run_statements(
         "what": "The figures over all runs" if several else "The figures of this run, whose plan was changed,",
         "order": None if order is None else f"{order:g}",
         "other_people": header.other_people,
+        "restricted": len(reached) > 1,
+        "not_reached": NOT_REACHED,
+        "withdrawn": withdrawn_text(evidence.checkpoint.size, Counter(name for _, name in withdrawn)),
         "beside": pluralize(len(beside), "other ledger"),
         "others": ", ".join(f"{each['origin']} ({pluralize(each['runs'], 'run')})" for each in beside),
     }
     every = sorted(seq for seqs in evidence.leaves.values() for seq in seqs)
-    leaves = {"begin": [] if begin is None else [begin[0]], "end": [leaf], "all runs": every, "header": [0]}
+    leaves: dict[str, Sequence[int]] = {
+        "begin": [] if begin is None else [begin[0]], "end": [leaf], "all runs": every, "header": [0],
+        "epochs": evidence.leaves[evidence.run], "withdrawals": [seq for seq, _ in withdrawn],
+    }  # fmt: skip
     caps = ({"name": name, "cap": cap} for name, cap in end.max_occurrences.items())
     return [*_rows("run", facts, leaves), *(row for each in caps for row in _rows("cap", each, leaves))]

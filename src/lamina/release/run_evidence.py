@@ -6,6 +6,8 @@ import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import and_
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -210,13 +212,29 @@ class RunEvidence:
         }
 
     def classes(self) -> list[PlannedClass]:
-        """The classes of all plans of the run, each as its newest plan has it; as a private one, if it ever was that."""
+        """The classes of all plans of the run, each as its newest plan has it; as a public one, if it ever was that."""
         found: dict[str, PlannedClass] = {}
         for _, epoch in self.epochs:
             for entry in self.plans[epoch.plan].classes:
-                if not entry.public or found.get(entry.name, entry).public:
+                if entry.public or not found.get(entry.name, entry).public:
                     found[entry.name] = entry
         return list(found.values())
+
+    def purposes(self, cls: str) -> list[str]:
+        """Return the purposes that every plan of the run allows a class."""
+        stated = (set(each.purposes) for plan in self.plans.values() for each in plan.classes if each.name == cls)
+        return sorted(reduce(and_, stated))
+
+    @property
+    def exposed(self) -> frozenset[str]:
+        """The classes that some run of the ledger declared public: what they lost over all runs has no bound."""
+        plans = (plan for each in self.all_plans.values() for plan in each)
+        return frozenset(entry.name for plan in plans for entry in plan.classes if entry.public)
+
+    @property
+    def continued(self) -> bool:
+        """Whether its starting weights are those of another run of the ledger."""
+        return self.begin is not None and self.begin[1].parent is not None
 
     def events(self, bound: Account) -> dict[EventKey, int]:
         """What this run was charged for an account."""
@@ -270,11 +288,12 @@ class RunEvidence:
 
     def closed(self) -> list[tuple[int, Epoch]]:
         """Its epochs of which steps are in the model."""
-        return [
-            (seq, epoch)
-            for seq, epoch in self.epochs
-            if any(each.outcome is SegmentOutcome.CLOSED for each in epoch.segments)
-        ]
+        return [(seq, epoch) for seq, epoch in self.epochs if in_model(epoch)]
+
+
+def in_model(epoch: Epoch) -> bool:
+    """Return whether steps of an epoch are in the model of its run."""
+    return any(each.outcome is SegmentOutcome.CLOSED for each in epoch.segments)
 
 
 def check_run_facts(content: Mapping[str, Any]) -> None:

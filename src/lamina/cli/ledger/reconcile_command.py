@@ -128,6 +128,10 @@ def reconcile(
         written = _write(out, files)
     lines = [
         found["statement"],
-        *(f"  run {each['run'][:8]}: {each['steps']} steps, ε {each['epsilon']}" for each in found["runs"]),
+        *(
+            f"  run {each['run'][:8]}: {each['steps']} steps, "
+            + ("no ε is proven" if each["epsilon"] is None else f"ε {each['epsilon']}")
+            for each in found["runs"]
+        ),
     ]
     print_answer({**found, "anchor": anchor, "files": written}, "\n".join([*lines, *_listed(written)]), as_json)
