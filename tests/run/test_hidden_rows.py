@@ -29,6 +29,7 @@ from lamina.ledger.verify.verifier import verify
 from lamina.ledger.withdrawal import withdraw
 from lamina.ledger.writer import Ledger
 from lamina.sign.keys import PrivateKey
+from lamina.spend.spend_ledger import SpendLedger
 
 HIDE_WITHDRAWAL = ("DELETE FROM withdrawn", "UPDATE leaf SET kind = 2 WHERE kind = 4")
 HIDE_SPEND = ("UPDATE leaf SET kind = 2 WHERE kind = 3", "DELETE FROM attempt", "DELETE FROM held")
@@ -221,7 +222,8 @@ def test_open_rows_that_were_changed_are_refused(tmp_path: Path, what: str) -> N
 
 
 def test_open_rows_of_an_earlier_moment_are_refused(tmp_path: Path) -> None:
-    """Rows are restored together with their signed head. Between two epochs, only the file beside the key reveals it."""
+    """Rows are restored together with their signed head. Where no epoch or start of a run follows, only the file beside
+    the key reveals it."""
     path, kept = tmp_path / "tests.ledger.db", []
 
     def save() -> None:
@@ -239,11 +241,22 @@ def test_open_rows_of_an_earlier_moment_are_refused(tmp_path: Path) -> None:
 
     with pytest.raises(Killed):
         problem.trainer(tmp_path / "a", progress=During({3: save, 4: die}), bounds=LOOSE).fit()
-    with pytest.raises(Killed):  # another run is charged since, and no epoch stands between
-        problem.trainer(tmp_path / "b", progress=During({4: die}), bounds=LOOSE).fit()
+    with Ledger.open(path, key := PrivateKey.load(tmp_path / "tests.ledger.pem", None)) as ledger:
+        SpendLedger(ledger).finish(next(iter(SpendLedger(ledger).labels())))
     put_back()
     with raises_code("ledger.open-rows-replayed"):
         problem.trainer(tmp_path / "b", bounds=LOOSE).fit()
+    with Ledger.open(path, key) as ledger:
+        ledger.accept()
+    with pytest.raises(Killed):
+        problem.trainer(tmp_path / "b", progress=During({4: die}), bounds=LOOSE).fit()
+    put_back()
+    for each in tmp_path.glob("*.seen"):
+        each.unlink()
+    with raises_code("ledger.open-rows-differ"):  # the start of the other run follows
+        problem.trainer(tmp_path / "b", bounds=LOOSE).fit()
+    with Ledger.open(path, key) as ledger:
+        ledger.accept()
 
 
 def test_a_head_from_before_an_epoch_is_refused_without_the_file(tmp_path: Path) -> None:
@@ -267,7 +280,7 @@ def test_a_head_from_before_an_epoch_is_refused_without_the_file(tmp_path: Path)
     with raises_code("ledger.open-rows-differ"):
         problem.trainer(tmp_path / "b").fit()
     found = verify(path, signatures=False).problem
-    assert found is not None and found.code == "verify.open-rows-differ" and "leaf 2 is an epoch" in found.reason
+    assert found is not None and found.code == "verify.open-rows-differ" and "leaf 2 records an epoch" in found.reason
     with Ledger.open(path, PrivateKey.load(tmp_path / "tests.ledger.pem", None)) as ledger:
         ledger.accept()  # the holder of the key reviews the rows and signs them
 

@@ -48,7 +48,7 @@ def test_a_run_spends_its_plan_exactly_and_leaves_its_files(tmp_path: Path) -> N
     names = {p.name for p in (tmp_path / "a").iterdir()}
     assert names == {
         "plan.cbor", "journal", "checkpoint", "lease", "metrics.json", "model.safetensors", "ema.safetensors",
-        "ledger.db",
+        "ledger.db", "withdrawn",
     }  # fmt: skip
     assert same(load_file(tmp_path / "a" / "model.safetensors"), weights(trainer))
     assert not same(load_file(tmp_path / "a" / "ema.safetensors"), weights(trainer))
