@@ -109,9 +109,10 @@ def test_sentences_are_natural_frequencies() -> None:
     )
     content = content_sentence("recording", figures(DEMO, "content"))
     assert content == (
-        "Where a guess about the content of one recording that is known to have taken part is right in 1 of 100 cases without the "
-        "model, it is right in at most 17.4 with it (replace-one). If a fair coin decides which of two records was used, the "
-        "attacker is right in at most 75.6 of 100 cases; guessing is right in 50."
+        "Suppose that one recording is known to have taken part, and that a guess about its content would be right in 1 of 100 "
+        "cases if its record had been replaced by another before training. With the record itself, the guess is right in at "
+        "most 17.4 of 100. If a fair coin decides which of two records was used, the attacker is right in at most 75.6 of 100 "
+        "cases; guessing is right in 50."
     )
     assert [per_hundred(rate) for rate in (0.0, 0.01, 0.010001, 0.63634, 1.0)] == ["0", "1", "1.1", "63.7", "100"]
 
@@ -175,10 +176,11 @@ def test_a_public_class_is_stated_as_not_protected(tmp_path: Path) -> None:
     content = certified(tmp_path / "a")
     public = content["classes"]["open"]
     assert not any(public[f"{of}{of_all}"] for of in ("membership", "content") for of_all in ("", "_total"))
-    (said,) = about(content, "open", *TOPICS)
+    (said,) = about(content, "open", *(set(TOPICS) - {"purpose"}))
     assert said["topic"] == "not covered" and "nothing about its contributions is protected" in said["text"]
     assert content["protects"] == {
         "private_for": ["clinical", "sensitive"],
+        "weak": [],
         "not_protected": [{"class": "open", "population": 60, "unit": "contribution", "reason": "declared public"}],
         "badge": "private for: clinical, sensitive; not protected: open (60 contributions, declared public)",
     }
@@ -235,18 +237,19 @@ def test_a_run_that_is_not_private_states_no_figure_in_words(tmp_path: Path) -> 
 
 def test_the_badge_says_for_whom() -> None:
     risk, base = figures(DEMO, "membership"), {"public": False, "population": 60, "unit": "patient", "epsilon": 2.0}
+    base["content"] = figures(DEMO, "content")
     classes = {
         "a": {**base, "membership": risk, "charges": [1]},
         "zeroed": {**base, "membership": None, "charges": [1]},
         "idle": {**base, "membership": risk, "charges": [], "epsilon": 0.0},
         "loud": {**base, "membership": risk, "charges": [1], "epsilon": 5000.0},
-        "volunteer": {**base, "public": True, "membership": None, "charges": [], "epsilon": None},
+        "volunteer": {**base, "public": True, "membership": None, "content": None, "charges": [], "epsilon": None},
     }
     found = protection(classes, private=True)
     assert found["private_for"] == ["a", "zeroed"]
     assert found["badge"] == (
         "private for: a, zeroed (content only); not protected: loud (60 patients, ε above 20 protects nobody), "
-        "volunteer (60 patients, declared public); not used: idle"
+        "volunteer (60 patients, declared public); not used by this run: idle"
     )
     assert protection(classes, private=False)["badge"] == "not private"
 
@@ -258,7 +261,7 @@ def test_every_statement_has_a_known_topic_source_and_facts(monkeypatch: pytest.
         certify(trained.folder, ledger)
     for row in (row for rows in read_template("statements.toml").values() for row in rows):
         assert row["topic"] in TOPICS and row["source"] in SOURCES
-        assert row.get("leaves", "end") in ("begin", "end", "epochs", "all runs", "header")
+        assert row.get("leaves", "end") in ("begin", "end", "epochs", "all runs", "header", "withdrawals")
 
 
 def _named(row: Mapping[str, Any], facts: Mapping[str, Any]) -> Mapping[str, Any]:

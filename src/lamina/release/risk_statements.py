@@ -141,8 +141,10 @@ def withdrawn_text(size: int, withdrawn: Mapping[str, int]) -> str:
 
 def purpose_text(name: str, purposes: Sequence[str]) -> str:
     """Return what a class may be used for."""
-    denied = "no purpose is allowed. The gate denies every query, unless the release allows any purpose"
-    return f"Class {name} may be used for: {', '.join(purposes)}." if purposes else f"Class {name}: {denied}."
+    if purposes:
+        return f"Class {name} may be used for: {', '.join(purposes)}."
+    unstated = "no purpose is stated that all its plans allow"
+    return f"Class {name}: {unstated}, so a gate denies every query, unless the release allows unstated purposes."
 
 
 def _who(unit: str) -> str:
