@@ -6,6 +6,7 @@ import hashlib
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from itertools import accumulate, islice
 from operator import attrgetter, itemgetter
 from threading import RLock
@@ -359,8 +360,8 @@ class CheckedLeaves:
         found.covered(0 if last is None else min(size, last.size))
         return found
 
-    def contributions(self, rows: StoreReader) -> Sequence[ContributionColumns | KeptLeaf]:
-        """Return all contributions in groups, with leaf, expiry, bound and index keys. Later calls only append groups."""
+    def contributions(self, rows: StoreReader) -> list[ContributionColumns | KeptLeaf]:
+        """Return all contributions in groups, with leaf, expiry and bound. Later calls only append groups."""
         with self._turn:
             self._contributions += kept_contributions(self.kept(rows, self._columns, self.size))
             self._columns = self.size
@@ -450,7 +451,8 @@ class CheckedLeaves:
     def _known_keys(self, rows: StoreReader) -> ContributionKeys:
         known = self._keys
         if not known.size:
-            known.add(self.contributions(rows), self.size)
+            known.add(found := self.contributions(rows), self.size)
+            found[:] = [replace(each, keys=()) if isinstance(each, ContributionColumns) else each for each in found]
         elif known.size < self.size:
             known.add(kept_contributions(self.kept(rows, known.size, self.size)), self.size)
         return known

@@ -202,7 +202,7 @@ class _ContributionHistory:
         key = leaf.record.key if isinstance(leaf.record, ContributionRecord) else None  # without it none is revoked
         withdrawn = ledger.withdrawn(leaf.seq)
         covered = withdrawn is not None and (size is None or withdrawn < size)
-        self.withdrawal = ledger.leaf(withdrawn) if withdrawn is not None and covered else None
+        self.withdrawal = ledger.checked_leaf(withdrawn) if withdrawn is not None and covered else None
         self.unused = 0
         self._revoked = [
             (found.seq, event.effective)
@@ -259,7 +259,7 @@ class _ContributionHistory:
         before = segment.eligibility
         if before <= self._leaf.seq or (self.withdrawal is not None and self.withdrawal.seq < before):
             return False
-        time = self._ledger.leaf(before - 1).time
+        time = self._ledger.checked_leaf(before - 1).time
         gone = any(seq < before and effective <= time for seq, effective in self._revoked)
         return not gone and time < self.record.expires
 

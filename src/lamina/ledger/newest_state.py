@@ -131,6 +131,22 @@ class NewestStateFile:
     def __init__(self, key: Path | None, header_hash: bytes) -> None:
         self._key = key
         self.path = None if key is None else key.with_name(f"{key.name}.{header_hash.hex()[:16]}.seen")
+        self._stamp: tuple[int, ...] = ()  # of the file that the ledger was compared with
+
+    def changed(self) -> bool:
+        """Return whether another process wrote the file since `compared`."""
+        return self._file_stamp() != self._stamp
+
+    def compared(self) -> None:
+        """Note that the ledger is compared with the file as it is now."""
+        self._stamp = self._file_stamp()
+
+    def _file_stamp(self) -> tuple[int, ...]:
+        try:
+            found = None if self.path is None else os.stat(self.path)
+        except OSError:
+            found = None
+        return () if found is None else (found.st_ino, found.st_mtime_ns, found.st_size)
 
     def load(self) -> NewestState:
         """Return the state that was kept; an empty one if there is no file."""
@@ -153,8 +169,10 @@ class NewestStateFile:
             return None
         try:
             with path_lock(self._key):
-                joined = state if anew else self.load().joined(state)
+                changed, joined = self.changed(), state if anew else self.load().joined(state)
                 replace_file(self.path, json.dumps(_to_json(joined)).encode(), "the newest state", mode=0o600)
+                if anew or not changed:
+                    self.compared()
         except AdmissionError as error:
             return error.problem
         return None

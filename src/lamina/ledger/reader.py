@@ -148,6 +148,12 @@ class LedgerReader:
         """A leaf, read. Of a contribution whose body is pruned, its record is what the leaf itself says."""
         return _decode_stored_leaf(seq, self.raw(seq))
 
+    def checked_leaf(self, seq: int) -> Leaf:
+        """The same, if it is the leaf that the newest checkpoint covers or that was checked since; otherwise refused."""
+        with self.store.read() as rows:
+            self._raw(rows, seq)
+            return self.checked(rows).decoded(rows, [seq])[0]
+
     def raw_leaves(self, first: int = 0, stop: int | None = None) -> Iterator[tuple[int, StoredLeaf]]:
         """(seq, bytes) of the leaves in [first, stop), in order: one view, in bounded memory."""
         with self.store.read() as rows:
@@ -330,11 +336,7 @@ def find_contributions(ledger: LedgerReader, name: str, *, only_index: bool = Fa
     number = _leaf_number(ledger, name, only_index)
     if number is None:
         return _find_by_digits(ledger, name, only_index)
-    with ledger.store.read() as rows:
-        leaf = ledger.raw(number)  # LedgerError if it is not there
-        if not only_index:
-            return [_contribution(each) for each in ledger.checked(rows).decoded(rows, [number])]
-        return [_contribution(_decode_stored_leaf(number, leaf))]
+    return [_contribution(ledger.leaf(number) if only_index else ledger.checked_leaf(number))]
 
 
 def find_leaf(ledger: LedgerReader, name: str) -> int:

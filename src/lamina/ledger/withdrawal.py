@@ -140,7 +140,7 @@ def _append(
 def _describe_withdrawn(ledger: Ledger, leaf: Leaf, new: Iterable[Leaf]) -> WithdrawnContribution:
     seq = ledger.withdrawn(leaf.seq)
     assert seq is not None
-    return WithdrawnContribution(ledger.leaf(seq), leaf, contribution_spend(ledger, leaf), leaf not in new)
+    return WithdrawnContribution(ledger.checked_leaf(seq), leaf, contribution_spend(ledger, leaf), leaf not in new)
 
 
 def check_withdrawal(data: bytes, ledger: LedgerReader, *, now: float | None = None) -> WithdrawalRequest:

@@ -139,6 +139,7 @@ class Ledger(LedgerReader):
     def checked(self, rows: StoreReader) -> CheckedLeaves:
         leaves = super().checked(rows)
         if not self._compared and self._kept is not None and self._kept.path is not None:
+            self._kept.compared()
             newest, last = self._kept.load(), rows.checkpoint()
             try:
                 self._restoring = not newest.check(self.name, self._kept.path, rows, leaves, self._restores)
@@ -169,6 +170,8 @@ class Ledger(LedgerReader):
         """
         before = NewestState() if self._kept is None else self._kept.load()
         self._compared = True
+        if self._kept is not None:
+            self._kept.compared()
 
         def work(rows: StoreWriter) -> NewestState:
             leaves, last = self.checked(rows), rows.checkpoint()
@@ -548,6 +551,9 @@ class Ledger(LedgerReader):
 
         def once() -> T:
             with self.store.write() as rows:
+                if self._compared and not self._restoring and self._kept is not None and self._kept.changed():
+                    self._compared, self._restores = False, frozenset()  # another process signed something newer
+                    self.checked(rows)
                 return work(rows)
 
         return self.retry_while_lost(once)

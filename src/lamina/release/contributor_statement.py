@@ -47,7 +47,7 @@ def statement_content(ledger: LedgerReader, seq: int, size: int) -> dict[str, An
         problem = f"the ledger {ledger.name} has no checkpoint of {size} leaves that covers leaf {seq}"
         raise LedgerError("ledger.not-covered", problem, "sign one: lamina ledger checkpoint LEDGER --key KEY")
     header, keys = ledger.header, ledger.parties(size)
-    trace = trace_contribution(ledger, ledger.leaf(seq), size)
+    trace = trace_contribution(ledger, ledger.checked_leaf(seq), size)
     found = reconciled_facts(ledger, trace, size)
     epochs = [each.leaf.record for each in trace.epochs if isinstance(each.leaf.record, Epoch)]
     plans = {epoch.plan: StepPlan.from_cbor(data) for epoch in epochs if (data := ledger.blob(epoch.plan)) is not None}
