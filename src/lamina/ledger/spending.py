@@ -7,6 +7,7 @@ twice.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import math
 from collections.abc import Container, Iterable, Iterator, Sequence
@@ -114,7 +115,7 @@ class Spending:
     """
 
     def __init__(self, header: Header) -> None:
-        self._header = header
+        self.accountant, self.delta = header.accountant, header.delta
         self._reset()
 
     def _reset(self) -> None:
@@ -126,10 +127,6 @@ class Spending:
         self.epochs = self._upto = 0
         self.split: set[str] = set()  # classes of which an epoch charges signed bounds and not the whole class
         self.content_only: set[str] = set()  # classes of runs that ended with a public number of contributions
-
-    @property
-    def delta(self) -> float:
-        return self._header.delta
 
     def follow(self, rows: StoreReader, size: int, leaves: CheckedLeaves) -> None:
         """Read the checked leaves up to leaf `size`. Each is read once, since leaves do not change."""
@@ -191,7 +188,7 @@ class Spending:
         """ε of an account, or what it would be after `more`."""
         events = self.events(bound)
         add_events(events, event_counts(more))
-        return pooled_epsilon(events, delta=self.delta, name=self._header.accountant)
+        return pooled_epsilon(events, delta=self.delta, name=self.accountant)
 
     def spend(self, bound: Account) -> int:
         """The same as a ledger writes it, in 1e-9, rounded up."""
@@ -213,6 +210,7 @@ class Spending:
 
     def copy(self, *only: Account) -> Spending:
         """To try a charge on; of some accounts alone, if they are named."""
-        made = Spending(self._header)
+        made = copy.copy(self)
+        made._reset()
         made._events = {bound: dict(found) for bound, found in self._events.items() if not only or bound in only}
         return made
