@@ -17,6 +17,7 @@ from refusals import raises_code
 from stopping import copied, figures, killed, same, told, weights
 
 from lamina.account.accountants import find_accountant
+from lamina.account.charges import Account
 from lamina.account.schedule import Event
 from lamina.ledger.records import Segment, SegmentOutcome
 from lamina.ledger.verify.epoch_checks import AttemptTree
@@ -222,7 +223,7 @@ class _Line:
 
     def take(self, tree: _Tree, steps: int, fate: str, audited: AttemptTree | None = None) -> None:
         first, node, after = self.closed[-1]
-        due = events_due(self, self.plan, first, first + steps, "clinical")  # type: ignore[arg-type]
+        due = events_due(self, self.plan, first, first + steps, Account("clinical"))  # type: ignore[arg-type]
         self.charged += due
         number = 2 * len(self.journal.opens) + self._copy  # no other attempt has it
         made = opened(
@@ -313,7 +314,7 @@ def test_an_open_segment_counts_as_done_where_it_is_replayed() -> None:
     assert history.pending is not None
 
     def due(last: int, name: str = "clinical") -> int:
-        return events_due(line, plan, 4, last, name)  # type: ignore[arg-type]
+        return events_due(line, plan, 4, last, Account.parse(name))  # type: ignore[arg-type]
 
     assert [due(4), due(5), due(50)] == [0, 0, 0]  # 2 and 1 were charged: that is the cap
-    assert [due(5, "clinical@z=9"), due(50, "clinical@z=9")] == [3, 3]  # who comes later pays as well
+    assert [due(5, "clinical@c=1,z=9"), due(50, "clinical@c=1,z=9")] == [3, 3]  # who comes later pays as well

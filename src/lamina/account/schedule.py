@@ -84,6 +84,15 @@ EventCounts = Mapping[EventKey, int]
 """→ steps. Whole numbers of steps add exactly, so a schedule costs the same however it was cut into segments."""
 
 
+def event_counts(schedule: Iterable[Event]) -> dict[EventKey, int]:
+    """Return the steps of a schedule by kind of event; those without steps are left out."""
+    found: dict[EventKey, int] = {}
+    for event in schedule:
+        if event.steps:
+            found[event.key] = found.get(event.key, 0) + event.steps
+    return found
+
+
 def add_events(events: dict[EventKey, int], more: EventCounts) -> None:
     """Add counts to `events`, in place."""
     for kind, steps in more.items():

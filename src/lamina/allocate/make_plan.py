@@ -13,7 +13,7 @@ from lamina import validate
 from lamina.account.accountants import calibrate, find_accountant
 from lamina.account.filters import choose_order
 from lamina.account.gaussian_rdp import step_rdp
-from lamina.account.schedule import INTEGER_RDP, Event, bisect_float
+from lamina.account.schedule import INTEGER_RDP, Event, bisect_float, event_counts
 from lamina.allocate.basic import automatic, flat, lsab, pareto, proportional, quantile, uniform
 from lamina.allocate.ladp import LADP, ladp
 from lamina.allocate.measure.measure import Measure
@@ -24,7 +24,7 @@ from lamina.plan.correlation import AUTO_BANDS, best_bands, participations, turn
 from lamina.plan.layer_stack import LayerStack
 from lamina.plan.policy import Policy
 from lamina.plan.profile_reach import Reach
-from lamina.plan.risk import COMPOSED, ZERO_OUT, RiskBound, calibrate_to_risk, event_counts
+from lamina.plan.risk import COMPOSED, ZERO_OUT, RiskBound, calibrate_to_risk
 from lamina.plan.rules import FollowBudget, FollowQuantile, NoiseKind, rescale_noise
 from lamina.plan.selection import did_you_mean, noised_sizes
 from lamina.plan.step_plan import Clipping, PlannedClass, PlannedLayer, StepPlan

@@ -13,7 +13,7 @@ from typing import Any
 
 from lamina.account.accountants import pooled_epsilon
 from lamina.account.charges import Account
-from lamina.account.schedule import Event, EventCounts, EventKey, add_events
+from lamina.account.schedule import Event, EventCounts, EventKey, add_events, event_counts
 from lamina.admit.attestation import Attestation, Descriptor, commit
 from lamina.admit.contribution_sources import Contribution
 from lamina.errors import LaminaError
@@ -30,7 +30,7 @@ from lamina.ledger.records import (
 )
 from lamina.ledger.schema import UNBOUNDED, nano_epsilon
 from lamina.ledger.show import epsilon_or_none, leaf_excerpt, leaf_to_dict
-from lamina.ledger.spending import adaptive_order, planned_charges, signed_spend, steps_by_kind
+from lamina.ledger.spending import adaptive_order, planned_charges, signed_spend
 from lamina.ledger.verify.contribution_checks import recorded_terms
 from lamina.plan.step_plan import StepPlan
 from lamina.sign.keys import format_utc
@@ -236,7 +236,7 @@ class _ContributionHistory:
                 yield EpochExposure(
                     leaf=leaf,
                     segments=segments,
-                    events=steps_by_kind(charges),
+                    events=event_counts(charges),
                     variance=_reached_variance(plan, epoch, self.record.bound.cls),
                     multiplier=min((one.sigma for one in charges), default=math.inf),
                     spend=0,

@@ -7,9 +7,10 @@ twice.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -17,7 +18,7 @@ from lamina import cbor
 from lamina.account.accountants import pooled_epsilon
 from lamina.account.charges import Account
 from lamina.account.gaussian_rdp import epsilon_of_noise_multiplier
-from lamina.account.schedule import Event, EventCounts, EventKey, add_events, grouped, rdp_order_of
+from lamina.account.schedule import Event, EventCounts, EventKey, add_events, event_counts, grouped, rdp_order_of
 from lamina.ledger.checked_leaves import CheckedLeaves
 from lamina.ledger.governance_records import Header
 from lamina.ledger.records import Epoch, EpochAccount, Segment
@@ -68,15 +69,6 @@ def whole_plan_charges(plan: StepPlan, cls: str, scale: float) -> tuple[Event, .
     return tuple(replace(event, order=order) for event in schedule)
 
 
-def steps_by_kind(charges: Iterable[Event]) -> dict[EventKey, int]:
-    """Charges by their kind; those without steps are left out."""
-    found: dict[EventKey, int] = {}
-    for each in charges:
-        if each.steps:
-            found[each.key] = found.get(each.key, 0) + each.steps
-    return found
-
-
 def epoch_marks(epoch: Epoch, plan: StepPlan | None) -> dict[str, frozenset[str]]:
     """By class that an epoch charges, what limits the curves of its charges.
 
@@ -123,7 +115,7 @@ class Spending:
     """
 
     def __init__(self, header: Header) -> None:
-        self._header = header
+        self.accountant, self.delta = header.accountant, header.delta
         self._reset()
 
     def _reset(self) -> None:
@@ -136,10 +128,6 @@ class Spending:
         self.split: set[str] = set()  # classes of which an epoch charges signed bounds and not the whole class
         self.content_only: set[str] = set()  # classes of runs that ended with a public number of contributions
 
-    @property
-    def delta(self) -> float:
-        return self._header.delta
-
     def follow(self, rows: StoreReader, size: int, leaves: CheckedLeaves) -> None:
         """Read the checked leaves up to leaf `size`. Each is read once, since leaves do not change."""
         if size < self._upto:  # the view of an older transaction
@@ -149,20 +137,19 @@ class Spending:
             self.add(leaf.record)
         for leaf in leaves.records(rows, RunEnd, self._upto, size):
             if isinstance(leaf.record, RunEnd) and leaf.record.public_number:
-                self.content_only |= {account.cls for run, account in self._of_runs if run == leaf.record.run}
+                self.content_only |= self.classes((leaf.record.run,))
         self._upto = size
 
     def add(self, epoch: Epoch) -> None:
         """Charge what an epoch charges."""
         self.epochs += 1
-        self.split |= {each.cls for each in epoch.accounts} - {
-            each.cls for each in epoch.accounts if not each.noise_multiplier
-        }
+        whole = {each.cls for each in epoch.accounts if not each.noise_multiplier}
+        self.split |= {each.cls for each in epoch.accounts} - whole
         last = epoch.segments[-1]
         steps = self._attempts.setdefault((epoch.run, last.index, last.generation), {})
         for each in epoch.accounts:
             self.charge(each.bound, each.charges)
-            events = steps_by_kind(each.charges)
+            events = event_counts(each.charges)
             add_events(self._of_runs.setdefault((epoch.run, each.bound), {}), events)
             self._scales.setdefault((epoch.run, epoch.plan), {})[each.bound] = each.scale
             self._plans.setdefault(each.cls, set()).add(epoch.plan)
@@ -171,7 +158,7 @@ class Spending:
 
     def charge(self, bound: Account, charges: Iterable[Event]) -> None:
         """Charge one account."""
-        add_events(self._events.setdefault(bound, {}), steps_by_kind(charges))
+        add_events(self._events.setdefault(bound, {}), event_counts(charges))
 
     def bounds(self) -> Sequence[Account]:
         """Every account that there is."""
@@ -180,6 +167,10 @@ class Spending:
     def events(self, bound: Account, run: bytes | None = None) -> dict[EventKey, int]:
         """All that one account was charged, or what one run charged to it."""
         return dict(self._events.get(bound, {}) if run is None else self._of_runs.get((run, bound), {}))
+
+    def classes(self, runs: Container[bytes]) -> set[str]:
+        """The classes that these runs were charged for."""
+        return {account.cls for run, account in self._of_runs if run in runs}
 
     def scales(self, run: bytes, plan: bytes) -> dict[Account, float]:
         """The accounts that a run charged under a plan, each with its scale."""
@@ -196,8 +187,8 @@ class Spending:
     def epsilon(self, bound: Account, more: Iterable[Event] = ()) -> float:
         """ε of an account, or what it would be after `more`."""
         events = self.events(bound)
-        add_events(events, steps_by_kind(more))
-        return pooled_epsilon(events, delta=self.delta, name=self._header.accountant)
+        add_events(events, event_counts(more))
+        return pooled_epsilon(events, delta=self.delta, name=self.accountant)
 
     def spend(self, bound: Account) -> int:
         """The same as a ledger writes it, in 1e-9, rounded up."""
@@ -219,6 +210,7 @@ class Spending:
 
     def copy(self, *only: Account) -> Spending:
         """To try a charge on; of some accounts alone, if they are named."""
-        made = Spending(self._header)
+        made = copy.copy(self)
+        made._reset()
         made._events = {bound: dict(found) for bound, found in self._events.items() if not only or bound in only}
         return made

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from functools import lru_cache
 from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from lamina.account.accountants import find_accountant, solve_sigma
-from lamina.account.schedule import Adjacency, Event, EventCounts, EventKey, Schedule
+from lamina.account.schedule import Adjacency, Event, EventCounts, Schedule, event_counts
 from lamina.account.tradeoff import TradeOffCurve, trade_off
 from lamina.errors import AccountingError
 from lamina.plan.step_plan import Clipping, StepPlan
@@ -134,15 +133,6 @@ def calibrate_to_risk(
         "raise tpr or fpr, take fewer steps, or use 'pld'",
     )
     return solve_sigma(excess, mu, q if find_accountant(accountant).amplified else 1.0, steps, unreachable)
-
-
-def event_counts(schedule: Iterable[Event]) -> EventCounts:
-    """Return the steps of a schedule by event."""
-    found: dict[EventKey, int] = {}
-    for event in schedule:
-        key = (event.sigma, event.q, 0.0)
-        found[key] = found.get(key, 0) + event.steps
-    return found
 
 
 def gaussian_noise_multiplier(bound: RiskBound) -> float:

@@ -13,11 +13,11 @@ from typing import Any
 
 from lamina import cbor
 from lamina.account.charges import Account
-from lamina.account.schedule import EventCounts, EventKey, add_events
+from lamina.account.schedule import EventCounts, EventKey, add_events, event_counts
 from lamina.errors import EncodingError, LaminaError, LedgerDamaged, RunError
 from lamina.ledger.records import Segment, SegmentOutcome
 from lamina.ledger.schema import NANO, UNBOUNDED
-from lamina.ledger.spending import CLASS_TOLERANCE, Limit, Spending, signed_limit, signed_spend, steps_by_kind
+from lamina.ledger.spending import CLASS_TOLERANCE, Limit, Spending, signed_limit, signed_spend
 from lamina.ledger.store.rows import RESERVATION_SEGMENT, RunHold, RunRow, StoreReader, StoreWriter
 from lamina.ledger.writer import Ledger
 from lamina.plan.risk import UNPROVEN, ZERO_OUT, RiskBound, curve_marks
@@ -103,7 +103,7 @@ def _unreadable(what: str) -> LedgerDamaged:
 
 def add_charges(events: dict[EventKey, int], charges: Iterable[Charge]) -> dict[EventKey, int]:
     """Add charges to events, in place."""
-    add_events(events, steps_by_kind(each.event for each in charges))
+    add_events(events, event_counts(each.event for each in charges))
     return events
 
 

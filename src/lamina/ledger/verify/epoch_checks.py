@@ -12,7 +12,7 @@ from typing import NoReturn
 from lamina.account.accountants import pooled_epsilon
 from lamina.account.charges import Account
 from lamina.account.gaussian_rdp import step_rdp
-from lamina.account.schedule import Event, EventCounts, EventKey
+from lamina.account.schedule import Event, EventCounts, EventKey, event_counts
 from lamina.ledger.governance_records import Header
 from lamina.ledger.key_state import PolicyInForce, Violation
 from lamina.ledger.records import KIND_NAMES, Epoch, EpochAccount, Leaf, Segment, SegmentOutcome
@@ -25,7 +25,6 @@ from lamina.ledger.spending import (
     epoch_marks,
     planned_charges,
     signed_spend,
-    steps_by_kind,
     whole_plan_charges,
 )
 from lamina.ledger.store.rows import StoreReader
@@ -173,12 +172,12 @@ class ChargeChecks:
         cap = plan.injection.occurrences
         if adaptive_order(plan) is None and cap is None:
             expected = planned_charges(plan, account.cls, account.scaled, epoch.segments)
-            wrong = _charge_difference(steps_by_kind(account.charges), steps_by_kind(expected), exact=True)
+            wrong = _charge_difference(event_counts(account.charges), event_counts(expected), exact=True)
             return expected if wrong is None else wrong
         charged = self._charged[epoch.run, epoch.plan]
         charged.charge(account.bound, account.charges)
         total = charged.events(account.bound)
-        least = steps_by_kind(whole_plan_charges(plan, account.cls, account.scale))
+        least = event_counts(whole_plan_charges(plan, account.cls, account.scale))
         if cap is not None:
             least = dict.fromkeys(least, self._capped[epoch.run][epoch.plan].most)
         wrong = _charge_difference(total, least, exact=False)

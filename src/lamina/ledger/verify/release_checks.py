@@ -16,7 +16,7 @@ from lamina.ledger.governance_records import Header, Release
 from lamina.ledger.records import Epoch, Leaf
 from lamina.ledger.run_records import WEIGHTS, RunEnd
 from lamina.ledger.schema import NANO, nano_epsilon
-from lamina.ledger.spending import steps_by_kind
+from lamina.ledger.spending import Spending
 from lamina.ledger.store.rows import StoreReader
 from lamina.ledger.verify.tree_checks import fail
 from lamina.plan.risk import UNPROVEN, ZERO_OUT, RiskOf, curve_marks, stated_rates
@@ -37,8 +37,7 @@ class ReleaseChecks:
 
     def __init__(self, header: Header, rows: StoreReader) -> None:
         self._header, self._rows = header, rows
-        self._events: dict[tuple[bytes, Account], dict[EventKey, int]] = {}  # charges by run and account
-        self._split: set[str] = set()  # classes of which an epoch charges signed bounds and not the whole class
+        self._spending = Spending(header)  # as epochs state it
         self._marks: dict[bytes, frozenset[str]] = {}  # run → what limits the curves of its plans
         self.without_manifest: list[int] = []  # leaves of releases of which nothing could be compared
         self.without_end: list[int] = []  # leaves of releases of runs whose end is not recorded
@@ -46,11 +45,7 @@ class ReleaseChecks:
     def charge(self, epoch: Epoch, plan: StepPlan) -> None:
         """Add up what an epoch charges under its plan."""
         self._marks[epoch.run] = self._marks.get(epoch.run, frozenset()) | curve_marks(plan)
-        whole = {each.cls for each in epoch.accounts if not each.noise_multiplier}
-        self._split |= {each.cls for each in epoch.accounts} - whole
-        for account in epoch.accounts:
-            total = self._events.setdefault((epoch.run, account.bound), {})
-            add_events(total, steps_by_kind(account.charges))
+        self._spending.add(epoch)
 
     def see(self, leaf: Leaf, runs: Container[bytes], ends: Mapping[bytes, RunEnd]) -> None:
         """Check a release record. `runs` have an epoch before it; the ends in `ends` are recorded before it."""
@@ -86,7 +81,7 @@ class ReleaseChecks:
         if record.runs and (end := ends.get(record.runs[-1])) is not None and weights != end.weights:
             reason = f"its weights are {str(weights)[:16]}…, but run {end.run.hex()[:8]} ended with {end.weights[:16]}…"
             fail(seq, Release, "verify.release-weights-differ", reason)
-        for cls in sorted({bound[0] for run, bound in self._events if run in record.runs}):
+        for cls in sorted(self._spending.classes(record.runs)):
             stated = classes.get(cls)
             if type(stated) is not dict or stated.get("public") is not False:
                 reason = f"class {cls!r} was charged, but its manifest does not state it as a private class"
@@ -96,9 +91,9 @@ class ReleaseChecks:
             if any(run in ends and ends[run].public_number for run in record.runs):
                 marks |= {ZERO_OUT}  # the number of contributions is public: nothing is claimed about membership
             for run in record.runs:
-                add_events(events, self._events.get((run, Account(cls)), {}))
+                add_events(events, self._spending.events(Account(cls), run))
             self._compare_class(seq, cls, stated, events)
-            if cls in self._split:
+            if cls in self._spending.split:
                 marks |= {UNPROVEN}
             kinds: tuple[RiskOf, ...] = ("membership", "content")
             for of in kinds:
@@ -121,7 +116,7 @@ class ReleaseChecks:
     def _compare_class(self, seq: int, cls: str, stated: Mapping[str, Any], events: dict[EventKey, int]) -> None:
         header, epsilon, noise = self._header, stated.get("epsilon"), stated.get("noise_multiplier")
         found = nano_epsilon(pooled_epsilon(events, delta=header.delta, name=header.accountant)) / NANO
-        if cls in self._split:
+        if cls in self._spending.split:
             found = math.inf  # a loss may be split over two accounts
         if epsilon is not None and (type(epsilon) not in (int, float) or understated(epsilon, found)):
             shown = "no finite figure" if math.isinf(found) else f"{found:.6g}"
