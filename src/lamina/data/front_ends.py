@@ -200,7 +200,8 @@ class Scattering2D(nn.Module):
         for j in range(self.scales):
             for part in (turned, *[both] * (self.scales - 1 - j)):
                 parts.append(sum(map(len, parts)) + part)
-        return found.unflatten(1, (-1, self.channels))[:, :, torch.cat(parts)].flatten(1, 2).flip(-1)
+        planes: Tensor = found.unflatten(1, (-1, self.channels))
+        return planes[:, :, torch.cat(parts)].flatten(1, 2).flip(-1)
 
     def _smooth(self, x: Tensor, j: int) -> Tensor:
         """∗φ, without the border, one sample in 2^scales; 2^j samples of the image lie between two of x."""

@@ -16,7 +16,7 @@ from lamina.run.optimizer import private_optimizer
 from lamina.run.private import make_private
 
 STEPS, BATCH, GROUP, CHUNK = 200, 4096, 3, 100
-LENGTH = 10.0  # of every row: it sets how far a step of the optimiser moves the logits
+LENGTH = 7.0  # of every row: it sets how far a step of the optimiser moves the logits
 OPPONENT = ((1 / 3, 1 / 3, 1 / 3), (1 / 2, -1 / 2, 0.0), (1 / 4, 1 / 4, -1 / 2))  # brightness, red-green, yellow-blue
 
 
@@ -24,15 +24,14 @@ class ScatteredImages(nn.Module):
     """Images -> (N, width): scattering coefficients, normalised within each image. Nothing in it is learned.
 
     Three colours become brightness, red-green and yellow-blue. `mirror` averages the coefficients with those of the mirror
-    image, and keeps the half of the columns that then holds all of it. `upright` centres what is drawn on a ground of zero, and shears it
-    until its height and width are not correlated: the same character is written at many slants.
+    image, and keeps the half of the columns that then holds all of it.
     """
 
     opponent: Tensor
 
-    def __init__(self, shape: tuple[int, int, int], *, mirror: bool = False, upright: bool = False) -> None:
+    def __init__(self, shape: tuple[int, int, int], *, mirror: bool = False) -> None:
         super().__init__()
-        self.mirror, self.upright, self.scattering = mirror, upright, Scattering2D(shape[1:])
+        self.mirror, self.scattering = mirror, Scattering2D(shape[1:])
         colours = torch.tensor(OPPONENT) if shape[0] == 3 else torch.eye(shape[0])
         self.register_buffer("opponent", colours, persistent=False)
 
@@ -43,7 +42,6 @@ class ScatteredImages(nn.Module):
 
     def _rows(self, x: Tensor) -> Tensor:
         x = torch.einsum("oc,nchw->nohw", self.opponent, x.float() / (1.0 if x.is_floating_point() else 255.0))
-        x = straightened(x) if self.upright else x
         found = self.scattering(x)
         if self.mirror:
             found = (found + self.scattering.mirrored(found))[..., : -(-found.shape[-1] // 2)]
@@ -60,26 +58,9 @@ def planes(x: Any) -> Tensor:
     return found.unsqueeze(1) if found.dim() == 3 else found
 
 
-def straightened(x: Tensor) -> Tensor:
-    """Return each image (N, C, H, W) moved by its centre of mass, and sheared by its own moments, at most by 45°."""
-    h, w = x.shape[-2:]
-    mass = x.sum(1).clamp_min(0.0)
-    mass = mass / mass.sum((1, 2), keepdim=True).clamp_min(1e-12)
-    down, across = (torch.arange(side) - (side - 1) / 2 for side in (h, w))
-    row, column = (mass.sum(2) * down).sum(1), (mass.sum(1) * across).sum(1)
-    dy, dx = down - row[:, None], across - column[:, None]
-    both, height = torch.einsum("nhw,nh,nw->n", mass, dy, dx), torch.einsum("nhw,nh->n", mass, dy.square())
-    shear = (both / height.clamp_min(1e-12)).clamp(-1.0, 1.0)
-    one, zero = torch.ones_like(shear), torch.zeros_like(shear)
-    # units of affine_grid: half a side
-    lines = [one, shear * h / w, 2 * column / w, zero, one, 2 * row / h]
-    grid = nn.functional.affine_grid(torch.stack(lines, 1).view(-1, 2, 3), list(x.shape), align_corners=False)
-    return nn.functional.grid_sample(x, grid, align_corners=False)
-
-
 def images(
     x: Any, y: Any, *, classes: int, epsilon: float, delta: float = 1e-5, batch: int | None = None, steps: int = STEPS,
-    mirror: bool = False, upright: bool = False, population: int | None = None, unit: Any = None, **options: Any,
+    mirror: bool = False, population: int | None = None, unit: Any = None, **options: Any,
 ) -> Recipe:  # fmt: skip
     """Return a linear classifier of scattered images, and what trains it with ε and δ as given.
 
@@ -93,7 +74,6 @@ def images(
     y        labels from 0 to classes - 1; `classes` is public and not read from them
     batch    expected contributions per step; default: 4,096, or a quarter of the population if that is less
     mirror   left and right mean the same, as in photographs and not in writing
-    upright  for writing on a ground of zero: centre and straighten every character by its own moments
     options  those of `make_private`: clip_norm, origin, bands, …
 
     Formal guarantee. That of `make_private`. Features are a function of one image and of public constants: nothing is
@@ -101,7 +81,7 @@ def images(
     """
     found = planes(x)
     classes = validate.whole(LaminaError, "data.images-classes", least=2, classes=classes)
-    features = ScatteredImages((found.shape[1], found.shape[2], found.shape[3]), mirror=mirror, upright=upright)
+    features = ScatteredImages((found.shape[1], found.shape[2], found.shape[3]), mirror=mirror)
     rows = torch.cat([features(part).half() for part in found.split(CHUNK)])
     return classifier(
         rows, y, features, classes=classes, epsilon=epsilon, delta=delta, batch=batch, steps=steps, population=population,
