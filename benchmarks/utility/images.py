@@ -67,8 +67,8 @@ def measure(task: str, train_set: tuple[Tensor, Tensor], test_set: tuple[Tensor,
             recipe = classifier(x, y, features, classes=10, epsilon=epsilon, origin=f"benchmark/{task}/{epsilon}/{seed}")
             train(recipe)
             with torch.no_grad():
-                right = [recipe.model(a.float()).argmax(1) == b for a, b in zip(tx.split(500), test_y.split(500))]
-            found.append(round(100 * float(torch.cat(right).double().mean()), 2))
+                answers = torch.cat([recipe.model(part.float()).argmax(1) for part in tx.split(500)])
+            found.append(round(100 * float((answers == test_y).double().mean()), 2))
         note(f"{task}, recipe", f"lamina ε={epsilon:g}", [round(float(np.mean(found)), 2), found])
 
 
