@@ -63,8 +63,8 @@ def measure(task: str, train_set: tuple[Tensor, Tensor], test_set: tuple[Tensor,
         x, y, tx, test_y, task = x[:cut], y[:cut], x[cut:], y[cut:], f"{task}, held out"
     for epsilon in epsilons:
         found = []
-        for seed in range(SEEDS):  # noise and samples are drawn anew; the first weights are zero
-            recipe = classifier(x, y, features, classes=10, epsilon=epsilon, origin=f"benchmark/{task}/{epsilon}/{seed}")
+        for _ in range(SEEDS):  # noise and samples are drawn anew; the first weights are zero
+            recipe = classifier(x, y, features, classes=10, epsilon=epsilon)
             train(recipe)
             with torch.no_grad():
                 answers = torch.cat([recipe.model(part.float()).argmax(1) for part in tx.split(500)])
