@@ -31,6 +31,7 @@ from .data import Split
 from .freezing import freezing
 from .glucose import cgm, cgm_simulated
 from .goals import GOALS as REACHED
+from .images import images
 from .policies import ENTRIES, Entry, planned
 from .proxy import measured
 from .report import report
@@ -39,7 +40,7 @@ from .store import RESULTS, Store
 from .tasks import DELTA, TASKS, Task
 from .tuning import once, tune
 
-GOALS = REACHED | {"cgm": cgm, "cgm-simulated": cgm_simulated, "freezing": freezing}
+GOALS = REACHED | {"cgm": cgm, "cgm-simulated": cgm_simulated, "freezing": freezing, "images": images}
 PRINTED = (
     Entry(name="printed-lsab", what="eq. 16 as printed", allocate=lambda t: PaperLSAB()),
     Entry(name="printed-ladp", what="algorithm 1 as printed", allocate=lambda t: PaperLADP()),

@@ -192,6 +192,17 @@ class Scattering2D(nn.Module):
         planes = torch.cat(found, dim=1)
         return planes.view(len(x), -1, *planes.shape[-2:])
 
+    def mirrored(self, found: Tensor) -> Tensor:
+        """Return what the mirror image has from what the image has, up to a move by a pixel: other angles and columns."""
+        turned = -torch.arange(self.angles) % self.angles
+        both = (self.angles * turned[:, None] + turned).flatten()
+        parts = [torch.zeros(1, dtype=torch.long)]
+        for j in range(self.scales):
+            for part in (turned, *[both] * (self.scales - 1 - j)):
+                parts.append(sum(map(len, parts)) + part)
+        planes: Tensor = found.unflatten(1, (-1, self.channels))
+        return planes[:, :, torch.cat(parts)].flatten(1, 2).flip(-1)
+
     def _smooth(self, x: Tensor, j: int) -> Tensor:
         """∗φ, without the border, one sample in 2^scales; 2^j samples of the image lie between two of x."""
         found: Tensor = self.get_buffer(f"rows{j}") @ x @ self.get_buffer(f"columns{j}").mT

@@ -10,40 +10,52 @@ from torch import Tensor, nn
 from lamina import validate
 from lamina.data.front_ends import Scattering2D
 from lamina.errors import LaminaError
-from lamina.recipes import Recipe
+from lamina.recipes.recipe import Recipe
 from lamina.run.corpus import Corpus
 from lamina.run.optimizer import private_optimizer
 from lamina.run.private import make_private
 
 STEPS, BATCH, GROUP, CHUNK = 200, 4096, 3, 100
-LENGTH = 10.0  # of every row: it sets how far a step of the optimiser moves the logits
+LENGTH = 7.0  # of every row: it sets how far a step of the optimiser moves the logits
 OPPONENT = ((1 / 3, 1 / 3, 1 / 3), (1 / 2, -1 / 2, 0.0), (1 / 4, 1 / 4, -1 / 2))  # brightness, red-green, yellow-blue
 
 
 class ScatteredImages(nn.Module):
-    """(N, C, H, W) -> (N, width): scattering coefficients, normalised within each image. Nothing in it is learned.
+    """Images -> (N, width): scattering coefficients, normalised within each image. Nothing in it is learned.
 
-    Three colours become brightness, red-green and yellow-blue. `mirror` averages an image with its mirror image, and the
-    half of the columns that then remain hold all of it.
+    Three colours become brightness, red-green and yellow-blue. `mirror` averages the coefficients with those of the mirror
+    image, and keeps the half of the columns that then holds all of it.
     """
 
     opponent: Tensor
 
-    def __init__(self, shape: tuple[int, int, int], *, mirror: bool) -> None:
+    def __init__(self, shape: tuple[int, int, int], *, mirror: bool = False) -> None:
         super().__init__()
         self.mirror, self.scattering = mirror, Scattering2D(shape[1:])
         colours = torch.tensor(OPPONENT) if shape[0] == 3 else torch.eye(shape[0])
         self.register_buffer("opponent", colours, persistent=False)
 
     @torch.no_grad()
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Any) -> Tensor:
         """Return rows of length `LENGTH`."""
+        return torch.cat([self._rows(part) for part in planes(x).split(CHUNK)])
+
+    def _rows(self, x: Tensor) -> Tensor:
         x = torch.einsum("oc,nchw->nohw", self.opponent, x.float() / (1.0 if x.is_floating_point() else 255.0))
         found = self.scattering(x)
         if self.mirror:
-            found = (found + self.scattering(x.flip(-1)))[..., : -(-found.shape[-1] // 2)]
+            found = (found + self.scattering.mirrored(found))[..., : -(-found.shape[-1] // 2)]
         found = nn.functional.group_norm(found, found.shape[1] // GROUP, eps=1e-12).flatten(1)
         return nn.functional.normalize(found) * LENGTH
+
+
+def planes(x: Any) -> Tensor:
+    """Return images as (N, C, H, W)."""
+    found = torch.as_tensor(x)
+    if found.dim() not in (3, 4):
+        problem = f"images of shape {tuple(found.shape)}, must be (N, H, W) or (N, C, H, W)"
+        raise LaminaError("data.images-not-images", problem, "reshape them: one image per row of the first axis")
+    return found.unsqueeze(1) if found.dim() == 3 else found
 
 
 def images(
@@ -56,7 +68,7 @@ def images(
         for batch in recipe.corpus.batches(recipe.plan):
             recipe.engine.backward(loss_fn(recipe.model(batch.x), batch.y) if len(batch) else None, batch)
             recipe.optimizer.step(); recipe.optimizer.zero_grad(); recipe.schedule.step()
-        labels = recipe.model(recipe.features(new)).argmax(1)
+        labels = recipe.model(recipe.features(new_images)).argmax(1)
 
     x        images, (N, H, W) or (N, C, H, W) with sides of 8 or more: bytes, or numbers of any scale
     y        labels from 0 to classes - 1; `classes` is public and not read from them
@@ -67,14 +79,21 @@ def images(
     Formal guarantee. That of `make_private`. Features are a function of one image and of public constants: nothing is
     learned from, or chosen on, the images before the first private step.
     """
-    found = torch.as_tensor(x)
-    if found.dim() not in (3, 4):
-        problem = f"images of shape {tuple(found.shape)}, must be (N, H, W) or (N, C, H, W)"
-        raise LaminaError("data.images-not-images", problem, "reshape them: one image per row of the first axis")
-    found = found.unsqueeze(1) if found.dim() == 3 else found
+    found = planes(x)
     classes = validate.whole(LaminaError, "data.images-classes", least=2, classes=classes)
     features = ScatteredImages((found.shape[1], found.shape[2], found.shape[3]), mirror=mirror)
     rows = torch.cat([features(part).half() for part in found.split(CHUNK)])
+    return classifier(
+        rows, y, features, classes=classes, epsilon=epsilon, delta=delta, batch=batch, steps=steps, population=population,
+        unit=unit, **options,
+    )  # fmt: skip
+
+
+def classifier(
+    rows: Tensor, y: Any, features: ScatteredImages, *, classes: int, epsilon: float, delta: float = 1e-5,
+    batch: int | None = None, steps: int = STEPS, population: int | None = None, unit: Any = None, **options: Any,
+) -> Recipe:  # fmt: skip
+    """Return the recipe of `images` for rows that `features` made before, in half precision if memory is short."""
     model = nn.Linear(rows.shape[1], classes)
     nn.init.zeros_(model.weight)
     nn.init.zeros_(model.bias)
