@@ -4,13 +4,13 @@
 
 Times are processor time, the least of all rounds, which take turns. `curves` counts all figures of one risk (rates, points,
 accuracy, μ, success) after ε of the same charges was computed, without what was remembered of them. `verify` compares
-`release verify --ledger` with `ledger verify`, on a run over contributions in memory: these have no attestations, whose
-verification both share, so with signed contributions the ratio is smaller.
+`release verify --ledger` with `ledger verify`, on a ledger of that many attested contributions beside a run.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import tempfile
@@ -25,8 +25,12 @@ from torch import nn
 import lamina
 from lamina.account import tradeoff
 from lamina.account.accountants import pooled_epsilon
+from lamina.admit.attestation import attest
+from lamina.admit.checks import SigningTerms
 from lamina.ledger.corpus_terms import governing_key_path, ledger_key_path
+from lamina.ledger.governance_records import Key, KeyChange, KeyEvent, KeyEvents, Role
 from lamina.ledger.reader import LedgerReader
+from lamina.ledger.records import ContributionRecord, ContributionTerms, Record
 from lamina.ledger.verify.tree_checks import Trust
 from lamina.ledger.verify.verifier import verify
 from lamina.ledger.writer import Ledger
@@ -39,10 +43,12 @@ POLICY = """
 origin = "example.org/benchmark"
 delta = 1e-6
 [class.clinical]
-population = {clinical}
+population = 3000
+epsilon = 2.0
 [class.sensitive]
-population = {sensitive}
-profile = {{top = 0.34}}
+population = 1000
+epsilon = 2.0
+profile = {top = 0.34}
 """
 SCHEDULES = {"demonstration": (4.805, 0.4, 70), "long": (1.1, 0.01, 5000)}
 ACCOUNTANTS = ("pld", "rdp", "rdp-integer", "rdp@24")
@@ -78,23 +84,47 @@ def curves(rounds: int) -> dict[str, Any]:
 
 
 def made(folder: Path, contributions: int) -> tuple[Path, Path, Trust]:
-    """A release, its ledger, and the keys to trust."""
-    sensitive = contributions // 4
-    policy = lamina.Policy.parse(POLICY.format(clinical=contributions - sensitive, sensitive=sensitive))
-    x = torch.randn(contributions, 4)
-    classes = ["clinical"] * (contributions - sensitive) + ["sensitive"] * sensitive
+    """A release, its ledger with so many contributions, and the keys to trust."""
+    policy = lamina.Policy.parse(POLICY)
+    x, classes = torch.randn(4000, 4), ["clinical"] * 3000 + ["sensitive"] * 1000
     corpus = lamina.Corpus(x, (x.sum(1) > 0).long(), policy=policy, cls=classes)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
-    plan = lamina.make_plan(lamina.LayerStack.from_model(model), policy, batch=400, steps=20, epsilon=2.0)
+    plan = lamina.make_plan(lamina.LayerStack.from_model(model), policy, batch=400, steps=20)
     loss, run = nn.CrossEntropyLoss(reduction="none"), folder / "runs" / "first"
     lamina.Trainer(
         model, torch.optim.SGD(model.parameters(), 0.1), loss, corpus, plan, folder=run, progress=False
     ).fit()
     place, key = Path(os.path.realpath(run / "ledger.db")), PrivateKey.generate()
-    with Ledger.open(place, PrivateKey.load(ledger_key_path(place), None)) as ledger:
+    owner = PrivateKey.load(governing_key_path(place), None)
+    with Ledger.open(place, PrivateKey.load(ledger_key_path(place), None), governing=owner) as ledger:
+        contributor = PrivateKey.generate()
+        known = Key(name="hospital.example", x=contributor.public.x, role=Role.CONTRIBUTOR)
+        ledger.govern(KeyEvents(events=(KeyEvent(change=KeyChange.ADD, key=known, effective=ledger.now()),)))
+        for part in range(0, contributions, 1000):
+            ledger.append(*signed(contributor, policy, ledger.now(), min(1000, contributions - part)))
+        ledger.checkpoint()
         make_release(folder / "release", [run], ledger, key)
-    owner = PrivateKey.load(governing_key_path(place), None).public
-    return folder / "release", place, Trust(plain=(key.public, owner))
+    return folder / "release", place, Trust(plain=(key.public, owner.public))
+
+
+def signed(key: PrivateKey, policy: lamina.Policy, now: int, count: int) -> tuple[list[Record], list[bytes]]:
+    """Contributions as an admission records them, and their attestations."""
+    terms = SigningTerms.make(policy, "clinical", not_before=now - 60, expires=now + 10**7)
+    found, attestations = list[Record](), list[bytes]()
+    for _ in range(count):
+        some = os.urandom(48)
+        made = terms.descriptor(contributor=key.public.id, nonce=some[:16], commitment=some[16:], items=1)
+        attestations.append(attest(made, key, issued_at=now))
+        found.append(
+            ContributionRecord(
+                descriptor=made.digest(), attestation=hashlib.sha256(attestations[-1]).digest(), key=key.public.id,
+                not_before=made.not_before, expires=made.expires,
+                terms=ContributionTerms(
+                    made.admissibility, made.data_class, made.clip_norm, made.noise_multiplier, made.profile
+                ),
+            )
+        )  # fmt: skip
+    return found, attestations
 
 
 def compared(contributions: int, rounds: int) -> dict[str, Any]:
