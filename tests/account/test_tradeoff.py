@@ -143,6 +143,7 @@ def test_no_rate_lies_below_that_of_another_accountant(accountant: str, replace_
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("accountant", "replace_one"), LOOSEST)
 def test_no_rate_of_three_hundred_plans_lies_below_that_of_another_accountant(
     accountant: str, replace_one: bool
