@@ -45,7 +45,7 @@ from lamina.plan.correlation import correlation_summary
 from lamina.plan.risk import COMPOSED
 from lamina.plan.step_plan import Clipping, PlannedClass
 from lamina.release import risk_statements
-from lamina.release.posture import MAX_NOISE
+from lamina.release.posture import MAX_NOISE, layer_postures, plain
 from lamina.release.risk_statements import BY_ISSUER, BY_LEDGER, BY_TRAINER, FIGURE_NAMES, risk_figures
 from lamina.release.run_evidence import RunEvidence, RunMetrics, check_run_facts, file_digest
 from lamina.release.utility import check_utility, read_evaluation, utility_section
@@ -498,18 +498,8 @@ def _bound_figures(evidence: RunEvidence, header: Header, bound: Bound) -> dict[
 
 def _layers(evidence: RunEvidence) -> list[dict[str, Any]]:
     """Noise and classes by layer, as the steps in the model had them."""
-    noise, reached = evidence.least_noise(), evidence.reached()
     ratio = min(plan.noise_kind.std_ratio for plan in evidence.plans.values())
-    return [
-        {
-            "name": layer.name,
-            "depth": layer.depth,
-            "parameters": layer.size,
-            "noise_std": noise.get(layer.name, 0.0) * ratio,
-            "classes": list(reached.get(layer.name, ())),
-        }
-        for layer in evidence.plan.layers
-    ]
+    return [plain(each) | {"noise_std": each.noise_std * ratio} for each in layer_postures([evidence])]
 
 
 # ------------------------------------------------------------------------------------------ conditions

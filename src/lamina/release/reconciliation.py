@@ -11,7 +11,8 @@ it was contributed is anchored by the hash that its manifest binds it with (`c2p
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -165,18 +166,15 @@ def reconciled_facts(ledger: LedgerReader, trace: ContributionTrace, size: int) 
 
 def _by_run(ledger: LedgerReader, trace: ContributionTrace) -> Iterator[dict[str, Any]]:
     """By run: how many steps it was eligible for, and the ε of these alone."""
-    header, runs = ledger.header, dict[str, dict[str, Any]]()
+    header, runs = ledger.header, dict[str, tuple[list[int], Counter[EventKey]]]()
     for each in trace.epochs:
-        epoch = each.leaf.record
-        assert isinstance(epoch, Epoch)
-        found = runs.setdefault(epoch.run.hex(), {"steps": 0, "events": {}})
-        found["steps"] += each.steps
-        for kind, steps in each.events.items():
-            found["events"][kind] = found["events"].get(kind, 0) + steps
-    for run, found in runs.items():
-        events: Mapping[EventKey, int] = found["events"]
-        epsilon = pooled_epsilon(dict(events), delta=header.delta, name=header.accountant)
-        yield {"run": run, "steps": found["steps"], "epsilon": epsilon_or_none(nano_epsilon(epsilon))}
+        assert isinstance(each.leaf.record, Epoch)
+        steps, events = runs.setdefault(each.leaf.record.run.hex(), ([], Counter()))
+        steps.append(each.steps)
+        events.update(each.events)
+    for run, (steps, events) in runs.items():
+        epsilon = pooled_epsilon(events, delta=header.delta, name=header.accountant)
+        yield {"run": run, "steps": sum(steps), "epsilon": epsilon_or_none(nano_epsilon(epsilon))}
 
 
 def _release(ledger: LedgerReader, leaf: Leaf) -> dict[str, Any]:
@@ -185,11 +183,8 @@ def _release(ledger: LedgerReader, leaf: Leaf) -> dict[str, Any]:
     assert isinstance(record, Release)
     found = leaf_excerpt(leaf, "manifest", "runs", "not_after")
     data = ledger.blob(record.manifest)
-    name = None
-    if data is not None:
-        try:
-            payload = base64.b64decode(parse_json(data, "the manifest")["payload"])
-            name = parse_json(payload, "the manifest")["predicate"]["name"]
-        except (EncodingError, KeyError, TypeError, ValueError):
-            name = None
-    return found | {"name": name}
+    try:
+        payload = base64.b64decode(parse_json(data or b"", "the manifest")["payload"])
+        return found | {"name": parse_json(payload, "the manifest")["predicate"]["name"]}
+    except (EncodingError, KeyError, TypeError, ValueError):
+        return found | {"name": None}
