@@ -91,23 +91,66 @@ def random_plans(count: int) -> list[tuple[float, float, int]]:
     return plans
 
 
-def compare(plans: list[tuple[float, float, int]]) -> list[float]:
+def integer_tpr(
+    sigma: float, q: float, steps: int, rates: tuple[float, ...], *, replace_one: bool = False
+) -> list[float]:
+    """TPR of discrete Gaussian noise on the integers in one dimension, where a contribution adds 1 (or another -1).
+
+    dp-accounting composes the exact probabilities and rounds losses down.
+    """
+    x = np.arange(-math.ceil(12 * sigma) - 2, math.ceil(12 * sigma) + 3)
+    masses = {shift: np.exp(-((x - shift) ** 2) / (2 * sigma**2)) for shift in (-1, 0, 1)}
+    laws = {shift: mass / mass.sum() for shift, mass in masses.items()}
+    drawn = {shift: (1 - q) * laws[0] + q * laws[shift] for shift in (1, -1)}
+    worlds = [(drawn[1], drawn[-1] if replace_one else laws[0])]
+    worlds += [] if replace_one else [(laws[0], drawn[1])]
+    spacing = min(1e-2, q / 10, q * math.sqrt(math.expm1(sigma**-2)) / 30)
+    epsilons = np.unique(np.concatenate([np.linspace(-8, 8, 801), np.geomspace(1e-5, 0.05, 200), [0.0]]))
+    found = []
+    for upper, lower in worlds:
+        logs = [dict(enumerate(np.log(law).tolist())) for law in (lower, upper)]
+        losses = other.from_two_probability_mass_functions(
+            *logs, value_discretization_interval=spacing, pessimistic_estimate=False
+        ).self_compose(steps)
+        deltas = np.asarray(losses._pmf_remove.get_delta_for_epsilon(epsilons))
+        found.append([max(rate, float(np.min(np.exp(epsilons) * rate + deltas))) for rate in rates])
+    return [min(1.0, max(each)) for each in zip(*found, strict=True)]
+
+
+CONTENT = {"adjacency": "replace_one"}
+
+
+def compare(
+    plans: list[tuple[float, float, int]], accountant: str = "pld", *, replace_one: bool = False
+) -> list[float]:
+    """The ratios of all rates to those of the oracle, none of which may be larger."""
     ratios = []
+    oracle = oracle_tpr if accountant == "pld" else integer_tpr
     for sigma, q, steps in plans:
-        curve = trade_off(events(sigma, q, steps), accountant="pld")
-        for fpr, expected in zip(RATES, oracle_tpr(sigma, q, steps, RATES), strict=True):
+        curve = trade_off(events(sigma, q, steps), accountant=accountant, **(CONTENT if replace_one else {}))
+        for fpr, expected in zip(RATES, oracle(sigma, q, steps, RATES, replace_one=replace_one), strict=True):
             assert curve.tpr(fpr) >= expected * (1 - 1e-3), (sigma, q, steps, fpr)
             ratios.append(curve.tpr(fpr) / expected)
     return ratios
 
 
-def test_no_rate_lies_below_that_of_another_accountant() -> None:
-    assert np.median(compare(random_plans(12))) <= 1.01
+LOOSEST = {("pld", False): 1.01, ("pld", True): 1.01, ("rdp-integer", False): 1.6, ("rdp-integer", True): 2.5}
+
+
+@pytest.mark.parametrize(("accountant", "replace_one"), LOOSEST)
+def test_no_rate_lies_below_that_of_another_accountant(accountant: str, replace_one: bool) -> None:
+    assert np.median(compare(random_plans(8), accountant, replace_one=replace_one)) <= LOOSEST[accountant, replace_one]
 
 
 @pytest.mark.slow
-def test_no_rate_of_three_hundred_plans_lies_below_that_of_another_accountant() -> None:
-    assert np.median(compare(random_plans(300))) <= 1.01
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(("accountant", "replace_one"), LOOSEST)
+def test_no_rate_of_three_hundred_plans_lies_below_that_of_another_accountant(
+    accountant: str, replace_one: bool
+) -> None:
+    ratios = compare(random_plans(300), accountant, replace_one=replace_one)
+    print(f"{accountant}, replace-one {replace_one}: median ratio {np.median(ratios):.4f}, largest {max(ratios):.3f}")
+    assert np.median(ratios) <= LOOSEST[accountant, replace_one]
 
 
 @pytest.mark.parametrize("accountant", ["rdp-integer", "rdp@24"])
@@ -118,15 +161,21 @@ def test_a_renyi_curve_lies_above_the_loss_distribution(accountant: str) -> None
             assert loose.tpr(fpr) >= tight.tpr(fpr) * (1 - 1e-4)
 
 
-def test_a_renyi_curve_keeps_the_divergence_that_it_was_made_of() -> None:
-    order, sigma = 8.0, 2.0
-    curve = trade_off(events(sigma, 1.0, 1), accountant="rdp@8")
-    for fpr in RATES:
-        tpr = curve.tpr(fpr)
-        moment = tpr**order * fpr ** (1 - order) + (1 - tpr) ** order * (1 - fpr) ** (1 - order)
-        back = fpr**order * tpr ** (1 - order) + (1 - fpr) ** order * (1 - tpr) ** (1 - order)
-        largest = math.log(max(moment, back)) / (order - 1)
-        assert largest == pytest.approx(order / (2 * sigma**2), rel=1e-6)
+@pytest.mark.parametrize("sigma", [0.9, 2.0, 20.0, 3000.0])
+@pytest.mark.parametrize("order", [2, 8, 64])
+def test_a_renyi_curve_keeps_the_divergence_that_it_was_made_of(order: int, sigma: float) -> None:
+    curve = trade_off(events(sigma, 1.0, 1), accountant=f"rdp@{order}")
+
+    def divergence(tpr: float, fpr: float) -> float:
+        pairs = ((tpr, fpr), (fpr, tpr))
+        moments = [p * (p / q) ** (order - 1) + (1 - p) * ((1 - p) / (1 - q)) ** (order - 1) for p, q in pairs]
+        return math.log(max(moments)) / (order - 1)
+
+    for fpr in (1e-4, *RATES, 0.97):
+        tpr, limit = curve.tpr(fpr), order / (2 * sigma**2)
+        if tpr < 1 - 1e-9:  # no test keeps the divergence and finds more, and one that finds hardly less does
+            assert divergence(tpr + 1e-9 * tpr * (1 - tpr), fpr) >= limit * (1 - 1e-6)
+            assert divergence(fpr + (tpr - fpr) * (1 - 1e-6), fpr) <= limit
 
 
 def test_noise_that_followed_its_budget_uses_its_own_order() -> None:

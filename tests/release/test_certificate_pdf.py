@@ -115,6 +115,29 @@ def test_figures_are_rounded_up() -> None:
     }
 
 
+def test_the_curve_is_drawn_from_the_points_in_the_certificate() -> None:
+    def page(**changed: Any) -> bytes:
+        content = sample_content()
+        content["classes"]["sensitive"]["membership"] |= changed
+        return decision_pdf(Certificate(content=content))
+
+    points = sample_content()["classes"]["sensitive"]["membership"]["curve"]
+    assert page() == page(mu=None) == page(mu=3.0)  # one number that bounds the curve is not the curve
+    assert page() != page(curve=points | {"0.35": points["0.35"] + 0.05})
+
+
+def test_signed_bounds_and_other_deltas_are_on_the_certificate() -> None:
+    content = sample_content()
+    (bound,) = content["classes"]["sensitive"]["bounds"]
+    bound |= {"contributions": 4321, "epochs": 77, "epochs_left_out": 11, "epochs_scaled": 13, "epsilon": 1.23401}
+    text = plain(read_pdf(certificate_pdf(Certificate(content=content))).text)
+    row = text[text.index("Signedbounds") : text.index("Whichclass")]
+    assert plain("4,321 77 11 13 0.5 1.235 3.400 4.000") in row
+    assert plain("2.100 2.600 3.000 3.400 not proven") in text
+    content["classes"]["sensitive"]["bounds"] = [bound] * 60
+    assert "and20more" in plain(read_pdf(certificate_pdf(Certificate(content=content))).text)
+
+
 def test_adjacent_equal_layers_are_one_row() -> None:
     text = words(sample_content())
     assert plain("(6 layers)") in text and plain("(2 layers)") in text and "blocks.3" not in text

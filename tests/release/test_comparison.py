@@ -172,6 +172,19 @@ FORGED: dict[str, tuple[Change | None, Change | None, str]] = {
         lambda c: c["classes"]["clinical"]["content"].update(c["classes"]["clinical"]["membership"]), None,
         "release.figures-differ",
     ),
+    "a lower curve": (
+        lambda c: c["classes"]["clinical"]["membership"]["curve"].update({"0.35": 0.36}), None, "release.figures-differ"
+    ),
+    "a smaller ε at another δ": (
+        lambda c: c["classes"]["clinical"]["epsilon_at"].update({"1e-05": 0.5}), None, "release.figures-differ"
+    ),
+    "no curve": (
+        lambda c: c["classes"]["clinical"]["content"].pop("curve"), None, "release.certificate-wrong"
+    ),
+    "a curve below guessing": (
+        lambda c: c["classes"]["clinical"]["content_total"]["curve"].update({"0.5": 0.4}), None, "release.certificate-wrong"
+    ),
+    "trials elsewhere": (lambda c: c["tuning"].update(elsewhere=0), None, "release.certificate-wrong"),
     "fewer charged steps": (
         lambda c: c["classes"]["clinical"]["charges"][0].update(steps=1), None, "release.figures-differ"
     ),

@@ -41,6 +41,11 @@ def test_evidence_has_its_source_and_leaves() -> None:
         == "ε of this run is 3.01 per patient at δ = 1e-05, in the band 1 to 5. (recomputed from the ledger) []"
     )
     assert found[3][0] == "sensitive: 70 steps with σ 4.805 at sampling rate 0.4 (recomputed from the ledger) []"
+    assert "sensitive: ε 3 at δ 1e-05, for comparison (recomputed from the ledger) []" in found[2]
+    points = [each for each in found[3] if " at δ " in each]
+    assert (
+        points[0] == "sensitive: ε 2.1 at δ 0.001 (recomputed from the ledger) []" and len(points) == 4
+    )  # of 1e-08, none
     assert found[9] == ["lamina 0.1, torch 2.13.0, python 3.11.2, kernels none (stated by the trainer) [41]"]
     assert found[21] == ["security: encrypted at rest; two administrators (stated by the owner) [0]"]
     assert found[11] == ["accuracy: 0.91, 95 % interval 0.88 to 0.93, on public data (measured) []"]

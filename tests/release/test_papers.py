@@ -43,6 +43,7 @@ STATED = {
     "intended_use": "research",
     "safety_risk": "low",
     "sensitive_data": "yes",
+    "confidentiality": "amber",
     "subjects": "patients of two wards",
     "legal_basis": "Art. 9(2)(j) GDPR",
     "publication_date": "2026-11-30",
@@ -131,64 +132,83 @@ def test_words_that_an_issuer_puts_into_the_owners_mouth(
 
 # ------------------------------------------------------------------------------------------ formats of others
 
-# The schema of opendp/deployments-registry-data (MIT licence), July 2026, in our words: by path of a table the keys that
-# it may have, each with its type or its values, and with ! if it is required.
-TEXT, MARK = str, "!"
-OPENDP: dict[str, dict[str, Any]] = {
-    "": {"url_slug!": TEXT, "status!": ["Draft"], "tier!": [1, 2, 3], "deployment!": dict},
-    "deployment": {
-        "basic!": dict, "dp_variant": dict, "privacy_loss": dict, "deployment_model": dict, "accounting": dict,
-        "implementation": dict, "administrative": dict,
-    },
-    "deployment.basic": {
-        "name!": TEXT, "data_curators!": list, "description!": TEXT, "intended_use!": TEXT,
-        "data_product_type!": ["Machine learning model"], "data_product_region!": TEXT, "publication_date!": date,
-        "data_product_sector": ["Technology", "Healthcare", "Education", "Government", "Energy", "Finance"],
-    },
-    "deployment.dp_variant": {
-        "variant_name": ["Pure DP", "Approximate DP", "Zero-concentrated DP", "Renyi DP", "Custom"], "data_domain": TEXT,
-        "unprotected_quantities": TEXT,
-    },
-    "deployment.privacy_loss": {
-        "privacy_unit": TEXT, "privacy_unit_details": TEXT, "privacy_parameters": dict, "privacy_parameters_details": TEXT,
-    },
-    "deployment.privacy_loss.privacy_parameters": {"epsilon": float, "delta": float, "rho": float},
-    "deployment.deployment_model": {
-        "model_name": ["Local", "Central", "Shuffle", "Federated", "Varies"], "model_name_details": TEXT, "actors": TEXT,
-        "release_type": ["One release", "Many releases"], "release_type_details": TEXT,
-        "data_source_type": ["Static", "Dynamic"], "data_source_type_details": TEXT,
-        "access_type": ["Interactive", "Non-interactive"], "access_type_details": TEXT,
-    },
-    "deployment.accounting": {"post_processing": TEXT, "composition": TEXT},
-    "deployment.implementation": {
-        "preprocessing_and_hyperparameter_tuning": TEXT, "mechanisms": TEXT, "justification": TEXT,
-    },
-    "deployment.administrative": {"sources": TEXT, "notes": TEXT, "registry_authors!": list},
+OPENDP = yaml.safe_load((Path(__file__).parent / "opendp" / "deployments-schema.yaml").read_text(encoding="utf-8"))
+KEYWORDS = {  # of JSON Schema, as that schema uses it; the others describe
+    "type", "properties", "required", "additionalProperties", "enum", "items", "minItems", "format", "description",
+    "description_long", "tier",
+}  # fmt: skip
+TYPES: dict[str, tuple[type, ...]] = {
+    "object": (dict,), "array": (list,), "string": (str,), "integer": (int,), "number": (int, float)
 }  # fmt: skip
 
 
-def check_opendp(found: Mapping[str, Any], path: str = "") -> None:
-    rules = OPENDP[path]
-    assert {each.removesuffix(MARK) for each in rules if each.endswith(MARK)} <= found.keys()
-    for name, value in found.items():
-        rule = rules.get(name, rules.get(f"{name}{MARK}"))
-        assert rule is not None, (path, name)
-        if isinstance(rule, list):
-            assert value in rule, (path, name, value)
-        elif rule is date:
-            assert date.fromisoformat(value).isoformat() == value
-        elif rule is dict:
-            check_opendp(value, f"{path}.{name}".removeprefix("."))
-        elif rule is list:
-            assert value and all(type(each) is str for each in value)
-        else:
-            assert type(value) is rule, (path, name, value)
+def check_schema(value: Any, schema: Mapping[str, Any], path: str = "") -> None:
+    """Validate a value by a JSON Schema that has no other keywords than KEYWORDS."""
+    assert schema.keys() <= KEYWORDS, (path, schema.keys() - KEYWORDS)
+    if "type" in schema:
+        names = [schema["type"]] if isinstance(schema["type"], str) else schema["type"]
+        assert type(value) in [kind for name in names for kind in TYPES[name]], (path, value)
+    assert value in schema.get("enum", [value]), (path, value)
+    if schema.get("format") == "date":
+        assert date.fromisoformat(value).isoformat() == value
+    if isinstance(value, dict):
+        known = schema.get("properties", {})
+        assert set(schema.get("required", ())) <= value.keys(), path
+        assert schema.get("additionalProperties", True) or value.keys() <= known.keys(), (
+            path,
+            value.keys() - known.keys(),
+        )
+        for name, each in value.items():
+            check_schema(each, known.get(name, {}), f"{path}.{name}")
+    if isinstance(value, list):
+        assert len(value) >= schema.get("minItems", 0), path
+        for each in value:
+            check_schema(each, schema.get("items", {}), path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda e: e.update(tier=4), lambda e: e.pop("status"), lambda e: e["deployment"].update(more="x"),
+     lambda e: e["deployment"]["basic"].update(publication_date="2026"), lambda e: e.update(tier="2"),
+     lambda e: e["deployment"]["basic"].update(data_curators=[]), lambda e: e["deployment"]["basic"].update(name=1)],
+)  # fmt: skip
+def test_the_schema_of_the_registry_refuses(release: Path, change: Any) -> None:
+    entry = yaml.safe_load(papers(release)["opendp-registry.yaml"])
+    check_schema(entry, OPENDP)
+    change(entry)
+    with pytest.raises((AssertionError, ValueError)):
+        check_schema(entry, OPENDP)
+
+
+def test_release_type_and_tier_follow_from_the_ledger(trained: Trained, key: PrivateKey, tmp_path: Path) -> None:
+    def entry(ledger: LedgerReader | None) -> Any:
+        found = yaml.safe_load(papers(tmp_path / "first", ledger=ledger)["opendp-registry.yaml"])
+        return found["deployment"]["deployment_model"], found["tier"]
+
+    with trained.open() as ledger:
+        make_release(tmp_path / "first", [trained.folder], ledger, key)
+        assert "release_type" not in entry(None)[0] and entry(None)[1] == 2
+        assert entry(ledger)[0]["release_type"] == "One release"
+        make_release(tmp_path / "second", [trained.folder], ledger, key, name="another")
+        model, tier = entry(ledger)
+    assert model["release_type"] == "Many releases" and "records: 1." in model["release_type_details"] and tier == 2
+
+
+def test_no_release_type_where_the_owner_states_other_releases(
+    trained: Trained, key: PrivateKey, tmp_path: Path
+) -> None:
+    govern(trained, STATED | {"other_releases": "see the annual report"})
+    with trained.open() as ledger:
+        make_release(tmp_path / "first", [trained.folder], ledger, key)
+        found = yaml.safe_load(papers(tmp_path / "first", ledger=ledger)["opendp-registry.yaml"])
+    model = found["deployment"]["deployment_model"]
+    assert "release_type" not in model and "see the annual report" in model["release_type_details"]
 
 
 def test_an_entry_for_the_opendp_registry(folder: Path) -> None:
     text = papers(folder)["opendp-registry.yaml"].decode()
     entry = yaml.safe_load(text)
-    check_opendp(entry)
+    check_schema(entry, OPENDP)
     basic, loss = entry["deployment"]["basic"], entry["deployment"]["privacy_loss"]
     slug = "-".join((basic["name"], basic["data_curators"][0], basic["publication_date"][:4]))
     assert text.startswith(f"url_slug: {re.sub('[^a-z0-9]', '-', entry['url_slug'])}\n")
@@ -227,6 +247,7 @@ SPDX: dict[str, tuple[set[str], set[str]]] = {
     "dataset_DatasetPackage": (PACKAGE | {"dataset_datasetType", "originatedBy", "builtTime"}, {
         "description", "dataset_datasetSize", "dataset_dataCollectionProcess", "dataset_knownBias", "dataset_intendedUse",
         "dataset_hasSensitivePersonalInformation", "dataset_anonymizationMethodUsed", "dataset_datasetNoise",
+        "dataset_confidentialityLevel",
     }),
     "software_File": ({"name", "verifiedUsing"}, set()),
     "Relationship": ({"from", "to", "relationshipType"}, set()),
@@ -242,6 +263,7 @@ VALUES = {
     "ai_useSensitivePersonalInformation": {"yes", "no", "noAssertion"},
     "dataset_hasSensitivePersonalInformation": {"yes", "no", "noAssertion"},
     "ai_safetyRiskAssessment": {"serious", "high", "medium", "low"},
+    "dataset_confidentialityLevel": {"clear", "green", "amber", "red"},
     "software_primaryPurpose": {"model", "data"},
 }
 
@@ -272,13 +294,29 @@ def test_an_spdx_document(folder: Path) -> None:
     metrics = {each["key"]: each["value"] for each in model["ai_metric"]}
     assert {"ε of this run, class clinical", "found at 1 % false accusations, class sensitive"} <= metrics.keys()
     assert "ai_standardCompliance" not in model  # nobody claims any
+    levels = {
+        each["name"]: each.get("dataset_confidentialityLevel")
+        for each in graph
+        if each["type"] == "dataset_DatasetPackage"
+    }
+    stated = "amber" if folder.name == "about" else None
+    assert levels == {"clinical": stated, "sensitive": stated, "open": None}  # what is declared public has no level
     hashes = {each["name"]: each["verifiedUsing"][0]["hashValue"] for each in graph if each["type"] == "software_File"}
     assert hashes == dict(read_release(folder).manifest.subjects)
 
 
 # CycloneDX 1.7 in our words, as far as we use it: the keys that each part may have.
 CYCLONEDX = {
-    "": {"bomFormat", "specVersion", "serialNumber", "version", "metadata", "components", "declarations"},
+    "": {
+        "bomFormat",
+        "specVersion",
+        "serialNumber",
+        "version",
+        "metadata",
+        "components",
+        "declarations",
+        "formulation",
+    },
     "model": {"type", "bom-ref", "name", "hashes", "modelCard"},
     "card": {"modelParameters", "quantitativeAnalysis", "considerations"},
     "parameters": {"approach", "task", "datasets"},
@@ -289,6 +327,9 @@ CYCLONEDX = {
     "dataset": {"type", "name", "governance"},
     "claim": {"bom-ref", "target", "predicate", "reasoning", "evidence"},
     "evidence": {"bom-ref", "propertyName", "description", "data"},
+    "formula": {"bom-ref", "components", "workflows"},
+    "program": {"type", "bom-ref", "name", "version"},
+    "workflow": {"bom-ref", "uid", "name", "taskTypes", "resourceReferences", "inputs", "outputs"},
 }
 
 
@@ -301,18 +342,29 @@ def test_the_inventory_of_a_release(folder: Path) -> None:
         "": [bom], "model": [model], "card": [card], "parameters": [card["modelParameters"]], **kinds,
         "metric": card["quantitativeAnalysis"]["performanceMetrics"], "considerations": [card["considerations"]],
         "dataset": [one for each in kinds["data"] for one in each["data"]],
-        "claim": declared["claims"], "evidence": declared["evidence"],
+        "claim": declared["claims"], "evidence": declared["evidence"], "formula": bom["formulation"],
+        "program": bom["formulation"][0]["components"], "workflow": bom["formulation"][0]["workflows"],
     }  # fmt: skip
     assert sum(map(len, kinds.values())) == len(bom["components"])
     for name, found in parts.items():
         assert found and all(each.keys() <= CYCLONEDX[name] for each in found), name
     refs = [each["bom-ref"] for each in (model, *bom["components"], *declared["claims"], *declared["evidence"])]
+    refs += [each["bom-ref"] for name in ("formula", "program", "workflow") for each in parts[name]]
     assert len(set(refs)) == len(refs)
     links = [end for each in declared["claims"] for end in (each["target"], *each["evidence"])]
     assert {*links, *(each["ref"] for each in card["modelParameters"]["datasets"])} <= set(refs)
     assert all(type(each["value"]) is str for each in parts["metric"])
+    (run,) = parts["workflow"]
+    used = [each["resource"]["ref"] for each in (*run["inputs"], *run["outputs"]) if "resource" in each]
+    assert {*used, *(each["ref"] for each in run["resourceReferences"])} <= set(refs) and "model" in used
+    assert all(len(each) == 1 for each in run["inputs"])  # resource or parameters
     content = json.loads((folder / "certificate.json").read_text())
     assert [each["predicate"] for each in declared["claims"]] == [each["text"] for each in content["statements"]]
+    settings = {each["name"]: each["value"] for each in run["inputs"][-1]["parameters"]}
+    assert (run["uid"], settings["plan (SHA-256)"]) == (content["run"]["id"], content["plan"]["sha256"])
+    assert {each["name"]: each["version"] for each in parts["program"]} == {
+        name: content["program"][name] for name in ("lamina", "torch", "python")
+    }
     stated = folder.name == "about"
     assert card["modelParameters"]["task"] == (STATED["task"] if stated else "not stated")
     assert ("approach" in card["modelParameters"]) is stated  # an enumeration that has no value for "not stated"
@@ -349,9 +401,11 @@ def test_documentation_for_the_edpb(folder: Path) -> None:
         assert "ECG: \\<b\\>triage\\</b\\> \\#1" in page and "Art. 9(2)(j) GDPR" in page
 
 
-def test_templates_name_facts_that_exist(about: Path) -> None:
+def test_templates_name_facts_that_exist(about: Path, trained: Trained) -> None:
     """A fact under a wrong name would be printed as not stated."""
-    known = {*read_release(about).facts, *TOPICS, *(f"about.{name}" for name in AboutPolicy.model_fields)}
+    with trained.open() as ledger:
+        facts = read_release(about, ledger=ledger).facts
+    known = {*facts, *TOPICS, *(f"about.{name}" for name in AboutPolicy.model_fields)}
     known |= {f"attack.{name}" for name in ("membership", "attribute", "inversion", "reconstruction", "regurgitation")}
     known.add("trained")  # of the model card
     for file in resources.files("lamina.release").joinpath("templates").iterdir():

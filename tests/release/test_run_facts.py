@@ -503,7 +503,7 @@ def test_runs_of_the_ledger_are_counted_up_to_the_checkpoint(tmp_path: Path) -> 
     with LedgerReader.read_only(first.ledger) as ledger:
         at = ledger.latest()
     assert first.certificate.content["tuning"] == {
-        "runs_in_ledger": 1, "runs_before_this": 0, "elsewhere": "not stated", "leaves": [1]
+        "runs_in_ledger": 1, "runs_before_this": 0, "leaves": [1]
     }  # fmt: skip
     with raises_code("train.user-code-failed"):  # abandoned after three segments: it counts
         trainer(tmp_path, run="second", callbacks=[StopAfter(3)]).fit()
@@ -516,7 +516,7 @@ def test_runs_of_the_ledger_are_counted_up_to_the_checkpoint(tmp_path: Path) -> 
     assert [(each["runs_in_ledger"], each["runs_before_this"], each["leaves"]) for each in now] == [
         (3, 0, begins), (3, 2, begins)
     ]  # fmt: skip
-    assert (before["runs_in_ledger"], before["leaves"]) == (1, [1]) and evidence.tuning(elsewhere=12)["elsewhere"] == 12
+    assert (before["runs_in_ledger"], before["leaves"]) == (1, [1]) and evidence.tuning() == now[1]
 
 
 # ------------------------------------------------------------------- records written past the ledger, without its key

@@ -124,6 +124,12 @@ def test_who_is_exhausted_is_left_out_of_the_segments_that_the_bound_does_not_co
     assert (bounds[STRICT]["steps_left_out"], bounds[STRICT]["steps_scaled"], bounds[STRICT]["epsilon"]) == (12, 0, 0)
     assert bounds[TOP]["steps_left_out"] == 3 and "steps_left_out" not in bounds[MIDDLE]
     assert all(row["total"] <= row["signed"] for row in bounds.values())
+    certified = {
+        (cls, round(row["noise_multiplier"], 6)): [row[f] for f in ("contributions", "epochs", "epochs_left_out", "epochs_scaled", "scale")]
+        for cls, each in outcome.certificate.classes.items() for row in each["bounds"]
+    }  # fmt: skip
+    assert certified["clinical", 0.290042][:3] == [7, 4, 0] and certified["clinical", 2.0] == [2, 4, 4, 0, 0.0]
+    assert certified["sensitive", 1.5][:3] == [1, 4, 1] and certified["clinical", 1.2][:3] == [1, 4, 0]
 
 
 def test_who_is_exhausted_is_scaled_to_what_remains(root: Path, tmp_path: Path) -> None:

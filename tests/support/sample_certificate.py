@@ -6,6 +6,26 @@ from statistics import NormalDist
 from typing import Any
 
 BY_LEDGER, BY_TRAINER, BY_OWNER = "recomputed from the ledger", "stated by the trainer", "stated by the owner"
+CURVE_RATES = (
+    0.001,
+    0.002,
+    0.005,
+    0.01,
+    0.02,
+    0.03,
+    0.05,
+    0.08,
+    0.12,
+    0.17,
+    0.25,
+    0.35,
+    0.5,
+    0.65,
+    0.8,
+    0.9,
+    0.95,
+    0.99,
+)
 MEASURED, BY_ISSUER = "measured", "observed by the issuer"
 
 
@@ -25,6 +45,7 @@ def risk(mu: float, *, content: bool = False) -> dict[str, Any]:
         "advantage": advantage,
         "mu": mu,
         "mu_least_rate": 0.001,
+        "curve": {f"{fpr:g}": rate(fpr) for fpr in CURVE_RATES},
     }
     return found | ({"success": {"0.01": rate(0.01), "0.1": rate(0.1), "0.5": rate(0.5)}} if content else {})
 
@@ -35,10 +56,12 @@ def private_class(mu: float = 0.71, *, unit: str = "patient", zero_out: bool = F
         "delta": 1e-5, "epsilon": 3.0 * mu / 0.71, "epsilon_replace_one": 6.42 * mu / 0.71, "rho": 1.52,
         "epsilon_unamplified": 8.8, "epsilon_total": 3.4 * mu / 0.71, "noise_multiplier": 4.805, "sampling_rate": 0.4,
         "max_occurrences": None, "clip_norm": 1.0,
+        "epsilon_at": {"0.001": 2.1, "0.0001": 2.6, "1e-05": 3.0, "1e-06": 3.4, "1e-08": None},
         "charges": [{"noise_multiplier": 4.805, "sampling_rate": 0.4, "steps": 70, "order": None}],
         "membership": None if zero_out else risk(mu), "content": risk(2 * mu, content=True),
         "membership_total": None if zero_out else risk(1.1 * mu), "content_total": risk(2.2 * mu, content=True),
-        "bounds": [{"clip_norm": 1.0, "noise_multiplier": 4.805, "scale": 1.0, "epsilon": 3.0, "epsilon_total": 3.4,
+        "bounds": [{"clip_norm": 1.0, "noise_multiplier": 4.805, "contributions": 37, "epochs": 5,
+                    "epochs_left_out": 1, "epochs_scaled": 2, "scale": 0.5, "epsilon": 3.0, "epsilon_total": 3.4,
                     "epsilon_signed": 4.0, "membership": None, "content": None, "membership_total": None,
                     "content_total": None}],
     }  # fmt: skip
@@ -47,7 +70,7 @@ def private_class(mu: float = 0.71, *, unit: str = "patient", zero_out: bool = F
 def public_class(unit: str = "patient") -> dict[str, Any]:
     figures = ("epsilon", "epsilon_total", "epsilon_replace_one", "rho", "epsilon_unamplified", "delta")
     risks = ("membership", "content", "membership_total", "content_total")
-    settings = ("noise_multiplier", "sampling_rate", "clip_norm")
+    settings = ("noise_multiplier", "sampling_rate", "clip_norm", "epsilon_at")
     known = {"unit": unit, "public": True, "population": 60, "adjacency": "add-remove", "bounds": [], "charges": []}
     return known | dict.fromkeys((*figures, *risks, *settings))
 
@@ -123,6 +146,6 @@ def sample_content(classes: dict[str, dict[str, Any]] | None = None, *, private:
         "about": {"security": {"text": "encrypted at rest; two administrators", "leaf": 0}},
         "program": {"leaf": 41, "lamina": "0.1", "sources": "44" * 32, "torch": "2.13.0", "python": "3.11.2",
                     "kernels": "none", "earlier": []},
-        "tuning": {"runs_in_ledger": 12, "runs_before_this": 11, "elsewhere": "not stated", "leaves": [3, 9]},
+        "tuning": {"runs_in_ledger": 12, "runs_before_this": 11, "leaves": [3, 9]},
         "utility": [utility(None, 0.91), utility("sex: f", 0.9), utility("site: 7", None)],
     }  # fmt: skip

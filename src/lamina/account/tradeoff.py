@@ -42,7 +42,7 @@ from lamina.errors import AccountingError
 # compose along a chain of neighbours: if A bounds (D, D') and B bounds (D', D''), then B(A(α)) bounds (D, D'').
 
 BY_LOSSES, BY_GAUSSIAN, BY_RENYI = "privacy loss distribution", "Gaussian", "Rényi divergence"
-_BISECTIONS = 40
+_ROOT_STEPS, _ROOT_TOLERANCE = 60, 1e-11  # of the log odds of a TPR; the tolerance is absolute and relative
 _MU_TOLERANCE = 1e-4  # of μ; ten times that of a curve by Rényi divergences, whose points cost more
 
 
@@ -244,21 +244,44 @@ def _renyi_rates(
 
 
 def _two_point_rates(order: Array, most: Array, fpr: Array) -> Array:
-    """Return, for each order, the largest TPR whose Bernoulli pair keeps the Rényi divergence `most` in both directions."""
+    """Return, for each order, the largest TPR whose Bernoulli pair keeps the Rényi divergence `most` in both directions.
+
+    The root is found by Newton's method in the log odds of the TPR, from above, where one term of each divergence alone
+    exceeds the limit. A step that leaves the bracket is a bisection. The result is an upper end of the bracket.
+    """
     inside = (fpr > 0) & (fpr < 1)
-    alpha = np.broadcast_to(np.where(inside, fpr, 0.5), (len(order), len(fpr)))
-    low, high, limit = alpha.copy(), np.ones_like(alpha), (order - 1) * most
-    for _ in range(_BISECTIONS):
-        middle = 0.5 * (low + high)
-        fits = _bernoulli_log_moment(order, middle, alpha) <= limit
-        fits &= _bernoulli_log_moment(order, alpha, middle) <= limit
-        low, high = np.where(fits, middle, low), np.where(fits, high, middle)
-    return np.where(inside, high, np.where(fpr <= 0, 0.0, 1.0))
-
-
-def _bernoulli_log_moment(order: Array, p: Array, q: Array) -> Array:
-    """Return log Σ p^a q^(1-a) over both outcomes: (a - 1) times the divergence of two Bernoulli laws."""
+    alpha, limit = np.where(inside, fpr, 0.5), (order - 1) * most
+    log_alpha, log_rest = np.log(alpha), np.log1p(-alpha)
+    low = np.broadcast_to(log_alpha - log_rest, (len(order), len(fpr)))
     with np.errstate(divide="ignore", invalid="ignore"):
-        first = order * np.log(p) + (1 - order) * np.log(q)
-        second = order * np.log1p(-p) + (1 - order) * np.log1p(-q)
-    return np.logaddexp(first, second)
+        whole = np.minimum((limit + (order - 1) * log_alpha) / order, 0.0)
+        high = np.minimum(whole - np.log(-np.expm1(whole)), (limit - order * log_rest) / (order - 1))
+        at = high
+        for _ in range(_ROOT_STEPS):
+            excess, slope = _excess_divergence(order, limit, at, log_alpha, log_rest)
+            low, high = np.where(excess <= 0, at, low), np.where(excess > 0, at, high)
+            step = at - excess / slope
+            step = np.where((step >= low) & (step <= high), step, 0.5 * (low + high))
+            moved, at = float(np.max(np.abs(step - at) / (1 + np.abs(at)))), step
+            if moved < _ROOT_TOLERANCE:
+                break
+        near = at + 2 * _ROOT_TOLERANCE * (1 + np.abs(at))
+        excess, _ = _excess_divergence(order, limit, near, log_alpha, log_rest)
+    odds = np.where((excess > 0) & (near < high), near, high)
+    return np.where(inside, np.exp(-np.logaddexp(0.0, -odds)), np.where(fpr <= 0, 0.0, 1.0))
+
+
+def _excess_divergence(order: Array, limit: Array, odds: Array, log_q: Array, log_not_q: Array) -> tuple[Array, Array]:
+    """Return by how much (a - 1) times the larger divergence of two Bernoulli laws exceeds `limit`, and its slope.
+
+    One law is given by its log odds, in which the slope is taken, and the other by the logarithms of both probabilities.
+    """
+    log_p, log_not_p = -np.logaddexp(0.0, -odds), -np.logaddexp(0.0, odds)
+    found = []
+    for a, b in ((order, 1 - order), (1 - order, order)):  # log Σ p^a q^b, in both directions
+        first, second = a * log_p + b * log_q, a * log_not_p + b * log_not_q
+        moment = np.logaddexp(first, second)
+        found.append((moment, a * (np.exp(first - moment) - np.exp(log_p))))
+    (one, slope_one), (two, slope_two) = found
+    larger = one > two
+    return np.where(larger, one, two) - limit, np.where(larger, slope_one, slope_two)

@@ -233,6 +233,7 @@ class AboutPolicy(BaseModel):
     publication_date: Annotated[str, AfterValidator(lambda day: date.fromisoformat(day).isoformat())] | None = None
     subjects: AboutField = None  # whose data the records are, also where texts or images show other people
     sensitive_data: Literal["yes", "no"] | None = None  # whether it contains sensitive personal information
+    confidentiality: Literal["clear", "green", "amber", "red"] | None = None  # of the records, in the words of SPDX
     collection: AboutField = None  # how, for which purposes, with which consent
     legal_basis: AboutField = None
     rights: AboutField = None  # how the people concerned exercise their rights

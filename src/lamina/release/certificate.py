@@ -30,7 +30,7 @@ from typing import Any
 
 from lamina.account.accountants import cost, pooled_epsilon
 from lamina.account.charges import Account
-from lamina.account.schedule import Event, EventKey
+from lamina.account.schedule import Event, EventCounts, EventKey
 from lamina.errors import BadKey, EncodingError, NotVerified
 from lamina.ledger.corpus_terms import about_at
 from lamina.ledger.governance_records import ABOUT, Header, Role
@@ -46,7 +46,7 @@ from lamina.plan.correlation import correlation_summary
 from lamina.plan.risk import COMPOSED
 from lamina.plan.step_plan import Clipping, PlannedClass
 from lamina.release import risk_statements
-from lamina.release.posture import MAX_NOISE, model_withdrawals
+from lamina.release.posture import MAX_NOISE, layer_postures, model_withdrawals, plain
 from lamina.release.risk_statements import BY_ISSUER, BY_LEDGER, BY_TRAINER, FIGURE_NAMES, risk_figures
 from lamina.release.run_evidence import RunEvidence, RunMetrics, check_run_facts, file_digest
 from lamina.release.utility import check_utility, read_evaluation, utility_section
@@ -240,7 +240,12 @@ def _check_figures(name: str, each: Mapping[str, Any]) -> None:
     if each["public"] and any(each[key] is not None for key in ("delta", "epsilon", *_RISKS)):
         raise ValueError(f"class {name[:80]!r} is public but states ε, δ or a risk; public data is not protected")
     for key in _RISKS:
-        risk_statements.check_risk(key, each[key])
+        risk_statements.check_risk(key, each[key], drawn=True)
+    if (profile := each["epsilon_at"]) is not None and (each["public"] or [*profile] != [*_PROFILE]):
+        raise ValueError(f"class {name[:80]!r} states ε at other δ than {', '.join(_PROFILE)}, or is public")
+    for value in (profile or {}).values():
+        if value is not None:
+            bounded_number("epsilon_at", value, 0.0, MAX_EPSILON)
     for key, most in (("noise_multiplier", MAX_NOISE), ("clip_norm", MAX_NOISE), ("sampling_rate", 1.0)):
         if each[key] is not None:
             bounded_number(key, each[key], 0.0, most)
@@ -392,7 +397,7 @@ def _class_figures(evidence: RunEvidence, header: Header, entry: PlannedClass) -
     plan, end = evidence.plan, evidence.ended
     adjacency = end.conditions(plan.adjacency)["adjacency"]
     common = {"unit": entry.unit, "public": entry.public, "population": entry.population, "adjacency": adjacency}
-    nothing: dict[str, Any] = dict.fromkeys(("noise_multiplier", "sampling_rate", "clip_norm"))
+    nothing: dict[str, Any] = dict.fromkeys(("epsilon_at", "noise_multiplier", "sampling_rate", "clip_norm"))
     nothing |= {"charges": [], "bounds": []}
     if entry.public:
         return common | dict.fromkeys(("delta", "epsilon_total", *_FIGURES, *_RISKS)) | nothing
@@ -401,7 +406,7 @@ def _class_figures(evidence: RunEvidence, header: Header, entry: PlannedClass) -
     exposed = entry.name in evidence.exposed
     total = epsilon_or_none(evidence.spending.spend(whole)) if known and not exposed else None
     common |= {"delta": header.delta, "epsilon_total": total}
-    risks = _risks(evidence, header, whole) if known else dict.fromkeys(_RISKS)
+    risks = _risks(evidence, header, whole, drawn=True) if known else dict.fromkeys(_RISKS)
     risks |= dict.fromkeys(_RISKS[2:]) if exposed else {}
     if not took_part:
         return common | dict.fromkeys(_FIGURES, 0.0) | risks | nothing
@@ -417,6 +422,7 @@ def _class_figures(evidence: RunEvidence, header: Header, entry: PlannedClass) -
         | figures
         | risks
         | {
+            "epsilon_at": {delta: _epsilon(events, header, float(delta)) if known else None for delta in _PROFILE},
             "noise_multiplier": min((sigma for sigma, _, _ in events), default=None),
             "sampling_rate": entry.sampling_rate,
             "clip_norm": max(norms, default=None),
@@ -436,14 +442,21 @@ def _class_figures(evidence: RunEvidence, header: Header, entry: PlannedClass) -
 
 _FIGURES = ("epsilon", "epsilon_replace_one", "rho", "epsilon_unamplified")
 _RISKS = ("membership", "content", "membership_total", "content_total")
+_PROFILE = ("0.001", "0.0001", "1e-05", "1e-06", "1e-08")  # δ at which ε is stated as well
 
 
-def _risks(evidence: RunEvidence, header: Header, bound: Account) -> dict[str, Any]:
+def _epsilon(events: EventCounts, header: Header, delta: float) -> float | None:
+    """ε by the ledger's accountant, in steps of 1e-9 rounded up; None: nothing finite is proven."""
+    return epsilon_or_none(nano_epsilon(pooled_epsilon(events, delta=delta, name=header.accountant)))
+
+
+def _risks(evidence: RunEvidence, header: Header, bound: Account, *, drawn: bool) -> dict[str, Any]:
     """Return the risk figures of an account: of this run, and of all runs up to the checkpoint."""
     here, every = [evidence.run], evidence.runs(bound)
     found: list[dict[str, Any] | None] = []
     for runs, events in ((here, evidence.events(bound)), (every, evidence.spending.events(bound))):
-        price = partial(risk_figures, events, accountant=header.accountant, marks=evidence.marks(runs))
+        marks = evidence.marks(runs)
+        price = partial(risk_figures, events, accountant=header.accountant, marks=marks, drawn=drawn)
         found += [price(of="membership"), price(of="content")]
     return dict(zip(_RISKS, found, strict=True))
 
@@ -455,8 +468,7 @@ def _took_part(evidence: RunEvidence, cls: str) -> bool:
 
 def _figures(events: Mapping[EventKey, int], header: Header, most: int | None, *, raw: bool) -> dict[str, Any]:
     """ε by the ledger's accountant, and what holds beside it. None: nothing is proven."""
-    epsilon = pooled_epsilon(dict(events), delta=header.delta, name=header.accountant)
-    found = {"epsilon": epsilon_or_none(nano_epsilon(epsilon))}
+    found = {"epsilon": _epsilon(events, header, header.delta)}
     if any(order for _, _, order in events):  # noise that followed its budget is proven at one order alone
         return found | {"epsilon_replace_one": None, "rho": None, "epsilon_unamplified": None}
     schedule = [Event(sigma=sigma, q=q, steps=steps) for (sigma, q, _), steps in sorted(events.items())]
@@ -476,33 +488,26 @@ def _most_occurrences(evidence: RunEvidence, cls: str) -> int | None:
 
 
 def _bound_figures(evidence: RunEvidence, header: Header, bound: Account) -> dict[str, Any]:
-    """The figures of contributions that signed this bound."""
-    events = evidence.events(bound)
-    spent = evidence.spending.spend(bound)
+    """The figures of contributions that signed this bound. `scale` is the largest one at which they took part."""
+    scales = evidence.scales(bound)
     return {
         "clip_norm": bound[1] / 1e6,
         "noise_multiplier": bound[2] / 1e6,
-        "scale": evidence.scale(bound),
-        "epsilon": epsilon_or_none(nano_epsilon(pooled_epsilon(events, delta=header.delta, name=header.accountant))),
-        "epsilon_total": epsilon_or_none(spent),
+        "contributions": evidence.signed[bound],
+        "epochs": len(scales),
+        "epochs_left_out": scales.count(0.0),
+        "epochs_scaled": sum(0 < scale < 1 for scale in scales),
+        "scale": max(scales),
+        "epsilon": _epsilon(evidence.events(bound), header, header.delta),
+        "epsilon_total": epsilon_or_none(evidence.spending.spend(bound)),
         "epsilon_signed": epsilon_or_none(signed_spend(bound[2], header.delta)),
-    } | _risks(evidence, header, bound)
+    } | _risks(evidence, header, bound, drawn=False)
 
 
 def _layers(evidence: RunEvidence) -> list[dict[str, Any]]:
     """Noise and classes by layer, as the steps in the model had them."""
-    noise, reached = evidence.least_noise(), evidence.reached()
     ratio = min(plan.noise_kind.std_ratio for plan in evidence.plans.values())
-    return [
-        {
-            "name": layer.name,
-            "depth": layer.depth,
-            "parameters": layer.size,
-            "noise_std": noise.get(layer.name, 0.0) * ratio,
-            "classes": list(reached.get(layer.name, ())),
-        }
-        for layer in evidence.plan.layers
-    ]
+    return [plain(each) | {"noise_std": each.noise_std * ratio} for each in layer_postures([evidence])]
 
 
 # ------------------------------------------------------------------------------------------ conditions

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import groupby
-from statistics import NormalDist
 from typing import Any
 
 from lamina.release.certificate import Certificate
@@ -15,7 +14,6 @@ from lamina.release.countersignature import Countersignature
 from lamina.release.typeset import typeset
 
 _MAX_LAYERS = 24  # of the picture; more are drawn as groups of neighbours
-_CURVE_RATES = (0.001, 0.002, 0.005, *(at / 100 for at in range(1, 100)), 0.995)
 
 
 def certificate_papers(
@@ -38,11 +36,7 @@ def certificate_pdf(
 
 def decision_pdf(certificate: Certificate, *, countersignature: Countersignature | None = None) -> bytes:
     """Return the page on which a privacy officer decides about a release."""
-    curves = {
-        name: {of: _curve(each[of]) for of in ("membership", "content", "membership_total", "content_total")}
-        for name, each in certificate.content["classes"].items()
-    }
-    return _compiled("decision.typ", certificate.content, countersignature, curves=curves)
+    return _compiled("decision.typ", certificate.content, countersignature)
 
 
 def _compiled(template: str, content: Mapping[str, Any], officer: Countersignature | None, **more: Any) -> bytes:
@@ -63,12 +57,3 @@ def _merged_layers(content: Mapping[str, Any]) -> list[dict[str, Any]]:
         noise = min(each["noise_std"] for each in group)
         rows.append({"label": label, "classes": classes, "noise": f"{noise:.3g}" if noise else "no noise"})
     return rows[::-1]
-
-
-def _curve(risk: Mapping[str, Any] | None) -> list[list[float]]:
-    """Points of the bound that μ states where both error rates are above its least rate α₀: Φ(Φ⁻¹(α) + μ)."""
-    if risk is None or risk["mu"] is None:
-        return []
-    law, least = NormalDist(), risk["mu_least_rate"]
-    points = [[rate, law.cdf(law.inv_cdf(rate) + risk["mu"])] for rate in _CURVE_RATES if rate >= least]
-    return [each for each in points if each[1] <= 1 - least]

@@ -273,6 +273,42 @@ def ml_bom(name: str, files: Mapping[str, str], certificates: Sequence[Certifica
             "version": 1,
             "metadata": {"timestamp": last["issued"], "component": model},
             "components": [*data, *others],
+            "formulation": [_formula(certificates)],
             "declarations": {"claims": claims, "evidence": [proof]},
         }
     )
+
+
+def _formula(certificates: Sequence[Certificate]) -> dict[str, Any]:
+    """Return how the model was made, as a CycloneDX formula: each run is a workflow, which the programs of the run carried out."""
+    programs: dict[str, dict[str, str]] = {}
+    workflows = []
+    for content in (each.content for each in certificates):
+        plan, run, used = content["plan"], content["run"], content["program"]
+        found = [(name, used[name]) for name in ("lamina", "torch", "python") if used[name] != NOT_STATED]
+        refs = [f"program:{name}@{version}" for name, version in found]
+        programs |= {
+            ref: {
+                "type": "platform" if name == "python" else "library",
+                "bom-ref": ref,
+                "name": name,
+                "version": version,
+            }
+            for ref, (name, version) in zip(refs, found, strict=True)
+        }
+        settings = {name: plan[name] for name in ("allocation", "clipping", "noise", "expected_batch")} | {
+            "plan (SHA-256)": plan["sha256"], "steps": run["steps"], "weights (SHA-256)": content["model"]["sha256"],
+            "accountant": content["accountant"]["name"],
+        }  # fmt: skip
+        if (start := content["trainer"]["starting_weights"]) is not None:
+            settings["starting weights (SHA-256)"] = start["sha256"]
+        inputs: list[dict[str, Any]] = [{"resource": {"ref": f"data:{cls}"}} for cls in content["classes"]]
+        inputs.append({"parameters": [{"name": name, "value": str(value)} for name, value in settings.items()]})
+        workflows.append(
+            {
+                "bom-ref": f"run:{run['id']}", "uid": run["id"], "name": "training with differential privacy", "taskTypes": ["build"],
+                "resourceReferences": [{"ref": ref} for ref in refs], "inputs": inputs,
+            }
+        )  # fmt: skip
+    workflows[-1]["outputs"] = [{"type": "artifact", "resource": {"ref": "model"}}]
+    return {"bom-ref": "formula", "components": list(programs.values()), "workflows": workflows}

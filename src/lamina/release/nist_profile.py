@@ -49,17 +49,20 @@ def _filled(content: Content, row: Mapping[str, str]) -> Iterator[Evidence]:
     """Fill the text of a row from every record of a section that states all fields of the text."""
     text, needs = row["text"], [field for _, field, _, _ in Formatter().parse(row["text"]) if field]
     for label, record in _records(content, row["of"]):
-        if all(record.get(need) not in (None, "not stated", "not declared") for need in needs):
+        if row.get("at") in (None, record.get("delta")) and all(
+            record.get(need) not in (None, "not stated", "not declared") for need in needs
+        ):
             leaves = record.get("leaves", [record["leaf"]] if "leaf" in record else [])
             yield label + _RoundedUp().vformat(text, (), record), row["source"], leaves
 
 
 def _records(content: Content, section: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield (label, record) of a section; of the private classes and their charges, with the name of the class."""
-    if section in ("classes", "charges"):
+    """Yield (label, record) of a section; of the private classes, their charges and profiles, with the name of the class."""
+    if section in ("classes", "charges", "profile"):
         for name, each in content["classes"].items():
-            if not each["public"]:
-                yield from ((f"{name}: ", one) for one in ([each] if section == "classes" else each["charges"]))
+            points = [{"delta": delta, "epsilon": epsilon} for delta, epsilon in (each["epsilon_at"] or {}).items()]
+            records = {"classes": [each], "charges": each["charges"], "profile": points}[section]
+            yield from ((f"{name}: ", one) for one in records if not each["public"])
         return
     found: Any = content
     for name in section.split("."):

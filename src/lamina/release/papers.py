@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lamina.errors import NotVerified, PlanError
+from lamina.ledger.governance_records import Release
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.verify.tree_checks import Trust
 from lamina.release import model_card
@@ -52,7 +53,14 @@ def read_release(folder: Path, trust: Trust | None = None, ledger: LedgerReader 
     if any(hashlib.sha256(data).hexdigest() != manifest.subjects[name] for name, data in signed.items()):
         raise NotVerified("release.file-changed", f"'{folder}' changed while it was read", "try again")
     certificates = tuple(Certificate.read(data, (manifest.signer,)) for data in signed.values())
-    return VerifiedRelease(manifest, certificates, _facts(manifest, certificates, found.verdict))
+    facts = _facts(manifest, certificates, found.verdict)
+    if ledger is not None:
+        releases = (leaf.record for leaf in ledger.of_kind(Release))
+        others = sum(isinstance(each, Release) and each.manifest.hex() != manifest.digest for each in releases)
+        facts["releases"] = str(others)
+        if others or "about.other_releases" not in facts:  # what the owner states about others, a program cannot judge
+            facts["release"] = "Many releases" if others else "One release"
+    return VerifiedRelease(manifest, certificates, facts)
 
 
 _SECTORS = ("Technology", "Healthcare", "Education", "Government", "Energy", "Finance")  # of the OpenDP registry
@@ -89,6 +97,7 @@ def _facts(manifest: Manifest, certificates: tuple[Certificate, ...], verdict: s
         epsilon, delta = max(each.epsilon or 0.0 for each in private), max(each.delta or 0.0 for each in private)
         decimal = re.sub("^([0-9]+)e", r"\1.0e", repr(delta))  # 1e-05 is a text in YAML 1.1
         facts["parameters"] = f"{{epsilon: {epsilon:.9f}, delta: {decimal}}}"
+    facts["tier"] = "2" if "parameters" in facts else "1"  # tier 3 asks for reasons that only the owner can write
     if (sector := facts.get("about.sector", "").capitalize()) in _SECTORS:
         facts["sector"] = sector
     parts = (facts["name"], facts.get("about.organisation", NOT_STATED), facts["published"][:4])
@@ -159,6 +168,7 @@ def spdx_document(release: VerifiedRelease) -> bytes:
             originatedBy=[owner], builtTime=facts["created"], dataset_datasetType=["noAssertion"], dataset_datasetSize=size,
             description=f"Contributions of class {name}, one for each {each.unit}. {stated('about.subjects')}",
             dataset_dataCollectionProcess=stated("about.collection"), dataset_knownBias=[NOT_STATED],
+            dataset_confidentialityLevel=None if each.public else facts.get("about.confidentiality"),
             dataset_intendedUse=", ".join(each.purposes) or NOT_STATED, dataset_hasSensitivePersonalInformation=sensitive,
             dataset_anonymizationMethodUsed=[f"The data: not stated. The model: differential privacy, {epsilon}."] if row else None,
             dataset_datasetNoise=f"In the model, not in the data: {facts['mechanism']}" if row else None,

@@ -95,9 +95,9 @@ class Posture:
     def to_dict(self) -> dict[str, Any]:
         """As a manifest holds it."""
         return {
-            "classes": {name: _plain(each, "name") for name, each in self.classes.items()},
-            "layers": [_plain(each) for each in self.layers],
-            "adapters": [_plain(each) for each in self.adapters],
+            "classes": {name: plain(each, "name") for name, each in self.classes.items()},
+            "layers": [plain(each) for each in self.layers],
+            "adapters": [plain(each) for each in self.adapters],
             "eligible": list(self.eligible),
             "withdrawn": dict(self.withdrawn),
             "as_of_size": self.as_of_size,
@@ -171,7 +171,8 @@ def _check_layer(layer: LayerPosture) -> None:
     bounded_whole("parameters", layer.parameters, 0, 2**53)
 
 
-def _plain(each: Any, *without: str) -> dict[str, Any]:
+def plain(each: Any, *without: str) -> dict[str, Any]:
+    """Return a part of a posture as a manifest holds it."""
     values = {name: getattr(each, name) for name in each.__slots__ if name not in without}
     return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
@@ -184,7 +185,7 @@ def _read(kind: Any, plain: Mapping[str, Any]) -> Any:
 
 def read_posture(ledger: LedgerReader, runs: Sequence[RunEvidence]) -> Posture:
     """The posture of a model in which the training of these runs is, by what the ledger says."""
-    layers, size = _layers(runs), runs[-1].checkpoint.size
+    layers, size = layer_postures(runs), runs[-1].checkpoint.size
     names = list(dict.fromkeys(entry.name for run in runs for plan in run.plans.values() for entry in plan.classes))
     segments = [each for run in runs for _, epoch in run.closed() for each in epoch.segments]
     eligible = (min(each.eligibility for each in segments), max(each.eligibility for each in segments))
@@ -200,13 +201,11 @@ def read_posture(ledger: LedgerReader, runs: Sequence[RunEvidence]) -> Posture:
 
 
 def _class_posture(header: Header, runs: Iterable[RunEvidence], name: str) -> ClassPosture:
-    events: dict[EventKey, int] = {}
-    entries, marks = [], frozenset[str]()
+    events, entries, marks = Counter[EventKey](), [], frozenset[str]()
     for run in runs:
         marks |= run.marks([run.run])
         entries += [entry for plan in run.plans.values() for entry in plan.classes if entry.name == name]
-        for kind, steps in run.events(Account(name)).items():
-            events[kind] = events.get(kind, 0) + steps
+        events.update(run.events(Account(name)))
     public, exposed = (every(entry.public for entry in entries) for every in (all, any))
     purposes = set(entries[0].purposes).intersection(*(entry.purposes for entry in entries))
     charged = any(run.charged(name) for run in runs) and not any(name in run.split for run in runs) and not exposed
@@ -225,27 +224,24 @@ def _class_posture(header: Header, runs: Iterable[RunEvidence], name: str) -> Cl
     )
 
 
-def _layers(runs: Sequence[RunEvidence]) -> tuple[LayerPosture, ...]:
+def layer_postures(runs: Sequence[RunEvidence]) -> tuple[LayerPosture, ...]:
     """Of several runs: the classes of all, the least noise of any. The order is the last run's."""
     noise: dict[str, float] = {}
     reached: dict[str, dict[str, None]] = {}
     known = {layer.name: layer for run in runs for plan in run.plans.values() for layer in plan.layers}
     for run in runs:
         for name, value in run.least_noise().items():
-            noise[name] = min(noise.get(name, float("inf")), value)
+            noise[name] = min(noise.get(name, math.inf), value)
         for name, classes in run.reached().items():
             reached.setdefault(name, {}).update(dict.fromkeys(classes))
     order = [layer.name for layer in runs[-1].plan.layers]
     return tuple(
         LayerPosture(
-            name=name,
-            depth=known[name].depth,
-            parameters=known[name].size,
-            noise_std=noise.get(name, 0.0),
+            name=name, depth=known[name].depth, parameters=known[name].size, noise_std=noise.get(name, 0.0),
             classes=tuple(reached.get(name, ())),
         )
-        for name in [*order, *(name for name in known if name not in order)]
-    )
+        for name in dict.fromkeys((*order, *known))
+    )  # fmt: skip
 
 
 def _adapters(ledger: LedgerReader, layers: Sequence[LayerPosture], size: int) -> Iterable[AdapterPosture]:

@@ -222,11 +222,8 @@ def _release(ledger: LedgerReader, leaf: Leaf) -> dict[str, Any]:
     assert isinstance(record, Release)
     found = leaf_excerpt(leaf, "manifest", "runs", "not_after")
     data = ledger.blob(record.manifest)
-    name = None
-    if data is not None:
-        try:
-            payload = base64.b64decode(parse_json(data, "the manifest")["payload"])
-            name = parse_json(payload, "the manifest")["predicate"]["name"]
-        except (EncodingError, KeyError, TypeError, ValueError):
-            name = None
-    return found | {"name": name}
+    try:
+        payload = base64.b64decode(parse_json(data or b"", "the manifest")["payload"])
+        return found | {"name": parse_json(payload, "the manifest")["predicate"]["name"]}
+    except (EncodingError, KeyError, TypeError, ValueError):
+        return found | {"name": None}

@@ -16,6 +16,8 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
+
 from lamina.account.accountants import find_accountant
 from lamina.account.charges import Account
 from lamina.account.schedule import EventCounts, EventKey, rdp_order_of
@@ -50,22 +52,28 @@ JOINT_EPSILON = "ε of this model"  # of all runs that a model of several runs s
 Risk = Mapping[str, Any]  # as `risk_figures` returns it
 
 BASELINES = (0.01, 0.1, 0.5)  # of attribute inference and reconstruction
+CURVE_RATES: Sequence[float] = (
+    0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.08, 0.12, 0.17, 0.25, 0.35, 0.5, 0.65, 0.8, 0.9, 0.95, 0.99,
+)  # fmt: skip
+"""The false-positive rates of the points from which pages draw a curve."""
 LEAST_RATE = 0.001  # both error rates lie above it where μ holds; without such a limit no finite μ exists
 TWO_STEPS = "replace-one, as two add/remove steps"
 ADJACENCIES = ("add-remove", "replace-one", TWO_STEPS)
 
 
 def risk_figures(
-    events: EventCounts, *, accountant: str, of: RiskOf, marks: frozenset[str] = frozenset()
+    events: EventCounts, *, accountant: str, of: RiskOf, marks: frozenset[str] = frozenset(), drawn: bool = False
 ) -> dict[str, Any] | None:
     """Return what an attacker can learn from all events together; None if nothing is proven.
 
     `events` are charges as the ledger records them. No cap on occurrences is credited, because the ledger does not prove
     one. `marks` state what limits the curves of the plans that made the events. Where no replace-one curve is proven, the
-    content is bounded by the add/remove curve composed with itself.
+    content is bounded by the add/remove curve composed with itself. With `drawn`, the figures include points of the curve.
     """
-    found = _figures(tuple(sorted(events.items())), accountant, of, marks)
-    return copy.deepcopy(found)
+    found = copy.deepcopy(_figures(tuple(sorted(events.items())), accountant, of, marks))
+    if found is not None and not drawn:
+        del found["curve"]
+    return found
 
 
 @lru_cache(maxsize=4096)
@@ -89,7 +97,8 @@ def _figures(
     }
     if of == "content":
         found["success"] = {f"{base:g}": _rounded_up(curve.success(base)) for base in BASELINES}
-    return found
+    points = zip(CURVE_RATES, curve.rates(np.array(CURVE_RATES)).tolist(), strict=True)
+    return found | {"curve": {f"{fpr:g}": _rounded_up(tpr) for fpr, tpr in points}}
 
 
 def _rounded_up(value: float) -> float:
@@ -171,24 +180,26 @@ def short_figure(value: float) -> str:
 _FIELDS = {"adjacency", "bound", "tpr", "accuracy", "advantage", "mu", "mu_least_rate"}
 
 
-def check_risk(of: str, risk: Any) -> None:
+def check_risk(of: str, risk: Any, *, drawn: bool = False) -> None:
     """Raise ValueError, TypeError or KeyError unless this is None or figures as `risk_figures` returns them.
 
-    `of` is the name of the field: membership or content, of this run or in total.
+    `of` is the name of the field: membership or content, of this run or in total. `drawn`: with points of the curve.
     """
     if risk is None:
         return
     if risk["adjacency"] not in ADJACENCIES or risk["bound"] not in (BY_LOSSES, BY_GAUSSIAN, BY_RENYI):
         raise ValueError("a risk has an unknown adjacency or bound")
-    rates = {"tpr": STATED_RATES} | ({"success": BASELINES} if of.startswith("content") else {})
+    rates: dict[str, Sequence[float]] = {"tpr": STATED_RATES}
+    rates |= {"success": BASELINES} if of.startswith("content") else {}
+    rates |= {"curve": CURVE_RATES} if drawn else {}
     if any([*risk[name]] != [f"{rate:g}" for rate in rates[name]] for name in rates) or risk.keys() != _FIELDS | {
         *rates
     }:
         raise ValueError("a risk is not stated at the rates of every certificate, or has other fields")
     if risk["mu"] is not None:
         bounded_number("mu", risk["mu"], 0.0, MAX_EPSILON)
-    for name, value in (*risk["tpr"].items(), *risk.get("success", {}).items()):
-        bounded_number(name, value, float(name), 1.0)
+    for rate, value in (one for name in rates for one in risk[name].items()):
+        bounded_number(rate, value, float(rate), 1.0)
     for name, least in (("accuracy", 0.5), ("advantage", 0.0), ("mu_least_rate", 0.0)):
         bounded_number(name, risk[name], least, 1.0)
 

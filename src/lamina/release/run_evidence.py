@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
@@ -11,11 +12,13 @@ from operator import and_
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+
 from lamina.account.charges import Account
 from lamina.account.schedule import EventKey
 from lamina.errors import RunError
 from lamina.ledger.reader import LedgerReader
-from lamina.ledger.records import Epoch, SegmentOutcome
+from lamina.ledger.records import Epoch, KeptLeaf, SegmentOutcome
 from lamina.ledger.run_records import ProgramVersions, RunBegin, RunEnd
 from lamina.ledger.schema import schema_of
 from lamina.ledger.show import record_to_dict
@@ -104,6 +107,7 @@ class RunEvidence:
     split      classes of which an epoch of any run charges signed bounds and not the whole class
     spent      charges of all runs, up to the checkpoint
     first_leaves  by run, the first leaf that is about it, up to the checkpoint
+    signed     by signed bound that the run charged, how many contributions of the ledger have it, up to the checkpoint
     evaluation the bytes of evaluation.json, which are in no ledger; None if they are not given
     """
 
@@ -123,6 +127,7 @@ class RunEvidence:
     split: frozenset[str]
     spending: Spending = field(repr=False)
     first_leaves: Mapping[bytes, int]
+    signed: Mapping[Account, int]
     evaluation: bytes | None = field(default=None, repr=False)
 
     @classmethod
@@ -164,7 +169,15 @@ class RunEvidence:
             plans.setdefault(digest, StepPlan.from_cbor(data))
         spending, ends = Spending(ledger.header), _by_run(ledger, RunEnd, head.size)
         with ledger.store.read() as rows:
-            spending.follow(rows, head.size, ledger.checked(rows))
+            checked = ledger.checked(rows)
+            spending.follow(rows, head.size, checked)
+            signed = Counter(
+                {each.bound: 0 for _, epoch in covered for each in epoch.accounts if each.noise_multiplier}
+            )
+            for group in checked.contributions(rows) if signed else ():
+                made = group.contribution if isinstance(group, KeptLeaf) else group
+                if made is not None and made.bound in signed:
+                    signed[made.bound] += int(np.sum(np.less(group.seq, head.size)))
         return cls(
             run=run, checkpoint=head, checkpoint_text=text, header_hash=ledger.header_hash,
             begin=_by_run(ledger, RunBegin, head.size).get(run), end=ends.get(run), ends=ends,
@@ -172,7 +185,7 @@ class RunEvidence:
             later=len(mine) - len(covered), split=frozenset(spending.split), spending=spending,
             leaves={each: tuple(seqs) for each, seqs in leaves.items()},
             all_plans={each: tuple(plans[digest] for digest in digests) for each, digests in planned.items()},
-            first_leaves={each: seq for seq, each in sorted(firsts, reverse=True)},
+            first_leaves={each: seq for seq, each in sorted(firsts, reverse=True)}, signed=signed,
         )  # fmt: skip
 
     @property
@@ -201,13 +214,12 @@ class RunEvidence:
         ]
         return {"leaf": leaf, **(stated or [unknown])[-1], "earlier": stated[:-1]}
 
-    def tuning(self, elsewhere: int | None = None) -> dict[str, Any]:
-        """Return the section `tuning`: the runs of the ledger. `elsewhere` is the owner's number of trials outside of it."""
+    def tuning(self) -> dict[str, Any]:
+        """Return the section `tuning`: the runs of the ledger. What the owner states about others is in [about]."""
         leaves = sorted(self.first_leaves.values())
         return {
             "runs_in_ledger": len(leaves),
             "runs_before_this": leaves.index(self.first_leaves[self.run]),
-            "elsewhere": "not stated" if elsewhere is None else elsewhere,
             "leaves": leaves,
         }
 
@@ -258,9 +270,9 @@ class RunEvidence:
         """The accounts that it charged."""
         return sorted({account.bound for _, epoch in self.epochs for account in epoch.accounts})
 
-    def scale(self, bound: Account) -> float:
-        """The largest scale at which contributions of an account took part; 0 if they were left out of every segment."""
-        return max(a.scaled for _, epoch in self.epochs for a in epoch.accounts if a.bound == bound)
+    def scales(self, bound: Account) -> list[float]:
+        """At which scale contributions of an account took part, epoch by epoch; 0 if they were left out."""
+        return [a.scaled for _, epoch in self.epochs for a in epoch.accounts if a.bound == bound]
 
     def abandoned_steps(self) -> list[int]:
         """How many steps each attempt had whose steps are not in the model."""
@@ -302,8 +314,9 @@ def check_run_facts(content: Mapping[str, Any]) -> None:
     for each in (program, *program["earlier"]):
         if not all(is_short_text(each[name.name]) for name in schema_of(ProgramVersions).fields):
             raise ValueError("the program has a version or a digest that is not a short text")
-    stated = [value for value in tuning.values() if value not in ("not stated", tuning["leaves"])]
-    for number in (program["leaf"], *tuning["leaves"], *stated):
+    if tuning.keys() != {"runs_in_ledger", "runs_before_this", "leaves"}:
+        raise ValueError("the tuning has other fields than runs_in_ledger, runs_before_this and leaves")
+    for number in (program["leaf"], *tuning["leaves"], tuning["runs_in_ledger"], tuning["runs_before_this"]):
         bounded_whole("a number of runs or of a leaf", number, 0, 2**63 - 1)
 
 
