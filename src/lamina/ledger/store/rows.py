@@ -203,11 +203,10 @@ class StoreReader:
             for seq, data, body in self._db.rows(query, *part):
                 yield seq, StoredLeaf(_as_bytes(data), None if body is None else _as_bytes(body))
 
-    def first_body(self, first: int, stop: int) -> int | None:
-        """Return the first leaf in [first, stop) that has its body."""
-        query = "SELECT seq FROM leaf WHERE seq >= ? AND seq < ? AND body IS NOT NULL ORDER BY seq LIMIT 1"
-        found = self._db.rows(query, first, stop)
-        return found[0][0] if found else None
+    def with_body(self, first: int, stop: int) -> Iterator[int]:
+        """Yield the leaves in [first, stop) that have their bodies, in order."""
+        query = "SELECT seq FROM leaf WHERE seq >= ? AND seq < ? AND body IS NOT NULL ORDER BY seq LIMIT ?"
+        return (seq for (seq,) in self._range(query, first, stop))
 
     def listed_kinds(self, stop: int) -> dict[int, int]:
         """Return leaf → kind for the leaves before `stop` that the store does not list as contributions."""
