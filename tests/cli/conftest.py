@@ -21,10 +21,10 @@ import typer
 from asking import Call, Result, answer, asker
 from build import YEAR, Story, build
 from making import START, Clock
+from run_state import attempts
 
 from lamina.cli.app import app as program
 from lamina.ledger.writer import Ledger
-from lamina.run.journal import Journal
 
 COMMAND = [sys.executable, "-c", "import sys; from lamina.cli import main; main(sys.argv[1:])"]
 BUILT = typer.main.get_command(program)  # once, not at every call
@@ -119,7 +119,7 @@ class Project:
         try:
             for _ in range(6000):
                 with suppress(Exception):  # the other process may be writing it at this moment
-                    if Journal.load(self.folder / "runs" / path.stem / "journal").opens:
+                    if attempts(self.folder / "runs" / path.stem):
                         break
                 assert process.poll() is None, "the run ended before it could be killed"
                 time.sleep(0.01)

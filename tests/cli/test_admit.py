@@ -19,6 +19,7 @@ import pytest
 import torch
 from asking import answer, refused, succeeded
 from forge import replacing, rewritten
+from run_state import attempts
 from safetensors.torch import load_file
 
 from lamina.admit.attestation import Descriptor, attest
@@ -30,7 +31,6 @@ from lamina.ledger.verify.verifier import verify
 from lamina.ledger.writer import Ledger
 from lamina.plan.policy import Policy
 from lamina.run.admitted import Gate
-from lamina.run.journal import Journal
 from lamina.sign.key_ring import KeyRing
 from lamina.sign.keys import PrivateKey
 from lamina.spend.spend_ledger import SpendLedger
@@ -636,9 +636,7 @@ def test_killed_from_outside_and_a_key_revoked_before_it_goes_on(clinic: Clinic)
     assert found["admission"]["reasons"] == {"revoked-key": 4}
     assert any("4 (revoked-key 4)" in note for note in found["notes"])
     assert any("contributions were added or withdrawn" in note for note in found["notes"])
-    generations = [
-        (each.segment, each.generation) for each in Journal.load(clinic.folder / "runs" / "first" / "journal").opens
-    ]
+    generations = [(each.segment, each.generation) for each in attempts(clinic.folder / "runs" / "first")]
     assert generations[:2] == [(0, 0), (0, 1)]
 
 

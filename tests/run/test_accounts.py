@@ -9,6 +9,7 @@ from typing import Any
 import problem
 import pytest
 from refusals import raises_code
+from run_state import attempts
 from stopping import figures, killed, lose_ledger, same, told, weights
 
 import lamina
@@ -19,7 +20,6 @@ from lamina.errors import BudgetExceeded
 from lamina.ledger.writer import Ledger
 from lamina.plan.signed_bounds import scale_for_signed_bound, signed_epsilon
 from lamina.plan.table import epsilon_text
-from lamina.run.journal import Journal
 from lamina.spend.accounts import SignedAccount, plan_charges, stored_charge
 from lamina.spend.spend_ledger import SpendLedger
 
@@ -88,8 +88,8 @@ def test_a_run_books_class_and_bounds(tmp_path: Path) -> None:
         assert [row.steps for row in total.runs] == [24]
     metrics = figures(tmp_path / "a")
     assert set(metrics["classes"]) == {"open", "clinical", "sensitive"}
-    for opened in Journal.load(tmp_path / "a" / "journal").opens:
-        assert [str(c.account) for c in opened.charges] == ["clinical", "sensitive", *(each.name for each in two)]
+    for attempt in attempts(tmp_path / "a"):
+        assert {name for name, steps in attempt.events.items() if steps} == {"clinical", "sensitive", *(each.name for each in two)}
 
 
 # ---------------------------------------------------------------------------------------- over all runs

@@ -14,12 +14,12 @@ import problem
 import pytest
 import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+from run_state import set_seeds
 from torch import Tensor, nn
 from torch.func import functional_call, grad
 
 import lamina
 from lamina import SecureNoise, StepPlan
-from lamina.run.run import Run
 
 SEED = bytes(range(7, 39))
 
@@ -65,7 +65,7 @@ def clipped(gradient: dict[str, Tensor], plan: StepPlan, row: int) -> dict[str, 
 
 @pytest.mark.parametrize("steps", [1, 4])
 def test_a_segment_is_what_the_plan_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
-    monkeypatch.setattr(Run, "_seed", lambda self, *place: SEED)
+    set_seeds(monkeypatch, lambda: SEED)
     data = problem.data()
     torch.manual_seed(0)
     model = problem.net(dropout=0.0)

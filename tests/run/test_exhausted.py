@@ -19,6 +19,7 @@ from dp_accounting.pld import PLDAccountant
 from history_acts import drawn_with_people
 from hospital import POLICY, Hospital, loss, net
 from refusals import raises_code
+from run_state import attempts, open_attempt, run_id
 from stopping import During, Killed, die
 from wards import Ward
 
@@ -33,7 +34,6 @@ from lamina.ledger.reader import LedgerReader
 from lamina.ledger.records import ContributionRecord, Epoch
 from lamina.plan.rules import Injection, InjectionForm
 from lamina.plan.signed_bounds import REMAINING_FACTORS
-from lamina.run.journal import Journal
 from lamina.run.sampler import Sampler
 from lamina.run.trainer_checks import remaining_factors
 from lamina.spend.accounts import SignedAccount
@@ -82,7 +82,7 @@ def ledger_of(made: Hospital) -> Path:
 
 def told(made: Hospital, name: str) -> list[dict[str, tuple[float, int]]]:
     """By segment of a run: factor and charged steps of each account, as the ledger has them."""
-    run = bytes.fromhex(Journal.load(made.root / "runs" / name / "journal").start.run)
+    run = bytes.fromhex(run_id(made.root / "runs" / name))
     with LedgerReader.read_only(ledger_of(made)) as ledger:
         records = [leaf.record for leaf in ledger.of_kind(Epoch)]
     return [
@@ -226,14 +226,14 @@ def test_a_killed_segment_is_replayed_with_the_same_members(root: Path, tmp_path
     kept.fit()
     with pytest.raises(Killed):
         trainer(made, "b", progress=During({11: die})).fit()
-    (pending,) = (each for each in Journal.load(made.root / "runs" / "b" / "journal").opens if each.segment == 3)
-    assert pending.factors == {STRICT: 0.0, TOP: 0.5}
+    pending = open_attempt(made.root / "runs" / "b")
+    assert pending is not None and pending.segment == 3 and pending.factors == {STRICT: 0.0, TOP: 0.5}
     trainer(made, "c", plan=made.plan(net(), epsilon=2.0, steps=3)).fit()
     again = trainer(made, "b")
     outcome = again.fit()
     assert not any("done again" in note for note in outcome.notes)
-    found = [each.factors for each in Journal.load(made.root / "runs" / "b" / "journal").opens]
-    assert found == [each.factors for each in Journal.load(whole / "runs" / "b" / "journal").opens]
+    found = [each.factors for each in attempts(made.root / "runs" / "b")]
+    assert found == [each.factors for each in attempts(whole / "runs" / "b")]
     for one, other in zip(kept.model.parameters(), again.model.parameters(), strict=True):
         assert torch.equal(one, other)
 

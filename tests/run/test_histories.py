@@ -33,12 +33,12 @@ FOUND: dict[str, list[dict[str, Any]]] = {
         {"do": "go", "folder": "a", "signed": ("z=0.1",)},
     ],
     "a run is lost before its first segment": [
-        {"do": "go", "folder": "a", "stop": ("call", 1, "save"), **BUDGET},
+        {"do": "go", "folder": "a", "stop": ("call", 1, "/checkpoint/"), **BUDGET},
         {"do": "lose", "folder": "a"},
         {"do": "forget", "folder": "a"},
     ],
     "a plan is given up before its first segment": [
-        {"do": "go", "folder": "a", "stop": ("call", 1, "save"), **BUDGET},
+        {"do": "go", "folder": "a", "stop": ("call", 1, "/checkpoint/"), **BUDGET},
         {"do": "go", "folder": "a", "form": "raw"},
     ],
     "budgets are followed at two orders": [

@@ -17,6 +17,7 @@ import problem
 import pytest
 from making import GOVERNING
 from refusals import raises_code
+from run_state import run_id
 from stopping import LOOSE, During, Killed, copied, die, killed, lose_ledger, told
 
 import lamina
@@ -461,7 +462,7 @@ def test_a_bound_that_a_run_has_charged_goes_on_being_charged(tmp_path: Path, ho
 
 def test_a_withdrawal_may_name_a_segment_that_is_not_open_yet_or_is_given_up(ward: hospital.Hospital) -> None:
     def name(ledger: Ledger, digest: str) -> None:
-        run = bytes.fromhex(Journal.load(ward.root / "runs" / "a" / "journal").start.run)
+        run = bytes.fromhex(run_id(ward.root / "runs" / "a"))
         with raises_code("ledger.segment-already-open"):
             withdraw(ledger, digest, WithdrawalReason.REQUEST, run=run, segment=1)
         withdraw(ledger, digest, WithdrawalReason.REQUEST, effect=WithdrawalEffect.ABANDON, run=run, segment=1)

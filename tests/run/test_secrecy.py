@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,12 @@ import problem
 import pytest
 import torch
 from refusals import raises_code
+from run_state import set_seeds
 
 from lamina import Batch, Engine
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.records import Epoch
 from lamina.run.journal import Journal
-from lamina.run.run import Run
 from lamina.run.sampler import Sampler
 from lamina.run.training_checkpoint import TrainingCheckpoints
 
@@ -38,7 +39,7 @@ class Secrets:
 @pytest.fixture
 def secrets(monkeypatch: pytest.MonkeyPatch) -> Secrets:
     known = Secrets()
-    draw, backward, seed = Sampler.draw, Engine.backward, Run._seed
+    draw, backward = Sampler.draw, Engine.backward
 
     def drawn(self: Sampler, step: int) -> Batch:
         batch = draw(self, step)
@@ -50,13 +51,13 @@ def secrets(monkeypatch: pytest.MonkeyPatch) -> Secrets:
             known.losses.append(losses.detach().clone())
         backward(self, losses, batch)
 
-    def seeded(self: Run, *place: int) -> bytes:
-        known.seeds.append(seed(self, *place))
+    def seeded() -> bytes:
+        known.seeds.append(os.urandom(32))
         return known.seeds[-1]
 
     monkeypatch.setattr(Sampler, "draw", drawn)
     monkeypatch.setattr(Engine, "backward", taken)
-    monkeypatch.setattr(Run, "_seed", seeded)
+    set_seeds(monkeypatch, seeded)
     return known
 
 

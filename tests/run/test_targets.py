@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from hospital import Hospital, net, usual
 from refusals import raises_code
+from run_state import open_attempt
 from torch import Tensor, nn
 
 import lamina
@@ -29,7 +30,6 @@ from lamina.ledger.records import Epoch, SegmentOutcome
 from lamina.ledger.verify.verifier import verify
 from lamina.plan.rules import FollowQuantile, Injection
 from lamina.run.example_sources import ArraySource
-from lamina.run.journal import Journal
 from lamina.run.run_output import Progress
 from lamina.run.sampler import Sampler
 from lamina.run.target_check import TargetCheck
@@ -411,7 +411,7 @@ def test_an_error_on_somebodys_data_ends_the_segment_and_the_next_start_leaves_t
     assert "c09" not in told and "rows" not in told
     assert not any(letter.isdigit() for letter in caught.value.problem.partition(" at ")[0])
     folder = tmp_path / "runs" / "a"
-    assert Journal.load(folder / "journal").pending is None
+    assert open_attempt(folder) is None
     assert outcomes(folder) == [SegmentOutcome.ABANDONED]  # charged, and the ledger says so
     again = trainer()
     outcome = again.fit()
@@ -465,7 +465,7 @@ def test_what_was_killed_is_replayed_whatever_stopped_before(tmp_path: Path) -> 
 
     with pytest.raises(Killed):
         problem.trainer(tmp_path / "a", progress=At()).fit()
-    pending = Journal.load(tmp_path / "a" / "journal").pending
+    pending = open_attempt(tmp_path / "a")
     assert pending is not None
     (tmp_path / "a" / "stopped").write_bytes(pending.nonce)
     assert problem.trainer(tmp_path / "a").fit().notes == ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 import stat
 from pathlib import Path
@@ -12,6 +13,7 @@ import problem
 import pytest
 import torch
 from refusals import raises_code
+from run_state import attempts, moments, open_attempt, run_id
 from safetensors.torch import load_file
 from stopping import LOOSE, During, Killed, copied, die, figures, killed, same, told, weights
 from torch import nn
@@ -21,10 +23,10 @@ from lamina import Evaluation
 from lamina.account.filters import GaussianFilter
 from lamina.errors import BudgetExceeded, CouplingError, RunError, RunInUse, StorageError
 from lamina.ledger.verify.verifier import verify
-from lamina.run.journal import Journal
 from lamina.run.private import PlannedBefore
 from lamina.run.run_files import Lease
 from lamina.run.trainer import Trainer
+from lamina.spend.accounts import plan_charges
 from lamina.spend.spend_ledger import SpendLedger
 
 pytestmark = pytest.mark.usefixtures("known_seeds")
@@ -83,7 +85,7 @@ def test_the_length_of_a_segment_does_not_change_what_it_costs(tmp_path: Path, s
     outcome = problem.trainer(tmp_path / "a", segment=segment).fit()
     assert outcome.steps == 24
     assert outcome.epsilon["clinical"] <= 4.0
-    assert len(Journal.load(tmp_path / "a" / "journal").opens) == -(-24 // segment)
+    assert len(attempts(tmp_path / "a")) == -(-24 // segment)
 
 
 def test_microbatches_give_the_same_weights(tmp_path: Path) -> None:
@@ -251,7 +253,7 @@ def test_a_withdrawal_inside_a_segment(tmp_path: Path, rule: str) -> None:
     leave = Withdraw({7: lambda: corpus.withdraw("60")})
     trainer = problem.trainer(tmp_path / "a", corpus=corpus, progress=leave, on_withdrawal=rule, bounds=LOOSE)
     outcome = trainer.fit()
-    opens = Journal.load(tmp_path / "a" / "journal").opens
+    opens = attempts(tmp_path / "a")
     if rule == "finish":
         assert drawn == list(range(1, 25)) and outcome.notes == ()
         assert [o.generation for o in opens] == [0] * 5
@@ -259,7 +261,7 @@ def test_a_withdrawal_inside_a_segment(tmp_path: Path, rule: str) -> None:
         assert drawn == [*range(1, 8), *range(6, 25)]
         assert [(o.segment, o.generation) for o in opens[:3]] == [(0, 0), (1, 0), (1, 1)]
         assert outcome.epsilon["clinical"] > trainer.plan.epsilon("clinical")
-    assert opens[1].membership != opens[-1].membership
+    assert len(trainer.corpus) == len(problem.unpromised()) - 1
 
 
 def test_a_copy_may_give_up_what_the_run_goes_on_with(tmp_path: Path) -> None:
@@ -270,9 +272,8 @@ def test_a_copy_may_give_up_what_the_run_goes_on_with(tmp_path: Path) -> None:
     outcome = problem.trainer(tmp_path / "a", bounds=LOOSE).fit()
     assert told(outcome, "the ledger records them as abandoned")
     assert outcome.steps == 24
-    opens = [each for name in "ab" for each in Journal.load(tmp_path / name / "journal").opens]
-    later = [(each.segment, each.generation) for each in opens if each.segment > 1]
-    assert len(set(later)) == len(later)
+    later = [each.key for each in attempts(tmp_path / "a") if each.segment > 1]
+    assert len(later) == len(set(later)) == 2 * 3  # each of the two did segments 2 to 4
 
 
 def test_a_run_that_was_taken_for_lost(tmp_path: Path) -> None:
@@ -335,7 +336,7 @@ def test_what_decides_a_step_is_never_replayed_changed(
     killed(tmp_path / "a", 8, **before)
     outcome = problem.trainer(tmp_path / "a", **after).fit()
     assert told(outcome, "charged again")
-    assert [o.generation for o in Journal.load(tmp_path / "a" / "journal").opens][:3] == [0, 0, 1]
+    assert [o.generation for o in attempts(tmp_path / "a")][:3] == [0, 0, 1]
 
 
 def test_data_changed_in_place_is_never_replayed(tmp_path: Path) -> None:
@@ -347,12 +348,28 @@ def test_data_changed_in_place_is_never_replayed(tmp_path: Path) -> None:
     assert told(outcome, "the data changed")
 
 
+def everything_in(folder: Path) -> bytes:
+    return b"\0".join(path.read_bytes() for path in folder.rglob("*") if path.is_file())
+
+
+def test_nothing_is_drawn_before_it_is_charged(tmp_path: Path) -> None:
+    seen: list[tuple[int, int] | None] = []
+
+    def look() -> None:
+        found = open_attempt(tmp_path / "a")
+        seen.append(None if found is None else found.key)
+
+    with moments(look, "backward"):
+        problem.trainer(tmp_path / "a", steps=12, segment=4).fit()
+    assert seen == [(step // 4, 0) for step in range(12)]
+
+
 def test_a_segment_that_was_given_up_is_never_taken_up_again(tmp_path: Path) -> None:
     first = killed(tmp_path / "a", 8)
-    seed = Journal.load(tmp_path / "a" / "journal").pending
-    assert seed is not None and seed.seed in (tmp_path / "a" / "journal").read_bytes()
+    seed = hashlib.sha256(b"1").digest()  # of the second attempt, see number_seeds
+    assert seed in everything_in(tmp_path)
     problem.trainer(tmp_path / "a", microbatches=2).fit()
-    assert seed.seed not in (tmp_path / "a" / "journal").read_bytes()
+    assert seed not in everything_in(tmp_path)
     outcome = problem.trainer(tmp_path / "a").fit()  # the change is undone
     assert outcome.steps == 19 and first.plan.steps == 24
 
@@ -377,7 +394,7 @@ def test_a_segment_that_the_book_refuses_is_never_trained(tmp_path: Path) -> Non
     bounds = {"clinical": 4.0, "sensitive": 2.0}
     trainer = killed(tmp_path / "a", 3, bounds=bounds)
     book = SpendLedger(trainer.ledger)
-    run = Journal.load(tmp_path / "a" / "journal").start.run
+    run = run_id(tmp_path / "a")
     book.finish(run)  # somebody gives its reservation away
     with pytest.raises(BudgetExceeded):
         problem.trainer(tmp_path / "b", bounds=bounds).fit()
@@ -387,7 +404,7 @@ def test_a_segment_that_the_book_refuses_is_never_trained(tmp_path: Path) -> Non
     assert smaller.steps < trainer.plan.steps
     outcome = problem.trainer(tmp_path / "a", bounds=bounds).fit()
     assert outcome.steps == 5  # the open segment was booked before; nothing after it
-    assert [o.last for o in Journal.load(tmp_path / "a" / "journal").opens] == [5]
+    assert [o.last for o in attempts(tmp_path / "a")] == [5]
 
 
 def test_a_finished_run_is_only_read(tmp_path: Path) -> None:
@@ -540,13 +557,14 @@ def test_another_book_for_a_copied_run_is_refused(tmp_path: Path) -> None:
     copied(tmp_path / "a", "b")
     problem.trainer(tmp_path / "b", bounds={}, ledger=tmp_path / "two.db").fit()
     problem.trainer(tmp_path / "a", bounds={}, ledger=tmp_path / "one.db").fit()
-    mine = Journal.load(tmp_path / "a" / "journal").opens[-1]
+    mine = attempts(tmp_path / "a")[-1]
     three = problem.trainer(tmp_path / "c", bounds={}, ledger=tmp_path / "three.db").ledger
     book = SpendLedger(three)
-    run = Journal.load(tmp_path / "a" / "journal").start.run
+    run = run_id(tmp_path / "a")
     assert book.charge(
         run, segment=mine.segment, generation=mine.generation,
-        nonce=b"somebody else's!", charges=mine.charges, bounds={},
+        nonce=b"somebody else's!", bounds={},
+        charges=plan_charges(problem.plan(problem.net()), mine.first, mine.last),
     )  # fmt: skip
     with raises_code("train.ledger-disagrees"):
         problem.trainer(tmp_path / "a", bounds={}, ledger=three).fit()

@@ -15,6 +15,7 @@ import problem
 from history_acts import FOLDERS, SIGNED, Act, killed_at
 from history_plans import BOUND, Spec, more, plan_of, policy_of
 from making import GOVERNING
+from run_state import run_in
 from stopping import During, Killed, die
 
 from lamina.errors import LaminaError
@@ -25,7 +26,6 @@ from lamina.ledger.records import Epoch
 from lamina.ledger.store.rows import WHOLE_BUDGET_SEGMENT
 from lamina.ledger.verify.verifier import verify
 from lamina.ledger.writer import Ledger
-from lamina.run.journal import Journal
 from lamina.run.trainer import Trainer
 from lamina.sign.keys import PrivateKey
 from lamina.spend.accounts import SignedAccount
@@ -52,6 +52,7 @@ class World:
     _drawn: set[tuple[str, int, int, bytes]] = field(default_factory=set)  # attempts
     _weights: dict[tuple[bytes, int], bytes] = field(default_factory=dict)  # by seed and step
     _put_back: set[str] = field(default_factory=set)  # runs whose folder was
+    _forgotten: set[str] = field(default_factory=set)  # runs whose folder nobody has any more
     _went_back: bool = False  # the ledger was put back from an older copy
 
     def __post_init__(self) -> None:
@@ -199,6 +200,7 @@ class World:
 
     def do_forget(self, folder: str) -> None:
         """Nobody has it any more."""
+        self._forgotten.add(self.run_of(folder))
         shutil.rmtree(self.root / folder, ignore_errors=True)
 
     def do_finish(self, folder: str) -> None:
@@ -247,8 +249,10 @@ class World:
         return Ledger.open(self.place, self.signer(), clock=self.clock)
 
     def run_of(self, folder: str) -> str:
-        path = self.root / folder / "journal"
-        return Journal.load(path).start.run if path.exists() else ""
+        if not (self.root / folder).is_dir() or not self.there:
+            return ""
+        with LedgerReader.read_only(self.place) as ledger:
+            return run_in(ledger, self.root / folder, without=self._forgotten)
 
     # ------------------------------------------------------------------------------------ what must hold
 

@@ -5,20 +5,13 @@ A history that fails can be printed, cut down, and put into a test as it is.
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from run_state import moments
 from stopping import die
-
-from lamina.engine.engine import Engine
-from lamina.ledger.writer import Ledger
-from lamina.run.journal import Journal
-from lamina.run.sampler import Sampler
-from lamina.run.training_checkpoint import TrainingCheckpoints
-from lamina.spend.spend_ledger import SpendLedger
 
 Act = Mapping[str, Any]
 FOLDERS = ("a", "b", "c", "d")
@@ -32,11 +25,8 @@ FREQUENT = {
 
 @contextmanager
 def killed_at(number: int, only: str = "") -> Iterator[None]:
-    """The process ends at the n-th moment before or after a call that changes a file, the ledger or the model.
-
-    `only` counts the calls of this name alone.
-    """
-    count, undo = 0, []
+    """The process ends before the n-th call that changes a file, the ledger or the model; `only` as in `moments`."""
+    count = 0
 
     def pass_by() -> None:
         nonlocal count
@@ -44,35 +34,8 @@ def killed_at(number: int, only: str = "") -> Iterator[None]:
         if count == number:
             die()
 
-    def watch(owner: Any, name: str) -> None:
-        real = getattr(owner, name)
-
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            pass_by()
-            result = real(*args, **kwargs)
-            pass_by()
-            return result
-
-        undo.append((owner, name, real))
-        setattr(owner, name, watched)
-
-    for owner, names in (
-        (os, ("fsync", "rename", "replace", "link", "unlink")),
-        (Journal, ("append", "_erase")),
-        (TrainingCheckpoints, ("save",)),
-        (Sampler, ("draw",)),
-        (Engine, ("backward",)),
-        (SpendLedger, ("reserve", "charge", "record", "finish")),
-        (Ledger, ("append_with", "checkpoint")),
-    ):
-        for name in names:
-            if only in ("", name):
-                watch(owner, name)
-    try:
+    with moments(pass_by, only):
         yield
-    finally:
-        for owner, name, real in reversed(undo):
-            setattr(owner, name, real)
 
 
 # ---------------------------------------------------------------------------------------- drawn

@@ -4,7 +4,7 @@ Importing torch takes seconds and a fork milliseconds, so that fifty kills fit i
 computes anything: a forked child must not inherit threads.
 
     {"folder": F, "after": seconds}     SIGKILL that long after the run began
-    {"folder": F, "call": n}            SIGKILL before the n-th call that changes something (see `calls`)
+    {"folder": F, "call": n}            SIGKILL before the n-th call that changes something (see `moments`)
     {"folder": F}                       let it finish; answers with what it cost and a digest of its weights
 """
 
@@ -16,24 +16,20 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from lamina.spend import spend_ledger
 from lamina.spend.accounts import SignedAccount
 
 sys.path.insert(0, str(Path(__file__).parent))
 import problem
+import pytest
 import torch
+from run_state import moments, number_seeds
 
-from lamina.engine.engine import Engine
-from lamina.ledger.reader import LedgerReader
 from lamina.ledger.verify.verifier import verify
-from lamina.ledger.writer import Ledger
 from lamina.plan.step_plan import StepPlan
-from lamina.run import journal, run, sampler
-from lamina.run.training_checkpoint import TrainingCheckpoints
 
 OPTIONS: dict[str, Any] = {"ema": 0.9, "max_occurrences": {"clinical": 4}}
 STRICT = "clinical@c=1,z=0.05"
@@ -46,54 +42,15 @@ def accounts(plan: StepPlan) -> list[SignedAccount]:
     return [SignedAccount(name=STRICT, cls="clinical", scale=SCALE, epsilon=epsilon)]
 
 
-def calls(act: Callable[[], None]) -> None:
-    """Call `act` before everything that changes a file, the book, or the model."""
-
-    def watched(owner: Any, name: str) -> None:
-        real = getattr(owner, name)
-
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            act()
-            result = real(*args, **kwargs)
-            act()
-            return result
-
-        setattr(owner, name, counted)
-
-    for name in ("fsync", "write", "rename", "replace", "link", "unlink", "ftruncate", "open"):
-        watched(os, name)
-    watched(journal.Journal, "append")
-    watched(journal.Journal, "_erase")
-    watched(TrainingCheckpoints, "save")
-    watched(sampler.Sampler, "draw")
-    watched(Engine, "backward")
-    for name in ("reserve", "charge", "record", "finish"):
-        watched(spend_ledger.SpendLedger, name)
-    for name in ("append", "append_with", "checkpoint"):
-        watched(Ledger, name)
-
-
-def seeds() -> None:
-    """Seeds that depend on how many attempts the journal holds: a killed run can be compared with a whole one."""
-
-    def known(self: run.Run, *place: int) -> bytes:
-        return hashlib.sha256(f"{len(self.journal.opens)}".encode()).digest()
-
-    run.Run._seed = known  # type: ignore[method-assign]
-
-
 def ledger(folder: Path) -> dict[str, Any]:
     """What an auditor finds: the same, however often the run was killed."""
     found = verify(folder / "ledger.db")
-    with LedgerReader.read_only(folder / "ledger.db") as view, view.store.read() as rows:
-        held = len(rows.holds())
-    return {"problem": str(found.problem), "size": found.size, "signed": found.signed, "held": held}
+    return {"problem": str(found.problem), "size": found.size, "signed": found.signed, "held": len(found.held)}
 
 
 def child(command: dict[str, Any], answer: int) -> None:
-    seeds()
-    count = 0
-    target = command.get("call")
+    number_seeds(pytest.MonkeyPatch())
+    count, target = 0, command.get("call")
 
     def act() -> None:
         nonlocal count
@@ -101,16 +58,15 @@ def child(command: dict[str, Any], answer: int) -> None:
         if count == target:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    if "call" in command:
-        calls(act)
-    plan = problem.plan(problem.net(), command["steps"])
-    trainer = problem.trainer(
-        Path(command["folder"]), plan=plan, segment=command["segment"], accounts=accounts(plan), **OPTIONS
-    )
-    os.write(answer, b"begun\n") if "call" not in command else None
-    began = time.perf_counter()
-    outcome = trainer.fit()
-    seconds = time.perf_counter() - began
+    with moments(act) if "call" in command else nullcontext():
+        plan = problem.plan(problem.net(), command["steps"])
+        trainer = problem.trainer(
+            Path(command["folder"]), plan=plan, segment=command["segment"], accounts=accounts(plan), **OPTIONS
+        )
+        os.write(answer, b"begun\n") if "call" not in command else None
+        began = time.perf_counter()
+        outcome = trainer.fit()
+        seconds = time.perf_counter() - began
     digest = hashlib.sha256()
     for name, tensor in trainer.model.state_dict().items():
         digest.update(name.encode() + tensor.numpy().tobytes())

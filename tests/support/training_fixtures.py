@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 
 import pytest
 import torch
+from run_state import number_seeds
 
 from lamina.ledger.verify.verifier import verify
-from lamina.run.run import Run
 
 
 @pytest.fixture(autouse=True)
@@ -37,4 +36,4 @@ def _every_ledger_verifies(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture
 def known_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
     """The seed of an attempt is a function of how many were opened before: two runs can be compared."""
-    monkeypatch.setattr(Run, "_seed", lambda self, *place: hashlib.sha256(b"%d" % len(self.journal.opens)).digest())
+    number_seeds(monkeypatch)
