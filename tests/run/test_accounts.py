@@ -89,7 +89,11 @@ def test_a_run_books_class_and_bounds(tmp_path: Path) -> None:
     metrics = figures(tmp_path / "a")
     assert set(metrics["classes"]) == {"open", "clinical", "sensitive"}
     for attempt in attempts(tmp_path / "a"):
-        assert {name for name, steps in attempt.events.items() if steps} == {"clinical", "sensitive", *(each.name for each in two)}
+        assert {name for name, steps in attempt.events.items() if steps} == {
+            "clinical",
+            "sensitive",
+            *(each.name for each in two),
+        }
 
 
 # ---------------------------------------------------------------------------------------- over all runs

@@ -25,7 +25,6 @@ from lamina.engine.engine import Engine
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.records import Epoch
 from lamina.run.trainer import Trainer
-from lamina.spend.accounts import account_name
 from lamina.spend.reservation import OpenCharges
 
 
@@ -52,10 +51,8 @@ def attempts_in(ledger: LedgerReader, run: str) -> list[RunAttempt]:
     id, found = bytes.fromhex(run), []
     for leaf in ledger.of_kind(Epoch):
         if isinstance(epoch := leaf.record, Epoch) and epoch.run == id:
-            events = {account_name(each.bound): sum(c.steps for c in each.charges) for each in epoch.accounts}
-            factors = {
-                account_name(each.bound): each.exhausted for each in epoch.accounts if each.exhausted is not None
-            }
+            events = {str(each.bound): sum(c.steps for c in each.charges) for each in epoch.accounts}
+            factors = {str(each.bound): each.exhausted for each in epoch.accounts if each.exhausted is not None}
             for each in epoch.segments:
                 place = each.index, each.generation, each.nonce, each.first, each.last
                 found.append(RunAttempt(*place, each.outcome.name.lower(), events, factors))
@@ -65,7 +62,7 @@ def attempts_in(ledger: LedgerReader, run: str) -> list[RunAttempt]:
                 held = OpenCharges.decode(hold.body)
                 assert held.begun is not None
                 place = *hold[1:4], held.begun.first, held.begun.last
-                events = {each.cls: each.steps for each in held.charges}
+                events = {str(each.account): each.event.steps for each in held.charges}
                 found.append(RunAttempt(*place, "open", events, dict(held.factors)))
     return found
 
