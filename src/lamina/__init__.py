@@ -85,7 +85,7 @@ _HOME = {
 }  # fmt: skip
 
 
-_MODULES = ("data", "models", "presets")  # that pages name as lamina.presets and so on
+_MODULES = ("data", "models", "presets", "recipes")  # that pages name as lamina.presets and so on
 
 
 def __getattr__(name: str) -> Any:
