@@ -94,12 +94,12 @@ PRESETS: dict[str, Preset] = {
         ),
         Preset(
             name="tabular",
-            task="a table of columns in declared ranges: LayerNorm of each row, 32 hidden units, tanh (lamina.recipes.tabular)",
+            task="a table of columns in declared ranges: 32 hidden units, tanh (lamina.recipes.tabular)",
             clip_norm=0.1,
             optimizer={"name": AUTO},
             sampling_rate=0.25,
             steps=150,
-            chosen_on="development tasks of benchmarks/utility/small_tasks.py",
+            chosen_on="development tasks of benchmarks/utility/small_tasks.py, such as wine",
         ),
         Preset(
             name="image-scattering",

@@ -46,7 +46,7 @@ def tabular(
     target: tuple[float, float] | None = None, hidden: Sequence[int] = (32,), unit: Any = None,
     population: int | None = None, seed: int = 0, **options: Any,
 ) -> Recipe:  # fmt: skip
-    """Return a recipe for a table: columns scaled, LayerNorm of each row, hidden layers with tanh, the optimiser of the plan.
+    """Return a recipe for a table: columns scaled, hidden layers with tanh, the optimiser of the plan.
 
     y        class numbers below `classes`; or numbers within the declared range `target`, which become [-1, 1]
     ranges   least and largest value of each column, known without the data
@@ -71,7 +71,7 @@ def tabular(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         sizes = (wide, *hidden)
-        layers: list[nn.Module] = [nn.LayerNorm(wide, elementwise_affine=False)]
+        layers: list[nn.Module] = []
         for into, out in pairwise(sizes):
             layers += [nn.Linear(into, out), nn.Tanh()]
         model = nn.Sequential(*layers, nn.Linear(sizes[-1], outputs))
