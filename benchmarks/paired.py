@@ -1,6 +1,6 @@
 """Paired comparisons of results/study.csv: mean difference of the error over the seeds that two methods share, and t.
 
-    python benchmarks/paired.py            every method against flat clip, by data and ε, in the study's main settings
+python benchmarks/paired.py            every method against flat clip, by data and ε, in the study's main settings
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ def main() -> None:
         if len(mine.keys() & other.keys()) >= 3:
             by, found, critical = paired(mine, other)
             mark = "*" if abs(found) > critical else " "
-            print(f"{data:6} ε {epsilon:4} {method:16} {100 * by:+6.1f} %  t {found:+6.1f} {mark} (critical {critical:.2f})")
+            print(
+                f"{data:6} ε {epsilon:4} {method:16} {100 * by:+6.1f} %  t {found:+6.1f} {mark} (critical {critical:.2f})"
+            )
 
 
 if __name__ == "__main__":
