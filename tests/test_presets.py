@@ -10,8 +10,6 @@ from torch import nn
 import lamina
 from lamina import presets
 from lamina.cli.run_file import RunFile
-from lamina.data import CGMSimulator
-from lamina.models import SignalLoss, StackedAE
 
 RUN = """
 policy = "policy.toml"
@@ -29,9 +27,9 @@ def test_a_preset_is_enough_for_a_private_step(name: str) -> None:
     preset = presets.find(name)
     torch.manual_seed(0)
     model, x = nn.Linear(4, 2), torch.randn(50, 4)
-    optimizer, schedule = preset.optimizer_for(model)
-    rate = optimizer.param_groups[0]["lr"]
     engine, corpus, plan = lamina.make_private(model, x, epsilon=2.0, delta=1e-4, **preset.settings(50))
+    optimizer, schedule = preset.optimizer_for(model, plan)
+    rate = optimizer.param_groups[0]["lr"]
     assert plan.steps == preset.steps
     assert plan.epsilon(0) <= 2.0
     before = model.weight.detach().clone()
@@ -41,18 +39,14 @@ def test_a_preset_is_enough_for_a_private_step(name: str) -> None:
         optimizer.zero_grad()
         schedule.step()
     assert not torch.equal(before, model.weight)
-    assert optimizer.param_groups[0]["lr"] < rate == preset.optimizer["lr"]
+    if preset.optimizer["name"] == "auto":
+        assert rate == lamina.private_optimizer(model, plan)[0].param_groups[0]["lr"]
+        with raises_code("plan.preset-needs-plan"):
+            preset.optimizer_for(model)
+    else:
+        assert optimizer.param_groups[0]["lr"] < rate == preset.optimizer["lr"]
     assert preset.chosen_on and preset.task
     engine.detach()
-
-
-def test_the_subspace_of_a_preset_is_all_that_private_subspace_needs() -> None:
-    preset = presets.find("cgm-pretrained")
-    assert preset.subspace is not None
-    days = torch.from_numpy(CGMSimulator(days=3).draw(patients=64, seed=1).x - 40) / 360
-    model = StackedAE(channels=1, samples=288)
-    lamina.private_subspace(model, SignalLoss(), days, proxy="simulated: glucose", **preset.subspace)
-    assert sum(p.numel() for p in model.parameters() if p.requires_grad) == 420
 
 
 def test_a_run_file_may_take_all_of_it_or_parts() -> None:
@@ -62,6 +56,8 @@ def test_a_run_file_may_take_all_of_it_or_parts() -> None:
     assert run.optimizer.name == preset.optimizer["name"]
     assert run.optimizer.arguments == {"lr": preset.optimizer["lr"]}
     assert run.scheduler.name == "cosine"
+    table = RunFile.parse(RUN.replace("ecg-linear", "tabular"))
+    assert (table.optimizer.name, table.scheduler, table.steps) == ("auto", None, presets.find("tabular").steps)
     mine = RunFile.parse('batch = 20\nepochs = 3\noptimizer = { name = "adam", lr = 0.1 }\n' + RUN)
     assert (mine.batch, mine.epochs, mine.steps, mine.optimizer.name) == (20, 3, None, "adam")
     assert mine.clip_norm == preset.clip_norm

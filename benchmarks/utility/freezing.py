@@ -18,10 +18,11 @@ from torch import Tensor, nn
 
 import lamina
 from lamina.data.ecg_simulator import ECGSimulator
-from lamina.data.front_ends import median_beat, r_waves
 from lamina.presets import Preset
+from lamina.recipes.recipe import binary
+from lamina.recipes.signals import beat_rows, median_beats, simulated_beats
 
-from .goals import beat_rows, binary, macro_auc, note, private, ptbxl_pages, simulated_beats
+from .goals import macro_auc, note, private, ptbxl_pages
 
 Rows = tuple[Tensor, Tensor, Tensor]  # features, superclasses, patient
 PATIENTS, EPSILONS, RATES, SEEDS = (250, 1000), (1.0, 3.0, 8.0), (0.01, 0.03, 0.1, 0.3, 1.0), 3
@@ -59,8 +60,7 @@ def ptbxl_patients() -> tuple[Rows, Rows]:
     """Folds 1 to 6, and folds 7 and 8; nobody is in both."""
     pages, strips, y, fold, patient = ptbxl_pages()
     starts = [250 * (i // 3) for i in range(12)]
-    beats = [median_beat(p, r_waves(s, rate=100), rate=100, starts=starts) for p, s in zip(pages, strips, strict=True)]
-    x = torch.tensor(beat_rows(np.stack(beats)), dtype=torch.float32)
+    x = torch.tensor(beat_rows(median_beats(pages, rhythm=strips, starts=starts)), dtype=torch.float32)
     test = fold >= 7
     train = ~test & ~np.isin(patient, patient[test])
     owner = torch.from_numpy(np.unique(patient, return_inverse=True)[1])

@@ -23,16 +23,17 @@ from lamina import LayerStack, Policy, StepPlan, make_plan, presets
 from lamina.account import calibrate
 from lamina.allocate.basic import LSAB, Pareto, uniform
 from lamina.allocate.ladp import LADP
-from lamina.data.cgm_simulator import HIGHEST, LOWEST, CGMSimulator
+from lamina.data.cgm_simulator import CGMSimulator
 from lamina.engine.proxy_shares import Proxy
-from lamina.models.signal_autoencoders import StackedAE
 from lamina.plan.correlation import participations, prefix_error
+from lamina.recipes.recipe import squared_error
+from lamina.recipes.signals import keep_top_band, pretrained_days, public_days, scaled
 from lamina.run.training_checkpoint import MovingAverage
 
-from .goals import DATA, note, opacus_flat, private, squared_error
+from .goals import DATA, note, opacus_flat, private
 
 PRESET, DELTA, SEEDS, EPSILONS = presets.find("cgm-pretrained"), 1e-3, 3, (3.0, 8.0)
-TOP_BAND = ("decoder.8.", "decoder.9.", "decoder.12.")  # the last two of eight layers, and the norm between them
+SUBSPACE: dict[str, Any] = {"layers": ["decoder.12"], "rank": 20, "scale": 12.0}
 PROXY = "simulated: glucose"
 HIGHER = 1.25  # times what the simulator shows: the patients on whom settings are chosen
 GRID = (
@@ -66,12 +67,6 @@ class Split(NamedTuple):
     owner: np.ndarray  # the patient of each row of test
 
 
-def scaled(x: np.ndarray) -> Tensor:
-    """[40, 400] mg/dL -> [0, 1]."""
-    shown = (np.clip(x, LOWEST, HIGHEST) - LOWEST) / (HIGHEST - LOWEST)
-    return torch.tensor(shown, dtype=torch.float32).reshape(-1, 1, 288)
-
-
 def split(x: Tensor, patient: np.ndarray, seed: int, held: int) -> Split:
     people = np.random.default_rng(seed).permutation(np.unique(patient))
     out = np.isin(patient, people[:held])
@@ -94,16 +89,8 @@ def higher_glucose() -> list[Split]:
 
 
 @cache
-def public_days() -> Tensor:
-    return scaled(CGMSimulator().draw(patients=600, seed=5).x)
-
-
-@cache
-def pretrained(seed: int) -> StackedAE:
-    torch.manual_seed(seed)
-    model = StackedAE(1, 288, depth=8, dropout=0.0)
-    lamina.pretrain(model, squared_error, public_days(), proxy=PROXY, steps=1000, batch=64, seed=seed)
-    return model.eval()
+def pretrained(seed: int) -> nn.Module:
+    return pretrained_days(seed)
 
 
 def all_layers(seed: int) -> nn.Module:
@@ -111,15 +98,12 @@ def all_layers(seed: int) -> nn.Module:
 
 
 def top_band(seed: int) -> nn.Module:
-    model = all_layers(seed)
-    for name, p in model.named_parameters():
-        p.requires_grad_(name.startswith(TOP_BAND))
-    return model
+    return keep_top_band(all_layers(seed))
 
 
 def subspace(seed: int, **other: Any) -> nn.Module:
     """Private in the directions of the last layer that the simulated days use."""
-    model, settings = all_layers(seed), {**(PRESET.subspace or {}), **other}
+    model, settings = all_layers(seed), {**SUBSPACE, **other}
     lamina.private_subspace(model, squared_error, public_days(), proxy=PROXY, **settings)
     return model
 

@@ -27,20 +27,13 @@ from torch.nn import functional as F
 import lamina
 from lamina import Batch, Engine, SeededNoise, StepPlan, presets
 from lamina.data.ecg_simulator import ECGSimulator
-from lamina.data.front_ends import (
-    Directions,
-    ImageCNN,
-    Scattering2D,
-    bounded,
-    distorted,
-    median_beat,
-    r_waves,
-    unit_norm,
-)
+from lamina.data.front_ends import Directions, ImageCNN, Scattering2D, bounded, distorted, unit_norm
 from lamina.engine.proxy_shares import Proxy
+from lamina.recipes.recipe import binary, class_losses, linear, squared_error
+from lamina.recipes.signals import autoencoder, beat_directions, beat_rows, ecg_rows, median_beats
 
 from .data import digits, mnist, ptbxl, simulated
-from .tasks import TASKS, autoencoder, single_leads
+from .tasks import TASKS, single_leads
 
 DATA = Path(os.environ.get("LAMINA_DATA", "."))
 CACHE = Path(os.environ.get("LAMINA_CACHE", "/tmp/lamina-goals"))
@@ -143,23 +136,6 @@ def note(task: str, key: str, value: Any) -> None:
 # ----------------------------------------------------------------------------------------------- PTB-XL, beats
 
 
-def beat_rows(beats: np.ndarray) -> np.ndarray:
-    """(N, 12, 80) in millivolt -> (N, 480): means of two samples, tanh in units of half a millivolt."""
-    return bounded(beats.reshape(len(beats), 12, -1, 2).mean(3).reshape(len(beats), -1))
-
-
-def simulated_beats(patients: int = 2000, seed: int = 11) -> tuple[np.ndarray, np.ndarray]:
-    drawn = ECGSimulator().draw(patients=patients, seed=seed)
-    beats = np.median(drawn.x.reshape(patients, -1, 12, 96), axis=1)[:, :, 8:88]
-    return beats - np.median(beats, axis=2, keepdims=True), drawn.label.reshape(patients, -1)[:, 0]
-
-
-def ecg_rows(x: np.ndarray, directions: Directions) -> Tensor:
-    """The features of the preset `ecg-linear`: 64 directions, norm 1, and a constant of 0.3 in place of a bias."""
-    rows = unit_norm(directions(x))
-    return torch.tensor(np.c_[rows, np.full(len(rows), 0.3)], dtype=torch.float32)
-
-
 def macro_auc(scores: np.ndarray, y: np.ndarray) -> float:
     found = []
     for k in range(y.shape[1]):
@@ -169,24 +145,12 @@ def macro_auc(scores: np.ndarray, y: np.ndarray) -> float:
     return float(np.mean(found))
 
 
-def binary(output: Tensor, y: Tensor) -> Tensor:
-    return F.binary_cross_entropy_with_logits(output, y, reduction="none").mean(1)
-
-
-def linear(inputs: int, outputs: int) -> nn.Module:
-    model = nn.Linear(inputs, outputs, bias=False)
-    nn.init.zeros_(model.weight)
-    return model
-
-
 def ecg() -> None:
     """A linear layer on median beats."""
     pages, strips, y, fold, patient = ptbxl_pages()
     starts = [250 * (i // 3) for i in range(12)]  # as on a printed page
-    peaks = [r_waves(strip, rate=100) for strip in strips]
-    beats = [median_beat(page, found, rate=100, starts=starts) for page, found in zip(pages, peaks, strict=True)]
-    directions = Directions.of(beat_rows(simulated_beats()[0]), proxy="simulated: ECG", count=64, whiten=0.25)
-    eight_folds("ecg", ecg_rows(beat_rows(np.stack(beats)), directions), y, fold, patient)
+    beats = median_beats(pages, rhythm=strips, starts=starts)
+    eight_folds("ecg", ecg_rows(beat_rows(beats), beat_directions()), y, fold, patient)
 
 
 def page_of(records: np.ndarray) -> Tensor:
@@ -316,10 +280,6 @@ def public_digits(count: int, seed: int) -> tuple[Tensor, Tensor]:
     return torch.cat(parts), torch.from_numpy(found.target)[rows].long()
 
 
-def cross_entropy(output: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(output, y, reduction="none")
-
-
 def smoothed(output: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(output, y, reduction="none", label_smoothing=0.05)
 
@@ -344,7 +304,7 @@ def gradient_descent(layer: nn.Module, x: Tensor, y: Tensor) -> nn.Module:
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 60)
     for _ in range(60):
         optimizer.zero_grad()
-        cross_entropy(layer(x), y).mean().backward()
+        class_losses(layer(x), y).mean().backward()
         optimizer.step()
         schedule.step()
     optimizer.zero_grad()
@@ -388,7 +348,7 @@ def image(held_out: bool = False) -> None:
             layer = linear(256, 10)
             layer.load_state_dict(first.state_dict())
             options: dict[str, Any] = {"epsilon": epsilon, "delta": 1e-5, "preset": preset, "seed": seed}
-            private(layer, cross_entropy, x, y, torch.arange(len(x)), **options)
+            private(layer, class_losses, x, y, torch.arange(len(x)), **options)
             figures.append(accuracy(layer))
         note(task, f"lamina ε={epsilon:g}", [round(float(np.mean(figures)), 2), figures])
 
@@ -412,7 +372,7 @@ def image_scattering() -> None:
         figures = []
         for seed in range(3):
             options: dict[str, Any] = {"epsilon": epsilon, "delta": 1e-5, "preset": preset, "seed": seed}
-            model = private(linear(x.shape[1], 10), cross_entropy, x, split.train.y, split.train.unit, **options)
+            model = private(linear(x.shape[1], 10), class_losses, x, split.train.y, split.train.unit, **options)
             with torch.no_grad():
                 figures.append(round(100 * float((model(test).argmax(1) == split.test.y).double().mean()), 2))
         note("mnist, scattering", f"lamina ε={epsilon:g}", [round(float(np.mean(figures)), 2), figures])
@@ -422,10 +382,6 @@ DIRECTIONS, WHITEN = 500, 0.75
 
 
 # ------------------------------------------------------------------------- autoencoder on beats of single leads
-
-
-def squared_error(output: Tensor, x: Tensor) -> Tensor:
-    return (output - x).square().flatten(1).mean(1)
 
 
 def beats_autoencoder() -> None:

@@ -13,9 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from lamina.recipes import Recipe
 from lamina.recipes.images import ScatteredImages, classifier
 
 from .data import mnist
@@ -45,15 +43,6 @@ def rows(name: str, features: ScatteredImages, images: Tensor) -> Tensor:
     return torch.from_numpy(np.load(path))
 
 
-def train(recipe: Recipe) -> None:
-    for batch in recipe.corpus.batches(recipe.plan):
-        loss = F.cross_entropy(recipe.model(batch.x), batch.y, reduction="none") if len(batch) else None
-        recipe.engine.backward(loss, batch)
-        recipe.optimizer.step()
-        recipe.optimizer.zero_grad()
-        recipe.schedule.step()
-
-
 def measure(task: str, train_set: tuple[Tensor, Tensor], test_set: tuple[Tensor, Tensor], *epsilons: float) -> None:
     (images, y), (test_images, test_y) = train_set, test_set
     features = ScatteredImages((images.shape[1], images.shape[2], images.shape[3]), mirror=task == "photographs")
@@ -65,7 +54,7 @@ def measure(task: str, train_set: tuple[Tensor, Tensor], test_set: tuple[Tensor,
         found = []
         for _ in range(SEEDS):  # noise and samples are drawn anew; the first weights are zero
             recipe = classifier(x, y, features, classes=10, epsilon=epsilon)
-            train(recipe)
+            recipe.train()
             with torch.no_grad():
                 answers = torch.cat([recipe.model(part.float()).argmax(1) for part in tx.split(500)])
             found.append(round(100 * float((answers == test_y).double().mean()), 2))

@@ -6,10 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from scipy.stats import rankdata
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from lamina.recipes.signals import autoencoder, nmse
 
 from .data import Part, Split, digits, mnist, ptbxl, simulated
 
@@ -60,29 +61,6 @@ def beat_mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(480, 64), nn.Tanh(), nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 1), nn.Flatten(0))
 
 
-class Residual(nn.Module):
-    """y = x + tanh(W x + b)."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.inner = nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.inner(x))
-
-
-def autoencoder(samples: int = 40, width: int = 32, code: int = 16) -> nn.Module:
-    """Twelve linear layers: into the width, four residual ones, the code, and back the same way."""
-    return nn.Sequential(
-        nn.Linear(samples, width),
-        *(Residual(width) for _ in range(4)),
-        nn.Linear(width, code),
-        nn.Linear(code, width),
-        *(Residual(width) for _ in range(4)),
-        nn.Linear(width, samples),
-    )
-
-
 # --------------------------------------------------------------------------------------------- losses and figures
 
 
@@ -109,9 +87,8 @@ def auc(output: Tensor, part: Part) -> float:
     return float(above / (ill.sum() * (~ill).sum()))
 
 
-def nmse(output: Tensor, part: Part) -> float:
-    """Squared error over the signal's power."""
-    return float((output - part.x).double().square().sum() / part.x.double().square().sum())
+def lost_power(output: Tensor, part: Part) -> float:
+    return nmse(output, part.x)
 
 
 # ---------------------------------------------------------------------------------------------------------- data
@@ -188,7 +165,7 @@ TASKS = {
             scale=1.0,
             model=autoencoder,
             losses=reconstruction,
-            figure=nmse,
+            figure=lost_power,
             real=lambda: single_leads(ptbxl()),
             proxy=lambda folder: single_leads(simulated(folder)),
             stand_in="simulated: ECG, median beats",

@@ -5,7 +5,7 @@ by name, in RUN.toml with `preset = "ecg-linear"`, or
 
     preset = lamina.presets.find("ecg-linear")
     engine, corpus, plan = lamina.make_private(model, (x, y), epsilon=1.0, delta=1e-4, **preset.settings(len(x)))
-    optimizer, scheduler = preset.optimizer_for(model)
+    optimizer, scheduler = preset.optimizer_for(model, plan)
 
 What each reached on real data, and what it was chosen on: docs/utility.md.
 """
@@ -24,15 +24,18 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
 
+    from lamina.plan.step_plan import StepPlan
+
+AUTO = "auto"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Preset:
     """Settings of a task. A step of SGD is lr·(clipped sum + noise)/B, so they hold for any number of contributions.
 
     task           model and features that it is for
-    optimizer      "sgd" or "adam" with its arguments; the learning rate falls as a cosine over the steps
+    optimizer      "sgd" or "adam" with its arguments, and a learning rate that falls as a cosine; or "auto", that of the plan
     sampling_rate  batch over population; 1: everybody takes part in every step
-    subspace       layers, rank and scale for `lamina.private_subspace`, where it was tried
     chosen_on      the public or simulated data on which all of it was chosen
     """
 
@@ -43,7 +46,6 @@ class Preset:
     sampling_rate: float
     steps: int
     ema: float | None = None
-    subspace: Mapping[str, Any] | None = None
     chosen_on: str
 
     def batch(self, population: int) -> int:
@@ -56,14 +58,22 @@ class Preset:
 
     def run_keys(self) -> dict[str, Any]:
         """What a RUN.toml would say; the batch follows from the policy's populations."""
-        keys: dict[str, Any] = {"optimizer": dict(self.optimizer), "scheduler": {"name": "cosine"}}
+        keys: dict[str, Any] = {"optimizer": dict(self.optimizer)}
+        keys |= {} if self.optimizer["name"] == AUTO else {"scheduler": {"name": "cosine"}}
         keys |= {"steps": self.steps, "clip_norm": self.clip_norm}
         return keys if self.ema is None else keys | {"ema": self.ema}
 
-    def optimizer_for(self, model: nn.Module) -> tuple[Optimizer, LRScheduler]:
-        """The optimiser over what is trainable, and its schedule, to be stepped once per private step."""
+    def optimizer_for(self, model: nn.Module, plan: StepPlan | None = None) -> tuple[Optimizer, LRScheduler]:
+        """The optimiser over what is trainable, and its schedule, to be stepped once per private step; "auto" needs the plan."""
         with needs_torch("lamina.presets"):
             from torch import optim
+
+            from lamina.run.optimizer import private_optimizer
+        if self.optimizer["name"] == AUTO:
+            if plan is None:
+                problem = f"the optimiser of preset '{self.name}' follows from the plan"
+                raise PlanError("plan.preset-needs-plan", problem, "give it: preset.optimizer_for(model, plan)")
+            return private_optimizer(model, plan)
         arguments = {key: value for key, value in self.optimizer.items() if key != "name"}
         kind: Any = {"sgd": optim.SGD, "adam": optim.Adam}[self.optimizer["name"]]
         made = kind([p for p in model.parameters() if p.requires_grad], **arguments)
@@ -81,6 +91,15 @@ PRESETS: dict[str, Preset] = {
             sampling_rate=1.0,
             steps=100,
             chosen_on="lamina.data.ECGSimulator, 1,200 patients; directions and whitening after a look at the PTB-XL slice",
+        ),
+        Preset(
+            name="tabular",
+            task="a table of columns in declared ranges: 32 hidden units, tanh (lamina.recipes.tabular)",
+            clip_norm=0.1,
+            optimizer={"name": AUTO},
+            sampling_rate=0.25,
+            steps=150,
+            chosen_on="development tasks of benchmarks/utility/small_tasks.py, such as wine",
         ),
         Preset(
             name="image-scattering",
@@ -111,12 +130,11 @@ PRESETS: dict[str, Preset] = {
         ),
         Preset(
             name="cgm-pretrained",
-            task="a stacked autoencoder of days of glucose after lamina.pretrain on simulated ones: all layers private, or the subspace",
+            task="a stacked autoencoder of days of glucose after lamina.pretrain on simulated ones: its last two layers private",
             clip_norm=0.02,
             optimizer={"name": "adam", "lr": 3e-4},
             sampling_rate=1.0,
             steps=50,
-            subspace={"layers": ["decoder.12"], "rank": 20, "scale": 12.0},
             chosen_on="lamina.data.CGMSimulator: pre-trained on its default, then private on 140 patients of higher glucose",
         ),
     )

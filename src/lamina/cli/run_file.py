@@ -68,7 +68,7 @@ def with_preset(data: Mapping[str, Any]) -> dict[str, Any]:
     if "epochs" in data:
         del keys["steps"]
     if data.get("optimizer") == AUTO:
-        del keys["scheduler"]
+        keys.pop("scheduler", None)
     return {**keys, **data}
 
 

@@ -1,6 +1,8 @@
-"""Recipes: from data to model, engine, corpus, plan and optimiser in one call. Nothing in them is read from private data."""
+"""Recipes: from data to model, features, plan, engine and optimiser in one call. Nothing in them is read from private data."""
 
 from lamina.recipes.images import images
 from lamina.recipes.recipe import Recipe
+from lamina.recipes.signals import beats_autoencoder, ecg, glucose
+from lamina.recipes.tabular import tabular
 
-__all__ = ["Recipe", "images"]
+__all__ = ["Recipe", "beats_autoencoder", "ecg", "glucose", "images", "tabular"]

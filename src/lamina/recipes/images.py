@@ -65,10 +65,8 @@ def images(
     """Return a linear classifier of scattered images, and what trains it with ε and δ as given.
 
         recipe = lamina.recipes.images(x, y, classes=10, epsilon=3.0)
-        for batch in recipe.corpus.batches(recipe.plan):
-            recipe.engine.backward(loss_fn(recipe.model(batch.x), batch.y) if len(batch) else None, batch)
-            recipe.optimizer.step(); recipe.optimizer.zero_grad(); recipe.schedule.step()
-        labels = recipe.model(recipe.features(new_images)).argmax(1)
+        recipe.train()
+        labels = recipe.predict(new_images).argmax(1)
 
     x        images, (N, H, W) or (N, C, H, W) with sides of 8 or more: bytes, or numbers of any scale
     y        labels from 0 to classes - 1; `classes` is public and not read from them

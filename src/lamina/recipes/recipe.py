@@ -1,23 +1,54 @@
-"""`Recipe`: what a private training needs, put together by a function of `lamina.recipes`."""
+"""`Recipe`: what a private training needs, put together by a function of `lamina.recipes`, and two ways to run it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from lamina.engine.engine import Engine
+from lamina.engine.probe import preserve_global_generators
 from lamina.plan.step_plan import StepPlan
+from lamina.presets import Preset
 from lamina.run.corpus import Corpus
+from lamina.run.private import make_private
+from lamina.run.trainer import Trainer
+
+
+def class_losses(output: Tensor, y: Tensor) -> Tensor:
+    """Return the cross entropy of each example; y holds class numbers."""
+    return F.cross_entropy(output, y, reduction="none")
+
+
+def binary(output: Tensor, y: Tensor) -> Tensor:
+    """Return the mean binary cross entropy of each example; y holds 0 or 1 for each output."""
+    return F.binary_cross_entropy_with_logits(output, y, reduction="none").mean(1)
+
+
+def squared_error(output: Tensor, y: Tensor) -> Tensor:
+    """Return the mean squared error of each example."""
+    return (output - y).square().flatten(1).mean(1)
+
+
+def linear(inputs: int, outputs: int) -> nn.Linear:
+    """Return a linear layer without bias, all weights 0."""
+    model = nn.Linear(inputs, outputs, bias=False)
+    nn.init.zeros_(model.weight)
+    return model
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Recipe:
     """What a training loop or `lamina.Trainer` takes.
 
-    features  the fixed map from raw records to what `model` takes: apply it to new records first
+    features  a fixed map from raw records to what `model` takes: apply it to new records first
+    loss_fn   (output, y), or (output, x) where there is no y
     """
 
     model: nn.Module
@@ -26,4 +57,43 @@ class Recipe:
     plan: StepPlan
     optimizer: Optimizer
     schedule: Any
-    features: nn.Module
+    features: Callable[[Any], Tensor]
+    loss_fn: Callable[[Any, Any], Tensor] = class_losses
+
+    @classmethod
+    def of(
+        cls, model: nn.Module, features: Callable[[Any], Tensor], x: Any, y: Tensor | None, preset: Preset,
+        loss_fn: Callable[[Any, Any], Tensor], *, unit: Any, population: int | None, origin: str | None = None, **options: Any,
+    ) -> Recipe:  # fmt: skip
+        """Plan the settings of a preset for these records; `options` are those of `make_private` and come first."""
+        corpus = Corpus(features(x).numpy(), None if y is None else y.numpy(), unit=unit, origin=origin)
+        settings = preset.settings(len(corpus) if population is None else population) | options
+        engine, corpus, plan = make_private(model, corpus, population=population, **settings)
+        optimizer, schedule = preset.optimizer_for(model, plan)
+        return cls(
+            model=model, engine=engine, corpus=corpus, plan=plan, optimizer=optimizer, schedule=schedule, features=features,
+            loss_fn=loss_fn,
+        )  # fmt: skip
+
+    def trainer(self, folder: str | Path, **options: Any) -> Trainer:
+        """Return a trainer with a ledger, that may be killed and resumed; `options` are those of `Trainer`."""
+        given: dict[str, Any] = {"engine": self.engine, "scheduler": self.schedule, **options}
+        return Trainer(self.model, self.optimizer, self.loss_fn, self.corpus, self.plan, folder=folder, **given)
+
+    def train(self) -> nn.Module:
+        """Take every step of the plan in this process, without a ledger, and return the model in evaluation mode."""
+        self.model.train()
+        for batch in self.corpus.batches(self.plan):
+            target = batch.x if batch.y is None else batch.y
+            self.engine.backward(self.loss_fn(self.model(batch.x), target) if len(batch) else None, batch)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.schedule.step()
+        self.engine.detach()
+        return self.model.eval()
+
+    def predict(self, records: Any) -> Tensor:
+        """Return the model's output for raw records, in evaluation mode."""
+        with torch.no_grad(), preserve_global_generators():
+            output: Tensor = self.model.eval()(self.features(records))
+            return output
