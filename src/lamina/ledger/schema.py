@@ -178,12 +178,10 @@ def described(kind: type[Any], **types: tuple[int, FieldType]) -> FieldType:
     schema = _schemas[kind] = RecordSchema(kind, types)
 
     def fits(value: Any) -> bool:
-        if type(value) is not kind:
-            return False
-        for each in schema.fields:
-            if not (each.type.fits(one := getattr(value, each.name)) or (one is None and each.optional)):
-                return False
-        return True
+        return type(value) is kind and all(
+            each.type.fits(one := getattr(value, each.name)) or (one is None and each.optional)
+            for each in schema.fields
+        )
 
     return FieldType(f"a {kind.__name__}", fits, schema.to_cbor, schema.from_cbor)
 
