@@ -72,6 +72,7 @@ from lamina.ledger.run_records import (
     WeightsOrigin,
 )
 from lamina.ledger.schema import UNBOUNDED, exact_float, exact_text, nano_epsilon, schema_of
+from lamina.ledger.show import record_to_dict
 from lamina.ledger.store.rows import StoredLeaf
 from lamina.sign.keys import LAST_SECOND
 
@@ -585,3 +586,32 @@ def test_terms_and_enumerations_have_their_documented_numbers() -> None:
     assert TERMS.bound == ("clinical", 1_000_000, 4_000_000) == admitted(1).bound
     assert epoch().accounts[0].bound == TERMS.bound
     assert str(epoch().accounts[0].bound) == "clinical@c=1,z=4"
+
+
+@pytest.mark.parametrize(
+    ("key", "stored"),
+    [
+        (1, "0.0"),
+        (1, "-1.0"),
+        (1, "inf"),
+        (2, "1.5"),
+        (2, "-0.0"),
+        (3, -1),
+        (3, True),
+        (3, 2**53 + 1),
+        (4, "0.5"),
+        (5, 1),
+    ],
+)
+def test_a_stored_charge_out_of_its_bounds_is_not_read(key: int, stored: Any) -> None:
+    schema = schema_of(EpochAccount)
+    plain = schema.to_cbor(EpochAccount(cls="a", charges=(CHARGE,), spend=0))
+    assert plain[5] == [{1: "1.0", 2: "0.5", 3: 1}] and schema.from_cbor(plain).charges == (CHARGE,)
+    plain[5][0][key] = stored
+    with pytest.raises(EncodingError):
+        schema.from_cbor(plain)
+
+
+def test_a_charge_is_shown_as_before() -> None:
+    account = EpochAccount(cls="a", charges=(dataclasses.replace(CHARGE, order=16.0),), spend=0)
+    assert record_to_dict(account)["charges"] == [{"sigma": 1.0, "rate": 0.5, "steps": 1, "order": 16.0}]

@@ -174,16 +174,16 @@ def nested(kind: type[Any]) -> FieldType:
 
 
 def described(kind: type[Any], **types: tuple[int, FieldType]) -> FieldType:
-    """A part of another folder, carried as a map: key and type of each attribute. A record checks it, not the part."""
+    """A part of another folder, carried as a map: key and type of each attribute. The record that holds it checks it."""
     schema = _schemas[kind] = RecordSchema(kind, types)
 
     def fits(value: Any) -> bool:
-        held = ((each, getattr(value, each.name)) for each in schema.fields)
-        return all((one is None and each.optional) or each.type.fits(one) for each, one in held)
+        return type(value) is kind and all(
+            each.type.fits(one := getattr(value, each.name)) or (one is None and each.optional)
+            for each in schema.fields
+        )
 
-    return FieldType(
-        f"a {kind.__name__}", lambda value: type(value) is kind and fits(value), schema.to_cbor, schema.from_cbor
-    )
+    return FieldType(f"a {kind.__name__}", fits, schema.to_cbor, schema.from_cbor)
 
 
 class SchemaField(NamedTuple):
@@ -203,7 +203,6 @@ class RecordSchema:
         given = [((types or {}).get(each.name) or each.metadata["stored"], each) for each in fields(kind) if each.init]
         self.fields = tuple(SchemaField(key, each.name, type, each.default is None) for (key, type), each in given)
         assert [each.key for each in self.fields] == sorted({each.key for each in self.fields})
-        self.checked_here = types is not None
         self._by_key = {each.key: each for each in self.fields}
         self._required = {each.key for each in self.fields if not each.optional}
 
@@ -239,10 +238,7 @@ class RecordSchema:
             except EncodingError as error:
                 raise self._malformed(f"has {each.name}: {error.problem}") from None
         try:
-            record = self.kind(**values)
-            if self.checked_here:
-                self.check(record)
-            return record
+            return self.kind(**values)
         except (LedgerError, AccountingError) as error:
             raise EncodingError("ledger.record-invalid", error.problem, READ_REMEDY) from None
 
