@@ -6,7 +6,6 @@ import hashlib
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from threading import RLock
 from types import TracebackType
 from typing import Self
 
@@ -32,7 +31,7 @@ class LedgerReader:
     def __init__(self, store: Store) -> None:
         self.store = store
         self._nodes = TileNodes(self._tile)
-        self._tail, self._turn = UnindexedKeys(), RLock()
+        self._tail, self._turn = UnindexedKeys(), store.turn
         with store.read() as rows:
             if (head := rows.head()) is None:
                 raise LedgerError(

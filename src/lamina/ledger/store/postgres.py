@@ -288,7 +288,7 @@ class PostgresStore(Store):
     @contextmanager
     def _transaction(self, purpose: str) -> Iterator[PostgresConnection]:
         self._check_usable(purpose)
-        with self._locks[purpose], postgres_errors(self.name):
+        with self.turn, postgres_errors(self.name):
             db = self._connection(purpose)
             if db.info.transaction_status != psycopg.pq.TransactionStatus.IDLE and purpose == "read":
                 yield PostgresConnection(db)  # a view inside a view is the same view
@@ -302,7 +302,7 @@ class PostgresStore(Store):
 
     def _refresh(self) -> None:
         """A server that was started again since the last view is none that went away: forget the old connection."""
-        with self._locks["read"]:
+        with self.turn:
             db = self._open.get("read")
             if db is None or db.closed or db.info.transaction_status != psycopg.pq.TransactionStatus.IDLE:
                 return
@@ -326,7 +326,7 @@ class PostgresStore(Store):
     # ----------------------------------------------------------------------------------- the database
 
     def compact(self) -> None:
-        with self._locks["write"], postgres_errors(self.name):
+        with self.turn, postgres_errors(self.name):
             db = self._connection("write")
             db.autocommit = True
             try:

@@ -576,7 +576,7 @@ class Store(ABC):
 
     def __init__(self, readonly: bool, patience: float) -> None:
         self._readonly, self._patience, self._pid = readonly, patience, os.getpid()
-        self._locks = {"read": threading.RLock(), "write": threading.RLock()}
+        self.turn = threading.RLock()  # one transaction at a time, whatever thread: what was checked belongs to its view
         self._open: dict[str, Any] = {}
 
     @abstractmethod
@@ -605,7 +605,7 @@ class Store(ABC):
 
     def close(self) -> None:
         for purpose in ("read", "write"):
-            with self._locks[purpose]:
+            with self.turn:
                 if (db := self._open.pop(purpose, None)) is not None and self._pid == os.getpid():
                     self._close(db)
 

@@ -93,7 +93,7 @@ class SqliteStore(Store):
     @contextmanager
     def _transaction(self, purpose: str, begin: str) -> Iterator[StoreWriter]:
         self._check_usable(purpose)
-        with self._locks[purpose], _sqlite_errors(self.name):
+        with self.turn, _sqlite_errors(self.name):
             db = self._connection(purpose)
             rows = StoreWriter(_SqliteConnection(db))
             if db.in_transaction and purpose == "read":  # a view inside a view is the same view
@@ -148,7 +148,7 @@ class SqliteStore(Store):
             raise StoreError("store.file-replaced", problem, remedy)
 
     def compact(self) -> None:
-        with self._locks["write"], _sqlite_errors(self.name):
+        with self.turn, _sqlite_errors(self.name):
             db = self._connection("write")
             db.execute("VACUUM")
             db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
@@ -160,7 +160,7 @@ class SqliteStore(Store):
             raise LedgerError(
                 "store.file-exists", f"'{target}' exists and is not overwritten", "give another path, or move it away"
             )
-        with self._locks["read"], _sqlite_errors(self.name):
+        with self.turn, _sqlite_errors(self.name):
             self._connection("read").execute("VACUUM INTO ?", (str(target),))
 
     def _close(self, db: apsw.Connection) -> None:
