@@ -576,7 +576,7 @@ class Store(ABC):
 
     def __init__(self, readonly: bool, patience: float) -> None:
         self._readonly, self._patience, self._pid = readonly, patience, os.getpid()
-        self.turn = threading.RLock()  # one transaction at a time, whatever thread: what was checked belongs to its view
+        self.turn = threading.RLock()  # one transaction at a time: what a Ledger checked belongs to its view
         self._open: dict[str, Any] = {}
 
     @abstractmethod
