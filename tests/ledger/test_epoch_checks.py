@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import cbor2
 import pytest
 from build import (
     ALICE,
@@ -41,10 +42,10 @@ from lamina.ledger.governance_records import (
     Withdrawal,
     WithdrawalReason,
 )
-from lamina.ledger.records import ContributionTerms, Epoch, NoiseChange, Segment, SegmentOutcome
+from lamina.ledger.records import ContributionTerms, Epoch, NoiseChange, Segment, SegmentOutcome, decode_leaf
 from lamina.ledger.retention import Retention
 from lamina.ledger.schema import program_version
-from lamina.ledger.store.rows import RunHold
+from lamina.ledger.store.rows import RunHold, StoredLeaf
 from lamina.ledger.verify.report import Verification
 from lamina.ledger.verify.tree_checks import Trust
 from lamina.ledger.verify.verifier import verify
@@ -104,6 +105,27 @@ def test_the_accounts_of_an_epoch(
     story.admit(contribution(n, terms=terms) for n, terms in enumerate(signed))
     closed(story, scales=scales)
     assert code_of(story) == code
+
+
+@pytest.mark.parametrize("key", [2, 3])
+def test_half_a_bound_is_no_account(story: Story, key: int) -> None:
+    """It would count as the whole class, beside which the bounds of its members need not be added, at any scale."""
+    story.admit(contribution(n, terms=terms) for n, terms in enumerate([USUAL, STRICT]))
+    seq, path = closed(story, scales={WHOLE_CLASS: 1.0, USUAL: 1.0, STRICT: 0.5}), story.ledger.name
+    assert code_of(story) is None
+    story.ledger.close()
+    data = leaf(path, seq)
+    body, kept = cbor2.loads(data.body or b""), cbor2.loads(data.leaf)
+    whole = next(each for each in body[5] if not each.get(3))
+    whole[key] = 1_000_000
+    made = cbor2.dumps(body, canonical=True)
+    place = next(name for name, value in kept.items() if value == hashlib.sha256(data.body or b"").digest())
+    forged = StoredLeaf(cbor2.dumps(kept | {place: hashlib.sha256(made).digest()}, canonical=True), made)
+    with raises_code("ledger.record-malformed"):
+        decode_leaf(forged)
+    rewritten(path, lambda found: [forged if at == seq else one for at, one in enumerate(found)])
+    problem = verify(path).problem
+    assert problem is not None and "clip_norm is" in problem.reason, problem
 
 
 @pytest.mark.parametrize(("steps", "trusted"), [(1000, True), (25_000, False)])
