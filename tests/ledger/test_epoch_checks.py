@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import hashlib
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,7 +31,7 @@ from build import (
     signed_by,
 )
 from forge import appended, asked, leaf, replacing, rewritten, sql
-from making import AUDITOR, GOVERNING, LEDGER, digest
+from making import AUDITOR, GOVERNING, LEDGER, SECOND, digest
 from refusals import raises_code
 
 from lamina import cbor
@@ -39,6 +41,7 @@ from lamina.ledger.governance_records import (
     KeyEvent,
     LedgerFloors,
     PolicyChange,
+    Release,
     Withdrawal,
     WithdrawalReason,
 )
@@ -564,3 +567,37 @@ def test_a_bound_that_was_used_up_later_is_not_trusted(patient: Story) -> None:
     found = verify(patient.ledger.store, trust=Trust(plain=(GOVERNING.public, LEDGER.public)))
     assert found.verified and not found.trusted
     assert any("no leaf shows to have been open" in note for note in found.notes)
+
+
+@pytest.mark.parametrize(("runs", "code"), [(1, None), (2, "verify.release-contradicts-epochs")])
+@pytest.mark.parametrize("figure", [{"epsilon": 1.0}, {"membership": {"0.01": 0.5}}], ids=["ε", "membership"])
+def test_a_release_of_a_run_that_trained_a_class_as_public_states_no_figure_of_it(
+    tmp_path: Path, runs: int, code: str | None, figure: dict[str, Any]
+) -> None:
+    """Two owners made the class public after its first run. The charges of that run alone would allow the figure."""
+    story = begin(str(tmp_path / "a.db"))
+    story.admit([contribution(1)])
+    bare = (dataclasses.replace(PRESETS[0], clip_norm=0, noise_multiplier=0, public=True, profile="all"), PRESETS[1])
+    everyone = tuple(
+        PlannedClass(name=each, population=None, sampling_rate=0.1, public=True, profile="all layers")
+        for each in ("clinical", "open")
+    )
+    closed(story, scales={WHOLE_CLASS: 1.0, USUAL: 1.0})
+    story.govern(PolicyChange(floors=FLOORS, presets=bare, policy=policy_digest()), GOVERNING, SECOND)
+    story.later(HOUR)
+    story.epoch(
+        RUNS[1], [segment(0, read=story.ledger.size)], scales={USUAL: 1.0},
+        of=plan(classes=everyone, clip=((float("inf"),) * 4,) * 2, noise=(0.0,) * 4),
+        change=lambda made: dataclasses.replace(made, accounts=()),
+    )  # fmt: skip
+    assert code_of(story) is None
+    named = RUNS[:runs]
+    predicate = {
+        "runs": [run.hex() for run in named],
+        "posture": {"classes": {"clinical": {"public": False, **figure}}},
+    }
+    statement = json.dumps({"predicate": predicate, "subject": []}).encode()
+    manifest = json.dumps({"payload": base64.b64encode(statement).decode()}).encode()
+    story.ledger.append([Release(manifest=hashlib.sha256(manifest).digest(), runs=named)], [manifest])
+    assert code_of(story) == code
+    story.ledger.close()
