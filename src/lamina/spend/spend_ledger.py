@@ -209,14 +209,15 @@ class SpendLedger:
     bounds on ε and risk in the ledger's policy, at the ledger's own δ and accountant, which `verify` checks. Charged means spent:
     nothing is ever taken off C. A reservation may be dropped or replaced.
 
-    When nothing need be priced. An account keeps the budgets of its last admission, and at all times ε(C + R) ≤ bound
-    for these. It held when they were written, since C + R was priced then. A charge out of the run's own reservation
-    moves steps from R to C and leaves C + R as it is; so does an epoch that records an attempt, except of a bound that was
-    exhausted, whose budgets it drops; dropping a reservation makes C + R smaller, and fewer events never cost more; everything else is an admission, which prices C + R with the
-    reservations of all runs and writes its own budgets. So a charge that adds nothing to C + R is within its bound if
-    its budget is no stricter than the account's: same δ and accountant, bound not lower. Under any other budget C + R
-    is priced again. Hence a plan made for exactly the bound is charged to its last step, a lowered bound applies at the
-    next charge, and a run stops whose bound was exceeded by another run with a looser one.
+    When nothing need be priced. An account keeps the budgets of its last admission, and at all times ε(C + R) ≤
+    bound for these. It held when they were written, since C + R was priced then. A charge out of the run's own
+    reservation moves steps from R to C and leaves C + R as it is; so does an epoch that records an attempt, except
+    of a bound that was exhausted, whose budgets it drops; dropping a reservation makes C + R smaller, and fewer
+    events never cost more; everything else is an admission, which prices C + R with the reservations of all runs
+    and writes its own budgets. So a charge that adds nothing to C + R is within its bound if its budget is no
+    stricter than the account's: same δ and accountant, bound not lower. Under any other budget C + R is priced
+    again. Hence a plan made for exactly the bound is charged to its last step, a lowered bound applies at the next
+    charge, and a run stops whose bound was exceeded by another run with a looser one.
 
     A ledger restored from a copy is completed by charging again: the same charge twice is charged once.
     """
