@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import hashlib
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import cbor2
 import pytest
 from build import (
     ALICE,
@@ -28,7 +31,7 @@ from build import (
     signed_by,
 )
 from forge import appended, asked, leaf, replacing, rewritten, sql
-from making import AUDITOR, GOVERNING, LEDGER, digest
+from making import AUDITOR, GOVERNING, LEDGER, SECOND, digest
 from refusals import raises_code
 
 from lamina import cbor
@@ -38,13 +41,14 @@ from lamina.ledger.governance_records import (
     KeyEvent,
     LedgerFloors,
     PolicyChange,
+    Release,
     Withdrawal,
     WithdrawalReason,
 )
-from lamina.ledger.records import ContributionTerms, Epoch, NoiseChange, Segment, SegmentOutcome
+from lamina.ledger.records import ContributionTerms, Epoch, NoiseChange, Segment, SegmentOutcome, decode_leaf
 from lamina.ledger.retention import Retention
 from lamina.ledger.schema import program_version
-from lamina.ledger.store.rows import RunHold
+from lamina.ledger.store.rows import RunHold, StoredLeaf
 from lamina.ledger.verify.report import Verification
 from lamina.ledger.verify.tree_checks import Trust
 from lamina.ledger.verify.verifier import verify
@@ -104,6 +108,27 @@ def test_the_accounts_of_an_epoch(
     story.admit(contribution(n, terms=terms) for n, terms in enumerate(signed))
     closed(story, scales=scales)
     assert code_of(story) == code
+
+
+@pytest.mark.parametrize("key", [2, 3])
+def test_half_a_bound_is_no_account(story: Story, key: int) -> None:
+    """It would count as the whole class, beside which the bounds of its members need not be added, at any scale."""
+    story.admit(contribution(n, terms=terms) for n, terms in enumerate([USUAL, STRICT]))
+    seq, path = closed(story, scales={WHOLE_CLASS: 1.0, USUAL: 1.0, STRICT: 0.5}), story.ledger.name
+    assert code_of(story) is None
+    story.ledger.close()
+    data = leaf(path, seq)
+    body, kept = cbor2.loads(data.body or b""), cbor2.loads(data.leaf)
+    whole = next(each for each in body[5] if not each.get(3))
+    whole[key] = 1_000_000
+    made = cbor2.dumps(body, canonical=True)
+    place = next(name for name, value in kept.items() if value == hashlib.sha256(data.body or b"").digest())
+    forged = StoredLeaf(cbor2.dumps(kept | {place: hashlib.sha256(made).digest()}, canonical=True), made)
+    with raises_code("ledger.record-malformed"):
+        decode_leaf(forged)
+    rewritten(path, lambda found: [forged if at == seq else one for at, one in enumerate(found)])
+    problem = verify(path).problem
+    assert problem is not None and "clip_norm is" in problem.reason, problem
 
 
 @pytest.mark.parametrize(("steps", "trusted"), [(1000, True), (25_000, False)])
@@ -542,3 +567,37 @@ def test_a_bound_that_was_used_up_later_is_not_trusted(patient: Story) -> None:
     found = verify(patient.ledger.store, trust=Trust(plain=(GOVERNING.public, LEDGER.public)))
     assert found.verified and not found.trusted
     assert any("no leaf shows to have been open" in note for note in found.notes)
+
+
+@pytest.mark.parametrize(("runs", "code"), [(1, None), (2, "verify.release-contradicts-epochs")])
+@pytest.mark.parametrize("figure", [{"epsilon": 1.0}, {"membership": {"0.01": 0.5}}], ids=["ε", "membership"])
+def test_a_release_of_a_run_that_trained_a_class_as_public_states_no_figure_of_it(
+    tmp_path: Path, runs: int, code: str | None, figure: dict[str, Any]
+) -> None:
+    """Two owners made the class public after its first run. The charges of that run alone would allow the figure."""
+    story = begin(str(tmp_path / "a.db"))
+    story.admit([contribution(1)])
+    bare = (dataclasses.replace(PRESETS[0], clip_norm=0, noise_multiplier=0, public=True, profile="all"), PRESETS[1])
+    everyone = tuple(
+        PlannedClass(name=each, population=None, sampling_rate=0.1, public=True, profile="all layers")
+        for each in ("clinical", "open")
+    )
+    closed(story, scales={WHOLE_CLASS: 1.0, USUAL: 1.0})
+    story.govern(PolicyChange(floors=FLOORS, presets=bare, policy=policy_digest()), GOVERNING, SECOND)
+    story.later(HOUR)
+    story.epoch(
+        RUNS[1], [segment(0, read=story.ledger.size)], scales={USUAL: 1.0},
+        of=plan(classes=everyone, clip=((float("inf"),) * 4,) * 2, noise=(0.0,) * 4),
+        change=lambda made: dataclasses.replace(made, accounts=()),
+    )  # fmt: skip
+    assert code_of(story) is None
+    named = RUNS[:runs]
+    predicate = {
+        "runs": [run.hex() for run in named],
+        "posture": {"classes": {"clinical": {"public": False, **figure}}},
+    }
+    statement = json.dumps({"predicate": predicate, "subject": []}).encode()
+    manifest = json.dumps({"payload": base64.b64encode(statement).decode()}).encode()
+    story.ledger.append([Release(manifest=hashlib.sha256(manifest).digest(), runs=named)], [manifest])
+    assert code_of(story) == code
+    story.ledger.close()

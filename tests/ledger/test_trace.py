@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from build import (
     begin,
     build,
     contribution,
+    plan,
     policy_digest,
     segment,
     spent,
@@ -40,8 +42,10 @@ from lamina.ledger.contribution_trace import (
 )
 from lamina.ledger.governance_records import PolicyChange, Release, Withdrawal, WithdrawalReason
 from lamina.ledger.reader import find_contributions
-from lamina.ledger.records import ContributionRecord, EpochAccount, KeptContribution, SegmentOutcome
+from lamina.ledger.records import ContributionRecord, ContributionTerms, EpochAccount, KeptContribution, SegmentOutcome
 from lamina.ledger.writer import Ledger
+from lamina.plan.step_plan import PlannedClass
+from lamina.spend.neighbours import NeighbourLedger
 
 
 @pytest.fixture
@@ -139,6 +143,45 @@ def test_who_stayed_out_of_a_run(tmp_path: Path) -> None:
     story.epoch(RUNS[0], [segment(0, read=6)], scales={USUAL: 1.0})
     found = of(story, seq)
     assert (found.epochs, found.unused, found.spend) == ((), 1, 0)
+
+
+WHOLE_CLASS = ContributionTerms("clinical", "ecg", 0, 0)
+
+
+def test_bounds_without_their_class_are_no_figure_of_a_neighbour(tmp_path: Path) -> None:
+    story = begin(str(tmp_path / "a.db"))
+    story.admit([contribution(1)])
+    for at, scales in enumerate(({USUAL: 1.0}, {WHOLE_CLASS: 1.0})):
+        story.epoch(RUNS[0], [segment(at, read=story.ledger.size)], scales=scales)
+        assert NeighbourLedger.read(story.ledger).epsilon == {"clinical": None}
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_what_was_signed_as_private_has_no_bound_after_its_class_was_trained_as_public(
+    tmp_path: Path, known: bool
+) -> None:
+    """It is in no account of such an epoch, and nobody who reads the ledger can tell that it stayed out."""
+    story = begin(str(tmp_path / "a.db"))
+    (seq,) = story.admit([contribution(1)])
+    classes = tuple(
+        PlannedClass(name=each, population=None, sampling_rate=0.1, public=True) for each in ("clinical", "open")
+    )
+    bare = plan(classes=classes, clip=((math.inf,) * 4,) * 2, noise=(0.0,) * 4)
+    story.epoch(RUNS[0], [segment(0, read=story.ledger.size)], scales={USUAL: 1.0, WHOLE_CLASS: 1.0})
+    assert of(story, seq).spend == spent((4.0, 10))
+    assert NeighbourLedger.read(story.ledger).epsilon == {"clinical": spent((4.0, 10)) / 1e9}
+    after = story.epoch(
+        RUNS[1], [segment(0, read=story.ledger.size)], of=bare, change=lambda made: replace(made, accounts=())
+    )
+    if not known:
+        sql(story.ledger.name, "DELETE FROM blob WHERE digest = ?", bare.digest())
+    (manifest,) = story.ledger.append([Release(manifest=digest("manifest"), runs=(RUNS[1],))])
+    found = of(story, seq)
+    assert (found.spend, found.unused, found.remaining) == (2**64 - 1, 0, 0) and found.to_dict()["epsilon"] is None
+    assert [each.leaf.seq for each in found.epochs][-1] == after and [each.seq for each in found.releases] == [manifest]
+    assert contribution_spend(story.ledger, found.leaf).spend == 2**64 - 1
+    if known:
+        assert NeighbourLedger.read(story.ledger).epsilon == {"clinical": None}
 
 
 def test_releases_of_runs_that_it_was_given_up_in(tmp_path: Path) -> None:

@@ -88,6 +88,20 @@ def test_a_recipe_makes_a_trainer_with_its_own_optimiser(tmp_path: Path) -> None
     assert outcome.steps == 3 and 0 < outcome.epsilon["data"] <= 8.0
 
 
+@pytest.mark.parametrize("first", ["by hand", "by a trainer"])
+def test_weights_that_learned_already_begin_no_run(tmp_path: Path, first: str) -> None:
+    """The run would state ε of its own steps alone, and declare weights that are untrained."""
+    recipe, _ = made("tabular")
+    if first == "by hand":
+        recipe.train()
+    else:
+        trainer = recipe.trainer(tmp_path / "one" / "run", progress=False)
+        trainer.fit()
+        assert recipe.trainer(tmp_path / "one" / "run", progress=False).fit().steps == 3  # the same run
+    with raises_code("train.engine-used"):
+        recipe.trainer(tmp_path / "two" / "run", progress=False, starting_weights="untrained")
+
+
 def test_glucose_changes_the_top_band_alone() -> None:
     recipe, _ = made("glucose")
     free = {name.rsplit(".", 1)[0] for name, p in recipe.model.named_parameters() if p.requires_grad}

@@ -537,7 +537,20 @@ def test_any_text_is_the_label_of_a_run(label: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["", "ümlaut", "with blank", "a" * 65, "@c=1,z=2", "a@", "a@c=1", "a@c=1,z=02", "a@c=0,z=0", "a@c=1,z=1e3"]
+    "name",
+    [
+        "",
+        "ümlaut",
+        "with blank",
+        "a" * 65,
+        "@c=1,z=2",
+        "a@",
+        "a@c=1",
+        "a@c=1,z=02",
+        "a@c=0,z=0",
+        "a@c=1,z=0",
+        "a@c=1,z=1e3",
+    ],
 )
 def test_an_account_that_no_leaf_can_name_is_refused(book: SpendLedger, name: str) -> None:
     """What is charged is to be recorded."""

@@ -190,6 +190,21 @@ def test_a_ledger_that_lacks_the_charges_is_charged_for_more_than_was_taken(tmp_
         verified(book)
 
 
+def test_what_such_a_ledger_records_is_weighed_against_what_others_reserved() -> None:
+    """The leaf charges more than was held, so that a reservation which fitted before may fit no longer."""
+    of, name = plan(steps=60, sigma=14.0, accountant="gaussian"), "clinical@c=9,z=4"
+    with passing_book() as book:
+        other = Attempts(book, SECOND, of, (signed(name, 1.0),))
+        book.reserve(SECOND, charges=plan_charges(of, 0, 10, other.accounts), bounds={})
+        run = Attempts(book, plan=of, accounts=other.accounts)
+        assert run.charge(0, 0, plan_charges(of, 0, 10), scales={name: 1.0}, factors={name: 0.0})
+        run.record(0)
+        with raises_code("spend.budget-exceeded"):
+            other.charge(0)
+        verified(book)
+        assert epsilon(charged(book)[Account.parse(name)], "gaussian") <= exact((4.0, 1)) * (1 + 1e-9)
+
+
 def test_open_charges_keep_their_factors() -> None:
     made = OpenCharges((), {"clinical@c=9,z=4": 0.5}, b"p" * 32, None, 7, {"clinical@c=9,z=4": 0.25})
     assert OpenCharges.decode(made.encode()) == made

@@ -48,7 +48,7 @@ class Account(NamedTuple):
             return cls(name)
         found = _BOUND_TEXT.fullmatch(label)
         account = cls(name, *(int(Decimal(part) * _MICRO) for part in found.groups())) if found else cls(name)
-        if not account.signed:
+        if not (account.clip_micro and account.noise_micro):
             raise invalid_account(text)
         return account
 

@@ -48,6 +48,7 @@ class EpochExposure:
     own         whether its bound has an account here. If not, it counts with its class as a whole, or with a stricter
                 bound where the class has no account: then `spend` is the most that it can have lost, if it was used
     factor      below 1 where its bound was exhausted: its clip norms were multiplied by it; 0: it was left out
+    exposed     whether it signed a bound, and the plan declares its class public or is not known: nothing bounds its loss
     """
 
     leaf: Leaf
@@ -59,6 +60,7 @@ class EpochExposure:
     account: int
     own: bool = True
     factor: float = 1.0
+    exposed: bool = False
 
     @property
     def steps(self) -> int:
@@ -145,11 +147,12 @@ def leaf_differences(record: ContributionRecord | KeptContribution, given: Contr
 
 def trace_contribution(ledger: LedgerReader, leaf: Leaf, size: int | None = None) -> ContributionTrace:
     """The trace of the contribution in a leaf, over the first `size` leaves; by default over all."""
-    story, epochs = _ContributionHistory(ledger, leaf, size), []
+    story, epochs, exposed = _ContributionHistory(ledger, leaf, size), [], False
     events: dict[EventKey, int] = {}
     for each in story.epochs():
         add_events(events, each.events)
-        epochs.append(replace(each, spend=_epsilon_in_nano(ledger, events)))
+        exposed = exposed or each.exposed
+        epochs.append(replace(each, spend=UNBOUNDED if exposed else _epsilon_in_nano(ledger, events)))
     return ContributionTrace(
         leaf=leaf,
         epochs=tuple(epochs),
@@ -191,7 +194,8 @@ def contribution_spend(ledger: LedgerReader, leaf: Leaf) -> ContributionSpend:
     epochs, events = list(story.epochs()), dict[EventKey, int]()
     for each in epochs:
         add_events(events, each.events)
-    return ContributionSpend(_epsilon_in_nano(ledger, events), story.signed(), len(epochs), story.releases())
+    spend = UNBOUNDED if any(each.exposed for each in epochs) else _epsilon_in_nano(ledger, events)
+    return ContributionSpend(spend, story.signed(), len(epochs), story.releases())
 
 
 class _ContributionHistory:
@@ -225,24 +229,28 @@ class _ContributionHistory:
             assert isinstance(epoch, Epoch)
             segments = tuple(each for each in epoch.segments if self._eligible(each))
             account = account_of(epoch.accounts, self.record.bound)
-            if segments and account is None and self.record.bound.noise_micro:
+            if not segments:
+                continue
+            plan, bound = self._plan(epoch), self.record.bound
+            exposed = bound.signed and (account is None if plan is None else bound.cls in plan.public_classes)
+            if account is None and bound.signed and not exposed:
                 self.unused += 1
-            elif segments:
-                plan = self._plan(epoch)
+            else:
                 charges = () if account is None else _own_charges(plan, account, segments)
-                used = account is None or account.factor > 0
+                used = account is None or exposed or account.factor > 0
                 if used and any(each.outcome is SegmentOutcome.CLOSED for each in segments):
                     self._closed.append((epoch.run, leaf.seq))
                 yield EpochExposure(
                     leaf=leaf,
                     segments=segments,
                     events=event_counts(charges),
-                    variance=_reached_variance(plan, epoch, self.record.bound.cls),
+                    variance=_reached_variance(plan, epoch, bound.cls),
                     multiplier=min((one.sigma for one in charges), default=math.inf),
                     spend=0,
                     account=0 if account is None else account.spend,
-                    own=account is None or account.bound == self.record.bound,
-                    factor=1.0 if account is None else account.factor,
+                    own=account is None or account.bound == bound,
+                    factor=1.0 if account is None or exposed else account.factor,
+                    exposed=exposed,
                 )
 
     def releases(self) -> tuple[Leaf, ...]:

@@ -260,6 +260,10 @@ class EpochAccount:
     spend: int = stored(6, SPEND)
     exhausted: float | None = stored(7, exact_float_in(0.0, 0.5), default=None)
 
+    def __post_init__(self) -> None:
+        check_fields(self)
+        _check_bound(self.clip_norm, self.noise_multiplier)
+
     @property
     def factor(self) -> float:
         """That of an exhausted bound; 1 for every other one."""

@@ -200,6 +200,11 @@ class StepPlan:
         find_accountant(self.accountant)
         _check_plan(self)
 
+    @property
+    def public_classes(self) -> frozenset[str]:
+        """The classes that are declared public, so that nothing bounds what they lose."""
+        return frozenset(entry.name for entry in self.classes if entry.public)
+
     def index(self, k: str | int) -> int:
         """The row of a class, by name (or by row, checked)."""
         names = [entry.name for entry in self.classes]

@@ -240,8 +240,7 @@ class RunEvidence:
     @property
     def exposed(self) -> frozenset[str]:
         """The classes that some run of the ledger declared public: what they lost over all runs has no bound."""
-        plans = (plan for each in self.all_plans.values() for plan in each)
-        return frozenset(entry.name for plan in plans for entry in plan.classes if entry.public)
+        return frozenset[str]().union(*(plan.public_classes for each in self.all_plans.values() for plan in each))
 
     @property
     def continued(self) -> bool:

@@ -23,6 +23,7 @@ from lamina.engine.proxy_shares import Proxy
 from lamina.engine.random_stream import StreamPurpose
 from lamina.errors import EngineError, RankLost, RunError, StepsAbandoned
 from lamina.ledger.run_records import NoiseOrigin, SamplingScheme
+from lamina.ledger.schema import pluralize
 from lamina.ledger.writer import Ledger
 from lamina.plan.rules import FollowProxy
 from lamina.plan.step_plan import StepPlan
@@ -218,6 +219,9 @@ class Trainer:
             self.restricted = () if begun else restricted_notes(model, plan, proxy)
             self._notes += self.restricted
         self._engine = engine if engine is not None else Engine(model, plan, proxy=mine)
+        if engine is not None and engine.budget.taken and self._ranks.first and not (self.folder / "journal").exists():
+            problem = f"the engine has taken {pluralize(engine.budget.taken, 'step')}, which this run would not be charged for"
+            raise RunError("train.engine-used", problem, "make the model anew, with a new engine")
         self._declared = declared_start(self._engine.starting_weights if starting_weights is None else starting_weights)
         self._engine.refuse_sharded_since()
         if self._engine.sharded and self._ranks.first:

@@ -67,12 +67,15 @@ class NeighbourLedger:
         """Read what an open ledger states about itself."""
         runs: set[bytes] = set()
         epsilon: dict[str, float | None] = {}
+        unproven = set[str]().union(*(plan.public_classes for plan in _plans(ledger)))
         for leaf in ledger.of_kind(Epoch):
             assert isinstance(leaf.record, Epoch)
             runs.add(leaf.record.run)
-            epsilon |= {
-                each.cls: epsilon_or_none(each.spend) for each in leaf.record.accounts if not each.noise_multiplier
-            }
+            whole = {each.cls: epsilon_or_none(each.spend) for each in leaf.record.accounts if not each.bound.signed}
+            split = {each.cls for each in leaf.record.accounts} - whole.keys()
+            epsilon |= whole | dict.fromkeys(split)
+            unproven |= split
+        epsilon |= dict.fromkeys(epsilon.keys() & unproven)
         header = ledger.header
         return cls(
             name=ledger.name, origin=header.origin, units=ledger_units(ledger), delta=header.delta, runs=len(runs),
@@ -100,11 +103,13 @@ class NeighbourLedger:
 
 def ledger_units(ledger: LedgerReader) -> dict[str, str]:
     """Return what ε protects, by private class, from the plans of the ledger's epochs."""
-    found: dict[str, str] = {}
-    for digest in {leaf.record.plan: None for leaf in ledger.of_kind(Epoch) if isinstance(leaf.record, Epoch)}:
-        if (data := ledger.blob(digest)) is not None:
-            found |= {each.name: each.unit for each in StepPlan.from_cbor(data).classes if not each.public}
-    return found
+    return {each.name: each.unit for plan in _plans(ledger) for each in plan.classes if not each.public}
+
+
+def _plans(ledger: LedgerReader) -> list[StepPlan]:
+    """Return the plans of the ledger's epochs, as far as it has them."""
+    digests = {leaf.record.plan: None for leaf in ledger.of_kind(Epoch) if isinstance(leaf.record, Epoch)}
+    return [StepPlan.from_cbor(data) for digest in digests if (data := ledger.blob(digest)) is not None]
 
 
 def check_units(ledger: LedgerReader, plan: StepPlan) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from threading import RLock
 from typing import TypeVar
 
-from lamina import validate
+from lamina import cbor, validate
 from lamina.account.accountants import pooled_epsilon
 from lamina.account.charges import Account
 from lamina.account.schedule import Event, EventCounts, bisect_int
@@ -173,8 +173,12 @@ class EpochBuilder:
         if head_of(rows).epoch != epochs:
             raise StaleEpoch
         for each in parts:
-            left = OpenCharges((), place=OpenCharges.decode(each.body).place)
-            rows.put_hold(each._replace(leaf=seq, body=left.encode()))
+            held = OpenCharges.decode(each.body)
+            rows.put_hold(each._replace(leaf=seq, body=OpenCharges((), place=held.place).encode()))
+            for name in (
+                held.factors.keys() & rows.terms().keys()
+            ):  # the leaf may charge more (`_shown_factor`): price it
+                rows.put_terms(name, cbor.encode([]))
 
     def _trained(self) -> list[Account]:
         """The classes that the plan charges. Where it charges unevenly, each is in every epoch."""
@@ -205,14 +209,15 @@ class SpendLedger:
     bounds on ε and risk in the ledger's policy, at the ledger's own δ and accountant, which `verify` checks. Charged means spent:
     nothing is ever taken off C. A reservation may be dropped or replaced.
 
-    When nothing need be priced. An account keeps the budgets of its last admission, and at all times ε(C + R) ≤ bound
-    for these. It held when they were written, since C + R was priced then. A charge out of the run's own reservation
-    moves steps from R to C and leaves C + R as it is; so does an epoch that records an attempt; dropping a reservation
-    makes C + R smaller, and fewer events never cost more; everything else is an admission, which prices C + R with the
-    reservations of all runs and writes its own budgets. So a charge that adds nothing to C + R is within its bound if
-    its budget is no stricter than the account's: same δ and accountant, bound not lower. Under any other budget C + R
-    is priced again. Hence a plan made for exactly the bound is charged to its last step, a lowered bound applies at the
-    next charge, and a run stops whose bound was exceeded by another run with a looser one.
+    When nothing need be priced. An account keeps the budgets of its last admission, and at all times ε(C + R) ≤
+    bound for these. It held when they were written, since C + R was priced then. A charge out of the run's own
+    reservation moves steps from R to C and leaves C + R as it is; so does an epoch that records an attempt, except
+    of a bound that was exhausted, whose budgets it drops; dropping a reservation makes C + R smaller, and fewer
+    events never cost more; everything else is an admission, which prices C + R with the reservations of all runs
+    and writes its own budgets. So a charge that adds nothing to C + R is within its bound if its budget is no
+    stricter than the account's: same δ and accountant, bound not lower. Under any other budget C + R is priced
+    again. Hence a plan made for exactly the bound is charged to its last step, a lowered bound applies at the next
+    charge, and a run stops whose bound was exceeded by another run with a looser one.
 
     A ledger restored from a copy is completed by charging again: the same charge twice is charged once.
     """

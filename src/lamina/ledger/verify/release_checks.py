@@ -39,12 +39,14 @@ class ReleaseChecks:
         self._header, self._rows = header, rows
         self._spending = Spending(header)  # as epochs state it
         self._marks: dict[bytes, frozenset[str]] = {}  # run → what limits the curves of its plans
+        self._public: set[tuple[bytes, str]] = set()  # (run, class) that a plan of the run declares public
         self.without_manifest: list[int] = []  # leaves of releases of which nothing could be compared
         self.without_end: list[int] = []  # leaves of releases of runs whose end is not recorded
 
     def charge(self, epoch: Epoch, plan: StepPlan) -> None:
         """Add up what an epoch charges under its plan."""
         self._marks[epoch.run] = self._marks.get(epoch.run, frozenset()) | curve_marks(plan)
+        self._public |= {(epoch.run, cls) for cls in plan.public_classes}
         self._spending.add(epoch)
 
     def see(self, leaf: Leaf, runs: Container[bytes], ends: Mapping[bytes, RunEnd]) -> None:
@@ -92,8 +94,10 @@ class ReleaseChecks:
                 marks |= {ZERO_OUT}  # the number of contributions is public: nothing is claimed about membership
             for run in record.runs:
                 add_events(events, self._spending.events(Account(cls), run))
-            self._compare_class(seq, cls, stated, events)
-            if cls in self._spending.split:
+            # a loss may be split over two accounts, or nothing bounded it in one of the runs
+            unproven = cls in self._spending.split or any((run, cls) in self._public for run in record.runs)
+            self._compare_class(seq, cls, stated, events, unproven=unproven)
+            if unproven:
                 marks |= {UNPROVEN}
             kinds: tuple[RiskOf, ...] = ("membership", "content")
             for of in kinds:
@@ -113,11 +117,12 @@ class ReleaseChecks:
                 reason = f"its manifest states {of} of class {cls!r} as {str(value)[:24]} at {str(rate)[:24]}"
                 fail(seq, Release, "verify.release-contradicts-epochs", f"{reason}, but its epochs give {least:.6g}")
 
-    def _compare_class(self, seq: int, cls: str, stated: Mapping[str, Any], events: dict[EventKey, int]) -> None:
+    def _compare_class(
+        self, seq: int, cls: str, stated: Mapping[str, Any], events: dict[EventKey, int], *, unproven: bool
+    ) -> None:
         header, epsilon, noise = self._header, stated.get("epsilon"), stated.get("noise_multiplier")
         found = nano_epsilon(pooled_epsilon(events, delta=header.delta, name=header.accountant)) / NANO
-        if cls in self._spending.split:
-            found = math.inf  # a loss may be split over two accounts
+        found = math.inf if unproven else found
         if epsilon is not None and (type(epsilon) not in (int, float) or understated(epsilon, found)):
             shown = "no finite figure" if math.isinf(found) else f"{found:.6g}"
             reason = f"its manifest states ε = {str(epsilon)[:24]} for class {cls!r}, but its epochs give {shown}"
