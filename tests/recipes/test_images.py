@@ -114,6 +114,10 @@ def test_what_are_no_images_is_refused() -> None:
     x, y = stripes(80, (8, 8), 6)
     with raises_code("data.images-not-images"):
         images(x[0], y, classes=2, epsilon=1.0)
+    with raises_code("data.images-not-images"):
+        images(torch.zeros(80, 8, 8, 3), y, classes=2, epsilon=1.0)  # colours last
+    with raises_code("train.labels-out-of-range"):
+        images(x, y + 1, classes=2, epsilon=1.0)
     with raises_code("data.images-classes"):
         images(x, y, classes=1, epsilon=1.0)
     with raises_code("data.scattering-shape"):

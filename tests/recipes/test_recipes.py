@@ -145,6 +145,28 @@ def test_what_is_not_declared_is_refused() -> None:
         recipes.tabular(x, y, classes=2, ranges=RANGES[:2], **SHORT)
 
 
+@pytest.mark.parametrize("labels", ["from one", "text", "fraction", "nan"])
+def test_labels_that_are_no_class_numbers_are_refused(labels: str) -> None:
+    x, y = table()
+    wrong = {
+        "from one": y + 1, "text": np.where(y > 0, "ill", "well"), "fraction": y + 0.5, "nan": np.where(y > 0, np.nan, 0.0),
+    }[labels]  # fmt: skip
+    with raises_code("train.labels-out-of-range"):
+        recipes.tabular(x, wrong, classes=2, ranges=RANGES, **SHORT)
+
+
+def test_signals_of_another_shape_are_refused() -> None:
+    beats, unit = np.zeros((20, 12, 80)), np.arange(20)
+    for call in (
+        lambda: recipes.ecg(beats[:, :, :70], np.zeros((20, 2)), unit=unit, **SHORT),
+        lambda: recipes.ecg(beats, np.zeros(20), unit=unit, **SHORT),
+        lambda: signals.half_millivolts(beats[:, 0]),
+        lambda: signals.scaled(np.zeros((20, 280))),
+    ):
+        with raises_code("data.records-shape"):
+            call()
+
+
 def test_every_recipe_has_a_preset_and_is_named_lazily() -> None:
     assert {"tabular", "ecg-linear", "autoencoder-pretrained", "cgm-pretrained"} <= presets.PRESETS.keys()
     assert lamina.recipes.tabular is recipes.tabular

@@ -107,3 +107,21 @@ def test_a_trainer_tries_it_before_it_begins_and_trains_the_same(
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     again = problem.trainer(tmp_path / "b" / "b", proxy=proxy)
     assert again.restricted == ()  # a run that has begun is past the question
+
+
+@pytest.mark.parametrize("allocate", ["pareto", "proportional"])
+def test_what_a_class_is_compared_with_has_the_noise_of_a_plan_without_it(allocate: str) -> None:
+    """A class with a small ε raises the noise of the layers that it reaches; leaving it out removes that noise."""
+    policy = Policy.parse(
+        '[corpus]\norigin = "tests"\ndelta = 1e-5\naccountant = "rdp"\n[class.all]\npopulation = 400\nepsilon = 3\n'
+        "[class.few]\npopulation = 40\nepsilon = 0.02\nprofile = { top = 0.5 }\n"
+    )
+    both, alone = (
+        make_plan(LayerStack.from_model(net()), policy, batch={"all": 60, "few": few}, steps=60, allocate=allocate)
+        for few in (6, 0)
+    )
+    found = restricted._without(both, both.index("few"))
+    ratios = [[s / c for s, c in zip(plan.noise, plan.clip[plan.index("all")], strict=True)] for plan in (found, alone)]
+    assert both.noise[1] / both.clip[both.index("all")][1] > 20 * ratios[1][1]
+    assert found.sigma("all") == pytest.approx(both.sigma("all"))  # no less private than before
+    assert all(0.5 < mine / its < 2 for mine, its in zip(*ratios, strict=True))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lamina import validate
 from lamina.data.front_ends import Scattering2D
 from lamina.errors import LaminaError
-from lamina.recipes.recipe import Recipe
+from lamina.recipes.recipe import Recipe, class_numbers
 from lamina.run.corpus import Corpus
 from lamina.run.optimizer import private_optimizer
 from lamina.run.private import make_private
@@ -52,9 +52,10 @@ class ScatteredImages(nn.Module):
 def planes(x: Any) -> Tensor:
     """Return images as (N, C, H, W)."""
     found = torch.as_tensor(x)
-    if found.dim() not in (3, 4):
+    if found.dim() not in (3, 4) or (found.dim() == 4 and found.shape[-1] <= 4):
         problem = f"images of shape {tuple(found.shape)}, must be (N, H, W) or (N, C, H, W)"
-        raise LaminaError("data.images-not-images", problem, "reshape them: one image per row of the first axis")
+        remedy = "reshape them: one image per row of the first axis, colours before height: x.transpose(0, 3, 1, 2)"
+        raise LaminaError("data.images-not-images", problem, remedy)
     return found.unsqueeze(1) if found.dim() == 3 else found
 
 
@@ -72,6 +73,7 @@ def images(
     y        labels from 0 to classes - 1; `classes` is public and not read from them
     batch    expected contributions per step; default: 4,096, or a quarter of the population if that is less
     mirror   left and right mean the same, as in photographs and not in writing
+    unit     the patient of each image, whom ε then protects; without it, ε protects an image
     options  those of `make_private`: clip_norm, origin, bands, …
 
     Formal guarantee. That of `make_private`. Features are a function of one image and of public constants: nothing is
@@ -79,11 +81,12 @@ def images(
     """
     found = planes(x)
     classes = validate.whole(LaminaError, "data.images-classes", least=2, classes=classes)
+    labels = class_numbers(y, classes)
     features = ScatteredImages((found.shape[1], found.shape[2], found.shape[3]), mirror=mirror)
     rows = torch.cat([features(part).half() for part in found.split(CHUNK)])
     return classifier(
-        rows, y, features, classes=classes, epsilon=epsilon, delta=delta, batch=batch, steps=steps, population=population,
-        unit=unit, **options,
+        rows, labels, features, classes=classes, epsilon=epsilon, delta=delta, batch=batch, steps=steps,
+        population=population, unit=unit, **options,
     )  # fmt: skip
 
 

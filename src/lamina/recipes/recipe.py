@@ -7,18 +7,44 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from lamina.engine.engine import Engine
 from lamina.engine.probe import preserve_global_generators
+from lamina.errors import LaminaError
 from lamina.plan.step_plan import StepPlan
 from lamina.presets import Preset
 from lamina.run.corpus import Corpus
 from lamina.run.private import make_private
 from lamina.run.trainer import Trainer
+
+
+def class_numbers(y: Any, classes: int) -> Tensor:
+    """Return labels as whole numbers; refuse any that is not one of 0 … classes - 1."""
+    given = np.asarray(y)
+    if given.dtype.kind not in "biuf" or not np.isin(given, np.arange(classes)).all():
+        problem = f"y of type {given.dtype} has labels that are not whole numbers from 0 to {classes - 1}"
+        remedy = "number the labels 0 … C-1: numpy.unique(labels, return_inverse=True)[1]"
+        raise LaminaError("train.labels-out-of-range", problem, remedy)
+    return torch.as_tensor(given.astype(np.int64))
+
+
+def shaped(name: str, x: Any, *axes: int | str) -> NDArray[np.float64]:
+    """Return records as float64; refuse another shape than `axes`, of which names fit any length."""
+    found = np.asarray(x, dtype=np.float64)
+    if len(found.shape) != len(axes) or any(
+        a != b for a, b in zip(axes, found.shape, strict=True) if isinstance(a, int)
+    ):
+        wanted = f"({', '.join(map(str, axes))})"
+        raise LaminaError(
+            "data.records-shape", f"{name} of shape {found.shape}, must be {wanted}", "reshape the records"
+        )
+    return found
 
 
 def class_losses(output: Tensor, y: Tensor) -> Tensor:

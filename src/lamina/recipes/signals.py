@@ -16,7 +16,7 @@ from lamina.data.ecg_simulator import ECGSimulator
 from lamina.data.front_ends import MILLIVOLT, Directions, bounded, median_beat, r_waves, unit_norm
 from lamina.models.signal_autoencoders import StackedAE
 from lamina.presets import find
-from lamina.recipes.recipe import Recipe, binary, linear, squared_error
+from lamina.recipes.recipe import Recipe, binary, linear, shaped, squared_error
 from lamina.run.pretrain import pretrain
 
 Array = NDArray[np.float64]
@@ -63,15 +63,15 @@ def median_beats(records: Any, *, rhythm: Any = None, starts: Sequence[int] | No
 def ecg(beats: Any, y: Any, *, unit: Any, population: int | None = None, **options: Any) -> Recipe:
     """Return a recipe for 12-lead ECG: a linear layer on 64 directions of simulated median beats (preset `ecg-linear`).
 
-    beats    (N, 12, 80) in millivolt at 100 per second, R at 0.3 s, as `median_beats` makes them of records
+    beats    (N, 12, 80) in millivolt at 100 per second, R at 0.3 s: `lamina.recipes.signals.median_beats` of records
     y        (N, K) zeros and ones
     unit     the patient of each record
     options  those of `make_private`: epsilon, delta, steps, …
     """
-    aim = torch.as_tensor(np.asarray(y), dtype=torch.float32)
+    aim = torch.as_tensor(shaped("y", y, "N", "K"), dtype=torch.float32)
 
     def features(found: Any) -> Tensor:
-        return ecg_rows(beat_rows(np.asarray(found, dtype=np.float64)), beat_directions())
+        return ecg_rows(beat_rows(shaped("beats", found, "N", 12, 80)), beat_directions())
 
     model = linear(65, aim.shape[1])
     return Recipe.of(
@@ -104,7 +104,7 @@ def autoencoder(samples: int = 40, width: int = 32, code: int = 16) -> nn.Module
 
 def half_millivolts(beats: Any) -> Tensor:
     """(N, L, 80) in millivolt -> (N·L, 40): each lead a row, means of two samples in units of half a millivolt, cut at 8."""
-    found = np.asarray(beats, dtype=np.float64)
+    found = shaped("beats", beats, "N", "L", 80)
     pairs = found.reshape(*found.shape[:2], -1, 2).mean(3)
     return torch.tensor(np.clip(MILLIVOLT * pairs, -LARGEST, LARGEST), dtype=torch.float32).flatten(0, 1)
 
@@ -137,8 +137,9 @@ def beats_autoencoder(
 
 
 def scaled(x: Any) -> Tensor:
-    """(N, 288) mg/dL -> (N, 1, 288): [40, 400] becomes [0, 1], what is outside is cut."""
-    shown = (np.clip(np.asarray(x, dtype=np.float64), LOWEST, HIGHEST) - LOWEST) / (HIGHEST - LOWEST)
+    """(N, 288) or (N, 1, 288) mg/dL -> (N, 1, 288): [40, 400] becomes [0, 1], what is outside is cut."""
+    days = shaped("days", np.squeeze(x, 1) if np.ndim(x) == 3 and np.shape(x)[1] == 1 else x, "N", 288)
+    shown = (np.clip(days, LOWEST, HIGHEST) - LOWEST) / (HIGHEST - LOWEST)
     return torch.tensor(shown, dtype=torch.float32).reshape(-1, 1, 288)
 
 

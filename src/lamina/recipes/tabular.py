@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lamina import validate
 from lamina.errors import LaminaError
 from lamina.presets import find
-from lamina.recipes.recipe import Recipe, class_losses, squared_error
+from lamina.recipes.recipe import Recipe, class_losses, class_numbers, squared_error
 
 
 class Columns(nn.Module):
@@ -51,6 +51,7 @@ def tabular(
     y        class numbers below `classes`; or numbers within the declared range `target`, which become [-1, 1]
     ranges   least and largest value of each column, known without the data
     hidden   widths between input and output; `seed` is of the first weights
+    unit     the patient of each row, whom ε then protects; without it, ε protects a row
     options  those of `make_private`: epsilon, delta, batch, steps, clip_norm, …
 
     Formal guarantee. That of `make_private`: ranges, classes and target are declared, nothing is read from the data.
@@ -61,10 +62,8 @@ def tabular(
     features = Columns(ranges)
     wide = features(x).shape[1]
     if target is None:
-        outputs, aim = (
-            validate.whole(LaminaError, "data.classes-or-target", least=2, classes=classes),
-            torch.as_tensor(y).long(),
-        )
+        outputs = validate.whole(LaminaError, "data.classes-or-target", least=2, classes=classes)
+        aim = class_numbers(y, outputs)
     else:
         aim = Columns([target])(np.reshape(y, (-1, 1)))
         outputs = 1

@@ -43,7 +43,11 @@ def restricted_notes(model: nn.Module, plan: StepPlan, proxy: Proxy | None) -> t
         mine, other = (_held_out_losses(model, each, proxy) for each in (plan, _without(plan, k)))
         verdict = "helps" if all(a < b for a, b in zip(mine, other, strict=True)) else "DOES NOT HELP"
         losses = f"{sum(mine) / _SEEDS:.4g} with it, {sum(other) / _SEEDS:.4g} without it"
-        end = "lower with it from every seed" if verdict == "helps" else "leave it out, or let it reach more layers"
+        end = (
+            "lower with it from every seed"
+            if verdict == "helps"
+            else "leave it out (batch 0), or let it reach more layers"
+        )
         notes.append(
             f"class {entry.name} {verdict} in short trainings on {proxy.source}: held-out loss {losses}; {end}"
         )
@@ -51,11 +55,20 @@ def restricted_notes(model: nn.Module, plan: StepPlan, proxy: Proxy | None) -> t
 
 
 def _without(plan: StepPlan, k: int) -> StepPlan:
-    """The plan in which a class reaches nothing, and no noise is where no other private class is."""
+    """The plan in which a class reaches nothing: at most the noise that the σ of all other private classes needs.
+
+    Of one class with thresholds C_i and layers of d_i numbers, Σ d_i·S_i² is least at S_i² ∝ C_i/√d_i (docs/allocations/pareto.md).
+    """
     clip = tuple(tuple(0.0 for _ in row) if j == k else row for j, row in enumerate(plan.clip))
-    rows = [row for row, entry in zip(clip, plan.classes, strict=True) if not entry.public]
-    noise = tuple(s if any(row[i] for row in rows) else 0.0 for i, s in enumerate(plan.noise))
-    return replace(plan, clip=clip, noise=noise, slices=tuple(s for s in plan.slices if s.cls != plan.classes[k].name))
+    left = replace(plan, clip=clip, slices=tuple(s for s in plan.slices if s.cls != plan.classes[k].name))
+    others = [j for j, entry in enumerate(plan.classes) if not entry.public and any(clip[j])]
+    sizes = [layer.size for layer in plan.layers]
+    needed = [max((plan.sigma(j) * clip[j][i] for j in others), default=0.0) for i in range(len(sizes))]
+    kept = replace(left, noise=tuple(s if c else 0.0 for s, c in zip(plan.noise, needed, strict=True)))
+    spread = replace(left, noise=tuple((c / d**0.5) ** 0.5 for c, d in zip(needed, sizes, strict=True)))
+    scale = max((plan.sigma(j) / spread.sigma(j) for j in others), default=1.0)
+    spread = replace(spread, noise=tuple(scale * s for s in spread.noise))
+    return min(kept, spread, key=lambda made: sum(d * s * s for d, s in zip(sizes, made.noise, strict=True)))
 
 
 def _held_out_losses(model: nn.Module, plan: StepPlan, proxy: Proxy) -> list[float]:
