@@ -262,7 +262,7 @@ class Engine:
             return None
         self._check_state()
         self._guard.begin_call()
-        ready = compiled.sums(graph, batch, bounds, radius, 1.0)
+        ready = compiled.sums(graph, batch, bounds, radius)
         self._guard.check_trained()
         if ready is None or not graph.compare_now:
             return ready
@@ -444,7 +444,7 @@ class Engine:
         reach = self._limits.clip[part.classes[unit]] > 0
         bounds[unit] = torch.where(reach, torch.inf, 0.0) if routed else torch.inf
         masks = self._masks_for(part) if routed else NO_MASKS
-        collector = BoxCollector(part, self._trained, sums, masks, bounds=bounds, scale=1.0)
+        collector = BoxCollector(part, self._trained, sums, masks, bounds=bounds)
         self._collect(part, collector, retain_graph=retain_graph)
         return sums
 
