@@ -141,9 +141,8 @@ class Engine:
         rule, self._proxy_step = plan.rule(FollowProxy), -1
         if (rule is None) != (proxy is None):
             problem = "the plan's shares follow a proxy, and none is given" if rule else "the plan follows no proxy"
-            raise EngineError(
-                "engine.proxy-misplaced", problem, "give proxy to such plans: allocate=LADP(estimator='fisher')"
-            )
+            remedy = "give proxy to such plans: allocate=LADP(estimator='fisher')"
+            raise EngineError("engine.proxy-misplaced", problem, remedy)
         self._proxy = None if rule is None or proxy is None else ProxyShares(model, plan, rule, proxy, self.ranks)
         warn_if_reproduction(plan)
         self._elementwise = plan.clipping is Clipping.ELEMENTWISE
@@ -327,21 +326,20 @@ class Engine:
         if self.adaptation is not None:
             self.adaptation.apply_proposed_factor()
             factor = self.adaptation.factor
+        made: type[Any] = OpenStep
+        options: dict[str, Any] = {"memory": self._memory}
         if self.window is not None:
-            number = self.budget.charge(factor)
-            return CorrelatedStep(self.plan, self.noise, self._tensors, self._layer_of, number, self.window)
-        made: type[Any] = PaperStep if self._elementwise else OpenStep
-        if self.plan.noise_kind is not NoiseKind.GAUSSIAN:
+            made, options["window"] = CorrelatedStep, self.window
+        elif self._elementwise:
+            made = PaperStep
+        elif self.plan.noise_kind is not NoiseKind.GAUSSIAN:
             made = IntegerStep
-        step = self.budget.charge(factor)
-        reuse: dict[str, Any] = {"memory": self._memory} if made is OpenStep else {}
-        if ready is not None and made is OpenStep and own_their_storage(ready, self._tensors):
-            reuse["sums"] = ready
-        if made is OpenStep and self.sharded:
-            made, reuse = ShardedStep, {"model": self._sharded}
-        opened: OpenStep | ShardedStep = made(
-            self.applied, self.noise, self._tensors, self._layer_of, step, ranks=self.ranks, **reuse
-        )
+        elif self.sharded:
+            made, options = ShardedStep, {"model": self._sharded}
+        elif ready is not None and own_their_storage(ready, self._tensors):
+            options["sums"] = ready
+        given = self.applied, self.noise, self._tensors, self._layer_of, self.budget.charge(factor)
+        opened: OpenStep | ShardedStep = made(*given, ranks=self.ranks, **options)
         return opened
 
     def follow_proxy(self) -> None:
@@ -680,9 +678,8 @@ class Engine:
                 x, _ = simulate_for(losses_of, self._attachment.call_with_new_hooks, None)
                 Probe(self, x).run(losses_of)
         except CouplingError as found:
-            raise CouplingError(
-                found.code, f"{problem}: {found.problem}", f"remove the hook, or: {found.remedy}"
-            ) from None
+            remedy = f"remove the hook, or: {found.remedy}"
+            raise CouplingError(found.code, f"{problem}: {found.problem}", remedy) from None
         except Exception as error:
             problem += f", and the model cannot be probed again on simulated input: {type(error).__name__}"
             remedy = (
