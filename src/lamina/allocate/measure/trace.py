@@ -146,9 +146,8 @@ def first_patients(example: Any, count: int) -> Any:
             remedy = f"give tensors (patients, …) of one length >= {count}"
             raise PlanError("sensitivity.example-count", problem, remedy)
     if not leaves:
-        raise PlanError(
-            "sensitivity.no-tensor", f"the example is a {type(example).__name__} without a tensor", "give model inputs"
-        )
+        problem = f"the example is a {type(example).__name__} without a tensor"
+        raise PlanError("sensitivity.no-tensor", problem, "give model inputs")
 
     return map_arguments(example, lambda value: value[:count] if isinstance(value, Tensor) else value)
 
@@ -502,9 +501,8 @@ def read_graph(model: nn.Module, program: TracedProgram, constants: Mapping[str,
             call=None if constants is None else _node_call(node, constants),
         )  # fmt: skip
     if not moving:
-        raise PlanError(
-            "sensitivity.no-tensor", f"the example of {type(model).__name__} holds no tensor", "give model inputs"
-        )
+        problem = f"the example of {type(model).__name__} holds no tensor"
+        raise PlanError("sensitivity.no-tensor", problem, "give model inputs")
     return TracedGraph(model=type(model).__name__, nodes=tuple(moving.values()))
 
 
