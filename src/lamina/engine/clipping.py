@@ -348,11 +348,8 @@ class ClipBounds:
         self.counted = (self.clip > 0) & owed
         self.norm = torch.tensor([plan.norm(k) for k in range(len(plan.classes))], dtype=torch.float64)
 
-    def reached(self, part: CheckedBatch) -> list[bool]:
-        """The layers that some contribution of the part may move."""
-        return self.reached_by(part.classes)
-
-    def reached_by(self, classes: Tensor) -> list[bool]:
+    def reached(self, classes: Tensor) -> list[bool]:
+        """The layers that some contribution of these classes may move."""
         mine = self.clip if len(self.clip) == 1 and len(classes) else self.clip[classes]
         reached: list[bool] = (mine > 0).any(0).tolist()
         return reached

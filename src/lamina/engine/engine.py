@@ -136,7 +136,7 @@ class Engine:
         self.adaptation = Adaptation.of(plan, self._slices.sizes)
         refuse_float16(parameters)
         self._soften_elsewhere(self.noise)
-        self.refuse_integers_elsewhere()
+        refuse_elsewhere(self._tensors, "integer noise" if plan.noise_kind is not NoiseKind.GAUSSIAN else "")
         refuse_extra_state(model)
         rule, self._proxy_step = plan.rule(FollowProxy), -1
         if (rule is None) != (proxy is None):
@@ -164,14 +164,9 @@ class Engine:
         targets = {name: Target(name, i) if name in self._tensors else None for name, i in self._layer_of.items()}
         self._outside = OutsideWrites(model, self._tensors, held)
         self._attachment = Attachment(
-            model,
-            targets,
-            rows=rows,
-            per_contribution=per_contribution,
-            guard=self._guard,
-            outside=self._outside,
+            model, targets, rows=rows, per_contribution=per_contribution, guard=self._guard, outside=self._outside,
             gather=self._sharded.begin_call,
-        )
+        )  # fmt: skip
         self._sharded.attach(self._attachment.run_per_contribution)
         restore = RestoreUnreached(self._tensors, self._slices.unreached)
         self._hooks = [
@@ -205,11 +200,6 @@ class Engine:
             problem = f"the noise source is of rank {noise.rank}, this is rank {self.ranks.rank} of {self.ranks.size}"
             raise EngineError("engine.noise-of-other-rank", problem, f"make it with rank={self.ranks.rank}")
         return noise
-
-    def refuse_integers_elsewhere(self) -> None:
-        """Refuse integer noise for a model on another device."""
-        whole = self.plan.noise_kind is not NoiseKind.GAUSSIAN
-        refuse_elsewhere(self._tensors, "integer noise" if whole else "")
 
     def _soften_elsewhere(self, noise: NoiseSource) -> None:
         """Use plain noise for a model on a device without float64, and say so."""
@@ -254,7 +244,7 @@ class Engine:
         compiled, of_probe = self.compiled, isinstance(batch, ProbeBatch) or self._probe is not None
         if compiled is None or of_probe or self.detached or len(batch) == 0:
             return None
-        reached = self._limits.reached_by(check_classes(batch, self.plan)) == self._trained or self.constant_time
+        reached = self._limits.reached(check_classes(batch, self.plan)) == self._trained or self.constant_time
         bounds, radius = self._limits.of(batch)
         graph = compiled.graph_for(losses_of, batch, all_reached=reached)
         if graph is None:
@@ -344,14 +334,9 @@ class Engine:
 
     def follow_proxy(self) -> None:
         """Move S as the plan's proxy says, if it is due before the next step; `backward` does so where nobody did."""
-        step = self.budget.taken
-        if (
-            self._proxy is not None
-            and self.adaptation is not None
-            and self._proxy.due(step)
-            and self._proxy_step != step
-        ):
-            self.adaptation.follow_proxy(self._proxy, step)
+        adaptation, proxy, step = self.adaptation, self._proxy, self.budget.taken
+        if adaptation is not None and proxy is not None and proxy.due(step) and self._proxy_step != step:
+            adaptation.follow_proxy(proxy, step)
             self._proxy_step = step
 
     @property
@@ -527,7 +512,7 @@ class Engine:
         return self._bounds
 
     def _reached(self, part: CheckedBatch) -> list[bool]:
-        return self._trained if self.constant_time else self._limits.reached(part)
+        return self._trained if self.constant_time else self._limits.reached(part.classes)
 
     def _masks_for(self, part: CheckedBatch) -> TensorMasks:
         return self._slices.masks_for(part.classes, narrow=not self.constant_time)

@@ -9,7 +9,6 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -341,12 +340,9 @@ def _redirect_in_place_reads(graph: fx.Graph) -> None:
             if other is not first and any(order[user] > order[node] for user in other.users):
                 problem = f"{node.target} overwrites {first.name}, whose memory {other.name} shares"
                 raise NoBound("sensitivity.in-place-view", problem, "use the operation without underscore (or +=)")
-        first.replace_all_uses_with(node, delete_user_cb=partial(_runs_after, order, order[node]))
+        later = {other for other, at in order.items() if at > order[node]}
+        first.replace_all_uses_with(node, delete_user_cb=later.__contains__)
         memory[node] = owner
-
-
-def _runs_after(order: Mapping[fx.Node, int], position: int, user: fx.Node) -> bool:
-    return order[user] > position
 
 
 NodeCall = Callable[[Mapping[str, Any]], Any]
