@@ -89,11 +89,6 @@ class PrivacyFilter(ABC):
         """What is left, in the units of the price."""
         return self.budget * ((self._limit - self._spent) / _BUDGET_UNITS)
 
-    @property
-    def share_left(self) -> float:
-        """What is left as a share of the whole, 1 → 0."""
-        return (self._limit - self._spent) / self._limit
-
     def to_state(self) -> dict[str, str | int | float]:
         """Plain numbers for a checkpoint; `from_state` restores the filter exactly."""
         own = {name: getattr(self, name) for name in self.parameters}

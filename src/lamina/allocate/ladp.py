@@ -319,9 +319,8 @@ def _named_by_user(
     problem: AllocationProblem, sensitive: SensitiveLayers, allocation: str
 ) -> tuple[tuple[bool, ...], str]:
     if problem.stack is None:
-        raise PlanError(
-            "allocate.no-stack", f"sensitive of {allocation} is set, but there is no stack", "use make_plan"
-        )
+        remedy = "use make_plan"
+        raise PlanError("allocate.no-stack", f"sensitive of {allocation} is set, but there is no stack", remedy)
     if isinstance(sensitive, DepthProfile):
         return sensitive.resolve(problem.stack), f"the profile '{sensitive}' names them"
     if callable(sensitive):
@@ -505,9 +504,8 @@ class LADP:
 
 def _number_pair(option: str, value: Any) -> tuple[float, float]:
     if not isinstance(value, tuple | list) or len(value) != 2:
-        raise PlanError(
-            "allocate.option-pair", f"{option} of ladp is {value!r}", "give two numbers: of sensitive layers, of others"
-        )
+        problem = f"{option} of ladp is {value!r}"
+        raise PlanError("allocate.option-pair", problem, "give two numbers: of sensitive layers, of others")
     for each in value:
         check_number("ladp", option, each, 0.0, 1e6)
     return float(value[0]), float(value[1])

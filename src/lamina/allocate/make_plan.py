@@ -54,6 +54,8 @@ def find_allocation(name: str | Allocate) -> Allocate:
     return ALLOCATIONS[name]
 
 
+Besides = Mapping[str, tuple[Event, ...]]  # by class: what else is released
+PerClass = float | Mapping[str, float] | None  # one figure for all private classes, or by name
 _CLOSER = "bring the classes closer together, or use LADP(mode='shares')"
 _LESS = "ask for less, or change the policy"
 _MOST_EXCESS_NOISE = 4.0  # times the noise that a class needs
@@ -71,15 +73,9 @@ class CalibratedNoise:
 
 
 def calibrate_classes(
-    policy: Policy,
-    rates: Mapping[str, float],
-    steps: int,
-    *,
-    epsilon: float | Mapping[str, float] | None,
-    rho: float | Mapping[str, float] | None,
-    noise_multiplier: float | Mapping[str, float] | None = None,
-    chooser: Allocate,
-) -> CalibratedNoise:
+    policy: Policy, rates: Mapping[str, float], steps: int, *, chooser: Allocate,
+    epsilon: PerClass = None, rho: PerClass = None, noise_multiplier: PerClass = None,
+) -> CalibratedNoise:  # fmt: skip
     """sigma_k by class. `rates` names the classes that take part, with their q.
 
     Raw noise credits nothing to sampling: it is calibrated for as many unsampled steps as a contribution takes part in.
@@ -107,7 +103,6 @@ def calibrate_classes(
         if rho is not None:
             declared = _calibrate_to_rho(policy, rates, steps, rho, besides)
         else:
-            assert noise_multiplier is not None
             declared = _price_noise_multiplier(policy, rates, steps, noise_multiplier, besides)
         for cls, multiplier in zip(rates, declared.sigma, strict=True):
             if (risk := policy.classes[cls].risk) is not None:
@@ -163,21 +158,16 @@ def _calibrate_to_risk(risk: RiskBound, cls: str, **schedule: Any) -> float:
 
 
 def _shared_order(
-    policy: Policy,
-    rates: Mapping[str, float],
-    steps: int,
-    private: Sequence[str],
-    besides: Mapping[str, tuple[Event, ...]],
+    policy: Policy, rates: Mapping[str, float], steps: int, private: Sequence[str], besides: Besides,
     needed: Callable[[str, str], float],
-) -> float:
+) -> float:  # fmt: skip
     """One order for all classes: of those that suit one class best, the one that costs the worst-off class least.
 
     `needed` is the sigma of a class by an accountant. Of a risk bound, fpr takes the place of δ.
     """
     if not private:
-        raise PlanError(
-            "allocate.no-private-class", "every class is public: there is no budget", "use another allocation"
-        )
+        problem = "every class is public: there is no budget"
+        raise PlanError("allocate.no-private-class", problem, "use another allocation")
     best = {cls: needed(cls, "rdp") for cls in private}
     orders = set()
     for cls, sigma in best.items():
@@ -219,11 +209,7 @@ def sigma_factor_range(declared: CalibratedNoise, rates: Iterable[float]) -> tup
 
 
 def _calibrate_to_rho(
-    policy: Policy,
-    rates: Mapping[str, float],
-    steps: int,
-    rho: float | Mapping[str, float],
-    besides: Mapping[str, tuple[Event, ...]],
+    policy: Policy, rates: Mapping[str, float], steps: int, rho: PerClass, besides: Besides
 ) -> CalibratedNoise:
     """ρ/T for every step: sigma = √(T/(2ρ)), rounded up so that T steps take at most ρ, and no less than 1e-12 of it.
 
@@ -250,11 +236,7 @@ def _calibrate_to_rho(
 
 
 def _price_noise_multiplier(
-    policy: Policy,
-    rates: Mapping[str, float],
-    steps: int,
-    noise_multiplier: float | Mapping[str, float],
-    besides: Mapping[str, tuple[Event, ...]],
+    policy: Policy, rates: Mapping[str, float], steps: int, noise_multiplier: PerClass, besides: Besides
 ) -> CalibratedNoise:
     """sigma as given, for every step; ε is what the steps cost at it, together with whatever else is released."""
     sigma = _by_class(policy, rates, noise_multiplier, "noise_multiplier", "allocate.noise-multiplier-not-positive")
@@ -269,12 +251,10 @@ def _price_noise_multiplier(
     )
 
 
-def _by_class(
-    policy: Policy, names: Iterable[str], given: float | Mapping[str, float], what: str, code: str
-) -> dict[str, float]:
+def _by_class(policy: Policy, names: Iterable[str], given: PerClass, what: str, code: str) -> dict[str, float]:
     """A figure > 0 for every private class that takes part: one for all, or by name."""
     private = [name for name in names if not policy.classes[name].public]
-    wanted = given if isinstance(given, Mapping) else dict.fromkeys(private, given)
+    wanted: Mapping[str, Any] = given if isinstance(given, Mapping) else dict.fromkeys(private, given)
     refuse_unknown_classes(policy, wanted, what)
     return {n: validate.positive(PlanError, code, **named(f"{what} of class {n!r}", wanted.get(n))) for n in private}
 
@@ -288,9 +268,7 @@ def _within_bound(policy: Policy, name: str, epsilon: float, why: str) -> float:
     return epsilon
 
 
-def _clip_norms(
-    policy: Policy, names: Iterable[str], clip_norm: float | Mapping[str, float] | None
-) -> tuple[float, ...]:
+def _clip_norms(policy: Policy, names: Iterable[str], clip_norm: PerClass) -> tuple[float, ...]:
     """c by class: the policy's, or less. What a contribution signed is a bound, so more is refused."""
     most = {name: policy.classes[name].clip_norm for name in names}
     wanted = (
@@ -303,7 +281,7 @@ def _clip_norms(
     return tuple((most | wanted).values())
 
 
-def _target_epsilons(policy: Policy, names: list[str], epsilon: float | Mapping[str, float] | None) -> dict[str, float]:
+def _target_epsilons(policy: Policy, names: list[str], epsilon: PerClass) -> dict[str, float]:
     """The ε that each private class is to spend, checked against the policy's bound; none for one with a risk bound alone."""
     private = [name for name in names if not policy.classes[name].public]
     wanted: dict[str, float] = {}
@@ -353,10 +331,10 @@ def make_plan(
     steps: int | None = None,
     epochs: float | None = None,
     allocate: str | Allocate = DEFAULT_ALLOCATION,
-    epsilon: float | Mapping[str, float] | None = None,
-    rho: float | Mapping[str, float] | None = None,
-    noise_multiplier: float | Mapping[str, float] | None = None,
-    clip_norm: float | Mapping[str, float] | None = None,
+    epsilon: PerClass = None,
+    rho: PerClass = None,
+    noise_multiplier: PerClass = None,
+    clip_norm: PerClass = None,
     clipping: Clipping | str | None = None,
     measure: Measure | None = None,
     bands: int | str | None = None,
@@ -403,46 +381,30 @@ def explained_plan(
 
 
 def _explained_plan(
-    stack: LayerStack,
-    policy: Policy,
-    *,
-    batch: int | Mapping[str, int],
-    steps: int | None = None,
-    epochs: float | None = None,
-    allocate: str | Allocate = DEFAULT_ALLOCATION,
-    epsilon: float | Mapping[str, float] | None = None,
-    rho: float | Mapping[str, float] | None = None,
-    noise_multiplier: float | Mapping[str, float] | None = None,
-    clip_norm: float | Mapping[str, float] | None = None,
-    clipping: Clipping | str | None = None,
-    measure: Measure | None = None,
-) -> tuple[StepPlan, Allocation]:
+    stack: LayerStack, policy: Policy, *, batch: int | Mapping[str, int], steps: int | None = None,
+    epochs: float | None = None, allocate: str | Allocate = DEFAULT_ALLOCATION,
+    clip_norm: PerClass = None, clipping: Clipping | str | None = None, measure: Measure | None = None,
+    **budget: PerClass,
+) -> tuple[StepPlan, Allocation]:  # fmt: skip
     if not isinstance(stack, LayerStack):
         raise PlanError("allocate.stack-type", f"stack is a {type(stack).__name__}", "use LayerStack.from_model(model)")
     if not isinstance(policy, Policy):
-        raise PlanError(
-            "allocate.policy-type", f"policy is a {type(policy).__name__}", "use Policy.load('policy.toml')"
-        )
+        remedy = "use Policy.load('policy.toml')"
+        raise PlanError("allocate.policy-type", f"policy is a {type(policy).__name__}", remedy)
     sizes = _batch_sizes(policy, batch)
     total, population = sum(sizes.values()), sum(_population(policy, name) for name in sizes)
     count = _step_count(steps, epochs, Fraction(population) / total)
     if measure is not None:
         if not isinstance(measure, Measure):
-            raise PlanError(
-                "allocate.measure-type", f"measure is a {type(measure).__name__}", "give lamina.Measure.load(path)"
-            )
+            remedy = "give lamina.Measure.load(path)"
+            raise PlanError("allocate.measure-type", f"measure is a {type(measure).__name__}", remedy)
         measure.check(stack)
         if policy.noise.kind == NoiseKind.LAPLACE.value:
-            raise PlanError(
-                "allocate.measure-of-other-norm",
-                "laplace noise clips L1 norms, and what was measured of the layers are L2 norms",
-                "leave measure out, or use other noise",
-            )
+            differ = "laplace noise clips L1 norms, and what was measured of the layers are L2 norms"
+            raise PlanError("allocate.measure-of-other-norm", differ, "leave measure out, or use other noise")
     chooser = find_allocation(allocate)
     rates = {name: float(size / _population(policy, name)) for name, size in sizes.items()}
-    declared = calibrate_classes(
-        policy, rates, count, epsilon=epsilon, rho=rho, noise_multiplier=noise_multiplier, chooser=chooser
-    )
+    declared = calibrate_classes(policy, rates, count, chooser=chooser, **budget)
     reaches = {name: _class_reach(policy, name, stack) for name in sizes}
     slices = tuple(part for name, reach in reaches.items() for part in reach.slices(name))
     numbers = noised_sizes(stack, {name: r.layers for name, r in reaches.items()}, slices, stack.shapes)
@@ -470,9 +432,10 @@ def _explained_plan(
     rules = tuple(chosen.rules)
     if declared.order is not None:
         pace = sigma_factor_range(declared, rates.values())
-        rules = tuple(
-            _with_order_and_range(r, declared.order, pace) if isinstance(r, FollowBudget) else r for r in rules
-        )
+        rules = tuple(  # at the plan's order, within the factors at which a step costs half to twice the declared price
+            replace(r, order=declared.order, least=max(r.least, pace[0]), most=min(r.most, pace[1]))
+            if isinstance(r, FollowBudget) else r for r in rules
+        )  # fmt: skip
     kind, reasons = _choose_noise_kind(policy, list(sizes), chosen, declared.accountant)
     chosen = replace(chosen, why=(*chosen.why, *reasons))
     form = Clipping.ELEMENTWISE if chosen.clipping is Clipping.ELEMENTWISE else clipping or chosen.clipping
@@ -562,11 +525,6 @@ def _choose_noise_kind(
         return NoiseKind.GAUSSIAN, (f"The noise is Gaussian, in floating point: {'; '.join(found)}.",)
     reason = f"The noise is discrete Gaussian, exact on integers: accountant {accountant} prices it."
     return NoiseKind.DISCRETE_GAUSSIAN, (reason,)
-
-
-def _with_order_and_range(rule: FollowBudget, order: float, pace: tuple[float, float]) -> FollowBudget:
-    """The rule at the plan's order, within the factors at which a step costs half to twice the declared price."""
-    return replace(rule, order=order, least=max(rule.least, pace[0]), most=min(rule.most, pace[1]))
 
 
 def _noise_for_sigma(chosen: Allocation, sigma: tuple[float, ...]) -> tuple[float, ...]:

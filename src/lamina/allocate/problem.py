@@ -66,23 +66,19 @@ class AllocationProblem:
         if not self.classes:
             object.__setattr__(self, "classes", tuple(f"class {k}" for k in range(classes)))
         if len(self.weights) != layers or any(len(row) != layers for row in self.reach):
-            raise PlanError(
-                "allocate.problem-shape", f"weights and reach must have {layers} entries", "give one per layer"
-            )
+            problem = f"weights and reach must have {layers} entries"
+            raise PlanError("allocate.problem-shape", problem, "give one per layer")
         if self.factors and [len(row) for row in self.factors] != [layers] * classes:
-            raise PlanError(
-                "allocate.problem-shape", f"factors must be {classes} × {layers}", "correct them, or leave them out"
-            )
+            problem = f"factors must be {classes} × {layers}"
+            raise PlanError("allocate.problem-shape", problem, "correct them, or leave them out")
         if len(self.clip_norm) != classes or len(self.sigma) != classes:
-            raise PlanError(
-                "allocate.problem-shape", f"clip_norm and sigma must have {classes} entries", "give one per class"
-            )
+            problem = f"clip_norm and sigma must have {classes} entries"
+            raise PlanError("allocate.problem-shape", problem, "give one per class")
         for what, values in (("weights", self.weights), ("clip_norm", self.clip_norm), ("sigma", self.sigma)):
             for i, value in enumerate(values):
                 if not value > 0 or (what == "weights" and math.isinf(value)):
-                    raise PlanError(
-                        "allocate.problem-not-positive", f"{what}[{i}] is {value!r}, must be > 0", "correct it"
-                    )
+                    problem = f"{what}[{i}] is {value!r}, must be > 0"
+                    raise PlanError("allocate.problem-not-positive", problem, "correct it")
 
     @property
     def private(self) -> tuple[int, ...]:

@@ -305,9 +305,8 @@ class PatchedForward:
         if not torch.is_grad_enabled() or not self._untouched():
             if any(is_sharded(parameters.get(name)) for parameters, name, _ in self.own):
                 problem = f"'{self.name}' was called past the module that fully_shard was called on, which gathers its weights"
-                raise EngineError(
-                    "engine.sharded-part-bypassed", problem, "call that module, or call fully_shard on this one"
-                )
+                remedy = "call that module, or call fully_shard on this one"
+                raise EngineError("engine.sharded-part-bypassed", problem, remedy)
             return self.original(*args, **kwargs)
         if self.attachment.called_from_outside:  # one row is no batch to go by: a table of positions, perhaps
             given = pytree.tree_leaves((args, kwargs))

@@ -92,9 +92,8 @@ class Batch:
         places = range(units) if self.places is None else self.places
         if len(places) != units:
             problem = f"the batch has {units} contributions, and was made from a batch of {len(places)}"
-            raise EngineError(
-                "engine.batch-of-other-size", problem, "change x and y, and leave contributions as they are"
-            )
+            remedy = "change x and y, and leave contributions as they are"
+            raise EngineError("engine.batch-of-other-size", problem, remedy)
         object.__setattr__(self, "places", places)
         object.__setattr__(self, "classified", self.cls is not None or units == 0)
         cls = _check_integers("cls", self.cls, units, default=lambda: torch.zeros(units, dtype=torch.long))
@@ -136,25 +135,30 @@ class Batch:
         part whose `last` is true, and by then all of it is there.
         """
         validate.whole(EngineError, "engine.split-parts", parts=parts)
-        assert self.unit is not None and self.cls is not None and self.weight is not None and self.places is not None
+        assert self.unit is not None
         parts = max(1, min(parts, len(self)))
         bounds = [len(self) * i // parts for i in range(parts + 1)]
         for i, (low, high) in enumerate(pairwise(bounds)):
-            rows = ((self.unit >= low) & (self.unit < high)).nonzero().flatten()
-            x, y = take_rows((self.x, self.y), rows)
-            yield Batch(
-                x,
-                y,
-                unit=self.unit[rows] - low,
-                cls=self.cls[low:high] if self.classified else None,
-                weight=self.weight[rows],
-                scale=None if self.scale is None else self.scale[low:high],
-                ceiling=None if self.ceiling is None else self.ceiling[low:high],
-                first=self.first and i == 0,
-                last=self.last and i == parts - 1,
-                draw=self.draw,
-                places=self.places[low:high],
-            )
+            mine = (self.unit >= low) & (self.unit < high)
+            ends = {"first": self.first and i == 0, "last": self.last and i == parts - 1}
+            yield self._part(mine, slice(low, high), self.unit - low, **ends)
+
+    def _part(self, examples_: Tensor, units: slice, unit: Tensor, **changes: Any) -> Batch:
+        """Some examples and contributions; `unit` are the new numbers of contributions, by example of the whole."""
+        assert self.cls is not None and self.weight is not None and self.places is not None
+        rows = examples_.nonzero().flatten()
+        x, y = take_rows((self.x, self.y), rows)
+        return Batch(
+            x,
+            y,
+            unit=unit[rows],
+            cls=self.cls[units] if self.classified else None,
+            weight=self.weight[rows],
+            scale=None if self.scale is None else self.scale[units],
+            ceiling=None if self.ceiling is None else self.ceiling[units],
+            places=self.places[units],
+            **{"first": self.first, "last": self.last, "draw": self.draw, **changes},
+        )
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch with x and y on a device. What belongs to whom is always kept on the CPU."""
@@ -169,27 +173,14 @@ class Batch:
         if self.draw.ranks > 1:
             problem = f"the batch is the part of rank {self.draw.rank} of {self.draw.ranks} already"
             raise EngineError("engine.batch-divided-already", problem, "give it to engine.backward as it is")
-        assert self.unit is not None and self.cls is not None and self.weight is not None and self.places is not None
-        rows, mine = (self.unit % size == rank).nonzero().flatten(), slice(rank, None, size)
-        x, y = take_rows((self.x, self.y), rows)
+        assert self.unit is not None
         drawn = self.draw.step
         for tensor in [self.unit, *pytree.tree_leaves((self.x, self.y))] if drawn < 0 else ():
             if isinstance(tensor, Tensor):
                 raw = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
                 drawn = _BY_HAND | zlib.crc32(raw.numpy().data, max(drawn, 0) & 0xFFFFFFFF)
-        return Batch(
-            x,
-            y,
-            unit=self.unit[rows] // size,
-            cls=self.cls[mine] if self.classified else None,
-            weight=self.weight[rows],
-            scale=None if self.scale is None else self.scale[mine],
-            ceiling=None if self.ceiling is None else self.ceiling[mine],
-            first=self.first,
-            last=self.last,
-            draw=self.draw.divided(rank, size, drawn),
-            places=self.places[mine],
-        )
+        draw = self.draw.divided(rank, size, drawn)
+        return self._part(self.unit % size == rank, slice(rank, None, size), self.unit // size, draw=draw)
 
     def views(self, count: int) -> Batch:
         """The same batch with every example `count` times in a row, for as many random views of it.

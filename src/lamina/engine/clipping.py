@@ -177,11 +177,9 @@ class BoxCollector(Collector):
     is within the threshold. A layer without a gradient counts as unclipped, whoever else is in the batch.
     """
 
-    def __init__(
-        self, *args: Any, bounds: Tensor, scale: float, counts: Tensor | None = None, counted: Tensor | None = None
-    ) -> None:
+    def __init__(self, *args: Any, bounds: Tensor, counts: Tensor | None = None, counted: Tensor | None = None) -> None:
         super().__init__(*args)
-        self.bounds, self.scale = safe_bounds(bounds.double(), scale).t().contiguous(), scale  # (L, P)
+        self.bounds = safe_bounds(bounds.double(), 1.0).t().contiguous()  # (L, P)
         self.counts, self.counted = counts, counted
         self._factors: dict[int, Tensor] = {}
         self._outers, self._outer_layers, self._held = OuterLayers(), list[int](), 0
@@ -191,7 +189,7 @@ class BoxCollector(Collector):
         outer = OuterLayer.of([*parts.values()], bound)
         outer = None if outer is None else outer.adding_to([out for _, out in pairs])
         if outer is None:
-            weights = clip_layer(pairs, BoxClip(bound, self.scale))
+            weights = clip_layer(pairs, BoxClip(bound, 1.0))
             if self.counts is not None:
                 self._factors[layer] = weights.factor
             return
@@ -203,7 +201,7 @@ class BoxCollector(Collector):
 
     def flush(self) -> None:
         if self._outers:
-            numbers = self._outers.clip_and_add(self.scale, least_factor(self.scale))
+            numbers = self._outers.clip_and_add(1.0, least_factor(1.0))
             if self.counts is not None:
                 self._factors.update(zip(self._outer_layers, numbers[3], strict=True))
             self._outers, self._outer_layers, self._held = OuterLayers(), [], 0
@@ -215,20 +213,20 @@ class BoxCollector(Collector):
         self.counts += 0.5 * self.counted.sum(0)
         if self._factors:
             layers = list(self._factors)
-            clipped = torch.stack([self._factors.pop(layer) for layer in layers]) < self.scale
+            clipped = torch.stack([self._factors.pop(layer) for layer in layers]) < 1.0
             self.counts[layers] -= (clipped & self.counted.t()[layers]).sum(1).double()
 
 
 class JointCollector(Collector):
     """All layers by one threshold: measured as they arrive, summed once the whole norm is known."""
 
-    def __init__(self, *args: Any, reach: Tensor, noise: Sequence[float], radius: Tensor, scale: float) -> None:
+    def __init__(self, *args: Any, reach: Tensor, noise: Sequence[float], radius: Tensor) -> None:
         super().__init__(*args)
         inputs = {use: node.next_functions[0] for use, node in args[0].graph.nodes.items()}  # edges of the graph
         often = Counter(inputs.values())
         self._inputs_shared = {use for use, edge in inputs.items() if edge[0] is not None and often[edge] > 1}
         self._shared = False  # whether the input of the use that arrives is that of another one
-        self.reach, self.noise, self.radius, self.scale = reach, noise, radius, scale  # (P, L), (L,), (P,)
+        self.reach, self.noise, self.radius = reach, noise, radius  # (P, L), (L,), (P,)
         self.norm_sq = torch.zeros(len(radius), dtype=torch.float64)
         self._kept: dict[int, tuple[LayerGrads, Tensor | None]] = {}
         self._weights: ClipWeights | None = None
@@ -262,7 +260,7 @@ class JointCollector(Collector):
             numbers = self._outers.measure()
             noise = torch.tensor([self.noise[layer] or 1.0 for layer in self._outer_layers], dtype=torch.float64)
             self.norm_sq += torch.where(reach, numbers[2] / noise.square().unsqueeze(1), 0.0).sum(0)
-        self._weights = clip_weights(self.norm_sq, safe_bounds(self.radius, self.scale), self.scale)
+        self._weights = clip_weights(self.norm_sq, safe_bounds(self.radius, 1.0), 1.0)
         if self._outers:
             numbers[3] = torch.where(reach, self._weights.factor, 0.0)
             self._add_outers(numbers)
@@ -350,11 +348,8 @@ class ClipBounds:
         self.counted = (self.clip > 0) & owed
         self.norm = torch.tensor([plan.norm(k) for k in range(len(plan.classes))], dtype=torch.float64)
 
-    def reached(self, part: CheckedBatch) -> list[bool]:
-        """The layers that some contribution of the part may move."""
-        return self.reached_by(part.classes)
-
-    def reached_by(self, classes: Tensor) -> list[bool]:
+    def reached(self, classes: Tensor) -> list[bool]:
+        """The layers that some contribution of these classes may move."""
         mine = self.clip if len(self.clip) == 1 and len(classes) else self.clip[classes]
         reached: list[bool] = (mine > 0).any(0).tolist()
         return reached
@@ -368,27 +363,22 @@ class ClipBounds:
         return torch.where(bounds > 0, bounds * stricter.unsqueeze(1), 0.0), radius * stricter
 
     def collector(
-        self, part: CheckedBatch, into: ClippedSums, reached: Sequence[bool], masks: TensorMasks = NO_MASKS
-    ) -> Collector:
-        made = self._collector(part, into, reached, masks)
-        made.grid, made.streamed = into.grid, into.streamed
-        return made
-
-    def _collector(
         self, part: CheckedBatch, into: ClippedSums, reached: Sequence[bool], masks: TensorMasks
     ) -> Collector:
-        (bounds, radius), scale = self.of(part), 1.0
-        start = part, reached, into.sums, masks
-        if self.plan.clipping is not Clipping.BOX:
-            reach = self.clip[part.classes] > 0
+        bounds, radius = self.of(part)
+        start, reach = (part, reached, into.sums, masks), self.clip[part.classes] > 0
+        made: Collector
         if self.plan.clipping is Clipping.JOINT:
-            return JointCollector(*start, reach=reach, noise=self.plan.noise, radius=radius, scale=scale)
-        if self.plan.clipping is Clipping.ELEMENTWISE:  # bounded as a whole, when it is released
-            return BoxCollector(*start, bounds=torch.where(reach, torch.inf, 0.0), scale=scale)
-        counted = None
-        if into.counts is not None:
-            counted = self.counted[part.classes] & nonempty_contributions(part).unsqueeze(1)
-        return BoxCollector(*start, bounds=bounds, scale=scale, counts=into.counts, counted=counted)
+            made = JointCollector(*start, reach=reach, noise=self.plan.noise, radius=radius)
+        elif self.plan.clipping is Clipping.ELEMENTWISE:  # bounded as a whole, when it is released
+            made = BoxCollector(*start, bounds=torch.where(reach, torch.inf, 0.0))
+        else:
+            counted = None
+            if into.counts is not None:
+                counted = self.counted[part.classes] & nonempty_contributions(part).unsqueeze(1)
+            made = BoxCollector(*start, bounds=bounds, counts=into.counts, counted=counted)
+        made.grid, made.streamed = into.grid, into.streamed
+        return made
 
     def _stricter(self, classes: Tensor, part: CheckedBatch | Batch) -> Tensor | None:
         """(P,) what thresholds of the class are multiplied by: min(scale, ceiling/‖C[k]‖); a public class by 1."""

@@ -103,20 +103,20 @@ class LayerCall:
 
 _calls: dict[int, LayerCall] = {}
 _handles = itertools.count()
-_ARGUMENTS = "(int handle, Tensor[] tensors, Tensor bound, Tensor scale)"
+_ARGUMENTS = "(int handle, Tensor[] tensors, Tensor bound)"
 
 
 @torch.library.custom_op("lamina::clip_layer", mutates_args=(), schema=f"{_ARGUMENTS} -> Tensor[]")
-def _clip_layer(handle: int, tensors: list[Tensor], bound: Tensor, scale: Tensor) -> list[Tensor]:
+def _clip_layer(handle: int, tensors: list[Tensor], bound: Tensor) -> list[Tensor]:
     """The clipped sums of a layer by its own bounds."""
     sums = _calls[handle].zeros()
     pairs = [(grad, sums[name]) for name, grad in _calls[handle].grads(tensors).items()]
-    clip_layer(pairs, BoxClip(bound.contiguous(), float(scale)))
+    clip_layer(pairs, BoxClip(bound.contiguous(), 1.0))
     return list(sums.values())
 
 
 @torch.library.custom_op("lamina::add_layer", mutates_args=(), schema=f"{_ARGUMENTS} -> Tensor[]")
-def _add_layer(handle: int, tensors: list[Tensor], bound: Tensor, scale: Tensor) -> list[Tensor]:
+def _add_layer(handle: int, tensors: list[Tensor], bound: Tensor) -> list[Tensor]:
     """The sums of a layer, every contribution times a factor: `bound`."""
     sums = _calls[handle].zeros()
     for name, grad in _calls[handle].grads(tensors).items():
@@ -140,7 +140,7 @@ def _form_layer(handle: int, tensors: list[Tensor]) -> list[Tensor]:
 
 @_clip_layer.register_fake
 @_add_layer.register_fake
-def _fake_sums(handle: int, tensors: list[Tensor], bound: Tensor, scale: Tensor) -> list[Tensor]:
+def _fake_sums(handle: int, tensors: list[Tensor], bound: Tensor) -> list[Tensor]:
     return [tensors[-1].new_empty(t.shape, dtype=t.dtype) for t in _calls[handle].like.values()]
 
 
@@ -179,10 +179,8 @@ class TraceCollector(_Forward):
     and `radius` (P,) is its bound. `sound` becomes False in the graph where a number needs the care of the hook engine.
     """
 
-    def __init__(
-        self, graph: LossGraph, like: Mapping[str, Tensor], bounds: Tensor, radius: Tensor | None, scale: Tensor
-    ) -> None:
-        self.graph, self.like, self.bounds, self.radius, self.scale = graph, like, bounds, radius, scale
+    def __init__(self, graph: LossGraph, like: Mapping[str, Tensor], bounds: Tensor, radius: Tensor | None) -> None:
+        self.graph, self.like, self.bounds, self.radius = graph, like, bounds, radius
         self.sums: dict[str, Tensor] = {}
         self.sound = torch.ones((), dtype=torch.bool)
         self.handles: list[int] = []
@@ -219,10 +217,10 @@ class TraceCollector(_Forward):
         self.handles.append(handle)
 
         def add(factor: Tensor) -> dict[str, Tensor]:
-            return dict(zip(call.like, _add_layer(handle, tensors, factor, self.scale), strict=True))
+            return dict(zip(call.like, _add_layer(handle, tensors, factor), strict=True))
 
         if self.radius is None:
-            made = _clip_layer(handle, tensors, self.bounds[layer], self.scale)
+            made = _clip_layer(handle, tensors, self.bounds[layer])
             self.sums.update(zip(call.like, made, strict=True))
         elif sum(t.numel() for t in call.like.values()) <= sum(prod(t.shape[1:]) for t in tensors):
             norm_sq, *formed = _form_layer(handle, tensors)
@@ -268,8 +266,8 @@ class TraceCollector(_Forward):
 
     def _factor(self, norm_sq: Tensor, bound: Tensor) -> Tensor:
         """As `clip_weights`, of finite norms."""
-        factor = torch.minimum(norm_sq.clamp(min=_MIN_NORM_SQ).rsqrt() * bound, self.scale)
-        return torch.where(factor > least_factor_of(self.scale), factor, 0.0)
+        factor = (norm_sq.clamp(min=_MIN_NORM_SQ).rsqrt() * bound).clamp(max=1.0)
+        return torch.where(factor > least_factor(1.0), factor, 0.0)
 
     def finish(self) -> None:
         if self.radius is None:
@@ -281,15 +279,9 @@ class TraceCollector(_Forward):
             self.sums.update(add(torch.where(self.bounds[layer] > 0, factor, 0.0)))
 
 
-def least_factor_of(scale: Tensor) -> Tensor:
-    """`least_factor` of a scale that is a tensor."""
-    slope, least = least_factor(1.0), least_factor(0.0)
-    return (scale * slope).clamp(min=least)
-
-
 @dataclass
 class StepGraph:
-    """A traced step. Called with the leaves of x and y, bounds, radius and scale; gives losses, `sound` and sums."""
+    """A traced step. Called with the leaves of x and y, bounds and radius; gives losses, `sound` and sums."""
 
     call: Callable[..., Sequence[Tensor]]
     traced: Callable[..., Sequence[Tensor]]  # the same, not compiled: it rounds as the hook engine does
@@ -305,12 +297,12 @@ class StepGraph:
         return self.compared is None or self.steps - self.compared >= COMPARE_EVERY
 
     def run(
-        self, leaves: Sequence[Tensor], bounds: Tensor, radius: Tensor, scale: Tensor, *, traced: bool = False
+        self, leaves: Sequence[Tensor], bounds: Tensor, radius: Tensor, *, traced: bool = False
     ) -> Sequence[Tensor]:
         inputs = [t.detach() for t in (*leaves, bounds, radius)]
         if traced:
             with torch.no_grad():
-                return self.traced(*inputs, scale, *(t.detach() for t in self.constants))
+                return self.traced(*inputs, *(t.detach() for t in self.constants))
         first = self.steps == 0 and BACKEND != "eager"
         for t, axis in zip(inputs, (*[0] * len(leaves), 1, 0), strict=True) if first else ():
             torch._dynamo.mark_dynamic(t, axis)
@@ -318,7 +310,7 @@ class StepGraph:
         with torch.no_grad(), warnings.catch_warnings() if first else nullcontext():
             if first:
                 warnings.simplefilter("ignore")  # what the compiler says is not about the user's code
-            return self.call(*inputs, scale, *(t.detach() for t in self.constants))
+            return self.call(*inputs, *(t.detach() for t in self.constants))
 
 
 def trace_step(
@@ -344,7 +336,6 @@ def trace_step(
 
     wide = torch.zeros(layers, n, dtype=torch.float64)
     inputs = [*(symbolic(t, 0) for t in given), symbolic(wide, 1), symbolic(wide[0], 0)]
-    inputs.append(mode.from_tensor(wide[0, 0].clone()))
     like = {name: total.to("meta") for name, total in zero_sums(tensors).items()}
     collectors: list[TraceCollector] = []
     slot = attachment.slot
@@ -352,7 +343,7 @@ def trace_step(
     def step(*args: Tensor) -> list[Tensor]:
         rest = iter(args[: len(given)])
         x, y = pytree.tree_unflatten([None if t is None else next(rest) for t in leaves], spec)
-        bounds, radius, scale = args[len(given) :]
+        bounds, radius = args[len(given) :]
         slot.receiver = _Forward()
         try:
             with examples(args[0].shape[0]), torch.enable_grad():
@@ -361,7 +352,7 @@ def trace_step(
             for use, node in graph.nodes.items():
                 if use.example_of_row is not None or node.lamina_rows != args[0].shape[0]:
                     raise _Unsupported(f"the rows of '{use.where}' are not the examples of the batch")
-            collector = TraceCollector(graph, like, bounds, radius if joint else None, scale)
+            collector = TraceCollector(graph, like, bounds, radius if joint else None)
             collectors.append(collector)
             slot.receiver = collector
             torch.autograd.backward(losses, torch.ones_like(losses), inputs=list(tensors.values()))
@@ -525,9 +516,9 @@ class CompiledStep:
         return ""
 
     def sums(
-        self, graph: StepGraph, batch: Batch, bounds: Tensor, radius: Tensor, scale: float
+        self, graph: StepGraph, batch: Batch, bounds: Tensor, radius: Tensor
     ) -> tuple[dict[str, Tensor], Tensor] | None:
-        """Clipped sums times `scale`, and the losses; None where the hook engine must look at the numbers, or cannot.
+        """Clipped sums and the losses; None where the hook engine must look at the numbers, or cannot.
 
         What is to be compared is held to the graph as it was traced here, and to the hook engine by `compare`.
         """
@@ -535,11 +526,11 @@ class CompiledStep:
         if self.plan.clipping is Clipping.JOINT:
             noise = torch.tensor([s or 1.0 for s in self.plan.noise], dtype=torch.float64)
             bounds = torch.where(bounds > 0, noise.square().reciprocal(), 0.0).t().contiguous()
-            radius = safe_bounds(radius, scale)
+            radius = safe_bounds(radius, 1.0)
         else:
-            bounds = safe_bounds(bounds, scale).t().contiguous()
+            bounds = safe_bounds(bounds, 1.0).t().contiguous()
         state = torch.get_rng_state() if graph.draws else None
-        given = leaves, bounds, radius, torch.tensor(scale, dtype=torch.float64)
+        given = leaves, bounds, radius
         try:
             losses, sound, *sums = graph.run(*given)
             if graph.compare_now and bool(sound) and graph.traced is not graph.call:

@@ -90,9 +90,8 @@ class Ranks:
         if failed or (abandoned and not any_failed):
             return answered
         if any_abandoned and not any_failed:
-            raise StepsAbandoned(
-                "engine.steps-abandoned", f"rank 0 gives up the steps from {step} on", "take them again"
-            )
+            problem = f"rank 0 gives up the steps from {step} on"
+            raise StepsAbandoned("engine.steps-abandoned", problem, "take them again")
         if any_failed:
             problem = f"another rank could not take step {step}, so rank {self.rank} does not take it either"
             raise EngineError("engine.rank-failed", problem, "its own message says why")

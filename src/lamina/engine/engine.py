@@ -136,14 +136,13 @@ class Engine:
         self.adaptation = Adaptation.of(plan, self._slices.sizes)
         refuse_float16(parameters)
         self._soften_elsewhere(self.noise)
-        self.refuse_integers_elsewhere()
+        refuse_elsewhere(self._tensors, "integer noise" if plan.noise_kind is not NoiseKind.GAUSSIAN else "")
         refuse_extra_state(model)
         rule, self._proxy_step = plan.rule(FollowProxy), -1
         if (rule is None) != (proxy is None):
             problem = "the plan's shares follow a proxy, and none is given" if rule else "the plan follows no proxy"
-            raise EngineError(
-                "engine.proxy-misplaced", problem, "give proxy to such plans: allocate=LADP(estimator='fisher')"
-            )
+            remedy = "give proxy to such plans: allocate=LADP(estimator='fisher')"
+            raise EngineError("engine.proxy-misplaced", problem, remedy)
         self._proxy = None if rule is None or proxy is None else ProxyShares(model, plan, rule, proxy, self.ranks)
         warn_if_reproduction(plan)
         self._elementwise = plan.clipping is Clipping.ELEMENTWISE
@@ -165,14 +164,9 @@ class Engine:
         targets = {name: Target(name, i) if name in self._tensors else None for name, i in self._layer_of.items()}
         self._outside = OutsideWrites(model, self._tensors, held)
         self._attachment = Attachment(
-            model,
-            targets,
-            rows=rows,
-            per_contribution=per_contribution,
-            guard=self._guard,
-            outside=self._outside,
+            model, targets, rows=rows, per_contribution=per_contribution, guard=self._guard, outside=self._outside,
             gather=self._sharded.begin_call,
-        )
+        )  # fmt: skip
         self._sharded.attach(self._attachment.run_per_contribution)
         restore = RestoreUnreached(self._tensors, self._slices.unreached)
         self._hooks = [
@@ -206,11 +200,6 @@ class Engine:
             problem = f"the noise source is of rank {noise.rank}, this is rank {self.ranks.rank} of {self.ranks.size}"
             raise EngineError("engine.noise-of-other-rank", problem, f"make it with rank={self.ranks.rank}")
         return noise
-
-    def refuse_integers_elsewhere(self) -> None:
-        """Refuse integer noise for a model on another device."""
-        whole = self.plan.noise_kind is not NoiseKind.GAUSSIAN
-        refuse_elsewhere(self._tensors, "integer noise" if whole else "")
 
     def _soften_elsewhere(self, noise: NoiseSource) -> None:
         """Use plain noise for a model on a device without float64, and say so."""
@@ -255,14 +244,14 @@ class Engine:
         compiled, of_probe = self.compiled, isinstance(batch, ProbeBatch) or self._probe is not None
         if compiled is None or of_probe or self.detached or len(batch) == 0:
             return None
-        reached = self._limits.reached_by(check_classes(batch, self.plan)) == self._trained or self.constant_time
+        reached = self._limits.reached(check_classes(batch, self.plan)) == self._trained or self.constant_time
         bounds, radius = self._limits.of(batch)
         graph = compiled.graph_for(losses_of, batch, all_reached=reached)
         if graph is None:
             return None
         self._check_state()
         self._guard.begin_call()
-        ready = compiled.sums(graph, batch, bounds, radius, 1.0)
+        ready = compiled.sums(graph, batch, bounds, radius)
         self._guard.check_trained()
         if ready is None or not graph.compare_now:
             return ready
@@ -327,33 +316,27 @@ class Engine:
         if self.adaptation is not None:
             self.adaptation.apply_proposed_factor()
             factor = self.adaptation.factor
+        made: type[Any] = OpenStep
+        options: dict[str, Any] = {"memory": self._memory}
         if self.window is not None:
-            number = self.budget.charge(factor)
-            return CorrelatedStep(self.plan, self.noise, self._tensors, self._layer_of, number, self.window)
-        made: type[Any] = PaperStep if self._elementwise else OpenStep
-        if self.plan.noise_kind is not NoiseKind.GAUSSIAN:
+            made, options["window"] = CorrelatedStep, self.window
+        elif self._elementwise:
+            made = PaperStep
+        elif self.plan.noise_kind is not NoiseKind.GAUSSIAN:
             made = IntegerStep
-        step = self.budget.charge(factor)
-        reuse: dict[str, Any] = {"memory": self._memory} if made is OpenStep else {}
-        if ready is not None and made is OpenStep and own_their_storage(ready, self._tensors):
-            reuse["sums"] = ready
-        if made is OpenStep and self.sharded:
-            made, reuse = ShardedStep, {"model": self._sharded}
-        opened: OpenStep | ShardedStep = made(
-            self.applied, self.noise, self._tensors, self._layer_of, step, ranks=self.ranks, **reuse
-        )
+        elif self.sharded:
+            made, options = ShardedStep, {"model": self._sharded}
+        elif ready is not None and own_their_storage(ready, self._tensors):
+            options["sums"] = ready
+        given = self.applied, self.noise, self._tensors, self._layer_of, self.budget.charge(factor)
+        opened: OpenStep | ShardedStep = made(*given, ranks=self.ranks, **options)
         return opened
 
     def follow_proxy(self) -> None:
         """Move S as the plan's proxy says, if it is due before the next step; `backward` does so where nobody did."""
-        step = self.budget.taken
-        if (
-            self._proxy is not None
-            and self.adaptation is not None
-            and self._proxy.due(step)
-            and self._proxy_step != step
-        ):
-            self.adaptation.follow_proxy(self._proxy, step)
+        adaptation, proxy, step = self.adaptation, self._proxy, self.budget.taken
+        if adaptation is not None and proxy is not None and proxy.due(step) and self._proxy_step != step:
+            adaptation.follow_proxy(proxy, step)
             self._proxy_step = step
 
     @property
@@ -444,7 +427,7 @@ class Engine:
         reach = self._limits.clip[part.classes[unit]] > 0
         bounds[unit] = torch.where(reach, torch.inf, 0.0) if routed else torch.inf
         masks = self._masks_for(part) if routed else NO_MASKS
-        collector = BoxCollector(part, self._trained, sums, masks, bounds=bounds, scale=1.0)
+        collector = BoxCollector(part, self._trained, sums, masks, bounds=bounds)
         self._collect(part, collector, retain_graph=retain_graph)
         return sums
 
@@ -529,7 +512,7 @@ class Engine:
         return self._bounds
 
     def _reached(self, part: CheckedBatch) -> list[bool]:
-        return self._trained if self.constant_time else self._limits.reached(part)
+        return self._trained if self.constant_time else self._limits.reached(part.classes)
 
     def _masks_for(self, part: CheckedBatch) -> TensorMasks:
         return self._slices.masks_for(part.classes, narrow=not self.constant_time)
@@ -680,9 +663,8 @@ class Engine:
                 x, _ = simulate_for(losses_of, self._attachment.call_with_new_hooks, None)
                 Probe(self, x).run(losses_of)
         except CouplingError as found:
-            raise CouplingError(
-                found.code, f"{problem}: {found.problem}", f"remove the hook, or: {found.remedy}"
-            ) from None
+            remedy = f"remove the hook, or: {found.remedy}"
+            raise CouplingError(found.code, f"{problem}: {found.problem}", remedy) from None
         except Exception as error:
             problem += f", and the model cannot be probed again on simulated input: {type(error).__name__}"
             remedy = (

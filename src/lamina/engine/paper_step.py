@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 import warnings
 from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor
 
-from lamina.engine.distributed import ALONE, Ranks
-from lamina.engine.noise import NoiseSource
 from lamina.engine.safety_checks import CheckedBatch
 from lamina.engine.step import ClippedSums, OpenStep, zero_sums
 from lamina.errors import EngineError
@@ -68,15 +66,11 @@ class UnclippedSums(ClippedSums):
 class PaperStep(OpenStep):
     """A step as the paper prints it: noise is added after the clamp, at the release."""
 
-    def __init__(
-        self, plan: StepPlan, noise: NoiseSource, tensors: Mapping[str, Tensor], layer_of: Mapping[str, int], step: int,
-        *, ranks: Ranks = ALONE,
-    ) -> None:  # fmt: skip
-        assert ranks.alone  # refuse_unsharded
-        self.unclipped = UnclippedSums(plan, tensors, layer_of)
-        self.plan, self.noise, self.step, self.process = plan, noise, step, os.getpid()
-        self.std = [plan.noise[layer_of[name]] for name in tensors]
-        ClippedSums.__init__(self, self.unclipped.sums)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        assert self.ranks.alone  # refuse_unsharded
+        self.unclipped = UnclippedSums(self.plan, self._tensors, self._layer_of)
+        self.sums = self.unclipped.sums
 
     def prepare(self, part: CheckedBatch) -> CheckedBatch:
         return self.unclipped.prepare(part)

@@ -209,15 +209,7 @@ class Probe:
                     if case.what == _LOOKUPS:
                         with WatchLookups((case.batch.x, case.batch.y)) as watch:
                             yield case.batch
-                        self.x, self.y = simulate(
-                            self.x,
-                            self.y,
-                            self.n,
-                            watch.sizes,
-                            ids=watch.ids,
-                            labels=watch.labels,
-                            numbers=watch.numbers,
-                        )
+                        self.x, self.y = watch.simulate(self.x, self.y, self.n)
                     else:
                         with nullcontext() if case.constant is None else ConstantDraws(case.constant):
                             yield case.batch
@@ -377,9 +369,8 @@ def losses_of_outputs(outputs: Any, n: int) -> Tensor:
     rows = [t.reshape(n, -1) for t in tensors if len(t) == n]
     if not rows:
         problem = "no result of the model has the examples as its first axis"
-        raise EngineError(
-            "engine.probe-without-results", problem, "call engine.probe(losses_of, x, y) with public data"
-        )
+        remedy = "call engine.probe(losses_of, x, y) with public data"
+        raise EngineError("engine.probe-without-results", problem, remedy)
     return torch.stack([(t + t.square()).mean(1) for t in rows]).sum(0)
 
 

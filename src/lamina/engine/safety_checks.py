@@ -353,9 +353,8 @@ class GradWriter:
                 self._refuse_foreign(name, p)
             if not p.requires_grad:
                 problem = f"'{name}' was frozen after the engine was attached"
-                raise EngineError(
-                    "engine.frozen-after-attach", problem, "freeze first, then make stack, plan and engine"
-                )
+                remedy = "freeze first, then make stack, plan and engine"
+                raise EngineError("engine.frozen-after-attach", problem, remedy)
 
     def versions(self) -> list[tuple[int, int]]:
         """Which gradients the tensors have, and how often each was written."""

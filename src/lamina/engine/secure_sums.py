@@ -114,9 +114,8 @@ class SecureSum:
         validate.whole(NoiseError, "noise.step-not-priced", least=0, most=self.plan.steps - 1, step=step)
         if getattr(sums, "grids", None) != self.grids:
             problem = f"the sums of party {party} are not on the grids of this SecureSum: they would be scaled wrongly"
-            raise NoiseError(
-                "noise.sums-on-other-grids", problem, "use engine.grid_sums(losses, batch, secure_sum.grids)"
-            )
+            remedy = "use engine.grid_sums(losses, batch, secure_sum.grids)"
+            raise NoiseError("noise.sums-on-other-grids", problem, remedy)
         if sums.plan != self.plan.digest():
             problem = f"the sums of party {party} were clipped by another plan: the noise would not fit them"
             raise NoiseError("noise.sums-of-other-plan", problem, "use the engine of the plan of this SecureSum")
@@ -150,9 +149,8 @@ class SecureSum:
         parties = tuple(sorted(party for message in messages for party in message.parties))
         if not parties or len(set(parties)) < len(parties):
             problem = f"the messages are of parties {', '.join(map(str, parties)) or 'none'}: each may count once"
-            raise NoiseError(
-                "noise.shares-missing", problem, "give the message of every party, or the sum of all of them"
-            )
+            remedy = "give the message of every party, or the sum of all of them"
+            raise NoiseError("noise.shares-missing", problem, remedy)
         found = dict(messages[0].sums)
         for message in messages[1:]:
             found = {name: self._reduced(name, total + message.sums[name]) for name, total in found.items()}
@@ -166,9 +164,8 @@ class SecureSum:
         whole = self.combined(messages)
         if whole.parties != tuple(range(self.parties)):
             problem = f"messages of {len(whole.parties)} of {self.parties} parties: the noise of the others is missing"
-            raise NoiseError(
-                "noise.shares-missing", problem, "give the message of every party, or the sum of all of them"
-            )
+            remedy = "give the message of every party, or the sum of all of them"
+            raise NoiseError("noise.shares-missing", problem, remedy)
         if budget.plan.digest() != self.plan.digest() or budget.taken != whole.step:
             problem = f"step {whole.step} is opened, and the budget is at step {budget.taken} of its plan"
             remedy = "give the budget of an engine of the same plan, and open each step once, in order"

@@ -78,9 +78,8 @@ class ShardedModel:
         for why, holds in unfit.items():
             if holds:
                 problem = f"the model is under fully_shard, and {why}"
-                raise EngineError(
-                    "engine.sharded-model", problem, "leave fully_shard out: the ranks work without it too"
-                )
+                remedy = "leave fully_shard out: the ranks work without it too"
+                raise EngineError("engine.sharded-model", problem, remedy)
         encloses = [any(is_sharded_module(m) for m in part.modules() if m is not part) for part in self.parts]
         self._leaf = [not each for each in encloses]  # one that encloses others stays whole while they run
         self._part_of = self._find_parts(model)

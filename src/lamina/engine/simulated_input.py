@@ -60,6 +60,10 @@ class WatchLookups(TorchFunctionMode):
         """The leaves that are only looked up in embeddings."""
         return {leaf for leaf, names in self._looked_up_by.items() if names <= {"embedding", "embedding_bag"}}
 
+    def simulate(self, x: Any, y: Any, count: int) -> tuple[Any, Any]:
+        """`simulate` with what was watched."""
+        return simulate(x, y, count, self.sizes, ids=self.ids, labels=self.labels, numbers=self.numbers)
+
     def _of(self, t: Any) -> int | None:
         known = self._known.get(_storage(t)) if isinstance(t, Tensor) and _is_whole(t) else None
         return None if known is None else known[0]
@@ -149,9 +153,10 @@ def simulate_for(losses_of: Callable[[Any, Any], Tensor], x: Any, y: Any) -> tup
     """Simulated examples like (x, y) for a function that computes losses: it is watched on the first of them."""
     count = simulated_count(x, y)
     given = simulate(x, y, count)
-    with WatchLookups(given) as watch:
+    watch = WatchLookups(given)
+    with watch:
         losses_of(*given)
-    return simulate(x, y, count, watch.sizes, ids=watch.ids, labels=watch.labels, numbers=watch.numbers)
+    return watch.simulate(x, y, count)
 
 
 def simulated_count(x: Any, y: Any) -> int:

@@ -171,7 +171,7 @@ class OpenStep(ClippedSums):
         *, ranks: Ranks = ALONE, memory: SumMemory | None = None, sums: dict[str, Tensor] | None = None,
     ) -> None:  # fmt: skip
         self.plan, self.noise, self.step, self.process = plan, noise, step, os.getpid()
-        self.ranks, self._names = ranks, tuple(tensors)
+        self.ranks, self._tensors, self._layer_of = ranks, tensors, layer_of
         self.std = [plan.noise[layer_of[name]] for name in tensors]
         counted = plan.rule(FollowQuantile)
         counts = None if counted is None else torch.zeros(len(plan.layers), dtype=torch.float64)
@@ -198,7 +198,7 @@ class OpenStep(ClippedSums):
         """(clipped sum + noise) / B. `counts` is noised, too, from here on."""
         self._same_process()
         self.ranks.agree(self.step, drawn=self.drawn)
-        self.sums = {name: self.sums[name] for name in self._names}  # in one order on all ranks
+        self.sums = {name: self.sums[name] for name in self._tensors}  # in one order on all ranks
         totals, divisor = list(self.sums.values()), self.plan.batch
         if not self.ranks.alone:
             self._add_up_over_ranks(totals, self.std, range(len(totals)), divisor)
@@ -233,18 +233,15 @@ class OpenStep(ClippedSums):
 class CorrelatedStep(OpenStep):
     """The running sum of a step whose noise follows from that of the steps before (plan/correlation.py)."""
 
-    def __init__(
-        self, plan: StepPlan, noise: NoiseSource, tensors: Mapping[str, Tensor], layer_of: Mapping[str, int], step: int,
-        window: NoiseWindow,
-    ) -> None:  # fmt: skip
-        super().__init__(plan, noise, tensors, layer_of, step)
-        self._gathered = _zeros_for_noise(tensors.values())
-        noise.add_many_(self._gathered, self.std, step=step, rounded=False)
+    def __init__(self, *args: Any, window: NoiseWindow, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._gathered = _zeros_for_noise(self._tensors.values())
+        self.noise.add_many_(self._gathered, self.std, step=self.step, rounded=False)
         window.correlate_(self._gathered)
 
     def release(self) -> dict[str, Tensor]:
         self._same_process()
-        self.sums = {name: self.sums[name] for name in self._names}
+        self.sums = {name: self.sums[name] for name in self._tensors}
         self.noise.add_gathered_(list(self.sums.values()), self._gathered, self.std, divisor=self.plan.batch)
         return self.sums
 
@@ -255,17 +252,11 @@ class IntegerStep(OpenStep):
     Of several ranks only rank 0 adds noise: shares of a discrete Gaussian do not add up to one.
     """
 
-    def __init__(
-        self, plan: StepPlan, noise: NoiseSource, tensors: Mapping[str, Tensor], layer_of: Mapping[str, int], step: int,
-        *, ranks: Ranks = ALONE,
-    ) -> None:  # fmt: skip
-        self.plan, self.noise, self.step, self.process = plan, noise, step, os.getpid()
-        self.ranks = ranks
-        self._injected = None
-        ClippedSums.__init__(self, {name: torch.zeros(p.shape, dtype=torch.int64) for name, p in tensors.items()})
-        grids = layer_grids(plan)
-        self.grid = {name: grids[layer_of[name]] for name in tensors}
-        self._dtypes = {name: _sum_dtype(p.dtype) for name, p in tensors.items()}
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.sums = {name: torch.zeros(p.shape, dtype=torch.int64) for name, p in self._tensors.items()}
+        grids = layer_grids(self.plan)
+        self.grid = {name: grids[self._layer_of[name]] for name in self._tensors}
 
     def release(self) -> dict[str, Tensor]:
         """(clipped sum + noise) / B: whole numbers until here."""
@@ -276,7 +267,7 @@ class IntegerStep(OpenStep):
             self.noise.add_integers_(list(self.sums.values()), bits, step=self.step, kind=self.plan.noise_kind)
         self.ranks.add_up(list(self.sums.values()))
         made = {name: total.double() * (self.grid[name].unit / self.plan.batch) for name, total in self.sums.items()}
-        return {name: total.to(self._dtypes[name]) for name, total in made.items()}
+        return {name: total.to(_sum_dtype(self._tensors[name].dtype)) for name, total in made.items()}
 
 
 def own_their_storage(sums: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> bool:
@@ -291,9 +282,8 @@ def own_their_storage(sums: Mapping[str, Tensor], tensors: Mapping[str, Tensor])
 
 def check_is_batch(batch: Any) -> Batch:
     if not isinstance(batch, Batch):
-        raise EngineError(
-            "engine.not-a-batch", f"the batch is a {type(batch).__name__}", "pass a lamina.Batch(x, y, cls=…)"
-        )
+        problem = f"the batch is a {type(batch).__name__}"
+        raise EngineError("engine.not-a-batch", problem, "pass a lamina.Batch(x, y, cls=…)")
     return batch
 
 
@@ -414,9 +404,8 @@ def route(
         return sums
     if plan.bands > 1:
         problem = f"the plan correlates its noise over {plan.bands} steps, and this is one step by itself"
-        raise EngineError(
-            "engine.route-correlated", problem, "use lamina.Engine, which keeps the noise of earlier steps"
-        )
+        remedy = "use lamina.Engine, which keeps the noise of earlier steps"
+        raise EngineError("engine.route-correlated", problem, remedy)
     made = OpenStep if plan.noise_kind is NoiseKind.GAUSSIAN else IntegerStep
     opened = made(plan, noise, sums, layer_of, step)
     opened.add_noise_for(classes)

@@ -161,9 +161,8 @@ class PrivateTrainer(transformers.Trainer):  # type: ignore[misc]
         for name in ("training_step", "compute_loss", "get_train_dataloader", "create_scheduler"):
             if getattr(type(self), name) is not getattr(PrivateTrainer, name):
                 problem = f"{type(self).__name__} has a {name} of its own, which a private run does not call"
-                raise RunError(
-                    "integrations.method-not-called", problem, "give loss_fn=, the corpus or optimizers= instead"
-                )
+                remedy = "give loss_fn=, the corpus or optimizers= instead"
+                raise RunError("integrations.method-not-called", problem, remedy)
         for callback in callbacks or ():
             check_callback(callback)
         self.folder = _run_folder(Path(args.output_dir), folder)
@@ -192,9 +191,8 @@ class PrivateTrainer(transformers.Trainer):  # type: ignore[misc]
         batch = args.per_device_train_batch_size * args.gradient_accumulation_steps
         if (privacy is None) == (plan is None):
             problem = f"privacy is {privacy!r} and plan is {'given' if plan else 'None'}"
-            raise RunError(
-                "integrations.privacy-or-plan", problem, "give exactly one: privacy={'epsilon': 3.0, 'delta': 1e-5}"
-            )
+            remedy = "give exactly one: privacy={'epsilon': 3.0, 'delta': 1e-5}"
+            raise RunError("integrations.privacy-or-plan", problem, remedy)
         if plan is None:
             length = {"steps": args.max_steps} if args.max_steps > 0 else {"epochs": args.num_train_epochs}
             engine, self.corpus, made = make_private(self.model, self.corpus, batch=batch, **length, **(privacy or {}))
@@ -215,9 +213,8 @@ class PrivateTrainer(transformers.Trainer):  # type: ignore[misc]
         segment = getattr(self, "segment", steps)
         if steps % segment and steps != self.plan.steps:
             problem = f"{name} is {steps}, must be a multiple of logging_steps, {segment}: figures and weights leave between segments"
-            raise RunError(
-                "integrations.steps-not-whole-segments", problem, f"write {name}={(steps // segment + 1) * segment}"
-            )
+            remedy = f"write {name}={(steps // segment + 1) * segment}"
+            raise RunError("integrations.steps-not-whole-segments", problem, remedy)
         return steps
 
     def train(
@@ -287,17 +284,15 @@ class PrivateTrainer(transformers.Trainer):  # type: ignore[misc]
     def hyperparameter_search(self, *args: Any, **options: Any) -> Any:
         """Refused: every trial would be another run on the same people."""
         problem = "every trial of a search is a run on the same contributions, and choosing by them costs, too"
-        raise RunError(
-            "integrations.search-on-private-data", problem, "search on public or simulated data, then train once"
-        )
+        remedy = "search on public or simulated data, then train once"
+        raise RunError("integrations.search-on-private-data", problem, remedy)
 
     def _check_public(self, data: Any) -> None:
         """Refuse data that nobody declared, and the corpus or its tensors."""
         if self.eval_on is None:
             problem = "an evaluation is asked for, and eval_on is None: figures on private data are a release without a budget"
-            raise RunError(
-                "train.evaluation-on-private-data", problem, 'declare it: eval_on="public" or eval_on="simulated"'
-            )
+            remedy = 'declare it: eval_on="public" or eval_on="simulated"'
+            raise RunError("train.evaluation-on-private-data", problem, remedy)
         Evaluation(function=len, on=self.eval_on)  # type: ignore[arg-type]
         mine = {id(self.corpus), *map(id, tree_leaves(vars(self.corpus.source)))}
         if any(id(part) in mine for part in [data, *tree_leaves(data)] if part is not None):

@@ -60,9 +60,8 @@ def check_callback(callback: Any) -> None:
     kind, ours = type(callback).__name__, pytorch_lightning.Callback
     if isinstance(callback, _SEARCHES):
         problem = f"callback {kind} takes its own steps before the private run"
-        raise RunError(
-            "integrations.callback-of-steps", problem, "search on public or simulated data, without PrivateFit"
-        )
+        remedy = "search on public or simulated data, without PrivateFit"
+        raise RunError("integrations.callback-of-steps", problem, remedy)
     found = {name: getattr(callback, name) for name in _EVENTS_OF_STEPS}
     events = [name for name, hook in found.items() if getattr(hook, "__func__", hook) is not getattr(ours, name)]
     if isinstance(callback, _KEPT):

@@ -64,9 +64,8 @@ class FigureLogger(Callback, ABC):
     def __init__(self, plan: StepPlan, measure: Measure | None = None) -> None:
         if not isinstance(plan, StepPlan) or not isinstance(measure, Measure | None):
             problem = f"plan is a {type(plan).__name__}, measure a {type(measure).__name__}"
-            raise RunError(
-                "integrations.not-a-plan", problem, "give the StepPlan of the run, and a lamina.Measure or nothing"
-            )
+            remedy = "give the StepPlan of the run, and a lamina.Measure or nothing"
+            raise RunError("integrations.not-a-plan", problem, remedy)
         self.plan, self.measure = plan, measure
         self._begun = False
 
@@ -126,9 +125,8 @@ class WeightsAndBiases(FigureLogger):
         super().__init__(plan, measure)
         if "settings" in options:
             problem = "settings is given, and this logger sets it: nothing about the machine or the output may leave"
-            raise RunError(
-                "train.option-taken", problem, "give what wandb.init takes beside it: project, name, mode, …"
-            )
+            remedy = "give what wandb.init takes beside it: project, name, mode, …"
+            raise RunError("train.option-taken", problem, remedy)
         import wandb
 
         closed = {

@@ -37,9 +37,8 @@ def token_corpus(
     found = [_numbers(text["input_ids"] if isinstance(text, Mapping) else text) for text in texts]
     if empty := [row for row, ids in enumerate(found) if not len(ids)]:
         problem = f"text {empty[0]} has no tokens, and attention over nothing is not a number"
-        raise CorpusError(
-            "integrations.text-empty", problem, "leave it out, or begin every text with a token of its own"
-        )
+        remedy = "leave it out, or begin every text with a token of its own"
+        raise CorpusError("integrations.text-empty", problem, remedy)
     if labels is None and texts and isinstance(texts[0], Mapping) and "labels" in texts[0]:
         labels = [text["labels"] for text in texts]
     ids = _padded(found, length, pad)
@@ -118,6 +117,5 @@ def loss_for(model: Any, smoothing: float = 0.0) -> TokenLoss | LabelLoss:
         ):
             return make(smoothing)
     problem = f"the loss of a {name} is not one of those that are known ({', '.join(_LOSSES)}; one label an example)"
-    raise RunError(
-        "integrations.loss-unknown", problem, "give loss_fn=, a function of (output, y) with one loss per example"
-    )
+    remedy = "give loss_fn=, a function of (output, y) with one loss per example"
+    raise RunError("integrations.loss-unknown", problem, remedy)

@@ -37,19 +37,10 @@ _HOME = {
     "layer_stack": ("Layer", "LayerStack"),
     "policy": ("ClassPolicy", "CorpusPolicy", "NoisePolicy", "Policy", "PolicyFloors"),
     "risk": ("RiskBound",),
-    "rules": (
-        "Choose",
-        "FollowBudget",
-        "FollowEnergy",
-        "FollowProxy",
-        "FollowQuantile",
-        "Injection",
-        "InjectionForm",
-        "Rule",
-    ),
+    "rules": ("Choose", "FollowBudget", "FollowEnergy", "FollowProxy", "FollowQuantile", "Injection", "InjectionForm", "Rule"),
     "selection": ("ROOT", "Slice"),
     "step_plan": ("Clipping", "PlannedClass", "PlannedLayer", "StepPlan"),
-}
+}  # fmt: skip
 
 __all__ = [
     "Coverage", "check_coverage", "PROFILE_SCHEMA", "DepthProfile", "ProfileKind", "Heads", "Layer", "LayerStack",

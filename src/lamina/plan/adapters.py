@@ -6,7 +6,7 @@ import dataclasses
 import enum
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,11 +93,8 @@ def _adapter_paths(model: nn.Module, name: str) -> Iterator[str]:
     """The paths below which the tensors of an adapter lie: in containers that hold one entry for each adapter."""
     for path, module in model.named_modules(remove_duplicate=False):
         listed = getattr(module, "adapter_layer_names", ())
-        holders = (
-            *_ADAPTER_CONTAINERS,
-            *(listed if isinstance(listed, Sequence) and not isinstance(listed, str) else ()),
-        )
-        for holder in dict.fromkeys(holders):
+        own = listed if isinstance(listed, Sequence) and not isinstance(listed, str) else ()
+        for holder in dict.fromkeys((*_ADAPTER_CONTAINERS, *own)):
             inner = getattr(module, holder, None)
             if isinstance(inner, nn.ModuleDict | nn.ParameterDict) and name in inner:
                 yield f"{path}.{holder}.{name}" if path else f"{holder}.{name}"
@@ -217,16 +214,8 @@ def _known_axes(module: nn.Module, path: str, outs: int, ins: int) -> Iterator[t
                     yield f"{path}{name}.{key}", axes
 
 
-def _lora_a_axes(shape: tuple[int, ...], outs: int, ins: int) -> Axes | None:
-    return (None, 1) if len(shape) == 2 and shape[1] == ins else None
-
-
-def _lora_b_axes(shape: tuple[int, ...], outs: int, ins: int) -> Axes | None:
-    return (0, None) if len(shape) in (1, 2) and shape[0] == outs else None
-
-
-def _magnitude_axes(shape: tuple[int, ...], outs: int, ins: int) -> Axes | None:
-    return (0, None) if shape == (outs,) else None
-
-
-_LORA_AXES = {"lora_A": _lora_a_axes, "lora_B": _lora_b_axes, "lora_magnitude_vector": _magnitude_axes}
+_LORA_AXES: dict[str, Callable[[tuple[int, ...], int, int], Axes | None]] = {
+    "lora_A": lambda shape, outs, ins: (None, 1) if len(shape) == 2 and shape[1] == ins else None,
+    "lora_B": lambda shape, outs, ins: (0, None) if len(shape) in (1, 2) and shape[0] == outs else None,
+    "lora_magnitude_vector": lambda shape, outs, ins: (0, None) if shape == (outs,) else None,
+}

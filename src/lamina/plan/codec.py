@@ -101,11 +101,7 @@ def _read_plan(data: Any) -> dict[str, Any]:
         remedy = "give a plan that this version of Lamina wrote"
         raise PlanError("plan.version-unknown", f"this is not a {KIND} of version {VERSION}", remedy)
     state = {key: value for key, value in data.items() if key not in ("kind", "version")}
-    state = {
-        "noise_kind": NoiseKind.GAUSSIAN.value,
-        "bands": 1,
-        **state,
-    }  # left out by every plan of the ordinary noise
+    state = {"noise_kind": NoiseKind.GAUSSIAN.value, "bands": 1, **state}  # left out by plans of the ordinary noise
     for name in ("clip", "claimed"):
         state[name] = _inf_from_text(state.get(name))
     state = _read_fields(StepPlan, state, "the plan")
@@ -124,9 +120,8 @@ def _read_fields(kind: type[Any], row: Any, where: str) -> dict[str, Any]:
     fields = {field.name: str(field.type) for field in dataclasses.fields(kind)}
     if not isinstance(row, dict) or set(row) != set(fields):
         found = sorted(map(short_repr, row)) if isinstance(row, dict) else type(row).__name__
-        raise PlanError(
-            "plan.fields-unexpected", f"{where} has fields {short_repr(found)}", f"must be {sorted(fields)}"
-        )
+        problem = f"{where} has fields {short_repr(found)}"
+        raise PlanError("plan.fields-unexpected", problem, f"must be {sorted(fields)}")
     for name, value in row.items():
         word, fits = _TYPES[fields[name]]
         if not fits(value):
@@ -139,35 +134,24 @@ def _list_of(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: type(value) is list and all(map(fits, value))
 
 
-def _is_text(value: Any) -> bool:
-    return type(value) is str
+def _exactly(kind: type) -> Callable[[Any], bool]:
+    return lambda value: type(value) is kind
 
 
-def _is_int(value: Any) -> bool:
-    return type(value) is int
-
-
-def _is_float(value: Any) -> bool:
-    return type(value) is float
-
-
-def _is_range(value: Any) -> bool:
-    return type(value) is list and len(value) == 2 and all(map(_is_int, value))
-
-
+_is_text, _is_int, _is_float = map(_exactly, (str, int, float))
 _TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {  # by a field's annotation: how it is written
     "str": ("text", _is_text),
     "Clipping": ("text", _is_text),
     "InjectionForm": ("text", _is_text),
     "NoiseKind": ("text", _is_text),
-    "bool": ("true or false", lambda value: type(value) is bool),
+    "bool": ("true or false", _exactly(bool)),
     "int": ("a whole number", _is_int),
     "int | None": ("a whole number or null", lambda value: value is None or _is_int(value)),
     "float": ("a floating-point number", _is_float),
-    "Injection": ("a table", lambda value: type(value) is dict),
+    "Injection": ("a table", _exactly(dict)),
     "tuple[str, ...]": ("a list of texts", _list_of(_is_text)),
     "tuple[float, ...]": ("a list of floating-point numbers", _list_of(_is_float)),
-    "tuple[Range, ...]": ("a list of pairs [first, stop]", _list_of(_is_range)),
+    "tuple[Range, ...]": ("a list of pairs [first, stop]", _list_of(lambda v: _list_of(_is_int)(v) and len(v) == 2)),
     "tuple[tuple[float, ...], ...]": ("a list of lists of floating-point numbers", _list_of(_list_of(_is_float))),
     **{f"tuple[{kind}, ...]": ("a list", _list_of(lambda _: True))
        for kind in ("PlannedLayer", "PlannedClass", "Rule", "Slice")},

@@ -269,9 +269,8 @@ def _copy_model(model: nn.Module) -> nn.Module:
     try:
         return copy.deepcopy(model)
     except Exception as error:
-        raise PlanError(
-            "plan.model-not-copyable", f"the model cannot be copied: {error}", "use lamina.fix(model, inplace=True)"
-        ) from error
+        problem = f"the model cannot be copied: {error}"
+        raise PlanError("plan.model-not-copyable", problem, "use lamina.fix(model, inplace=True)") from error
 
 
 _Repair = tuple[nn.Module, list[str], list[str]]

@@ -132,9 +132,8 @@ class DepthProfile:
     def top(cls, share: float) -> DepthProfile:
         """The last `share` of the depth, in (0, 1]."""
         if not _is_number(share):
-            raise PlanError(
-                "plan.profile-fractions", f"profile top is {share!r}, must be a number in (0, 1]", "write {top = 0.25}"
-            )
+            problem = f"profile top is {share!r}, must be a number in (0, 1]"
+            raise PlanError("plan.profile-fractions", problem, "write {top = 0.25}")
         return cls(kind=ProfileKind.TOP, bounds=(float(1 - exact_fraction(share)), 1.0))
 
     @classmethod
@@ -184,9 +183,8 @@ class DepthProfile:
             return cls.all()
         if not isinstance(value, Mapping) or not value:
             shown = dict(value) if isinstance(value, Mapping) else value
-            raise PlanError(
-                "plan.profile-unknown", f"profile {shown!r} is not known", f"write one of {PROFILE_EXAMPLES}"
-            )
+            problem = f"profile {shown!r} is not known"
+            raise PlanError("plan.profile-unknown", problem, f"write one of {PROFILE_EXAMPLES}")
         for key in value:
             if key not in _PROFILE_KEYS:
                 problem = f"profile has the unknown key {key!r}{did_you_mean(str(key), _PROFILE_KEYS)}"
@@ -353,13 +351,11 @@ def _check_weights(given: Any) -> tuple[tuple[str, float], ...]:
     made: dict[str, float] = {}
     for pattern, factor in given:
         if not _is_text(pattern):
-            raise PlanError(
-                "plan.profile-weights", f"profile weights has the pattern {pattern!r}, must be text", example
-            )
+            problem = f"profile weights has the pattern {pattern!r}, must be text"
+            raise PlanError("plan.profile-weights", problem, example)
         if not _is_number(factor) or not 0 <= factor <= 1:
-            raise PlanError(
-                "plan.profile-weights", f"profile weights has {factor!r} for {pattern!r}, must be in [0, 1]", example
-            )
+            problem = f"profile weights has {factor!r} for {pattern!r}, must be in [0, 1]"
+            raise PlanError("plan.profile-weights", problem, example)
         if pattern in made:
             raise PlanError("plan.profile-weights", f"profile weights has {pattern!r} twice", example)
         made[pattern] = float(factor) + 0.0
@@ -406,9 +402,8 @@ def _parse_place(key: str, given: Any) -> DepthProfile:
         return DepthProfile.top(given)
     if kind is ProfileKind.ALL:
         if given is not True:
-            raise PlanError(
-                "plan.profile-all", f"profile all is {given!r}, must be true", "leave the profile out, or restrict it"
-            )
+            problem = f"profile all is {given!r}, must be true"
+            raise PlanError("plan.profile-all", problem, "leave the profile out, or restrict it")
         return DepthProfile.all()
     if kind is ProfileKind.ADAPTER:
         table = given if isinstance(given, Mapping) else {"name": given}
@@ -419,9 +414,8 @@ def _parse_place(key: str, given: Any) -> DepthProfile:
         name, config, scope = (table.get(each) for each in _ADAPTER_KEYS)
         return DepthProfile(kind=kind, name=name, config=config, scope=scope)
     if not isinstance(given, list | tuple):
-        raise PlanError(
-            "plan.profile-not-list", f"profile {key} is {given!r}, must be a list", f"write one of {PROFILE_EXAMPLES}"
-        )
+        problem = f"profile {key} is {given!r}, must be a list"
+        raise PlanError("plan.profile-not-list", problem, f"write one of {PROFILE_EXAMPLES}")
     if kind is ProfileKind.LAYERS:
         return DepthProfile.layers(given)
     return DepthProfile(kind=kind, bounds=tuple(given))

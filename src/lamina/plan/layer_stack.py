@@ -6,11 +6,13 @@ import math
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.nn.utils import parametrize
 
@@ -489,15 +491,12 @@ class ExecutionTrace:
             paths[module].append(path)
         entered: defaultdict[nn.Module, list[int]] = defaultdict(list)
         clock = iter(range(1 << 62))
-        modes = {module: module.training for module in paths}
-        buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
         hooks = [
             module.register_forward_pre_hook(lambda module, _: entered[module].append(next(clock))) for module in paths
         ]
         args, kwargs = call_arguments(example)
         try:
-            model.eval()
-            with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            with model_unchanged(model), torch.no_grad():
                 model(*args, **kwargs)
         except Exception as error:
             problem = f"the forward pass on the example failed: {type(error).__name__}: {error}"
@@ -506,11 +505,6 @@ class ExecutionTrace:
         finally:
             for hook in hooks:
                 hook.remove()
-            for module, mode in modes.items():
-                module.training = mode
-            with torch.no_grad():
-                for buffer, value in buffers:
-                    buffer.copy_(value)
         return cls(ticks=dict(_assign_calls_to_paths(paths, entered)))
 
     def calls(self, path: str) -> tuple[int, ...]:
@@ -522,6 +516,29 @@ class ExecutionTrace:
     def first(self, path: str) -> int:
         """When the module at `path` was first entered."""
         return self.calls(path)[0]
+
+
+@contextmanager
+def model_unchanged(model: nn.Module) -> Iterator[None]:
+    """The model in evaluation mode; afterwards modes, buffers and the global random state are as before.
+
+    Attention runs in its unfused form, which can be differentiated per example.
+    """
+    modes = {module: module.training for module in model.modules()}
+    buffers = [(module, dict(module._buffers)) for module in modes]  # a forward may write or replace them
+    values = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    try:
+        model.eval()
+        with torch.random.fork_rng(devices=[]), sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+        for module, tensors in buffers:
+            module._buffers.update(tensors)
+        with torch.no_grad():
+            for buffer, value in values:
+                buffer.copy_(value)
 
 
 def call_arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -162,9 +162,8 @@ def rescale_noise(clip: Sequence[Row], noise: Row, sigma: Row, beside: Row | Non
     if kappa == 0:
         return tuple(noise)
     if not math.isfinite(kappa):
-        raise PlanError(
-            "plan.layer-without-noise", "a layer that a private class reaches has no noise", "give it S > 0, or C = 0"
-        )
+        problem = "a layer that a private class reaches has no noise"
+        raise PlanError("plan.layer-without-noise", problem, "give it S > 0, or C = 0")
     step = math.ulp(kappa)
     while True:
         scaled = tuple(kappa * s for s in noise)

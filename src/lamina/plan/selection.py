@@ -133,9 +133,8 @@ class PartMask:
             return value
         if isinstance(value, Mapping):
             if not value or not all(isinstance(pattern, str) and pattern for pattern in value):
-                raise PlanError(
-                    "plan.profile-parts", f"profile {what} is {dict(value)!r}, must map patterns to numbers", example
-                )
+                problem = f"profile {what} is {dict(value)!r}, must map patterns to numbers"
+                raise PlanError("plan.profile-parts", problem, example)
             if EVERYWHERE in value and len(value) > 1:
                 problem = f"profile {what} has the pattern '*' beside others, which it matches too"
                 raise PlanError("plan.profile-parts-overlap", problem, "let one pattern match each module")
@@ -175,9 +174,8 @@ def _parse_numbers(value: Any, what: str, example: str) -> tuple[int, ...]:
         raise PlanError("plan.profile-parts", f"profile {what} is {value!r}, must be a list of numbers", example)
     for number in value:
         if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < _MAX_NUMBERS:
-            raise PlanError(
-                "plan.profile-parts", f"profile {what} holds {number!r}, must be whole numbers from 0", example
-            )
+            problem = f"profile {what} holds {number!r}, must be whole numbers from 0"
+            raise PlanError("plan.profile-parts", problem, example)
     return tuple(sorted(set(value)))
 
 
@@ -208,9 +206,8 @@ class Slice:
                 raise PlanError("plan.slice-ranges", problem, "give [first, stop) in order, apart from each other")
             last = stop
         if self.axis < 0 or self.length < 1:
-            raise PlanError(
-                "plan.slice-axis", f"{where} has axis {self.axis} of length {self.length}", "count axes from 0"
-            )
+            problem = f"{where} has axis {self.axis} of length {self.length}"
+            raise PlanError("plan.slice-axis", problem, "count axes from 0")
 
     @property
     def size(self) -> int:

@@ -479,9 +479,8 @@ def _check_clip(entry: PlannedClass, layer: PlannedLayer, c: float, s: float) ->
         return
     where = f"clip of class {entry.name!r} at layer {layer.name!r} is {c!r}"
     if entry.public:
-        raise PlanError(
-            "plan.public-clip-finite", f"{where}, but the class is public", "use inf where it reaches, or 0"
-        )
+        problem = f"{where}, but the class is public"
+        raise PlanError("plan.public-clip-finite", problem, "use inf where it reaches, or 0")
     if LEAST_MAGNITUDE <= c <= MOST_MAGNITUDE:
         problem = f"{where} and the layer has no noise (S = 0): its gradient would be released as it is"
         raise PlanError("plan.layer-without-noise", problem, "give the layer S > 0, or C = 0 in every private class")
@@ -495,11 +494,9 @@ def _check_rules(plan: StepPlan) -> None:
     _require(len(kinds) == len(plan.rules), "plan.rule-twice", "the plan has two rules of one kind", "keep one of them")
     form, from_paper = plan.clipping.value, plan.allocation.startswith("printed")
     if form == "elementwise" and (not from_paper or plan.batch != 1 or plan.rules):
-        raise PlanError(
-            "plan.elementwise-clipping",
-            f"elementwise clipping under allocation {plan.allocation!r} bounds no single contribution",
-            "use box or joint; allocate='printed-ladp' reproduces the paper",
-        )
+        problem = f"elementwise clipping under allocation {plan.allocation!r} bounds no single contribution"
+        remedy = "use box or joint; allocate='printed-ladp' reproduces the paper"
+        raise PlanError("plan.elementwise-clipping", problem, remedy)
     if plan.claimed and (not from_paper or len(plan.claimed) != len(plan.classes)):
         remedy = "give one ε per class, for the allocation of a paper only"
         raise PlanError("plan.claimed-misplaced", f"claimed is {plan.claimed}", remedy)
@@ -582,9 +579,8 @@ def _check_slices(plan: StepPlan) -> None:
         if part.cls not in names or part.tensor not in layer_of:
             raise PlanError("plan.slice-unknown", f"{where}: the plan has no such class or tensor", "correct the name")
         if not plan.clip[names[part.cls]][layer_of[part.tensor]] > 0:
-            raise PlanError(
-                "plan.slice-unreached", f"{where}: the class does not reach its layer", "leave the slice out"
-            )
+            problem = f"{where}: the class does not reach its layer"
+            raise PlanError("plan.slice-unreached", problem, "leave the slice out")
         if axes.setdefault(part.tensor, (part.axis, part.length)) != (part.axis, part.length):
             problem = f"{where} has axis {part.axis}, another class's has {axes[part.tensor][0]}"
             raise PlanError("plan.slice-axes-differ", problem, "use one axis")

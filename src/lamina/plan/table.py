@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from lamina.plan.codec import rule_to_dict, slice_to_dict
 from lamina.plan.correlation import correlation_summary, prefix_error_ratio
 from lamina.plan.rules import PER_STEP_INJECTION, NoiseKind
-from lamina.plan.selection import Range, Slice, common_path
+from lamina.plan.selection import Range, common_path
 
 if TYPE_CHECKING:
     from lamina.plan.step_plan import StepPlan
@@ -63,8 +63,13 @@ def plan_summary(plan: StepPlan) -> dict[str, Any]:
         "rules": [rule_to_dict(rule) for rule in plan.rules],
         "injection": plan.injection.to_dict(),
         "noise_kind": plan.noise_kind.value,
-        "correlation": None if (found := correlation_summary(plan)) is None else {**found, **_gain(plan)},
-        "slices": [_slice_summary(part) for part in plan.slices],
+        "correlation": None
+        if (found := correlation_summary(plan)) is None
+        else {**found, "prefix_error_ratio": prefix_error_ratio(plan)},
+        "slices": [
+            {"class" if name == "cls" else name: value for name, value in slice_to_dict(part).items()}
+            for part in plan.slices
+        ],
         "digest": plan.digest().hex(),
     }
 
@@ -185,21 +190,11 @@ def correlation_text(plan: StepPlan) -> str:
     )
 
 
-def _gain(plan: StepPlan) -> dict[str, float]:
-    return {"prefix_error_ratio": prefix_error_ratio(plan)}
-
-
 def clip_text(plan: StepPlan, k: int, layer: int) -> str:
     """C of a class at a layer for a table; with a star where it reaches the layer in part."""
     c = plan.clip[k][layer]
     star = "*" if c > 0 and any(plan.slice(k, name) for name in plan.layers[layer].parameters) else ""
-    return f"{_clip_number_text(c)}{star}"
-
-
-def _clip_number_text(c: float) -> str:
-    if c == 0:
-        return "-"
-    return "public" if math.isinf(c) else at_most(c)
+    return ("-" if c == 0 else "public" if math.isinf(c) else at_most(c)) + star
 
 
 def finite_or_none(value: float) -> float | None:
@@ -283,7 +278,3 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
-
-
-def _slice_summary(part: Slice) -> dict[str, Any]:
-    return {"class" if name == "cls" else name: value for name, value in slice_to_dict(part).items()}

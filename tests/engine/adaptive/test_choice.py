@@ -175,7 +175,7 @@ def test_filters_are_asked_for_choices(model: nn.Module) -> None:
         for _ in range(3):
             engine.backward(losses_of(model, batch_of()), batch_of())
             model.zero_grad()
-        assert mine.share_left < 1e-15
+        assert mine.remaining < 1e-15 * mine.budget
     poor = RenyiFilter.for_schedule((Event(sigma=plan.sigma(0), q=0.02, steps=3),), order=8.0)
     poor.charge(plan.sigma(0), 0.02, 3)
     with Engine(model, plan, noise=SeededNoise(0), filters={"all": poor}) as engine:

@@ -243,9 +243,8 @@ def _largest_exponent(node: Node, graph: TracedGraph) -> float:
     limit = source.arguments.get({"clamp": "max", "clamp_max": "max", "hardtanh": "max_val"}.get(source.base, ""))
     if not isinstance(limit, int | float):
         problem = f"{node} has no largest slope: nothing bounds its input from above"
-        raise NoBound(
-            "sensitivity.exp-unbounded", problem, "clamp it: x.clamp(-4, 4).exp(), or (0.5 * x.clamp(-4, 4)).exp()"
-        )
+        remedy = "clamp it: x.clamp(-4, 4).exp(), or (0.5 * x.clamp(-4, 4)).exp()"
+        raise NoBound("sensitivity.exp-unbounded", problem, remedy)
     return factor * float(limit)
 
 
@@ -258,9 +257,8 @@ def normalisation_rule(node: Node, state: PropagationState) -> NodeSensitivity:
     fixed = node.base == "batch_norm" or (node.base == "instance_norm" and not given["use_input_stats"])
     if fixed:
         if given.get("training") or not isinstance(given["running_var"], Tensor):
-            raise NoBound(
-                "sensitivity.batchnorm", f"{node} mixes patients: it normalises over the batch", "use lamina.fix(model)"
-            )
+            problem = f"{node} mixes patients: it normalises over the batch"
+            raise NoBound("sensitivity.batchnorm", problem, "use lamina.fix(model)")
         factor = affine_norm_constant(gain, given["running_var"].double(), given["eps"])
         return stretch(flow, factor, printed=state.compression(node), rest=rest)
     eps = given["eps"]
@@ -293,9 +291,8 @@ def attention_rule(node: Node, state: PropagationState) -> NodeSensitivity:
     """
     given, seen = node.arguments, state.profile[node.name]
     if isinstance(given["attn_mask"], str):
-        raise NoBound(
-            "sensitivity.mask-depends-on-input", f"the mask of {node} depends on the input", "use a fixed mask"
-        )
+        problem = f"the mask of {node} depends on the input"
+        raise NoBound("sensitivity.mask-depends-on-input", problem, "use a fixed mask")
     if seen.jacobian is None or seen.paper_norm is None or len(seen.norms) != 4:
         raise NoBound("sensitivity.attention-not-profiled", f"the profile lacks the weights of {node}", _AGAIN)
     q, k, v = (state.of_argument(given[part]) for part in ("query", "key", "value"))

@@ -138,18 +138,16 @@ class EnergyEstimate:
         known = ["decay", "energy", "mass", "sd"]
         if not isinstance(state, Mapping) or sorted(state) != known:
             found = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
-            raise PlanError(
-                "sensitivity.energy-state-keys", f"the state of an energy estimate has {found}", f"it must have {known}"
-            )
+            problem = f"the state of an energy estimate has {found}"
+            raise PlanError("sensitivity.energy-state-keys", problem, f"it must have {known}")
         try:
             return cls(
                 decay=float(state["decay"]), energy=tuple(state["energy"]),
                 sd=tuple(state["sd"]), mass=tuple(state["mass"]),
             )  # fmt: skip
         except (TypeError, ValueError) as error:
-            raise PlanError(
-                "sensitivity.energy-state-damaged", f"the energy state holds no numbers: {error}", _DAMAGED
-            ) from None
+            problem = f"the energy state holds no numbers: {error}"
+            raise PlanError("sensitivity.energy-state-damaged", problem, _DAMAGED) from None
 
     def _corrected(self, values: Sequence[float]) -> Array:
         """values/mass, 0 where nothing was seen; at most the largest number."""

@@ -5,20 +5,18 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parameter import UninitializedParameter
 from torch.utils import _pytree as pytree
 
 from lamina import validate
 from lamina.errors import PlanError
-from lamina.plan.layer_stack import LayerStack
+from lamina.plan.layer_stack import LayerStack, model_unchanged
 
 LossesOf = Callable[[Any, Any], Tensor]
 """`losses_of(x, y)`: one loss per example, model included."""
@@ -53,9 +51,8 @@ def layer_tensors(model: nn.Module, stack: LayerStack) -> tuple[NamedTensors, ..
                 problem = f"the model has no tensor {name!r} of layer {layer.name!r}"
                 raise PlanError("sensitivity.stack-of-other-model", problem, _READ_STACK)
             if isinstance(tensors[name], UninitializedParameter):
-                raise PlanError(
-                    "sensitivity.tensor-without-shape", f"tensor {name!r} has no shape yet", "run model(...) once"
-                )
+                problem = f"tensor {name!r} has no shape yet"
+                raise PlanError("sensitivity.tensor-without-shape", problem, "run model(...) once")
         size = sum(tensors[name].numel() for name in layer.parameters)
         if size != layer.size or not size:
             problem = f"layer {layer.name!r} has {size} numbers, the stack says {layer.size}"
@@ -94,9 +91,8 @@ class ExampleLosses(nn.Module):
             raise PlanError("sensitivity.losses-shape", problem, remedy)
         if not losses.isfinite().all():
             bad = int((~losses.isfinite()).sum())
-            raise PlanError(
-                "sensitivity.losses-not-finite", f"{bad} of {n} proxy losses are not finite", "use other proxy data"
-            )
+            problem = f"{bad} of {n} proxy losses are not finite"
+            raise PlanError("sensitivity.losses-not-finite", problem, "use other proxy data")
         return n
 
 
@@ -104,38 +100,14 @@ def example_count(x: Any) -> int:
     """How many examples a tensor, tuple or dict of tensors holds: the common size of the first axes."""
     sizes = {t.shape[0] if t.ndim else 0 for t in pytree.tree_leaves(x) if isinstance(t, Tensor)}
     if len(sizes) != 1 or not min(sizes):
-        raise PlanError(
-            "sensitivity.example-count", f"proxy inputs have first axes {sorted(sizes)}", "give tensors (examples, …)"
-        )
+        problem = f"proxy inputs have first axes {sorted(sizes)}"
+        raise PlanError("sensitivity.example-count", problem, "give tensors (examples, …)")
     return int(min(sizes))
 
 
 def take_examples(tree: Any, rows: slice | Tensor) -> Any:
     """Some examples of a tensor, tuple or dict of tensors."""
     return pytree.tree_map(lambda t: t[rows] if isinstance(t, Tensor) else t, tree)
-
-
-@contextmanager
-def model_unchanged(model: nn.Module) -> Iterator[None]:
-    """The model in evaluation mode; afterwards modes, buffers and the global random state are as before.
-
-    Attention runs in its unfused form, which can be differentiated per example.
-    """
-    modes = {module: module.training for module in model.modules()}
-    buffers = [(module, dict(module._buffers)) for module in modes]  # a forward may write or replace them
-    values = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    try:
-        model.eval()
-        with torch.random.fork_rng(devices=[]), sdpa_kernel(SDPBackend.MATH):
-            yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
-        for module, tensors in buffers:
-            module._buffers.update(tensors)
-        with torch.no_grad():
-            for buffer, value in values:
-                buffer.copy_(value)
 
 
 _MOST_GRADIENT_NUMBERS = 1 << 24  # numbers of per-example gradients held at once

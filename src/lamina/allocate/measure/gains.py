@@ -231,9 +231,8 @@ def affine_norm_constant(gain: Any, variance: Any, eps: float) -> float:
     """
     gains, variances = np.asarray(gain, np.float64), np.asarray(variance, np.float64)
     if not (variances + eps > 0).all():
-        raise PlanError(
-            "sensitivity.normalises-by-zero", f"variance + eps is 0 (eps={eps})", "give the layer a positive eps"
-        )
+        problem = f"variance + eps is 0 (eps={eps})"
+        raise PlanError("sensitivity.normalises-by-zero", problem, "give the layer a positive eps")
     return float(np.max(np.abs(gains) / np.sqrt(variances + eps)))
 
 

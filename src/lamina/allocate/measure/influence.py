@@ -16,11 +16,10 @@ from lamina.allocate.measure.example_gradients import (
     example_count,
     example_gradients,
     layer_tensors,
-    model_unchanged,
     take_examples,
 )
 from lamina.errors import PlanError
-from lamina.plan.layer_stack import LayerStack
+from lamina.plan.layer_stack import LayerStack, model_unchanged
 
 _DAMPING_GROWTH = 10.0
 _POWER_STEPS = 30

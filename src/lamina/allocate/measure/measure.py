@@ -30,16 +30,15 @@ from lamina.allocate.measure.example_gradients import (
     example_count,
     fisher,
     layer_tensors,
-    model_unchanged,
     reconstruction_losses,
     take_examples,
 )
 from lamina.allocate.measure.influence import influence
-from lamina.allocate.measure.profile import GAUSSIAN, ActivationProfile, gaussian_batches, profile
+from lamina.allocate.measure.profile import GAUSSIAN, ActivationProfile, gaussian_batches, gaussian_like, profile
 from lamina.allocate.measure.trace import export, first_patients, isolated_rng, map_arguments, trace
 from lamina.errors import NoBound, PlanError
 from lamina.plan.codec import strict_json
-from lamina.plan.layer_stack import LayerStack, call_arguments
+from lamina.plan.layer_stack import LayerStack, call_arguments, model_unchanged
 from lamina.plan.table import align_columns
 from lamina.validate import read_text_file, short_repr
 
@@ -93,18 +92,16 @@ class Measure:
         for what in ("layers", "notes"):
             row = getattr(self, what)
             if not isinstance(row, tuple | list) or not all(isinstance(word, str) for word in row):
-                raise PlanError(
-                    "sensitivity.measure-text", f"{what} of the measure is {short_repr(row)}", "give a list of texts"
-                )
+                problem = f"{what} of the measure is {short_repr(row)}"
+                raise PlanError("sensitivity.measure-text", problem, "give a list of texts")
             object.__setattr__(self, what, tuple(row))
         if not self.layers or len(set(self.layers)) != len(self.layers):
             raise PlanError("sensitivity.layer-names", f"the measure has layers {self.layers}", "name every layer once")
         for what in _ROW_REMEDIES:
             object.__setattr__(self, what, self._row(what, getattr(self, what)))
         if len({len(self.tight), len(self.worst), len(self.printed)}) > 1:
-            raise PlanError(
-                "sensitivity.delta-incomplete", "the measure has some Δ and lacks others", "give all three or none"
-            )
+            problem = "the measure has some Δ and lacks others"
+            raise PlanError("sensitivity.delta-incomplete", problem, "give all three or none")
 
     @property
     def has_bounds(self) -> bool:
@@ -153,9 +150,8 @@ class Measure:
         if isinstance(state, dict):
             state.setdefault("influence", [])  # measures of before have none
         if (found := set(state) - {"kind", "version"}) != known:
-            raise PlanError(
-                "sensitivity.measure-keys", f"the measure has the keys {sorted(found)}", f"it must have {sorted(known)}"
-            )
+            problem = f"the measure has the keys {sorted(found)}"
+            raise PlanError("sensitivity.measure-keys", problem, f"it must have {sorted(known)}")
         if isinstance(state[_ROW_WITH_INFINITY], list):
             state[_ROW_WITH_INFINITY] = [math.inf if value == _INF else value for value in state[_ROW_WITH_INFINITY]]
         return cls(**{name: state[name] for name in known})
@@ -170,9 +166,8 @@ class Measure:
         try:
             text = read_text_file(path)
         except (OSError, UnicodeDecodeError) as error:
-            raise PlanError(
-                "sensitivity.measure-unreadable", f"cannot read the measure {str(path)!r}: {error}", _WRITTEN
-            ) from None
+            problem = f"cannot read the measure {str(path)!r}: {error}"
+            raise PlanError("sensitivity.measure-unreadable", problem, _WRITTEN) from None
         return cls.from_json(text)
 
     def _row(self, what: str, row: Any) -> tuple[float, ...]:
@@ -393,9 +388,8 @@ def _drawn_anew(model: nn.Module, count: int, seed: int) -> Iterator[nn.Module]:
     for name, module in model.named_modules():
         if module._parameters and not hasattr(module, "reset_parameters"):
             problem = f"module {name!r} is {type(module).__name__}, which cannot draw its weights again"
-            raise PlanError(
-                "sensitivity.cannot-reinitialise", problem, "give it reset_parameters(), or measure as it is"
-            )
+            remedy = "give it reset_parameters(), or measure as it is"
+            raise PlanError("sensitivity.cannot-reinitialise", problem, remedy)
     for draw in range(count):
         drawn = copy.deepcopy(model)
         with isolated_rng(seed + draw):
@@ -426,13 +420,7 @@ def _gaussian_inputs(model: nn.Module, example: Any, examples: int, seed: int) -
         if not all(t.is_floating_point() for t in (*args, *kwargs.values()) if isinstance(t, Tensor)):
             raise
 
-        def draw(value: Any) -> Any:
-            if not isinstance(value, Tensor):
-                return value
-            made = torch.randn((examples, *value.shape[1:]), generator=generator, dtype=torch.float32)
-            return made.to(device=value.device, dtype=value.dtype)
-
-        return map_arguments(one, draw)
+        return map_arguments(one, lambda value: gaussian_like(value, examples, generator))
     return next(gaussian_batches(example, program, graph, examples, examples, generator))
 
 

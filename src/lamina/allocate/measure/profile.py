@@ -103,9 +103,8 @@ class ActivationProfile:
         for node in self.nodes:
             if node.name == name:
                 return node
-        raise PlanError(
-            "sensitivity.node-not-in-profile", f"the profile of {self.model} has no node {name!r}", "profile this model"
-        )
+        problem = f"the profile of {self.model} has no node {name!r}"
+        raise PlanError("sensitivity.node-not-in-profile", problem, "profile this model")
 
     @property
     def activations(self) -> tuple[NodeProfile, ...]:
@@ -128,9 +127,8 @@ def clip_inputs(example: Any, radius: float) -> Any:
     squares = [t.detach().double().flatten(1).square().sum(1) if t.ndim > 1 else t.double() ** 2 for t in floats]
     norms = torch.stack(squares).sum(0).sqrt()
     if not norms.isfinite().all():
-        raise PlanError(
-            "sensitivity.input-not-finite", "a proxy input is not finite", "remove NaN and infinite entries"
-        )
+        problem = "a proxy input is not finite"
+        raise PlanError("sensitivity.input-not-finite", problem, "remove NaN and infinite entries")
     scale = (radius / norms.clamp(min=torch.finfo(torch.float64).tiny)).clamp(max=1.0)
 
     def put(value: Any) -> Any:
@@ -154,18 +152,21 @@ def gaussian_batches(
         n = min(batch, passes - start)
 
         def draw(value: Any, n: int = n) -> Any:
-            if not isinstance(value, Tensor):
-                return value
+            if not isinstance(value, Tensor) or value.is_floating_point():
+                return gaussian_like(value, n, generator)
             shape = (n, *value.shape[1:])
-            if value.is_floating_point():
-                made = torch.randn(shape, generator=generator, dtype=torch.float32)
-            elif sizes.get(id(value)):
-                made = torch.randint(sizes[id(value)], shape, generator=generator)
-            else:
+            if not sizes.get(id(value)):
                 return value[:1].expand(shape).clone()
-            return made.to(device=value.device, dtype=value.dtype)
+            return torch.randint(sizes[id(value)], shape, generator=generator).to(value)
 
         yield map_arguments(example, draw)
+
+
+def gaussian_like(value: Any, n: int, generator: torch.Generator) -> Any:
+    """`n` standard Gaussian rows like those of a tensor; what is no tensor stays."""
+    if not isinstance(value, Tensor):
+        return value
+    return torch.randn((n, *value.shape[1:]), generator=generator, dtype=torch.float32).to(value)
 
 
 def given_batches(inputs: Any, passes: int, batch: int) -> Batches:
@@ -336,9 +337,8 @@ class ActivationObserver:
     def _result(self, node: Node) -> NodeProfile:
         moments = self._moments[str(self._source(node))]
         if not (math.isfinite(moments.mean) and math.isfinite(moments.variance)):
-            raise PlanError(
-                "sensitivity.activation-not-finite", f"{node} is not finite on the proxy", "check the weights for NaN"
-            )
+            problem = f"{node} is not finite on the proxy"
+            raise PlanError("sensitivity.activation-not-finite", problem, "check the weights for NaN")
 
         def number(found: dict[str, RunningMean]) -> float | None:
             return found[node.name].value[0] if node.name in found else None
@@ -501,9 +501,8 @@ def _check_profile_options(inputs: Any, proxy: str, passes: int, batch: int, rad
     validate.positive(PlanError, "sensitivity.radius-not-positive", radius=radius)
     source = proxy.partition(":")[0].strip()
     if inputs is None and source != GAUSSIAN:
-        raise PlanError(
-            "sensitivity.proxy-without-inputs", f"proxy is {proxy!r} but there are no inputs", "give inputs"
-        )
+        problem = f"proxy is {proxy!r} but there are no inputs"
+        raise PlanError("sensitivity.proxy-without-inputs", problem, "give inputs")
     if inputs is not None and source not in _PROXY_SOURCES:
         problem = f"proxy is {proxy!r}, must be {' or '.join(_PROXY_SOURCES)} where inputs are given"
         remedy = "say where the inputs come from; private data must not be profiled"

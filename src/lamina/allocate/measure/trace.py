@@ -9,7 +9,6 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -146,9 +145,8 @@ def first_patients(example: Any, count: int) -> Any:
             remedy = f"give tensors (patients, …) of one length >= {count}"
             raise PlanError("sensitivity.example-count", problem, remedy)
     if not leaves:
-        raise PlanError(
-            "sensitivity.no-tensor", f"the example is a {type(example).__name__} without a tensor", "give model inputs"
-        )
+        problem = f"the example is a {type(example).__name__} without a tensor"
+        raise PlanError("sensitivity.no-tensor", problem, "give model inputs")
 
     return map_arguments(example, lambda value: value[:count] if isinstance(value, Tensor) else value)
 
@@ -342,12 +340,9 @@ def _redirect_in_place_reads(graph: fx.Graph) -> None:
             if other is not first and any(order[user] > order[node] for user in other.users):
                 problem = f"{node.target} overwrites {first.name}, whose memory {other.name} shares"
                 raise NoBound("sensitivity.in-place-view", problem, "use the operation without underscore (or +=)")
-        first.replace_all_uses_with(node, delete_user_cb=partial(_runs_after, order, order[node]))
+        later = {other for other, at in order.items() if at > order[node]}
+        first.replace_all_uses_with(node, delete_user_cb=later.__contains__)
         memory[node] = owner
-
-
-def _runs_after(order: Mapping[fx.Node, int], position: int, user: fx.Node) -> bool:
-    return order[user] > position
 
 
 NodeCall = Callable[[Mapping[str, Any]], Any]
@@ -502,9 +497,8 @@ def read_graph(model: nn.Module, program: TracedProgram, constants: Mapping[str,
             call=None if constants is None else _node_call(node, constants),
         )  # fmt: skip
     if not moving:
-        raise PlanError(
-            "sensitivity.no-tensor", f"the example of {type(model).__name__} holds no tensor", "give model inputs"
-        )
+        problem = f"the example of {type(model).__name__} holds no tensor"
+        raise PlanError("sensitivity.no-tensor", problem, "give model inputs")
     return TracedGraph(model=type(model).__name__, nodes=tuple(moving.values()))
 
 

@@ -10,30 +10,22 @@ from torch import nn
 from lamina.engine.layers.conv import ConvForward, ConvTransposeForward
 from lamina.engine.layers.layer_rule import ApplyRule, LayerForward, LayerRule, has_class_forward
 from lamina.engine.layers.linear import EmbeddingForward, LinearForward
-from lamina.engine.layers.norm import group_norm_forward, instance_norm_forward, layer_norm_forward, rms_norm_forward
+from lamina.engine.layers.norm import GroupNormRule, LayerNormRule, NormForward, RMSNormRule, instance_norm_forward
 from lamina.engine.layers.sequence import AttentionForward, RecurrentForward
 
 __all__ = ["ApplyRule", "LayerRule", "LayerForward", "layer_forward_for"]
 
 _FORWARDS: dict[type[nn.Module], Callable[[Any], LayerForward]] = {
     nn.Linear: LinearForward,
-    nn.Conv1d: ConvForward,
-    nn.Conv2d: ConvForward,
-    nn.Conv3d: ConvForward,
-    nn.ConvTranspose1d: ConvTransposeForward,
-    nn.ConvTranspose2d: ConvTransposeForward,
-    nn.ConvTranspose3d: ConvTransposeForward,
+    **dict.fromkeys((nn.Conv1d, nn.Conv2d, nn.Conv3d), ConvForward),
+    **dict.fromkeys((nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), ConvTransposeForward),
     nn.Embedding: EmbeddingForward,
-    nn.LayerNorm: layer_norm_forward,
-    nn.RMSNorm: rms_norm_forward,
-    nn.GroupNorm: group_norm_forward,
-    nn.InstanceNorm1d: instance_norm_forward,
-    nn.InstanceNorm2d: instance_norm_forward,
-    nn.InstanceNorm3d: instance_norm_forward,
+    nn.LayerNorm: lambda m: NormForward(m, LayerNormRule(m.normalized_shape, m.eps)),
+    nn.RMSNorm: lambda m: NormForward(m, RMSNormRule(m.normalized_shape, m.eps)),
+    nn.GroupNorm: lambda m: NormForward(m, GroupNormRule(m.num_groups, m.eps)),
+    **dict.fromkeys((nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d), instance_norm_forward),
     nn.MultiheadAttention: AttentionForward,
-    nn.RNN: RecurrentForward,
-    nn.LSTM: RecurrentForward,
-    nn.GRU: RecurrentForward,
+    **dict.fromkeys((nn.RNN, nn.LSTM, nn.GRU), RecurrentForward),
 }
 
 

@@ -166,18 +166,6 @@ class NormForward(LayerForward):
         return apply(self.rule, input, *self.parameters)
 
 
-def layer_norm_forward(module: nn.LayerNorm) -> NormForward:
-    return NormForward(module, LayerNormRule(module.normalized_shape, module.eps))
-
-
-def rms_norm_forward(module: nn.RMSNorm) -> NormForward:
-    return NormForward(module, RMSNormRule(module.normalized_shape, module.eps))
-
-
-def group_norm_forward(module: nn.GroupNorm) -> NormForward:
-    return NormForward(module, GroupNormRule(module.num_groups, module.eps))
-
-
 def instance_norm_forward(module: nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d) -> NormForward:
     if module.track_running_stats:
         problem = f"{type(module).__name__} with track_running_stats=True mixes contributions in its buffers"
