@@ -312,9 +312,8 @@ def draw_benchmark(result: dict[str, Any], path: Path) -> Path:
     try:
         import matplotlib
     except ImportError:
-        raise LaminaError(
-            "bench.matplotlib-missing", "matplotlib is not installed", "pip install 'lamina[plot]'"
-        ) from None
+        problem = "matplotlib is not installed"
+        raise LaminaError("bench.matplotlib-missing", problem, "pip install 'lamina[plot]'") from None
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 

@@ -11,16 +11,8 @@ import typer
 from lamina.admit.admission import Admission
 from lamina.admit.gate import AdmissionGate
 from lamina.admit.resolver import Caps, Resolution
-from lamina.cli.terminal import (
-    JsonOption,
-    argument,
-    columns,
-    open_private_key,
-    option,
-    print_answer,
-    progress_bar,
-    results_only,
-)
+from lamina.cli.options import JsonOption, argument, option
+from lamina.cli.terminal import columns, open_private_key, print_answer, progress_bar, results_only
 from lamina.errors import AdmissionError
 from lamina.plan.policy import Policy
 from lamina.plan.step_plan import StepPlan

@@ -14,17 +14,8 @@ import typer
 from typer.core import TyperCommand
 
 from lamina import __version__
-from lamina.cli.terminal import (
-    PlainCommand,
-    PlainGroup,
-    help_text,
-    option,
-    out,
-    print_json,
-    print_refusal,
-    refusal_json,
-    stderr_is_terminal,
-)
+from lamina.cli.options import PlainCommand, PlainGroup, help_text, option
+from lamina.cli.terminal import out, print_json, print_refusal, refusal_json, stderr_is_terminal
 from lamina.errors import LaminaError, needs_torch
 
 # In the order of use: where the command is, and the first sentence of its help.

@@ -10,16 +10,8 @@ from typing import Annotated
 import typer
 
 from lamina.cli.open_ledger import refuse_older
-from lamina.cli.terminal import (
-    JsonOption,
-    PassphraseOption,
-    argument,
-    existing_ledger,
-    open_private_key,
-    option,
-    print_answer,
-    print_note,
-)
+from lamina.cli.options import JsonOption, PassphraseOption, argument, option
+from lamina.cli.terminal import existing_ledger, open_private_key, print_answer, print_note
 from lamina.errors import BadKey, LaminaError, RunError
 from lamina.ledger.corpus_terms import governing_key_path, ledger_key_path
 from lamina.ledger.reader import LedgerReader

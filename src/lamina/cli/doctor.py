@@ -11,7 +11,8 @@ from typing import Any
 import typer
 
 from lamina import __version__
-from lamina.cli.terminal import JsonOption, columns, print_json, print_line
+from lamina.cli.options import JsonOption
+from lamina.cli.terminal import columns, print_json, print_line
 
 _PACKAGES = ("torch", "numpy", "scipy", "cryptography", "dp-accounting")
 _LEAST_SQLITE = (3, 35)

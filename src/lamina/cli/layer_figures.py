@@ -6,6 +6,7 @@ import html
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -271,29 +272,6 @@ def _title(plan: StepPlan) -> str:
     return f"{plan.allocation}, {plan.clipping.value} clipping, {plan.steps:,} steps"
 
 
-_HTML_TEMPLATE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
-<title>Lamina plan</title>
-<style>
-body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 76rem; margin: 2rem auto; padding: 0 1rem; color: #1b1b1b }}
-table {{ border-collapse: collapse }}
-td, th {{ padding: .15rem .6rem; border-bottom: 1px solid #e4e1d8; text-align: right; white-space: nowrap }}
-td:first-child, th:first-child {{ text-align: left }}
-.bar {{ width: 9rem; text-align: left }} .bar i {{ display: block; height: .9em }}
-pre {{ background: #f5f5f2; padding: 1rem; overflow-x: auto; font-size: .8rem }}
-</style></head><body>
-<h1>{title}</h1>
-<table><tr>{head}</tr>
-{rows}
-</table>
-<h2>Why this plan</h2>
-<ul>{reasons}</ul>
-<h2>The plan</h2>
-<pre>{plan}</pre>
-</body></html>
-"""
-
-
 def _html_page(plan: StepPlan, rows: Sequence[LayerFigures], reasons: Sequence[str]) -> str:
     series = _series(rows)
     head = "<th>layer</th><th>parameters</th>" + "".join(f'<th colspan="2">{title}</th>' for title, *_ in series)
@@ -306,10 +284,15 @@ def _html_page(plan: StepPlan, rows: Sequence[LayerFigures], reasons: Sequence[s
             bar = f'<td class="bar"><i style="width:{width:.1f}%;background:{colour}"></i></td>'
             cells.append(f"<td>{text}</td>{bar}")
         lines.append(f"<tr>{''.join(cells)}</tr>")
-    return _HTML_TEMPLATE.format(
-        title=html.escape(_title(plan)),
-        head=head,
-        rows="\n".join(lines),
-        reasons="".join(f"<li>{html.escape(reason)}</li>" for reason in reasons),
-        plan=html.escape(str(plan)),
+    return (
+        resources.files("lamina.cli")
+        .joinpath("plan.html")
+        .read_text(encoding="utf-8")
+        .format(
+            title=html.escape(_title(plan)),
+            head=head,
+            rows="\n".join(lines),
+            reasons="".join(f"<li>{html.escape(reason)}</li>" for reason in reasons),
+            plan=html.escape(str(plan)),
+        )
     )

@@ -11,18 +11,8 @@ import typer
 
 from lamina.cli.certify import LedgerOption, ReleaseKeyOption, TrustOption, pdfs_or_note, release_key, run_ledger
 from lamina.cli.open_ledger import open_ledger
-from lamina.cli.terminal import (
-    JsonOption,
-    PassphraseOption,
-    PlainCommand,
-    PlainGroup,
-    argument,
-    existing_ledger,
-    help_text,
-    option,
-    passphrase_if_sealed,
-    print_answer,
-)
+from lamina.cli.options import JsonOption, PassphraseOption, PlainCommand, PlainGroup, argument, help_text, option
+from lamina.cli.terminal import existing_ledger, passphrase_if_sealed, print_answer
 from lamina.errors import PlanError
 from lamina.ledger.corpus_terms import ledger_key_path
 from lamina.ledger.reader import LedgerReader
@@ -154,9 +144,8 @@ def _generation_class(text: str) -> tuple[str, dict[str, Any]]:
     except ValueError:
         pass
     problem = f"{text!r} is no generation class"
-    raise PlanError(
-        "cli.generation-class", problem, "write NAME=layers:PATTERN,… or NAME=depth:LOW,HIGH or NAME=adapter:X"
-    )
+    remedy = "write NAME=layers:PATTERN,… or NAME=depth:LOW,HIGH or NAME=adapter:X"
+    raise PlanError("cli.generation-class", problem, remedy)
 
 
 TrustsOption = Annotated[

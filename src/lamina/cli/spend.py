@@ -14,16 +14,8 @@ import typer
 
 from lamina.account.charges import Account
 from lamina.cli.open_ledger import find_ledgers, read_spend, write_spend
-from lamina.cli.terminal import (
-    JsonOption,
-    PassphraseOption,
-    argument,
-    columns,
-    open_private_key,
-    option,
-    print_json,
-    print_line,
-)
+from lamina.cli.options import JsonOption, PassphraseOption, argument, option
+from lamina.cli.terminal import columns, open_private_key, print_json, print_line
 from lamina.errors import RunError
 from lamina.ledger.schema import pluralize
 from lamina.ledger.spending import Limit, Spending
@@ -261,15 +253,13 @@ def _by_origin(ledgers: list[str], where: str, wanted: str | None) -> dict[str, 
             name = book.origin
         if name in found and wanted in (None, name):
             both = f"'{printable_location(found[name])}' and '{printable_location(ledger)}'"
-            raise RunError(
-                "cli.corpus-in-two-ledgers", f"{both} are both ledgers of corpus {name!r}", "give one of them"
-            )
+            problem = f"{both} are both ledgers of corpus {name!r}"
+            raise RunError("cli.corpus-in-two-ledgers", problem, "give one of them")
         found[name] = ledger
     if wanted is not None and wanted not in found:
         known = ", ".join(map(repr, sorted(found)))
-        raise RunError(
-            "cli.corpus-not-in-ledger", f"'{printable_location(where)}' has no corpus {wanted!r}", f"it has {known}"
-        )
+        problem = f"'{printable_location(where)}' has no corpus {wanted!r}"
+        raise RunError("cli.corpus-not-in-ledger", problem, f"it has {known}")
     return {name: place for name, place in sorted(found.items()) if wanted in (None, name)}
 
 

@@ -9,7 +9,8 @@ from typing import Annotated
 
 import typer
 
-from lamina.cli.terminal import JsonOption, argument, option, print_json, stderr_is_terminal
+from lamina.cli.options import JsonOption, argument, option
+from lamina.cli.terminal import print_json, stderr_is_terminal
 from lamina.errors import RunError
 from lamina.plan.policy import Policy
 
@@ -205,11 +206,11 @@ def train(
     if run is None:
         raise typer.BadParameter("give the run file, or --template to get one", param_hint="RUN.toml")
     if inside and not stderr_is_terminal():
-        raise RunError(
-            "cli.inside-needs-terminal",
-            "--inside shows the raw private loss, but standard error is not a terminal: the loss would be written down",
-            "run it in a terminal; or leave --inside out and evaluate on public data",
+        problem = (
+            "--inside shows the raw private loss, but standard error is not a terminal: the loss would be written down"
         )
+        remedy = "run it in a terminal; or leave --inside out and evaluate on public data"
+        raise RunError("cli.inside-needs-terminal", problem, remedy)
     from lamina.cli.train import run_training
 
     run_training(run, plan_only=plan_only, fresh=fresh, inside=inside, threads=threads, as_json=as_json)

@@ -212,9 +212,8 @@ def read_corpus(data: DataTable, policy: Policy, beside: Path) -> Corpus:
             return Corpus.of_npz(path, **common)
         return Corpus.of_csv(path, **common, delimiter=data.delimiter or ",")
     except CorpusError as error:
-        raise CorpusError(
-            "cli.data-not-usable", f"data: {error.problem}", error.remedy.replace("cls=", "data.class =")
-        ) from None
+        problem = f"data: {error.problem}"
+        raise CorpusError("cli.data-not-usable", problem, error.remedy.replace("cls=", "data.class =")) from None
 
 
 def admit_corpus(
@@ -240,11 +239,10 @@ def _corpus_of_factory(name: str, data: DataTable, common: Mapping[str, Any], be
             return Corpus(*parts, unit=data.unit, **common)
     for key in ("examples_per_unit", "version", "cls"):
         if common[key] is not None:
-            raise CorpusError(
-                "cli.data-key-with-corpus",
-                f"data factory '{name}' returned a Corpus, so data.{'class' if key == 'cls' else key} has no effect",
-                "remove it, and give it to the Corpus",
+            problem = (
+                f"data factory '{name}' returned a Corpus, so data.{'class' if key == 'cls' else key} has no effect"
             )
+            raise CorpusError("cli.data-key-with-corpus", problem, "remove it, and give it to the Corpus")
     if made.policy != common["policy"]:
         problem = f"data factory '{name}' returned a Corpus under {'no' if made.policy is None else 'another'} policy"
         remedy = "take the run's policy: def data(policy): return lamina.Corpus(x, y, unit=…, policy=policy)"

@@ -52,9 +52,8 @@ def paper_run(name: str) -> str:
     folder = resources.files("lamina.data") / "paper_runs"
     known = sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
     if name not in known:
-        raise LaminaError(
-            "data.paper-run-not-known", f"there is no paper run {name!r}", f"choose from {', '.join(known)}"
-        )
+        problem = f"there is no paper run {name!r}"
+        raise LaminaError("data.paper-run-not-known", problem, f"choose from {', '.join(known)}")
     return (folder / f"{name}.toml").read_text(encoding="utf-8")
 
 

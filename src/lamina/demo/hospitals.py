@@ -171,9 +171,8 @@ def _sign_contributions(
     now = int(time.time()) - ago
     for each in attest_folder(folder, key, policy, classes, noise_multiplier=noise_multiplier, now=now):
         if each.id in classes and each.state is not SigningState.SIGNED:
-            raise LaminaError(
-                "cli.demo-not-signed", f"the demo could not sign {each.id!r}: {each.problem}", "report this"
-            )
+            problem = f"the demo could not sign {each.id!r}: {each.problem}"
+            raise LaminaError("cli.demo-not-signed", problem, "report this")
 
 
 def _write_refused_ones(folder: Path, group: PatientGroup, policy: Policy, key: PrivateKey) -> None:
@@ -222,9 +221,8 @@ class VerifiedLedger:
         started = time.perf_counter()
         found = verify(ledger)
         if found.problem is not None:
-            raise LaminaError(
-                "cli.demo-not-verified", f"the demo's ledger is not verified: {found.problem}", "report this"
-            )
+            problem = f"the demo's ledger is not verified: {found.problem}"
+            raise LaminaError("cli.demo-not-verified", problem, "report this")
         seconds = time.perf_counter() - started
         traced = next(each for each in admission if each.bound.signed)
         return cls(ledger=ledger, found=found, seconds=seconds, contribution=traced.descriptor.hex())

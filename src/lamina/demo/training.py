@@ -59,9 +59,8 @@ def proxy() -> tuple[Tensor, Tensor]:
 
 def _in_this_folder(name: str) -> Path:
     if not Path(name).is_file():
-        raise LaminaError(
-            "cli.file-missing", f"there is no '{name}' in this folder", "call lamina train inside the demo's folder"
-        )
+        problem = f"there is no '{name}' in this folder"
+        raise LaminaError("cli.file-missing", problem, "call lamina train inside the demo's folder")
     return Path(name)
 
 

@@ -71,15 +71,11 @@ class ResidualAutoencoder(nn.Module):
     ) -> None:
         super().__init__()
         if not widths or any(width % groups for width in widths):
-            raise PlanError(
-                "models.widths-not-multiples",
-                f"widths {tuple(widths)} are not all multiples of groups {groups}",
-                "for example widths=(32, 64, 64), groups=8",
-            )
+            problem = f"widths {tuple(widths)} are not all multiples of groups {groups}"
+            raise PlanError("models.widths-not-multiples", problem, "for example widths=(32, 64, 64), groups=8")
         if kernel % 2 == 0:
-            raise PlanError(
-                "models.kernel-even", f"kernel is {kernel}, must be odd to keep the length", f"use kernel={kernel + 1}"
-            )
+            problem = f"kernel is {kernel}, must be odd to keep the length"
+            raise PlanError("models.kernel-even", problem, f"use kernel={kernel + 1}")
         down: list[nn.Module] = []
         width = leads
         for wider in widths:
@@ -135,11 +131,9 @@ class ResidualClassifier(nn.Module):
         self.autoencoder = ResidualAutoencoder(leads, widths, kernel=kernel, groups=groups)
         halved = 2 ** len(widths)
         if samples < halved or samples % halved:
-            raise PlanError(
-                "models.samples-not-divisible",
-                f"samples is {samples}, must be a multiple of {halved}: each of {len(widths)} widths halves it",
-                f"for example samples={max(1, samples // halved) * halved}",
-            )
+            problem = f"samples is {samples}, must be a multiple of {halved}: each of {len(widths)} widths halves it"
+            remedy = f"for example samples={max(1, samples // halved) * halved}"
+            raise PlanError("models.samples-not-divisible", problem, remedy)
         features = squeeze * (samples // halved)
         self.classifier = nn.Sequential(
             nn.Conv1d(widths[-1], squeeze, 1),
@@ -222,11 +216,8 @@ class TransformerAutoencoder(nn.Module):
     ) -> None:
         super().__init__()
         if layers % 2 or width % heads:
-            raise PlanError(
-                "models.layers-odd",
-                f"layers={layers} must be even and width={width} a multiple of heads={heads}",
-                "for example layers=8, width=128, heads=4",
-            )
+            problem = f"layers={layers} must be even and width={width} a multiple of heads={heads}"
+            raise PlanError("models.layers-odd", problem, "for example layers=8, width=128, heads=4")
         self.embed = nn.Linear(features, width)
         self.encoder = nn.ModuleList(TransformerBlock(width, heads, hidden) for _ in range(layers // 2))
         self.squeeze = nn.Linear(width, code)

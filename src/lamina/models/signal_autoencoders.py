@@ -231,9 +231,8 @@ class TransAE(SignalAutoencoder):
         half = _check(samples, depth, activation, dropout)
         if samples % patch or width % heads:
             problem = f"samples={samples} must be a multiple of patch={patch}, and width={width} of heads={heads}"
-            raise PlanError(
-                "models.patches-do-not-fit", problem, "for example samples=256, patch=16, width=64, heads=4"
-            )
+            remedy = "for example samples=256, patch=16, width=64, heads=4"
+            raise PlanError("models.patches-do-not-fit", problem, remedy)
         tokens, made = samples // patch, ACTIVATIONS[activation]
         blocks = [TransformerBlock(width, heads, 2 * width, act=made(), dropout=dropout) for _ in range(depth)]
         encoder = nn.Sequential(*blocks[:half], nn.Flatten(), nn.Linear(tokens * width, latent))

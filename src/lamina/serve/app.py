@@ -263,9 +263,8 @@ class Guard:
         shared = service.keys is None and service.local  # all requests come from this machine
         if not shared and self._going[who] >= service.limits.per_key:
             problem = f"{service.limits.per_key} requests of this key or address are being answered already"
-            raise RequestRefused(
-                429, "serve.too-many-at-once", problem, "wait for answers", headers={"Retry-After": "1"}
-            )
+            remedy = "wait for answers"
+            raise RequestRefused(429, "serve.too-many-at-once", problem, remedy, headers={"Retry-After": "1"})
         self._going[who] += 1
         return who
 
@@ -441,9 +440,8 @@ class _Api:
         decision = service.decide(query, answering=True)
         if not decision.allowed:
             problem = f"the query is denied for {pluralize(len(decision.reasons), 'reason')}"
-            raise RequestRefused(
-                403, "serve.denied", problem, "ask for what the release allows", more=decision.to_dict()
-            )
+            remedy = "ask for what the release allows"
+            raise RequestRefused(403, "serve.denied", problem, remedy, more=decision.to_dict())
         yield
         outputs = service.inference.answer(query, inputs)
         yield
@@ -517,9 +515,8 @@ class _Api:
     async def paper(self, request: Request) -> Response:
         data = self._papers.get(request.path_params["name"])
         if data is None:
-            raise RequestRefused(
-                404, "serve.no-paper", "there is no such paper here", "ask for manifest or certificate"
-            )
+            problem = "there is no such paper here"
+            raise RequestRefused(404, "serve.no-paper", problem, "ask for manifest or certificate")
         return _json(data)
 
     async def openapi(self, request: Request) -> Response:

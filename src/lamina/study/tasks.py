@@ -221,8 +221,7 @@ def recorded(data: str, folder: Path, windows: int, most: int) -> list[Part]:
         mine = [(x, label) for part, x, label in whole if part == name]
         if len(mine) < LEAST_PATIENTS:
             problem = f"'{folder}' has {len(mine)} patients of part {name} with {windows} windows"
-            raise RunError(
-                "study.too-few-patients", problem, f"give a folder with {LEAST_PATIENTS} or more in each part"
-            )
+            remedy = f"give a folder with {LEAST_PATIENTS} or more in each part"
+            raise RunError("study.too-few-patients", problem, remedy)
         made.append(Part(torch.from_numpy(np.stack([x for x, _ in mine])), torch.tensor([label for _, label in mine])))
     return made

@@ -16,18 +16,8 @@ import typer
 
 from lamina import validate
 from lamina.cli.open_ledger import open_ledger
-from lamina.cli.terminal import (
-    JsonOption,
-    KeyOption,
-    LedgerArgument,
-    OutputOption,
-    PassphraseOption,
-    argument,
-    existing_ledger,
-    open_private_key,
-    option,
-    print_answer,
-)
+from lamina.cli.options import JsonOption, KeyOption, LedgerArgument, OutputOption, PassphraseOption, argument, option
+from lamina.cli.terminal import existing_ledger, open_private_key, print_answer
 from lamina.errors import EncodingError, LedgerError
 from lamina.ledger.corpus_terms import CorpusTerms, about_at, governing_key_path, ledger_key_path, load_or_make_key
 from lamina.ledger.governance_records import (
@@ -217,9 +207,8 @@ def _with_ledger_line(file: Path, name: str) -> str:
     )
     if not found:
         problem = f"'{file}' has no line [corpus] after which the ledger could be named"
-        raise LedgerError(
-            "cli.no-corpus-table", problem, "leave --write out, and add the line that is printed yourself"
-        )
+        remedy = "leave --write out, and add the line that is printed yourself"
+        raise LedgerError("cli.no-corpus-table", problem, remedy)
     Policy.parse(text, source=str(file))
     return text
 

@@ -19,18 +19,8 @@ from lamina.cli.ledger.governing_commands import (
     outcome,
 )
 from lamina.cli.open_ledger import open_ledger
-from lamina.cli.terminal import (
-    JsonOption,
-    LedgerArgument,
-    PassphraseOption,
-    argument,
-    columns,
-    existing_ledger,
-    option,
-    print_answer,
-    print_json,
-    print_line,
-)
+from lamina.cli.options import JsonOption, LedgerArgument, PassphraseOption, argument, option
+from lamina.cli.terminal import columns, existing_ledger, print_answer, print_json, print_line
 from lamina.errors import LedgerError
 from lamina.ledger import show
 from lamina.ledger.admission_batch import missing_key_events

@@ -13,7 +13,7 @@ import typer
 
 from lamina.cli.ledger.reconcile_command import letter_text
 from lamina.cli.open_ledger import LEAF_HELP, contribution_digest, open_ledger, open_view, print_compared
-from lamina.cli.terminal import (
+from lamina.cli.options import (
     LEDGER_HELP,
     JsonOption,
     KeyOption,
@@ -21,9 +21,11 @@ from lamina.cli.terminal import (
     OutputOption,
     PassphraseOption,
     argument,
+    option,
+)
+from lamina.cli.terminal import (
     existing_ledger,
     open_private_key,
-    option,
     print_answer,
     print_finding,
     print_json,
@@ -522,9 +524,8 @@ def _check_receipt(prefix: Path, trust: Trust, book: LedgerReader | None, folder
         kept = leaves.decode_kept(leaf)
         record = leaves.decode_leaf(StoredLeaf(leaf, body)) if body is not None or kept.contribution else None
     except LaminaError as error:
-        raise NotVerified(
-            "cli.receipt-malformed", f"'{prefix}' is not a receipt: {error.problem}", _ASK_AGAIN
-        ) from None
+        problem = f"'{prefix}' is not a receipt: {error.problem}"
+        raise NotVerified("cli.receipt-malformed", problem, _ASK_AGAIN) from None
     trusted = trust.keys(found.origin)
     if found.kid not in {key.id for key in trusted}:
         problem = (
@@ -538,9 +539,8 @@ def _check_receipt(prefix: Path, trust: Trust, book: LedgerReader | None, folder
     named = [NoteKey(found.origin, key) for key in dict.fromkeys(trusted)]
     head = proof.verify(leaf, named, origin=found.origin)
     if proof.index != found.index or kept.seq != found.index:
-        raise NotVerified(
-            "cli.receipt-proofs-differ", f"the proofs are of leaves {found.index} and {proof.index}", _ASK_AGAIN
-        )
+        problem = f"the proofs are of leaves {found.index} and {proof.index}"
+        raise NotVerified("cli.receipt-proofs-differ", problem, _ASK_AGAIN)
     if book is not None and (book.origin, book.root_at(head.size)) != (found.origin, head.root):
         raise NotVerified("cli.receipt-other-ledger", f"the ledger {book.name} is not that of the receipt", _ASK_AGAIN)
     required = None if book is None else book.parties(head.size).witnesses
@@ -556,9 +556,8 @@ _ASK_AGAIN = "get the receipt again, and the keys from the owner of the ledger"
 
 def _with_suffix(prefix: Path, suffix: str) -> Path:
     if not prefix.name:
-        raise LedgerError(
-            "cli.receipt-prefix-empty", f"'{prefix}' is not the beginning of a file name", "give one, such as mine"
-        )
+        problem = f"'{prefix}' is not the beginning of a file name"
+        raise LedgerError("cli.receipt-prefix-empty", problem, "give one, such as mine")
     return prefix.with_name(prefix.name + suffix)
 
 

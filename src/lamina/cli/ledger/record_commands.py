@@ -16,21 +16,8 @@ import typer
 
 from lamina import cbor
 from lamina.cli.open_ledger import DIGEST_HELP, contribution_digest, open_view, print_compared
-from lamina.cli.terminal import (
-    JsonOption,
-    KeyOption,
-    LedgerArgument,
-    PassphraseOption,
-    argument,
-    columns,
-    existing_ledger,
-    open_private_key,
-    option,
-    out,
-    print_answer,
-    print_json,
-    print_line,
-)
+from lamina.cli.options import JsonOption, KeyOption, LedgerArgument, PassphraseOption, argument, option
+from lamina.cli.terminal import columns, existing_ledger, open_private_key, out, print_answer, print_json, print_line
 from lamina.errors import EncodingError, LedgerError
 from lamina.ledger import records as leaves
 from lamina.ledger.contribution_trace import ContributionTrace, EpochExposure
@@ -346,9 +333,8 @@ def _load_aggregate(path: Path) -> Aggregate:
     try:
         found = schema_of(Aggregate).from_cbor(cbor.decode(data, max_size=_MAX_PROPOSAL_BYTES))
     except EncodingError as error:
-        raise LedgerError(
-            "cli.aggregate-malformed", f"'{path}' is not a proposal: {error.problem}", "write one with --save"
-        ) from None
+        problem = f"'{path}' is not a proposal: {error.problem}"
+        raise LedgerError("cli.aggregate-malformed", problem, "write one with --save") from None
     assert isinstance(found, Aggregate)
     return found
 
