@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +45,7 @@ from lamina.release.risk_statements import content_sentence, membership_sentence
 from lamina.run.admitted import Gate
 from lamina.run.publisher import Outcome
 from lamina.sign.keys import format_utc
+from lamina.validate import packaged_text
 
 TRAINING_LABELS = {
     "without_sensitive": "without the sensitive patients",
@@ -176,36 +176,31 @@ def write_report(folder: Path, result: DemoResult) -> Path:
     population = {entry.name: entry.population for entry in result.plan.classes}
     spent = {row[0]: row[2] for row in result.cost_rows()[1:]}
     risks = result.outcome.certificate.classes["sensitive"]
-    page = (
-        resources.files("lamina.demo")
-        .joinpath("report.html")
-        .read_text(encoding="utf-8")
-        .format(
-            right=", ".join(f".r{i} tr > :nth-child({i})" for i in range(2, 9)),
-            facts=_facts(folder, result),
-            membership=html.escape(membership_sentence("patient", risks["membership"])),
-            content=html.escape(content_sentence("patient", risks["content"])),
-            findings=", ".join(html.escape(name) for name in next(iter(result.utility.values())).by_class),
-            volunteers=population["volunteer"],
-            sensitive=population["sensitive"],
-            epsilon=spent["sensitive"].rstrip("0").rstrip("."),
-            test=len(result.test),
-            admitted=len(result.admission),
-            refused=_html_table(result.refusal_rows()),
-            bounds=_html_table(result.bound_rows()),
-            utility=_html_table(result.utility_rows()),
-            legend=bar_legend(TRAINING_LABELS),
-            bars=_scrolling(auc_bars(result.utility, TRAINING_LABELS)),
-            cost=_html_table(result.cost_rows()),
-            noise="from a cryptographically secure stream" if result.outcome.private else "seeded, so NOT PRIVATE",
-            verified=html.escape(result.evidence.words()),
-            commands=html.escape("\n".join(result.evidence.commands())),
-            queries="".join(f"<li>{html.escape(line)}</li>" for line in result.leaving.words()),
-            release_commands=html.escape("\n".join(result.leaving.commands())),
-            beats=_scrolling(beat_curves(result.model, result.test)),
-            plan=html.escape(str(result.plan)),
-            seconds=result.seconds,
-        )
+    page = packaged_text("lamina.demo", "report_template.html").format(
+        right=", ".join(f".r{i} tr > :nth-child({i})" for i in range(2, 9)),
+        facts=_facts(folder, result),
+        membership=html.escape(membership_sentence("patient", risks["membership"])),
+        content=html.escape(content_sentence("patient", risks["content"])),
+        findings=", ".join(html.escape(name) for name in next(iter(result.utility.values())).by_class),
+        volunteers=population["volunteer"],
+        sensitive=population["sensitive"],
+        epsilon=spent["sensitive"].rstrip("0").rstrip("."),
+        test=len(result.test),
+        admitted=len(result.admission),
+        refused=_html_table(result.refusal_rows()),
+        bounds=_html_table(result.bound_rows()),
+        utility=_html_table(result.utility_rows()),
+        legend=bar_legend(TRAINING_LABELS),
+        bars=_scrolling(auc_bars(result.utility, TRAINING_LABELS)),
+        cost=_html_table(result.cost_rows()),
+        noise="from a cryptographically secure stream" if result.outcome.private else "seeded, so NOT PRIVATE",
+        verified=html.escape(result.evidence.words()),
+        commands=html.escape("\n".join(result.evidence.commands())),
+        queries="".join(f"<li>{html.escape(line)}</li>" for line in result.leaving.words()),
+        release_commands=html.escape("\n".join(result.leaving.commands())),
+        beats=_scrolling(beat_curves(result.model, result.test)),
+        plan=html.escape(str(result.plan)),
+        seconds=result.seconds,
     )
     path = folder / "report.html"
     path.write_text(page, encoding="utf-8")

@@ -6,7 +6,6 @@ import html
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +16,7 @@ from lamina.cli.terminal import columns
 from lamina.errors import LaminaError, PlanError
 from lamina.plan.step_plan import Clipping, StepPlan
 from lamina.plan.table import at_least, at_most, clip_text, layer_shares
+from lamina.validate import packaged_text
 
 if TYPE_CHECKING:
     from lamina.allocate.measure.measure import Measure
@@ -284,15 +284,10 @@ def _html_page(plan: StepPlan, rows: Sequence[LayerFigures], reasons: Sequence[s
             bar = f'<td class="bar"><i style="width:{width:.1f}%;background:{colour}"></i></td>'
             cells.append(f"<td>{text}</td>{bar}")
         lines.append(f"<tr>{''.join(cells)}</tr>")
-    return (
-        resources.files("lamina.cli")
-        .joinpath("plan.html")
-        .read_text(encoding="utf-8")
-        .format(
-            title=html.escape(_title(plan)),
-            head=head,
-            rows="\n".join(lines),
-            reasons="".join(f"<li>{html.escape(reason)}</li>" for reason in reasons),
-            plan=html.escape(str(plan)),
-        )
+    return packaged_text("lamina.cli", "plan_template.html").format(
+        title=html.escape(_title(plan)),
+        head=head,
+        rows="\n".join(lines),
+        reasons="".join(f"<li>{html.escape(reason)}</li>" for reason in reasons),
+        plan=html.escape(str(plan)),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -154,13 +155,19 @@ TrustsOption = Annotated[
            metavar="KEYS"),
 ]  # fmt: skip
 
+ComparedLedgerOption = Annotated[
+    str | None, option("ledger of the release; every figure is computed again from it", metavar="LEDGER")
+]
+
+
+def _reader_or_none(ledger: str | None) -> AbstractContextManager[LedgerReader | None]:
+    return nullcontext() if ledger is None else LedgerReader.read_only(existing_ledger(ledger))
+
 
 def verify(
     folder: ReleaseArgument,
     trust: TrustsOption = None,
-    ledger: Annotated[
-        str | None, option("ledger of the release; every figure is computed again from it", metavar="LEDGER")
-    ] = None,
+    ledger: ComparedLedgerOption = None,
     seen: Annotated[list[Path] | None, option("a checkpoint of its ledger that you kept", metavar="CHECKPOINT")] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -180,12 +187,8 @@ def verify(
     """
     known = [KnownCheckpoint.load(path) for path in seen or ()]
     given = Trust.load_all(trust) if trust else None
-    reader = None if ledger is None else LedgerReader.read_only(existing_ledger(ledger))
-    try:
+    with _reader_or_none(ledger) as reader:
         found = verify_release(folder, trust=given, seen=known, ledger=reader)
-    finally:
-        if reader is not None:
-            reader.close()
     lines = [f"{folder}: {found.verdict}", *(f"  {each} [{each.code}]" for each in found.problems)]
     if found.verified and (said := found.manifest) is not None:
         at = said.ledger
@@ -251,13 +254,8 @@ def ask(
       lamina release ask release-1 query.json --trust trusted.json --ledger runs/first/ledger.db --json
     """
     asked = Query.from_dict(parse_json(read_small(query, "the query", most=1 << 20), f"'{query}'"))
-    reader = None if ledger is None else LedgerReader.read_only(existing_ledger(ledger))
-    try:
-        gate = ReleaseGate(folder, Trust.load_all(trust), ledger=reader, clock=time.time)
-        decision = gate.decide(asked)
-    finally:
-        if reader is not None:
-            reader.close()
+    with _reader_or_none(ledger) as reader:
+        decision = ReleaseGate(folder, Trust.load_all(trust), ledger=reader, clock=time.time).decide(asked)
     lines = ["allowed" if decision.allowed else "denied", *(f"  {r.text} [{r.code}]" for r in decision.reasons)]
     print_answer(decision.to_dict(), "\n".join(lines), as_json)
     if not decision.allowed:
@@ -270,9 +268,7 @@ def papers(
         Path | None, option("the new folder; default: DIR-papers beside it", "--output", "-o", metavar="OUT")
     ] = None,
     trust: TrustsOption = None,
-    ledger: Annotated[
-        str | None, option("ledger of the release; every figure is computed again from it", metavar="LEDGER")
-    ] = None,
+    ledger: ComparedLedgerOption = None,
     predictions: Annotated[
         list[Path] | None, option("CSV with the model's probabilities, for sacro/; repeatable", metavar="FILE")
     ] = None,
@@ -297,14 +293,10 @@ def papers(
     if len(predictions or ()) != len(on or ()) or len(set(on or ())) != len(on or ()):
         raise typer.BadParameter("give one kind of records for each file of predictions", param_hint="--on")
     out = folder.with_name(f"{folder.resolve().name}-papers") if out is None else out
-    reader = None if ledger is None else LedgerReader.read_only(existing_ledger(ledger))
     given = dict(zip(on or (), predictions or (), strict=True))
-    try:
-        trusted = Trust.load_all(trust) if trust else None
+    trusted = Trust.load_all(trust) if trust else None
+    with _reader_or_none(ledger) as reader:
         found = write_papers(folder, out, trust=trusted, ledger=reader, predictions=given)
-    finally:
-        if reader is not None:
-            reader.close()
     files = sorted(str(path.relative_to(out)) for path in out.rglob("*") if path.is_file())
     unstated = sorted(AboutPolicy.model_fields.keys() - found.certificates[-1].content["about"].keys())
     verdict = found.facts["verdict"]

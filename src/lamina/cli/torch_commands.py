@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from importlib import resources
 from pathlib import Path
 from typing import Annotated
 
@@ -13,6 +12,7 @@ from lamina.cli.options import JsonOption, argument, option
 from lamina.cli.terminal import print_json, stderr_is_terminal
 from lamina.errors import RunError
 from lamina.plan.policy import Policy
+from lamina.validate import packaged_text
 
 # Names that the help lists. The code behind them needs torch; a test compares them.
 BUILT_IN_MODEL_NAMES = ("residual", "transformer", "mlp", "stacked-ae", "conv-ae", "res-ae", "trans-ae", "vae")
@@ -201,7 +201,7 @@ def train(
                                              with two processes: docs/distributed.md
     """
     if template:
-        _print_template(run_template_text(), as_json)
+        _print_template(packaged_text("lamina.cli", "run_template.toml"), as_json)
         return
     if run is None:
         raise typer.BadParameter("give the run file, or --template to get one", param_hint="RUN.toml")
@@ -289,11 +289,6 @@ def bench(
     show_benchmark(
         quick=quick, only=only, rounds=rounds, threads=threads, processor_time=processor_time, to=to, as_json=as_json
     )
-
-
-def run_template_text() -> str:
-    """An annotated RUN.toml to copy and change."""
-    return resources.files("lamina.cli").joinpath("run_template.toml").read_text(encoding="utf-8")
 
 
 def _print_template(text: str, as_json: bool) -> None:

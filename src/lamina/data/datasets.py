@@ -109,7 +109,7 @@ def ptbxl_records(
 def ecg_windows(record: Signal, length: int = WINDOW, overlap: float = OVERLAP) -> Float32:
     """Section 4.1.1: band-pass 0.5 to 40 Hz, every lead with mean 0 and deviation 1 over the record, windows."""
     cut = [run.band_passed().standardised().windows(length, overlap) for run in record.runs(length)]
-    return np.concatenate(cut) if cut else np.empty((0, len(record.x), length), dtype=np.float32)
+    return np.concatenate([np.empty((0, len(record.x), length), dtype=np.float32), *cut])
 
 
 def ptbxl_corpus(

@@ -14,21 +14,31 @@ from torch import Tensor, nn
 from lamina.errors import PlanError
 
 
-class MLPAutoencoder(nn.Module):
+class Autoencoder(nn.Module):
+    """Decodes what it encodes."""
+
+    encoder: nn.Module
+    decoder: nn.Module
+
+    def encode(self, x: Tensor) -> Tensor:
+        code: Tensor = self.encoder(x)
+        return code
+
+    def decode(self, code: Tensor) -> Tensor:
+        y: Tensor = self.decoder(code)
+        return y
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
+        return self.decode(self.encode(x))
+
+
+class MLPAutoencoder(Autoencoder):
     """(N, sizes[0]) -> (N, sizes[0]) through sizes[1:], whose last entry is the code, and back."""
 
     def __init__(self, sizes: Sequence[int] = (864, 512, 256, 128, 64, 32)) -> None:
         super().__init__()
         self.encoder = nn.Sequential(*_linear_layers(sizes))
         self.decoder = nn.Sequential(*_linear_layers(tuple(reversed(sizes))))
-
-    def encode(self, x: Tensor) -> Tensor:
-        code: Tensor = self.encoder(x)
-        return code
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.decoder(self.encode(x))
-        return y
 
 
 def _linear_layers(sizes: Sequence[int]) -> list[nn.Module]:
@@ -59,7 +69,7 @@ class ResidualBlock(nn.Module):
         return x + h
 
 
-class ResidualAutoencoder(nn.Module):
+class ResidualAutoencoder(Autoencoder):
     """(N, leads, samples) -> (N, leads, samples).
 
     Each entry of `widths` halves the length on the way in and doubles it on the way out; the innermost
@@ -91,16 +101,9 @@ class ResidualAutoencoder(nn.Module):
         self.decoder = nn.Sequential(*up)
         self.head = nn.Conv1d(width, leads, kernel, padding=kernel // 2)
 
-    def encode(self, x: Tensor) -> Tensor:
-        code: Tensor = self.encoder(x)
-        return code
-
     def decode(self, code: Tensor) -> Tensor:
         y: Tensor = self.head(self.decoder(code))
         return y
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.decode(self.encode(x))
 
 
 class ResidualClassifier(nn.Module):
