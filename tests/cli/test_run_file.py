@@ -15,6 +15,7 @@ from refusals import raises_code
 
 from lamina.cli.run_file import AdmitTable, DataTable, EvaluateTable, ModelTable, NamedTable, ProxyTable, RunFile
 from lamina.errors import LaminaError
+from lamina.validate import packaged_text
 
 LEAST = """
 policy = "policy.toml"

@@ -76,9 +76,8 @@ def admit(
         remedy = "give the folder that holds one folder per contribution: ID/payload.npz"
         raise AdmissionError("cli.contributions-missing", problem, remedy)
     resolution = None if planned is None else found.resolve(planned[0], max_occurrences=planned[1])
-    print_answer(admission_json(found, resolution), admission_page(found, resolution), as_json)
-    if found.refused:
-        raise typer.Exit(1)
+    page = admission_page(found, resolution)
+    print_answer(admission_json(found, resolution), page, as_json, ok=not found.refused)
 
 
 def _review_folder(

@@ -278,6 +278,5 @@ def attest(
     promised = {name: terms_json(opened, made) for name, made in terms.items()}
     text = counts_text(outcomes, force=force, dry_run=dry_run, keyless=signer is None)
     text = f"{terms_table(opened, terms, names)}\n{text}"
-    print_answer({**facts, **counts_json(outcomes), "classes": promised}, text, as_json)
-    if any(each.state is SigningState.REFUSED for each in outcomes):
-        raise typer.Exit(1)
+    ok = not any(each.state is SigningState.REFUSED for each in outcomes)
+    print_answer({**facts, **counts_json(outcomes), "classes": promised}, text, as_json, ok=ok)

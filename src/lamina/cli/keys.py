@@ -243,9 +243,8 @@ def add_key(
     key = PublicKey.load(path)
     since, algorithms = 0 if valid_from is None else parse_time(valid_from), (algorithm,) if algorithm else ALGORITHMS
     with KeyRing.editing(ring, create=True) as opened:
-        entry = opened.add(
-            key, label=path.stem if label is None else label, role=role, valid_from=since, algorithms=algorithms
-        )
+        named = path.stem if label is None else label
+        entry = opened.add(key, label=named, role=role, valid_from=since, algorithms=algorithms)
         opened.quorum = opened.quorum if quorum is None else quorum
     print_keys(opened, ring, [entry], as_json)
 

@@ -206,9 +206,7 @@ def verify(
             for name, seqs in found.since.items()
         ]
         lines += [f"  note    {each}" for each in _what_was_not_checked(found)]
-    print_answer({"folder": str(folder), **found.to_dict()}, "\n".join(lines), as_json)
-    if not found.verified:
-        raise typer.Exit(1)
+    print_answer({"folder": str(folder), **found.to_dict()}, "\n".join(lines), as_json, ok=found.verified)
 
 
 def _what_was_not_checked(found: ReleaseVerification) -> Iterator[str]:
@@ -257,9 +255,7 @@ def ask(
     with _reader_or_none(ledger) as reader:
         decision = ReleaseGate(folder, Trust.load_all(trust), ledger=reader, clock=time.time).decide(asked)
     lines = ["allowed" if decision.allowed else "denied", *(f"  {r.text} [{r.code}]" for r in decision.reasons)]
-    print_answer(decision.to_dict(), "\n".join(lines), as_json)
-    if not decision.allowed:
-        raise typer.Exit(1)
+    print_answer(decision.to_dict(), "\n".join(lines), as_json, ok=decision.allowed)
 
 
 def papers(
@@ -323,10 +319,8 @@ def log(
     """
     found = verify_log(file, [PublicKey.load(path) for path in trust], seen=seen)
     told = {"log": str(file), "decisions": found.decisions, "allowed": found.allowed, "head": found.head}
-    text = (
-        f"{file}: {found.decisions} decisions, {found.allowed} allowed, each signed, none missing\n  head {found.head}"
-    )
-    print_answer(told, text, as_json)
+    text = f"{file}: {found.decisions} decisions, {found.allowed} allowed, each signed, none missing"
+    print_answer(told, f"{text}\n  head {found.head}", as_json)
 
 
 for _command in (make, verify, ask, papers, log):

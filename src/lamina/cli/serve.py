@@ -186,9 +186,8 @@ def _check_door(host: str, keys: Path | None, cert: Path | None, key: Path | Non
 
 def _listen(host: str, port: int) -> socket.socket:
     try:
-        return socket.create_server(
-            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=512
-        )
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=512)
     except OSError as error:
         problem = f"cannot listen on {host} port {port}: {error.strerror or error}"
         raise PlanError("cli.port-taken", problem, "give another --port or --host") from None

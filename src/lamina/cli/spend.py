@@ -221,9 +221,8 @@ def spend(
         attempts = pluralize(recorded, "attempt")
         begun = f" What it had begun ({attempts}) is recorded as abandoned." if recorded else ""
         goes_on = "" if lost else "; if it still trains, each further segment must fit under the bound"
-        print_line(
-            f"Run {released[:8]} holds no reservation any more.{begun} What it was charged stays charged{goes_on}."
-        )
+        told = f"Run {released[:8]} holds no reservation any more.{begun}"
+        print_line(f"{told} What it was charged stays charged{goes_on}.")
     print_line("\n\n".join([*(spend_page(name, each) for name, each in found.items()), *_together(together)]))
 
 

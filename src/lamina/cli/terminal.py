@@ -44,9 +44,11 @@ def print_json(value: dict[str, Any]) -> None:
     sys.stdout.write(INVISIBLE.sub(lambda found: f"\\u{ord(found[0]):04x}", text) + "\n")
 
 
-def print_answer(value: dict[str, Any], text: str, as_json: bool) -> None:
-    """The result of a command: an object for machines, or text for people."""
+def print_answer(value: dict[str, Any], text: str, as_json: bool, *, ok: bool = True) -> None:
+    """The result of a command: an object for machines, or text for people. Exit with 1 unless it is `ok`."""
     print_json(value) if as_json else print_line(text)
+    if not ok:
+        raise typer.Exit(1)
 
 
 def refusal_json(error: LaminaError) -> dict[str, str]:

@@ -251,12 +251,9 @@ def _averaged(
 
 
 def ohio_records(
-    folder: str | Path,
-    *,
-    channels: tuple[str, ...] = ("glucose_level",),
-    length: int = WINDOW,
+    folder: str | Path, *, channels: tuple[str, ...] = ("glucose_level",), length: int = WINDOW,
     overlap: float = OVERLAP,
-) -> list[PatientRecord]:
+) -> list[PatientRecord]:  # fmt: skip
     """Files ID-ws-training.xml and ID-ws-testing.xml of both cohorts, anywhere below the folder.
 
     The official testing files are the last days of the same patients: all files of a patient are in one part, by its id,
@@ -408,14 +405,8 @@ def signal_corpus(
 ) -> Corpus:  # fmt: skip
     """Windows of any recordings, one folder per patient, patients as contributions; no labels."""
     names, limits = tuple(channels or ()), (band[0], band[1]) if band else None
-    settings = {
-        "data": "signals",
-        "rate": rate,
-        "channels": names,
-        "band": limits,
-        "length": length,
-        "overlap": OVERLAP,
-    }
+    settings = {"data": "signals", "rate": rate, "channels": names, "band": limits, "length": length}
+    settings["overlap"] = OVERLAP
     records = signal_records(folder, rate=rate, channels=names, band=limits, length=length)
     made = prepare(records, settings=settings, cache=cache)
     return _corpus(made, part, policy=policy, labels=False, **options)

@@ -196,14 +196,9 @@ class ECGSimulator:
         return self._cut(patients, seed, seconds, 1, lambda signal, beats: signal[:, None], tick)
 
     def _cut(
-        self,
-        patients: int,
-        seed: int,
-        seconds: float,
-        windows: int,
-        cut: Callable[[NDArray[np.float32], Array], NDArray[np.float32]],
-        tick: Callable[[int], None] | None,
-    ) -> Recordings:
+        self, patients: int, seed: int, seconds: float, windows: int,
+        cut: Callable[[NDArray[np.float32], Array], NDArray[np.float32]], tick: Callable[[int], None] | None,
+    ) -> Recordings:  # fmt: skip
         parts: list[NDArray[np.float32]] = []
         labels: list[NDArray[np.int64]] = []
         for wanted, generator in in_blocks(patients, seed):
@@ -213,9 +208,8 @@ class ECGSimulator:
             if tick is not None:
                 tick(sum(map(len, labels)))
         number = np.repeat(np.arange(patients), windows)
-        return Recordings(
-            np.concatenate(parts).reshape(-1, *parts[0].shape[2:]), np.concatenate(labels)[number], number
-        )
+        x = np.concatenate(parts).reshape(-1, *parts[0].shape[2:])
+        return Recordings(x, np.concatenate(labels)[number], number)
 
     def _block(
         self, generator: np.random.Generator, seconds: float

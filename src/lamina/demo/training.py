@@ -94,15 +94,9 @@ FINE_TUNING = AdamSettings(lr=2e-2, eps=2e-2)
 
 
 def train_without_privacy(
-    model: nn.Module,
-    groups: Mapping[str, PatientGroup],
-    batch: Mapping[str, int],
-    *,
-    recipe: AdamSettings,
-    steps: int,
-    seed: int,
-    tick: Callable[[int], None],
-) -> None:
+    model: nn.Module, groups: Mapping[str, PatientGroup], batch: Mapping[str, int], *, recipe: AdamSettings, steps: int,
+    seed: int, tick: Callable[[int], None],
+) -> None:  # fmt: skip
     """Ordinary training on Poisson samples of the same rates: no clipping, no noise, no routing, no privacy."""
     generator = torch.Generator().manual_seed(seed)
     optimizer, schedule = recipe.optimizer_and_schedule(model, steps)

@@ -119,17 +119,9 @@ class ResidualClassifier(nn.Module):
     """
 
     def __init__(
-        self,
-        leads: int = 12,
-        samples: int = 96,
-        classes: int = 4,
-        *,
-        widths: Sequence[int] = (16, 32),
-        kernel: int = 5,
-        groups: int = 4,
-        squeeze: int = 4,
-        hidden: int = 16,
-    ) -> None:
+        self, leads: int = 12, samples: int = 96, classes: int = 4, *, widths: Sequence[int] = (16, 32),
+        kernel: int = 5, groups: int = 4, squeeze: int = 4, hidden: int = 16,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.autoencoder = ResidualAutoencoder(leads, widths, kernel=kernel, groups=groups)
         halved = 2 ** len(widths)
@@ -207,16 +199,9 @@ class TransformerAutoencoder(nn.Module):
     positions: Tensor
 
     def __init__(
-        self,
-        features: int,
-        tokens: int = 64,
-        *,
-        width: int = 128,
-        layers: int = 8,
-        heads: int = 4,
-        hidden: int = 512,
+        self, features: int, tokens: int = 64, *, width: int = 128, layers: int = 8, heads: int = 4, hidden: int = 512,
         code: int = 32,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         if layers % 2 or width % heads:
             problem = f"layers={layers} must be even and width={width} a multiple of heads={heads}"

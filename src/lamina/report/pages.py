@@ -99,9 +99,8 @@ def run_report(folder: str | Path, ledger: LedgerReader, *, trust: Trust | None 
 def reconciliation_page(found: Mapping[str, Any]) -> str:
     """What a deletion request comes to, for whoever asked."""
     subtitle = f"ledger {found['ledger']['origin']}, as of {found['as_of']}"
-    return _one_file(
-        "reconciliation.html", title="Reconciliation of a deletion request", subtitle=subtitle, found=found
-    )
+    title = "Reconciliation of a deletion request"
+    return _one_file("reconciliation.html", title=title, subtitle=subtitle, found=found)
 
 
 def letter_page(letter: Mapping[str, Any]) -> str:

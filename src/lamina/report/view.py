@@ -110,9 +110,8 @@ class LedgerView:
     def _read_policy(self, record: Header | PolicyChange) -> None:
         for preset in record.presets:
             bound = signed_spend(preset.noise_multiplier, self.ledger.header.delta) if preset.noise_multiplier else None
-            made = self.classes.setdefault(
-                preset.cls, ClassView(name=preset.cls, public=preset.public, profile="", population=None, bound=None)
-            )
+            new = ClassView(name=preset.cls, public=preset.public, profile="", population=None, bound=None)
+            made = self.classes.setdefault(preset.cls, new)
             made.public, made.profile, made.population = preset.public, preset.profile, preset.population
             made.bound = None if bound is None or bound == UNBOUNDED else epsilon_or_none(bound)
 
@@ -121,9 +120,8 @@ class LedgerView:
         for account in epoch.accounts:
             if not account.noise_multiplier and account.cls in self.classes:
                 spent = epsilon_or_none(account.spend)
-                self.classes[account.cls].points.append(
-                    (self.epochs, leaf.time, float("inf") if spent is None else spent)
-                )
+                point = (self.epochs, leaf.time, float("inf") if spent is None else spent)
+                self.classes[account.cls].points.append(point)
         plan = self.plan(epoch.plan)
         for entry in () if plan is None else plan.classes:
             if entry.name in self.classes:

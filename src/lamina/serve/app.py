@@ -298,26 +298,16 @@ def _problem(error: Exception, scope: Scope) -> Response:
             word = {404: "serve.not-found", 405: "serve.method"}.get(status, "serve.not-understood")
             error = RequestRefused(status, word, HTTPStatus(status).phrase, "see /v1/openapi.json")
         case TimeoutError() if scope.get("lamina.reading"):
-            status = 408
-            error = RequestRefused(
-                status, "serve.body-too-slow", "the request did not arrive in time", "send it faster"
-            )
+            status, problem = 408, "the request did not arrive in time"
+            error = RequestRefused(status, "serve.body-too-slow", problem, "send it faster")
         case TimeoutError():
             status, headers = 503, {"Retry-After": "1"}
             error = RequestRefused(status, "serve.timeout", "the answer took too long", "send fewer inputs")
     if not isinstance(error, LaminaError):
         _note(type(error).__name__, scope)
         error = RequestRefused(500, "serve.unexpected", "something went wrong here", "tell whoever runs this service")
-    told = {
-        "type": f"urn:lamina:error:{error.code}",
-        "title": HTTPStatus(status).phrase,
-        "status": status,
-        "detail": error.problem,
-        "code": error.code,
-        "family": error.family,
-        "remedy": error.remedy,
-        **more,
-    }
+    told = {"type": f"urn:lamina:error:{error.code}", "title": HTTPStatus(status).phrase, "status": status}
+    told |= {"detail": error.problem, "code": error.code, "family": error.family, "remedy": error.remedy, **more}
     return Response(_encode(told), status, headers, "application/problem+json")
 
 
@@ -365,10 +355,8 @@ class _ModelThread:
             if not taken:
                 return
             began = time.perf_counter()
-            going, done = (
-                [(future, task(body)) for future, task, body in taken if not future.cancelled()],
-                list[Outcome](),
-            )
+            done: list[Outcome] = []
+            going = [(future, task(body)) for future, task, body in taken if not future.cancelled()]
             while going:
                 going = [each for each in going if _goes_on(*each, done)]
             self._seconds = (time.perf_counter() - began) / len(taken)

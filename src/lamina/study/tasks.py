@@ -109,9 +109,8 @@ class Task:
 
     def patient_losses(self, model: nn.Module, part: Part) -> NDArray[np.float64]:
         """The mean loss of each patient's windows."""
-        found = torch.cat(
-            [self.losses(model(x), y) for x, y in zip(part.x.split(_CHUNK), part.y.split(_CHUNK), strict=True)]
-        )
+        chunks = zip(part.x.split(_CHUNK), part.y.split(_CHUNK), strict=True)
+        found = torch.cat([self.losses(model(x), y) for x, y in chunks])
         return found.view(part.patients, -1).mean(1).double().numpy()
 
 

@@ -132,10 +132,8 @@ def policy(
     if contract is None:
         _print_policy(ledger, before, header, as_json)
         return
-    change, result = (
-        contract.change(before),
-        {"ledger": printable_location(ledger), "changed": False, "checkpoint": None},
-    )
+    change = contract.change(before)
+    result: dict[str, Any] = {"ledger": printable_location(ledger), "changed": False, "checkpoint": None}
     if change is not None and not dry_run:
         keys = keys_at_hand(ledger, key or (), passphrase_file)
         _, result = make_change(ledger, lambda book: contract.change(policy_in_force(book)), keys, propose, days)

@@ -150,11 +150,7 @@ def key_lines(found: Verification) -> list[str]:
             lines.append(f"leaf {each['index']}: {name}, by {signers}")
     for (index, signers), counts in by_leaf.items():
         parts = [f"{pluralize(counts['add'], 'contributor key')} added"] * bool(counts["add"])
-        parts += [
-            f"{counts[change]} {word}"
-            for change, word in (("rotate", "rotated"), ("revoke", "revoked"))
-            if counts[change]
-        ]
+        parts += [f"{counts[change]} {change}d" for change in ("rotate", "revoke") if counts[change]]
         lines.append(f"leaf {index}: {', '.join(parts)}, by {signers}")
     return lines
 
@@ -277,13 +273,11 @@ def witness(
     """
     given = list(checkpoints or ())
     if (proof is not None and len(given) != 1) or not (given or ledger) or (ledger and proof):
-        raise typer.BadParameter(
-            "give checkpoints, or --ledger; --proof with one of them alone", param_hint="CHECKPOINT"
-        )
+        problem = "give checkpoints, or --ledger; --proof with one of them alone"
+        raise typer.BadParameter(problem, param_hint="CHECKPOINT")
     if output is not None and len({path.name for path in given}) < len(given):
-        raise typer.BadParameter(
-            "two of them have the same name, as their files in --output would", param_hint="CHECKPOINT"
-        )
+        problem = "two of them have the same name, as their files in --output would"
+        raise typer.BadParameter(problem, param_hint="CHECKPOINT")
     signer, trusted = open_private_key(key, passphrase_file), Trust.load(trust)
     requests = [WitnessRequest.parse(keys.read_small(path, "the checkpoint", most=_MAX_FILE_BYTES)) for path in given]
     if proof is not None:
@@ -306,9 +300,8 @@ def witness(
                 path = output / given[at].name if several else output
                 keys.replace_file(path, text.encode("utf-8"), "the checkpoint", mode=0o644)
             head, first = parse_checkpoint(text)[0], before is None
-            made.append(
-                {"origin": origin, "size": head.size, "root": head.root.hex(), "first": first, "checkpoint": text}
-            )
+            facts = {"origin": origin, "size": head.size, "root": head.root.hex()}
+            made.append({**facts, "first": first, "checkpoint": text})
             if first:
                 print_note(f"note: {origin} was never cosigned before, so nothing was compared")
     shown = "\n".join(f"{each['origin']}: cosigned {pluralize(each['size'], 'leaf', 'leaves')}" for each in made)
@@ -464,12 +457,8 @@ def receipt(
     with open_view(ledger) as book:
         seq = find_leaf(book, contribution_digest(name))
         leaf, body = book.raw(seq)
-        parts = {
-            _LEAF_SUFFIX: leaf,
-            **({} if body is None else {_BODY_SUFFIX: body}),
-            _COSE_SUFFIX: book.receipt(seq),
-            _TEXT_SUFFIX: book.proof_text(seq).encode("utf-8"),
-        }
+        parts = {_LEAF_SUFFIX: leaf} | ({} if body is None else {_BODY_SUFFIX: body})
+        parts |= {_COSE_SUFFIX: book.receipt(seq), _TEXT_SUFFIX: book.proof_text(seq).encode("utf-8")}
     written = {suffix[1:]: str(_with_suffix(output, suffix)) for suffix in parts}
     for suffix, data in parts.items():
         keys.write_new(_with_suffix(output, suffix), data, "the receipt", mode=0o644)
@@ -488,9 +477,8 @@ def _check_statement(path: Path, trust: Trust, book: LedgerReader | None, folder
     counted, line = _count_witnesses(note, last, trust, content["witnesses_required"])
     lines = [f"verified: statement of {content['ledger']['origin']} as of {content['as_of']}", f"  {line}"]
     if since is not None:
-        lines.append(
-            f"  every fact is the ledger's at that checkpoint; it has {pluralize(since, 'leaf', 'leaves')} more now"
-        )
+        more = pluralize(since, "leaf", "leaves")
+        lines.append(f"  every fact is the ledger's at that checkpoint; it has {more} more now")
     made = {"verified": True, "compared": since is not None, "witnesses": counted, "statement": content}
     print_compared(made, "\n".join([*lines, letter_text(letter(content))]), folder, record, as_json)
 
@@ -597,8 +585,5 @@ def copy(
         size = book.size
     made = {"ledger": printable_location(ledger), "copy": str(target), "size": size}
     made |= {"left_out": [{"index": seq, "kind": kind} for seq, kind in cut]} if signed else {}
-    lines = [
-        f"{target}: {pluralize(size, 'leaf', 'leaves')}",
-        *(f"  left out: leaf {seq} ({kind})" for seq, kind in cut),
-    ]
-    print_answer(made, "\n".join(lines), as_json)
+    left_out = "".join(f"\n  left out: leaf {seq} ({kind})" for seq, kind in cut)
+    print_answer(made, f"{target}: {pluralize(size, 'leaf', 'leaves')}{left_out}", as_json)

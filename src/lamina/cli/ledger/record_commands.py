@@ -181,9 +181,8 @@ def trace_page(found: ContributionTrace) -> str:
     lines.append(f"  withdrawn  {_withdrawal_text(found)}")
     for release in found.releases:
         assert isinstance(release.record, Release)
-        lines.append(
-            f"  released   leaf {release.seq}, {format_utc(release.time)}, manifest {release.record.manifest.hex()[:16]}…"
-        )
+        manifest = release.record.manifest.hex()[:16]
+        lines.append(f"  released   leaf {release.seq}, {format_utc(release.time)}, manifest {manifest}…")
     if not found.releases:
         lines.append("  released   no release is recorded, which does not mean that no model was given away")
     return "\n".join(lines)
@@ -204,12 +203,8 @@ def _epoch_lines(epochs: tuple[EpochExposure, ...]) -> list[str]:
         assert isinstance(epoch, Epoch)
         hour = f"{format_utc(each.leaf.time)[:16]}Z"  # rounded to the hour: seconds mean nothing
         sigma = at_least(each.multiplier) if math.isfinite(each.multiplier) else "-"
-        figures = [
-            str(each.steps),
-            sigma,
-            _variance_range(each),
-            format_epsilon(each.spend) + ("" if each.own else "*"),
-        ]
+        epsilon = format_epsilon(each.spend) + ("" if each.own else "*")
+        figures = [str(each.steps), sigma, _variance_range(each), epsilon]
         rows.append([str(each.leaf.seq), hour, epoch.run.hex()[:8], *figures])
     return columns(rows, left=3).split("\n") if epochs else []
 
