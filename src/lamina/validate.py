@@ -15,6 +15,7 @@ import re
 import stat
 import tomllib
 from collections.abc import Collection
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ __all__ = [
     "number",
     "one_of",
     "open_regular",
+    "packaged_text",
     "parse_toml",
     "positive",
     "read_text_file",
@@ -74,6 +76,11 @@ def read_text_file(path: str | Path, most: int = 1 << 24) -> str:
     if len(data) > most:
         raise OSError(errno.EFBIG, f"it has more than {most} bytes")
     return data.decode("utf-8")
+
+
+def packaged_text(package: str, name: str) -> str:
+    """Return a text file that is installed with a package."""
+    return resources.files(package).joinpath(name).read_text(encoding="utf-8")
 
 
 _MAX_TOML = 1 << 20  # characters

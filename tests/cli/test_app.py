@@ -22,7 +22,7 @@ from lamina.errors import LaminaError
 from lamina.plan.layer_stack import LayerStack
 from lamina.plan.policy import Policy
 
-NAMES = [name for name, (home, _) in COMMANDS.items() if not home.endswith(":app")]
+NAMES = [name for name in COMMANDS if name not in ("keys", "ledger", "release")]
 
 POLICY = """
 [corpus]
@@ -87,7 +87,7 @@ def test_help_imports_no_command() -> None:
 def test_every_command_teaches(command: str, lamina: Call) -> None:
     """It has an example, says what it spends or changes, takes --json; and the list of commands says the same of it."""
     text = " ".join(succeeded(lamina(command, "--help")).split())
-    assert COMMANDS[command][1] in text
+    assert COMMANDS[command] in text
     assert f"lamina {command}" in text.partition("Example")[2]
     assert any(word in text.lower() for word in ("spend", "spent"))
     assert "--json" in text

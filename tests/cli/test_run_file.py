@@ -14,8 +14,8 @@ from pydantic import BaseModel
 from refusals import raises_code
 
 from lamina.cli.run_file import AdmitTable, DataTable, EvaluateTable, ModelTable, NamedTable, ProxyTable, RunFile
-from lamina.cli.torch_commands import run_template_text
 from lamina.errors import LaminaError
+from lamina.validate import packaged_text
 
 LEAST = """
 policy = "policy.toml"
@@ -237,12 +237,12 @@ def test_an_allocation_with_options_is_the_policy_with_them() -> None:
 
 
 def test_the_template_is_a_run_file() -> None:
-    run = RunFile.parse(run_template_text())
+    run = RunFile.parse(packaged_text("lamina.cli", "run_template.toml"))
     assert run.data.kind == "npz"
 
 
 def test_the_template_shows_every_key() -> None:
-    text = run_template_text()
+    text = packaged_text("lamina.cli", "run_template.toml")
     for schema in (RunFile, DataTable, AdmitTable, EvaluateTable, ProxyTable, ModelTable):
         for name, entry in schema.model_fields.items():
             key = entry.alias or name
@@ -253,7 +253,7 @@ def test_the_template_shows_every_key() -> None:
 def shown() -> list[tuple[str, str]]:
     """(table, line) of every key that the template shows in a comment."""
     table, found = "", []
-    for line in run_template_text().splitlines():
+    for line in packaged_text("lamina.cli", "run_template.toml").splitlines():
         if head := re.match(r"(?:# )?\[(\w+)\]", line):
             table = head[1]
         elif re.match(r"# \w+ = ", line):
@@ -263,7 +263,7 @@ def shown() -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(("table", "line"), shown())
 def test_what_the_template_shows_is_valid(table: str, line: str) -> None:
-    data = tomllib.loads(run_template_text())
+    data = tomllib.loads(packaged_text("lamina.cli", "run_template.toml"))
     value = tomllib.loads(line)
     if table == "evaluate":
         value = {"evaluate": {"function": "a:b", "on": "public", "best": "auc"} | value}

@@ -142,7 +142,7 @@ def test_pages_lead_past_a_stretch_without_contributions(tmp_path: Path) -> None
         first: int | None = 0
         while first is not None:
             rows, first = view.rows(first, 1)
-            found += [row.index for row in rows]
+            found += [row["index"] for row in rows]
     assert found == [1, 2, 3, 34]
 
 

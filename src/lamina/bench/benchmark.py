@@ -155,9 +155,8 @@ class BenchSettings:
     @classmethod
     def quick(cls, workloads: tuple[str, ...] = tuple(WORKLOADS), threads: int = 2) -> BenchSettings:
         """Under five minutes for all six: fewer rounds, wider limits, memory of Lamina only, no compiled step."""
-        return cls(
-            workloads=workloads, rounds=20, minimum=3, seconds=220.0, threads=threads, peer_memory=False, compiled=False
-        )
+        short: dict[str, Any] = {"rounds": 20, "minimum": 3, "seconds": 220.0, "peer_memory": False, "compiled": False}
+        return cls(workloads=workloads, threads=threads, **short)
 
     def variants(self, name: str) -> list[str]:
         """Everything timed on a workload, the baseline first."""
@@ -202,12 +201,9 @@ def _measure_peaks(
 
 
 def _measure_workload(
-    settings: BenchSettings,
-    each: Workload,
-    peaks: dict[tuple[str, str], int | str],
-    seconds: float | None,
+    settings: BenchSettings, each: Workload, peaks: dict[tuple[str, str], int | str], seconds: float | None,
     say: ReportProgress,
-) -> WorkloadResult:
+) -> WorkloadResult:  # fmt: skip
     mine = {variant: found for (name, variant), found in peaks.items() if name == each.name}
     bytes_of = {variant: found for variant, found in mine.items() if isinstance(found, int)}
     reasons = {f"{variant} memory": found for variant, found in mine.items() if isinstance(found, str)}
@@ -312,9 +308,8 @@ def draw_benchmark(result: dict[str, Any], path: Path) -> Path:
     try:
         import matplotlib
     except ImportError:
-        raise LaminaError(
-            "bench.matplotlib-missing", "matplotlib is not installed", "pip install 'lamina[plot]'"
-        ) from None
+        problem = "matplotlib is not installed"
+        raise LaminaError("bench.matplotlib-missing", problem, "pip install 'lamina[plot]'") from None
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 

@@ -70,15 +70,9 @@ def paired_ratio(
 
 
 def interleave(
-    steps: Mapping[str, Step],
-    *,
-    rounds: int,
-    budget: float,
-    minimum: int = 5,
-    slice_seconds: float = 0.05,
-    tick: Callable[[int], None] | None = None,
-    clock: Callable[[], float] = time.perf_counter,
-) -> StepTimes:
+    steps: Mapping[str, Step], *, rounds: int, budget: float, minimum: int = 5, slice_seconds: float = 0.05,
+    tick: Callable[[int], None] | None = None, clock: Callable[[], float] = time.perf_counter,
+) -> StepTimes:  # fmt: skip
     """`rounds` rounds of every step, or as many as `budget` seconds allow, at least `minimum`.
 
     A step shorter than `slice_seconds` is repeated within its turn, each variant by a count of its own, so that the

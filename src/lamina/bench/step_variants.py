@@ -236,9 +236,8 @@ def build_step(workload: Workload, variant: str) -> Step:
     Two steps, because the engine looks at who owns which row at the first two and then at every 128th.
     """
     if variant not in VARIANTS:
-        raise LaminaError(
-            "bench.variant-not-known", f"variant '{variant}' is not known", f"choose from {', '.join(VARIANTS)}"
-        )
+        problem = f"variant '{variant}' is not known"
+        raise LaminaError("bench.variant-not-known", problem, f"choose from {', '.join(VARIANTS)}")
     step = VARIANTS[variant](workload)
     step()
     step()

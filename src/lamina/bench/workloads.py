@@ -163,7 +163,6 @@ def find_workload(name: str) -> Workload:
     512
     """
     if name not in WORKLOADS:
-        raise LaminaError(
-            "bench.workload-not-known", f"workload '{name}' is not known", f"choose from {', '.join(WORKLOADS)}"
-        )
+        problem = f"workload '{name}' is not known"
+        raise LaminaError("bench.workload-not-known", problem, f"choose from {', '.join(WORKLOADS)}")
     return WORKLOADS[name]

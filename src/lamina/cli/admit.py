@@ -11,16 +11,8 @@ import typer
 from lamina.admit.admission import Admission
 from lamina.admit.gate import AdmissionGate
 from lamina.admit.resolver import Caps, Resolution
-from lamina.cli.terminal import (
-    JsonOption,
-    argument,
-    columns,
-    open_private_key,
-    option,
-    print_answer,
-    progress_bar,
-    results_only,
-)
+from lamina.cli.options import JsonOption, argument, option
+from lamina.cli.terminal import columns, open_private_key, print_answer, progress_bar, results_only
 from lamina.errors import AdmissionError
 from lamina.plan.policy import Policy
 from lamina.plan.step_plan import StepPlan
@@ -84,9 +76,8 @@ def admit(
         remedy = "give the folder that holds one folder per contribution: ID/payload.npz"
         raise AdmissionError("cli.contributions-missing", problem, remedy)
     resolution = None if planned is None else found.resolve(planned[0], max_occurrences=planned[1])
-    print_answer(admission_json(found, resolution), admission_page(found, resolution), as_json)
-    if found.refused:
-        raise typer.Exit(1)
+    page = admission_page(found, resolution)
+    print_answer(admission_json(found, resolution), page, as_json, ok=not found.refused)
 
 
 def _review_folder(

@@ -14,79 +14,29 @@ import typer
 from typer.core import TyperCommand
 
 from lamina import __version__
-from lamina.cli.terminal import (
-    PlainCommand,
-    PlainGroup,
-    help_text,
-    option,
-    out,
-    print_json,
-    print_refusal,
-    refusal_json,
-    stderr_is_terminal,
-)
+from lamina.cli.options import PlainCommand, PlainGroup, help_text, option
+from lamina.cli.terminal import out, print_json, print_refusal, refusal_json, stderr_is_terminal
 from lamina.errors import LaminaError, needs_torch
 
-# In the order of use: where the command is, and the first sentence of its help.
+# In the order of use, with the first sentence of the help. A command is `app` or the function NAME in lamina.cli.NAME.
 COMMANDS = {
-    "demo": (
-        "lamina.cli.torch_commands:demo",
-        "Sign, admit and train on simulated ECG under differential privacy; show its cost and its use.",
-    ),
-    "keys": ("lamina.cli.keys:app", "Make signing keys, and maintain the ring of trusted keys. Spends nothing."),
-    "attest": (
-        "lamina.cli.attest:attest",
-        "Sign contributions: who contributes, which data, for which corpus, under which bound, until when.",
-    ),
-    "admit": (
-        "lamina.cli.admit:admit",
-        "Check every contribution of a folder as a run would; show which are admitted, which are not, and why.",
-    ),
-    "plan": (
-        "lamina.cli.torch_commands:plan",
-        "Show clipping, noise, sigma and ε of every class and layer, before the first step.",
-    ),
-    "train": (
-        "lamina.cli.torch_commands:train",
-        "Train a model privately, as a RUN.toml says. Run the same command again to go on after a stop or a crash.",
-    ),
-    "spend": (
-        "lamina.cli.spend:spend",
-        "Show ε spent by every class of every corpus, over all runs, retrainings and abandoned attempts.",
-    ),
-    "ledger": (
-        "lamina.cli.ledger:app",
-        "The record of what was admitted, spent, withdrawn and released: append-only, signed, and checkable.",
-    ),
-    "certify": (
-        "lamina.cli.certify:certify",
-        "State what a run has cost every class, under which assumptions, and what is not covered; and sign it.",
-    ),
-    "report": (
-        "lamina.cli.report:report",
-        "Write a page about a run: is it private, what did each class spend and what remains, who reached which layer.",
-    ),
-    "release": (
-        "lamina.cli.release:app",
-        "Create and verify signed model releases, ask their gate, and write papers about them.",
-    ),
-    "serve": (
-        "lamina.cli.serve:serve",
-        "Serve a release: every query passes its gate first. Or a run: its ledger, with proofs. Spends nothing.",
-    ),
-    "study": (
-        "lamina.cli.torch_commands:study",
-        "Measure the tables and figures of the LSAB-zCDP document again, on simulated patients or on your data.",
-    ),
-    "bench": (
-        "lamina.cli.torch_commands:bench",
-        "Measure time and peak memory of a private step on this machine, against an ordinary step and Opacus.",
-    ),
-    "doctor": (
-        "lamina.cli.doctor:doctor",
-        "Check this machine: versions, SQLite, randomness, cores, and whether the native kernels run.",
-    ),
+    "demo": "Sign, admit and train on simulated ECG under differential privacy; show its cost and its use.",
+    "keys": "Make signing keys, and maintain the ring of trusted keys. Spends nothing.",
+    "attest": "Sign contributions: who contributes, which data, for which corpus, under which bound, until when.",
+    "admit": "Check every contribution of a folder as a run would; show which are admitted, which are not, and why.",
+    "plan": "Show clipping, noise, sigma and ε of every class and layer, before the first step.",
+    "train": "Train a model privately, as a RUN.toml says. Run the same command again to go on after a stop or a crash.",
+    "spend": "Show ε spent by every class of every corpus, over all runs, retrainings and abandoned attempts.",
+    "ledger": "The record of what was admitted, spent, withdrawn and released: append-only, signed, and checkable.",
+    "certify": "State what a run has cost every class, under which assumptions, and what is not covered; and sign it.",
+    "report": "Write a page about a run: is it private, what did each class spend and what remains, who reached which layer.",
+    "release": "Create and verify signed model releases, ask their gate, and write papers about them.",
+    "serve": "Serve a release: every query passes its gate first. Or a run: its ledger, with proofs. Spends nothing.",
+    "study": "Measure the tables and figures of the LSAB-zCDP document again, on simulated patients or on your data.",
+    "bench": "Measure time and peak memory of a private step on this machine, against an ordinary step and Opacus.",
+    "doctor": "Check this machine: versions, SQLite, randomness, cores, and whether the native kernels run.",
 }
+_IN_TORCH_COMMANDS = ("demo", "plan", "train", "study", "bench")
 
 
 class _LazyCommands(PlainGroup):
@@ -103,7 +53,7 @@ class _LazyCommands(PlainGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in COMMANDS:
             return None
-        return TyperCommand(cmd_name, help=COMMANDS[cmd_name][1]) if self._listing else _command(cmd_name)
+        return TyperCommand(cmd_name, help=COMMANDS[cmd_name]) if self._listing else _command(cmd_name)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         with self._only_listed():
@@ -125,8 +75,8 @@ class _LazyCommands(PlainGroup):
 
 @cache
 def _command(name: str) -> Any:
-    home, _, attribute = COMMANDS[name][0].partition(":")
-    found = getattr(import_module(home), attribute)
+    home = import_module(f"lamina.cli.{'torch_commands' if name in _IN_TORCH_COMMANDS else name}")
+    found = getattr(home, "app", None) or getattr(home, name)
     if not isinstance(found, typer.Typer):
         only = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
         only.command(name, cls=PlainCommand, help=help_text(found.__doc__))(found)

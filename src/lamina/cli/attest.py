@@ -13,17 +13,8 @@ import typer
 from lamina.admit.attestation import MICRO
 from lamina.admit.checks import SigningTerms
 from lamina.admit.signing import SigningOutcome, SigningState, ValidityWindow, attest_folder, contribution_ids
-from lamina.cli.terminal import (
-    JsonOption,
-    PassphraseOption,
-    argument,
-    columns,
-    open_private_key,
-    option,
-    print_answer,
-    print_note,
-    progress_bar,
-)
+from lamina.cli.options import JsonOption, PassphraseOption, argument, option
+from lamina.cli.terminal import columns, open_private_key, print_answer, print_note, progress_bar
 from lamina.errors import AdmissionError
 from lamina.ledger.show import format_micro
 from lamina.plan.policy import Policy
@@ -48,11 +39,10 @@ def classes_by_id(
         return found
     for id, name in found.items():
         if name != cls:
-            raise AdmissionError(
-                "cli.class-differs-from-listing",
-                f"--class is {printable(cls)!r}, but '{root / LISTING}' says {printable(name)!r} for {printable(id)!r}",
-                "leave --class out",
+            problem = (
+                f"--class is {printable(cls)!r}, but '{root / LISTING}' says {printable(name)!r} for {printable(id)!r}"
             )
+            raise AdmissionError("cli.class-differs-from-listing", problem, "leave --class out")
     return cls
 
 
@@ -96,9 +86,8 @@ def read_anchors(given: str, ids: list[str]) -> dict[str, bytes]:
             anchors[id] = b""
         if len(anchors[id]) != 32:
             problem = f"the anchor of {printable(id)!r} is neither 64 hexadecimal digits nor a file"
-            raise AdmissionError(
-                "cli.anchor-malformed", problem, "give a SHA-256 digest, or a file with a C2PA manifest"
-            )
+            remedy = "give a SHA-256 digest, or a file with a C2PA manifest"
+            raise AdmissionError("cli.anchor-malformed", problem, remedy)
     return anchors
 
 
@@ -289,6 +278,5 @@ def attest(
     promised = {name: terms_json(opened, made) for name, made in terms.items()}
     text = counts_text(outcomes, force=force, dry_run=dry_run, keyless=signer is None)
     text = f"{terms_table(opened, terms, names)}\n{text}"
-    print_answer({**facts, **counts_json(outcomes), "classes": promised}, text, as_json)
-    if any(each.state is SigningState.REFUSED for each in outcomes):
-        raise typer.Exit(1)
+    ok = not any(each.state is SigningState.REFUSED for each in outcomes)
+    print_answer({**facts, **counts_json(outcomes), "classes": promised}, text, as_json, ok=ok)

@@ -53,9 +53,8 @@ def make_model(name: str, arguments: Mapping[str, Any] | None = None, *, beside:
         return found
     made = call_factory(found, f"model '{name}'", arguments)
     if not isinstance(made, nn.Module):
-        raise PlanError(
-            "cli.model-not-module", f"model '{name}' made a {type(made).__name__}", "return a torch.nn.Module"
-        )
+        problem = f"model '{name}' made a {type(made).__name__}"
+        raise PlanError("cli.model-not-module", problem, "return a torch.nn.Module")
     return made
 
 
@@ -64,11 +63,8 @@ def import_by_name(name: str, what: str, *, beside: Path | None = None, built_in
     module, colon, attribute = name.partition(":")
     if not (module and colon and attribute):
         known = f", or one of {', '.join(built_in)}" if built_in else ""
-        raise PlanError(
-            "cli.name-not-importable",
-            f"{what} '{name}' is not {'built in' if built_in else 'of the form package.module:name'}{did_you_mean(name, built_in)}",
-            f"use package.module:name{known}",
-        )
+        problem = f"{what} '{name}' is not {'built in' if built_in else 'of the form package.module:name'}{did_you_mean(name, built_in)}"
+        raise PlanError("cli.name-not-importable", problem, f"use package.module:name{known}")
     folders = _make_importable(beside)
     try:
         with user_code(f"{what} '{name}' cannot be imported", "correct the line; or --debug for the whole traceback"):
@@ -92,9 +88,8 @@ def call_factory(factory: Any, what: str, arguments: Mapping[str, Any] | None = 
     """`factory(**arguments)`; arguments that do not fit are refused before it runs."""
     given = dict(arguments or {})
     if not callable(factory):
-        raise PlanError(
-            "cli.factory-not-callable", f"{what} is a {type(factory).__name__}", "name a function or a class"
-        )
+        problem = f"{what} is a {type(factory).__name__}"
+        raise PlanError("cli.factory-not-callable", problem, "name a function or a class")
     check_arguments(factory, what, given)
     with user_code(f"{what} cannot be made", "correct the line; or --debug for the whole traceback"):
         return factory(**given)
@@ -339,9 +334,8 @@ def make_loss(name: str, arguments: Mapping[str, Any], *, beside: Any = None) ->
     if isinstance(found, type) or arguments:
         found = call_factory(found, f"loss '{name}'", arguments)
     if not callable(found):
-        raise PlanError(
-            "cli.loss-not-callable", f"loss '{name}' is a {type(found).__name__}", "name a function of (output, y)"
-        )
+        problem = f"loss '{name}' is a {type(found).__name__}"
+        raise PlanError("cli.loss-not-callable", problem, "name a function of (output, y)")
     return found
 
 

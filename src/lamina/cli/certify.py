@@ -10,16 +10,8 @@ from typing import Annotated
 import typer
 
 from lamina.cli.open_ledger import refuse_older
-from lamina.cli.terminal import (
-    JsonOption,
-    PassphraseOption,
-    argument,
-    existing_ledger,
-    open_private_key,
-    option,
-    print_answer,
-    print_note,
-)
+from lamina.cli.options import JsonOption, PassphraseOption, argument, option
+from lamina.cli.terminal import existing_ledger, open_private_key, print_answer, print_note
 from lamina.errors import BadKey, LaminaError, RunError
 from lamina.ledger.corpus_terms import governing_key_path, ledger_key_path
 from lamina.ledger.reader import LedgerReader
@@ -100,9 +92,8 @@ def certify(
       lamina certify --countersign certificate.cose --key officer.key --trust release.pub --name NAME --role ROLE --valid-until 2027-06-30
     """
     if (run is None) == (certificate is None):
-        raise typer.BadParameter(
-            "give the folder of a run, or --countersign with a signed certificate", param_hint="RUN"
-        )
+        problem = "give the folder of a run, or --countersign with a signed certificate"
+        raise typer.BadParameter(problem, param_hint="RUN")
     if profile not in (None, NIST_PROFILE):
         raise typer.BadParameter(f"{profile!r} is no profile; the only one is {NIST_PROFILE}", param_hint="--profile")
     if certificate is not None:
@@ -123,14 +114,12 @@ def certify(
         refuse_older(reader, place)
         found = make_certificate(run, reader, trust=trusted)
     if profile is not None:
-        print_answer(profile_dict(found.content), profile_text(found.content), as_json)
+        print_answer(profile_dict(found.content), profile_text(found.content), as_json, ok=found.private)
     else:
         signer = release_key(place, key, passphrase_file) if found.private else None
         written = _write(found, signer, run if folder is None else folder, decision)
         text = "\n".join([str(found), *(f"  written: {path}" for path in written.values())])
-        print_answer({**found.content, "files": written}, text, as_json)
-    if not found.private:
-        raise typer.Exit(1)
+        print_answer({**found.content, "files": written}, text, as_json, ok=found.private)
 
 
 def _write(found: Certificate, signer: PrivateKey | None, out: Path, decision: Path | None) -> dict[str, str]:

@@ -45,6 +45,7 @@ from lamina.release.risk_statements import content_sentence, membership_sentence
 from lamina.run.admitted import Gate
 from lamina.run.publisher import Outcome
 from lamina.sign.keys import format_utc
+from lamina.validate import packaged_text
 
 TRAINING_LABELS = {
     "without_sensitive": "without the sensitive patients",
@@ -170,111 +171,12 @@ class DemoResult:
         }
 
 
-_REPORT_TEMPLATE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>Lamina demo</title>
-<style>
-body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #1b1b1b }}
-table {{ border-collapse: collapse }}
-td, th {{ padding: .25rem .8rem; border-bottom: 1px solid #ddd; text-align: left; vertical-align: top }}
-{right} {{ text-align: right; white-space: nowrap }}
-.scroll {{ overflow-x: auto; margin: 1rem 0 }} .scroll svg {{ min-width: 34rem }}
-code {{ overflow-wrap: anywhere }}
-pre {{ background: #f5f5f2; padding: 1rem; overflow-x: auto; font-size: .8rem }}
-.words {{ color: #555; font-size: .9rem }}
-.key {{ margin-right: 1.2rem; white-space: nowrap }} .key i {{ display: inline-block; width: .8em; height: .8em; margin-right: .4em }}
-@media (max-width: 40rem) {{ body {{ margin: 1rem auto }} h1 {{ font-size: 1.5rem }} td, th {{ padding: .25rem .5rem }} }}
-@media print {{
-  @page {{ margin: 1.5cm }}
-  body {{ max-width: none; margin: 0; padding: 0; font-size: 10pt; print-color-adjust: exact }}
-  .scroll {{ overflow: visible }} .scroll svg {{ min-width: 0 }} td, th {{ padding: .15rem .4rem; font-size: 9pt }}
-  pre {{ overflow: visible; white-space: pre-wrap; overflow-wrap: anywhere; font-size: 6.5pt; padding: .5rem }}
-  h2 {{ break-after: avoid }} tr, svg {{ break-inside: avoid }}
-}}
-</style></head><body>
-<h1>A private training on simulated ECG</h1>
-<p>A residual autoencoder with a classifier learned from simulated patients of two classes. {volunteers} volunteers,
-mostly healthy, gave their recordings to the public and train every layer. {sensitive} sensitive patients reach only the
-top quarter of the layers, the classifier, and each loses at most ε = {epsilon}.</p>
-<p><b>What ε = {epsilon} means.</b> {membership} {content} These are bounds for every attacker who sees the model, whatever else they
-know. The volunteers declared their recordings public, so they are not protected.</p>
-{facts}
-
-<h2>Who was let in</h2>
-<p>Two hospitals signed for their patients: who contributes, which data, for which class, under which bound, until when.
-{admitted} contributions were admitted. The gate refused these, and let none of them near a batch:</p>
-{refused}
-<p>Some sensitive patients signed a stricter bound than their class asks for. Their gradients count for less (scale),
-the noise is the same for everybody, and each bound has an account of its own:</p>
-{bounds}
-<p class="words">Clip norm: the longest gradient that one patient may contribute to a step; longer ones are cut. Noise multiplier:
-the noise that was promised, in units of the clip norm; more noise means a smaller ε. ε signed: the loss of privacy that the patient
-agreed to, over all runs; ε spent: that of this run. Scale: the factor on the patient's gradients that keeps the promise.</p>
-
-<h2>What it was good for</h2>
-<p>Measured on {test} other simulated patients, whom no training saw. All three went on from the same start on
-volunteers alone, with the same steps, batches and optimiser.</p>
-{utility}
-<p class="words">AUC: the probability that a patient with the finding is ranked above one without it; 0.5 is guessing, 1 is perfect.
-The first column is the mean over the findings ({findings}), each against the rest. Reconstruction error: the part of the signal's
-variance that the autoencoder does not give back.</p>
-<p>{legend}</p>
-{bars}
-<p>What the sensitive patients gave is the step from the first row to the second; what their privacy cost, noise,
-clipping and the closed lower layers together, is the step from the second to the third. The private figures
-differ a little from run to run: the noise is secret and new each time.</p>
-
-<h2>What it cost</h2>
-{cost}
-<p class="words">Reaches: the layers that the class may change. Unit: what ε protects; here all recordings of a patient together.</p>
-<p>Compared are trainings with and without one patient, with all windows (adjacency: add or remove). The figures hold
-because each patient was in each batch by a secret coin of their own (Poisson sampling). Noise: {noise}. Not covered: rounding in
-the sum of clipped gradients, whose effect on ε was measured, not proven. The demo's settings were chosen on
-simulated patients, which costs nothing; choosing them on private data would.</p>
-
-<h2>What an auditor finds</h2>
-<p>Who was admitted, under which bound, and what was spent is in <code>ledger.db</code>: records that nobody can change
-unseen, because a signed tree of hashes stands over them; its root, above, stands for all of them. It was {verified}. No data and
-no model are needed for that. The demo made all keys itself: an auditor would bring the owner's key (<code>--trust</code>).
-The first command does it again; the last shows what became of one patient's contribution:</p>
-<pre>{commands}</pre>
-
-<h2>How the model leaves the house</h2>
-<p><a href="certificate.pdf">certificate.pdf</a> states what the run cost, signed in <code>certificate.cose</code>.
-<a href="run.html">run.html</a> shows budgets and layers. <code>release/</code> holds the weights with all papers under one signed
-manifest. Its gate was asked twice for the whole model, once for care and once for advertising:</p>
-<ul>{queries}</ul>
-<pre>{release_commands}</pre>
-
-<h2>Reconstructed beats</h2>
-<p>Simulated test patients in grey, the private model's reconstruction in blue. The autoencoder learned from volunteers
-alone: the sensitive class does not reach it.</p>
-{beats}
-
-<h2>The plan</h2>
-<p class="words">All of it was fixed before the first step. Sigma: standard deviation of the noise divided by the clip norm. Rate q: the
-probability that a patient is in a batch. What the other columns mean is in docs/plans.md.</p>
-<pre>{plan}</pre>
-
-<h2>What is here, and what is not</h2>
-<p>Beside this page: <code>policy.toml</code>, <code>contributions/</code> (a payload, what was signed about it and the
-signature of each patient), <code>keys.json</code> (the hospitals' public keys; the private ones were forgotten),
-<code>plan.json</code>, <code>RUN.toml</code> (the private run, to do again with <code>lamina train</code>),
-<code>ledger.db</code> (what was admitted and spent), <code>ledger.pem</code> (the key that signs it), and
-<code>run/</code> with the private model and its public figures. <code>ledger.pem</code>, <code>run/journal</code> and
-<code>run/checkpoint/</code> would be secret if the patients were real.</p>
-<p>No private loss, batch size or gradient norm is in this report: none of them was paid for. The beats are simulated:
-no person's data is in them, and no diagnosis may rest on them. {seconds:.0f} seconds.</p>
-</body></html>
-"""
-
-
 def write_report(folder: Path, result: DemoResult) -> Path:
     """Write report.html into the folder; returns its path."""
     population = {entry.name: entry.population for entry in result.plan.classes}
     spent = {row[0]: row[2] for row in result.cost_rows()[1:]}
     risks = result.outcome.certificate.classes["sensitive"]
-    page = _REPORT_TEMPLATE.format(
+    page = packaged_text("lamina.demo", "report_template.html").format(
         right=", ".join(f".r{i} tr > :nth-child({i})" for i in range(2, 9)),
         facts=_facts(folder, result),
         membership=html.escape(membership_sentence("patient", risks["membership"])),

@@ -8,10 +8,9 @@ import sys
 from importlib import metadata
 from typing import Any
 
-import typer
-
 from lamina import __version__
-from lamina.cli.terminal import JsonOption, columns, print_json, print_line
+from lamina.cli.options import JsonOption
+from lamina.cli.terminal import columns, print_answer
 
 _PACKAGES = ("torch", "numpy", "scipy", "cryptography", "dp-accounting")
 _LEAST_SQLITE = (3, 35)
@@ -30,14 +29,9 @@ def doctor(as_json: JsonOption = False) -> None:
       lamina doctor --json
     """
     found = examine()
-    if as_json:
-        print_json(found)
-    else:
-        rows = [[name, entry["found"], "" if entry["ok"] else "✗"] for name, entry in found["checks"].items()]
-        print_line(columns(rows, left=3))
-        print_line("everything that is needed is there" if found["ok"] else "marked ✗: missing or not usable")
-    if not found["ok"]:
-        raise typer.Exit(1)
+    rows = [[name, entry["found"], "" if entry["ok"] else "✗"] for name, entry in found["checks"].items()]
+    state = "everything that is needed is there" if found["ok"] else "marked ✗: missing or not usable"
+    print_answer(found, f"{columns(rows, left=3)}\n{state}", as_json, ok=found["ok"])
 
 
 def examine() -> dict[str, Any]:

@@ -124,9 +124,8 @@ def _cost_sentence(plan: StepPlan, k: int) -> str:
 
 def _kept_norm_sentence(plan: StepPlan, measure: Measure, sizes: Sequence[int] | None) -> str:
     whole = math.hypot(*measure.norms)
-    kept = {
-        c.name: part for c, part in zip(plan.classes, kept_norm(plan, measure, sizes), strict=True) if part is not None
-    }
+    found = zip(plan.classes, kept_norm(plan, measure, sizes), strict=True)
+    kept = {c.name: part for c, part in found if part is not None}
     words = " and ".join(f"{100 * part:.3g} % of it in class {name}" for name, part in kept.items())
     parts = kept.values()
     remark = ""
@@ -336,20 +335,15 @@ def comparison_text(
     if printed:
         parts.append(_claims_table(printed))
     if refused:
-        parts.append(
-            "\n".join(["not compared:", *(f"  {r.allocation}: {r.problem}. Remedy: {r.remedy}" for r in refused)])
-        )
+        reasons = [f"  {row.allocation}: {row.problem}. Remedy: {row.remedy}" for row in refused]
+        parts.append("\n".join(["not compared:", *reasons]))
     return "\n\n".join(parts)
 
 
 def _compared(
-    text: str,
-    allocator: Allocator,
-    make: MakePlan,
-    reference: float,
-    measure: Measure | None,
+    text: str, allocator: Allocator, make: MakePlan, reference: float, measure: Measure | None,
     sizes: Sequence[int] | None,
-) -> ComparedAllocation | RefusedAllocation:
+) -> ComparedAllocation | RefusedAllocation:  # fmt: skip
     when = WHEN_TO_USE.get(allocator.name, "")
     try:
         plan, _ = make(allocator)

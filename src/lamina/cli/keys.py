@@ -11,18 +11,8 @@ from typing import Annotated, Any
 
 import typer
 
-from lamina.cli.terminal import (
-    JsonOption,
-    PassphraseOption,
-    PlainCommand,
-    PlainGroup,
-    argument,
-    columns,
-    help_text,
-    option,
-    print_answer,
-    read_passphrase,
-)
+from lamina.cli.options import JsonOption, PassphraseOption, PlainCommand, PlainGroup, argument, help_text, option
+from lamina.cli.terminal import columns, print_answer, read_passphrase
 from lamina.errors import BadKey
 from lamina.sign import keys
 from lamina.sign.key_ring import ROLES, KeyEntry, KeyRing
@@ -64,9 +54,8 @@ def new_key(
         raise BadKey("key.private-named-pub", f"'{path}' is the name of a public key", "name the private key .key")
     for file in (path, public):
         if file.exists():
-            raise BadKey(
-                "key.file-exists", f"'{file}' exists and is not overwritten", "give another name, or move it away"
-            )
+            problem = f"'{file}' exists and is not overwritten"
+            raise BadKey("key.file-exists", problem, "give another name, or move it away")
     secret = None if no_passphrase else read_passphrase(passphrase_file, what=f"the new key '{path}'", new=True)
     key = P256Key.generate() if kind == "p256" else PrivateKey.generate()
     key.save(path, secret)
@@ -106,9 +95,8 @@ def export_key(
     elif form == "pem":
         sys.stdout.write(data.decode("ascii"))
     elif sys.stdout.isatty():
-        raise BadKey(
-            "key.cose-to-terminal", "a COSE key is binary, and standard output is a terminal", "give --output FILE"
-        )
+        problem = "a COSE key is binary, and standard output is a terminal"
+        raise BadKey("key.cose-to-terminal", problem, "give --output FILE")
     else:
         sys.stdout.buffer.write(data)
 
@@ -255,9 +243,8 @@ def add_key(
     key = PublicKey.load(path)
     since, algorithms = 0 if valid_from is None else parse_time(valid_from), (algorithm,) if algorithm else ALGORITHMS
     with KeyRing.editing(ring, create=True) as opened:
-        entry = opened.add(
-            key, label=path.stem if label is None else label, role=role, valid_from=since, algorithms=algorithms
-        )
+        named = path.stem if label is None else label
+        entry = opened.add(key, label=named, role=role, valid_from=since, algorithms=algorithms)
         opened.quorum = opened.quorum if quorum is None else quorum
     print_keys(opened, ring, [entry], as_json)
 

@@ -16,6 +16,7 @@ from lamina.cli.terminal import columns
 from lamina.errors import LaminaError, PlanError
 from lamina.plan.step_plan import Clipping, StepPlan
 from lamina.plan.table import at_least, at_most, clip_text, layer_shares
+from lamina.validate import packaged_text
 
 if TYPE_CHECKING:
     from lamina.allocate.measure.measure import Measure
@@ -271,29 +272,6 @@ def _title(plan: StepPlan) -> str:
     return f"{plan.allocation}, {plan.clipping.value} clipping, {plan.steps:,} steps"
 
 
-_HTML_TEMPLATE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
-<title>Lamina plan</title>
-<style>
-body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 76rem; margin: 2rem auto; padding: 0 1rem; color: #1b1b1b }}
-table {{ border-collapse: collapse }}
-td, th {{ padding: .15rem .6rem; border-bottom: 1px solid #e4e1d8; text-align: right; white-space: nowrap }}
-td:first-child, th:first-child {{ text-align: left }}
-.bar {{ width: 9rem; text-align: left }} .bar i {{ display: block; height: .9em }}
-pre {{ background: #f5f5f2; padding: 1rem; overflow-x: auto; font-size: .8rem }}
-</style></head><body>
-<h1>{title}</h1>
-<table><tr>{head}</tr>
-{rows}
-</table>
-<h2>Why this plan</h2>
-<ul>{reasons}</ul>
-<h2>The plan</h2>
-<pre>{plan}</pre>
-</body></html>
-"""
-
-
 def _html_page(plan: StepPlan, rows: Sequence[LayerFigures], reasons: Sequence[str]) -> str:
     series = _series(rows)
     head = "<th>layer</th><th>parameters</th>" + "".join(f'<th colspan="2">{title}</th>' for title, *_ in series)
@@ -306,7 +284,7 @@ def _html_page(plan: StepPlan, rows: Sequence[LayerFigures], reasons: Sequence[s
             bar = f'<td class="bar"><i style="width:{width:.1f}%;background:{colour}"></i></td>'
             cells.append(f"<td>{text}</td>{bar}")
         lines.append(f"<tr>{''.join(cells)}</tr>")
-    return _HTML_TEMPLATE.format(
+    return packaged_text("lamina.cli", "plan_template.html").format(
         title=html.escape(_title(plan)),
         head=head,
         rows="\n".join(lines),

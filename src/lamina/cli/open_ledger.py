@@ -9,8 +9,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import typer
-
 from lamina.admit.contribution_sources import DESCRIPTOR_FILE, Contribution, FolderContributions
 from lamina.admit.verdicts import EntryContext, RefusedRows, RegisterEntry
 from lamina.cli.terminal import existing_ledger, open_private_key, print_answer, print_note
@@ -154,6 +152,4 @@ def print_compared(machine: dict[str, Any], page: str, name: str | Path | None, 
     if given is not None and isinstance(record, ContributionRecord | KeptContribution):
         differences = machine["differences"] = leaf_differences(record, given)
         page += f"\n  folder     {'NOT equal: ' + ', '.join(differences) if differences else 'equal to the leaf'}"
-    print_answer(machine, page, as_json)
-    if differences:
-        raise typer.Exit(1)
+    print_answer(machine, page, as_json, ok=not differences)

@@ -182,11 +182,9 @@ def _model_output(model: nn.Module, example: Tensor, *, several: bool) -> Any:
 
 def _check_autoencoder(output: Tensor, example: Tensor) -> None:
     if output.shape != example.shape:
-        raise PlanError(
-            "cli.proxy-needs-loss",
-            f"the model gives {tuple(output.shape[1:])} for an input of {tuple(example.shape[1:])}, so its loss is not known",
-            "give --loss cross_entropy, bce, mse, … (labels are drawn at random), or --proxy public:nets:data",
-        )
+        problem = f"the model gives {tuple(output.shape[1:])} for an input of {tuple(example.shape[1:])}, so its loss is not known"
+        remedy = "give --loss cross_entropy, bce, mse, … (labels are drawn at random), or --proxy public:nets:data"
+        raise PlanError("cli.proxy-needs-loss", problem, remedy)
 
 
 def _as_pair(found: Any, name: str) -> tuple[Any, Any]:
@@ -195,9 +193,8 @@ def _as_pair(found: Any, name: str) -> tuple[Any, Any]:
     try:
         return torch.as_tensor(found), None
     except (TypeError, ValueError, RuntimeError):
-        raise EngineError(
-            "cli.proxy-returns-wrong-type", f"proxy '{name}' returned a {type(found).__name__}", "return x or (x, y)"
-        ) from None
+        problem = f"proxy '{name}' returned a {type(found).__name__}"
+        raise EngineError("cli.proxy-returns-wrong-type", problem, "return x or (x, y)") from None
 
 
 def show_plan(

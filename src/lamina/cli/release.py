@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,18 +12,8 @@ import typer
 
 from lamina.cli.certify import LedgerOption, ReleaseKeyOption, TrustOption, pdfs_or_note, release_key, run_ledger
 from lamina.cli.open_ledger import open_ledger
-from lamina.cli.terminal import (
-    JsonOption,
-    PassphraseOption,
-    PlainCommand,
-    PlainGroup,
-    argument,
-    existing_ledger,
-    help_text,
-    option,
-    passphrase_if_sealed,
-    print_answer,
-)
+from lamina.cli.options import JsonOption, PassphraseOption, PlainCommand, PlainGroup, argument, help_text, option
+from lamina.cli.terminal import existing_ledger, passphrase_if_sealed, print_answer
 from lamina.errors import PlanError
 from lamina.ledger.corpus_terms import ledger_key_path
 from lamina.ledger.reader import LedgerReader
@@ -154,9 +145,8 @@ def _generation_class(text: str) -> tuple[str, dict[str, Any]]:
     except ValueError:
         pass
     problem = f"{text!r} is no generation class"
-    raise PlanError(
-        "cli.generation-class", problem, "write NAME=layers:PATTERN,… or NAME=depth:LOW,HIGH or NAME=adapter:X"
-    )
+    remedy = "write NAME=layers:PATTERN,… or NAME=depth:LOW,HIGH or NAME=adapter:X"
+    raise PlanError("cli.generation-class", problem, remedy)
 
 
 TrustsOption = Annotated[
@@ -165,13 +155,19 @@ TrustsOption = Annotated[
            metavar="KEYS"),
 ]  # fmt: skip
 
+ComparedLedgerOption = Annotated[
+    str | None, option("ledger of the release; every figure is computed again from it", metavar="LEDGER")
+]
+
+
+def _reader_or_none(ledger: str | None) -> AbstractContextManager[LedgerReader | None]:
+    return nullcontext() if ledger is None else LedgerReader.read_only(existing_ledger(ledger))
+
 
 def verify(
     folder: ReleaseArgument,
     trust: TrustsOption = None,
-    ledger: Annotated[
-        str | None, option("ledger of the release; every figure is computed again from it", metavar="LEDGER")
-    ] = None,
+    ledger: ComparedLedgerOption = None,
     seen: Annotated[list[Path] | None, option("a checkpoint of its ledger that you kept", metavar="CHECKPOINT")] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -191,12 +187,8 @@ def verify(
     """
     known = [KnownCheckpoint.load(path) for path in seen or ()]
     given = Trust.load_all(trust) if trust else None
-    reader = None if ledger is None else LedgerReader.read_only(existing_ledger(ledger))
-    try:
+    with _reader_or_none(ledger) as reader:
         found = verify_release(folder, trust=given, seen=known, ledger=reader)
-    finally:
-        if reader is not None:
-            reader.close()
     lines = [f"{folder}: {found.verdict}", *(f"  {each} [{each.code}]" for each in found.problems)]
     if found.verified and (said := found.manifest) is not None:
         at = said.ledger
@@ -214,9 +206,7 @@ def verify(
             for name, seqs in found.since.items()
         ]
         lines += [f"  note    {each}" for each in _what_was_not_checked(found)]
-    print_answer({"folder": str(folder), **found.to_dict()}, "\n".join(lines), as_json)
-    if not found.verified:
-        raise typer.Exit(1)
+    print_answer({"folder": str(folder), **found.to_dict()}, "\n".join(lines), as_json, ok=found.verified)
 
 
 def _what_was_not_checked(found: ReleaseVerification) -> Iterator[str]:
@@ -262,17 +252,10 @@ def ask(
       lamina release ask release-1 query.json --trust trusted.json --ledger runs/first/ledger.db --json
     """
     asked = Query.from_dict(parse_json(read_small(query, "the query", most=1 << 20), f"'{query}'"))
-    reader = None if ledger is None else LedgerReader.read_only(existing_ledger(ledger))
-    try:
-        gate = ReleaseGate(folder, Trust.load_all(trust), ledger=reader, clock=time.time)
-        decision = gate.decide(asked)
-    finally:
-        if reader is not None:
-            reader.close()
+    with _reader_or_none(ledger) as reader:
+        decision = ReleaseGate(folder, Trust.load_all(trust), ledger=reader, clock=time.time).decide(asked)
     lines = ["allowed" if decision.allowed else "denied", *(f"  {r.text} [{r.code}]" for r in decision.reasons)]
-    print_answer(decision.to_dict(), "\n".join(lines), as_json)
-    if not decision.allowed:
-        raise typer.Exit(1)
+    print_answer(decision.to_dict(), "\n".join(lines), as_json, ok=decision.allowed)
 
 
 def papers(
@@ -281,9 +264,7 @@ def papers(
         Path | None, option("the new folder; default: DIR-papers beside it", "--output", "-o", metavar="OUT")
     ] = None,
     trust: TrustsOption = None,
-    ledger: Annotated[
-        str | None, option("ledger of the release; every figure is computed again from it", metavar="LEDGER")
-    ] = None,
+    ledger: ComparedLedgerOption = None,
     predictions: Annotated[
         list[Path] | None, option("CSV with the model's probabilities, for sacro/; repeatable", metavar="FILE")
     ] = None,
@@ -308,14 +289,10 @@ def papers(
     if len(predictions or ()) != len(on or ()) or len(set(on or ())) != len(on or ()):
         raise typer.BadParameter("give one kind of records for each file of predictions", param_hint="--on")
     out = folder.with_name(f"{folder.resolve().name}-papers") if out is None else out
-    reader = None if ledger is None else LedgerReader.read_only(existing_ledger(ledger))
     given = dict(zip(on or (), predictions or (), strict=True))
-    try:
-        trusted = Trust.load_all(trust) if trust else None
+    trusted = Trust.load_all(trust) if trust else None
+    with _reader_or_none(ledger) as reader:
         found = write_papers(folder, out, trust=trusted, ledger=reader, predictions=given)
-    finally:
-        if reader is not None:
-            reader.close()
     files = sorted(str(path.relative_to(out)) for path in out.rglob("*") if path.is_file())
     unstated = sorted(AboutPolicy.model_fields.keys() - found.certificates[-1].content["about"].keys())
     verdict = found.facts["verdict"]
@@ -342,10 +319,8 @@ def log(
     """
     found = verify_log(file, [PublicKey.load(path) for path in trust], seen=seen)
     told = {"log": str(file), "decisions": found.decisions, "allowed": found.allowed, "head": found.head}
-    text = (
-        f"{file}: {found.decisions} decisions, {found.allowed} allowed, each signed, none missing\n  head {found.head}"
-    )
-    print_answer(told, text, as_json)
+    text = f"{file}: {found.decisions} decisions, {found.allowed} allowed, each signed, none missing"
+    print_answer(told, f"{text}\n  head {found.head}", as_json)
 
 
 for _command in (make, verify, ask, papers, log):

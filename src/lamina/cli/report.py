@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Annotated
 
 from lamina.cli.certify import LedgerOption, RunArgument, TrustOption, run_ledger
-from lamina.cli.terminal import JsonOption, option, print_answer
+from lamina.cli.options import JsonOption, option
+from lamina.cli.terminal import print_answer
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.verify.tree_checks import Trust
 from lamina.report.pages import run_report

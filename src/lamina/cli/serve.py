@@ -13,17 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from lamina.cli.certify import TrustOption
-from lamina.cli.terminal import (
-    JsonOption,
-    PassphraseOption,
-    argument,
-    existing_ledger,
-    open_private_key,
-    option,
-    print_answer,
-    print_note,
-    results_only,
-)
+from lamina.cli.options import JsonOption, PassphraseOption, argument, option
+from lamina.cli.terminal import existing_ledger, open_private_key, print_answer, print_note, results_only
 from lamina.errors import MissingPackage, PlanError
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.verify.tree_checks import Trust
@@ -109,9 +100,8 @@ def serve(
         raise PlanError("cli.log-key", "only one of --log and --log-key is given", "give both, or neither")
     if withdrawals is not None and not (withdrawals / "done").is_dir():
         problem = f"'{withdrawals}' is not watched: it has no folder done/"
-        raise PlanError(
-            "cli.withdrawals-folder", problem, "run lamina ledger withdraw LEDGER --folder DIR --watch 1 on it"
-        )
+        remedy = "run lamina ledger withdraw LEDGER --folder DIR --watch 1 on it"
+        raise PlanError("cli.withdrawals-folder", problem, remedy)
     limits = Limits(body=max_body, rate=rate, timeout=timeout, concurrent=concurrent, per_key=concurrent_per_key)
     with ExitStack() as opened:
         is_release = (folder / MANIFEST).is_file()
@@ -128,18 +118,16 @@ def serve(
         opened.callback(service.close)
         if is_release:
             if trust is None:
-                raise PlanError(
-                    "cli.trust-missing", "a release is served only under a key from elsewhere", "give --trust"
-                )
+                problem = "a release is served only under a key from elsewhere"
+                raise PlanError("cli.trust-missing", problem, "give --trust")
             service.gate = ReleaseGate(folder, Trust.load(trust), ledger=reader())
             if model is not None:
                 _load_model(service, model, inputs, max_inputs)
             if log is not None and log_key is not None:
                 service.log = DecisionLog(log, open_private_key(log_key, passphrase_file), service.gate.manifest)
         elif model is not None or log is not None:
-            raise PlanError(
-                "cli.not-a-release", f"'{folder}' is a run, which has no gate", "make a release of it first"
-            )
+            problem = f"'{folder}' is a run, which has no gate"
+            raise PlanError("cli.not-a-release", problem, "make a release of it first")
         app = make_app(service, pages(service, None if trust is None else Trust.load(trust)))
         listening = opened.enter_context(_listen(host, port))
         address = listening.getsockname()[1]
@@ -198,9 +186,8 @@ def _check_door(host: str, keys: Path | None, cert: Path | None, key: Path | Non
 
 def _listen(host: str, port: int) -> socket.socket:
     try:
-        return socket.create_server(
-            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=512
-        )
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=512)
     except OSError as error:
         problem = f"cannot listen on {host} port {port}: {error.strerror or error}"
         raise PlanError("cli.port-taken", problem, "give another --port or --host") from None

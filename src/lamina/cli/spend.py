@@ -14,16 +14,8 @@ import typer
 
 from lamina.account.charges import Account
 from lamina.cli.open_ledger import find_ledgers, read_spend, write_spend
-from lamina.cli.terminal import (
-    JsonOption,
-    PassphraseOption,
-    argument,
-    columns,
-    open_private_key,
-    option,
-    print_json,
-    print_line,
-)
+from lamina.cli.options import JsonOption, PassphraseOption, argument, option
+from lamina.cli.terminal import columns, open_private_key, print_json, print_line
 from lamina.errors import RunError
 from lamina.ledger.schema import pluralize
 from lamina.ledger.spending import Limit, Spending
@@ -229,9 +221,8 @@ def spend(
         attempts = pluralize(recorded, "attempt")
         begun = f" What it had begun ({attempts}) is recorded as abandoned." if recorded else ""
         goes_on = "" if lost else "; if it still trains, each further segment must fit under the bound"
-        print_line(
-            f"Run {released[:8]} holds no reservation any more.{begun} What it was charged stays charged{goes_on}."
-        )
+        told = f"Run {released[:8]} holds no reservation any more.{begun}"
+        print_line(f"{told} What it was charged stays charged{goes_on}.")
     print_line("\n\n".join([*(spend_page(name, each) for name, each in found.items()), *_together(together)]))
 
 
@@ -261,15 +252,13 @@ def _by_origin(ledgers: list[str], where: str, wanted: str | None) -> dict[str, 
             name = book.origin
         if name in found and wanted in (None, name):
             both = f"'{printable_location(found[name])}' and '{printable_location(ledger)}'"
-            raise RunError(
-                "cli.corpus-in-two-ledgers", f"{both} are both ledgers of corpus {name!r}", "give one of them"
-            )
+            problem = f"{both} are both ledgers of corpus {name!r}"
+            raise RunError("cli.corpus-in-two-ledgers", problem, "give one of them")
         found[name] = ledger
     if wanted is not None and wanted not in found:
         known = ", ".join(map(repr, sorted(found)))
-        raise RunError(
-            "cli.corpus-not-in-ledger", f"'{printable_location(where)}' has no corpus {wanted!r}", f"it has {known}"
-        )
+        problem = f"'{printable_location(where)}' has no corpus {wanted!r}"
+        raise RunError("cli.corpus-not-in-ledger", problem, f"it has {known}")
     return {name: place for name, place in sorted(found.items()) if wanted in (None, name)}
 
 

@@ -22,9 +22,8 @@ def show_study(
     print_note(chosen.describe())
     with err.status("measuring") as status:
         say = status.update if stderr_is_terminal() else _seldom(print_note)
-        written = run_study(
-            names, chosen, folder, source=SIMULATED if data is None else str(data), workers=workers, say=say
-        )
+        source = SIMULATED if data is None else str(data)
+        written = run_study(names, chosen, folder, source=source, workers=workers, say=say)
     if as_json:
         print_json({"size": chosen.name, "evidence": chosen.evidence, "files": [str(path) for path in written]})
         return

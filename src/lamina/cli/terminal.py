@@ -1,24 +1,23 @@
-"""What every command prints and asks for: JSON, refusals, tables, progress bars, passphrases, options, ledgers.
+"""What every command prints and asks for: JSON, refusals, tables, progress bars, passphrases, ledgers.
 
 `lamina --help` imports this module, so it imports nothing of Lamina but errors and validate; the rest is imported where it is used.
 """
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
-from typer.core import TyperCommand, TyperGroup
 
+from lamina.cli.options import PASSPHRASE_VARIABLE
 from lamina.errors import BadKey, LaminaError
 from lamina.validate import INVISIBLE, visible
 
@@ -27,44 +26,6 @@ if TYPE_CHECKING:
 
 err = Console(stderr=True, highlight=False)
 out = Console(highlight=False)
-
-
-def option(help: str, *names: str, panel: str | None = None, choices: Iterable[str] = (), **settings: Any) -> Any:
-    """An option of a command, for Annotated; the shell completes `choices`."""
-    if choices:
-        settings["autocompletion"] = lambda: list(choices)
-    return typer.Option(*names, help=help, rich_help_panel=panel, **settings)
-
-
-def argument(metavar: str, help: str, choices: Sequence[str] = ()) -> Any:
-    """An argument of a command, for Annotated; the shell completes `choices`."""
-    return typer.Argument(metavar=metavar, help=help, autocompletion=(lambda: list(choices)) if choices else None)
-
-
-class _PlainFlags:
-    """In the help, a flag has no type: `--json`, not `--json <bool>`."""
-
-    def get_params(self, ctx: Any) -> Any:
-        found = super().get_params(ctx)  # type: ignore[misc]
-        for each in found:
-            if getattr(each, "is_flag", False):
-                each.metavar = ""
-        return found
-
-
-class PlainCommand(_PlainFlags, TyperCommand):
-    """A command as all of ours are."""
-
-
-class PlainGroup(_PlainFlags, TyperGroup):
-    """A group of commands as all of ours are."""
-
-
-LEDGER_HELP = "ledger.db, or postgresql://…/database#schema"
-LedgerArgument = Annotated[str, argument("LEDGER", LEDGER_HELP)]
-JsonOption = Annotated[bool, option("print one JSON object", "--json")]
-KeyOption = Annotated[Path | None, option("private key that signs; asks for its passphrase", "--key", metavar="FILE")]
-OutputOption = Annotated[Path | None, option("write to this file", "--output", "-o", metavar="FILE")]
 
 
 def print_line(text: str) -> None:
@@ -83,9 +44,11 @@ def print_json(value: dict[str, Any]) -> None:
     sys.stdout.write(INVISIBLE.sub(lambda found: f"\\u{ord(found[0]):04x}", text) + "\n")
 
 
-def print_answer(value: dict[str, Any], text: str, as_json: bool) -> None:
-    """The result of a command: an object for machines, or text for people."""
+def print_answer(value: dict[str, Any], text: str, as_json: bool, *, ok: bool = True) -> None:
+    """The result of a command: an object for machines, or text for people. Exit with 1 unless it is `ok`."""
     print_json(value) if as_json else print_line(text)
+    if not ok:
+        raise typer.Exit(1)
 
 
 def refusal_json(error: LaminaError) -> dict[str, str]:
@@ -130,12 +93,6 @@ def columns(rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
     return "\n".join(align_columns(rows, left))
 
 
-def help_text(text: str | None) -> str:
-    """A docstring as help: each paragraph on one line, indented lines as they are, brackets not as mark-up."""
-    paragraphs = escape(inspect.cleandoc(text or "")).split("\n\n")
-    return "\n\n".join(p if p.startswith("  ") else " ".join(p.split("\n")) for p in paragraphs)
-
-
 @contextmanager
 def progress_bar(what: str, total: int | None = None) -> Iterator[Callable[..., None]]:
     """Yields a function of (done, total) that moves the bar."""
@@ -149,17 +106,6 @@ def progress_bar(what: str, total: int | None = None) -> Iterator[Callable[..., 
             bar.update(task, completed=done, total=total)
 
         yield update
-
-
-PASSPHRASE_VARIABLE = "LAMINA_PASSPHRASE"
-PassphraseOption = Annotated[
-    Path | None,
-    option(
-        f"file whose first line is the passphrase; or set {PASSPHRASE_VARIABLE}; default: ask",
-        "--passphrase-file",
-        metavar="FILE",
-    ),
-]
 
 
 def read_passphrase(file: Path | None, *, what: str, new: bool = False) -> bytes:

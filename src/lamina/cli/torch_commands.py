@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import sys
-from importlib import resources
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from lamina.cli.terminal import JsonOption, argument, option, print_json, stderr_is_terminal
+from lamina.cli.options import JsonOption, argument, option
+from lamina.cli.terminal import print_json, stderr_is_terminal
 from lamina.errors import RunError
 from lamina.plan.policy import Policy
+from lamina.validate import packaged_text
 
 # Names that the help lists. The code behind them needs torch; a test compares them.
 BUILT_IN_MODEL_NAMES = ("residual", "transformer", "mlp", "stacked-ae", "conv-ae", "res-ae", "trans-ae", "vae")
@@ -200,16 +201,16 @@ def train(
                                              with two processes: docs/distributed.md
     """
     if template:
-        _print_template(run_template_text(), as_json)
+        _print_template(packaged_text("lamina.cli", "run_template.toml"), as_json)
         return
     if run is None:
         raise typer.BadParameter("give the run file, or --template to get one", param_hint="RUN.toml")
     if inside and not stderr_is_terminal():
-        raise RunError(
-            "cli.inside-needs-terminal",
-            "--inside shows the raw private loss, but standard error is not a terminal: the loss would be written down",
-            "run it in a terminal; or leave --inside out and evaluate on public data",
+        problem = (
+            "--inside shows the raw private loss, but standard error is not a terminal: the loss would be written down"
         )
+        remedy = "run it in a terminal; or leave --inside out and evaluate on public data"
+        raise RunError("cli.inside-needs-terminal", problem, remedy)
     from lamina.cli.train import run_training
 
     run_training(run, plan_only=plan_only, fresh=fresh, inside=inside, threads=threads, as_json=as_json)
@@ -288,11 +289,6 @@ def bench(
     show_benchmark(
         quick=quick, only=only, rounds=rounds, threads=threads, processor_time=processor_time, to=to, as_json=as_json
     )
-
-
-def run_template_text() -> str:
-    """An annotated RUN.toml to copy and change."""
-    return resources.files("lamina.cli").joinpath("run_template.toml").read_text(encoding="utf-8")
 
 
 def _print_template(text: str, as_json: bool) -> None:

@@ -212,9 +212,8 @@ def read_corpus(data: DataTable, policy: Policy, beside: Path) -> Corpus:
             return Corpus.of_npz(path, **common)
         return Corpus.of_csv(path, **common, delimiter=data.delimiter or ",")
     except CorpusError as error:
-        raise CorpusError(
-            "cli.data-not-usable", f"data: {error.problem}", error.remedy.replace("cls=", "data.class =")
-        ) from None
+        problem = f"data: {error.problem}"
+        raise CorpusError("cli.data-not-usable", problem, error.remedy.replace("cls=", "data.class =")) from None
 
 
 def admit_corpus(
@@ -240,11 +239,10 @@ def _corpus_of_factory(name: str, data: DataTable, common: Mapping[str, Any], be
             return Corpus(*parts, unit=data.unit, **common)
     for key in ("examples_per_unit", "version", "cls"):
         if common[key] is not None:
-            raise CorpusError(
-                "cli.data-key-with-corpus",
-                f"data factory '{name}' returned a Corpus, so data.{'class' if key == 'cls' else key} has no effect",
-                "remove it, and give it to the Corpus",
+            problem = (
+                f"data factory '{name}' returned a Corpus, so data.{'class' if key == 'cls' else key} has no effect"
             )
+            raise CorpusError("cli.data-key-with-corpus", problem, "remove it, and give it to the Corpus")
     if made.policy != common["policy"]:
         problem = f"data factory '{name}' returned a Corpus under {'no' if made.policy is None else 'another'} policy"
         remedy = "take the run's policy: def data(policy): return lamina.Corpus(x, y, unit=…, policy=policy)"
@@ -363,12 +361,8 @@ def _bound_lines(outcome: Outcome) -> list[str]:
         rows.append([name, f"{row['delta']:g}", promised, *figures, "–" if scale is None else at_most(scale)])
     more = [f"… and {len(bounds) - _MAX_BOUNDS_SHOWN} more, in metrics.json"] if len(bounds) > _MAX_BOUNDS_SHOWN else []
     kinds = {"steps_left_out": "left out of", "steps_scaled": "scaled in"}
-    more += [
-        f"{name} was exhausted: {how} {row[key]} steps"
-        for name, row in bounds.items()
-        for key, how in kinds.items()
-        if row.get(key)
-    ]
+    left = [(name, how, row.get(key)) for name, row in bounds.items() for key, how in kinds.items()]
+    more += [f"{name} was exhausted: {how} {steps} steps" for name, how, steps in left if steps]
     return [columns(rows), *more, ""]
 
 
@@ -393,10 +387,8 @@ def print_plan_only(
     facts["ledgers_beside"] = [each.to_dict() for each in beside]
     rows = [["class", "ε planned", "ε spent by all runs", "with what is reserved", "bound", "remains after"]]
     for name, row in standing.items():
-        bound = (
-            ["none", "–"] if row["bound"] is None else [epsilon_text(row["bound"]), remaining_text(row["remaining"])]
-        )
-        figures = (row[key] for key in ("planned", "spent", "committed"))
+        unbounded, figures = row["bound"] is None, (row[key] for key in ("planned", "spent", "committed"))
+        bound = ["none", "–"] if unbounded else [epsilon_text(row["bound"]), remaining_text(row["remaining"])]
         rows.append([name, *("∞" if each is None else epsilon_text(each) for each in figures), *bound])
     state = f"would go on at step {begun} of {planned.plan.steps}" if begun is not None else "would begin"
     if refused:

@@ -70,11 +70,8 @@ class CGMSimulator:
 
         label = (generator.random(n) < self.prone).astype(np.int64)
         weight, sensitivity = spread(75.0, 0.15), spread(4.5e-4, 0.3)  # kg; SI, L/mU/min
-        p1, p2, basal = (
-            spread(0.007, 0.2),
-            spread(0.025, 0.15),
-            np.where(label, spread(142.0, 0.27), spread(164.0, 0.27)),
-        )
+        p1, p2 = spread(0.007, 0.2), spread(0.025, 0.15)
+        basal = np.where(label, spread(142.0, 0.27), spread(164.0, 0.27))
         gut_time, skin_time = spread(42.0, 0.15), spread(55.0, 0.15)  # minutes to the peak
         volume, clearance = 1.6 * weight, 0.138 * 0.12 * weight  # dL; L/min
         drop = sensitivity * 140.0 * 1000.0 / clearance  # mg/dL per unit of insulin

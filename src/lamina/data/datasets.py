@@ -52,9 +52,8 @@ def paper_run(name: str) -> str:
     folder = resources.files("lamina.data") / "paper_runs"
     known = sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
     if name not in known:
-        raise LaminaError(
-            "data.paper-run-not-known", f"there is no paper run {name!r}", f"choose from {', '.join(known)}"
-        )
+        problem = f"there is no paper run {name!r}"
+        raise LaminaError("data.paper-run-not-known", problem, f"choose from {', '.join(known)}")
     return (folder / f"{name}.toml").read_text(encoding="utf-8")
 
 
@@ -110,7 +109,7 @@ def ptbxl_records(
 def ecg_windows(record: Signal, length: int = WINDOW, overlap: float = OVERLAP) -> Float32:
     """Section 4.1.1: band-pass 0.5 to 40 Hz, every lead with mean 0 and deviation 1 over the record, windows."""
     cut = [run.band_passed().standardised().windows(length, overlap) for run in record.runs(length)]
-    return np.concatenate(cut) if cut else np.empty((0, len(record.x), length), dtype=np.float32)
+    return np.concatenate([np.empty((0, len(record.x), length), dtype=np.float32), *cut])
 
 
 def ptbxl_corpus(
@@ -252,12 +251,9 @@ def _averaged(
 
 
 def ohio_records(
-    folder: str | Path,
-    *,
-    channels: tuple[str, ...] = ("glucose_level",),
-    length: int = WINDOW,
+    folder: str | Path, *, channels: tuple[str, ...] = ("glucose_level",), length: int = WINDOW,
     overlap: float = OVERLAP,
-) -> list[PatientRecord]:
+) -> list[PatientRecord]:  # fmt: skip
     """Files ID-ws-training.xml and ID-ws-testing.xml of both cohorts, anywhere below the folder.
 
     The official testing files are the last days of the same patients: all files of a patient are in one part, by its id,
@@ -409,14 +405,8 @@ def signal_corpus(
 ) -> Corpus:  # fmt: skip
     """Windows of any recordings, one folder per patient, patients as contributions; no labels."""
     names, limits = tuple(channels or ()), (band[0], band[1]) if band else None
-    settings = {
-        "data": "signals",
-        "rate": rate,
-        "channels": names,
-        "band": limits,
-        "length": length,
-        "overlap": OVERLAP,
-    }
+    settings = {"data": "signals", "rate": rate, "channels": names, "band": limits, "length": length}
+    settings["overlap"] = OVERLAP
     records = signal_records(folder, rate=rate, channels=names, band=limits, length=length)
     made = prepare(records, settings=settings, cache=cache)
     return _corpus(made, part, policy=policy, labels=False, **options)

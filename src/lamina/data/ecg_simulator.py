@@ -151,36 +151,21 @@ class ECGSimulator:
 
     def __post_init__(self) -> None:
         if min(self.samples, self.windows) < 1:
-            raise LaminaError(
-                "data.samples-not-positive",
-                f"samples={self.samples}, windows={self.windows}, both must be > 0",
-                "for example samples=96, windows=3",
-            )
+            problem = f"samples={self.samples}, windows={self.windows}, both must be > 0"
+            raise LaminaError("data.samples-not-positive", problem, "for example samples=96, windows=3")
         if self.rate < MIN_RATE:
-            raise LaminaError(
-                "data.rate-too-low",
-                f"rate is {self.rate} samples per second, must be >= {MIN_RATE}: a QRS complex takes 0.1 s",
-                "for example rate=100",
-            )
+            problem = f"rate is {self.rate} samples per second, must be >= {MIN_RATE}: a QRS complex takes 0.1 s"
+            raise LaminaError("data.rate-too-low", problem, "for example rate=100")
         unknown = [name for name in self.mix if name not in CLASSES]
         if unknown or not self.mix:
-            raise LaminaError(
-                "data.classes-not-known",
-                f"classes {unknown or '()'} are not known",
-                f"choose from {', '.join(CLASSES)}",
-            )
+            problem = f"classes {unknown or '()'} are not known"
+            raise LaminaError("data.classes-not-known", problem, f"choose from {', '.join(CLASSES)}")
         if min(self.mix.values()) < 0 or not 0 < sum(self.mix.values()) < math.inf:
-            raise LaminaError(
-                "data.mix-not-valid",
-                f"mix is {dict(self.mix)}, must hold finite numbers >= 0, not all 0",
-                "for example {'NORM': 7, 'CD': 3}",
-            )
+            problem = f"mix is {dict(self.mix)}, must hold finite numbers >= 0, not all 0"
+            raise LaminaError("data.mix-not-valid", problem, "for example {'NORM': 7, 'CD': 3}")
         if not 0 <= self.severity[0] <= self.severity[1] <= 1:
-            raise LaminaError(
-                "data.severity-not-valid",
-                f"severity is {self.severity}, must be 0 <= least <= most <= 1",
-                "for example (0.1, 0.8)",
-            )
+            problem = f"severity is {self.severity}, must be 0 <= least <= most <= 1"
+            raise LaminaError("data.severity-not-valid", problem, "for example (0.1, 0.8)")
 
     def draw(self, *, patients: int, seed: int, tick: Callable[[int], None] | None = None) -> Recordings:
         """`windows` beats of each of `patients` patients in millivolt; rows of one patient are neighbours.
@@ -211,14 +196,9 @@ class ECGSimulator:
         return self._cut(patients, seed, seconds, 1, lambda signal, beats: signal[:, None], tick)
 
     def _cut(
-        self,
-        patients: int,
-        seed: int,
-        seconds: float,
-        windows: int,
-        cut: Callable[[NDArray[np.float32], Array], NDArray[np.float32]],
-        tick: Callable[[int], None] | None,
-    ) -> Recordings:
+        self, patients: int, seed: int, seconds: float, windows: int,
+        cut: Callable[[NDArray[np.float32], Array], NDArray[np.float32]], tick: Callable[[int], None] | None,
+    ) -> Recordings:  # fmt: skip
         parts: list[NDArray[np.float32]] = []
         labels: list[NDArray[np.int64]] = []
         for wanted, generator in in_blocks(patients, seed):
@@ -228,9 +208,8 @@ class ECGSimulator:
             if tick is not None:
                 tick(sum(map(len, labels)))
         number = np.repeat(np.arange(patients), windows)
-        return Recordings(
-            np.concatenate(parts).reshape(-1, *parts[0].shape[2:]), np.concatenate(labels)[number], number
-        )
+        x = np.concatenate(parts).reshape(-1, *parts[0].shape[2:])
+        return Recordings(x, np.concatenate(labels)[number], number)
 
     def _block(
         self, generator: np.random.Generator, seconds: float

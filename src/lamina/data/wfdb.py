@@ -159,9 +159,8 @@ def _read_single(header: WFDBHeader, most: int) -> Signal:
         raise refuse_file(header.path, "is a segment and has segments itself")
     samples = header.samples or _samples_by_size(header)
     if samples * max(1, sum(line.per_frame for line in header.signals)) > most:
-        raise refuse_file(
-            header.path, f"has {samples} samples of {len(header.signals)} signals: more than {most} values"
-        )
+        problem = f"has {samples} samples of {len(header.signals)} signals: more than {most} values"
+        raise refuse_file(header.path, problem)
     if samples and header.signals and all(line.file == "~" for line in header.signals):
         raise refuse_file(header.path, f"has {samples} samples and no file that holds them")
     rows: dict[int, NDArray[np.float32]] = {}
@@ -197,9 +196,8 @@ def _samples_by_size(header: WFDBHeader) -> int:
 def _physical(path: Path, own: NDArray[np.int32], line: SignalLine) -> NDArray[np.float32]:
     """(frames, per_frame) -> (frames,): checked, missing samples NaN, the mean of a frame, in physical units."""
     if line.checksum is not None and (int(own.sum(dtype=np.int64)) - line.checksum) % (1 << 16):
-        raise refuse_file(
-            path, f"signal {line.channel!r} has not the checksum {line.checksum} that it says: it is damaged"
-        )
+        problem = f"signal {line.channel!r} has not the checksum {line.checksum} that it says: it is damaged"
+        raise refuse_file(path, problem)
     value = own.astype(np.float64)
     value[own == INVALID[line.form]] = np.nan
     mean: NDArray[np.float64] = (value.mean(axis=1) - line.baseline) / line.gain
@@ -219,9 +217,8 @@ def _decode(path: Path, form: int, offset: int, count: int) -> NDArray[np.int32]
     except OSError as error:
         raise refuse_file(path, f"cannot be read: {error}") from None
     if len(raw) < wanted:
-        raise refuse_file(
-            path, f"has {len(raw)} bytes after byte {offset}, and its header needs {wanted}: it is cut off"
-        )
+        problem = f"has {len(raw)} bytes after byte {offset}, and its header needs {wanted}: it is cut off"
+        raise refuse_file(path, problem)
     if form == 212:
         three = np.concatenate([raw, np.zeros(-len(raw) % 3, dtype=np.uint8)]).astype(np.int32).reshape(-1, 3)
         first, second = three[:, 0] | (three[:, 1] & 15) << 8, three[:, 2] | (three[:, 1] & 240) << 4

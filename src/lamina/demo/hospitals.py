@@ -29,70 +29,16 @@ from lamina.plan.policy import Policy
 from lamina.plan.step_plan import StepPlan
 from lamina.sign.key_ring import KeyRing
 from lamina.sign.keys import PrivateKey
+from lamina.validate import packaged_text
 
 ORIGIN = "demo.example/simulated-ecg"
 DELTA = 1e-5  # well below one over the population
 LEDGER_NAME = "ledger.db"
 
-_POLICY_TEMPLATE = """\
-# The demo's policy: two classes of simulated patients.
-
-[corpus]
-origin = "{origin}"
-delta = {delta}                     # well below one over the population
-
-[class.volunteer]                 # gave their recordings to the public: they train every layer and cost nothing
-public = true
-population = {volunteers}
-unit = "patient"
-purposes = ["care", "research", "teaching"]
-
-[class.sensitive]                 # only the top quarter of the layers, under ε = 3 per patient
-population = {sensitive}
-epsilon = 3.0
-clip_norm = 1.0
-profile = {{ top = 0.25 }}
-unit = "patient"
-purposes = ["care", "research"]   # what models that learned from them may be used for
-"""
-
-_RUN_TEMPLATE = """\
-# The demo's private run, to do again:   cd {folder} && lamina train RUN.toml
-# It checks every signature again, and begins a ledger of its own. With ledger = "ledger.db" it is refused: these
-# patients' ε is spent.
-
-policy = "policy.toml"
-model = {{ factory = "lamina.demo.training:pretrained_model", args = {{ weights = "start.safetensors" }} }}
-starting_weights = "public"       # start.safetensors was trained on volunteers, whose data is declared public
-loss = "lamina.demo.training:loss"       # cross entropy + {weight:g} · mean squared residual, one per window
-optimizer = {{ name = "adam", lr = {lr}, eps = {eps} }}
-scheduler = "one_cycle"
-batch = {{ volunteer = {volunteer_batch}, sensitive = {sensitive_batch} }}
-steps = {steps}
-threads = 1                       # tensors this small only make threads wait for each other
-output = "again"
-ledger = "again.ledger.db"
-
-[data]
-kind = "folder"
-path = "contributions"
-examples_per_unit = 1             # one window of each sampled patient, drawn afresh at every step
-
-[admit]
-keys = "keys.json"                # public keys of the two hospitals; the private ones were forgotten
-
-[proxy]                           # tries before training whether the sensitive class helps
-function = "lamina.demo.training:proxy"
-on = "simulated"
-
-[evaluate]
-function = "lamina.demo.training:evaluate"
-on = "simulated"
-"""
-
 
 def policy_text(sizes: DemoSizes) -> str:
-    return _POLICY_TEMPLATE.format(origin=ORIGIN, delta=DELTA, volunteers=sizes.volunteers, sensitive=sizes.sensitive)
+    template = packaged_text("lamina.demo", "policy_template.toml")
+    return template.format(origin=ORIGIN, delta=DELTA, volunteers=sizes.volunteers, sensitive=sizes.sensitive)
 
 
 def make_new_folder(wanted: Path) -> Path:
@@ -116,7 +62,8 @@ def write_inputs(
     (folder / "policy.toml").write_text(policy_text(sizes), encoding="utf-8")
     batches = {"volunteer_batch": sizes.volunteer_batch, "sensitive_batch": sizes.sensitive_batch}
     settings = {"weight": loss.weight, "lr": FINE_TUNING.lr, "eps": FINE_TUNING.eps, "steps": sizes.steps, **batches}
-    (folder / "RUN.toml").write_text(_RUN_TEMPLATE.format(folder=folder, **settings), encoding="utf-8")
+    run = packaged_text("lamina.demo", "run_template.toml")
+    (folder / "RUN.toml").write_text(run.format(folder=folder, **settings), encoding="utf-8")
     (folder / "plan.json").write_text(plan.to_json(), encoding="utf-8")
     ring.save(folder / "keys.json")
     patients.test.save(folder / "test.npz")
@@ -171,9 +118,8 @@ def _sign_contributions(
     now = int(time.time()) - ago
     for each in attest_folder(folder, key, policy, classes, noise_multiplier=noise_multiplier, now=now):
         if each.id in classes and each.state is not SigningState.SIGNED:
-            raise LaminaError(
-                "cli.demo-not-signed", f"the demo could not sign {each.id!r}: {each.problem}", "report this"
-            )
+            problem = f"the demo could not sign {each.id!r}: {each.problem}"
+            raise LaminaError("cli.demo-not-signed", problem, "report this")
 
 
 def _write_refused_ones(folder: Path, group: PatientGroup, policy: Policy, key: PrivateKey) -> None:
@@ -222,9 +168,8 @@ class VerifiedLedger:
         started = time.perf_counter()
         found = verify(ledger)
         if found.problem is not None:
-            raise LaminaError(
-                "cli.demo-not-verified", f"the demo's ledger is not verified: {found.problem}", "report this"
-            )
+            problem = f"the demo's ledger is not verified: {found.problem}"
+            raise LaminaError("cli.demo-not-verified", problem, "report this")
         seconds = time.perf_counter() - started
         traced = next(each for each in admission if each.bound.signed)
         return cls(ledger=ledger, found=found, seconds=seconds, contribution=traced.descriptor.hex())

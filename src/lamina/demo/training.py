@@ -59,9 +59,8 @@ def proxy() -> tuple[Tensor, Tensor]:
 
 def _in_this_folder(name: str) -> Path:
     if not Path(name).is_file():
-        raise LaminaError(
-            "cli.file-missing", f"there is no '{name}' in this folder", "call lamina train inside the demo's folder"
-        )
+        problem = f"there is no '{name}' in this folder"
+        raise LaminaError("cli.file-missing", problem, "call lamina train inside the demo's folder")
     return Path(name)
 
 
@@ -95,15 +94,9 @@ FINE_TUNING = AdamSettings(lr=2e-2, eps=2e-2)
 
 
 def train_without_privacy(
-    model: nn.Module,
-    groups: Mapping[str, PatientGroup],
-    batch: Mapping[str, int],
-    *,
-    recipe: AdamSettings,
-    steps: int,
-    seed: int,
-    tick: Callable[[int], None],
-) -> None:
+    model: nn.Module, groups: Mapping[str, PatientGroup], batch: Mapping[str, int], *, recipe: AdamSettings, steps: int,
+    seed: int, tick: Callable[[int], None],
+) -> None:  # fmt: skip
     """Ordinary training on Poisson samples of the same rates: no clipping, no noise, no routing, no privacy."""
     generator = torch.Generator().manual_seed(seed)
     optimizer, schedule = recipe.optimizer_and_schedule(model, steps)

@@ -14,21 +14,31 @@ from torch import Tensor, nn
 from lamina.errors import PlanError
 
 
-class MLPAutoencoder(nn.Module):
+class Autoencoder(nn.Module):
+    """Decodes what it encodes."""
+
+    encoder: nn.Module
+    decoder: nn.Module
+
+    def encode(self, x: Tensor) -> Tensor:
+        code: Tensor = self.encoder(x)
+        return code
+
+    def decode(self, code: Tensor) -> Tensor:
+        y: Tensor = self.decoder(code)
+        return y
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
+        return self.decode(self.encode(x))
+
+
+class MLPAutoencoder(Autoencoder):
     """(N, sizes[0]) -> (N, sizes[0]) through sizes[1:], whose last entry is the code, and back."""
 
     def __init__(self, sizes: Sequence[int] = (864, 512, 256, 128, 64, 32)) -> None:
         super().__init__()
         self.encoder = nn.Sequential(*_linear_layers(sizes))
         self.decoder = nn.Sequential(*_linear_layers(tuple(reversed(sizes))))
-
-    def encode(self, x: Tensor) -> Tensor:
-        code: Tensor = self.encoder(x)
-        return code
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.decoder(self.encode(x))
-        return y
 
 
 def _linear_layers(sizes: Sequence[int]) -> list[nn.Module]:
@@ -59,7 +69,7 @@ class ResidualBlock(nn.Module):
         return x + h
 
 
-class ResidualAutoencoder(nn.Module):
+class ResidualAutoencoder(Autoencoder):
     """(N, leads, samples) -> (N, leads, samples).
 
     Each entry of `widths` halves the length on the way in and doubles it on the way out; the innermost
@@ -71,15 +81,11 @@ class ResidualAutoencoder(nn.Module):
     ) -> None:
         super().__init__()
         if not widths or any(width % groups for width in widths):
-            raise PlanError(
-                "models.widths-not-multiples",
-                f"widths {tuple(widths)} are not all multiples of groups {groups}",
-                "for example widths=(32, 64, 64), groups=8",
-            )
+            problem = f"widths {tuple(widths)} are not all multiples of groups {groups}"
+            raise PlanError("models.widths-not-multiples", problem, "for example widths=(32, 64, 64), groups=8")
         if kernel % 2 == 0:
-            raise PlanError(
-                "models.kernel-even", f"kernel is {kernel}, must be odd to keep the length", f"use kernel={kernel + 1}"
-            )
+            problem = f"kernel is {kernel}, must be odd to keep the length"
+            raise PlanError("models.kernel-even", problem, f"use kernel={kernel + 1}")
         down: list[nn.Module] = []
         width = leads
         for wider in widths:
@@ -95,16 +101,9 @@ class ResidualAutoencoder(nn.Module):
         self.decoder = nn.Sequential(*up)
         self.head = nn.Conv1d(width, leads, kernel, padding=kernel // 2)
 
-    def encode(self, x: Tensor) -> Tensor:
-        code: Tensor = self.encoder(x)
-        return code
-
     def decode(self, code: Tensor) -> Tensor:
         y: Tensor = self.head(self.decoder(code))
         return y
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.decode(self.encode(x))
 
 
 class ResidualClassifier(nn.Module):
@@ -120,26 +119,16 @@ class ResidualClassifier(nn.Module):
     """
 
     def __init__(
-        self,
-        leads: int = 12,
-        samples: int = 96,
-        classes: int = 4,
-        *,
-        widths: Sequence[int] = (16, 32),
-        kernel: int = 5,
-        groups: int = 4,
-        squeeze: int = 4,
-        hidden: int = 16,
-    ) -> None:
+        self, leads: int = 12, samples: int = 96, classes: int = 4, *, widths: Sequence[int] = (16, 32),
+        kernel: int = 5, groups: int = 4, squeeze: int = 4, hidden: int = 16,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.autoencoder = ResidualAutoencoder(leads, widths, kernel=kernel, groups=groups)
         halved = 2 ** len(widths)
         if samples < halved or samples % halved:
-            raise PlanError(
-                "models.samples-not-divisible",
-                f"samples is {samples}, must be a multiple of {halved}: each of {len(widths)} widths halves it",
-                f"for example samples={max(1, samples // halved) * halved}",
-            )
+            problem = f"samples is {samples}, must be a multiple of {halved}: each of {len(widths)} widths halves it"
+            remedy = f"for example samples={max(1, samples // halved) * halved}"
+            raise PlanError("models.samples-not-divisible", problem, remedy)
         features = squeeze * (samples // halved)
         self.classifier = nn.Sequential(
             nn.Conv1d(widths[-1], squeeze, 1),
@@ -210,23 +199,13 @@ class TransformerAutoencoder(nn.Module):
     positions: Tensor
 
     def __init__(
-        self,
-        features: int,
-        tokens: int = 64,
-        *,
-        width: int = 128,
-        layers: int = 8,
-        heads: int = 4,
-        hidden: int = 512,
+        self, features: int, tokens: int = 64, *, width: int = 128, layers: int = 8, heads: int = 4, hidden: int = 512,
         code: int = 32,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         if layers % 2 or width % heads:
-            raise PlanError(
-                "models.layers-odd",
-                f"layers={layers} must be even and width={width} a multiple of heads={heads}",
-                "for example layers=8, width=128, heads=4",
-            )
+            problem = f"layers={layers} must be even and width={width} a multiple of heads={heads}"
+            raise PlanError("models.layers-odd", problem, "for example layers=8, width=128, heads=4")
         self.embed = nn.Linear(features, width)
         self.encoder = nn.ModuleList(TransformerBlock(width, heads, hidden) for _ in range(layers // 2))
         self.squeeze = nn.Linear(width, code)

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lamina.errors import PlanError
-from lamina.models.autoencoders import TransformerBlock, sinusoidal_positions
+from lamina.models.autoencoders import Autoencoder, TransformerBlock, sinusoidal_positions
 
 ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {"relu": nn.ReLU, "gelu": nn.GELU, "silu": nn.SiLU}
 GROUPS = 8
@@ -48,11 +48,8 @@ def _check(samples: int, depth: int, activation: str, dropout: float, halvings: 
     return depth // 2
 
 
-class SignalAutoencoder(nn.Module):
-    """What the five share: encoder and decoder, and a classifier of the code if there are classes."""
-
-    encoder: nn.Module
-    decoder: nn.Module
+class SignalAutoencoder(Autoencoder):
+    """What the five share: (N, channels, samples) -> (N, latent) and back; with classes a classifier of the code."""
 
     def __init__(self, latent: int, classes: int, **parts: nn.Module) -> None:
         """`parts` in the order of their depth; the classifier is the top, and normalises without parameters."""
@@ -63,16 +60,6 @@ class SignalAutoencoder(nn.Module):
         if classes:
             norm = nn.LayerNorm(latent, elementwise_affine=False)
             self.classifier = nn.Sequential(norm, nn.Linear(latent, classes))
-
-    def encode(self, x: Tensor) -> Tensor:
-        """(N, channels, samples) -> (N, latent)."""
-        code: Tensor = self.encoder(x)
-        return code
-
-    def decode(self, code: Tensor) -> Tensor:
-        """(N, latent) -> (N, channels, samples)."""
-        y: Tensor = self.decoder(code)
-        return y
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
         code = self.encode(x)
@@ -231,9 +218,8 @@ class TransAE(SignalAutoencoder):
         half = _check(samples, depth, activation, dropout)
         if samples % patch or width % heads:
             problem = f"samples={samples} must be a multiple of patch={patch}, and width={width} of heads={heads}"
-            raise PlanError(
-                "models.patches-do-not-fit", problem, "for example samples=256, patch=16, width=64, heads=4"
-            )
+            remedy = "for example samples=256, patch=16, width=64, heads=4"
+            raise PlanError("models.patches-do-not-fit", problem, remedy)
         tokens, made = samples // patch, ACTIVATIONS[activation]
         blocks = [TransformerBlock(width, heads, 2 * width, act=made(), dropout=dropout) for _ in range(depth)]
         encoder = nn.Sequential(*blocks[:half], nn.Flatten(), nn.Linear(tokens * width, latent))

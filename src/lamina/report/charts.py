@@ -74,10 +74,8 @@ def budget_chart(classes: Mapping[str, ClassView]) -> str:
         for mark in ticks(epochs)
         if mark == round(mark) and mark <= epochs
     ]
-    drawn.append(
-        _text(left + wide / 2, top + high + 36, "segments recorded in the ledger, all runs together", "middle", 12)
-    )
-    drawn.append(_text(4, top - 2, "ε", "start", 13))
+    below = "segments recorded in the ledger, all runs together"
+    drawn += [_text(left + wide / 2, top + high + 36, below, "middle", 12), _text(4, top - 2, "ε", "start", 13)]
     labels: list[tuple[float, str, str]] = []
     for number, each in enumerate(finite):
         colour, dash = COLOURS[number % len(COLOURS)], _DASHES[number % len(_DASHES)]
@@ -94,11 +92,11 @@ def budget_chart(classes: Mapping[str, ClassView]) -> str:
             y = at(0, each.bound)[1]
             drawn.append(_line(left, y, left + wide, y, f'stroke="{colour}" stroke-dasharray="3 5" stroke-width="1.2"'))
         labels.append((at(0, each.epsilon)[1], each.name, colour))
-    below = -1e9
+    at_y = -1e9
     for y, name, colour in sorted(labels):
-        below = max(y, below + 14)
-        drawn.append(f'<rect x="{left + wide + 6}" y="{below - 5:.1f}" width="9" height="9" rx="2" fill="{colour}"/>')
-        drawn.append(_text(left + wide + 19, below + 4, name, "start", 12))
+        at_y = max(y, at_y + 14)
+        drawn.append(f'<rect x="{left + wide + 6}" y="{at_y - 5:.1f}" width="9" height="9" rx="2" fill="{colour}"/>')
+        drawn.append(_text(left + wide + 19, at_y + 4, name, "start", 12))
     return svg(left + wide + 150, top + high + 44, "ε of every class over the segments that the ledger records", drawn)
 
 
@@ -139,9 +137,8 @@ def house_of_layers(posture: Posture) -> str:
         drawn.append(
             f'<rect x="{left + wide + 24:.1f}" y="{y + 5:.1f}" width="{max(width, 0.5):.1f}" height="10" class="bar"/>'
         )
-        drawn.append(
-            _text(left + wide + 30 + width, y + 14, f"{least:.3g}" if least else "none", "start", 10, quiet=True)
-        )
+        noise = f"{least:.3g}" if least else "none"
+        drawn.append(_text(left + wide + 30 + width, y + 14, noise, "start", 10, quiet=True))
     end = roof + len(groups) * row
     drawn.append(_text(left + wide / 2, end + 14, "input", "middle", 11, quiet=True))
     for c, name in enumerate(names):

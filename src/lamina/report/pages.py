@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from functools import cache
-from importlib import resources
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -23,6 +22,7 @@ from lamina.release.risk_statements import FIGURE_NAMES, per_hundred
 from lamina.release.run_evidence import RunMetrics
 from lamina.report.charts import budget_chart, evaluation_chart, house_of_layers, share_bars
 from lamina.report.view import LedgerView
+from lamina.validate import packaged_text
 
 
 @cache
@@ -52,11 +52,6 @@ def render(template: str, **values: Any) -> str:
     common = {"root": "", "pages": (), "here": "", "subtitle": "", "note": NOT_REACHED}
     text: str = environment().get_template(template).render(**common | values, charts=charts)
     return text
-
-
-def stylesheet() -> str:
-    """The one stylesheet of all pages."""
-    return resources.files("lamina.report").joinpath("templates/style.css").read_text(encoding="utf-8")
 
 
 def run_report(folder: str | Path, ledger: LedgerReader, *, trust: Trust | None = None) -> str:
@@ -90,12 +85,8 @@ def run_report(folder: str | Path, ledger: LedgerReader, *, trust: Trust | None 
         verification=verification,
         evaluations=list(facts.evaluations),
         notes=facts.notes,
-        commands="\n".join(
-            [
-                f"lamina ledger verify {quote(Path(place).name)} --trust owner.pub",
-                f"lamina report {quote(folder.name)} --trust owner.pub",
-            ]
-        ),
+        commands=f"lamina ledger verify {quote(Path(place).name)} --trust owner.pub\n"
+        f"lamina report {quote(folder.name)} --trust owner.pub",
         charts={
             "budget": budget_chart(view.classes),
             "house": "" if found is None else house_of_layers(found[0]),
@@ -108,9 +99,8 @@ def run_report(folder: str | Path, ledger: LedgerReader, *, trust: Trust | None 
 def reconciliation_page(found: Mapping[str, Any]) -> str:
     """What a deletion request comes to, for whoever asked."""
     subtitle = f"ledger {found['ledger']['origin']}, as of {found['as_of']}"
-    return _one_file(
-        "reconciliation.html", title="Reconciliation of a deletion request", subtitle=subtitle, found=found
-    )
+    title = "Reconciliation of a deletion request"
+    return _one_file("reconciliation.html", title=title, subtitle=subtitle, found=found)
 
 
 def letter_page(letter: Mapping[str, Any]) -> str:
@@ -122,4 +112,4 @@ def _one_file(template: str, **values: Any) -> str:
     """A page with its stylesheet, which opens from disk."""
     from markupsafe import Markup
 
-    return render(template, style=Markup(stylesheet()), **values)
+    return render(template, style=Markup(packaged_text("lamina.report", "templates/style.css")), **values)

@@ -26,7 +26,7 @@ from lamina.ledger.show import describe_by, describe_leaf, epsilon_or_none
 from lamina.ledger.signed_checkpoint import parse_checkpoint
 from lamina.ledger.spending import signed_spend
 from lamina.plan.step_plan import StepPlan
-from lamina.release.posture import NOT_REACHED, Posture, read_posture
+from lamina.release.posture import Posture, read_posture
 from lamina.release.run_evidence import RunEvidence
 from lamina.sign.keys import format_utc
 
@@ -58,42 +58,6 @@ class ClassView:
         return None if self.bound is None else max(0.0, self.bound - self.epsilon)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunView:
-    """A run: its id, how many of its steps are in the model, how many were abandoned, when its last epoch closed."""
-
-    id: str
-    steps: int
-    abandoned: int
-    epochs: int
-    last: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WithdrawalView:
-    """A withdrawal: in which leaf, of which leaf and class, when, why, and who signed it."""
-
-    index: int
-    target: int
-    cls: str
-    time: str
-    reason: str
-    by: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ContributionRow:
-    """A contribution in a list, by digests."""
-
-    index: int
-    time: str
-    descriptor: str
-    cls: str
-    expires: str
-    withdrawn: bool
-    pruned: bool
-
-
 class LedgerView:
     """A ledger as pages show it. `follow` reads what is new since the last call."""
 
@@ -101,7 +65,7 @@ class LedgerView:
         self.ledger = ledger
         self.classes: dict[str, ClassView] = {}
         self.runs: dict[str, dict[str, Any]] = {}
-        self.withdrawals: list[WithdrawalView] = []
+        self.withdrawals: list[dict[str, Any]] = []
         self.releases: list[dict[str, Any]] = []
         self.size = self.epochs = self.contributions = self.time = 0
         self._turn = threading.Lock()  # pages are made in several threads, and each leaf counts once
@@ -133,11 +97,8 @@ class LedgerView:
             name = target.bound.cls if isinstance(target, ContributionRecord | KeptContribution) else "unknown"
             if name in self.classes:
                 self.classes[name].withdrawn += 1
-            told = WithdrawalView(
-                index=leaf.seq, target=record.target, cls=name, time=format_utc(leaf.time),
-                reason=record.reason.name.lower(), by=describe_by(record),
-            )  # fmt: skip
-            self.withdrawals.append(told)
+            told = {"index": leaf.seq, "target": record.target, "cls": name, "time": format_utc(leaf.time)}
+            self.withdrawals.append(told | {"reason": record.reason.name.lower(), "by": describe_by(record)})
         elif isinstance(record, PolicyChange):
             self._read_policy(record)
         elif isinstance(record, Release):
@@ -149,9 +110,8 @@ class LedgerView:
     def _read_policy(self, record: Header | PolicyChange) -> None:
         for preset in record.presets:
             bound = signed_spend(preset.noise_multiplier, self.ledger.header.delta) if preset.noise_multiplier else None
-            made = self.classes.setdefault(
-                preset.cls, ClassView(name=preset.cls, public=preset.public, profile="", population=None, bound=None)
-            )
+            new = ClassView(name=preset.cls, public=preset.public, profile="", population=None, bound=None)
+            made = self.classes.setdefault(preset.cls, new)
             made.public, made.profile, made.population = preset.public, preset.profile, preset.population
             made.bound = None if bound is None or bound == UNBOUNDED else epsilon_or_none(bound)
 
@@ -160,9 +120,8 @@ class LedgerView:
         for account in epoch.accounts:
             if not account.noise_multiplier and account.cls in self.classes:
                 spent = epsilon_or_none(account.spend)
-                self.classes[account.cls].points.append(
-                    (self.epochs, leaf.time, float("inf") if spent is None else spent)
-                )
+                point = (self.epochs, leaf.time, float("inf") if spent is None else spent)
+                self.classes[account.cls].points.append(point)
         plan = self.plan(epoch.plan)
         for entry in () if plan is None else plan.classes:
             if entry.name in self.classes:
@@ -194,9 +153,9 @@ class LedgerView:
         tree = self.ledger.tree()
         return {"size": tree.size, "root": tree.root.hex(), "signed": signed, "checkpoint": text}
 
-    def run_list(self) -> list[RunView]:
-        """Every run, the newest last."""
-        return [RunView(id=name, **found) for name, found in self.runs.items()]
+    def run_list(self) -> list[dict[str, Any]]:
+        """Every run, the newest last: steps in the model, steps abandoned, epochs, and when the last one closed."""
+        return [{"id": name, **found} for name, found in self.runs.items()]
 
     def posture(self, run: str) -> tuple[Posture, StepPlan] | None:
         """The posture of a run's model, and its plan; None before its first signed epoch or without closed steps."""
@@ -206,9 +165,9 @@ class LedgerView:
             return None
         return (read_posture(self.ledger, [evidence]), evidence.plan) if evidence.closed() else None
 
-    def rows(self, first: int, count: int = PAGE_ROWS) -> tuple[list[ContributionRow], int | None]:
+    def rows(self, first: int, count: int = PAGE_ROWS) -> tuple[list[dict[str, Any]], int | None]:
         """Contributions from a leaf on, and the leaf from which the next page goes on; None after the last leaf."""
-        found: list[ContributionRow] = []
+        found: list[dict[str, Any]] = []
         first, size = max(0, first), self.ledger.size
         end = min(size, first + 20 * count)  # enough of a stretch with few
         for at in range(first, end, count):
@@ -220,19 +179,14 @@ class LedgerView:
                     found.append(self.row(leaf))
         return found, end if end < size else None
 
-    def row(self, leaf: Leaf) -> ContributionRow:
+    def row(self, leaf: Leaf) -> dict[str, Any]:
         """A contribution as a list shows it."""
         record = leaf.record
         assert isinstance(record, ContributionRecord | KeptContribution)
-        return ContributionRow(
-            index=leaf.seq,
-            time=format_utc(leaf.time),
-            descriptor=record.descriptor.hex(),
-            cls=record.bound.cls,
-            expires=format_utc(record.expires),
-            withdrawn=self.ledger.withdrawn(leaf.seq) is not None,
-            pruned=isinstance(record, KeptContribution),
-        )
+        facts = {"index": leaf.seq, "time": format_utc(leaf.time), "expires": format_utc(record.expires)}
+        facts |= {"descriptor": record.descriptor.hex(), "cls": record.bound.cls}
+        withdrawn, pruned = self.ledger.withdrawn(leaf.seq) is not None, isinstance(record, KeptContribution)
+        return facts | {"withdrawn": withdrawn, "pruned": pruned}
 
     def recent(self, count: int = 20) -> Iterator[tuple[int, str, str, str]]:
         """The newest leaves that are no contributions: (index, time, kind, what it says)."""
@@ -240,6 +194,3 @@ class LedgerView:
         leaves = [leaf for leaf in self.ledger.leaves(max(0, size - 400), size) if leaf.kind is not ContributionRecord]
         for leaf in leaves[: -count - 1 : -1]:
             yield leaf.seq, format_utc(leaf.time), KIND_NAMES[leaf.kind], describe_leaf(leaf)
-
-
-NOTE_ON_REACH = NOT_REACHED

@@ -263,9 +263,8 @@ class Guard:
         shared = service.keys is None and service.local  # all requests come from this machine
         if not shared and self._going[who] >= service.limits.per_key:
             problem = f"{service.limits.per_key} requests of this key or address are being answered already"
-            raise RequestRefused(
-                429, "serve.too-many-at-once", problem, "wait for answers", headers={"Retry-After": "1"}
-            )
+            remedy = "wait for answers"
+            raise RequestRefused(429, "serve.too-many-at-once", problem, remedy, headers={"Retry-After": "1"})
         self._going[who] += 1
         return who
 
@@ -299,26 +298,16 @@ def _problem(error: Exception, scope: Scope) -> Response:
             word = {404: "serve.not-found", 405: "serve.method"}.get(status, "serve.not-understood")
             error = RequestRefused(status, word, HTTPStatus(status).phrase, "see /v1/openapi.json")
         case TimeoutError() if scope.get("lamina.reading"):
-            status = 408
-            error = RequestRefused(
-                status, "serve.body-too-slow", "the request did not arrive in time", "send it faster"
-            )
+            status, problem = 408, "the request did not arrive in time"
+            error = RequestRefused(status, "serve.body-too-slow", problem, "send it faster")
         case TimeoutError():
             status, headers = 503, {"Retry-After": "1"}
             error = RequestRefused(status, "serve.timeout", "the answer took too long", "send fewer inputs")
     if not isinstance(error, LaminaError):
         _note(type(error).__name__, scope)
         error = RequestRefused(500, "serve.unexpected", "something went wrong here", "tell whoever runs this service")
-    told = {
-        "type": f"urn:lamina:error:{error.code}",
-        "title": HTTPStatus(status).phrase,
-        "status": status,
-        "detail": error.problem,
-        "code": error.code,
-        "family": error.family,
-        "remedy": error.remedy,
-        **more,
-    }
+    told = {"type": f"urn:lamina:error:{error.code}", "title": HTTPStatus(status).phrase, "status": status}
+    told |= {"detail": error.problem, "code": error.code, "family": error.family, "remedy": error.remedy, **more}
     return Response(_encode(told), status, headers, "application/problem+json")
 
 
@@ -366,10 +355,8 @@ class _ModelThread:
             if not taken:
                 return
             began = time.perf_counter()
-            going, done = (
-                [(future, task(body)) for future, task, body in taken if not future.cancelled()],
-                list[Outcome](),
-            )
+            done: list[Outcome] = []
+            going = [(future, task(body)) for future, task, body in taken if not future.cancelled()]
             while going:
                 going = [each for each in going if _goes_on(*each, done)]
             self._seconds = (time.perf_counter() - began) / len(taken)
@@ -441,9 +428,8 @@ class _Api:
         decision = service.decide(query, answering=True)
         if not decision.allowed:
             problem = f"the query is denied for {pluralize(len(decision.reasons), 'reason')}"
-            raise RequestRefused(
-                403, "serve.denied", problem, "ask for what the release allows", more=decision.to_dict()
-            )
+            remedy = "ask for what the release allows"
+            raise RequestRefused(403, "serve.denied", problem, remedy, more=decision.to_dict())
         yield
         outputs = service.inference.answer(query, inputs)
         yield
@@ -517,9 +503,8 @@ class _Api:
     async def paper(self, request: Request) -> Response:
         data = self._papers.get(request.path_params["name"])
         if data is None:
-            raise RequestRefused(
-                404, "serve.no-paper", "there is no such paper here", "ask for manifest or certificate"
-            )
+            problem = "there is no such paper here"
+            raise RequestRefused(404, "serve.no-paper", problem, "ask for manifest or certificate")
         return _json(data)
 
     async def openapi(self, request: Request) -> Response:

@@ -151,9 +151,8 @@ def _erased(tensor: Tensor) -> Tensor:
 def _plain(value: Any) -> Any:
     if isinstance(value, Tensor):
         if not bool(torch.isfinite(value).all()):
-            raise InputsRefused(
-                "serve.outputs-not-finite", "the answer has numbers that are not finite", "scale the inputs"
-            )
+            problem = "the answer has numbers that are not finite"
+            raise InputsRefused("serve.outputs-not-finite", problem, "scale the inputs")
         return value.tolist()
     if isinstance(value, Mapping):
         return {str(name): _plain(each) for name, each in value.items()}

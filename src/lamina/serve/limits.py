@@ -36,15 +36,9 @@ class RequestRefused(LaminaError):
     """A request that is answered with a problem (RFC 9457) of this status. `more` are further fields of it."""
 
     def __init__(
-        self,
-        status: int,
-        code: str,
-        problem: str,
-        remedy: str = "",
-        *,
-        headers: Mapping[str, str] | None = None,
+        self, status: int, code: str, problem: str, remedy: str = "", *, headers: Mapping[str, str] | None = None,
         more: Mapping[str, object] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(code, problem, remedy)
         self.status, self.headers, self.more = status, dict(headers or {}), dict(more or {})
 

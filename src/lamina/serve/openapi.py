@@ -96,20 +96,14 @@ def _answer(schema: dict[str, Any], kind: str = "application/json") -> dict[str,
 
 
 def _operation(
-    summary: str,
-    answers: dict[int, dict[str, Any]],
-    refused: tuple[int, ...] = (),
-    *,
-    body: tuple[str, dict[str, Any]] | None = None,
-    parameters: list[dict[str, Any]] | None = None,
-) -> dict[str, Any]:
+    summary: str, answers: dict[int, dict[str, Any]], refused: tuple[int, ...] = (), *,
+    body: tuple[str, dict[str, Any]] | None = None, parameters: list[dict[str, Any]] | None = None,
+) -> dict[str, Any]:  # fmt: skip
     problem = {"description": "refused", "content": {"application/problem+json": {"schema": _ref("Problem")}}}
     refused = (*refused, *((413, 415) if body else ()))
     responses = {**dict.fromkeys((*refused, *_ALWAYS), problem), **answers}
-    found: dict[str, Any] = {
-        "summary": summary,
-        "responses": {str(status): responses[status] for status in sorted(responses)},
-    }
+    ordered = {str(status): responses[status] for status in sorted(responses)}
+    found: dict[str, Any] = {"summary": summary, "responses": ordered}
     if body is not None:
         found["requestBody"] = {"required": True, "content": {body[0]: {"schema": body[1]}}}
     if parameters:
@@ -135,12 +129,8 @@ def openapi(version: str) -> dict[str, Any]:
     name = _parameter("name", "path", {"type": "string", "pattern": "^[0-9a-f]{32}$"})
     paper = _parameter("name", "path", {"enum": ["manifest", "certificate"]})
     json, cose, binary = "application/json", "application/cose", {"type": "string", "format": "binary"}
-    query, found, text, taken = (
-        {"query": _ref("Query")},
-        (400, 404),
-        _answer(_TEXT, "text/plain"),
-        _answer(_ref("Withdrawal")),
-    )
+    query, found = {"query": _ref("Query")}, (400, 404)
+    text, taken = _answer(_TEXT, "text/plain"), _answer(_ref("Withdrawal"))
     answered = _answer(_object({"outputs": {}, "decision": _ref("Decision")}))
     paths: dict[str, dict[str, Any]] = {
         "/v1/decide": {
@@ -180,13 +170,10 @@ def openapi(version: str) -> dict[str, Any]:
         "/metrics": _read("For Prometheus", text),
     }  # fmt: skip
     schemes = {"key": {"type": "http", "scheme": "bearer"}, "password": {"type": "http", "scheme": "basic"}}
+    about = {"title": "Lamina", "version": version, "description": "A released model behind its gate, and its ledger."}
     return {
         "openapi": "3.1.0",
-        "info": {
-            "title": "Lamina",
-            "version": version,
-            "description": "A released model behind its gate, and its ledger.",
-        },
+        "info": about,
         "paths": paths,
         "components": {"schemas": _SCHEMAS, "securitySchemes": schemes},
         "security": [{}, {"key": []}, {"password": []}],

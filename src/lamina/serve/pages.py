@@ -23,8 +23,8 @@ from lamina.release.certificate import certify
 from lamina.release.gate import Query
 from lamina.release.reconciliation import reconcile
 from lamina.report.charts import budget_chart, house_of_layers, share_bars
-from lamina.report.pages import environment, render, stylesheet
-from lamina.report.view import PAGE_ROWS, ContributionRow, LedgerView
+from lamina.report.pages import environment, render
+from lamina.report.view import PAGE_ROWS, LedgerView
 from lamina.serve.app import Service
 from lamina.sign.keys import format_utc
 from lamina.sign.signed_json import parse_json
@@ -161,7 +161,7 @@ class Dashboard:
 
     def contributions(self, request: Request) -> Response:
         asked, problem, following = request.query_params.get("find", "").strip(), "", None
-        rows: list[ContributionRow] = []
+        rows: list[dict[str, Any]] = []
         first = _number(request.query_params.get("from", "0"))
         if asked:
             try:
@@ -248,7 +248,7 @@ def _static(name: str) -> bytes:
 
 def _file(name: str, kind: str) -> Callable[[Request], Response]:
     def serve(request: Request) -> Response:
-        return Response(stylesheet().encode() if name == "style.css" else _static(name), media_type=kind)
+        return Response(_static(name), media_type=kind)
 
     return serve
 

@@ -129,12 +129,7 @@ class ResultStore:
         """One line for each measured cell. `epsilon` is what was reached, in its last digits another for each seed;
         `epsilon_asked` is one number for all of them, and empty where no privacy was asked for."""
         rows = [
-            {
-                **asdict(cell),
-                "epsilon_asked": None if cell.method == "none" else cell.epsilon,
-                "epsilon": None,
-                **result,
-            }
+            asdict(cell) | {"epsilon_asked": None if cell.method == "none" else cell.epsilon, "epsilon": None} | result
             for cell in dict.fromkeys(cells)
             if (result := self.get(cell)) is not None
         ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from lamina.study.bounds import bounds_of
 from lamina.study.cells import Cell, ResultStore, StudySize, column
 from lamina.study.methods import METHODS
 from lamina.study.statistics import interval
-from lamina.study.tables import ARCHITECTURES, TABLE8, over_seeds
+from lamina.study.tables import ARCHITECTURES, TABLE8, architecture_cell, no_cells, over_seeds
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart; markers and dashes repeat what they say.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -48,17 +48,11 @@ class StudyFigure:
         mpl.use("Agg")
         import matplotlib.pyplot as plt
 
-        settings: dict[Any, Any] = {
-            "font.size": 9,
-            "axes.grid": True,
-            "grid.alpha": 0.3,
-            "axes.spines.top": False,
-            "axes.spines.right": False,
-        }
+        settings: dict[Any, Any] = {"font.size": 9, "axes.grid": True, "grid.alpha": 0.3}
+        settings |= {"axes.spines.top": False, "axes.spines.right": False}
         with plt.rc_context(settings):
-            figure, axes = plt.subplots(
-                1, self.width, figsize=(4.2 * self.width, 3.4), layout="constrained", squeeze=False
-            )
+            size = (4.2 * self.width, 3.4)
+            figure, axes = plt.subplots(1, self.width, figsize=size, layout="constrained", squeeze=False)
             self.panels(list(axes[0]), store)
             figure.suptitle(f"{self.title}\n{self._inputs(store.size)}", fontsize=9)
             paths = [folder / f"{self.name}.png", folder / f"{self.name}.pdf"]
@@ -95,17 +89,11 @@ def _line(axes: Axes, i: int, label: str, x: Sequence[float], groups: Sequence[S
     if known:
         low = [each.mean - each.low if math.isfinite(each.low) else 0.0 for _, each in known]
         high = [each.high - each.mean if math.isfinite(each.high) else 0.0 for _, each in known]
-        style = _style(i)
-        axes.errorbar(
-            [at for at, _ in known], [each.mean for _, each in known], [low, high], label=label, capsize=2, **style
-        )
+        means = [each.mean for _, each in known]
+        axes.errorbar([at for at, _ in known], means, [low, high], label=label, capsize=2, **_style(i))
 
 
 # ------------------------------------------------------------------------------------------------ Figures 1, 3 and 4: Δ
-
-
-def _no_cells(size: StudySize) -> list[Cell]:
-    return []
 
 
 def _figure1(axes: Sequence[Axes], store: ResultStore) -> None:
@@ -138,9 +126,8 @@ def _figure4(axes: Sequence[Axes], store: ResultStore) -> None:
     _label(axes[0], "pre-activation", "slope", "slopes and where inputs lie")
     for i, activation in enumerate(("relu", "gelu")):
         layers = bounds_of(activation, 12, store.size.passes).layers
-        axes[1].semilogy(
-            range(1, len(layers) + 1), [each[0] / each[1] for each in layers], label=activation, **_style(i)
-        )
+        ratios = [each[0] / each[1] for each in layers]
+        axes[1].semilogy(range(1, len(layers) + 1), ratios, label=activation, **_style(i))
     _label(axes[1], "layer", "Δ tight / Δ global", "tightness over depth")
 
 
@@ -207,32 +194,22 @@ def _bars(axes: Axes, store: ResultStore, methods: Sequence[str], name: str, lab
     groups = [column(over_seeds(store, Cell(method=m)), name) for m in methods]
     found = [(METHODS[m].title, each) for m, values in zip(methods, groups, strict=True) if (each := interval(values))]
     half = [each.high - each.mean if math.isfinite(each.high) else 0.0 for _, each in found]
-    axes.barh(
-        [title for title, _ in found],
-        [each.mean for _, each in found],
-        xerr=half,
-        color=COLOURS[0],
-        alpha=0.75,
-        capsize=2,
-    )
+    titles, means = [title for title, _ in found], [each.mean for _, each in found]
+    axes.barh(titles, means, xerr=half, color=COLOURS[0], alpha=0.75, capsize=2)
     axes.invert_yaxis()
     _label(axes, label, "")
 
 
 def _figure6_cells(size: StudySize) -> list[Cell]:
-    rest = [Cell(method=m, architecture=a, depth=d, activation=f, seed=s)
-            for a, d, f in ARCHITECTURES for m in ("lsab", "lsab-equal") for s in size.seeds]  # fmt: skip
-    return [Cell(method=m, seed=s) for m in TABLE8 for s in size.seeds] + rest
+    rest = [architecture_cell(*each, method) for each in ARCHITECTURES for method in ("lsab", "lsab-equal")]
+    return [replace(cell, seed=s) for cell in [Cell(method=m) for m in TABLE8] + rest for s in size.seeds]
 
 
 def _figure6(axes: Sequence[Axes], store: ResultStore) -> None:
     _bars(axes[0], store, TABLE8, "mse", "error of reconstruction (MSE)")
     names = [name for name, _, _ in ARCHITECTURES]
     for i, method in enumerate(("lsab", "lsab-equal")):
-        groups = [
-            column(over_seeds(store, Cell(method=method, architecture=name, depth=depth, activation=activation)), "mse")
-            for name, depth, activation in ARCHITECTURES
-        ]
+        groups = [column(over_seeds(store, architecture_cell(*each, method)), "mse") for each in ARCHITECTURES]
         _line(axes[1], i, METHODS[method].title, list(range(len(names))), groups)
     axes[1].set_xticks(range(len(names)), names, rotation=20)
     _label(axes[1], "architecture", "error of reconstruction (MSE)")
@@ -268,7 +245,7 @@ FIGURES = {
     figure.name: figure
     for figure in (
         StudyFigure(
-            name="figure1", title="Figure 1. Δ by layer", width=2, cells=_no_cells, panels=_figure1,
+            name="figure1", title="Figure 1. Δ by layer", width=2, cells=no_cells, panels=_figure1,
             why="Local constants are smaller than global ones, and the gap grows with depth, as the document says. It is a fact "
                 "about activations, not about gradients: no noise is saved by it.",
         ),
@@ -277,12 +254,12 @@ FIGURES = {
             why="The document shows LSAB ahead everywhere; here all methods have the same true ε.",
         ),
         StudyFigure(
-            name="figure3", title="Figure 3. Δ and thresholds over depth", width=2, cells=_no_cells, panels=_figure3,
+            name="figure3", title="Figure 3. Δ and thresholds over depth", width=2, cells=no_cells, panels=_figure3,
             why="The document's budget falls with Δ. With clipping to C the budget is what was declared, at any depth; Δ only "
                 "says how the clip norm is divided among layers.",
         ),
         StudyFigure(
-            name="figure4", title="Figure 4. Slopes, and tightness over depth", width=2, cells=_no_cells, panels=_figure4,
+            name="figure4", title="Figure 4. Slopes, and tightness over depth", width=2, cells=no_cells, panels=_figure4,
             why="The slopes are as the document has them.",
         ),
         StudyFigure(

@@ -27,14 +27,9 @@ Say = Callable[[str], None]
 
 
 def run_study(
-    names: Sequence[str],
-    size: StudySize,
-    folder: Path,
-    *,
-    source: str = "simulated",
-    workers: int = 2,
+    names: Sequence[str], size: StudySize, folder: Path, *, source: str = "simulated", workers: int = 2,
     say: Say = print,
-) -> list[Path]:
+) -> list[Path]:  # fmt: skip
     """Measure what the named tables and figures need, then write them; returns the files that were written."""
     wanted = [name for name in NAMES if name in names or ALL in names]
     if unknown := sorted(set(names) - {*NAMES, ALL}):

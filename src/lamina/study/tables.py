@@ -30,14 +30,8 @@ class StudyTable:
     def markdown(self, store: ResultStore) -> str:
         """The table with the document's figures in the last columns."""
         heads = [*self.heads, *(f"document: {name}" for name in self.paper_heads)]
-        lines = [
-            f"## {self.title}",
-            "",
-            store.size.describe(trained=bool(self.cells(store.size))),
-            "",
-            _line(heads),
-            _line(["---"] * len(heads)),
-        ]
+        inputs = store.size.describe(trained=bool(self.cells(store.size)))
+        lines = [f"## {self.title}", "", inputs, "", _line(heads), _line(["---"] * len(heads))]
         for row in self.rows(store):
             theirs = self.paper.get(row[0], ("–",) * len(self.paper_heads))
             lines.append(_line([*row, *theirs]))
@@ -123,14 +117,8 @@ def _table9(store: ResultStore) -> list[Row]:
     for method in TABLE9:
         found = interval(column(over_seeds(store, Cell(method=method)), "auc"))
         if found is not None:
-            rows.append(
-                [
-                    METHODS[method].title,
-                    f"{found.mean:.3f}",
-                    f"±{found.std:.3f}",
-                    f"{100 * found.std / found.mean:.2f}%",
-                ]
-            )
+            row = [METHODS[method].title, f"{found.mean:.3f}", f"±{found.std:.3f}"]
+            rows.append([*row, f"{100 * found.std / found.mean:.2f}%"])
     return rows
 
 
@@ -140,28 +128,24 @@ def _table9(store: ResultStore) -> list[Row]:
 TABLE7_METHODS = ("lsab", "uniform", "flat")
 
 
-def _architecture_cell(name: str, depth: int, activation: str, method: str) -> Cell:
+def architecture_cell(name: str, depth: int, activation: str, method: str) -> Cell:
     return Cell(method=method, architecture=name, depth=depth, activation=activation)
 
 
 def _table7_cells(size: StudySize) -> list[Cell]:
-    return [
-        replace(_architecture_cell(*each, method), seed=seed)
-        for each in ARCHITECTURES
-        for method in TABLE7_METHODS
-        for seed in size.seeds
-    ]
+    cells = [architecture_cell(*each, method) for each in ARCHITECTURES for method in TABLE7_METHODS]
+    return [replace(cell, seed=seed) for cell in cells for seed in size.seeds]
 
 
 def _table7(store: ResultStore) -> list[Row]:
     rows = []
     for name, depth, activation in ARCHITECTURES:
         ours, even, flat = (
-            over_seeds(store, _architecture_cell(name, depth, activation, method)) for method in TABLE7_METHODS
+            over_seeds(store, architecture_cell(name, depth, activation, method)) for method in TABLE7_METHODS
         )
         title = f"{name} ({depth}, {activation})"
         if not ours:
-            why = refusal(store, _architecture_cell(name, depth, activation, "lsab"))
+            why = refusal(store, architecture_cell(name, depth, activation, "lsab"))
             rows.append([title, f"LSAB refused: {why}" if why else "–", "", "", "", "", shown(flat, "auc"), ""])
             continue
         tight, worst = column(ours, "delta_tight"), column(ours, "delta_worst")
@@ -186,7 +170,7 @@ def _table6(store: ResultStore) -> list[Row]:
     return [row(each) for each in bound_rows(store.size)]
 
 
-def _none(size: StudySize) -> list[Cell]:
+def no_cells(size: StudySize) -> list[Cell]:
     return []
 
 
@@ -204,7 +188,7 @@ TABLES = {
             name="table1", title="Table 1. Assumptions A1 to A3, checked for each layer",
             heads=("layer", "A1: slope bounded", "A2: spectral norm", "A3: pre-activations look Gaussian (skewness, kurtosis)",
                    "spread"),
-            paper_heads=(), paper={}, cells=_none, rows=lambda store: assumption_rows(store.size),
+            paper_heads=(), paper={}, cells=no_cells, rows=lambda store: assumption_rows(store.size),
             why="A3 holds for no layer exactly. The printed slopes for ReLU and GELU need it. So do our expected slopes, "
                 "which integrate the slope over a Gaussian fitted to the inputs that were seen. The largest slopes (A1) and the "
                 "noise of a run do not need it.",
@@ -240,7 +224,7 @@ TABLES = {
             why="Why ours differ. Δ is a fact about weights and inputs, so it depends on the initialisation, the width and the "
                 "size of an input, none of which the document gives. The last column is the document's definition of its "
                 "saving; its own ratios do not give its savings (0.253 gives 93.6 %, not 22.3 %).",
-            cells=_none, rows=_table6,
+            cells=no_cells, rows=_table6,
         ),
         StudyTable(
             name="table7", title="Table 7. Architectures at ε = 1, ECG, LSAB",

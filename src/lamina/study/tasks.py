@@ -109,9 +109,8 @@ class Task:
 
     def patient_losses(self, model: nn.Module, part: Part) -> NDArray[np.float64]:
         """The mean loss of each patient's windows."""
-        found = torch.cat(
-            [self.losses(model(x), y) for x, y in zip(part.x.split(_CHUNK), part.y.split(_CHUNK), strict=True)]
-        )
+        chunks = zip(part.x.split(_CHUNK), part.y.split(_CHUNK), strict=True)
+        found = torch.cat([self.losses(model(x), y) for x, y in chunks])
         return found.view(part.patients, -1).mean(1).double().numpy()
 
 
@@ -221,8 +220,7 @@ def recorded(data: str, folder: Path, windows: int, most: int) -> list[Part]:
         mine = [(x, label) for part, x, label in whole if part == name]
         if len(mine) < LEAST_PATIENTS:
             problem = f"'{folder}' has {len(mine)} patients of part {name} with {windows} windows"
-            raise RunError(
-                "study.too-few-patients", problem, f"give a folder with {LEAST_PATIENTS} or more in each part"
-            )
+            remedy = f"give a folder with {LEAST_PATIENTS} or more in each part"
+            raise RunError("study.too-few-patients", problem, remedy)
         made.append(Part(torch.from_numpy(np.stack([x for x, _ in mine])), torch.tensor([label for _, label in mine])))
     return made

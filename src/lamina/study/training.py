@@ -102,9 +102,8 @@ def measured_model(
 
 def _typical_norm(model: nn.Module, task: Task, rate: float) -> float:
     """The median norm of a proxy patient's gradient: at the first weights, or after a short training, whichever is less."""
-    plan = make_plan(
-        LayerStack.from_model(model), _policy(1000, "pld"), batch=10, steps=1, allocate="flat", epsilon=8.0
-    )
+    stack, policy = LayerStack.from_model(model), _policy(1000, "pld")
+    plan = make_plan(stack, policy, batch=10, steps=1, allocate="flat", epsilon=8.0)
     part = task.proxy.take_patients(64)
     model.eval()  # dropout would make the norms depend on chance
 
@@ -216,17 +215,27 @@ def _poisson(part: Part, expected: int, seed: int) -> Callable[[], Tensor]:
 
 def _train_plain(model: nn.Module, task: Task, size: StudySize, seed: int) -> Result:
     optimizer, schedule = _optimizer(model, size.steps, size.rate)
-    drawn = _poisson(task.train, size.batch, seed)
+    _take_steps(model, task, task.train, size, seed, optimizer, schedule)
+    return {"steps": size.steps, "epsilon": None, "rho": None}
+
+
+def _take_steps(
+    model: nn.Module, task: Task, part: Part, size: StudySize, seed: int, optimizer: torch.optim.Optimizer,
+    schedule: torch.optim.lr_scheduler.LRScheduler,
+) -> None:  # fmt: skip
+    """Train on Poisson batches; a batch of nobody makes no step (Opacus' optimiser cannot make one of noise alone)."""
+    drawn = _poisson(part, size.batch, seed)
     torch.manual_seed(_DROPOUT + seed)
     model.train()
     for _ in range(size.steps):
-        batch = task.train.batch(drawn())
+        batch = part.batch(drawn())
         if len(batch):
-            task.losses(model(batch.x), batch.y).mean().backward()
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "Full backward hook")  # of Opacus
+                task.losses(model(batch.x), batch.y).mean().backward()
             optimizer.step()
         optimizer.zero_grad()
         schedule.step()
-    return {"steps": size.steps, "epsilon": None, "rho": None}
 
 
 def _train_opacus(model: nn.Module, task: Task, size: StudySize, cell: Cell, clip: float) -> Result:
@@ -245,18 +254,7 @@ def _train_opacus(model: nn.Module, task: Task, size: StudySize, cell: Cell, cli
         inner, noise_multiplier=sigma, max_grad_norm=clip, expected_batch_size=rate * part.patients,
         generator=torch.Generator().manual_seed(_NOISE + cell.seed),
     )  # fmt: skip
-    drawn = _poisson(part, size.batch, cell.seed)
-    torch.manual_seed(_DROPOUT + cell.seed)
-    wrapped.train()
-    for _ in range(size.steps):
-        batch = part.batch(drawn())
-        if len(batch):  # an empty batch would be a step of noise alone; Opacus' optimiser cannot make it
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "Full backward hook")
-                task.losses(wrapped(batch.x), batch.y).mean().backward()
-            optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
+    _take_steps(wrapped, task, part, size, cell.seed, optimizer, schedule)
     wrapped.to_standard_module()
     event = Event(sigma=sigma, q=rate, steps=size.steps)
     return {"steps": size.steps, "epsilon": _true_epsilon((event,)), "rho": 0.5 * size.steps / sigma**2}

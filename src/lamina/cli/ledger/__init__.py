@@ -12,7 +12,7 @@ from lamina.cli.ledger.proof_commands import checkpoint, copy, heartbeat, prove,
 from lamina.cli.ledger.reconcile_command import reconcile, statement
 from lamina.cli.ledger.record_commands import prune, show, trace
 from lamina.cli.ledger.withdraw_commands import request, withdraw
-from lamina.cli.terminal import PlainCommand, PlainGroup, help_text
+from lamina.cli.options import PlainCommand, PlainGroup, help_text
 
 _HELP = """The record of what was admitted, spent, withdrawn and released: append-only, signed, and checkable.
 

@@ -16,18 +16,8 @@ import typer
 
 from lamina import validate
 from lamina.cli.open_ledger import open_ledger
-from lamina.cli.terminal import (
-    JsonOption,
-    KeyOption,
-    LedgerArgument,
-    OutputOption,
-    PassphraseOption,
-    argument,
-    existing_ledger,
-    open_private_key,
-    option,
-    print_answer,
-)
+from lamina.cli.options import JsonOption, KeyOption, LedgerArgument, OutputOption, PassphraseOption, argument, option
+from lamina.cli.terminal import existing_ledger, open_private_key, print_answer
 from lamina.errors import EncodingError, LedgerError
 from lamina.ledger.corpus_terms import CorpusTerms, about_at, governing_key_path, ledger_key_path, load_or_make_key
 from lamina.ledger.governance_records import (
@@ -186,9 +176,8 @@ def init(
         problem = f"'{file}' names the ledger {terms.ledger.hex()[:16]} already, and this would be a second one of {terms.origin!r}"
         raise LedgerError("cli.policy-names-ledger", problem, "use that ledger, or remove the line ledger of [corpus]")
     if write and propose is not None:
-        raise typer.BadParameter(
-            "the ledger has no name before it is made: add the line that submit prints", param_hint="--write"
-        )
+        problem = "the ledger has no name before it is made: add the line that submit prints"
+        raise typer.BadParameter(problem, param_hint="--write")
     named_in = _with_ledger_line(file, "0" * 64) if write else ""
     named = [Key(name=name, x=public.x, role=Role.GOVERNING) for name, public, _ in owners]
     seen = [Key(name=path.stem, x=PublicKey.load(path).x, role=Role.WITNESS) for path in witness or ()]
@@ -205,21 +194,18 @@ def init(
         return
     name = _create(ledger, header, signer, result, as_json)
     if named_in:
-        files.replace_file(
-            file, named_in.replace("0" * 64, name, 1).encode(), "the policy", mode=file.stat().st_mode & 0o777
-        )
+        text = named_in.replace("0" * 64, name, 1)
+        files.replace_file(file, text.encode(), "the policy", mode=file.stat().st_mode & 0o777)
 
 
 def _with_ledger_line(file: Path, name: str) -> str:
     """The text of the policy with the ledger's name in [corpus]."""
-    text, found = re.subn(
-        r"(?m)^[ \t]*\[corpus\].*$", rf'\g<0>\nledger = "{name}"', validate.read_text_file(file), count=1
-    )
+    old = validate.read_text_file(file)
+    text, found = re.subn(r"(?m)^[ \t]*\[corpus\].*$", rf'\g<0>\nledger = "{name}"', old, count=1)
     if not found:
         problem = f"'{file}' has no line [corpus] after which the ledger could be named"
-        raise LedgerError(
-            "cli.no-corpus-table", problem, "leave --write out, and add the line that is printed yourself"
-        )
+        remedy = "leave --write out, and add the line that is printed yourself"
+        raise LedgerError("cli.no-corpus-table", problem, remedy)
     Policy.parse(text, source=str(file))
     return text
 
@@ -344,16 +330,10 @@ def sign(
         lines = _check_proposal(ledger, record, private)
     output = output or proposal.with_name(f"{proposal.name}.sig")
     files.write_new(output, private.sign(data), "the signature", mode=0o644)
-    made = {
-        "proposal": str(proposal),
-        "signature": str(output),
-        "key": private.public.name,
-        "change": describe_change(record),
-    }
-    text = "\n".join(
-        [*(f"  {line}" for line in [*made["change"], *lines]), f"{output}: signed by {private.public.name[:16]}"]
-    )
-    print_answer(made | {"needs": lines}, text, as_json)
+    made, change = {"proposal": str(proposal), "signature": str(output)}, describe_change(record)
+    told = [*(f"  {line}" for line in [*change, *lines]), f"{output}: signed by {private.public.name[:16]}"]
+    facts = {**made, "key": private.public.name, "change": change, "needs": lines}
+    print_answer(facts, "\n".join(told), as_json)
 
 
 def submit(

@@ -19,18 +19,8 @@ from lamina.cli.ledger.governing_commands import (
     outcome,
 )
 from lamina.cli.open_ledger import open_ledger
-from lamina.cli.terminal import (
-    JsonOption,
-    LedgerArgument,
-    PassphraseOption,
-    argument,
-    columns,
-    existing_ledger,
-    option,
-    print_answer,
-    print_json,
-    print_line,
-)
+from lamina.cli.options import JsonOption, LedgerArgument, PassphraseOption, argument, option
+from lamina.cli.terminal import columns, existing_ledger, print_answer, print_json, print_line
 from lamina.errors import LedgerError
 from lamina.ledger import show
 from lamina.ledger.admission_batch import missing_key_events
@@ -142,10 +132,8 @@ def policy(
     if contract is None:
         _print_policy(ledger, before, header, as_json)
         return
-    change, result = (
-        contract.change(before),
-        {"ledger": printable_location(ledger), "changed": False, "checkpoint": None},
-    )
+    change = contract.change(before)
+    result: dict[str, Any] = {"ledger": printable_location(ledger), "changed": False, "checkpoint": None}
     if change is not None and not dry_run:
         keys = keys_at_hand(ledger, key or (), passphrase_file)
         _, result = make_change(ledger, lambda book: contract.change(policy_in_force(book)), keys, propose, days)

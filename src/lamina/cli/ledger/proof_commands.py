@@ -13,7 +13,7 @@ import typer
 
 from lamina.cli.ledger.reconcile_command import letter_text
 from lamina.cli.open_ledger import LEAF_HELP, contribution_digest, open_ledger, open_view, print_compared
-from lamina.cli.terminal import (
+from lamina.cli.options import (
     LEDGER_HELP,
     JsonOption,
     KeyOption,
@@ -21,9 +21,11 @@ from lamina.cli.terminal import (
     OutputOption,
     PassphraseOption,
     argument,
+    option,
+)
+from lamina.cli.terminal import (
     existing_ledger,
     open_private_key,
-    option,
     print_answer,
     print_finding,
     print_json,
@@ -148,11 +150,7 @@ def key_lines(found: Verification) -> list[str]:
             lines.append(f"leaf {each['index']}: {name}, by {signers}")
     for (index, signers), counts in by_leaf.items():
         parts = [f"{pluralize(counts['add'], 'contributor key')} added"] * bool(counts["add"])
-        parts += [
-            f"{counts[change]} {word}"
-            for change, word in (("rotate", "rotated"), ("revoke", "revoked"))
-            if counts[change]
-        ]
+        parts += [f"{counts[change]} {change}d" for change in ("rotate", "revoke") if counts[change]]
         lines.append(f"leaf {index}: {', '.join(parts)}, by {signers}")
     return lines
 
@@ -275,13 +273,11 @@ def witness(
     """
     given = list(checkpoints or ())
     if (proof is not None and len(given) != 1) or not (given or ledger) or (ledger and proof):
-        raise typer.BadParameter(
-            "give checkpoints, or --ledger; --proof with one of them alone", param_hint="CHECKPOINT"
-        )
+        problem = "give checkpoints, or --ledger; --proof with one of them alone"
+        raise typer.BadParameter(problem, param_hint="CHECKPOINT")
     if output is not None and len({path.name for path in given}) < len(given):
-        raise typer.BadParameter(
-            "two of them have the same name, as their files in --output would", param_hint="CHECKPOINT"
-        )
+        problem = "two of them have the same name, as their files in --output would"
+        raise typer.BadParameter(problem, param_hint="CHECKPOINT")
     signer, trusted = open_private_key(key, passphrase_file), Trust.load(trust)
     requests = [WitnessRequest.parse(keys.read_small(path, "the checkpoint", most=_MAX_FILE_BYTES)) for path in given]
     if proof is not None:
@@ -304,9 +300,8 @@ def witness(
                 path = output / given[at].name if several else output
                 keys.replace_file(path, text.encode("utf-8"), "the checkpoint", mode=0o644)
             head, first = parse_checkpoint(text)[0], before is None
-            made.append(
-                {"origin": origin, "size": head.size, "root": head.root.hex(), "first": first, "checkpoint": text}
-            )
+            facts = {"origin": origin, "size": head.size, "root": head.root.hex()}
+            made.append({**facts, "first": first, "checkpoint": text})
             if first:
                 print_note(f"note: {origin} was never cosigned before, so nothing was compared")
     shown = "\n".join(f"{each['origin']}: cosigned {pluralize(each['size'], 'leaf', 'leaves')}" for each in made)
@@ -462,12 +457,8 @@ def receipt(
     with open_view(ledger) as book:
         seq = find_leaf(book, contribution_digest(name))
         leaf, body = book.raw(seq)
-        parts = {
-            _LEAF_SUFFIX: leaf,
-            **({} if body is None else {_BODY_SUFFIX: body}),
-            _COSE_SUFFIX: book.receipt(seq),
-            _TEXT_SUFFIX: book.proof_text(seq).encode("utf-8"),
-        }
+        parts = {_LEAF_SUFFIX: leaf} | ({} if body is None else {_BODY_SUFFIX: body})
+        parts |= {_COSE_SUFFIX: book.receipt(seq), _TEXT_SUFFIX: book.proof_text(seq).encode("utf-8")}
     written = {suffix[1:]: str(_with_suffix(output, suffix)) for suffix in parts}
     for suffix, data in parts.items():
         keys.write_new(_with_suffix(output, suffix), data, "the receipt", mode=0o644)
@@ -486,9 +477,8 @@ def _check_statement(path: Path, trust: Trust, book: LedgerReader | None, folder
     counted, line = _count_witnesses(note, last, trust, content["witnesses_required"])
     lines = [f"verified: statement of {content['ledger']['origin']} as of {content['as_of']}", f"  {line}"]
     if since is not None:
-        lines.append(
-            f"  every fact is the ledger's at that checkpoint; it has {pluralize(since, 'leaf', 'leaves')} more now"
-        )
+        more = pluralize(since, "leaf", "leaves")
+        lines.append(f"  every fact is the ledger's at that checkpoint; it has {more} more now")
     made = {"verified": True, "compared": since is not None, "witnesses": counted, "statement": content}
     print_compared(made, "\n".join([*lines, letter_text(letter(content))]), folder, record, as_json)
 
@@ -522,9 +512,8 @@ def _check_receipt(prefix: Path, trust: Trust, book: LedgerReader | None, folder
         kept = leaves.decode_kept(leaf)
         record = leaves.decode_leaf(StoredLeaf(leaf, body)) if body is not None or kept.contribution else None
     except LaminaError as error:
-        raise NotVerified(
-            "cli.receipt-malformed", f"'{prefix}' is not a receipt: {error.problem}", _ASK_AGAIN
-        ) from None
+        problem = f"'{prefix}' is not a receipt: {error.problem}"
+        raise NotVerified("cli.receipt-malformed", problem, _ASK_AGAIN) from None
     trusted = trust.keys(found.origin)
     if found.kid not in {key.id for key in trusted}:
         problem = (
@@ -538,9 +527,8 @@ def _check_receipt(prefix: Path, trust: Trust, book: LedgerReader | None, folder
     named = [NoteKey(found.origin, key) for key in dict.fromkeys(trusted)]
     head = proof.verify(leaf, named, origin=found.origin)
     if proof.index != found.index or kept.seq != found.index:
-        raise NotVerified(
-            "cli.receipt-proofs-differ", f"the proofs are of leaves {found.index} and {proof.index}", _ASK_AGAIN
-        )
+        problem = f"the proofs are of leaves {found.index} and {proof.index}"
+        raise NotVerified("cli.receipt-proofs-differ", problem, _ASK_AGAIN)
     if book is not None and (book.origin, book.root_at(head.size)) != (found.origin, head.root):
         raise NotVerified("cli.receipt-other-ledger", f"the ledger {book.name} is not that of the receipt", _ASK_AGAIN)
     required = None if book is None else book.parties(head.size).witnesses
@@ -556,9 +544,8 @@ _ASK_AGAIN = "get the receipt again, and the keys from the owner of the ledger"
 
 def _with_suffix(prefix: Path, suffix: str) -> Path:
     if not prefix.name:
-        raise LedgerError(
-            "cli.receipt-prefix-empty", f"'{prefix}' is not the beginning of a file name", "give one, such as mine"
-        )
+        problem = f"'{prefix}' is not the beginning of a file name"
+        raise LedgerError("cli.receipt-prefix-empty", problem, "give one, such as mine")
     return prefix.with_name(prefix.name + suffix)
 
 
@@ -598,8 +585,5 @@ def copy(
         size = book.size
     made = {"ledger": printable_location(ledger), "copy": str(target), "size": size}
     made |= {"left_out": [{"index": seq, "kind": kind} for seq, kind in cut]} if signed else {}
-    lines = [
-        f"{target}: {pluralize(size, 'leaf', 'leaves')}",
-        *(f"  left out: leaf {seq} ({kind})" for seq, kind in cut),
-    ]
-    print_answer(made, "\n".join(lines), as_json)
+    left_out = "".join(f"\n  left out: leaf {seq} ({kind})" for seq, kind in cut)
+    print_answer(made, f"{target}: {pluralize(size, 'leaf', 'leaves')}{left_out}", as_json)

@@ -7,16 +7,8 @@ from typing import Annotated, Any
 
 from lamina.cli.ledger.record_commands import DigestArgument
 from lamina.cli.open_ledger import contribution_digest, open_ledger, open_view
-from lamina.cli.terminal import (
-    JsonOption,
-    KeyOption,
-    LedgerArgument,
-    PassphraseOption,
-    existing_ledger,
-    option,
-    print_answer,
-    print_note,
-)
+from lamina.cli.options import JsonOption, KeyOption, LedgerArgument, PassphraseOption, option
+from lamina.cli.terminal import existing_ledger, print_answer, print_note
 from lamina.errors import LaminaError
 from lamina.ledger.corpus_terms import ledger_key_path
 from lamina.ledger.reader import find_contributions, find_leaf

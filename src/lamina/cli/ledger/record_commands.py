@@ -16,21 +16,8 @@ import typer
 
 from lamina import cbor
 from lamina.cli.open_ledger import DIGEST_HELP, contribution_digest, open_view, print_compared
-from lamina.cli.terminal import (
-    JsonOption,
-    KeyOption,
-    LedgerArgument,
-    PassphraseOption,
-    argument,
-    columns,
-    existing_ledger,
-    open_private_key,
-    option,
-    out,
-    print_answer,
-    print_json,
-    print_line,
-)
+from lamina.cli.options import JsonOption, KeyOption, LedgerArgument, PassphraseOption, argument, option
+from lamina.cli.terminal import columns, existing_ledger, open_private_key, out, print_answer, print_json, print_line
 from lamina.errors import EncodingError, LedgerError
 from lamina.ledger import records as leaves
 from lamina.ledger.contribution_trace import ContributionTrace, EpochExposure
@@ -194,9 +181,8 @@ def trace_page(found: ContributionTrace) -> str:
     lines.append(f"  withdrawn  {_withdrawal_text(found)}")
     for release in found.releases:
         assert isinstance(release.record, Release)
-        lines.append(
-            f"  released   leaf {release.seq}, {format_utc(release.time)}, manifest {release.record.manifest.hex()[:16]}…"
-        )
+        manifest = release.record.manifest.hex()[:16]
+        lines.append(f"  released   leaf {release.seq}, {format_utc(release.time)}, manifest {manifest}…")
     if not found.releases:
         lines.append("  released   no release is recorded, which does not mean that no model was given away")
     return "\n".join(lines)
@@ -217,12 +203,8 @@ def _epoch_lines(epochs: tuple[EpochExposure, ...]) -> list[str]:
         assert isinstance(epoch, Epoch)
         hour = f"{format_utc(each.leaf.time)[:16]}Z"  # rounded to the hour: seconds mean nothing
         sigma = at_least(each.multiplier) if math.isfinite(each.multiplier) else "-"
-        figures = [
-            str(each.steps),
-            sigma,
-            _variance_range(each),
-            format_epsilon(each.spend) + ("" if each.own else "*"),
-        ]
+        epsilon = format_epsilon(each.spend) + ("" if each.own else "*")
+        figures = [str(each.steps), sigma, _variance_range(each), epsilon]
         rows.append([str(each.leaf.seq), hour, epoch.run.hex()[:8], *figures])
     return columns(rows, left=3).split("\n") if epochs else []
 
@@ -346,9 +328,8 @@ def _load_aggregate(path: Path) -> Aggregate:
     try:
         found = schema_of(Aggregate).from_cbor(cbor.decode(data, max_size=_MAX_PROPOSAL_BYTES))
     except EncodingError as error:
-        raise LedgerError(
-            "cli.aggregate-malformed", f"'{path}' is not a proposal: {error.problem}", "write one with --save"
-        ) from None
+        problem = f"'{path}' is not a proposal: {error.problem}"
+        raise LedgerError("cli.aggregate-malformed", problem, "write one with --save") from None
     assert isinstance(found, Aggregate)
     return found
 

@@ -11,18 +11,8 @@ import typer
 
 from lamina.admit.attestation import Attestation
 from lamina.cli.open_ledger import DIGEST_HELP, contribution_digest, contributor_folder, open_ledger, open_view
-from lamina.cli.terminal import (
-    JsonOption,
-    LedgerArgument,
-    OutputOption,
-    PassphraseOption,
-    argument,
-    open_private_key,
-    option,
-    print_answer,
-    print_json,
-    print_line,
-)
+from lamina.cli.options import JsonOption, LedgerArgument, OutputOption, PassphraseOption, argument, option
+from lamina.cli.terminal import open_private_key, print_answer, print_json, print_line
 from lamina.errors import LedgerError
 from lamina.ledger.governance_records import Withdrawal
 from lamina.ledger.records import ContributionRecord, KeptContribution
