@@ -273,9 +273,8 @@ class PolicyChecks:
         if not required.public:
             self._check_bound(descriptor, required.bound)
         if descriptor.profile is not None and not self.profile_allows(descriptor.profile, descriptor.admissibility):
-            raise ContributionRefused(
-                Reason.PROFILE_MISMATCH, f"it signed {descriptor.profile}, the class reaches {required.profile}"
-            )
+            detail = f"it signed {descriptor.profile}, the class reaches {required.profile}"
+            raise ContributionRefused(Reason.PROFILE_MISMATCH, detail)
         return required
 
     def _check_bound(self, descriptor: Descriptor, most_permissive: tuple[int, int] | None) -> None:
@@ -414,9 +413,8 @@ class Examiner:
         if standing is not KeyStatus.USABLE:
             raise ContributionRefused(REASON_OF_KEY_STATUS[standing], f"key {entry.label!r}")
         if claims.alg not in entry.algorithms:
-            raise ContributionRefused(
-                Reason.WRONG_ALGORITHM, f"{claims.alg}, key {entry.label!r} is for {entry.algorithms}"
-            )
+            detail = f"{claims.alg}, key {entry.label!r} is for {entry.algorithms}"
+            raise ContributionRefused(Reason.WRONG_ALGORITHM, detail)
         return entry
 
     def check_payload(self, payload: bytes | Path | None, nonce: bytes, commitment: bytes) -> int:

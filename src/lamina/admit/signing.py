@@ -375,9 +375,8 @@ def attest_folder(
         problem = f"the validity ended at {format_utc(window.end)}, so it would never be admitted"
         raise AdmissionError("admit.window-over", problem, "give a later end, or sign by force")
     if key is None and not dry_run:
-        raise AdmissionError(
-            "admit.signing-key-missing", "there is no key to sign with", "give the contributor's private key"
-        )
+        problem = "there is no key to sign with"
+        raise AdmissionError("admit.signing-key-missing", problem, "give the contributor's private key")
     if (subjects is None) != (subject_key is None):
         given = "a subject key is given without subjects" if subjects is None else "subjects are given without a key"
         raise AdmissionError("admit.subjects-without-key", given, "give both: only a keyed tag of a subject is signed")

@@ -384,9 +384,8 @@ class AppendBatch:
         if not self._blobs:
             return
         for digest in self._blobs.keys() - {digest for record in self.records for digest in _blob_digests(record)}:
-            raise LedgerError(
-                "ledger.blob-unreferenced", f"no record of the batch refers to the blob {digest.hex()}", "leave it out"
-            )
+            problem = f"no record of the batch refers to the blob {digest.hex()}"
+            raise LedgerError("ledger.blob-unreferenced", problem, "leave it out")
 
 
 def _claim_once(names: dict[Any, int], asked: Iterable[Any], at: int) -> None:
@@ -396,9 +395,8 @@ def _claim_once(names: dict[Any, int], asked: Iterable[Any], at: int) -> None:
 
 
 def _repeated_in_batch(before: int, at: int) -> LedgerError:
-    return LedgerError(
-        "ledger.batch-repeats", f"records {before} and {at} of the batch are about the same thing", "append each once"
-    )
+    problem = f"records {before} and {at} of the batch are about the same thing"
+    return LedgerError("ledger.batch-repeats", problem, "append each once")
 
 
 def _encode_epoch(record: Epoch, previous: bytes | None) -> EncodedRecord:

@@ -622,9 +622,8 @@ class CheckedLeaves:
         for at, (seq, data) in enumerate(block, start=self.size):
             leaf = _decoded(at, data)
             if (seq, leaf.seq, leaf.epoch) != (at, at, self._epoch) or leaf.time < self._time:
-                raise leaf_not_allowed(
-                    at, KIND_NAMES[leaf.kind], "its place, time or epoch is not that of the next leaf"
-                )
+                reason = "its place, time or epoch is not that of the next leaf"
+                raise leaf_not_allowed(at, KIND_NAMES[leaf.kind], reason)
             record = leaf.record
             if isinstance(record, ContributionRecord):
                 if (wrong := rules.problem(record, leaf.time)) is not None:
@@ -639,9 +638,8 @@ class CheckedLeaves:
             elif isinstance(record, Aggregate) and record.horizon + state.retention > leaf.time:
                 raise leaf_not_allowed(at, KIND_NAMES[leaf.kind], f"contributions are kept for {state.retention} s")
             elif isinstance(record, KeptContribution):
-                raise leaf_not_allowed(
-                    at, KIND_NAMES[leaf.kind], "its body is missing, and no checkpoint covers it yet"
-                )
+                reason = "its body is missing, and no checkpoint covers it yet"
+                raise leaf_not_allowed(at, KIND_NAMES[leaf.kind], reason)
             self._time, self._epoch = leaf.time, self._epoch + (leaf.kind is Epoch)
         self._take([data.leaf for _, data in block])
 

@@ -603,13 +603,11 @@ class PolicyInForce:
         if c < floors.clip_norm:
             return Violation("verify.clip-norm-below-floor", f"{clip} below the floor, {floors.clip_norm / 1e6:.9g}")
         if z < floors.noise_multiplier:
-            return Violation(
-                "verify.noise-below-floor", f"{noise} below the floor, {floors.noise_multiplier / 1e6:.9g}"
-            )
+            reason = f"{noise} below the floor, {floors.noise_multiplier / 1e6:.9g}"
+            return Violation("verify.noise-below-floor", reason)
         if c > preset.clip_norm:
-            return Violation(
-                "verify.clip-norm-above-class", f"{clip} above that of {name}, {preset.clip_norm / 1e6:.9g}"
-            )
+            reason = f"{clip} above that of {name}, {preset.clip_norm / 1e6:.9g}"
+            return Violation("verify.clip-norm-above-class", reason)
         if z < preset.noise_multiplier:
             reason = f"{noise} below that of {name}, {preset.noise_multiplier / 1e6:.9g}"
             return Violation("verify.noise-below-class", reason)

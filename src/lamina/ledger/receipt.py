@@ -124,9 +124,8 @@ def _read_proof(unprotected: object, size: int) -> tuple[int, tuple[bytes, ...]]
 
 
 def _malformed_receipt(problem: str) -> EncodingError:
-    return EncodingError(
-        "ledger.receipt-malformed", f"malformed receipt: {problem}", "ask the ledger for the receipt again"
-    )
+    problem = f"malformed receipt: {problem}"
+    return EncodingError("ledger.receipt-malformed", problem, "ask the ledger for the receipt again")
 
 
 # The receipt as text (C2SP tlog-proof): index, path, and the checkpoint with all its signatures.

@@ -421,9 +421,8 @@ def encode_body(record: Record) -> bytes:
     try:
         return cbor.encode(schema_of(type(record)).to_cbor(record), max_size=MAX_BODY_BYTES)
     except EncodingError as error:
-        raise LedgerError(
-            "ledger.record-too-large", f"cannot write this {type(record).__name__}: {error.problem}", "split it"
-        ) from None
+        problem = f"cannot write this {type(record).__name__}: {error.problem}"
+        raise LedgerError("ledger.record-too-large", problem, "split it") from None
 
 
 def encode_leaf(record: Record, seq: int, time: int, epoch: int) -> StoredLeaf:

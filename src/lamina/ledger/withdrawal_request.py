@@ -159,9 +159,8 @@ def withdrawal_violation(
     if record.signed is None:
         if state.withdraw is WithdrawalRule.KEEPER:
             return None
-        return Violation(
-            "verify.withdrawal-not-signed", "nobody signed it, and this ledger takes signed requests alone"
-        )
+        reason = "nobody signed it, and this ledger takes signed requests alone"
+        return Violation("verify.withdrawal-not-signed", reason)
     assert target is not None
     try:
         request = parse_request(record.signed)
@@ -199,9 +198,8 @@ def _signer_violation(
             return key
     else:
         if known is None or known.key.role not in OPERATOR_ROLES:
-            return Violation(
-                "verify.signer-wrong-role", f"{name} signed as an operator, and is no operator or governing key"
-            )
+            reason = f"{name} signed as an operator, and is no operator or governing key"
+            return Violation("verify.signer-wrong-role", reason)
         if (wrong := known.problem(time, request.time)) is not None:
             return Violation(wrong.code, f"{name} {wrong.reason}")
         key = known.public

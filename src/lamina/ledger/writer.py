@@ -603,9 +603,8 @@ def check_unvouched(rows: StoreReader, first: int, size: int, now: int) -> None:
         if why:
             raise leaf_not_allowed(seq, KIND_NAMES[kind], why)
     if (found := verify_rows(rows, now=now, cosigned=False).problem) is not None:
-        raise leaf_not_allowed(
-            first if found.index is None else found.index, found.kind, f"{found.reason} [{found.code}]"
-        )
+        reason = f"{found.reason} [{found.code}]"
+        raise leaf_not_allowed(first if found.index is None else found.index, found.kind, reason)
 
 
 class ConcurrentAppend(Exception):

@@ -514,9 +514,8 @@ def _subjects(listed: object) -> dict[str, str]:
             inside = not plain.is_absolute() and ".." not in plain.parts and str(plain) == name and "\\" not in name
             inside = inside and bool(plain.parts)
         except (TypeError, KeyError):
-            raise EncodingError(
-                "release.manifest-malformed", "a file has no name or no SHA-256", "fetch it again"
-            ) from None
+            problem = "a file has no name or no SHA-256"
+            raise EncodingError("release.manifest-malformed", problem, "fetch it again") from None
         if type(digest) is not str or not _DIGEST.fullmatch(digest):
             problem = f"the digest of {name[:80]!r} is no SHA-256"
             raise EncodingError("release.manifest-malformed", problem, "fetch it again")

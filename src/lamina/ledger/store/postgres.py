@@ -166,9 +166,8 @@ def postgres_errors(name: str) -> Iterator[None]:
 
 
 def _lost(name: str, reason: str) -> StoreLost:
-    return StoreLost(
-        "store.server-lost", f"the connection to {name} was lost: {reason}", "start the server, then try again"
-    )
+    problem = f"the connection to {name} was lost: {reason}"
+    return StoreLost("store.server-lost", problem, "start the server, then try again")
 
 
 # The one row of `head` is the sequencer: whoever writes locks it first, so writers take turns and each sees what the

@@ -157,9 +157,8 @@ class SqliteStore(Store):
         """One moment of it as one new file, whoever writes meanwhile: what is still in the WAL is in the copy."""
         target = Path(os.path.abspath(path))
         if os.path.lexists(target):
-            raise LedgerError(
-                "store.file-exists", f"'{target}' exists and is not overwritten", "give another path, or move it away"
-            )
+            problem = f"'{target}' exists and is not overwritten"
+            raise LedgerError("store.file-exists", problem, "give another path, or move it away")
         with self._locks["read"], _sqlite_errors(self.name):
             self._connection("read").execute("VACUUM INTO ?", (str(target),))
 
@@ -247,9 +246,8 @@ class SqliteStore(Store):
             ):
                 db.pragma(name, value)
             if db.pragma("synchronous") != 2:
-                raise StoreError(
-                    "store.not-durable", f"SQLite refuses synchronous = FULL for '{self.path}'", "install another apsw"
-                )
+                problem = f"SQLite refuses synchronous = FULL for '{self.path}'"
+                raise StoreError("store.not-durable", problem, "install another apsw")
         except BaseException:
             db.close(True)
             raise
@@ -314,9 +312,8 @@ def _sqlite_errors(name: str) -> Iterator[None]:
         problem = f"another process holds the ledger '{name}'"
         raise StoreBusy("store.busy", problem, "wait until it is done, or stop it, then try again") from None
     except (apsw.CorruptError, apsw.NotADBError) as error:
-        raise LedgerDamaged(
-            "store.damaged", f"the ledger '{name}' is damaged: {error}", "restore it from a copy"
-        ) from None
+        problem = f"the ledger '{name}' is damaged: {error}"
+        raise LedgerDamaged("store.damaged", problem, "restore it from a copy") from None
     except apsw.TooBigError:
         problem = f"the ledger '{name}' holds more bytes in one place than a ledger can"
         raise LedgerDamaged("store.row-too-long", problem, "restore it from a copy") from None
@@ -324,9 +321,8 @@ def _sqlite_errors(name: str) -> Iterator[None]:
         problem = f"no space left for the ledger '{name}'; what was acknowledged is there"
         raise StoreError("store.disk-full", problem, "free space, then try again") from None
     except (apsw.ReadOnlyError, apsw.PermissionsError, apsw.AuthError) as error:
-        raise StoreError(
-            "store.not-writable", f"cannot write the ledger '{name}': {error}", "make it writable for this user"
-        ) from None
+        problem = f"cannot write the ledger '{name}': {error}"
+        raise StoreError("store.not-writable", problem, "make it writable for this user") from None
     except apsw.ConstraintError as error:
         problem = f"the ledger '{name}' holds a row that should not be there: {error}"
         raise LedgerDamaged("store.row-unexpected", problem, "restore it from a copy") from None

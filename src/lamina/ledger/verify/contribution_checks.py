@@ -445,9 +445,8 @@ def check_position(leaf: Leaf, index: int, time: int, epoch: int, latest: int) -
         reason = f"its time {format_utc(leaf.time)} is in the future: a clock is wrong, here or where it was written"
         fail(index, leaf.kind, "verify.time-in-future", reason)
     if leaf.epoch != epoch:
-        fail(
-            index, leaf.kind, "verify.epoch-count-wrong", f"it counts {leaf.epoch} epochs before it, there are {epoch}"
-        )
+        reason = f"it counts {leaf.epoch} epochs before it, there are {epoch}"
+        fail(index, leaf.kind, "verify.epoch-count-wrong", reason)
 
 
 class WithdrawalChecks:

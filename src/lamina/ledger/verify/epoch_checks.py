@@ -434,9 +434,8 @@ class EpochChecks:
         if account.noise_multiplier and unsigned:
             wrong("verify.account-bound-unsigned", "names a bound that nobody signed who was admitted")
         if not account.bound.signed and account.scaled != 1.0:
-            wrong(
-                "verify.class-account-scaled", f"is a whole class, and its clip norms are scaled by {account.scaled:g}"
-            )
+            reason = f"is a whole class, and its clip norms are scaled by {account.scaled:g}"
+            wrong("verify.class-account-scaled", reason)
         if account.factor < 1:
             self._check_exhausted(seq, record, plan, account)
         scale = self._scales.setdefault((record.run, record.plan, account.bound), account.scale)

@@ -318,9 +318,8 @@ class AggregateChecks:
             )
             wrong("verify.pruned-before-retention", reason)
         if record.spans[-1].stop > seq:
-            wrong(
-                "verify.aggregate-of-later-leaves", f"it stands for leaves until {record.spans[-1].stop}, after itself"
-            )
+            reason = f"it stands for leaves until {record.spans[-1].stop}, after itself"
+            wrong("verify.aggregate-of-later-leaves", reason)
         self._spans = sorted([*self._spans, *record.spans], key=lambda span: span.first)
         for one, two in pairwise(self._spans):
             if two.first < one.stop:
@@ -334,10 +333,8 @@ class AggregateChecks:
             )
             wrong("verify.pruned-beyond-horizon", f"it prunes {reason}")
         if tally.expires > leaf.time:
-            wrong(
-                "verify.pruned-before-expiry",
-                f"it prunes a contribution that expires later, at {format_utc(tally.expires)}",
-            )
+            reason = f"it prunes a contribution that expires later, at {format_utc(tally.expires)}"
+            wrong("verify.pruned-before-expiry", reason)
         if tally.digest.digest() != record.digest:
             wrong("verify.aggregate-digest-differs", "its digest does not match its leaves")
         stated = {each.cls: each.count for each in record.classes}

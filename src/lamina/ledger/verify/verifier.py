@@ -73,9 +73,8 @@ from lamina.sign.keys import CLOCK_SKEW
 def read_head(rows: StoreReader) -> LedgerHead:
     found = rows.head()
     if found is None or found.size < 1:
-        fail(
-            None, STORE, "verify.head-missing", "the ledger has no head: it was never started, or its head was deleted"
-        )
+        reason = "the ledger has no head: it was never started, or its head was deleted"
+        fail(None, STORE, "verify.head-missing", reason)
     return found
 
 
@@ -394,9 +393,8 @@ class LedgerReplay:
         for seq in sorted(listed.keys() | {seq for seq, kind in self.others.items() if kind is Aggregate}):
             tally = self._tallies.of(seq)
             if tally is None or seq not in listed or (listed[seq] and tally.pruned < tally.aggregate.count):
-                fail(
-                    seq, STORE, "verify.pruning-index-differs", "the store does not say what this aggregate has pruned"
-                )
+                reason = "the store does not say what this aggregate has pruned"
+                fail(seq, STORE, "verify.pruning-index-differs", reason)
             if tally.pruned and seq >= self.checkpoints.signed_size:
                 reason = "bodies of its leaves are pruned, and no checkpoint covers it"
                 fail(seq, Aggregate, "verify.pruned-without-checkpoint", reason)
