@@ -50,7 +50,6 @@ def read_length(raw: bytes) -> int:
 
 
 NONCE_BYTES = 16
-_CHUNK = 1 << 20
 
 
 def commit(nonce: bytes, payload: bytes | Path) -> bytes:
@@ -64,15 +63,12 @@ def commit(nonce: bytes, payload: bytes | Path) -> bytes:
         raise AdmissionError("admit.nonce-size", problem, "draw it with secrets.token_bytes(16)")
     if isinstance(payload, bytes):
         return hashlib.sha256(nonce + payload).digest()
-    digest = hashlib.sha256(nonce)
     try:
         with open(open_regular(payload), "rb", buffering=0) as file:
-            while part := file.read(_CHUNK):
-                digest.update(part)
+            return hashlib.file_digest(file, lambda: hashlib.sha256(nonce)).digest()
     except OSError as error:
         problem = f"cannot read the payload '{payload}': {error.strerror}"
         raise AdmissionError("admit.file-unreadable", problem, "give the file that is contributed") from None
-    return digest.digest()
 
 
 def subject_tag(key: bytes, subject: str) -> str:

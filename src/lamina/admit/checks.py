@@ -145,6 +145,7 @@ class SigningTerms:
     ) -> SigningTerms:
         """The terms of class `name`, or stricter ones: a smaller clip norm, a larger noise multiplier.
 
+        Without `data_class` it is the name of the class, in the letters that are allowed.
         With `profile` the depth of the class, if it is restricted, is signed too: a policy that lets the class reach
         elsewhere will refuse the contribution. Without it, depth is left to the policy.
         """
@@ -155,7 +156,7 @@ class SigningTerms:
             audience=policy.corpus.origin,
             policy=floors_hash(policy),
             admissibility=name,
-            data_class=data_class if data_class is not None else _default_data_class(name),
+            data_class=re.sub("[^a-z0-9-]", "-", name.lower())[:64] if data_class is None else data_class,
             clip_norm=clip,
             noise_multiplier=noise,
             not_before=not_before,
@@ -213,11 +214,6 @@ def _class_policy(policy: Policy, name: str) -> ClassPolicy:
         remedy = f"its classes are {', '.join(policy.classes)}"
         raise AdmissionError("admit.class-unknown", f"the policy has no class {name!r}", remedy)
     return policy.classes[name]
-
-
-def _default_data_class(name: str) -> str:
-    """The data class when none is given: the name of the class, in the letters that are allowed."""
-    return re.sub(r"[^a-z0-9-]", "-", name.lower())[:64]
 
 
 @dataclass(frozen=True, slots=True)

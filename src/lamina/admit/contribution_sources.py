@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lamina.admit.attestation import MAX_ATTESTATION, MAX_DESCRIPTOR
-from lamina.admit.verdicts import ContributionRefused, PackedTexts, Reason, SignedBytes
+from lamina.admit.verdicts import ContributionRefused, PackedTexts, Reason
 from lamina.errors import AdmissionError
 from lamina.plan.table import printable
 from lamina.validate import open_regular
@@ -140,8 +140,8 @@ class FolderContributions:
         return f"FolderContributions({str(self.path)!r})"
 
 
-def read_signed_bytes(source: Iterable[Contribution], id: str, position: int) -> SignedBytes:
-    """Read the contribution `id`, which was at `position`, once more. ContributionRefused if it is not there any more."""
+def read_signed_bytes(source: Iterable[Contribution], id: str, position: int) -> tuple[bytes, bytes]:
+    """Read descriptor and attestation of `id`, which was at `position`, once more. ContributionRefused if they are gone."""
     try:
         if isinstance(source, FolderContributions):
             found = source.without_payload(id)
@@ -158,7 +158,7 @@ def read_signed_bytes(source: Iterable[Contribution], id: str, position: int) ->
         raise ContributionRefused(*found.read_error)
     if found.id != id or found.descriptor is None or found.attestation is None:
         raise ContributionRefused(Reason.GONE)
-    return SignedBytes(found.descriptor, found.attestation)
+    return found.descriptor, found.attestation
 
 
 def _open_folder(path: str) -> int:

@@ -391,12 +391,8 @@ class AppendBatch:
 def _claim_once(names: dict[Any, int], asked: Iterable[Any], at: int) -> None:
     for name in asked:
         if (before := names.setdefault(name, at)) != at:
-            raise _repeated_in_batch(before, at)
-
-
-def _repeated_in_batch(before: int, at: int) -> LedgerError:
-    problem = f"records {before} and {at} of the batch are about the same thing"
-    return LedgerError("ledger.batch-repeats", problem, "append each once")
+            problem = f"records {before} and {at} of the batch are about the same thing"
+            raise LedgerError("ledger.batch-repeats", problem, "append each once")
 
 
 def _encode_epoch(record: Epoch, previous: bytes | None) -> EncodedRecord:

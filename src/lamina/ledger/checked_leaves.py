@@ -171,11 +171,7 @@ class AdmissionRules:
         """Why it may not be a leaf of that time; None if it may."""
         if any(window_rules(time, record.not_before, record.expires)):
             return f"it is not valid at {format_utc(time)}"
-        name = (
-            record.key,
-            id(record.terms),
-            time,
-        )  # the same for many; terms are kept here, so that the number stays theirs
+        name = record.key, id(record.terms), time  # the same for many; kept terms keep their number
         if name not in self._judged:
             known, wrong = self._keys.history(record.key), self._policy.violation(record.terms)
             if wrong is None and known is None:

@@ -116,7 +116,7 @@ class KeyState:
                 target.replaced, target.replaced_in = event.effective, seq
             target.heir = None if key is None else key.id
         else:
-            target.revoked = _earlier(target.revoked, event.effective)
+            target.revoked = event.effective if target.revoked is None else min(target.revoked, event.effective)
 
     def covered(self, size: int) -> None:
         """A checkpoint covers the first `size` leaves."""
@@ -169,8 +169,9 @@ class KeyState:
         known = self._keys.get(kid)
         if known is None or known.key.role is not Role.LEDGER or known.key.name != self.origin:
             return Violation("verify.checkpoint-key-unknown", "is not a checkpoint key of the ledger")
-        last = kid in self._uncovered_rotations  # it may still sign over its replacement
-        return (_unreplaced(known) if last else known).problem(time, time)
+        if kid in self._uncovered_rotations:  # it may still sign over its replacement
+            known = replace(known, replaced=None)
+        return known.problem(time, time)
 
     def signers(
         self, message: bytes, signatures: Iterable[PartySignature], roles: tuple[Role, ...], time: int
@@ -516,16 +517,6 @@ def checkpoint_roots(rows: StoreReader) -> RootAt:
         return root if root_at(TileNodes(tile_reader(rows)), size) == root else None
 
     return root_of
-
-
-def _unreplaced(known: KeyHistory) -> KeyHistory:
-    made = copy(known)
-    made.replaced = None
-    return made
-
-
-def _earlier(one: int | None, two: int) -> int:
-    return two if one is None else min(one, two)
 
 
 def leaf_bytes(rows: StoreReader, seq: int) -> bytes:

@@ -89,9 +89,7 @@ class Witness:
                 raise LedgerError("ledger.clock-behind", problem, "set the clock of this machine")
             # 4. The state is on the disk before the cosignature leaves.
             text = checkpoints.add_cosignature(request.checkpoint, self._key, now, self._name)
-            checkpoints.parse_checkpoint(
-                text
-            )  # a note that is too long with the cosignature could not be read from the state
+            checkpoints.parse_checkpoint(text)  # refuses a note that is too long to be read from the state again
             kept = {name: note.encode() for name, (_, note) in state.items()} | {origin: text}
             data = json.dumps(dict(sorted(kept.items())), indent=1, ensure_ascii=False).encode()
             replace_file(self._state, data, "the state of the witness", mode=0o600)

@@ -144,11 +144,8 @@ class Query:
             raise _invalid(_MAX_TPR) from None
         try:
             read = {"max_epsilon": float("inf") if most is None else most, "max_tpr": bound}
-            return cls(
-                rights=Rights(**rights | read),
-                scope=plain.get("scope"),
-                **{name: _tuple(value) for name, value in draws.items()},
-            )
+            what: dict[str, Any] = {name: tuple(v) if type(v) is list else v for name, v in draws.items()}
+            return cls(rights=Rights(**rights | read), scope=plain.get("scope"), **what)
         except (TypeError, ValueError):
             raise _invalid("a field has a wrong type") from None
 
@@ -161,10 +158,6 @@ class Query:
         draws = {name: getattr(self, name) for name in _DRAWS_ON}
         told = {name: list(value) if isinstance(value, tuple) else value for name, value in draws.items() if value}
         return {"draws_on": told, "scope": self.scope, "rights": rights}
-
-
-def _tuple(value: Any) -> Any:
-    return tuple(value) if type(value) is list else value
 
 
 def _invalid(problem: str) -> EncodingError:

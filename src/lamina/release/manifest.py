@@ -445,18 +445,14 @@ def read_manifest(folder: Path, keys: tuple[PublicKey, ...] | None) -> Manifest:
     data = read_file(folder, MANIFEST)
     statement, key = read_statement(data, keys or (), PREDICATE_TYPE)
     envelope = parse_json(data, "the envelope")
-    if (
-        data != canonical_json(envelope) or len(envelope["signatures"]) != 1
-    ):  # the ledger records the digest of these bytes
+    # The ledger records the digest of these bytes.
+    if data != canonical_json(envelope) or len(envelope["signatures"]) != 1:
         problem = "the manifest has other bytes than its signer wrote: spaces, ends of lines, or a second signature"
         raise EncodingError("release.manifest-malformed", problem, "fetch the release again")
     predicate, subjects = statement["predicate"], _subjects(statement["subject"])
     try:
-        if (
-            predicate.keys() - {"model_signing"} != _PREDICATE_FIELDS
-            or type(predicate["version"]) is not int
-            or predicate["version"] != 1
-        ):
+        version = predicate["version"]
+        if predicate.keys() - {"model_signing"} != _PREDICATE_FIELDS or type(version) is not int or version != 1:
             raise ValueError("it has other fields than version 1 has")
         signer = PublicKey(bytes.fromhex(predicate["signer"]))
         found = Manifest(
@@ -581,20 +577,13 @@ def _check_files(folder: Path, manifest: Manifest, note: Note) -> None:
             note("release.file-missing", "the manifest names it, and it is not there", name)
             continue
         try:
-            found = _digest(folder, name)
+            with os.fdopen(open_inside(folder, name), "rb") as file:
+                found = hashlib.file_digest(file, "sha256").hexdigest()
         except LaminaError as error:
             note(error.code, error.problem, name)
             continue
         if found != digest:
             note("release.file-changed", f"its SHA-256 is {found[:16]}…, the manifest says {str(digest)[:16]}…", name)
-
-
-def _digest(folder: Path, name: str) -> str:
-    state = hashlib.sha256()
-    with os.fdopen(open_inside(folder, name), "rb") as file:
-        while data := file.read(1 << 20):
-            state.update(data)
-    return state.hexdigest()
 
 
 def _check_model_signature(folder: Path, manifest: Manifest, note: Note) -> None:

@@ -31,7 +31,6 @@ from lamina.sign.signed_json import parse_json
 from lamina.validate import bounded_whole, is_short_text
 
 _MAX_METRICS_BYTES = 64 << 20
-_HASH_CHUNK = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -334,8 +333,5 @@ def _by_run(ledger: LedgerReader, kind: type[R], size: int) -> dict[bytes, tuple
 
 def file_digest(path: Path) -> str:
     """SHA-256 of a file, in hex."""
-    state = hashlib.sha256()
     with path.open("rb") as file:
-        while data := file.read(_HASH_CHUNK):
-            state.update(data)
-    return state.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()

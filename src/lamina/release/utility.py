@@ -183,9 +183,8 @@ def check_utility(rows: Any) -> None:
             bounded_number(name, value, -1e300, 1e300)
         if row["records"] is not None:
             bounded_whole("records", row["records"], 1, 2**53)
-        if [*numbers] not in ([], ["value"], ["low", "value", "high"]) or [*numbers.values()] != sorted(
-            numbers.values()
-        ):
+        stated = [*numbers] in ([], ["value"], ["low", "value", "high"])
+        if not stated or [*numbers.values()] != sorted(numbers.values()):
             raise ValueError("a figure of the utility lies outside of its interval")
         if row["group"] is not None and numbers and (row["records"] or 0) < LEAST_RECORDS:
             raise ValueError(f"a group has fewer than {LEAST_RECORDS} records and is not suppressed")

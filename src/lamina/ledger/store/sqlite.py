@@ -60,7 +60,7 @@ class SqliteStore(Store):
         patience: float = 30.0, vfs: str | None = None,
     ) -> None:  # fmt: skip
         super().__init__(readonly, patience)
-        if _sqlite_version() < MIN_SQLITE_VERSION:
+        if tuple(map(int, apsw.sqlite_lib_version().split("."))) < MIN_SQLITE_VERSION:
             problem = f"SQLite {apsw.sqlite_lib_version()} can lose committed rows; {'.'.join(map(str, MIN_SQLITE_VERSION))} cannot"
             raise StoreError("store.sqlite-too-old", problem, "install a newer apsw")
         self._given = os.path.abspath(path)
@@ -297,10 +297,6 @@ def _expected_catalogue() -> list[tuple[Any, ...]]:
     for statement in TABLES:
         db.execute(statement.format(**_SQLITE_TYPES).strip())
     return _catalogue(db)
-
-
-def _sqlite_version() -> tuple[int, ...]:
-    return tuple(int(part) for part in apsw.sqlite_lib_version().split("."))
 
 
 @contextmanager

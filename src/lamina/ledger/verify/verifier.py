@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from time import time as system_time
 
@@ -108,11 +109,13 @@ def read_aggregates(rows: StoreReader, head: LedgerHead) -> dict[int, Aggregate]
     return found
 
 
-def _governance(rows: StoreReader, header: Header) -> GovernanceState:
+@contextmanager
+def _broken_rules(seq: int, kind: type[Record]) -> Iterator[None]:
+    """Stop the replay at this leaf if it breaks a rule of the ledger."""
     try:
-        return GovernanceState(header, leaf_bytes(rows, 0))
+        yield
     except LedgerError as error:
-        fail(0, Header, error.code, error.problem)
+        fail(seq, kind, error.code, error.problem)
 
 
 def check_head(rows: StoreReader, head: LedgerHead, frontier: Frontier, time: int, epoch: int) -> None:
@@ -222,7 +225,8 @@ class LedgerReplay:
         self.head = read_head(rows)
         self.header = read_header(rows)
         self._trust, self._seen = trust, KnownCheckpointChecks(seen, self.header.origin)
-        self.keys = _governance(rows, self.header)
+        with _broken_rules(0, Header):
+            self.keys = GovernanceState(self.header, leaf_bytes(rows, 0))
         self.policy = PolicyInForce(self.header)
         ring = None if trust is None else trust.contributors()
         checks = AttestationChecks(self.header.origin, self.keys.header_hash, self.keys, ring)
@@ -323,19 +327,15 @@ class LedgerReplay:
 
     def _see(self, leaf: Leaf, data: bytes) -> None:
         if isinstance(record := leaf.record, Header):
-            try:
+            with _broken_rules(leaf.seq, leaf.kind):
                 check_policy_digest(self.header.origin, record.floors, record.policy)
-            except LedgerError as error:
-                fail(leaf.seq, leaf.kind, error.code, error.problem)
         match leaf.record:
             case Header(profile_schema=version) if version != PROFILE_SCHEMA:
                 reason = f"depth profiles have schema {version}, this program knows {PROFILE_SCHEMA}"
                 fail(0, Header, "verify.profile-schema-unknown", reason)
             case change if isinstance(change, GoverningRecord):
-                try:
+                with _broken_rules(leaf.seq, leaf.kind):
                     self.keys.see(change, leaf.seq, leaf.time, data, self.checkpoints.roots.get)
-                except LedgerError as error:
-                    fail(leaf.seq, leaf.kind, error.code, error.problem)
                 if isinstance(change, PolicyChange):
                     self.policy.change(leaf.seq, change)
             case Epoch() as epoch:
@@ -344,10 +344,8 @@ class LedgerReplay:
                 self.releases.charge(epoch, plan)
             case change if isinstance(change, RunRecord):
                 check_time_rounded(leaf, self._time, self.header.epoch_clock)
-                try:
+                with _broken_rules(leaf.seq, leaf.kind):
                     self.runs.check(change)
-                except LedgerError as error:
-                    fail(leaf.seq, leaf.kind, error.code, error.problem)
                 self.runs.see(change)
                 if isinstance(change, RunBegin):
                     self.epochs.begins.setdefault(change.run, leaf.seq)
