@@ -317,9 +317,7 @@ class Run:
             self.journal = Journal.load(path)
         self.checkpoints = TrainingCheckpoints(folder / "checkpoint")
         known = {opened.nonce for opened in self.journal.opens}
-        self.lost_attempts = self.spend.forgotten(
-            self.id, self.journal.place, known
-        )  # in the ledger, not in the journal
+        self.lost_attempts = self.spend.forgotten(self.id, self.journal.place, known)  # in the ledger alone
         self.copied = self.journal.copied or self.lost_attempts > self.journal.lost
         remove_temporary_files(folder)  # what killed writers left
 
@@ -367,7 +365,7 @@ class Run:
                 segment=segment, generation=generation, nonce=os.urandom(16), first=first, last=last, **asdict(facts),
                 charges=tuple(due), eligibility=eligibility, after=after, variance=tuple(variance),
                 scales=self.scales(due, factors or {}), factors=dict(factors or {}),
-                seed=self._seed(segment, generation),
+                seed=segment_seed(self._chosen_seed, segment, generation),  # from the system, or from the chosen seed
             )  # fmt: skip
             self.journal.append(opened)
             try:
@@ -378,10 +376,6 @@ class Run:
                 raise
             self.abandon(opened, charged=False)
             generation = max(generation + 1, self.spend.next_generation(self.id, segment))
-
-    def _seed(self, segment: int, generation: int) -> bytes:
-        """Thirty-two bytes for coins, noise and dropout of a segment: from the system, or from a seed that was chosen."""
-        return segment_seed(self._chosen_seed, segment, generation)
 
     def charge(self, opened: AttemptOpened, *, already: bool = False) -> bool:
         """Charge an attempt in the ledger; False if a copy of the run charged this very generation first."""

@@ -288,10 +288,8 @@ def _check_class_depth(plan: StepPlan, k: int, reach: Reach, layer_of: dict[str,
             elif allowed is None:
                 free = True
             else:
-                closed = complement_ranges(allowed.ranges, allowed.length)
-                free = mine is not None and not any(
-                    first < b and a < stop for first, stop in mine.ranges for a, b in closed
-                )
+                closed, ours = complement_ranges(allowed.ranges, allowed.length), () if mine is None else mine.ranges
+                free = mine is not None and not any(first < b and a < stop for first, stop in ours for a, b in closed)
             if not free:
                 problem = f"class {plan.classes[k].name!r} trains {name!r}, outside its profile ({reach.words})"
                 raise RunError("train.class-outside-profile", problem, "make the plan under the policy of the data")

@@ -183,7 +183,9 @@ class CheckpointArchive:
         seen: dict[tuple[Any, ...], str] = {}
         for name, tensor in tensors.items():
             plain = _dense_tensor(name, tensor)
-            first = seen.setdefault(_memory_identity(plain), name) if plain.numel() else name
+            view = (plain.shape, plain.stride(), plain.is_conj(), plain.is_neg())
+            memory = (plain.device, plain.data_ptr(), plain.dtype, *view)  # names that agree in it are one tensor
+            first = seen.setdefault(memory, name) if plain.numel() else name
             if first == name:
                 stored[name] = plain
             else:
@@ -303,12 +305,6 @@ def _dense_tensor(name: str, tensor: Tensor) -> Tensor:
         problem = f"tensor {name!r} has {problem}, which a checkpoint cannot hold"
         raise RunError("train.tensor-unsupported", problem, "convert it to a dense tensor of a common dtype")
     return plain
-
-
-def _memory_identity(tensor: Tensor) -> tuple[Any, ...]:
-    """What two names must agree in to be one tensor."""
-    view = (tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
-    return (tensor.device, tensor.data_ptr(), tensor.dtype, *view)
 
 
 def _tensor_size(tensor: Tensor) -> int:
@@ -488,7 +484,9 @@ class TrainingState:
     given_schedule: Any = field(init=False)
 
     def __post_init__(self) -> None:
-        self.given_schedule = None if self.scheduler is None else copy.deepcopy(_scheduler_state(self.scheduler))
+        state = {} if self.scheduler is None else self.scheduler.state_dict()  # without the step counters' objects:
+        plain = {name: value for name, value in state.items() if not callable(value)}
+        self.given_schedule = None if self.scheduler is None else copy.deepcopy(plain)
         self.given = [
             {name: value for name, value in group.items() if name != "params"} for group in self.optimizer.param_groups
         ]
@@ -677,11 +675,6 @@ def _each_tensor(function: Callable[[Any], Any], tree: Any) -> Any:
 def _filter_terms(state: Mapping[str, Any]) -> dict[str, Any]:
     """What a filter allows, without what it has spent."""
     return {name: value for name, value in state.items() if name != "spent"}
-
-
-def _scheduler_state(scheduler: Any) -> dict[str, Any]:
-    """Without the step counters' objects: what a scheduler would save."""
-    return {name: value for name, value in scheduler.state_dict().items() if not callable(value)}
 
 
 def _first_difference(saved: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> str | None:

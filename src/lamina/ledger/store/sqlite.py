@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -24,7 +24,16 @@ from urllib.parse import quote
 import apsw
 
 from lamina.errors import LedgerDamaged, LedgerError, StoreBusy, StoreError
-from lamina.ledger.store.rows import MAX_BLOB_BYTES, TABLES, TABLES_VERSION, Store, StoreReader, StoreWriter
+from lamina.ledger.store.rows import (
+    ADDED_COLUMNS,
+    MAX_BLOB_BYTES,
+    TABLES,
+    TABLES_VERSION,
+    Store,
+    StoreReader,
+    StoreWriter,
+)
+from lamina.sign.keys import sync_folder
 
 MIN_SQLITE_VERSION = (3, 51, 3)  # the first version without the WAL-reset bug
 APPLICATION_ID = 0x4C6D4C67  # "LmLg", in the header of the file
@@ -178,11 +187,7 @@ class SqliteStore(Store):
     def _make_file(self) -> None:
         try:
             os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
-            folder = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
+            sync_folder(self.path.parent)
         except FileExistsError:
             pass  # perhaps one that a killed process left empty; whether it is, is seen inside a transaction
         except OSError as error:
@@ -274,7 +279,8 @@ class _SqliteConnection:
             problem = f"a row of the store holds a text that is not UTF-8: {error}"
             raise LedgerDamaged("store.row-wrong-type", problem, "restore the ledger from a copy") from None
 
-    def insert(self, table: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    def insert(self, table: str, rows: Sequence[Sequence[Any]]) -> None:
+        columns = ADDED_COLUMNS[table]
         marks = ", ".join("?" * len(columns))
         self._db.executemany(f"INSERT INTO {table} ({', '.join(columns)}) VALUES ({marks})", rows)
 
