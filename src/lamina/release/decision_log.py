@@ -105,7 +105,6 @@ class DecisionLog:
 
     def _write(self, time: float, query: Query, decision: Decision) -> None:
         subjects, predicate = self._release
-        told = query.to_dict()
         predicate = {
             **predicate,
             "timeVerified": format_utc(int(time)),
@@ -114,7 +113,7 @@ class DecisionLog:
             "lamina": {
                 "number": self._count,
                 "previous": self._head,
-                "query": told,
+                "query": query.to_dict(),
                 "reasons": [{"code": each.code, "class": each.cls} for each in decision.reasons],
                 "layers_drawn_on": decision.drawn,
                 "withdrawals_as_of": format_utc(decision.as_of),

@@ -330,10 +330,10 @@ class ReleaseVerification:
     `countersignatures` are those in the release, which hold if it is verified.
     """
 
-    verified: bool
-    signed: bool
-    compared: bool
-    trusted: bool
+    verified: bool = False
+    signed: bool = False
+    compared: bool = False
+    trusted: bool = False
     problems: tuple[ReleaseProblem, ...]
     manifest: Manifest | None
     since: Mapping[str, Sequence[int]] = field(default_factory=dict)
@@ -401,9 +401,7 @@ def verify_release(
         manifest = read_manifest(folder, release_keys(trust, now))
     except LaminaError as error:
         note(error.code, error.problem, MANIFEST)
-        return ReleaseVerification(
-            verified=False, signed=False, compared=False, trusted=False, problems=tuple(problems), manifest=None
-        )
+        return ReleaseVerification(problems=tuple(problems), manifest=None)
     _check_files(folder, manifest, note)
     compared: Verification | None = None
     officers: list[Countersignature] = []

@@ -182,11 +182,8 @@ def _by_run(ledger: LedgerReader, trace: ContributionTrace, size: int) -> Iterat
         assert isinstance(epoch, Epoch)
         runs.setdefault(epoch.run, []).append(each)
         plans.setdefault(epoch.run, set()).add(epoch.plan)
-    ends = {
-        end.record.run: (end.seq, end.record)
-        for end in ledger.of_kind(RunEnd, 0, size)
-        if isinstance(end.record, RunEnd)
-    }
+    found = ((leaf.seq, leaf.record) for leaf in ledger.of_kind(RunEnd, 0, size))
+    ends = {end.run: (seq, end) for seq, end in found if isinstance(end, RunEnd)}
     last = {leaf.record.run: leaf.seq for leaf in ledger.of_kind(Epoch, 0, size) if isinstance(leaf.record, Epoch)}
     for run, epochs in runs.items():
         events = Counter[EventKey]()

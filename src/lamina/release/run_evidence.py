@@ -62,14 +62,9 @@ class RunMetrics:
             final = {name: found.get(name) for name in ("conditions", "files")}
             if len(run) != 16 or not all(isinstance(each, dict | None) for each in final.values()):
                 raise ValueError
-            return cls(
-                run=run,
-                notes=tuple(map(str, found.get("notes", ()))),
-                evaluations=tuple(found.get("evaluations", ())),
-                stated=known
-                | final
-                | {"max_occurrences": {name: cap for name, cap in caps.items() if cap is not None}},
-            )
+            known |= final | {"max_occurrences": {name: cap for name, cap in caps.items() if cap is not None}}
+            notes, evaluations = tuple(map(str, found.get("notes", ()))), tuple(found.get("evaluations", ()))
+            return cls(run=run, notes=notes, evaluations=evaluations, stated=known)
         except (KeyError, TypeError, ValueError, AttributeError):
             problem = f"'{path}' is not what a run writes"
             raise RunError("release.metrics-malformed", problem, "restore it, or open the run again") from None
@@ -170,9 +165,8 @@ class RunEvidence:
         with ledger.store.read() as rows:
             checked = ledger.checked(rows)
             spending.follow(rows, head.size, checked)
-            signed = Counter(
-                {each.bound: 0 for _, epoch in covered for each in epoch.accounts if each.noise_multiplier}
-            )
+            bounds = (each.bound for _, epoch in covered for each in epoch.accounts if each.noise_multiplier)
+            signed = Counter(dict.fromkeys(bounds, 0))
             for group in checked.contributions(rows) if signed else ():
                 made = group.contribution if isinstance(group, KeptLeaf) else group
                 if made is not None and made.bound in signed:
@@ -208,9 +202,8 @@ class RunEvidence:
         assert self.end is not None
         leaf, end = self.end
         unknown = {each.name: "not stated" for each in schema_of(ProgramVersions).fields}
-        stated = [
-            {name: value or "none" for name, value in record_to_dict(each).items()} for each in end.programs or ()
-        ]
+        programs = map(record_to_dict, end.programs or ())
+        stated = [{name: value or "none" for name, value in each.items()} for each in programs]
         return {"leaf": leaf, **(stated or [unknown])[-1], "earlier": stated[:-1]}
 
     def tuning(self) -> dict[str, Any]:

@@ -275,11 +275,8 @@ class EpochChecks:
         members: AdmittedMembers,
     ) -> None:  # fmt: skip
         """`members` are the contributions so far."""
-        self._header, self._plans, self._policy = (
-            header,
-            PlanChecks(rows, policy, header.delta, header.accountant),
-            policy,
-        )
+        self._header, self._policy = header, policy
+        self._plans = PlanChecks(rows, policy, header.delta, header.accountant)
         self._withdrawals, self._members = withdrawals, members
         self.spending = Spending(header)
         self.claims: list[SpendClaim] = []

@@ -173,9 +173,8 @@ def check_open_rows(rows: StoreReader, keys: KeyState, size: int, newest: int) -
         return count <= size and root_at(TileNodes(tile_reader(rows)), count) == root
 
     try:
-        return (
-            OpenHead.check(rows, keys, newest, extends, lambda seq: StoredLeaf(leaf_bytes(rows, seq), None)) is not None
-        )
+        found = OpenHead.check(rows, keys, newest, extends, lambda seq: StoredLeaf(leaf_bytes(rows, seq), None))
+        return found is not None
     except LedgerDamaged as error:
         if error.code != "ledger.open-rows-differ":
             raise
