@@ -461,9 +461,8 @@ _HEADER_TERMS = compile_pattern(
 )  # fmt: skip
 _ANCHOR_HEAD, _LEDGER_HEAD = (cbor.encode(each) + b"\x58\x20" for each in (_ANCHOR, _LEDGER))
 _ANCHOR_BYTES = len(_ANCHOR_HEAD) + 32
-_HEADER_END = b"".join(
-    map(cbor.encode, (_TYP, ATTESTATION_TYPE, _HASH_ALG, _SHA256, _PREIMAGE, DESCRIPTOR_CONTENT_TYPE))
-)
+_HEADER_REST = (_TYP, ATTESTATION_TYPE, _HASH_ALG, _SHA256, _PREIMAGE, DESCRIPTOR_CONTENT_TYPE)
+_HEADER_END = b"".join(map(cbor.encode, _HEADER_REST))
 _ALGORITHM_OF_ENCODING = {cbor.encode(each): each for each in ALGORITHMS}
 
 

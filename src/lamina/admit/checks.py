@@ -168,10 +168,8 @@ class SigningTerms:
         self, *, contributor: bytes, nonce: bytes, commitment: bytes, items: int, anchor: bytes | None = None
     ) -> Descriptor:
         """These terms for one payload."""
-        terms = {each.name: getattr(self, each.name) for each in fields(self)}
-        return Descriptor(
-            contributor=contributor, nonce=nonce, commitment=commitment, items=items, anchor=anchor, **terms
-        )
+        terms = {each.name: getattr(self, each.name) for each in fields(self)} | {"items": items, "anchor": anchor}
+        return Descriptor(contributor=contributor, nonce=nonce, commitment=commitment, **terms)
 
 
 def _requested_bound(policy: Policy, name: str, c: float | None, z: float | None) -> tuple[int, int]:

@@ -400,10 +400,9 @@ class CheckedLeaves:
         """Return the leaves that aggregates stand for. Only aggregates that a holder of a ledger key wrote count."""
         with self._turn:
             read, found = self._summed
-            if new := [each.record for each in self.records(rows, Aggregate, read, self.vouched)]:
-                found = LeafSet(
-                    [*found.spans, *(span for each in new if isinstance(each, Aggregate) for span in each.spans)]
-                )
+            new = (each.record for each in self.records(rows, Aggregate, read, self.vouched))
+            if spans := [span for each in new if isinstance(each, Aggregate) for span in each.spans]:
+                found = LeafSet([*found.spans, *spans])
             self._summed = max(read, self.vouched), found
             return found
 

@@ -473,9 +473,8 @@ def parse_proposal(data: bytes) -> Header | GoverningRecord:
     try:
         found = cbor.decode(body, max_size=1 << 20)
         header = context + b"\n" == _HEADER_CONTEXT
-        record = (
-            schema_of(Header).from_cbor(found) if header else schema_of(GOVERNING_KINDS[found[0]]).from_cbor(found[1])
-        )
+        kind, plain = (Header, found) if header else (GOVERNING_KINDS[found[0]], found[1])
+        record = schema_of(kind).from_cbor(plain)
         same = (record.message() if isinstance(record, Header) else governing_message(record)) == data
     except (EncodingError, AssertionError, TypeError, ValueError, LookupError):
         same = False

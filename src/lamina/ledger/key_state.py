@@ -362,12 +362,9 @@ class GovernanceState(KeyState):
             problem = f"the ledger {self.origin!r} has no checkpoint that a change could follow"
             raise LedgerError("ledger.no-checkpoint-to-follow", problem, "sign one: lamina ledger checkpoint --key")
         root = parse_checkpoint(signed.text)[0].root
-        return replace(
-            record,
-            authorization=Authorization(
-                header=self.header_hash, previous=self.last, size=signed.size, root=root, expires=expires
-            ),
-        )
+        header, last, size = self.header_hash, self.last, signed.size
+        given = Authorization(header=header, previous=last, size=size, root=root, expires=expires)
+        return replace(record, authorization=given)
 
     def check_follows(self, record: GoverningRecord, seq: int, time: int, root_of: RootAt) -> Authorization:
         """LedgerError unless the record may come next, as that leaf at that time, if it is signed; its authorization."""
@@ -377,9 +374,8 @@ class GovernanceState(KeyState):
         if given.header != self.header_hash:
             raise LedgerError("ledger.authorised-for-other-ledger", "the change is for another ledger", _ASK_OWNER)
         if given.previous != self.last:
-            problem = (
-                "the change follows another governing record than the last one: it was used before, or is too late"
-            )
+            problem = "the change follows another governing record than the last one"
+            problem += ": it was used before, or is too late"
             raise LedgerError("ledger.authorised-out-of-turn", problem, "propose it again, and have that signed")
         if given.size > seq or root_of(given.size) != given.root:
             problem = f"the ledger has no checkpoint of {given.size} leaves with the root that the change follows"
@@ -469,9 +465,8 @@ class GovernanceState(KeyState):
             time = max(time, *(event.effective for event in record.events))
             if not after.standing(Role.GOVERNING, time):
                 problem = f"nobody would govern the ledger {self.origin!r} any more"
-                raise LedgerError(
-                    "ledger.last-governing-key", problem, "add or rotate to another key in the same record"
-                )
+                remedy = "add or rotate to another key in the same record"
+                raise LedgerError("ledger.last-governing-key", problem, remedy)
             if not any(Role.WITNESS in self._roles_of(event) for event in record.events):
                 return
         wanted = record.witnesses if isinstance(record, TermsChange) else self.witnesses

@@ -366,9 +366,8 @@ def _find_by_digits(ledger: LedgerReader, name: str, only_index: bool = False) -
     digits = name.lower()
     if _HEX_DIGITS.fullmatch(digits) is None:
         problem = f"{name[:80]!r} is not the name of a contribution"
-        remedy = (
-            f"give its folder, its leaf, or its digest ({_DIGEST_DIGITS} hex digits, or the first {MIN_DIGITS} or more)"
-        )
+        enough = f"{_DIGEST_DIGITS} hex digits, or the first {MIN_DIGITS} or more"
+        remedy = f"give its folder, its leaf, or its digest ({enough})"
         raise LedgerError("ledger.name-not-understood", problem, remedy)
     found = _with_digits(ledger, digits, only_index)
     if not found and only_index:
@@ -394,11 +393,9 @@ def _with_digits(ledger: LedgerReader, digits: str, only_index: bool) -> list[Le
             if whole is not None:
                 return leaves.find_digest(rows, whole)
             found = leaves.find_prefix(rows, digits, _MAX_LISTED + 1)
-    return [
-        leaf
-        for leaf in found
-        if (_digests_with_prefix(leaf, digits) if whole is None else whole in contribution_digests(leaf))
-    ]
+    if whole is not None:
+        return [leaf for leaf in found if whole in contribution_digests(leaf)]
+    return [leaf for leaf in found if _digests_with_prefix(leaf, digits)]
 
 
 def _digests_with_prefix(leaf: Leaf, digits: str) -> list[str]:

@@ -233,13 +233,8 @@ class Segment:
             raise LedgerError("ledger.segment-empty", problem, "give first < last")
 
 
-EVENT = described(
-    Event,
-    sigma=(1, exact_float_in(5e-324, _MAX_FLOAT)),
-    q=(2, exact_float_in(0.0, 1.0)),
-    steps=(3, COUNT),
-    order=(4, exact_float_in(1.02, 1e6)),
-)
+_SIGMA, _RATE, _ORDER = exact_float_in(5e-324, _MAX_FLOAT), exact_float_in(0.0, 1.0), exact_float_in(1.02, 1e6)
+EVENT = described(Event, sigma=(1, _SIGMA), q=(2, _RATE), steps=(3, COUNT), order=(4, _ORDER))
 
 
 @ledger_record()

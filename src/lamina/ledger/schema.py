@@ -70,9 +70,8 @@ def next_leaf_time(last: int, now: float) -> int:
         raise LedgerError("ledger.clock-invalid", f"the clock says {now!r}", "set the clock of this machine")
     if now < last - CLOCK_SKEW:
         problem = f"the clock says {format_utc(int(now))}, but the last leaf is of {format_utc(last)}"
-        remedy = (
-            f"set the clock of this machine: it may be {CLOCK_SKEW} s behind. If the ledger is wrong, ask its owner"
-        )
+        remedy = f"set the clock of this machine: it may be {CLOCK_SKEW} s behind"
+        remedy += ". If the ledger is wrong, ask its owner"
         raise LedgerError("ledger.clock-behind", problem, remedy)
     return max(last, int(now))
 
@@ -181,9 +180,8 @@ def described(kind: type[Any], **types: tuple[int, FieldType]) -> FieldType:
         held = ((each, getattr(value, each.name)) for each in schema.fields)
         return all((one is None and each.optional) or each.type.fits(one) for each, one in held)
 
-    return FieldType(
-        f"a {kind.__name__}", lambda value: type(value) is kind and fits(value), schema.to_cbor, schema.from_cbor
-    )
+    name = f"a {kind.__name__}"
+    return FieldType(name, lambda value: type(value) is kind and fits(value), schema.to_cbor, schema.from_cbor)
 
 
 class SchemaField(NamedTuple):

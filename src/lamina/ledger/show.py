@@ -130,9 +130,8 @@ def leaf_to_dict(leaf: Leaf) -> dict[str, Any]:
     if isinstance(leaf.record, Withdrawal):
         body["by"] = describe_signer(leaf.record)
     if isinstance(leaf.record, KeptContribution):  # in the form of the whole record
-        terms = {
-            name: body.pop(name, None) for name in ("class", "data_class", "clip_norm", "noise_multiplier", "profile")
-        }
+        names = ("class", "data_class", "clip_norm", "noise_multiplier", "profile")
+        terms = {name: body.pop(name, None) for name in names}
         body = {**{each.name: None for each in schema_of(ContributionRecord).fields}, **body, "terms": terms}
     return {
         "index": leaf.seq,

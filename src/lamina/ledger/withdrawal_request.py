@@ -189,9 +189,8 @@ def _signer_violation(
     name, known = f"key {kid.hex()[:16]}", state.history(kid)
     if request.handed_in is None:
         if isinstance(target, ContributionRecord) and kid not in state.heirs(target.key):
-            reason = (
-                f"{name} signed its request, and neither signed the contribution nor took over from the key that did"
-            )
+            reason = f"{name} signed its request"
+            reason += ", and neither signed the contribution nor took over from the key that did"
             return Violation("verify.withdrawal-not-by-contributor", reason)
         key = contributor_key(state, ring, kid, time, request.time)
         if isinstance(key, Violation):
@@ -231,9 +230,8 @@ def withdrawal_refused(record: Withdrawal, wrong: Violation) -> LedgerError:
     """The refusal of a withdrawal."""
     problem = f"leaf {record.target} cannot be withdrawn so: {wrong.reason}"
     if record.signed is None:
-        remedy = (
-            "have its contributor sign (lamina ledger request), or an operator: withdraw --request LETTER --key KEY"
-        )
+        remedy = "have its contributor sign (lamina ledger request)"
+        remedy += ", or an operator: withdraw --request LETTER --key KEY"
         return LedgerError("ledger.withdrawal-not-signed", problem, remedy)
     remedy = "have it signed for this contribution, ledger, reason and effect, with a key that counts now"
     return LedgerError("ledger.withdrawal-not-allowed", problem, remedy)

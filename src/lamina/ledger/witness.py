@@ -72,9 +72,8 @@ class Witness:
         # 1. The ledger signed it, and is not its own witness.
         origin, known = checkpoints.parse_checkpoint(request.checkpoint)[0].origin, tuple(dict.fromkeys(keys))
         policy = WitnessQuorum(0, (self._own,))
-        new = checkpoints.verify_checkpoint(
-            request.checkpoint, [NoteKey(origin, key) for key in known], origin=origin, policy=policy
-        )
+        signers = [NoteKey(origin, key) for key in known]
+        new = checkpoints.verify_checkpoint(request.checkpoint, signers, origin=origin, policy=policy)
         with path_lock(self._state.parent):
             # 2. It continues what was cosigned before.
             state = self._load()

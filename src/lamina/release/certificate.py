@@ -337,9 +337,7 @@ def certificate_content(
         "other_people": header.other_people,
         "about": about_at(ledger, evidence.checkpoint.size),
         "ledgers_beside": list(beside),
-        "protects": risk_statements.protection(
-            classes, private=private, continued=evidence.continued, exposed=evidence.exposed
-        ),
+        "protects": risk_statements.protection(classes, private=private, continued=evidence.continued, exposed=evidence.exposed),
         "statements": risk_statements.statements(
             evidence, header, classes, conditions=stated_conditions, beside=beside,
             withdrawn=model_withdrawals(ledger, evidence),

@@ -190,9 +190,8 @@ def check_parents(runs: Sequence[RunEvidence]) -> None:
     for run in runs:
         parent = None if run.begin is None else run.begin[1].parent
         if parent is not None and parent not in {each.run for each in runs}:
-            problem = (
-                f"run {run.run.hex()[:8]} continued the weights of run {parent.hex()[:8]}, which the release leaves out"
-            )
+            before = f"run {parent.hex()[:8]}, which the release leaves out"
+            problem = f"run {run.run.hex()[:8]} continued the weights of {before}"
             remedy = "name the folders of all runs that trained these weights, in their order"
             raise NotVerified("release.parent-missing", problem, remedy)
 
@@ -202,9 +201,8 @@ def check_purposes(posture: Posture, runs: Sequence[RunEvidence]) -> None:
     for entry in (entry for run in runs for plan in run.plans.values() for entry in plan.classes):
         if entry.purposes and not posture.classes[entry.name].purposes:
             problem = f"class {entry.name!r} was used for several purposes, but its plans have none in common"
-            raise NotVerified(
-                "release.purposes-differ", problem, "leave out --any-purpose; the class may then not be used"
-            )
+            remedy = "leave out --any-purpose; the class may then not be used"
+            raise NotVerified("release.purposes-differ", problem, remedy)
 
 
 def differences(stated: Any, expected: Any, path: str) -> Iterator[tuple[str, Any, Any]]:

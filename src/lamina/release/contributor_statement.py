@@ -125,9 +125,8 @@ def read_statement(data: bytes, trust: Trust) -> tuple[dict[str, Any], Note, Con
             problem = f"the statement of {origin!r} is not signed by a trusted key; {named}"
             raise NotVerified("release.statement-not-by-key", problem, "give the ledger's own public key")
         # 2. So is its checkpoint, of the tree that it names.
-        head = verify_checkpoint(
-            content["checkpoint"], [NoteKey(origin, key) for key in dict.fromkeys(keys)], origin=origin
-        )
+        signers = [NoteKey(origin, key) for key in dict.fromkeys(keys)]
+        head = verify_checkpoint(content["checkpoint"], signers, origin=origin)
         if (head.size, head.root.hex()) != (content["ledger"]["size"], content["ledger"]["root"]):
             raise _differs("its checkpoint is of another tree than it names")
         # 3. Every receipt proves its leaf in this tree.

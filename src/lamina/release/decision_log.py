@@ -210,9 +210,8 @@ def read_log(
                 raise NotVerified("release.foreign-key", problem, "give the key of the log")
             if _chain(statement)[:2] != (number, head):
                 problem = f"record {number} of the log is not the one after record {number - 1}"
-                raise NotVerified(
-                    "release.log-broken", problem, "records were removed, added or moved: find out by whom"
-                )
+                remedy = "records were removed, added or moved: find out by whom"
+                raise NotVerified("release.log-broken", problem, remedy)
             head, number = hashlib.sha256(line[:-1]).hexdigest(), number + 1
             yield head, statement
 

@@ -342,15 +342,10 @@ class GateRule:
         mine = self._adapters.get(query.adapter or "", [])
         if query.adapter is not None and not mine:
             return _unknown(f"the release has no adapter {query.adapter!r}")
-        reasons = [
-            DenialReason(
-                code="outside-scope",
-                text=f"adapter {each.name!r} may be deployed in {each.scope!r}, the query is for {query.scope!r}",
-                layers=each.layers,
-            )
-            for each in mine
-            if not _scope_allows(each.scope, query.scope)
-        ]
+        reasons = []
+        for each in (each for each in mine if not _scope_allows(each.scope, query.scope)):
+            text = f"adapter {each.name!r} may be deployed in {each.scope!r}, the query is for {query.scope!r}"
+            reasons.append(DenialReason(code="outside-scope", text=text, layers=each.layers))
         if self._adapters and not mine and (text := self._base_trained()):
             reasons.append(DenialReason(code="base-not-frozen", text=text))
         own = {name for each in mine for name in each.layers}
@@ -537,10 +532,8 @@ class _ReleaseLedger:
     def _proven_leaf(self, seq: int) -> Leaf:
         """A leaf of the tree that the manifest states, by an inclusion proof: a row of a table is no evidence."""
         data = self._ledger.raw(seq)
-        root = root_from_inclusion(
-            leaf_hash(data.leaf), seq, self._known.size, self._ledger.prove(seq, self._known.size)
-        )
-        if root != self._known.root:
-            problem = f"leaf {seq} is not one of the first {self._known.size} leaves that were signed"
+        size = self._known.size
+        if root_from_inclusion(leaf_hash(data.leaf), seq, size, self._ledger.prove(seq, size)) != self._known.root:
+            problem = f"leaf {seq} is not one of the first {size} leaves that were signed"
             raise NotVerified("ledger.forked-from-seen", problem, "give the ledger that the manifest names")
         return decode_leaf(data)

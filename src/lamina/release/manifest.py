@@ -90,9 +90,8 @@ class GatePolicy:
         for name, draws in self.generation_classes.items():
             if not is_short_text(name) or not _draws_on(draws) or len(self.generation_classes) > _MAX_FILES:
                 problem = f"{short_repr(name)} is no generation class: {short_repr(draws)}"
-                raise PlanError(
-                    "release.generation-class", problem, "give layers, a band of depth in [0, 1], an adapter"
-                )
+                remedy = "give layers, a band of depth in [0, 1], an adapter"
+                raise PlanError("release.generation-class", problem, remedy)
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -225,9 +224,8 @@ def make_release(
             papers[MODEL_SIGNATURE] = sign_model(name, covered, bundle_key)
         for each, data in papers.items():
             write_new(made / each, data, "a file of the release", mode=0o644)
-        record = Release(
-            manifest=hashlib.sha256(envelope).digest(), runs=tuple(each.run for each in evidence), not_after=not_after
-        )
+        digest, trained = hashlib.sha256(envelope).digest(), tuple(each.run for each in evidence)
+        record = Release(manifest=digest, runs=trained, not_after=not_after)
         ledger.append_with([record], [envelope], lambda rows, seqs: _refuse_new_epochs(rows, last, record))
         if ledger.signs:
             ledger.checkpoint()

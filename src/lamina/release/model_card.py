@@ -114,11 +114,8 @@ def model_statements(certificates: Sequence[Certificate], posture: Posture) -> l
         return list(certificates[0].content["statements"])
     every = [each for certificate in certificates for each in certificate.content["statements"]]
     of_one_run = (*_RISKS, "budget", "purpose")
-    found = {
-        each["text"]: each
-        for each in every
-        if each["topic"] != "withdrawn" and (each["class"] is None or each["topic"] not in of_one_run)
-    }
+    whole = (each for each in every if each["class"] is None or each["topic"] not in of_one_run)
+    found = {each["text"]: each for each in whole if each["topic"] != "withdrawn"}
     texts = [("purpose", name, purpose_text(name, each.purposes), BY_TRAINER) for name, each in posture.classes.items()]
     found |= {text: stated(topic, text, source, cls=name) for topic, name, text, source in texts}
     gone = withdrawn_text(posture.as_of_size, posture.withdrawn)
@@ -177,15 +174,10 @@ def _statements(statements: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def _layer_rows(posture: Posture) -> list[list[str]]:
-    rows = [
-        [
-            each.name,
-            f"{each.depth:.2f}",
-            f"{each.noise_std:.4g}",
-            ", ".join(each.classes) or "none (the layer was not trained)",
-        ]
-        for each in posture.layers[:_LAYERS_SHOWN]
-    ]
+    rows = []
+    for each in posture.layers[:_LAYERS_SHOWN]:
+        classes = ", ".join(each.classes) or "none (the layer was not trained)"
+        rows.append([each.name, f"{each.depth:.2f}", f"{each.noise_std:.4g}", classes])
     if (more := len(posture.layers) - _LAYERS_SHOWN) > 0:
         rows.append([f"… and {more} more: manifest.json", "", "", ""])
     return rows

@@ -123,9 +123,8 @@ class Posture:
         for adapter in adapters:
             texts = [adapter.name, *(text for text in (adapter.config, adapter.scope) if text is not None)]
             if not all(map(is_short_text, texts)) or type(adapter.layers) is not tuple or set(adapter.layers) - names:
-                raise ValueError(
-                    f"an adapter has no name, or layers that the model does not have: {str(adapter.name)[:80]!r}"
-                )
+                name = str(adapter.name)[:80]
+                raise ValueError(f"an adapter has no name, or layers that the model does not have: {name!r}")
         unknown = {name for layer in layers for name in layer.classes} - classes.keys()
         if unknown or not layers or len(names) < len(layers) or first > last or withdrawn.keys() != classes.keys():
             raise ValueError("layers, classes, withdrawals and eligible leaves do not fit together")

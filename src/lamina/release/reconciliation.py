@@ -29,6 +29,7 @@ from lamina.ledger.schema import nano_epsilon
 from lamina.ledger.show import epsilon_or_none, leaf_excerpt
 from lamina.plan.step_plan import Clipping, StepPlan
 from lamina.release.letter import is_proven, reconciled_text
+from lamina.release.run_evidence import newest_by_run
 from lamina.sign.keys import format_utc, read_small
 from lamina.sign.signed_json import parse_json
 
@@ -182,8 +183,7 @@ def _by_run(ledger: LedgerReader, trace: ContributionTrace, size: int) -> Iterat
         assert isinstance(epoch, Epoch)
         runs.setdefault(epoch.run, []).append(each)
         plans.setdefault(epoch.run, set()).add(epoch.plan)
-    found = ((leaf.seq, leaf.record) for leaf in ledger.of_kind(RunEnd, 0, size))
-    ends = {end.run: (seq, end) for seq, end in found if isinstance(end, RunEnd)}
+    ends = newest_by_run(ledger, RunEnd, size)
     last = {leaf.record.run: leaf.seq for leaf in ledger.of_kind(Epoch, 0, size) if isinstance(leaf.record, Epoch)}
     for run, epochs in runs.items():
         events = Counter[EventKey]()

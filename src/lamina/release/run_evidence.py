@@ -161,7 +161,7 @@ class RunEvidence:
                 problem = f"the ledger {ledger.name} lacks the plan {digest.hex()[:16]} of run {owner.hex()[:8]}"
                 raise RunError("release.plan-missing", problem, "restore the ledger from a copy")
             plans.setdefault(digest, StepPlan.from_cbor(data))
-        spending, ends = Spending(ledger.header), _by_run(ledger, RunEnd, head.size)
+        spending, ends = Spending(ledger.header), newest_by_run(ledger, RunEnd, head.size)
         with ledger.store.read() as rows:
             checked = ledger.checked(rows)
             spending.follow(rows, head.size, checked)
@@ -173,7 +173,7 @@ class RunEvidence:
                     signed[made.bound] += int(np.sum(np.less(group.seq, head.size)))
         return cls(
             run=run, checkpoint=head, checkpoint_text=text, header_hash=ledger.header_hash,
-            begin=_by_run(ledger, RunBegin, head.size).get(run), end=ends.get(run), ends=ends,
+            begin=newest_by_run(ledger, RunBegin, head.size).get(run), end=ends.get(run), ends=ends,
             time=ledger.leaf(head.size - 1).time, epochs=covered, plans={each: plans[each] for each in planned[run]},
             later=len(mine) - len(covered), split=frozenset(spending.split), spending=spending,
             leaves={each: tuple(seqs) for each, seqs in leaves.items()},
@@ -191,9 +191,8 @@ class RunEvidence:
         """The end of the run; raises RunError if the ledger records none."""
         if self.end is None:
             problem = f"the ledger has no signed record of the end of run {self.run.hex()[:8]}"
-            remedy = (
-                "run the command that trained it again; this records the end and does not train a finished run further"
-            )
+            remedy = "run the command that trained it again; this records the end"
+            remedy += " and does not train a finished run further"
             raise RunError("release.run-not-ended", problem, remedy)
         return self.end[1]
 
@@ -315,13 +314,10 @@ def check_run_facts(content: Mapping[str, Any]) -> None:
 R = TypeVar("R", RunBegin, RunEnd)
 
 
-def _by_run(ledger: LedgerReader, kind: type[R], size: int) -> dict[bytes, tuple[int, R]]:
+def newest_by_run(ledger: LedgerReader, kind: type[R], size: int) -> dict[bytes, tuple[int, R]]:
     """Return the newest record of this kind by run, with its leaf."""
-    return {
-        leaf.record.run: (leaf.seq, leaf.record)
-        for leaf in ledger.of_kind(kind, 0, size)
-        if isinstance(leaf.record, kind)
-    }
+    found = ((leaf.seq, leaf.record) for leaf in ledger.of_kind(kind, 0, size))
+    return {record.run: (seq, record) for seq, record in found if isinstance(record, kind)}
 
 
 def file_digest(path: Path) -> str:

@@ -72,9 +72,8 @@ class Figure(float):
         named = {name: np.asarray(column).astype(str) for name, column in columns.items() if column is not None}
         one_each = all(each.shape == (len(found),) for each in (found, truth, *named.values())) and len(found) > 0
         if not one_each or not np.isin(truth, (0, 1)).all() or not np.isfinite(found).all():
-            problem = (
-                f"there are {found.shape} results and {truth.shape} labels, or one of them has an impossible value"
-            )
+            counted = f"there are {found.shape} results and {truth.shape} labels"
+            problem = f"{counted}, or one of them has an impossible value"
             remedy = "give one result, label and group for each record; right answers and labels are 0 or 1"
             raise RunError("train.figure-invalid", problem, remedy)
 

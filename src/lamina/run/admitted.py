@@ -203,15 +203,12 @@ class AdmittedCorpus(Corpus):
             problem = f"contributions signed {len(private)} distinct bounds, at most {MAX_BOUNDS} can be accounted for"
             remedy = "let them sign one of a few bounds: a stricter class in the policy for each"
             raise CorpusError("corpus.too-many-bounds", problem, remedy)
-        return tuple(
-            SignedAccount(
-                name=str(bound := admission.bounds[which]),
-                cls=bound.cls,
-                scale=found[which].scale,
-                epsilon=bound.epsilon(plan.delta(bound.cls)),
-            )
-            for which in private
-        )
+        accounts = []
+        for which in private:
+            bound, scale = admission.bounds[which], found[which].scale
+            epsilon = bound.epsilon(plan.delta(bound.cls))
+            accounts.append(SignedAccount(name=str(bound), cls=bound.cls, scale=scale, epsilon=epsilon))
+        return tuple(accounts)
 
     def check(self, plan: StepPlan) -> None:
         super().check(plan)

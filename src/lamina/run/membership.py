@@ -78,9 +78,8 @@ def _read_texts(path: Path, kind: type[Any], default: Any) -> Any:
         found = cbor.decode(path.read_bytes(), max_size=MAX_MEMBERSHIP_BYTES)
     except (OSError, EncodingError) as error:
         raise _unreadable(path, str(error)) from None
-    if not isinstance(found, kind) or not all(
-        isinstance(one, str) for one in (*found, *getattr(found, "values", tuple)())
-    ):
+    texts = (*found, *getattr(found, "values", tuple)()) if isinstance(found, kind) else (None,)
+    if not all(isinstance(one, str) for one in texts):
         raise _unreadable(path, "it is not a list of ids")
     return found
 

@@ -279,9 +279,8 @@ def failing_layer_and_input(error: BaseException, model: nn.Module) -> str | Non
     if found is None or not name:
         return None
     module, given = found
-    shapes = ", ".join(
-        f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}" for t in given if isinstance(t, torch.Tensor)
-    )
+    tensors = [t for t in given if isinstance(t, torch.Tensor)]
+    shapes = ", ".join(f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}" for t in tensors)
     return f"layer '{name}', {module}, was given {shapes or 'no tensor'}".replace("\n", " ")
 
 

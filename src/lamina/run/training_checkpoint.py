@@ -487,9 +487,8 @@ class TrainingState:
         state = {} if self.scheduler is None else self.scheduler.state_dict()  # without the step counters' objects:
         plain = {name: value for name, value in state.items() if not callable(value)}
         self.given_schedule = None if self.scheduler is None else copy.deepcopy(plain)
-        self.given = [
-            {name: value for name, value in group.items() if name != "params"} for group in self.optimizer.param_groups
-        ]
+        groups = self.optimizer.param_groups
+        self.given = [{name: value for name, value in group.items() if name != "params"} for group in groups]
 
     @property
     def optimizer_figures(self) -> dict[str, Any]:
@@ -498,13 +497,8 @@ class TrainingState:
         figures = {"name": type(self.optimizer).__name__, "lr": rates, "scheduler": None}
         if self.scheduler is None:
             return figures
-        terms = {
-            name: value
-            for name, value in self.given_schedule.items()
-            if not name.startswith("_")
-            and name not in ("base_lrs", "last_epoch")
-            and isinstance(value, bool | int | float | str)
-        }
+        plain = {k: v for k, v in self.given_schedule.items() if isinstance(v, bool | int | float | str)}
+        terms = {k: v for k, v in plain.items() if not k.startswith("_") and k not in ("base_lrs", "last_epoch")}
         return figures | {"scheduler": type(self.scheduler).__name__, "schedule": terms}
 
     @property
@@ -616,9 +610,8 @@ class TrainingState:
             else:
                 self.notes.append("the plan changed: what its rules had learned is forgotten")
         if self.window is not None and not self.window.load(tensors, plain.get("window")):
-            self.notes.append(
-                "the plan or the contributions changed: its noise is not correlated with that of the steps before"
-            )
+            changed = "the plan or the contributions changed"
+            self.notes.append(f"{changed}: its noise is not correlated with that of the steps before")
         self.segments, self.step = plain["segments"], plain["step"]
         self.evaluations, self.programs = list(plain["evaluations"]), list(plain.get("programs", ()))
         self.notes[:] = [*plain["notes"], *(note for note in self.notes if note not in plain["notes"])]

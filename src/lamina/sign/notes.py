@@ -337,9 +337,8 @@ class WitnessQuorum:
             times[witness.name] = max(time, times.get(witness.name, 0))
         if early := [name for name, time in times.items() if time + CLOCK_SKEW < since]:
             problem = f"witness {early[0]!r} cosigned the checkpoint before its last leaf"
-            raise NotVerified(
-                "ledger.cosignature-too-old", problem, "ask the witness to look at it, and to cosign again"
-            )
+            remedy = "ask the witness to look at it, and to cosign again"
+            raise NotVerified("ledger.cosignature-too-old", problem, remedy)
         return times
 
     def check(self, note: Note, *, now: int | None = None) -> dict[str, int]:

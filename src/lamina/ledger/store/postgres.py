@@ -50,9 +50,8 @@ def connection_error(error: psycopg.Error, address: PostgresAddress) -> LedgerEr
         return StoreError("store.password-missing", problem, _PASSWORD_REMEDY)
     if "pg_hba.conf" in text or "authentication failed" in text or "permission denied for database" in text:
         problem = f"{server} does not let user {user} in to database {database} from here"
-        remedy = (
-            f"give another user, add a line for this one to pg_hba.conf, or GRANT CONNECT ON DATABASE {known.database}"
-        )
+        remedy = "give another user, add a line for this one to pg_hba.conf"
+        remedy += f", or GRANT CONNECT ON DATABASE {known.database}"
         return StoreError("store.access-refused", problem, remedy)
     if "resolve host" in text or "translate host name" in text:
         return StoreLost("store.host-unknown", f"there is no host {known.host!r}", "correct the host in the address")

@@ -380,9 +380,8 @@ class PostgresAddress:
         named like the rest, and say so. Only what is known to be no secret is shown.
         """
         if (found := _ADDRESS.fullmatch(where)) is None:
-            problem = (
-                f"the address {where.partition(':')[0]}://… has an @, a / or a : too many, or a schema of other signs"
-            )
+            problem = f"the address {where.partition(':')[0]}://… has an @, a / or a : too many"
+            problem += ", or a schema of other signs"
             raise LedgerError("store.address-invalid", problem, _ADDRESS_REMEDY)
         scheme, user, at, place, query, schema = found.groups(default="")
         kept = "&".join(each for each in query.split("&") if each.partition("=")[0] in _SHOWN_OPTIONS)

@@ -104,9 +104,8 @@ def accountant_violation(plan: StepPlan, accountant: str) -> Violation | None:
     """Noise on integers is priced by integer orders, and so is all that is added to it: both count so, or neither."""
     if (plan.accountant == INTEGER_RDP) == (accountant == INTEGER_RDP):
         return None
-    reason = (
-        f"its plan has {plan.noise_kind.value} noise priced by {plan.accountant}, and the ledger counts by {accountant}"
-    )
+    noise = f"{plan.noise_kind.value} noise priced by {plan.accountant}"
+    reason = f"its plan has {noise}, and the ledger counts by {accountant}"
     return Violation("verify.noise-not-priced", reason)
 
 

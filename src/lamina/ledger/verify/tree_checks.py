@@ -165,9 +165,8 @@ class Trust:
         if len(counted) < wanted:
             why = 'all that the key ring has, as it states no "quorum"' if quorum is None else "the key ring's quorum"
             problem = f"{len(counted)} trusted witnesses cosigned it, {wanted} must: {why}"
-            raise NotVerified(
-                "ledger.quorum-not-reached", problem, "ask the witnesses, or get a copy with cosignatures"
-            )
+            remedy = "ask the witnesses, or get a copy with cosignatures"
+            raise NotVerified("ledger.quorum-not-reached", problem, remedy)
         return len(counted), wanted
 
     def cosigned(self, note: Note, time: int, now: int, *, refuse_later: bool = False) -> dict[bytes, int]:
@@ -328,9 +327,8 @@ class AggregateChecks:
         if tally is None or tally.aggregate != record:
             wrong("verify.aggregate-index-differs", "the store lists another aggregate here than the leaf")
         if tally.latest >= record.horizon:
-            reason = (
-                f"a contribution admitted at {format_utc(tally.latest)}, its horizon is {format_utc(record.horizon)}"
-            )
+            horizon = f"its horizon is {format_utc(record.horizon)}"
+            reason = f"a contribution admitted at {format_utc(tally.latest)}, {horizon}"
             wrong("verify.pruned-beyond-horizon", f"it prunes {reason}")
         if tally.expires > leaf.time:
             reason = f"it prunes a contribution that expires later, at {format_utc(tally.expires)}"
@@ -464,9 +462,8 @@ class CheckpointChecks:
             self._fail("verify.checkpoint-wrong-size", f"{name} says {head.size} leaves")
         if head.root != root:
             leaves = f"[{self.signed_size}, {head.size})"
-            self._fail(
-                "verify.checkpoint-root-differs", f"{name} has another root: one of the leaves {leaves} was changed"
-            )
+            reason = f"{name} has another root: one of the leaves {leaves} was changed"
+            self._fail("verify.checkpoint-root-differs", reason)
         self._seal(head, stored.seal, self._signature(head, note, time, keys))
         self._witnesses(head, note, time, keys)
         keys.covered(head.size)
@@ -594,9 +591,8 @@ class KnownCheckpointChecks:
                 reason = f"{name} is of another ledger, {each.head.origin!r}"
                 fail(None, KNOWN_CHECKPOINT, "verify.known-checkpoint-of-other-ledger", reason)
             if not any(note_signed_by(each.note, key) for key in accepted):
-                reason = (
-                    f"{name} is signed by no key of this ledger: the ledger was signed anew, or this is another ledger"
-                )
+                reason = f"{name} is signed by no key of this ledger"
+                reason += ": the ledger was signed anew, or this is another ledger"
                 fail(None, KNOWN_CHECKPOINT, "verify.known-checkpoint-of-other-key", reason)
             if seen > size:
                 reason = f"{name} is longer than the ledger, which has {size}: the ledger was rolled back"
