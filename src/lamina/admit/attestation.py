@@ -190,9 +190,8 @@ class Descriptor:
     @property
     def terms(self) -> SignedTerms:
         """What its attestation must repeat."""
-        return SignedTerms(
-            self.admissibility, self.data_class, self.clip_norm, self.noise_multiplier, self.public, self.profile
-        )
+        bound = self.clip_norm, self.noise_multiplier
+        return SignedTerms(self.admissibility, self.data_class, *bound, self.public, self.profile)
 
     @classmethod
     def decode(cls, data: bytes) -> Descriptor:

@@ -86,11 +86,8 @@ class FolderContributions:
     def _list_ids(self) -> list[str]:
         try:
             with os.scandir(self.path) as entries:
-                return [
-                    entry.name
-                    for entry in entries
-                    if not entry.name.startswith(".") and not entry.is_file(follow_symlinks=False)
-                ]
+                shown = (entry for entry in entries if not entry.name.startswith("."))
+                return [entry.name for entry in shown if not entry.is_file(follow_symlinks=False)]
         except OSError as error:
             raise self._listing_error(error) from None
 
@@ -127,12 +124,10 @@ class FolderContributions:
         folder = _open_folder(self._prefix + id)
         try:
             name = _find_payload(folder) if payload else None
-            return Contribution(
-                id,
-                _read_small_file(DESCRIPTOR_FILE, folder, MAX_DESCRIPTOR),
-                _read_small_file(ATTESTATION_FILE, folder, MAX_ATTESTATION),
-                None if name is None else self.path.joinpath(id, name),
-            )
+            descriptor = _read_small_file(DESCRIPTOR_FILE, folder, MAX_DESCRIPTOR)
+            attestation = _read_small_file(ATTESTATION_FILE, folder, MAX_ATTESTATION)
+            path = None if name is None else self.path.joinpath(id, name)
+            return Contribution(id, descriptor, attestation, path)
         finally:
             os.close(folder)
 

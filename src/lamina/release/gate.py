@@ -277,13 +277,8 @@ class GateRule:
             ):
                 continue
             reasons += self._class_reasons(each, rights, gone, drawn.mask)
-        return Decision(
-            allowed=not reasons,
-            reasons=tuple(reasons),
-            drawn=drawn.mask.bit_count(),
-            as_of=as_of,
-            manifest=self.manifest.digest,
-        )
+        count, digest = drawn.mask.bit_count(), self.manifest.digest
+        return Decision(allowed=not reasons, reasons=tuple(reasons), drawn=count, as_of=as_of, manifest=digest)
 
     def layers(self, query: Query) -> tuple[str, ...]:
         """The layers that a query draws on."""

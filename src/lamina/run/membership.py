@@ -254,9 +254,8 @@ class AdmissionRenewal:
         if gone := {stable_id: one for stable_id, one in self._before.items() if stable_id not in here}:
             self._withdraw(gone, note)
         if out := self._corpus.count_unsampled(self._plan):
-            note(
-                f"{out} admitted contributions are not sampled: no scale keeps the bound that they signed under this plan"
-            )
+            why = "no scale keeps the bound that they signed under this plan"
+            note(f"{out} admitted contributions are not sampled: {why}")
         self.revalidate(note)
 
     def write_members(self) -> None:

@@ -217,12 +217,8 @@ def _named_by_profile(names: Sequence[str | int], layer: PlannedLayer, index: in
 
 
 def _only_adapter_tensors(name: str, plan: StepPlan, k: int, layer: PlannedLayer) -> bool:
-    for tensor in layer.parameters:
-        if name not in tensor.split(".")[1:]:
-            closed = plan.slice(k, tensor)
-            if closed is None or closed.ranges:
-                return False
-    return True
+    others = (plan.slice(k, tensor) for tensor in layer.parameters if name not in tensor.split(".")[1:])
+    return all(closed is not None and not closed.ranges for closed in others)
 
 
 def _layers_in_band(profile: DepthProfile, plan: StepPlan) -> list[bool]:

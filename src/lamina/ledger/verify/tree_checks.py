@@ -82,7 +82,6 @@ _MOST_CHECKPOINT_BYTES = 1 << 20
 
 
 _OF_LEDGER = (Role.GOVERNING, Role.LEDGER)
-_OF_LEDGER_NAMES = {role.name.lower() for role in _OF_LEDGER}
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +133,7 @@ class Trust:
     def for_ledger(self, parties: KeyState) -> Trust | None:
         """Return the part that concerns a ledger with these keys, or None. Release keys concern no ledger."""
         plain = tuple(key for key in self.plain if (known := parties.get(key.id)) and known.role in _OF_LEDGER)
-        named = self.ring is not None and any(each.role in _OF_LEDGER_NAMES for each in self.ring)
+        named = any(map(self.names, _OF_LEDGER))
         made = Trust(ring=self.ring if named else None, notes=self.notes, plain=plain)
         return made if named or self.notes or plain else None
 
@@ -381,8 +380,9 @@ class ReplayedTree:
         while at < len(hashes):
             index, inside = divmod(first + at, TILE_WIDTH)
             part = hashes[at : at + TILE_WIDTH - inside]
-            tile = self._level0(index)
-            if tile is None:
+            if self._tile[0] != index:
+                self._tile = (index, self._rows.tile(0, index))
+            if (tile := self._tile[1]) is None:
                 reason = f"{tile_path(0, index)} is missing"
                 fail(first + at, TILE, "verify.tile-missing", reason)
             found, made = tile[inside * HASH_SIZE : (inside + len(part)) * HASH_SIZE], b"".join(part)
@@ -408,11 +408,6 @@ class ReplayedTree:
                 name = tile_path(level // TILE_HEIGHT, index)
                 reason = f"{name} has another hash for leaves [{leaf}, {leaf + (1 << level)})"
                 fail(leaf, TILE, "verify.tile-hash-differs", reason)
-
-    def _level0(self, index: int) -> bytes | None:
-        if self._tile[0] != index:
-            self._tile = (index, self._rows.tile(0, index))
-        return self._tile[1]
 
 
 class CheckpointChecks:

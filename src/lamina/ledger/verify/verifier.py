@@ -48,7 +48,7 @@ from lamina.ledger.verify.contribution_checks import (
 )
 from lamina.ledger.verify.epoch_checks import EpochChecks, check_time_rounded
 from lamina.ledger.verify.release_checks import ReleaseChecks
-from lamina.ledger.verify.report import UnrecordedSpend, Verification, report, unreadable_report, unrecorded_spend
+from lamina.ledger.verify.report import UnrecordedSpend, Verification, report, unrecorded_spend
 from lamina.ledger.verify.tree_checks import (
     LEAF,
     SIGNED_ANEW,
@@ -248,10 +248,8 @@ class LedgerReplay:
         if trust is not None:
             mine = [each for each in trust.keys(self.header.origin, now) if each.id not in self.pinned]
             trusted = mine if mine or not self.pinned else None
-        self._known, stored = trusted, list(rows.checkpoints())
-        self.checkpoints = CheckpointChecks(
-            self.header, stored, trusted, trust, self._latest - CLOCK_SKEW, cosigned=cosigned
-        )
+        self._known, stored, at = trusted, list(rows.checkpoints()), self._latest - CLOCK_SKEW
+        self.checkpoints = CheckpointChecks(self.header, stored, trusted, trust, at, cosigned=cosigned)
         self.others: dict[int, type[Record]] = {}
         self.held: tuple[UnrecordedSpend, ...] = ()
         self.open_signed = True  # whether the ledger key signed what is open
@@ -452,7 +450,7 @@ def verify(
     except (LedgerDamaged, StoreError) as error:
         if opened is None and not isinstance(error, LedgerDamaged):
             raise
-        return unreadable_report(Finding(None, STORE, "verify.store-unreadable", error.problem), 0)
+        return Verification(problem=Finding(None, STORE, "verify.store-unreadable", error.problem))
     finally:
         if opened is not None and opened is not where:
             opened.close()
@@ -477,8 +475,7 @@ def verify_rows(
         what = error.problem if isinstance(error, LedgerDamaged) else f"a row of the store holds a wrong type: {error}"
         problem = Finding(at, STORE, "verify.row-wrong-type", what)
     if replay is None:
-        assert problem is not None
-        return unreadable_report(problem, 0)
+        return Verification(problem=problem)
     found = (problem, replay.contributions.repeats.first(rows), _first_wrong_spend(replay, problem))
     real = [each for each in found if each is not None]
     return report(replay, min(real, key=lambda f: 1 << 63 if f.index is None else f.index, default=None), trust)
