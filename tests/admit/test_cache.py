@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from lamina.admit.gate import VerificationCache, VerifiedAttestation
+from lamina.admit.contribution_sources import Contribution
+from lamina.admit.gate import VerificationCache
 from lamina.admit.verdicts import Reason
 from lamina.sign.keys import PrivateKey, PublicKey
 
@@ -80,14 +81,15 @@ def test_the_examiner_of_a_gate_follows_its_ring(desk: Any) -> None:
 
 def test_a_full_cache_forgets_the_oldest() -> None:
     cache = VerificationCache(limit=2)
-    for name in (b"a", b"b", b"a", b"c"):
-        cache.put(name, VerifiedAttestation(10, b"d", b"n", b"c"), b"ring")
+    a, b, c, x = (Contribution(name, b"d", name.encode()) for name in "abcx")
+    for given in (a, b, a, c):
+        cache.put(given, 10, b"n", b"c", b"ring")
     assert len(cache) == 2
-    assert cache.get(b"b", b"d", 0, b"ring") is None
-    assert cache.get(b"a", b"d", 9, b"ring") is not None
-    assert cache.get(b"a", b"d", 10, b"ring") is None
-    assert cache.get(b"a", b"other", 9, b"ring") is None
-    assert cache.get(b"a", b"d", 9, b"other ring") is None
-    assert cache.get(None, None, 9, b"ring") is None
-    cache.put(b"x", VerifiedAttestation(10, b"d", b"n", b"c"), b"other ring")
+    assert cache.get(b, 0, b"ring") is None
+    assert cache.get(a, 9, b"ring") == (b"n", b"c")
+    assert cache.get(a, 10, b"ring") is None
+    assert cache.get(replace(a, descriptor=b"other"), 9, b"ring") is None
+    assert cache.get(a, 9, b"other ring") is None
+    assert cache.get(Contribution("a"), 9, b"ring") is None
+    cache.put(x, 10, b"n", b"c", b"other ring")
     assert len(cache) == 1

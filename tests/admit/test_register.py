@@ -8,15 +8,7 @@ from typing import Any
 import pytest
 from memory_register import MemoryRegister
 
-from lamina.admit.verdicts import (
-    ContributionRefused,
-    EntryContext,
-    Reason,
-    RefusedRows,
-    RegisterEntry,
-    RegisterStatus,
-    SignedBytes,
-)
+from lamina.admit.verdicts import ContributionRefused, EntryContext, Reason, RefusedRows, RegisterEntry, RegisterStatus
 
 
 def test_only_who_is_admitted_is_entered(desk: Any) -> None:
@@ -77,7 +69,7 @@ def test_a_register_is_told_the_identity_of_each(desk: Any) -> None:
     assert told[1].tag == b"\7" * 32 and told[0].tag is None
     assert register.beside.places == {"clinical": 1000, "standard": 1000, "open": None}
     assert register.beside.keys is desk.keys
-    assert register.beside.evidence(told[1]) == SignedBytes(given[1].descriptor, given[1].attestation)
+    assert register.beside.evidence(told[1]) == (given[1].descriptor, given[1].attestation)
 
 
 def test_evidence_is_what_was_examined(desk: Any) -> None:

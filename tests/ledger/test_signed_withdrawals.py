@@ -172,8 +172,9 @@ def test_a_signed_request_is_used_once(story: Story, monkeypatch: pytest.MonkeyP
     (again,) = withdraw_signed(story.ledger, data)
     assert (again.leaf.seq, again.again, first.again) == (first.leaf.seq, True, False)
     assert story.ledger.append([first.leaf.record]) == [first.leaf.seq]  # type: ignore[list-item]
-    for module, name, nothing in ((append, "find_repeated_withdrawal", None), (StoreWriter, "add_withdrawals", None)):
-        monkeypatch.setattr(module, name, lambda *given, nothing=nothing: nothing)
+    add = StoreWriter.add
+    monkeypatch.setattr(append, "find_repeated_withdrawal", lambda *given: None)
+    monkeypatch.setattr(StoreWriter, "add", lambda db, table, rows: table == "withdrawn" or add(db, table, rows))
     story.ledger.append([first.leaf.record])  # type: ignore[list-item]
     problem = verify(story.ledger.store, now=START).problem
     assert problem is not None and problem.code == "verify.withdrawn-twice"

@@ -36,11 +36,11 @@ def store(where: str) -> Iterator[Store]:
 def test_what_is_written_is_read(store: Store, where: str) -> None:
     with store.write() as rows:
         assert rows.head() is None
-        rows.add_leaves([(0, 1, b"header", b"h"), (1, 2, b"one", None), (2, 3, b"epoch", b"e")])
-        rows.add_evidence([(1, b"attestation")])
-        rows.add_keys([(b"k" * 16, 1), (b"l" * 16, 1), (b"l" * 16, 2)])
-        rows.add_attempts([AttemptRow(bytes(16), 4, 1, 2)])
-        rows.add_withdrawals([(1, 2)])
+        rows.add("leaf", [(0, 1, b"header", b"h"), (1, 2, b"one", None), (2, 3, b"epoch", b"e")])
+        rows.add("evidence", [(1, b"attestation")])
+        rows.add("known", [(b"k" * 16, 1), (b"l" * 16, 1), (b"l" * 16, 2)])
+        rows.add("attempt", [AttemptRow(bytes(16), 4, 1, 2)])
+        rows.add("withdrawn", [(1, 2)])
         rows.put_tiles([Tile(0, 0, b"h" * 96), Tile(1, 7, b"i" * 32)])
         rows.put_head(HEAD)
         rows.put_checkpoint(StoredCheckpoint(2, "two", b"seal"))
@@ -80,9 +80,9 @@ def test_what_is_written_is_read(store: Store, where: str) -> None:
 
 def test_rows_are_replaced_and_dropped(store: Store) -> None:
     with store.write() as rows:
-        rows.add_leaves([(seq, 2, b"%d" % seq, b"b%d" % seq) for seq in range(10)])
-        rows.add_evidence([(seq, b"e%d" % seq) for seq in range(10)])
-        rows.add_keys([(bytes([seq]) * 16, seq) for seq in range(10)])
+        rows.add("leaf", [(seq, 2, b"%d" % seq, b"b%d" % seq) for seq in range(10)])
+        rows.add("evidence", [(seq, b"e%d" % seq) for seq in range(10)])
+        rows.add("known", [(bytes([seq]) * 16, seq) for seq in range(10)])
         rows.put_tiles([Tile(0, index, b"t" * 32) for index in range(4)])
         rows.put_head(HEAD)
         rows.put_checkpoint(StoredCheckpoint(2, "two", b"seal"))
@@ -115,9 +115,9 @@ def test_rows_are_replaced_and_dropped(store: Store) -> None:
 def test_long_ranges_come_whole_and_in_order(store: Store) -> None:
     seqs = [seq for seq in range(5000) if seq % 7]
     with store.write() as rows:
-        rows.add_leaves([(seq, 2 + seq % 2, b"%d" % seq, None) for seq in seqs])
-        rows.add_withdrawals([(seq, seq) for seq in seqs])
-        rows.add_keys([(b"%016d" % seq, seq) for seq in seqs])
+        rows.add("leaf", [(seq, 2 + seq % 2, b"%d" % seq, None) for seq in seqs])
+        rows.add("withdrawn", [(seq, seq) for seq in seqs])
+        rows.add("known", [(b"%016d" % seq, seq) for seq in seqs])
     with store.read() as rows:
         assert [seq for seq, _ in rows.leaves(1, 4999)] == [seq for seq in seqs if 1 <= seq < 4999]
         assert [seq for seq, _ in rows.of_kind(3, 0, 5000)] == [seq for seq in seqs if seq % 2]
@@ -131,7 +131,7 @@ def test_a_transaction_is_all_or_nothing(store: Store) -> None:
 
     def stops() -> None:
         with store.write() as rows:
-            rows.add_leaves([(0, 1, b"x", b"")])
+            rows.add("leaf", [(0, 1, b"x", b"")])
             rows.put_head(HEAD._replace(size=9))
             raise ZeroDivisionError
 
@@ -148,22 +148,22 @@ def test_a_transaction_is_all_or_nothing(store: Store) -> None:
 
 def test_a_row_twice_is_damage(store: Store) -> None:
     with store.write() as rows:
-        rows.add_leaves([(0, 1, b"x", b"")])
+        rows.add("leaf", [(0, 1, b"x", b"")])
     with raises_code("store.row-unexpected"), store.write() as rows:
-        rows.add_leaves([(0, 1, b"y", b"")])
+        rows.add("leaf", [(0, 1, b"y", b"")])
     with store.read() as rows:
         assert rows.leaf(0) == (b"x", b"")
 
 
 def test_a_view_does_not_change_while_others_write(store: Store, where: str) -> None:
     with store.write() as rows:
-        rows.add_leaves([(0, 1, b"x", b"")])
+        rows.add("leaf", [(0, 1, b"x", b"")])
         rows.put_head(HEAD)
     other = make_store(where)
     with store.read() as rows:
         assert rows.head() == HEAD
         with other.write() as more:
-            more.add_leaves([(1, 1, b"y", b"")])
+            more.add("leaf", [(1, 1, b"y", b"")])
             more.put_head(HEAD._replace(size=4))
         with store.write() as own:  # a writer beside the view, in the same process
             own.put_head(HEAD._replace(size=6))
@@ -365,7 +365,7 @@ def test_what_a_killed_creator_left_is_used(tmp_path: Path) -> None:
 def test_pruned_bytes_are_gone_from_the_file(tmp_path: Path) -> None:
     store = SqliteStore(tmp_path / "x.db", create=True)
     with store.write() as rows:
-        rows.add_leaves([(seq, 2, b"a leaf", b"a body that must go %d" % seq * 5) for seq in range(200)])
+        rows.add("leaf", [(seq, 2, b"a leaf", b"a body that must go %d" % seq * 5) for seq in range(200)])
     with store.write() as rows:
         rows.drop_bodies(0, 200)
     store.compact()

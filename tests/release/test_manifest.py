@@ -368,7 +368,7 @@ def test_what_a_certificate_says_is_text_in_the_model_card(
     def with_evil_words(name: str, certificates: Any, *rest: Any, **more: Any) -> bytes:
         last = certificates[-1]
         statements = [{**each, "text": evil} for each in last.content["statements"]]
-        content = {**last.content, "statements": statements, "protects": {"badge": evil}}
+        content = {**last.content, "statements": statements, "protects": {**last.content["protects"], "badge": evil}}
         return whole(name, [dataclasses.replace(last, content=content)], *rest, **more)
 
     monkeypatch.setattr("lamina.release.manifest.model_card", with_evil_words)

@@ -157,7 +157,7 @@ def asked(change: Any, *keys: PrivateKey) -> Any:
 def _fill(rows: StoreWriter, data: list[StoredLeaf], frontier: Frontier) -> None:
     """Leaves, what the store lists of them, and the head."""
     found = [read(one) for one in data]
-    rows.add_leaves([(seq, KIND_NUMBERS[one.kind] if one else 2, *data[seq]) for seq, one in enumerate(found)])
+    rows.add("leaf", [(seq, KIND_NUMBERS[one.kind] if one else 2, *data[seq]) for seq, one in enumerate(found)])
     attempts: dict[tuple[bytes, int, int], int] = {}
     withdrawn: dict[int, int] = {}
     for seq, one in enumerate(found):
@@ -165,10 +165,10 @@ def _fill(rows: StoreWriter, data: list[StoredLeaf], frontier: Frontier) -> None
             attempts = {**dict.fromkeys(one.record.attempts, seq), **attempts}
         if one is not None and isinstance(one.record, Withdrawal):
             withdrawn.setdefault(one.record.target, seq)
-    rows.add_attempts([AttemptRow(*attempt, seq) for attempt, seq in attempts.items()])
-    rows.add_withdrawals(list(withdrawn.items()))
+    rows.add("attempt", [AttemptRow(*attempt, seq) for attempt, seq in attempts.items()])
+    rows.add("withdrawn", list(withdrawn.items()))
     tokens = {token for _, evidence in rows.evidences(0, len(data)) for token in append.tokens_of(evidence)}
-    rows.add_tokens(sorted(tokens))
+    rows.add("token", [(token,) for token in sorted(tokens)])
     for seq, one in enumerate(found):
         if one is not None and one.kind is Aggregate:
             rows.put_pruning(PruningRow(seq, False))

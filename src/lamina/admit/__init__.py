@@ -25,10 +25,7 @@ __all__ = [
     "Admission", "AdmittedRow", "Revalidation", "Reason", "Refusal",
     "resolve", "Resolution",
 ]  # fmt: skip
-_FILES = (
-    "attestation", "verdicts", "contribution_sources", "checks", "signing", "resolver", "admission",
-    "gate",
-)  # fmt: skip
+_FILES = ("attestation", "verdicts", "contribution_sources", "checks", "signing", "resolver", "admission", "gate")
 
 
 def __getattr__(name: str) -> Any:

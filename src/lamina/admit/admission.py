@@ -32,7 +32,6 @@ from lamina.admit.verdicts import (
     RefusedRows,
     Register,
     RegisterStatus,
-    SignedBytes,
     class_full,
     id_hash,
     is_repeat,
@@ -404,7 +403,7 @@ class Admission:
         gate = self._gate
         places = {name: each.population for name, each in gate.policy_checks.classes.items()}
 
-        def read(row: int) -> SignedBytes:
+        def read(row: int) -> tuple[bytes, bytes]:
             return read_signed_bytes(self.source, self.ids[row], int(self._rows.places[row]))
 
         beside = EntryContext(read, gate.keys, places)

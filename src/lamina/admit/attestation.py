@@ -50,7 +50,6 @@ def read_length(raw: bytes) -> int:
 
 
 NONCE_BYTES = 16
-_CHUNK = 1 << 20
 
 
 def commit(nonce: bytes, payload: bytes | Path) -> bytes:
@@ -64,15 +63,12 @@ def commit(nonce: bytes, payload: bytes | Path) -> bytes:
         raise AdmissionError("admit.nonce-size", problem, "draw it with secrets.token_bytes(16)")
     if isinstance(payload, bytes):
         return hashlib.sha256(nonce + payload).digest()
-    digest = hashlib.sha256(nonce)
     try:
         with open(open_regular(payload), "rb", buffering=0) as file:
-            while part := file.read(_CHUNK):
-                digest.update(part)
+            return hashlib.file_digest(file, lambda: hashlib.sha256(nonce)).digest()
     except OSError as error:
         problem = f"cannot read the payload '{payload}': {error.strerror}"
         raise AdmissionError("admit.file-unreadable", problem, "give the file that is contributed") from None
-    return digest.digest()
 
 
 def subject_tag(key: bytes, subject: str) -> str:
@@ -194,9 +190,8 @@ class Descriptor:
     @property
     def terms(self) -> SignedTerms:
         """What its attestation must repeat."""
-        return SignedTerms(
-            self.admissibility, self.data_class, self.clip_norm, self.noise_multiplier, self.public, self.profile
-        )
+        bound = self.clip_norm, self.noise_multiplier
+        return SignedTerms(self.admissibility, self.data_class, *bound, self.public, self.profile)
 
     @classmethod
     def decode(cls, data: bytes) -> Descriptor:
@@ -465,9 +460,8 @@ _HEADER_TERMS = compile_pattern(
 )  # fmt: skip
 _ANCHOR_HEAD, _LEDGER_HEAD = (cbor.encode(each) + b"\x58\x20" for each in (_ANCHOR, _LEDGER))
 _ANCHOR_BYTES = len(_ANCHOR_HEAD) + 32
-_HEADER_END = b"".join(
-    map(cbor.encode, (_TYP, ATTESTATION_TYPE, _HASH_ALG, _SHA256, _PREIMAGE, DESCRIPTOR_CONTENT_TYPE))
-)
+_HEADER_REST = (_TYP, ATTESTATION_TYPE, _HASH_ALG, _SHA256, _PREIMAGE, DESCRIPTOR_CONTENT_TYPE)
+_HEADER_END = b"".join(map(cbor.encode, _HEADER_REST))
 _ALGORITHM_OF_ENCODING = {cbor.encode(each): each for each in ALGORITHMS}
 
 

@@ -145,6 +145,7 @@ class SigningTerms:
     ) -> SigningTerms:
         """The terms of class `name`, or stricter ones: a smaller clip norm, a larger noise multiplier.
 
+        Without `data_class` it is the name of the class, in the letters that are allowed.
         With `profile` the depth of the class, if it is restricted, is signed too: a policy that lets the class reach
         elsewhere will refuse the contribution. Without it, depth is left to the policy.
         """
@@ -155,7 +156,7 @@ class SigningTerms:
             audience=policy.corpus.origin,
             policy=floors_hash(policy),
             admissibility=name,
-            data_class=data_class if data_class is not None else _default_data_class(name),
+            data_class=re.sub("[^a-z0-9-]", "-", name.lower())[:64] if data_class is None else data_class,
             clip_norm=clip,
             noise_multiplier=noise,
             not_before=not_before,
@@ -167,10 +168,8 @@ class SigningTerms:
         self, *, contributor: bytes, nonce: bytes, commitment: bytes, items: int, anchor: bytes | None = None
     ) -> Descriptor:
         """These terms for one payload."""
-        terms = {each.name: getattr(self, each.name) for each in fields(self)}
-        return Descriptor(
-            contributor=contributor, nonce=nonce, commitment=commitment, items=items, anchor=anchor, **terms
-        )
+        terms = {each.name: getattr(self, each.name) for each in fields(self)} | {"items": items, "anchor": anchor}
+        return Descriptor(contributor=contributor, nonce=nonce, commitment=commitment, **terms)
 
 
 def _requested_bound(policy: Policy, name: str, c: float | None, z: float | None) -> tuple[int, int]:
@@ -213,11 +212,6 @@ def _class_policy(policy: Policy, name: str) -> ClassPolicy:
         remedy = f"its classes are {', '.join(policy.classes)}"
         raise AdmissionError("admit.class-unknown", f"the policy has no class {name!r}", remedy)
     return policy.classes[name]
-
-
-def _default_data_class(name: str) -> str:
-    """The data class when none is given: the name of the class, in the letters that are allowed."""
-    return re.sub(r"[^a-z0-9-]", "-", name.lower())[:64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,9 +267,8 @@ class PolicyChecks:
         if not required.public:
             self._check_bound(descriptor, required.bound)
         if descriptor.profile is not None and not self.profile_allows(descriptor.profile, descriptor.admissibility):
-            raise ContributionRefused(
-                Reason.PROFILE_MISMATCH, f"it signed {descriptor.profile}, the class reaches {required.profile}"
-            )
+            detail = f"it signed {descriptor.profile}, the class reaches {required.profile}"
+            raise ContributionRefused(Reason.PROFILE_MISMATCH, detail)
         return required
 
     def _check_bound(self, descriptor: Descriptor, most_permissive: tuple[int, int] | None) -> None:
@@ -414,9 +407,8 @@ class Examiner:
         if standing is not KeyStatus.USABLE:
             raise ContributionRefused(REASON_OF_KEY_STATUS[standing], f"key {entry.label!r}")
         if claims.alg not in entry.algorithms:
-            raise ContributionRefused(
-                Reason.WRONG_ALGORITHM, f"{claims.alg}, key {entry.label!r} is for {entry.algorithms}"
-            )
+            detail = f"{claims.alg}, key {entry.label!r} is for {entry.algorithms}"
+            raise ContributionRefused(Reason.WRONG_ALGORITHM, detail)
         return entry
 
     def check_payload(self, payload: bytes | Path | None, nonce: bytes, commitment: bytes) -> int:

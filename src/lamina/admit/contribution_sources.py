@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lamina.admit.attestation import MAX_ATTESTATION, MAX_DESCRIPTOR
-from lamina.admit.verdicts import ContributionRefused, PackedTexts, Reason, SignedBytes
+from lamina.admit.verdicts import ContributionRefused, PackedTexts, Reason
 from lamina.errors import AdmissionError
 from lamina.plan.table import printable
 from lamina.validate import open_regular
@@ -86,11 +86,8 @@ class FolderContributions:
     def _list_ids(self) -> list[str]:
         try:
             with os.scandir(self.path) as entries:
-                return [
-                    entry.name
-                    for entry in entries
-                    if not entry.name.startswith(".") and not entry.is_file(follow_symlinks=False)
-                ]
+                shown = (entry for entry in entries if not entry.name.startswith("."))
+                return [entry.name for entry in shown if not entry.is_file(follow_symlinks=False)]
         except OSError as error:
             raise self._listing_error(error) from None
 
@@ -127,12 +124,10 @@ class FolderContributions:
         folder = _open_folder(self._prefix + id)
         try:
             name = _find_payload(folder) if payload else None
-            return Contribution(
-                id,
-                _read_small_file(DESCRIPTOR_FILE, folder, MAX_DESCRIPTOR),
-                _read_small_file(ATTESTATION_FILE, folder, MAX_ATTESTATION),
-                None if name is None else self.path.joinpath(id, name),
-            )
+            descriptor = _read_small_file(DESCRIPTOR_FILE, folder, MAX_DESCRIPTOR)
+            attestation = _read_small_file(ATTESTATION_FILE, folder, MAX_ATTESTATION)
+            path = None if name is None else self.path.joinpath(id, name)
+            return Contribution(id, descriptor, attestation, path)
         finally:
             os.close(folder)
 
@@ -140,8 +135,8 @@ class FolderContributions:
         return f"FolderContributions({str(self.path)!r})"
 
 
-def read_signed_bytes(source: Iterable[Contribution], id: str, position: int) -> SignedBytes:
-    """Read the contribution `id`, which was at `position`, once more. ContributionRefused if it is not there any more."""
+def read_signed_bytes(source: Iterable[Contribution], id: str, position: int) -> tuple[bytes, bytes]:
+    """Read descriptor and attestation of `id`, which was at `position`, once more. ContributionRefused if they are gone."""
     try:
         if isinstance(source, FolderContributions):
             found = source.without_payload(id)
@@ -158,7 +153,7 @@ def read_signed_bytes(source: Iterable[Contribution], id: str, position: int) ->
         raise ContributionRefused(*found.read_error)
     if found.id != id or found.descriptor is None or found.attestation is None:
         raise ContributionRefused(Reason.GONE)
-    return SignedBytes(found.descriptor, found.attestation)
+    return found.descriptor, found.attestation
 
 
 def _open_folder(path: str) -> int:

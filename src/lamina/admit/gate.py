@@ -15,7 +15,7 @@ from itertools import islice
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from lamina import validate
 from lamina.admit.admission import Admission, CrossChecks, Progress, revalidate_rows
@@ -70,17 +70,10 @@ class Clock:
 CACHE_LIMIT = 1 << 16  # entries, of a kilobyte each
 
 
-class VerifiedAttestation(NamedTuple):
-    """What is left to check of a contribution whose attestation was verified: its payload. And when it ends."""
-
-    until: int
-    descriptor: bytes
-    nonce: bytes
-    commitment: bytes
-
-
 class VerificationCache:
-    """Contributions whose attestation was verified, by its bytes.
+    """Contributions whose attestation was verified, by the bytes of attestation and descriptor.
+
+    Of each it keeps what is left to check, nonce and commitment of the payload, and when that ends.
 
     An entry dies with its epoch, with its window, when its key is revoked, and all die with any change of the key
     ring. Refusals are not remembered: whoever sends rubbish fills nothing. When it is full the oldest entry goes.
@@ -88,30 +81,27 @@ class VerificationCache:
 
     def __init__(self, limit: int = CACHE_LIMIT) -> None:
         self._limit = limit
-        self._kept: dict[bytes, VerifiedAttestation] = {}
+        self._kept: dict[tuple[bytes | None, bytes | None], tuple[int, bytes, bytes]] = {}
         self._version = b""
 
     def __len__(self) -> int:
         return len(self._kept)
 
-    def get(
-        self, attestation: bytes | None, descriptor: bytes | None, now: int, version: bytes
-    ) -> VerifiedAttestation | None:
-        """What was verified of these very bytes under this key ring, if it still counts."""
-        kept = self._kept.get(attestation) if attestation is not None else None
-        if kept is None or version != self._version or kept.until <= now or kept.descriptor != descriptor:
-            return None
-        return kept
+    def get(self, given: Contribution, now: int, version: bytes) -> tuple[bytes, bytes] | None:
+        """Return nonce and commitment if these very bytes were verified under this key ring, and still count."""
+        until, nonce, commitment = self._kept.get((given.attestation, given.descriptor), (now, b"", b""))
+        return (nonce, commitment) if version == self._version and until > now else None
 
-    def put(self, attestation: bytes, kept: VerifiedAttestation, version: bytes) -> None:
+    def put(self, given: Contribution, until: int, nonce: bytes, commitment: bytes, version: bytes) -> None:
         """Remember what was verified just now."""
         if version != self._version:
             self._kept.clear()
             self._version = version
-        self._kept.pop(attestation, None)
+        name = given.attestation, given.descriptor
+        self._kept.pop(name, None)
         if len(self._kept) >= self._limit:
             del self._kept[next(iter(self._kept))]
-        self._kept[attestation] = kept
+        self._kept[name] = until, nonce, commitment
 
 
 CHUNK_SIZE = 128  # contributions in a chunk
@@ -430,11 +420,11 @@ class AdmissionGate:
         somebody was admitted before, about the same person or in the last place of its class, is for `review` to say.
         """
         now, version = self.clock.now(), self.keys.version
-        kept = self._cache.get(contribution.attestation, contribution.descriptor, now, version)
+        kept = self._cache.get(contribution, now, version)
         try:
             if kept is not None:
                 check_id(contribution.id)
-                self._examiner.check_payload(contribution.payload, kept.nonce, kept.commitment)
+                self._examiner.check_payload(contribution.payload, *kept)
                 return None
         except ContributionRefused as refused:
             return Refusal(printable(contribution.id), refused.reason, printable(refused.detail))
@@ -447,12 +437,10 @@ class AdmissionGate:
         return None
 
     def _remember(self, given: Contribution, verdict: bytes, now: int) -> None:
-        assert given.attestation is not None and given.descriptor is not None
         row = unpack_row(verdict)
         entry = self.keys.get(self._examiner.kids[int(row["key"])])
         ends = [now + self.policy.corpus.epoch, int(row["expires"])]
         if entry is not None and entry.revoked_from is not None:
             ends.append(entry.revoked_from)
         nonce, commitment = row["nonce"].tobytes(), row["commitment"].tobytes()
-        kept = VerifiedAttestation(min(ends), given.descriptor, nonce, commitment)
-        self._cache.put(given.attestation, kept, self._examiner.version)
+        self._cache.put(given, min(ends), nonce, commitment, self._examiner.version)

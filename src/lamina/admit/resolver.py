@@ -105,13 +105,9 @@ class Resolution:
 
     def to_dict(self) -> dict[str, Any]:
         """For machines."""
-        return {
-            "bounds": [entry.to_dict() for entry in self.entries],
-            "depth": {
-                name: {"profile": depth.profile, "layers": list(depth.layers)} for name, depth in self.depth.items()
-            },
-            "rounded": dict(self.rounded),
-        }
+        depth = {name: {"profile": each.profile, "layers": list(each.layers)} for name, each in self.depth.items()}
+        bounds = [entry.to_dict() for entry in self.entries]
+        return {"bounds": bounds, "depth": depth, "rounded": dict(self.rounded)}
 
     def table(self) -> str:
         """For people: one line per bound, then one per class with its depth."""
@@ -181,12 +177,10 @@ def resolve(bounds: Sequence[Account], policy: Policy, plan: StepPlan, *, max_oc
         index[members] = len(entries) + where
         cap = max_occurrences.get(name) if isinstance(max_occurrences, Mapping) else max_occurrences
         entries += [_resolve_bound(bound, plan, cap) for bound in kept]
-    depth = {
-        entry.name: ClassDepth(
-            profile=entry.profile, layers=tuple(layer.name for i, layer in enumerate(plan.layers) if plan.reaches(k, i))
-        )
-        for k, entry in enumerate(plan.classes)
-    }
+    depth = {}
+    for k, entry in enumerate(plan.classes):
+        reached = tuple(layer.name for i, layer in enumerate(plan.layers) if plan.reaches(k, i))
+        depth[entry.name] = ClassDepth(profile=entry.profile, layers=reached)
     return Resolution(entries=tuple(entries), index=index, depth=depth, rounded=rounded)
 
 

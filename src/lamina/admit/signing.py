@@ -94,11 +94,8 @@ def would_loosen(terms: SigningTerms, signed: Descriptor, checks: PolicyChecks) 
 def strictest_terms(terms: SigningTerms, signed: Descriptor) -> SigningTerms:
     """The terms, with what was signed in the same class wherever that is stricter."""
     if terms.noise_multiplier and signed.noise_multiplier:
-        terms = replace(
-            terms,
-            clip_norm=min(terms.clip_norm, signed.clip_norm),
-            noise_multiplier=max(terms.noise_multiplier, signed.noise_multiplier),
-        )
+        clip, noise = min(terms.clip_norm, signed.clip_norm), max(terms.noise_multiplier, signed.noise_multiplier)
+        terms = replace(terms, clip_norm=clip, noise_multiplier=noise)
     return terms if terms.profile is not None else replace(terms, profile=signed.profile)
 
 
@@ -275,9 +272,8 @@ class Signer:
         tag = claims.tag if asked.tag is None and claims is not None else asked.tag
         bound = None if claims is None else claims.ledger
         if bound is not None and asked.ledger not in (None, bound):
-            problem = (
-                f"it is signed for the ledger {bound.hex()[:16]} alone; signing for another would give a second bound"
-            )
+            problem = f"it is signed for the ledger {bound.hex()[:16]} alone"
+            problem += "; signing for another would give a second bound"
             raise AdmissionError("admit.would-loosen", problem, _FORCE)
         anchor = signed.anchor if asked.anchor is None and same else asked.anchor
         return _SigningRequest(terms=terms, items=asked.items, tag=tag, anchor=anchor, ledger=asked.ledger or bound)
@@ -375,9 +371,8 @@ def attest_folder(
         problem = f"the validity ended at {format_utc(window.end)}, so it would never be admitted"
         raise AdmissionError("admit.window-over", problem, "give a later end, or sign by force")
     if key is None and not dry_run:
-        raise AdmissionError(
-            "admit.signing-key-missing", "there is no key to sign with", "give the contributor's private key"
-        )
+        problem = "there is no key to sign with"
+        raise AdmissionError("admit.signing-key-missing", problem, "give the contributor's private key")
     if (subjects is None) != (subject_key is None):
         given = "a subject key is given without subjects" if subjects is None else "subjects are given without a key"
         raise AdmissionError("admit.subjects-without-key", given, "give both: only a keyed tag of a subject is signed")

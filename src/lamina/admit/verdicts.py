@@ -322,23 +322,16 @@ REASON_OF_STATUS = {
 }
 
 
-class SignedBytes(NamedTuple):
-    """The bytes of what was examined."""
-
-    descriptor: bytes
-    attestation: bytes
-
-
 @dataclass(frozen=True, slots=True)
 class EntryContext:
     """What a register may need about those who enter: their bytes, the keys that signed, the population of each class."""
 
-    read: Callable[[int], SignedBytes]  # by row; ContributionRefused if its source does not have it any more
+    read: Callable[[int], tuple[bytes, bytes]]  # by row; ContributionRefused if its source does not have it any more
     keys: KeyRing
     places: Mapping[str, int | None]
 
-    def evidence(self, entry: RegisterEntry) -> SignedBytes:
-        """What was examined, read again; ContributionRefused if it has changed."""
+    def evidence(self, entry: RegisterEntry) -> tuple[bytes, bytes]:
+        """Read descriptor and attestation again; ContributionRefused if they have changed since they were examined."""
         found = self.read(entry.row)
         given = tuple(hashlib.sha256(data).digest() for data in found)
         if given != (entry.descriptor, entry.attestation):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from itertools import islice
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -34,7 +34,7 @@ from lamina.ledger.corpus_terms import CorpusTerms, adopt_policy, check_corpus_t
 from lamina.ledger.governance_records import MAX_KEY_EVENTS, Key, KeyChange, KeyEvent, KeyEvents, Role
 from lamina.ledger.key_state import GovernanceState, KeyState, PolicyInForce
 from lamina.ledger.records import ContributionRecord, ContributionTerms, Record
-from lamina.ledger.store.rows import StoredLeaf, StoreReader, head_of
+from lamina.ledger.store.rows import StoreReader, head_of
 from lamina.ledger.writer import ConcurrentAppend, Ledger, append_if_size
 from lamina.plan.policy import Policy
 from lamina.sign.key_ring import KeyEntry, KeyRing
@@ -178,24 +178,24 @@ class MembershipIndex:
         tokens = rows.tokens([admission_token(entry.kid, entry.cti) for entry in entries])
         leaves = checked.leaves(rows, sorted({there[name] for name in names if name in there}))
         withdrawn = checked.withdrawals(rows)
-        revoked = self._revoked_keys(rows)
-        return [
-            RegisterStatus.REVOKED
-            if entry.kid in revoked
-            else _classify_entry(
-                entry,
-                there.get(name),
-                leaves,
-                withdrawn,
-                admission_token(entry.kid, entry.cti) in tokens,
-                subject in there,
-            )
-            for entry, name, subject in zip(entries, names, subjects, strict=True)
-        ]
-
-    def _revoked_keys(self, rows: StoreReader) -> set[bytes]:
         now, keys = self._ledger.reading_time(), self._ledger.governance(rows).histories(Role.CONTRIBUTOR)
-        return {each.public.id for each in keys if each.revoked is not None and now >= each.revoked}
+        revoked = {each.public.id for each in keys if each.revoked is not None and now >= each.revoked}
+
+        def status(entry: RegisterEntry, name: bytes, subject: bytes | None) -> RegisterStatus:
+            if entry.kid in revoked:
+                return RegisterStatus.REVOKED
+            seq = there.get(name)
+            data = None if seq is None else leaves.get(seq)
+            if data is None or entry.descriptor not in data.leaf:  # keys are parts of digests
+                if seq is not None or admission_token(entry.kid, entry.cti) in tokens:
+                    return RegisterStatus.REPLAYED
+                return RegisterStatus.REPRESENTED if subject in there else RegisterStatus.NEW
+            if seq in withdrawn:
+                return RegisterStatus.WITHDRAWN
+            same = data.body is not None and entry.attestation in data.body
+            return RegisterStatus.SAME if same else RegisterStatus.REPLAYED
+
+        return list(map(status, entries, names, subjects))
 
     def count_members(self, rows: StoreReader, cls: str, now: int) -> int:
         """Return how many contributions of a class are neither withdrawn nor expired."""
@@ -212,32 +212,6 @@ class MembershipIndex:
         return max(0, places - self._members.count_members(cls, now, checked.withdrawals(rows)))
 
 
-def _classify_entry(
-    entry: RegisterEntry,
-    seq: int | None,
-    leaves: dict[int, StoredLeaf],
-    withdrawn: Collection[int],
-    token: bool,
-    subject: bool,
-) -> RegisterStatus:
-    data = None if seq is None else leaves.get(seq)
-    if data is None or entry.descriptor not in data.leaf:  # keys are parts of digests
-        if token or seq is not None:
-            return RegisterStatus.REPLAYED
-        return RegisterStatus.REPRESENTED if subject else RegisterStatus.NEW
-    if seq in withdrawn:
-        return RegisterStatus.WITHDRAWN
-    same = data.body is not None and entry.attestation in data.body
-    return RegisterStatus.SAME if same else RegisterStatus.REPLAYED
-
-
-class _AdmissionEvidence(NamedTuple):
-    """A contribution as it will stand in the ledger, and the bytes that go beside it."""
-
-    record: ContributionRecord
-    attestation: bytes
-
-
 class AdmissionBatch:
     """Decided by what the ledger says, then written if it still says so; both may be repeated.
 
@@ -248,7 +222,8 @@ class AdmissionBatch:
         self, ledger: Ledger, index: MembershipIndex, entries: Sequence[RegisterEntry], beside: EntryContext
     ) -> None:
         self._ledger, self._index, self._entries, self._context = ledger, index, entries, beside
-        self._read: dict[int, _AdmissionEvidence | tuple[Reason, str]] = {}  # by row: a source is read once
+        self._read: dict[int, tuple[ContributionRecord, bytes]] = {}  # record and attestation by row, read once
+        self._unreadable: RefusedRows = {}  # the rows that could not be read
         self._size = 0
         self._keys: list[KeyEvents] = []
         self._owned = False  # whether somebody else must enrol keys that the ledger does not name
@@ -300,7 +275,7 @@ class AdmissionBatch:
             elif not free.get(entry.cls, 1):
                 self.refused[entry.row] = class_full(entry.cls, self._context.places[entry.cls])
             else:
-                if (wrong := policy.violation(self._signed(entry).record.terms)) is not None:
+                if (wrong := policy.violation(self._read[entry.row][0].terms)) is not None:
                     problem = f"the ledger {self._ledger.name} has another policy than the gate: {wrong.reason}"
                     remedy = "update it first: lamina admit --ledger does, or lamina.ledger.corpus_terms.adopt_policy"
                     raise LedgerError("ledger.policy-differs", problem, remedy)
@@ -315,28 +290,21 @@ class AdmissionBatch:
             return Reason.EXPIRED, ""
         if (why := _key_refusal(keys, entry.kid, now, entry.issued, self._owned)) is not None:
             return why
-        if entry.row not in self._read:
+        if entry.row not in self._read and entry.row not in self._unreadable:
             try:
                 self._read[entry.row] = _read_evidence(entry, self._context, self._ledger.header_hash)
             except ContributionRefused as error:
-                self._read[entry.row] = error.reason, error.detail
-        found = self._read[entry.row]
-        return None if isinstance(found, _AdmissionEvidence) else found
-
-    def _signed(self, entry: RegisterEntry) -> _AdmissionEvidence:
-        found = self._read[entry.row]
-        assert isinstance(found, _AdmissionEvidence)
-        return found
+                self._unreadable[entry.row] = error.reason, error.detail
+        return self._unreadable.get(entry.row)
 
     def write(self) -> None:
         """Append them, with keys that the ledger does not hold yet; ConcurrentAppend if others appended."""
         if not self._new:
             return
-        signed = [self._signed(entry) for entry in self._new]
-        records: list[Record] = [*self._keys, *(each.record for each in signed)]
-
+        signed = [self._read[entry.row] for entry in self._new]
         try:
-            append_if_size(self._ledger, self._size, records, [each.attestation for each in signed])
+            records: list[Record] = [*self._keys, *(record for record, _ in signed)]
+            append_if_size(self._ledger, self._size, records, [attestation for _, attestation in signed])
         except LedgerError as error:
             now, refused = self._ledger.now(), error.code == "ledger.contribution-not-allowed"
             if refused and any(window_rules(now, 0, entry.expires)[1] for entry in self._new):
@@ -344,19 +312,20 @@ class AdmissionBatch:
             raise
 
 
-def _read_evidence(entry: RegisterEntry, beside: EntryContext, ledger: bytes) -> _AdmissionEvidence:
-    found = beside.evidence(entry)
-    only = Attestation.decode(found.attestation).ledger
+def _read_evidence(entry: RegisterEntry, beside: EntryContext, ledger: bytes) -> tuple[ContributionRecord, bytes]:
+    """Return a contribution as it will stand in the ledger, and its attestation, which goes beside it."""
+    descriptor, attestation = beside.evidence(entry)
+    only = Attestation.decode(attestation).ledger
     if only is not None and only != ledger:
         raise other_ledger(only, ledger)
-    signed = Descriptor.decode(found.descriptor)
+    signed = Descriptor.decode(descriptor)
     bound = signed.clip_norm, signed.noise_multiplier
     record = ContributionRecord(
         descriptor=entry.descriptor, attestation=entry.attestation, key=entry.kid,
         not_before=signed.not_before, expires=signed.expires, anchor=signed.anchor, subject=entry.tag,
         terms=_cached_terms(signed.admissibility, signed.data_class, *bound, signed.profile),
     )  # fmt: skip
-    return _AdmissionEvidence(record, found.attestation)
+    return record, attestation
 
 
 _cached_terms = lru_cache(maxsize=4096)(ContributionTerms)

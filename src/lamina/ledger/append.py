@@ -99,7 +99,7 @@ class UnindexedKeys:
     def index(self, rows: StoreWriter, more: Sequence[tuple[bytes, int]]) -> None:
         """Write everything, and `more`, into the index of the store, in order."""
         anchors = [(key, seq) for key, seqs in self._anchors.items() for seq in seqs]
-        rows.add_keys(sorted([*self._once.items(), *anchors, *more], key=itemgetter(0)))
+        rows.add("known", sorted([*self._once.items(), *anchors, *more], key=itemgetter(0)))
 
 
 def find_repeated_contributions(
@@ -301,7 +301,7 @@ class AppendBatch:
         self.hashes = leaf_hashes([data for _, _, data, _ in placed])
         self.placed = [each for each in placed if each[1] != _CONTRIBUTION_KIND] if self.others else []
         changed = merkle.grow_tiles(frontier, self.hashes, tile_reader(rows))
-        rows.add_leaves(placed)
+        rows.add("leaf", placed)
         rows.put_tiles(changed)
         self._write_side_rows(rows, new, head.size, stand.header_hash)
         if len(new) == len(self.records):
@@ -371,10 +371,10 @@ class AppendBatch:
                     evidence.append((seq, data))
             elif isinstance(record, Release):
                 self._put(rows, record.manifest)
-        rows.add_attempts(attempts)
-        rows.add_withdrawals(withdrawn)
-        rows.add_evidence(evidence)
-        rows.add_tokens(sorted(tokens - rows.tokens(list(tokens))))
+        rows.add("attempt", attempts)
+        rows.add("withdrawn", withdrawn)
+        rows.add("evidence", evidence)
+        rows.add("token", [(token,) for token in sorted(tokens - rows.tokens(list(tokens)))])
 
     def _put(self, rows: StoreWriter, digest: bytes) -> None:
         if digest in self._blobs:
@@ -384,21 +384,15 @@ class AppendBatch:
         if not self._blobs:
             return
         for digest in self._blobs.keys() - {digest for record in self.records for digest in _blob_digests(record)}:
-            raise LedgerError(
-                "ledger.blob-unreferenced", f"no record of the batch refers to the blob {digest.hex()}", "leave it out"
-            )
+            problem = f"no record of the batch refers to the blob {digest.hex()}"
+            raise LedgerError("ledger.blob-unreferenced", problem, "leave it out")
 
 
 def _claim_once(names: dict[Any, int], asked: Iterable[Any], at: int) -> None:
     for name in asked:
         if (before := names.setdefault(name, at)) != at:
-            raise _repeated_in_batch(before, at)
-
-
-def _repeated_in_batch(before: int, at: int) -> LedgerError:
-    return LedgerError(
-        "ledger.batch-repeats", f"records {before} and {at} of the batch are about the same thing", "append each once"
-    )
+            problem = f"records {before} and {at} of the batch are about the same thing"
+            raise LedgerError("ledger.batch-repeats", problem, "append each once")
 
 
 def _encode_epoch(record: Epoch, previous: bytes | None) -> EncodedRecord:

@@ -171,11 +171,7 @@ class AdmissionRules:
         """Why it may not be a leaf of that time; None if it may."""
         if any(window_rules(time, record.not_before, record.expires)):
             return f"it is not valid at {format_utc(time)}"
-        name = (
-            record.key,
-            id(record.terms),
-            time,
-        )  # the same for many; terms are kept here, so that the number stays theirs
+        name = record.key, id(record.terms), time  # the same for many; kept terms keep their number
         if name not in self._judged:
             known, wrong = self._keys.history(record.key), self._policy.violation(record.terms)
             if wrong is None and known is None:
@@ -404,10 +400,9 @@ class CheckedLeaves:
         """Return the leaves that aggregates stand for. Only aggregates that a holder of a ledger key wrote count."""
         with self._turn:
             read, found = self._summed
-            if new := [each.record for each in self.records(rows, Aggregate, read, self.vouched)]:
-                found = LeafSet(
-                    [*found.spans, *(span for each in new if isinstance(each, Aggregate) for span in each.spans)]
-                )
+            new = (each.record for each in self.records(rows, Aggregate, read, self.vouched))
+            if spans := [span for each in new if isinstance(each, Aggregate) for span in each.spans]:
+                found = LeafSet([*found.spans, *spans])
             self._summed = max(read, self.vouched), found
             return found
 
@@ -622,9 +617,8 @@ class CheckedLeaves:
         for at, (seq, data) in enumerate(block, start=self.size):
             leaf = _decoded(at, data)
             if (seq, leaf.seq, leaf.epoch) != (at, at, self._epoch) or leaf.time < self._time:
-                raise leaf_not_allowed(
-                    at, KIND_NAMES[leaf.kind], "its place, time or epoch is not that of the next leaf"
-                )
+                reason = "its place, time or epoch is not that of the next leaf"
+                raise leaf_not_allowed(at, KIND_NAMES[leaf.kind], reason)
             record = leaf.record
             if isinstance(record, ContributionRecord):
                 if (wrong := rules.problem(record, leaf.time)) is not None:
@@ -639,9 +633,8 @@ class CheckedLeaves:
             elif isinstance(record, Aggregate) and record.horizon + state.retention > leaf.time:
                 raise leaf_not_allowed(at, KIND_NAMES[leaf.kind], f"contributions are kept for {state.retention} s")
             elif isinstance(record, KeptContribution):
-                raise leaf_not_allowed(
-                    at, KIND_NAMES[leaf.kind], "its body is missing, and no checkpoint covers it yet"
-                )
+                reason = "its body is missing, and no checkpoint covers it yet"
+                raise leaf_not_allowed(at, KIND_NAMES[leaf.kind], reason)
             self._time, self._epoch = leaf.time, self._epoch + (leaf.kind is Epoch)
         self._take([data.leaf for _, data in block])
 

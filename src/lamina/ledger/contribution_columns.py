@@ -352,11 +352,8 @@ class ContributionKeys:
                 keys, seqs = [*keys, *found], [*seqs, *[each.seq] * len(found)]
                 continue
             record = each.record if isinstance(each, Leaf) else each.contribution
-            own = (
-                [key for key in index_keys(record) if key[0] in self._letters]
-                if isinstance(record, Contribution)
-                else []
-            )
+            every = index_keys(record) if isinstance(record, Contribution) else ()
+            own = [key for key in every if key[0] in self._letters]
             keys.append(np.frombuffer(b"".join(own), np.uint8).reshape(-1, INDEX_KEY_BYTES))
             seqs.append(np.full(len(own), each.seq))
         self._sort(np.concatenate(keys), np.concatenate(seqs))

@@ -154,14 +154,9 @@ def trace_contribution(ledger: LedgerReader, leaf: Leaf, size: int | None = None
         exposed = exposed or each.exposed
         epochs.append(replace(each, spend=UNBOUNDED if exposed else _epsilon_in_nano(ledger, events)))
     return ContributionTrace(
-        leaf=leaf,
-        epochs=tuple(epochs),
-        withdrawal=story.withdrawal,
-        releases=story.releases(),
-        signed=story.signed(),
-        unused=story.unused,
-        depths=tuple(_class_depths(ledger, leaf, story.record.bound.cls)),
-    )
+        leaf=leaf, epochs=tuple(epochs), withdrawal=story.withdrawal, releases=story.releases(), signed=story.signed(),
+        unused=story.unused, depths=tuple(_class_depths(ledger, leaf, story.record.bound.cls)),
+    )  # fmt: skip
 
 
 def _class_depths(ledger: LedgerReader, leaf: Leaf, cls: str) -> list[tuple[int, str]]:

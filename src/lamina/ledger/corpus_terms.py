@@ -144,7 +144,7 @@ class CorpusTerms:
 
     def change(self, now: Header | PolicyChange) -> PolicyChange | None:
         """What makes it the policy in force; None if it is. Classes that it does not name stay as they are."""
-        presets = _merge_bounds(now.presets, self.presets)
+        presets = tuple({each.cls: each for each in (*now.presets, *self.presets)}.values())
         if (self.floors, presets, self.policy) == (now.floors, now.presets, now.policy):
             return None
         return PolicyChange(floors=self.floors, presets=presets, policy=self.policy)
@@ -161,12 +161,6 @@ def origin_slug(origin: str) -> str:
     if len(text) > _MAX_SLUG:
         return f"{text[: _MAX_SLUG - 13]}-{digest}"
     return text or f"corpus-{digest}"
-
-
-def _merge_bounds(old: Sequence[ClassBounds], new: Sequence[ClassBounds]) -> tuple[ClassBounds, ...]:
-    named = {each.cls: each for each in new}
-    known = {each.cls for each in old}
-    return (*(named.get(each.cls, each) for each in old), *(each for each in new if each.cls not in known))
 
 
 def _bounds_of_policy(policy: Policy, name: str) -> ClassBounds:

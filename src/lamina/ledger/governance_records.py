@@ -438,9 +438,8 @@ class Header:
         try:
             find_accountant(self.accountant)
         except AccountingError as error:
-            raise LedgerError(
-                "ledger.accountant-unknown", f"accountant of the header: {error.problem}", error.remedy
-            ) from None
+            problem = f"accountant of the header: {error.problem}"
+            raise LedgerError("ledger.accountant-unknown", problem, error.remedy) from None
         _check_unique("class", [each.cls for each in self.presets])
         _check_unique("key", [each.id.hex() for each in self.keys])
         if not any(each.role is Role.LEDGER and each.name == self.origin for each in self.keys):
@@ -474,9 +473,8 @@ def parse_proposal(data: bytes) -> Header | GoverningRecord:
     try:
         found = cbor.decode(body, max_size=1 << 20)
         header = context + b"\n" == _HEADER_CONTEXT
-        record = (
-            schema_of(Header).from_cbor(found) if header else schema_of(GOVERNING_KINDS[found[0]]).from_cbor(found[1])
-        )
+        kind, plain = (Header, found) if header else (GOVERNING_KINDS[found[0]], found[1])
+        record = schema_of(kind).from_cbor(plain)
         same = (record.message() if isinstance(record, Header) else governing_message(record)) == data
     except (EncodingError, AssertionError, TypeError, ValueError, LookupError):
         same = False
@@ -534,9 +532,8 @@ class Withdrawal:
     def __post_init__(self) -> None:
         check_fields(self)
         if (self.run is None) != (self.segment is None):
-            raise LedgerError(
-                "ledger.withdrawal-run-segment", "a withdrawal has only one of run and segment", "give both, or neither"
-            )
+            problem = "a withdrawal has only one of run and segment"
+            raise LedgerError("ledger.withdrawal-run-segment", problem, "give both, or neither")
 
 
 @ledger_record()
@@ -570,10 +567,8 @@ class ClassTotal:
     def __post_init__(self) -> None:
         check_fields(self)
         if self.withdrawn > self.count:
-            raise LedgerError(
-                "ledger.aggregate-count",
-                f"class {self.cls!r} has {self.withdrawn} withdrawn of {self.count} contributions",
-            )
+            problem = f"class {self.cls!r} has {self.withdrawn} withdrawn of {self.count} contributions"
+            raise LedgerError("ledger.aggregate-count", problem)
 
 
 @ledger_record()
@@ -586,9 +581,8 @@ class LeafSpan:
     def __post_init__(self) -> None:
         check_fields(self)
         if not self.first < self.stop:
-            raise LedgerError(
-                "ledger.span-empty", f"a span covers leaves [{self.first}, {self.stop})", "give first < stop"
-            )
+            problem = f"a span covers leaves [{self.first}, {self.stop})"
+            raise LedgerError("ledger.span-empty", problem, "give first < stop")
 
 
 @ledger_record()
@@ -609,19 +603,15 @@ class Aggregate:
     def __post_init__(self) -> None:
         check_fields(self)
         if any(one.stop >= two.first for one, two in pairwise(self.spans)):
-            raise LedgerError(
-                "ledger.spans-not-sorted", "the spans of an aggregate touch or are out of order", "join and sort them"
-            )
+            problem = "the spans of an aggregate touch or are out of order"
+            raise LedgerError("ledger.spans-not-sorted", problem, "join and sort them")
         if self.count != sum(each.count for each in self.classes):
-            raise LedgerError(
-                "ledger.aggregate-count",
-                f"the aggregate covers {self.count} leaves, but its classes count another number",
-            )
+            problem = f"the aggregate covers {self.count} leaves, but its classes count another number"
+            raise LedgerError("ledger.aggregate-count", problem)
         names = [each.cls for each in self.classes]
         if names != sorted(set(names)):
-            raise LedgerError(
-                "ledger.aggregate-classes", f"the classes of the aggregate are {names}", "name each once, in order"
-            )
+            problem = f"the classes of the aggregate are {names}"
+            raise LedgerError("ledger.aggregate-classes", problem, "name each once, in order")
 
     @property
     def count(self) -> int:

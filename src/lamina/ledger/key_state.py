@@ -116,7 +116,7 @@ class KeyState:
                 target.replaced, target.replaced_in = event.effective, seq
             target.heir = None if key is None else key.id
         else:
-            target.revoked = _earlier(target.revoked, event.effective)
+            target.revoked = event.effective if target.revoked is None else min(target.revoked, event.effective)
 
     def covered(self, size: int) -> None:
         """A checkpoint covers the first `size` leaves."""
@@ -169,8 +169,9 @@ class KeyState:
         known = self._keys.get(kid)
         if known is None or known.key.role is not Role.LEDGER or known.key.name != self.origin:
             return Violation("verify.checkpoint-key-unknown", "is not a checkpoint key of the ledger")
-        last = kid in self._uncovered_rotations  # it may still sign over its replacement
-        return (_unreplaced(known) if last else known).problem(time, time)
+        if kid in self._uncovered_rotations:  # it may still sign over its replacement
+            known = replace(known, replaced=None)
+        return known.problem(time, time)
 
     def signers(
         self, message: bytes, signatures: Iterable[PartySignature], roles: tuple[Role, ...], time: int
@@ -361,12 +362,9 @@ class GovernanceState(KeyState):
             problem = f"the ledger {self.origin!r} has no checkpoint that a change could follow"
             raise LedgerError("ledger.no-checkpoint-to-follow", problem, "sign one: lamina ledger checkpoint --key")
         root = parse_checkpoint(signed.text)[0].root
-        return replace(
-            record,
-            authorization=Authorization(
-                header=self.header_hash, previous=self.last, size=signed.size, root=root, expires=expires
-            ),
-        )
+        header, last, size = self.header_hash, self.last, signed.size
+        given = Authorization(header=header, previous=last, size=size, root=root, expires=expires)
+        return replace(record, authorization=given)
 
     def check_follows(self, record: GoverningRecord, seq: int, time: int, root_of: RootAt) -> Authorization:
         """LedgerError unless the record may come next, as that leaf at that time, if it is signed; its authorization."""
@@ -376,9 +374,8 @@ class GovernanceState(KeyState):
         if given.header != self.header_hash:
             raise LedgerError("ledger.authorised-for-other-ledger", "the change is for another ledger", _ASK_OWNER)
         if given.previous != self.last:
-            problem = (
-                "the change follows another governing record than the last one: it was used before, or is too late"
-            )
+            problem = "the change follows another governing record than the last one"
+            problem += ": it was used before, or is too late"
             raise LedgerError("ledger.authorised-out-of-turn", problem, "propose it again, and have that signed")
         if given.size > seq or root_of(given.size) != given.root:
             problem = f"the ledger has no checkpoint of {given.size} leaves with the root that the change follows"
@@ -468,9 +465,8 @@ class GovernanceState(KeyState):
             time = max(time, *(event.effective for event in record.events))
             if not after.standing(Role.GOVERNING, time):
                 problem = f"nobody would govern the ledger {self.origin!r} any more"
-                raise LedgerError(
-                    "ledger.last-governing-key", problem, "add or rotate to another key in the same record"
-                )
+                remedy = "add or rotate to another key in the same record"
+                raise LedgerError("ledger.last-governing-key", problem, remedy)
             if not any(Role.WITNESS in self._roles_of(event) for event in record.events):
                 return
         wanted = record.witnesses if isinstance(record, TermsChange) else self.witnesses
@@ -516,16 +512,6 @@ def checkpoint_roots(rows: StoreReader) -> RootAt:
         return root if root_at(TileNodes(tile_reader(rows)), size) == root else None
 
     return root_of
-
-
-def _unreplaced(known: KeyHistory) -> KeyHistory:
-    made = copy(known)
-    made.replaced = None
-    return made
-
-
-def _earlier(one: int | None, two: int) -> int:
-    return two if one is None else min(one, two)
 
 
 def leaf_bytes(rows: StoreReader, seq: int) -> bytes:
@@ -603,13 +589,11 @@ class PolicyInForce:
         if c < floors.clip_norm:
             return Violation("verify.clip-norm-below-floor", f"{clip} below the floor, {floors.clip_norm / 1e6:.9g}")
         if z < floors.noise_multiplier:
-            return Violation(
-                "verify.noise-below-floor", f"{noise} below the floor, {floors.noise_multiplier / 1e6:.9g}"
-            )
+            reason = f"{noise} below the floor, {floors.noise_multiplier / 1e6:.9g}"
+            return Violation("verify.noise-below-floor", reason)
         if c > preset.clip_norm:
-            return Violation(
-                "verify.clip-norm-above-class", f"{clip} above that of {name}, {preset.clip_norm / 1e6:.9g}"
-            )
+            reason = f"{clip} above that of {name}, {preset.clip_norm / 1e6:.9g}"
+            return Violation("verify.clip-norm-above-class", reason)
         if z < preset.noise_multiplier:
             reason = f"{noise} below that of {name}, {preset.noise_multiplier / 1e6:.9g}"
             return Violation("verify.noise-below-class", reason)

@@ -167,9 +167,8 @@ class Frontier:
         """Read what `encode` wrote."""
         found = cbor.decode(data)
         if type(found) is not list or len(found) != 2 or type(found[1]) is not list:
-            raise EncodingError(
-                "ledger.frontier-malformed", "a frontier must be [size, hashes]", "give what Frontier.encode wrote"
-            )
+            problem = "a frontier must be [size, hashes]"
+            raise EncodingError("ledger.frontier-malformed", problem, "give what Frontier.encode wrote")
         try:
             return cls(*found)
         except LedgerError as error:

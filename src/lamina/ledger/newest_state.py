@@ -116,12 +116,8 @@ class NewestState:
 def _counts(rows: StoreReader, leaves: CheckedLeaves, size: int) -> tuple[int, dict[bytes, int], dict[bytes, int]]:
     """Return how many leaves before `size` are not about a run, and each run's attempts, and starts and ends, before it."""
     runs = Counter(run for (run, _, _), seq in leaves.attempts(rows).items() if seq < size)
-    ends = Counter(
-        leaf.record.run
-        for kind in (RunBegin, RunEnd)
-        for leaf in leaves.records(rows, kind, 0, size)
-        if isinstance(leaf.record, RunRecord)
-    )
+    about = (leaf.record for kind in (RunBegin, RunEnd) for leaf in leaves.records(rows, kind, 0, size))
+    ends = Counter(record.run for record in about if isinstance(record, RunRecord))
     return size - leaves.count(Epoch, size) - ends.total(), dict(runs), dict(ends)
 
 
@@ -156,9 +152,8 @@ class NewestStateFile:
             return _from_json(json.loads(read_small(self.path, "the newest state of a ledger", most=_MAX_FILE)))
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError, LedgerDamaged):
             problem = f"'{self.path}', which keeps the newest state of a ledger, cannot be read"
-            raise LedgerError(
-                "ledger.kept-state-unreadable", problem, "restore it from a copy of the key's folder"
-            ) from None
+            remedy = "restore it from a copy of the key's folder"
+            raise LedgerError("ledger.kept-state-unreadable", problem, remedy) from None
 
     def keep(self, state: NewestState, *, anew: bool = False) -> str | None:
         """Join the state to what was kept, or with `anew` replace it; return the reason if that failed, otherwise None.
@@ -201,9 +196,8 @@ def _to_json(state: NewestState) -> dict[str, Any]:
 
 def _from_json(plain: Any) -> NewestState:
     trees = {int(size): bytes.fromhex(root) for size, root in plain["trees"]}
-    attempts, records = (
-        {bytes.fromhex(run): int(count) for run, count in plain[name].items()} for name in ("attempts", "records")
-    )
+    counts = (plain[name].items() for name in ("attempts", "records"))
+    attempts, records = ({bytes.fromhex(run): int(count) for run, count in each} for each in counts)
     held = {bytes.fromhex(run): bytes.fromhex(digest) for run, digest in plain["held"].items()}
     head = None if plain["open"] is None else OpenHead.decode(bytes.fromhex(plain["open"]))
     accepted = tuple(map(str, plain.get("accepted", ())))

@@ -34,15 +34,13 @@ class LedgerReader:
         self._tail, self._turn = UnindexedKeys(), store.turn
         with store.read() as rows:
             if (head := rows.head()) is None:
-                raise LedgerError(
-                    "ledger.empty", f"the ledger {store.name} is empty", "create it again: it has no header"
-                )
+                problem = f"the ledger {store.name} is empty"
+                raise LedgerError("ledger.empty", problem, "create it again: it has no header")
             first = rows.leaf(0)
             record = _decode_stored_leaf(0, first).record
             if not isinstance(record, Header):
-                raise LedgerDamaged(
-                    "ledger.no-header", f"the ledger {store.name} has no header", "restore it from a copy"
-                )
+                problem = f"the ledger {store.name} has no header"
+                raise LedgerDamaged("ledger.no-header", problem, "restore it from a copy")
             self.header = record
             self.header_hash = leaf_hash(_there(0, first).leaf)  # the identity of the ledger
             self._check_head(rows, head)
@@ -270,9 +268,8 @@ class LedgerReader:
         with self.store.read() as rows:
             data, signed = self._raw(rows, seq), rows.checkpoint(size)
         if signed is None or signed.size <= seq:
-            raise LedgerError(
-                "ledger.not-covered", f"no checkpoint covers leaf {seq} yet", "sign one: ledger.checkpoint()"
-            )
+            problem = f"no checkpoint covers leaf {seq} yet"
+            raise LedgerError("ledger.not-covered", problem, "sign one: ledger.checkpoint()")
         return signed, data
 
     def _raw(self, rows: StoreReader, seq: int) -> StoredLeaf:
@@ -300,9 +297,8 @@ class LedgerReader:
         nodes = TileNodes(tile_reader(rows))
         last = _decode_stored_leaf(head.size - 1, rows.leaf(head.size - 1))
         if frontier.size != head.size or merkle.frontier_at(nodes, head.size) != frontier:
-            raise LedgerDamaged(
-                "ledger.head-inconsistent", f"head and tree of the ledger {self.name} differ", "restore it from a copy"
-            )
+            problem = f"head and tree of the ledger {self.name} differ"
+            raise LedgerDamaged("ledger.head-inconsistent", problem, "restore it from a copy")
         if last.seq != head.size - 1 or last.time != head.time or rows.leaf(head.size) is not None:
             problem = f"head and leaves of the ledger {self.name} differ"
             raise LedgerDamaged("ledger.head-inconsistent", problem, "restore it from a copy")
@@ -369,9 +365,8 @@ def _find_by_digits(ledger: LedgerReader, name: str, only_index: bool = False) -
     digits = name.lower()
     if _HEX_DIGITS.fullmatch(digits) is None:
         problem = f"{name[:80]!r} is not the name of a contribution"
-        remedy = (
-            f"give its folder, its leaf, or its digest ({_DIGEST_DIGITS} hex digits, or the first {MIN_DIGITS} or more)"
-        )
+        enough = f"{_DIGEST_DIGITS} hex digits, or the first {MIN_DIGITS} or more"
+        remedy = f"give its folder, its leaf, or its digest ({enough})"
         raise LedgerError("ledger.name-not-understood", problem, remedy)
     found = _with_digits(ledger, digits, only_index)
     if not found and only_index:
@@ -397,11 +392,9 @@ def _with_digits(ledger: LedgerReader, digits: str, only_index: bool) -> list[Le
             if whole is not None:
                 return leaves.find_digest(rows, whole)
             found = leaves.find_prefix(rows, digits, _MAX_LISTED + 1)
-    return [
-        leaf
-        for leaf in found
-        if (_digests_with_prefix(leaf, digits) if whole is None else whole in contribution_digests(leaf))
-    ]
+    if whole is not None:
+        return [leaf for leaf in found if whole in contribution_digests(leaf)]
+    return [leaf for leaf in found if _digests_with_prefix(leaf, digits)]
 
 
 def _digests_with_prefix(leaf: Leaf, digits: str) -> list[str]:

@@ -118,15 +118,13 @@ def _read_proof(unprotected: object, size: int) -> tuple[int, tuple[bytes, ...]]
         case [int(claimed), int(index), [_, *_] as path] if claimed == size and all(map(is_hash, path)):
             if type(claimed) is int and is_tree_size(index):
                 return index, tuple(path)
-    raise _malformed_receipt(
-        f"the proof must be [{size}, index, path], with the size that is signed and a path of hashes"
-    )
+    form = f"[{size}, index, path]"
+    raise _malformed_receipt(f"the proof must be {form}, with the size that is signed and a path of hashes")
 
 
 def _malformed_receipt(problem: str) -> EncodingError:
-    return EncodingError(
-        "ledger.receipt-malformed", f"malformed receipt: {problem}", "ask the ledger for the receipt again"
-    )
+    problem = f"malformed receipt: {problem}"
+    return EncodingError("ledger.receipt-malformed", problem, "ask the ledger for the receipt again")
 
 
 # The receipt as text (C2SP tlog-proof): index, path, and the checkpoint with all its signatures.
@@ -177,9 +175,8 @@ class TlogProof:
         head, gap, signed = text.partition("\n\n")
         first, *lines = head.split("\n")
         if not gap or first != TLOG_PROOF_HEADER or not lines:
-            raise _malformed_proof(
-                f"it does not begin with {TLOG_PROOF_HEADER}, or has no checkpoint after an empty line"
-            )
+            start = TLOG_PROOF_HEADER
+            raise _malformed_proof(f"it does not begin with {start}, or has no checkpoint after an empty line")
         extra = b""
         if lines[0].startswith("extra "):
             extra = decode64(lines.pop(0).removeprefix("extra "), "the extra data")

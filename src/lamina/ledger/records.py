@@ -233,13 +233,8 @@ class Segment:
             raise LedgerError("ledger.segment-empty", problem, "give first < last")
 
 
-EVENT = described(
-    Event,
-    sigma=(1, exact_float_in(5e-324, _MAX_FLOAT)),
-    q=(2, exact_float_in(0.0, 1.0)),
-    steps=(3, COUNT),
-    order=(4, exact_float_in(1.02, 1e6)),
-)
+_SIGMA, _RATE, _ORDER = exact_float_in(5e-324, _MAX_FLOAT), exact_float_in(0.0, 1.0), exact_float_in(1.02, 1e6)
+EVENT = described(Event, sigma=(1, _SIGMA), q=(2, _RATE), steps=(3, COUNT), order=(4, _ORDER))
 
 
 @ledger_record()
@@ -425,9 +420,8 @@ def encode_body(record: Record) -> bytes:
     try:
         return cbor.encode(schema_of(type(record)).to_cbor(record), max_size=MAX_BODY_BYTES)
     except EncodingError as error:
-        raise LedgerError(
-            "ledger.record-too-large", f"cannot write this {type(record).__name__}: {error.problem}", "split it"
-        ) from None
+        problem = f"cannot write this {type(record).__name__}: {error.problem}"
+        raise LedgerError("ledger.record-too-large", problem, "split it") from None
 
 
 def encode_leaf(record: Record, seq: int, time: int, epoch: int) -> StoredLeaf:

@@ -70,9 +70,8 @@ def next_leaf_time(last: int, now: float) -> int:
         raise LedgerError("ledger.clock-invalid", f"the clock says {now!r}", "set the clock of this machine")
     if now < last - CLOCK_SKEW:
         problem = f"the clock says {format_utc(int(now))}, but the last leaf is of {format_utc(last)}"
-        remedy = (
-            f"set the clock of this machine: it may be {CLOCK_SKEW} s behind. If the ledger is wrong, ask its owner"
-        )
+        remedy = f"set the clock of this machine: it may be {CLOCK_SKEW} s behind"
+        remedy += ". If the ledger is wrong, ask its owner"
         raise LedgerError("ledger.clock-behind", problem, remedy)
     return max(last, int(now))
 

@@ -130,9 +130,8 @@ def leaf_to_dict(leaf: Leaf) -> dict[str, Any]:
     if isinstance(leaf.record, Withdrawal):
         body["by"] = describe_signer(leaf.record)
     if isinstance(leaf.record, KeptContribution):  # in the form of the whole record
-        terms = {
-            name: body.pop(name, None) for name in ("class", "data_class", "clip_norm", "noise_multiplier", "profile")
-        }
+        names = ("class", "data_class", "clip_norm", "noise_multiplier", "profile")
+        terms = {name: body.pop(name, None) for name in names}
         body = {**{each.name: None for each in schema_of(ContributionRecord).fields}, **body, "terms": terms}
     return {
         "index": leaf.seq,
@@ -192,11 +191,8 @@ def describe_leaf(leaf: Leaf) -> str:
         case Header() as r:
             kept = f"kept {r.retention / 86400:g} day{'' if r.retention == 86400 else 's'}"
             rule = "" if r.withdraw is None else f", {describe_rule(r.withdraw)}"
-            rule += (
-                ""
-                if r.other_people is None
-                else f", owner states other people than in ledgers beside it: {r.other_people}"
-            )
+            if r.other_people is not None:
+                rule += f", owner states other people than in ledgers beside it: {r.other_people}"
             rule += f", {_describe_names(r.about)}" if r.about else ""
             return f"{r.origin}: {r.accountant} at δ = {r.delta:g}, {kept}, {pluralize(len(r.keys), 'key')}{rule}"
         case ContributionRecord(terms=t) as r:

@@ -48,18 +48,15 @@ class LedgerCheckpoint:
 
     def __post_init__(self) -> None:
         if not is_tree_size(self.size) or not is_hash(self.root):
-            raise LedgerError(
-                "ledger.checkpoint-invalid",
-                f"the checkpoint has size {self.size!r} and root {self.root!r}, must be in [0, 2^63) and 32 bytes",
-            )
+            problem = f"the checkpoint has size {self.size!r} and root {self.root!r}, must be in [0, 2^63) and 32 bytes"
+            raise LedgerError("ledger.checkpoint-invalid", problem)
         if self.size == 0 and self.root != EMPTY_ROOT:
             raise LedgerError("ledger.checkpoint-invalid", "the root of an empty tree must be SHA-256 of nothing")
         for line in (self.origin, *self.extensions):
             check_note_text(line)
             if not line or "\n" in line:
-                raise LedgerError(
-                    "ledger.checkpoint-invalid", f"a line of the checkpoint is {line[:40]!r}, must be one line"
-                )
+                problem = f"a line of the checkpoint is {line[:40]!r}, must be one line"
+                raise LedgerError("ledger.checkpoint-invalid", problem)
 
     def text(self) -> str:
         """What is signed."""
@@ -138,9 +135,8 @@ def merge_signatures(*copies: str | bytes) -> str:
 
 
 def _malformed_checkpoint(problem: str) -> EncodingError:
-    return EncodingError(
-        "ledger.checkpoint-malformed", f"malformed checkpoint: {problem}", "get the checkpoint again from the ledger"
-    )
+    problem = f"malformed checkpoint: {problem}"
+    return EncodingError("ledger.checkpoint-malformed", problem, "get the checkpoint again from the ledger")
 
 
 # A second signature of the same tree, from which receipts of all its leaves are made without the key (receipt.py).

@@ -159,9 +159,8 @@ def withdrawal_violation(
     if record.signed is None:
         if state.withdraw is WithdrawalRule.KEEPER:
             return None
-        return Violation(
-            "verify.withdrawal-not-signed", "nobody signed it, and this ledger takes signed requests alone"
-        )
+        reason = "nobody signed it, and this ledger takes signed requests alone"
+        return Violation("verify.withdrawal-not-signed", reason)
     assert target is not None
     try:
         request = parse_request(record.signed)
@@ -190,18 +189,16 @@ def _signer_violation(
     name, known = f"key {kid.hex()[:16]}", state.history(kid)
     if request.handed_in is None:
         if isinstance(target, ContributionRecord) and kid not in state.heirs(target.key):
-            reason = (
-                f"{name} signed its request, and neither signed the contribution nor took over from the key that did"
-            )
+            reason = f"{name} signed its request"
+            reason += ", and neither signed the contribution nor took over from the key that did"
             return Violation("verify.withdrawal-not-by-contributor", reason)
         key = contributor_key(state, ring, kid, time, request.time)
         if isinstance(key, Violation):
             return key
     else:
         if known is None or known.key.role not in OPERATOR_ROLES:
-            return Violation(
-                "verify.signer-wrong-role", f"{name} signed as an operator, and is no operator or governing key"
-            )
+            reason = f"{name} signed as an operator, and is no operator or governing key"
+            return Violation("verify.signer-wrong-role", reason)
         if (wrong := known.problem(time, request.time)) is not None:
             return Violation(wrong.code, f"{name} {wrong.reason}")
         key = known.public
@@ -233,9 +230,8 @@ def withdrawal_refused(record: Withdrawal, wrong: Violation) -> LedgerError:
     """The refusal of a withdrawal."""
     problem = f"leaf {record.target} cannot be withdrawn so: {wrong.reason}"
     if record.signed is None:
-        remedy = (
-            "have its contributor sign (lamina ledger request), or an operator: withdraw --request LETTER --key KEY"
-        )
+        remedy = "have its contributor sign (lamina ledger request)"
+        remedy += ", or an operator: withdraw --request LETTER --key KEY"
         return LedgerError("ledger.withdrawal-not-signed", problem, remedy)
     remedy = "have it signed for this contribution, ledger, reason and effect, with a key that counts now"
     return LedgerError("ledger.withdrawal-not-allowed", problem, remedy)

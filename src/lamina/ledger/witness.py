@@ -72,9 +72,8 @@ class Witness:
         # 1. The ledger signed it, and is not its own witness.
         origin, known = checkpoints.parse_checkpoint(request.checkpoint)[0].origin, tuple(dict.fromkeys(keys))
         policy = WitnessQuorum(0, (self._own,))
-        new = checkpoints.verify_checkpoint(
-            request.checkpoint, [NoteKey(origin, key) for key in known], origin=origin, policy=policy
-        )
+        signers = [NoteKey(origin, key) for key in known]
+        new = checkpoints.verify_checkpoint(request.checkpoint, signers, origin=origin, policy=policy)
         with path_lock(self._state.parent):
             # 2. It continues what was cosigned before.
             state = self._load()
@@ -89,9 +88,7 @@ class Witness:
                 raise LedgerError("ledger.clock-behind", problem, "set the clock of this machine")
             # 4. The state is on the disk before the cosignature leaves.
             text = checkpoints.add_cosignature(request.checkpoint, self._key, now, self._name)
-            checkpoints.parse_checkpoint(
-                text
-            )  # a note that is too long with the cosignature could not be read from the state
+            checkpoints.parse_checkpoint(text)  # refuses a note that is too long to be read from the state again
             kept = {name: note.encode() for name, (_, note) in state.items()} | {origin: text}
             data = json.dumps(dict(sorted(kept.items())), indent=1, ensure_ascii=False).encode()
             replace_file(self._state, data, "the state of the witness", mode=0o600)

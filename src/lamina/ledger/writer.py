@@ -46,9 +46,7 @@ T = TypeVar("T")
 Clock = Callable[[], float]
 DAY_SECONDS = 86_400
 _RESERVED_KINDS = {Header, Aggregate}
-KEPT_BY_KEY = (
-    Release | Aggregate | RunBegin | RunEnd
-)  # records that are signed over only if a holder of the key wrote them
+KEPT_BY_KEY = Release | Aggregate | RunBegin | RunEnd  # signed over only if a holder of the key wrote them
 _NOT_CHECKED = "not checked: open charges and reservations. The ledger key has not signed them, so one could be missing"
 RETRY_SECONDS = 60.0  # seconds for which a server that went away is waited for
 
@@ -178,9 +176,8 @@ class Ledger(LedgerReader):
             found = self._seal(rows, None, self.governance(rows))
             if last is None:
                 return found
-            return NewestState.of(rows, leaves, last.size, checkpoints.parse_checkpoint(last.text)[0].root).joined(
-                found
-            )
+            root = checkpoints.parse_checkpoint(last.text)[0].root
+            return NewestState.of(rows, leaves, last.size, root).joined(found)
 
         found = self.transact(work)
         line = f"{format_utc(self.now())}: {found.size} signed leaves instead of {before.size}, {why}"
@@ -276,9 +273,8 @@ class Ledger(LedgerReader):
         """Whether it was opened with a governing key that counts now."""
         if self._governing is None:
             return False
-        return any(
-            key.id == self._governing.public.id for key in self.governance().standing(Role.GOVERNING, self.now())
-        )
+        standing = self.governance().standing(Role.GOVERNING, self.now())
+        return self._governing.public.id in {key.id for key in standing}
 
     def propose(self, change: G, rows: StoreReader | None = None, *, days: int = 1) -> G:
         """The change as the next governing record, for governing keys to sign."""
@@ -374,11 +370,8 @@ class Ledger(LedgerReader):
 
             epochs = any(isinstance(each, Epoch | RunBegin) for each in batch.others)
             opened = self.check_open(rows) if epochs or any(type(each) is Aggregate for each in batch.others) else None
-            step, ledger = self.header.epoch_clock, self.header_hash
-            context = AppendContext(
-                head, now, step, previous, self._tail, ledger, check_new, lambda: self.checked(rows)
-            )
-            seqs = batch.write(rows, context)
+            here = head, now, self.header.epoch_clock, previous, self._tail, self.header_hash
+            seqs = batch.write(rows, AppendContext(*here, check_new, lambda: self.checked(rows)))
             if self._key is not None and batch.after is not None:
                 self._mark(rows, head, batch.frontier, governance(), now)
             if also_write is not None:
@@ -388,9 +381,8 @@ class Ledger(LedgerReader):
             if self.store.remote:
                 if last is None:
                     rows.forget_writers(now // DAY_SECONDS - 1)
-                rows.put_batch(
-                    self._id, WriterBatch(token, cbor.encode(seqs, max_size=MAX_BATCH_BYTES)), now // DAY_SECONDS
-                )
+                written = WriterBatch(token, cbor.encode(seqs, max_size=MAX_BATCH_BYTES))
+                rows.put_batch(self._id, written, now // DAY_SECONDS)
             return seqs
 
         if not batch.records:
@@ -603,9 +595,8 @@ def check_unvouched(rows: StoreReader, first: int, size: int, now: int) -> None:
         if why:
             raise leaf_not_allowed(seq, KIND_NAMES[kind], why)
     if (found := verify_rows(rows, now=now, cosigned=False).problem) is not None:
-        raise leaf_not_allowed(
-            first if found.index is None else found.index, found.kind, f"{found.reason} [{found.code}]"
-        )
+        reason = f"{found.reason} [{found.code}]"
+        raise leaf_not_allowed(first if found.index is None else found.index, found.kind, reason)
 
 
 class ConcurrentAppend(Exception):

@@ -149,11 +149,6 @@ def in_other_role(key: PublicKey) -> BadKey:
     return BadKey("release.key-in-other-role", problem, "sign with a key of its own: lamina keys new release.key")
 
 
-def reserved_keys(ledger: LedgerReader) -> frozenset[bytes]:
-    """Return the ids of all keys that a ledger has ever named in another role than release."""
-    return frozenset(key.id for key in ledger.parties().all() if key.role is not Role.RELEASE)
-
-
 def _check_content(content: Mapping[str, Any]) -> None:
     """Raise ValueError, TypeError or KeyError unless every field has its type and every figure is in range."""
     if content.keys() != _FIELDS or content["private"] not in (True, False):
@@ -291,15 +286,14 @@ def certify(
     if evidence.later or any(each.run == metrics.run for each in verification.held):
         failed["recorded"] = "the ledger has no signed record yet of some steps that were charged"
     if changed := [name for name, digest in end.digests.items() if _differs(folder / name, digest)]:
-        there = (folder / WEIGHTS).is_file()
-        failed["weights"] = (
-            f"{', '.join(changed)} differs from what the run recorded" if there else f"{WEIGHTS} is missing"
-        )
+        differs = f"{', '.join(changed)} differs from what the run recorded"
+        failed["weights"] = differs if (folder / WEIGHTS).is_file() else f"{WEIGHTS} is missing"
     if changed := metrics.differences(end, evidence.plan.adjacency):
         failed["metrics"] = f"metrics.json differs from what the run recorded: {', '.join(changed)}"
     beside = [each.to_dict() for each in ledgers_beside(ledger, folder)]
     content = certificate_content(evidence, ledger, verdict=verification.verdict, failed=failed, beside=beside)
-    return Certificate(content=content, reserved=reserved_keys(ledger))
+    reserved = frozenset(key.id for key in ledger.parties().all() if key.role is not Role.RELEASE)
+    return Certificate(content=content, reserved=reserved)
 
 
 def _differs(path: Path, digest: str) -> bool:
@@ -343,9 +337,7 @@ def certificate_content(
         "other_people": header.other_people,
         "about": about_at(ledger, evidence.checkpoint.size),
         "ledgers_beside": list(beside),
-        "protects": risk_statements.protection(
-            classes, private=private, continued=evidence.continued, exposed=evidence.exposed
-        ),
+        "protects": risk_statements.protection(classes, private=private, continued=evidence.continued, exposed=evidence.exposed),
         "statements": risk_statements.statements(
             evidence, header, classes, conditions=stated_conditions, beside=beside,
             withdrawn=model_withdrawals(ledger, evidence),
@@ -401,17 +393,19 @@ def _class_figures(evidence: RunEvidence, header: Header, entry: PlannedClass) -
     nothing |= {"charges": [], "bounds": []}
     if entry.public:
         return common | dict.fromkeys(("delta", "epsilon_total", *_FIGURES, *_RISKS)) | nothing
-    whole, took_part = Account(entry.name), _took_part(evidence, entry.name)
+    whole, bounds = Account(entry.name), [each for each in evidence.bounds() if each.cls == entry.name]
+    took_part = bool(bounds) or any(entry.name in names for names in evidence.reached().values())
     known = evidence.charged(entry.name) if took_part else entry.name not in evidence.split
     exposed = entry.name in evidence.exposed
     total = epsilon_or_none(evidence.spending.spend(whole)) if known and not exposed else None
     common |= {"delta": header.delta, "epsilon_total": total}
     risks = _risks(evidence, header, whole, drawn=True) if known else dict.fromkeys(_RISKS)
     risks |= dict.fromkeys(_RISKS[2:]) if exposed else {}
-    if not took_part:
+    if not took_part:  # it has lost nothing
         return common | dict.fromkeys(_FIGURES, 0.0) | risks | nothing
-    events = evidence.events(whole)
-    most = _most_occurrences(evidence, entry.name)
+    events, most = evidence.events(whole), end.max_occurrences.get(entry.name)
+    if most is not None:  # each abandoned attempt may add to it
+        most += sum(min(most, steps) for steps in evidence.abandoned_steps())
     figures = _figures(events, header, most, raw=plan.injection.raw) if known else dict.fromkeys(_FIGURES)
     if COMPOSED in evidence.marks([evidence.run]):
         figures["epsilon_replace_one"] = None
@@ -431,11 +425,7 @@ def _class_figures(evidence: RunEvidence, header: Header, entry: PlannedClass) -
                 {"noise_multiplier": sigma, "sampling_rate": q, "steps": steps, "order": order or None}
                 for (sigma, q, order), steps in sorted(events.items())
             ],
-            "bounds": [
-                _bound_figures(evidence, header, each)
-                for each in evidence.bounds()
-                if each[0] == entry.name and each[2]
-            ],
+            "bounds": [_bound_figures(evidence, header, each) for each in bounds if each.noise_micro],
         }
     )
 
@@ -461,11 +451,6 @@ def _risks(evidence: RunEvidence, header: Header, bound: Account, *, drawn: bool
     return dict(zip(_RISKS, found, strict=True))
 
 
-def _took_part(evidence: RunEvidence, cls: str) -> bool:
-    """Whether a class reached a layer or was charged: one that did neither has lost nothing."""
-    return any(cls in names for names in evidence.reached().values()) or any(b[0] == cls for b in evidence.bounds())
-
-
 def _figures(events: Mapping[EventKey, int], header: Header, most: int | None, *, raw: bool) -> dict[str, Any]:
     """ε by the ledger's accountant, and what holds beside it. None: nothing is proven."""
     found = {"epsilon": _epsilon(events, header, header.delta)}
@@ -479,12 +464,6 @@ def _figures(events: Mapping[EventKey, int], header: Header, most: int | None, *
         "rho": epsilon_or_none(nano_epsilon(told.rho)),
         "epsilon_unamplified": epsilon_or_none(nano_epsilon(told.epsilon_unamplified)),
     }
-
-
-def _most_occurrences(evidence: RunEvidence, cls: str) -> int | None:
-    """How often a contribution took part at most, if that was capped: each abandoned attempt may add to it."""
-    cap = evidence.ended.max_occurrences.get(cls)
-    return None if cap is None else cap + sum(min(cap, steps) for steps in evidence.abandoned_steps())
 
 
 def _bound_figures(evidence: RunEvidence, header: Header, bound: Account) -> dict[str, Any]:

@@ -63,7 +63,11 @@ def compare_with_ledger(
         note("release.ledger-not-verified", f"the ledger does not verify: {problem}", None)
         if problem.kind != KIND_NAMES[Release]:
             return None  # a ledger that does not verify is no evidence
-    _check_checkpoint(manifest, ledger, note)
+    signers = [each.public for each in ledger.parties(manifest.ledger["size"]).histories(Role.LEDGER)]
+    try:
+        verify_checkpoint(manifest.ledger["checkpoint"], [NoteKey(ledger.origin, key) for key in signers])
+    except LaminaError as error:
+        note("release.ledger-head-not-verified", error.problem, _CHECKPOINT)
     # 3. The signer has no other role in the ledger.
     signer = parties.history(manifest.signer.id)
     if signer is not None and signer.key.role is not Role.RELEASE:
@@ -74,10 +78,8 @@ def compare_with_ledger(
     _check_record(manifest, ledger, note)
     # 5. Every certificate, and 6. the posture, follow from the leaves up to that checkpoint.
     try:
-        evidence = [
-            RunEvidence.read(ledger, bytes.fromhex(run), manifest.ledger["checkpoint"])
-            for run in manifest.predicate["runs"]
-        ]
+        at, runs = manifest.ledger["checkpoint"], map(bytes.fromhex, manifest.predicate["runs"])
+        evidence = [RunEvidence.read(ledger, run, at) for run in runs]
         for run, (file, certificate) in zip(evidence, certificates.items(), strict=False):
             _compare_certificate(replace(run, evaluation=evaluations.get(file)), certificate, file, ledger, note)
         _compare_posture(manifest, read_posture(ledger, evidence), evidence, note)
@@ -128,14 +130,6 @@ def _is_ledger_of(manifest: Manifest, ledger: LedgerReader, note: Note) -> bool:
     return False
 
 
-def _check_checkpoint(manifest: Manifest, ledger: LedgerReader, note: Note) -> None:
-    keys = [each.public for each in ledger.parties(manifest.ledger["size"]).histories(Role.LEDGER)]
-    try:
-        verify_checkpoint(manifest.ledger["checkpoint"], [NoteKey(ledger.origin, key) for key in keys])
-    except LaminaError as error:
-        note("release.ledger-head-not-verified", error.problem, _CHECKPOINT)
-
-
 def _check_record(manifest: Manifest, ledger: LedgerReader, note: Note) -> None:
     """Check that a release record after the checkpoint of the release states the same as the manifest."""
     records = (leaf.record for leaf in ledger.of_kind(Release, manifest.ledger["size"]))
@@ -154,13 +148,9 @@ def _compare_certificate(
 ) -> None:
     stated = certificate.content
     verdict = stated["ledger"].get("verdict")
-    expected = certificate_content(
-        run,
-        ledger,
-        verdict=verdict if verdict in _VERDICTS else _VERDICTS[-1],
-        failed={},
-        beside=stated["ledgers_beside"],
-    )  # a certificate is signed only if the issuer saw nothing wrong
+    verdict = verdict if verdict in _VERDICTS else _VERDICTS[-1]
+    # A certificate is signed only if the issuer saw nothing wrong: no condition failed.
+    expected = certificate_content(run, ledger, verdict=verdict, failed={}, beside=stated["ledgers_beside"])
 
     def compare(code: str, *parts: str) -> None:
         for part in parts:
@@ -200,9 +190,8 @@ def check_parents(runs: Sequence[RunEvidence]) -> None:
     for run in runs:
         parent = None if run.begin is None else run.begin[1].parent
         if parent is not None and parent not in {each.run for each in runs}:
-            problem = (
-                f"run {run.run.hex()[:8]} continued the weights of run {parent.hex()[:8]}, which the release leaves out"
-            )
+            before = f"run {parent.hex()[:8]}, which the release leaves out"
+            problem = f"run {run.run.hex()[:8]} continued the weights of {before}"
             remedy = "name the folders of all runs that trained these weights, in their order"
             raise NotVerified("release.parent-missing", problem, remedy)
 
@@ -212,9 +201,8 @@ def check_purposes(posture: Posture, runs: Sequence[RunEvidence]) -> None:
     for entry in (entry for run in runs for plan in run.plans.values() for entry in plan.classes):
         if entry.purposes and not posture.classes[entry.name].purposes:
             problem = f"class {entry.name!r} was used for several purposes, but its plans have none in common"
-            raise NotVerified(
-                "release.purposes-differ", problem, "leave out --any-purpose; the class may then not be used"
-            )
+            remedy = "leave out --any-purpose; the class may then not be used"
+            raise NotVerified("release.purposes-differ", problem, remedy)
 
 
 def differences(stated: Any, expected: Any, path: str) -> Iterator[tuple[str, Any, Any]]:

@@ -121,14 +121,12 @@ def read_statement(data: bytes, trust: Trust) -> tuple[dict[str, Any], Note, Con
         origin = content["ledger"]["origin"]
         keys = trust.keys(origin)
         if message.by(keys) is None:
-            problem = (
-                f"the statement of {origin!r} is not signed by a trusted key; it names key {message.kid.hex()[:16]}"
-            )
+            named = f"it names key {message.kid.hex()[:16]}"
+            problem = f"the statement of {origin!r} is not signed by a trusted key; {named}"
             raise NotVerified("release.statement-not-by-key", problem, "give the ledger's own public key")
         # 2. So is its checkpoint, of the tree that it names.
-        head = verify_checkpoint(
-            content["checkpoint"], [NoteKey(origin, key) for key in dict.fromkeys(keys)], origin=origin
-        )
+        signers = [NoteKey(origin, key) for key in dict.fromkeys(keys)]
+        head = verify_checkpoint(content["checkpoint"], signers, origin=origin)
         if (head.size, head.root.hex()) != (content["ledger"]["size"], content["ledger"]["root"]):
             raise _differs("its checkpoint is of another tree than it names")
         # 3. Every receipt proves its leaf in this tree.
@@ -157,20 +155,18 @@ def _check_facts(content: Mapping[str, Any], leaves: Mapping[int, tuple[KeptLeaf
     told, gone, events = content["contribution"], content["withdrawn"], content["events"]
     record = leaves[told["index"]][1]
     facts = [(record.descriptor.hex(), told["descriptor"], "its receipt is of another contribution")]
-    facts += [
-        ((record.bound.cls, not record.bound.noise_micro), (told["class"], told["public"]), "it names another class")
-    ]
+    bound = record.bound
+    facts += [((bound.cls, not bound.noise_micro), (told["class"], told["public"]), "it names another class")]
     if gone is not None:
         facts.append((leaves[gone["index"]][1].target, told["index"], "its withdrawal is of another contribution"))
     for each in content["releases"]:
         facts.append((leaves[each["index"]][1].manifest.hex(), each["manifest"], "it names another release"))
-    if events and (account := account_of(leaves[events[-1]["index"]][1].accounts, record.bound)) is not None:
+    if events and (account := account_of(leaves[events[-1]["index"]][1].accounts, bound)) is not None:
         facts.append((epsilon_or_none(account.spend), events[-1]["epsilon_account"], "its last epoch states another ε"))
     stated = {told["index"]: ContributionRecord} | {each["index"]: Epoch for each in events}
     stated |= {each["index"]: Release for each in content["releases"]} | ({gone["index"]: Withdrawal} if gone else {})
-    facts.append(
-        ({seq: kept.kind for seq, (kept, _) in leaves.items()}, stated, "it proves other leaves than it states")
-    )
+    proves = {seq: kept.kind for seq, (kept, _) in leaves.items()}
+    facts.append((proves, stated, "it proves other leaves than it states"))
     for proven, said, problem in facts:
         if proven != said:
             raise _differs(problem)

@@ -114,9 +114,8 @@ def countersign(
     try:
         _check_texts(stated)
     except ValueError as error:
-        raise PlanError(
-            "release.countersignature-field", str(error), "give --name, --role and what you state"
-        ) from None
+        remedy = "give --name, --role and what you state"
+        raise PlanError("release.countersignature-field", str(error), remedy) from None
     if valid_until <= now:
         problem = f"valid until {format_utc(valid_until)} is not after its date, {format_utc(now)}"
         raise PlanError("release.countersignature-expired", problem, "give a later date: --valid-until 2027-12-31")
@@ -139,6 +138,5 @@ def role_of(key: PublicKey, release: PublicKey, trust: Trust | None, parties: Ke
 def other_role(key: PublicKey, role: str) -> BadKey:
     """Return the error for an officer's key that has another role."""
     problem = f"key {key.name[:16]} of the officer has the role {role}, and one key has one role"
-    return BadKey(
-        "release.officer-key-in-other-role", problem, "sign with a key of its own: lamina keys new officer.key"
-    )
+    remedy = "sign with a key of its own: lamina keys new officer.key"
+    return BadKey("release.officer-key-in-other-role", problem, remedy)

@@ -52,7 +52,14 @@ class DecisionLog:
         clock: Callable[[], float] = system.time,
     ) -> None:
         self.path, self._key, self._clock = Path(path), key, clock
-        self._release = _release_fields(manifest, key.public)
+        digest = {"sha256": manifest.digest}
+        self._subjects = {WEIGHTS: manifest.subjects[WEIGHTS]}
+        self._predicate = {
+            "verifier": {"id": f"urn:lamina:gate:{key.public.name}"},
+            "resourceUri": f"urn:lamina:release:{manifest.digest}",
+            "policy": {"uri": MANIFEST, "digest": digest},
+            "inputAttestations": [{"uri": MANIFEST, "digest": digest}],
+        }
         self._failed = ""
         self._waiting: queue.Queue[tuple[float, Query, Decision] | None] = queue.Queue(MAX_WAITING)
         self._file = _open_log(self.path)
@@ -104,37 +111,23 @@ class DecisionLog:
                 self._failed = getattr(error, "strerror", None) or type(error).__name__
 
     def _write(self, time: float, query: Query, decision: Decision) -> None:
-        subjects, predicate = self._release
-        told = query.to_dict()
         predicate = {
-            **predicate,
+            **self._predicate,
             "timeVerified": format_utc(int(time)),
             "verificationResult": "PASSED" if decision.allowed else "FAILED",
             "verifiedLevels": ["LAMINA_QUERY_ALLOWED"] if decision.allowed else ["FAILED"],
             "lamina": {
                 "number": self._count,
                 "previous": self._head,
-                "query": told,
+                "query": query.to_dict(),
                 "reasons": [{"code": each.code, "class": each.cls} for each in decision.reasons],
                 "layers_drawn_on": decision.drawn,
                 "withdrawals_as_of": format_utc(decision.as_of),
             },
         }
-        line = sign_line(make_statement(subjects, VSA_TYPE, predicate), self._key)
+        line = sign_line(make_statement(self._subjects, VSA_TYPE, predicate), self._key)
         self._file.write(line + b"\n")
         self._count, self._head = self._count + 1, hashlib.sha256(line).hexdigest()
-
-
-def _release_fields(manifest: Manifest, key: PublicKey) -> tuple[dict[str, str], dict[str, Any]]:
-    """What every record of a release says: the weights, the verifier and the policy."""
-    digest = {"sha256": manifest.digest}
-    predicate = {
-        "verifier": {"id": f"urn:lamina:gate:{key.name}"},
-        "resourceUri": f"urn:lamina:release:{manifest.digest}",
-        "policy": {"uri": MANIFEST, "digest": digest},
-        "inputAttestations": [{"uri": MANIFEST, "digest": digest}],
-    }
-    return {WEIGHTS: manifest.subjects[WEIGHTS]}, predicate
 
 
 def _open_log(path: Path) -> BinaryIO:
@@ -211,9 +204,8 @@ def read_log(
                 raise NotVerified("release.foreign-key", problem, "give the key of the log")
             if _chain(statement)[:2] != (number, head):
                 problem = f"record {number} of the log is not the one after record {number - 1}"
-                raise NotVerified(
-                    "release.log-broken", problem, "records were removed, added or moved: find out by whom"
-                )
+                remedy = "records were removed, added or moved: find out by whom"
+                raise NotVerified("release.log-broken", problem, remedy)
             head, number = hashlib.sha256(line[:-1]).hexdigest(), number + 1
             yield head, statement
 

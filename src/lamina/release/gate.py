@@ -19,12 +19,12 @@ import re
 import threading
 import time as system
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fnmatch import translate
-from functools import reduce
+from functools import lru_cache, reduce
 from operator import or_
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lamina.errors import EncodingError, LaminaError, NotVerified, StoreBusy, StoreError
 from lamina.ledger.following import LedgerFollower
@@ -144,11 +144,8 @@ class Query:
             raise _invalid(_MAX_TPR) from None
         try:
             read = {"max_epsilon": float("inf") if most is None else most, "max_tpr": bound}
-            return cls(
-                rights=Rights(**rights | read),
-                scope=plain.get("scope"),
-                **{name: _tuple(value) for name, value in draws.items()},
-            )
+            what: dict[str, Any] = {name: tuple(v) if type(v) is list else v for name, v in draws.items()}
+            return cls(rights=Rights(**rights | read), scope=plain.get("scope"), **what)
         except (TypeError, ValueError):
             raise _invalid("a field has a wrong type") from None
 
@@ -161,10 +158,6 @@ class Query:
         draws = {name: getattr(self, name) for name in _DRAWS_ON}
         told = {name: list(value) if isinstance(value, tuple) else value for name, value in draws.items() if value}
         return {"draws_on": told, "scope": self.scope, "rights": rights}
-
-
-def _tuple(value: Any) -> Any:
-    return tuple(value) if type(value) is list else value
 
 
 def _invalid(problem: str) -> EncodingError:
@@ -222,13 +215,11 @@ class _ClassState:
         return most is not None and self.rates.get((most.of, most.fpr), 1.0) > most.tpr
 
 
-@dataclass(frozen=True, slots=True)
-class _Drawn:
+class _Drawn(NamedTuple):
     """The layers that a query draws on, as bits, and what forbids drawing on them at all."""
 
     mask: int
-    count: int
-    reasons: tuple[DenialReason, ...] = field(default=())
+    reasons: tuple[DenialReason, ...]
 
 
 class GateRule:
@@ -243,7 +234,7 @@ class GateRule:
         for each in manifest.posture.adapters:
             self._adapters.setdefault(each.name, []).append(each)
         self._drawn: dict[tuple[Any, ...], _Drawn] = {}
-        self._layers: dict[int, tuple[str, ...]] = {}
+        self._reached_layers = lru_cache(maxsize=_MAX_REMEMBERED)(self._layers_of)
 
     def _read_classes(self) -> tuple[_ClassState, ...]:
         posture, reach = self.manifest.posture, dict.fromkeys(self.manifest.posture.classes, 0)
@@ -286,9 +277,8 @@ class GateRule:
             ):
                 continue
             reasons += self._class_reasons(each, rights, gone, drawn.mask)
-        return Decision(
-            allowed=not reasons, reasons=tuple(reasons), drawn=drawn.count, as_of=as_of, manifest=self.manifest.digest
-        )
+        count, digest = drawn.mask.bit_count(), self.manifest.digest
+        return Decision(allowed=not reasons, reasons=tuple(reasons), drawn=count, as_of=as_of, manifest=digest)
 
     def layers(self, query: Query) -> tuple[str, ...]:
         """The layers that a query draws on."""
@@ -303,18 +293,14 @@ class GateRule:
             found.append(("epsilon-too-large", f"of class {each.name} {spent}, allowed is {rights.max_epsilon:g}"))
         if not each.public and (most := rights.max_tpr) is not None and each.exceeds(most):
             rate = each.rates.get((most.of, most.fpr))
-            found_by = (
-                f"nothing is proven about the {most.of} of class {each.name}"
-                if rate is None
-                else f"an attack on the {most.of} of class {each.name} finds up to {percent_text(rate)}"
-            )
+            found_by = f"nothing is proven about the {most.of} of class {each.name}"
+            if rate is not None:
+                found_by = f"an attack on the {most.of} of class {each.name} finds up to {percent_text(rate)}"
             allowed = f"{100 * most.tpr:g} % at {100 * most.fpr:g} % false accusations"
             found.append(("risk-too-large", f"{found_by}, allowed is {allowed}"))
         if not each.public and each.sigma < rights.min_noise_multiplier:
-            reason = (
-                f"class {each.name} had noise multiplier {each.sigma:.6g}, asked is {rights.min_noise_multiplier:g}"
-            )
-            found.append(("noise-too-small", reason))
+            reason = f"had noise multiplier {each.sigma:.6g}, asked is {rights.min_noise_multiplier:g}"
+            found.append(("noise-too-small", f"class {each.name} {reason}"))
         if rights.purpose not in each.purposes and not (self.manifest.gate.unstated_purposes and not each.purposes):
             allowed = ", ".join(sorted(each.purposes)) or "none stated"
             reason = f"class {each.name} may not be used for {rights.purpose!r}, its purposes are: {allowed}"
@@ -324,13 +310,8 @@ class GateRule:
         layers = self._reached_layers(each.reach & mask)
         return [DenialReason(code=code, text=text, cls=each.name, layers=layers) for code, text in found]
 
-    def _reached_layers(self, reached: int) -> tuple[str, ...]:
-        found = self._layers.get(reached)
-        if found is None:
-            if len(self._layers) >= _MAX_REMEMBERED:
-                self._layers.clear()
-            found = self._layers[reached] = tuple(name for at, name in enumerate(self._names) if reached >> at & 1)
-        return found
+    def _layers_of(self, reached: int) -> tuple[str, ...]:
+        return tuple(name for at, name in enumerate(self._names) if reached >> at & 1)
 
     def _draws_on(self, query: Query) -> _Drawn:
         key = (query.layers, query.depth, query.adapter, query.generation_class, query.scope)
@@ -348,26 +329,18 @@ class GateRule:
             if draws is None:
                 return _unknown(f"the manifest has no generation class {named!r}")
             try:
-                inner = Query.from_dict(
-                    {"draws_on": dict(draws), "rights": query.to_dict()["rights"], "scope": query.scope}
-                )
+                inner = Query.from_dict(query.to_dict() | {"draws_on": dict(draws)})
             except EncodingError as error:
                 return _unknown(f"generation class {named!r} of the manifest is not usable: {error.problem}")
-            return (
-                self._resolve(inner) if inner.generation_class is None else _unknown("a generation class names another")
-            )
+            nested = inner.generation_class is not None
+            return _unknown("a generation class names another") if nested else self._resolve(inner)
         mine = self._adapters.get(query.adapter or "", [])
         if query.adapter is not None and not mine:
             return _unknown(f"the release has no adapter {query.adapter!r}")
-        reasons = [
-            DenialReason(
-                code="outside-scope",
-                text=f"adapter {each.name!r} may be deployed in {each.scope!r}, the query is for {query.scope!r}",
-                layers=each.layers,
-            )
-            for each in mine
-            if not _scope_allows(each.scope, query.scope)
-        ]
+        reasons = []
+        for each in (each for each in mine if not _scope_allows(each.scope, query.scope)):
+            text = f"adapter {each.name!r} may be deployed in {each.scope!r}, the query is for {query.scope!r}"
+            reasons.append(DenialReason(code="outside-scope", text=text, layers=each.layers))
         if self._adapters and not mine and (text := self._base_trained()):
             reasons.append(DenialReason(code="base-not-frozen", text=text))
         own = {name for each in mine for name in each.layers}
@@ -386,11 +359,9 @@ class GateRule:
         chosen |= self._bits(name in own for name in self._names)
         if not chosen:
             names = ", ".join(self._names[:8]) + (", …" if len(self._names) > 8 else "")
-            nothing = DenialReason(
-                code="draws-on-unknown", text=f"it draws on no layer of the model, which has {names}"
-            )
-            return _Drawn(0, 0, (*reasons, nothing))
-        return _Drawn(chosen, chosen.bit_count(), tuple(reasons))
+            text = f"it draws on no layer of the model, which has {names}"
+            reasons.append(DenialReason(code="draws-on-unknown", text=text))
+        return _Drawn(chosen, tuple(reasons))
 
     def _all_adapters(self) -> list[AdapterPosture]:
         return [each for group in self._adapters.values() for each in group]
@@ -493,7 +464,7 @@ class ReleaseGate:
 
 
 def _unknown(text: str) -> _Drawn:
-    return _Drawn(0, 0, (DenialReason(code="draws-on-unknown", text=text),))
+    return _Drawn(0, (DenialReason(code="draws-on-unknown", text=text),))
 
 
 def _scope_allows(bound: str | None, asked: str | None) -> bool:
@@ -556,10 +527,8 @@ class _ReleaseLedger:
     def _proven_leaf(self, seq: int) -> Leaf:
         """A leaf of the tree that the manifest states, by an inclusion proof: a row of a table is no evidence."""
         data = self._ledger.raw(seq)
-        root = root_from_inclusion(
-            leaf_hash(data.leaf), seq, self._known.size, self._ledger.prove(seq, self._known.size)
-        )
-        if root != self._known.root:
-            problem = f"leaf {seq} is not one of the first {self._known.size} leaves that were signed"
+        size = self._known.size
+        if root_from_inclusion(leaf_hash(data.leaf), seq, size, self._ledger.prove(seq, size)) != self._known.root:
+            problem = f"leaf {seq} is not one of the first {size} leaves that were signed"
             raise NotVerified("ledger.forked-from-seen", problem, "give the ledger that the manifest names")
         return decode_leaf(data)

@@ -64,14 +64,12 @@ def _runs_of_use(content: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 def _broken(content: Mapping[str, Any]) -> list[str]:
     """Return in words which conditions of the figures do not hold, by run."""
-    reasons, wanted = (
-        read_template("letter.toml")["condition"],
-        {name: value for name, (value, _) in RUN_CONDITIONS.items()},
-    )
+    reasons = read_template("letter.toml")["condition"]
+    wanted = {name: value for name, (value, _) in RUN_CONDITIONS.items()} | {"sound_plan": True}
     return [
         f"in run {run['run'][:8]}, {reasons[name]}"
         for run in _runs_of_use(content)
-        for name, value in (wanted | {"sound_plan": True}).items()
+        for name, value in wanted.items()
         if run["conditions"] and run["conditions"][name] != value
     ]
 
@@ -88,12 +86,12 @@ def letter_facts(content: Mapping[str, Any]) -> dict[str, Any]:
     used, left_out = ([each for each in content["events"] if bool(each["factor"]) is used] for used in (True, False))
     scaled = [each for each in used if each["factor"] < 1]
     finite = not told["public"] and content["epsilon_charged"] is not None
-    broken, unended = (
-        (_broken(content), not all(run["conditions"] for run in _runs_of_use(content))) if finite else ([], False)
-    )
+    broken = _broken(content) if finite else []
+    unended = finite and not all(run["conditions"] for run in _runs_of_use(content))
     priced = is_proven(content)
     expired = told["expires"] <= content["as_of"]  # times of one format
     signed, remains = content["epsilon_signed"], content["epsilon_remaining"]
+    stand = "models stand" if len(released) > 1 else "model stands"
     facts: dict[str, Any] = {
         "public": told["public"],
         "pruned": told["pruned"],
@@ -126,26 +124,18 @@ def letter_facts(content: Mapping[str, Any]) -> dict[str, Any]:
         "epsilon": epsilon_text(content["epsilon"] or 0),
         "signed": epsilon_text(signed or 0),
         "remains": remaining_text(remains or 0),
-        "released": f"{len(released)} released model{'s stand' if len(released) > 1 else ' stands'}"
-        if released
-        else "",
+        "released": f"{len(released)} released {stand}" if released else "",
         "models": "; ".join(
             f"{each['name'] or 'a model'} (released {each['time'][:10]}, leaf {each['index']}, manifest {each['manifest'][:16]}…)"
             for each in released
         ),
     }
     if gone is not None:
-        by = (
-            "by the keeper of the ledger alone"
-            if gone["by"] == "keeper"
-            else f"on a request signed by the {gone['by']}"
-        )
-        facts["by"] = by
+        signer = f"on a request signed by the {gone['by']}"
+        facts["by"] = "by the keeper of the ledger alone" if gone["by"] == "keeper" else signer
     if "unit" in content:  # a statement, which has risk figures
         sentences = {"membership": membership_sentence, "content": content_sentence}
-        facts |= {
-            of: "" if content[of] is None else text(content["unit"], content[of]) for of, text in sentences.items()
-        }
+        facts |= {of: content[of] and text(content["unit"], content[of]) for of, text in sentences.items()}
         facts |= {"unit": content["unit"], "delta": content["delta"]}
         facts["chosen later"] = len(runs) > 1 and rdp_order_of(content["accountant"]) is None
     return facts

@@ -90,9 +90,8 @@ class GatePolicy:
         for name, draws in self.generation_classes.items():
             if not is_short_text(name) or not _draws_on(draws) or len(self.generation_classes) > _MAX_FILES:
                 problem = f"{short_repr(name)} is no generation class: {short_repr(draws)}"
-                raise PlanError(
-                    "release.generation-class", problem, "give layers, a band of depth in [0, 1], an adapter"
-                )
+                remedy = "give layers, a band of depth in [0, 1], an adapter"
+                raise PlanError("release.generation-class", problem, remedy)
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -225,9 +224,8 @@ def make_release(
             papers[MODEL_SIGNATURE] = sign_model(name, covered, bundle_key)
         for each, data in papers.items():
             write_new(made / each, data, "a file of the release", mode=0o644)
-        record = Release(
-            manifest=hashlib.sha256(envelope).digest(), runs=tuple(each.run for each in evidence), not_after=not_after
-        )
+        digest, trained = hashlib.sha256(envelope).digest(), tuple(each.run for each in evidence)
+        record = Release(manifest=digest, runs=trained, not_after=not_after)
         ledger.append_with([record], [envelope], lambda rows, seqs: _refuse_new_epochs(rows, last, record))
         if ledger.signs:
             ledger.checkpoint()
@@ -330,10 +328,10 @@ class ReleaseVerification:
     `countersignatures` are those in the release, which hold if it is verified.
     """
 
-    verified: bool
-    signed: bool
-    compared: bool
-    trusted: bool
+    verified: bool = False
+    signed: bool = False
+    compared: bool = False
+    trusted: bool = False
     problems: tuple[ReleaseProblem, ...]
     manifest: Manifest | None
     since: Mapping[str, Sequence[int]] = field(default_factory=dict)
@@ -401,9 +399,7 @@ def verify_release(
         manifest = read_manifest(folder, release_keys(trust, now))
     except LaminaError as error:
         note(error.code, error.problem, MANIFEST)
-        return ReleaseVerification(
-            verified=False, signed=False, compared=False, trusted=False, problems=tuple(problems), manifest=None
-        )
+        return ReleaseVerification(problems=tuple(problems), manifest=None)
     _check_files(folder, manifest, note)
     compared: Verification | None = None
     officers: list[Countersignature] = []
@@ -445,18 +441,14 @@ def read_manifest(folder: Path, keys: tuple[PublicKey, ...] | None) -> Manifest:
     data = read_file(folder, MANIFEST)
     statement, key = read_statement(data, keys or (), PREDICATE_TYPE)
     envelope = parse_json(data, "the envelope")
-    if (
-        data != canonical_json(envelope) or len(envelope["signatures"]) != 1
-    ):  # the ledger records the digest of these bytes
+    # The ledger records the digest of these bytes.
+    if data != canonical_json(envelope) or len(envelope["signatures"]) != 1:
         problem = "the manifest has other bytes than its signer wrote: spaces, ends of lines, or a second signature"
         raise EncodingError("release.manifest-malformed", problem, "fetch the release again")
     predicate, subjects = statement["predicate"], _subjects(statement["subject"])
     try:
-        if (
-            predicate.keys() - {"model_signing"} != _PREDICATE_FIELDS
-            or type(predicate["version"]) is not int
-            or predicate["version"] != 1
-        ):
+        version = predicate["version"]
+        if predicate.keys() - {"model_signing"} != _PREDICATE_FIELDS or type(version) is not int or version != 1:
             raise ValueError("it has other fields than version 1 has")
         signer = PublicKey(bytes.fromhex(predicate["signer"]))
         found = Manifest(
@@ -514,9 +506,8 @@ def _subjects(listed: object) -> dict[str, str]:
             inside = not plain.is_absolute() and ".." not in plain.parts and str(plain) == name and "\\" not in name
             inside = inside and bool(plain.parts)
         except (TypeError, KeyError):
-            raise EncodingError(
-                "release.manifest-malformed", "a file has no name or no SHA-256", "fetch it again"
-            ) from None
+            problem = "a file has no name or no SHA-256"
+            raise EncodingError("release.manifest-malformed", problem, "fetch it again") from None
         if type(digest) is not str or not _DIGEST.fullmatch(digest):
             problem = f"the digest of {name[:80]!r} is no SHA-256"
             raise EncodingError("release.manifest-malformed", problem, "fetch it again")
@@ -582,20 +573,13 @@ def _check_files(folder: Path, manifest: Manifest, note: Note) -> None:
             note("release.file-missing", "the manifest names it, and it is not there", name)
             continue
         try:
-            found = _digest(folder, name)
+            with os.fdopen(open_inside(folder, name), "rb") as file:
+                found = hashlib.file_digest(file, "sha256").hexdigest()
         except LaminaError as error:
             note(error.code, error.problem, name)
             continue
         if found != digest:
             note("release.file-changed", f"its SHA-256 is {found[:16]}…, the manifest says {str(digest)[:16]}…", name)
-
-
-def _digest(folder: Path, name: str) -> str:
-    state = hashlib.sha256()
-    with os.fdopen(open_inside(folder, name), "rb") as file:
-        while data := file.read(1 << 20):
-            state.update(data)
-    return state.hexdigest()
 
 
 def _check_model_signature(folder: Path, manifest: Manifest, note: Note) -> None:

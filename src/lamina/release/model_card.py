@@ -50,25 +50,22 @@ def class_rows(certificates: Sequence[Certificate], posture: Posture) -> dict[st
 
     A model of several runs has no curve of its own; the figures over all runs of the ledger, which bound it, stand for it.
     """
-    rows = {}
+    rows, several = {}, len(certificates) > 1
+    labels = FIGURES | ({"epsilon": JOINT_EPSILON} if several else {})
     for name, each in posture.classes.items():
         if each.public:
             continue
         known = [dict(found.classes[name]) for found in certificates if name in found.classes]
-        several, charges = len(certificates) > 1, [one for figures in known for one in figures["charges"]]
+        charges = [one for figures in known for one in figures["charges"]]
         risk = known[-1]["membership_total" if several else "membership"] or {}
-        values = (
-            known[-1] | dict.fromkeys(_OF_ONE_RUN if several else ()) | {"epsilon": each.epsilon, "delta": each.delta}
-        )
-        values |= {"tpr": risk.get("tpr", {}).get("0.01"), "accuracy": risk.get("accuracy"), "mu": risk.get("mu")}
+        values = known[-1] | dict.fromkeys(_OF_ONE_RUN if several else ())
+        values |= {"epsilon": each.epsilon, "delta": each.delta, "tpr": risk.get("tpr", {}).get("0.01")}
+        values |= {"accuracy": risk.get("accuracy"), "mu": risk.get("mu")}
         steps = (f"σ {c['noise_multiplier']:.6g}, q {c['sampling_rate']:.6g}, {c['steps']} steps" for c in charges)
         rows[name] = {
             "unit": each.unit,
             "neighbouring relation": known[-1]["adjacency"],
-            **{
-                JOINT_EPSILON if several and key == "epsilon" else label: _figure(key, values[key])
-                for key, label in FIGURES.items()
-            },
+            **{labels[key]: _figure(key, values[key]) for key in FIGURES},
             "noise multiplier σ, sampling rate q, steps": "; ".join(steps) or "not used",
             "declared population": NOT_STATED if (count := known[-1]["population"]) is None else f"{count:,}",
             "purposes": ", ".join(each.purposes) or NOT_STATED,
@@ -117,11 +114,8 @@ def model_statements(certificates: Sequence[Certificate], posture: Posture) -> l
         return list(certificates[0].content["statements"])
     every = [each for certificate in certificates for each in certificate.content["statements"]]
     of_one_run = (*_RISKS, "budget", "purpose")
-    found = {
-        each["text"]: each
-        for each in every
-        if each["topic"] != "withdrawn" and (each["class"] is None or each["topic"] not in of_one_run)
-    }
+    whole = (each for each in every if each["class"] is None or each["topic"] not in of_one_run)
+    found = {each["text"]: each for each in whole if each["topic"] != "withdrawn"}
     texts = [("purpose", name, purpose_text(name, each.purposes), BY_TRAINER) for name, each in posture.classes.items()]
     found |= {text: stated(topic, text, source, cls=name) for topic, name, text, source in texts}
     gone = withdrawn_text(posture.as_of_size, posture.withdrawn)
@@ -130,11 +124,8 @@ def model_statements(certificates: Sequence[Certificate], posture: Posture) -> l
         figures = next(each.classes[name] for each in reversed(certificates) if name in each.classes)
         for topic in _RISKS:
             unit, risk = figures["unit"], figures[f"{topic}_total"]
-            known = (
-                f"nothing is proven about the {topic} of one {unit}."
-                if risk is None
-                else risk_sentence(topic, unit, risk)
-            )
+            unproven = f"nothing is proven about the {topic} of one {unit}."
+            known = unproven if risk is None else risk_sentence(topic, unit, risk)
             text = f"Class {name}: counting all runs of the ledger. {known}"
             found[text] = stated(topic, text, BY_LEDGER, cls=name)
     return list(found.values())
@@ -160,10 +151,8 @@ def model_card(name: str, certificates: Sequence[Certificate], posture: Posture,
         trained = "trained with layer-wise differential privacy ({allocation} allocation, {clipping} clipping)"
         facts["trained"], tags = trained.format_map(facts), ["- differential-privacy", "- lamina"]
     else:
-        facts["trained"], tags = (
-            "trained without privacy: none of the data that it learned from is protected",
-            ["- lamina"],
-        )
+        facts["trained"] = "trained without privacy: none of the data that it learned from is protected"
+        tags = ["- lamina"]
     owner = [(each.replace("_", " "), about(last, each)) for each in _ABOUT_MODEL]
     blocks = {
         "TAGS": tags,
@@ -185,15 +174,10 @@ def _statements(statements: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def _layer_rows(posture: Posture) -> list[list[str]]:
-    rows = [
-        [
-            each.name,
-            f"{each.depth:.2f}",
-            f"{each.noise_std:.4g}",
-            ", ".join(each.classes) or "none (the layer was not trained)",
-        ]
-        for each in posture.layers[:_LAYERS_SHOWN]
-    ]
+    rows = []
+    for each in posture.layers[:_LAYERS_SHOWN]:
+        classes = ", ".join(each.classes) or "none (the layer was not trained)"
+        rows.append([each.name, f"{each.depth:.2f}", f"{each.noise_std:.4g}", classes])
     if (more := len(posture.layers) - _LAYERS_SHOWN) > 0:
         rows.append([f"… and {more} more: manifest.json", "", "", ""])
     return rows
@@ -282,18 +266,14 @@ def ml_bom(name: str, files: Mapping[str, str], certificates: Sequence[Certifica
 def _formula(certificates: Sequence[Certificate]) -> dict[str, Any]:
     """Return how the model was made, as a CycloneDX formula: each run is a workflow, which the programs of the run carried out."""
     programs: dict[str, dict[str, str]] = {}
+    kinds = {"python": "platform"}
     workflows = []
     for content in (each.content for each in certificates):
         plan, run, used = content["plan"], content["run"], content["program"]
         found = [(name, used[name]) for name in ("lamina", "torch", "python") if used[name] != NOT_STATED]
         refs = [f"program:{name}@{version}" for name, version in found]
         programs |= {
-            ref: {
-                "type": "platform" if name == "python" else "library",
-                "bom-ref": ref,
-                "name": name,
-                "version": version,
-            }
+            ref: {"type": kinds.get(name, "library"), "bom-ref": ref, "name": name, "version": version}
             for ref, (name, version) in zip(refs, found, strict=True)
         }
         settings = {name: plan[name] for name in ("allocation", "clipping", "noise", "expected_batch")} | {

@@ -14,9 +14,7 @@ from lamina.release.risk_statements import BY_MEASUREMENT, BY_OWNER, short_figur
 from lamina.release.typeset import read_template
 
 NIST_PROFILE = "nist-800-226"
-EQUIVALENT = (
-    "equivalent_records"  # a figure of an evaluation: on how many records training without privacy is as accurate
-)
+EQUIVALENT = "equivalent_records"  # a figure: on how many records training without privacy is as accurate
 NOTICE = "This table shows where the certificate states what NIST SP 800-226 asks about. It does not claim compliance with SP 800-226."
 ITEMS: Sequence[Mapping[str, Any]] = read_template("nist-800-226.toml")["item"]
 Content = Mapping[str, Any]
@@ -85,12 +83,9 @@ def profile_dict(content: Content) -> dict[str, Any]:
     """Return the table as machines read it. An empty list of evidence means "not stated"."""
     rows = []
     for number, item in enumerate(ITEMS, 1):
-        found = [
-            {"text": text, "source": source, "leaves": [*leaves]} for text, source, leaves in _evidence(content, item)
-        ]
-        rows.append(
-            {"item": number, **{name: item[name] for name in ("section", "question", "where")}, "evidence": found}
-        )
+        found = [{"text": text, "source": by, "leaves": [*leaves]} for text, by, leaves in _evidence(content, item)]
+        asked = {name: item[name] for name in ("section", "question", "where")}
+        rows.append({"item": number, **asked, "evidence": found})
     about = {"profile": NIST_PROFILE, "run": content["run"]["id"], "private": content["private"]}
     return {"notice": NOTICE, **about, "rows": rows}
 

@@ -237,9 +237,8 @@ def _read_predictions(path: Path) -> dict[str, list[list[str]]]:
     found: dict[str, list[list[str]]] = {"proba": [], "y": []}
     for number, row in enumerate(rows, 2 if head else 1):
         values = [float(each) if _NUMBER.fullmatch(each) else math.nan for each in (*row[:at], *row[at + 1 :])]
-        right = (
-            len(values) >= 2 and all(0 <= each <= 1 for each in values) and math.isclose(sum(values), 1, abs_tol=0.01)
-        )
+        shares = len(values) >= 2 and all(0 <= each <= 1 for each in values)
+        right = shares and math.isclose(sum(values), 1, abs_tol=0.01)
         if not right or len(row) != len(rows[0]) or not all(map(_LABEL.fullmatch, row[at : at + 1])):
             problem = f"line {number} of '{path}' is not a probability for each of two or more classes"
             remedy = 'give numbers that add up to 1, as many in every line; true classes, if any, as whole numbers under "label"'

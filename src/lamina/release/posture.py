@@ -118,14 +118,17 @@ class Posture:
         for each in classes.values():
             _check_class(each)
         for layer in layers:
-            _check_layer(layer)
+            if type(layer.classes) is not tuple or not all(map(is_short_text, (layer.name, *layer.classes))):
+                raise ValueError(f"layer {str(layer.name)[:80]!r} has a name or classes of a wrong type")
+            bounded_number("depth", layer.depth, 0.0, 1.0)
+            bounded_number("noise_std", layer.noise_std, 0.0, MAX_NOISE)
+            bounded_whole("parameters", layer.parameters, 0, 2**53)
         names = {layer.name for layer in layers}
         for adapter in adapters:
             texts = [adapter.name, *(text for text in (adapter.config, adapter.scope) if text is not None)]
             if not all(map(is_short_text, texts)) or type(adapter.layers) is not tuple or set(adapter.layers) - names:
-                raise ValueError(
-                    f"an adapter has no name, or layers that the model does not have: {str(adapter.name)[:80]!r}"
-                )
+                name = str(adapter.name)[:80]
+                raise ValueError(f"an adapter has no name, or layers that the model does not have: {name!r}")
         unknown = {name for layer in layers for name in layer.classes} - classes.keys()
         if unknown or not layers or len(names) < len(layers) or first > last or withdrawn.keys() != classes.keys():
             raise ValueError("layers, classes, withdrawals and eligible leaves do not fit together")
@@ -161,14 +164,6 @@ def _check_class(each: ClassPosture) -> None:
             raise ValueError(f"class {each.name!r} is public but states ε, δ or a risk; public data is not protected")
     else:
         bounded_number("delta", each.delta, 0.0, 1.0)
-
-
-def _check_layer(layer: LayerPosture) -> None:
-    if not is_short_text(layer.name) or type(layer.classes) is not tuple or not all(map(is_short_text, layer.classes)):
-        raise ValueError(f"layer {str(layer.name)[:80]!r} has a name or classes of a wrong type")
-    bounded_number("depth", layer.depth, 0.0, 1.0)
-    bounded_number("noise_std", layer.noise_std, 0.0, MAX_NOISE)
-    bounded_whole("parameters", layer.parameters, 0, 2**53)
 
 
 def plain(each: Any, *without: str) -> dict[str, Any]:

@@ -11,6 +11,7 @@ it was contributed is anchored by the hash that its manifest binds it with (`c2p
 from __future__ import annotations
 
 import base64
+import re
 from collections import Counter
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -28,6 +29,7 @@ from lamina.ledger.schema import nano_epsilon
 from lamina.ledger.show import epsilon_or_none, leaf_excerpt
 from lamina.plan.step_plan import Clipping, StepPlan
 from lamina.release.letter import is_proven, reconciled_text
+from lamina.release.run_evidence import newest_by_run
 from lamina.sign.keys import format_utc, read_small
 from lamina.sign.signed_json import parse_json
 
@@ -35,7 +37,7 @@ ANCHOR_TYPE = "urn:lamina:content-anchor:v1"
 RECONCILIATION = "application/lamina-reconciliation+json"
 C2PA_LABEL = "lamina.contribution"
 _HARD_BINDING = "c2pa.hash.data"
-_HEX = set("0123456789abcdef")
+_DIGEST = re.compile("[0-9a-f]{64}")
 _MAX_DEPTH = 12
 
 
@@ -64,7 +66,7 @@ def read_anchor(data: bytes) -> str:
     It is that of the descriptor, or where a C2PA manifest names none, the hash of its content.
     """
     plain = parse_json(data, "the content anchor")
-    found = {each for each in _descriptors(plain, 0) if _is_digest(each)}
+    found = {each for each in _descriptors(plain, 0) if isinstance(each, str) and _DIGEST.fullmatch(each)}
     if not found and isinstance(plain, dict) and "active_manifest" in plain:
         return c2pa_content_hash(plain).hex()
     if len(found) != 1:
@@ -83,11 +85,8 @@ def c2pa_content_hash(plain: Any) -> bytes:
     except (KeyError, TypeError, ValueError, AttributeError):
         found, alg, state = b"", None, None
     if alg != "sha256" or len(found) != 32 or state == "Invalid":
-        said = (
-            "its own tool says that it is invalid"
-            if state == "Invalid"
-            else f"it has no {_HARD_BINDING} with a SHA-256"
-        )
+        said = f"it has no {_HARD_BINDING} with a SHA-256"
+        said = "its own tool says that it is invalid" if state == "Invalid" else said
         problem = f"the C2PA manifest names no content: {said}"
         remedy = "give what c2patool --detailed prints of a file with a valid manifest, or the SHA-256 itself"
         raise EncodingError("release.c2pa-not-bound", problem, remedy)
@@ -111,10 +110,6 @@ def anchor_file(path: Path) -> bytes:
     except C2paError as error:
         problem = f"no C2PA manifest can be read from '{path}': {str(error)[:200]}"
         raise EncodingError("release.c2pa-not-read", problem, "give a media file with an embedded manifest") from None
-
-
-def _is_digest(text: object) -> bool:
-    return isinstance(text, str) and len(text) == 64 and set(text) <= _HEX
 
 
 def _descriptors(value: Any, depth: int) -> Iterator[str]:
@@ -188,11 +183,7 @@ def _by_run(ledger: LedgerReader, trace: ContributionTrace, size: int) -> Iterat
         assert isinstance(epoch, Epoch)
         runs.setdefault(epoch.run, []).append(each)
         plans.setdefault(epoch.run, set()).add(epoch.plan)
-    ends = {
-        end.record.run: (end.seq, end.record)
-        for end in ledger.of_kind(RunEnd, 0, size)
-        if isinstance(end.record, RunEnd)
-    }
+    ends = newest_by_run(ledger, RunEnd, size)
     last = {leaf.record.run: leaf.seq for leaf in ledger.of_kind(Epoch, 0, size) if isinstance(leaf.record, Epoch)}
     for run, epochs in runs.items():
         events = Counter[EventKey]()

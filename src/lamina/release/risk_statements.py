@@ -110,8 +110,9 @@ _PEOPLE = ("patient", "person", "participant", "donor", "user", "client", "custo
 
 def membership_sentence(unit: str, risk: Risk) -> str:
     """Return what the best attacker learns about who took part, in natural frequencies."""
+    who = "who" if unit.rpartition(" ")[2] in _PEOPLE else "that"
     return (
-        f"Of {pluralize(100, unit)} {_who(unit)} took part, the best attacker correctly names at most "
+        f"Of {pluralize(100, unit)} {who} took part, the best attacker correctly names at most "
         f"{per_hundred(risk['tpr']['0.01'])} on average while wrongly naming 1 of 100 others; guessing names 1. If a fair coin "
         f"decides whether one {unit} takes part, the attacker is right in at most {per_hundred(risk['accuracy'])} of 100 cases; "
         "guessing is right in 50."
@@ -156,10 +157,6 @@ def purpose_text(name: str, purposes: Sequence[str]) -> str:
     return f"Class {name}: {unstated}, so a gate denies every query, unless the release allows unstated purposes."
 
 
-def _who(unit: str) -> str:
-    return "who" if unit.rpartition(" ")[2] in _PEOPLE else "that"
-
-
 def per_hundred(rate: float) -> str:
     """Return a rate as so many of 100, rounded up to one decimal.
 
@@ -192,9 +189,8 @@ def check_risk(of: str, risk: Any, *, drawn: bool = False) -> None:
     rates: dict[str, Sequence[float]] = {"tpr": STATED_RATES}
     rates |= {"success": BASELINES} if of.startswith("content") else {}
     rates |= {"curve": CURVE_RATES} if drawn else {}
-    if any([*risk[name]] != [f"{rate:g}" for rate in rates[name]] for name in rates) or risk.keys() != _FIELDS | {
-        *rates
-    }:
+    other_rates = any([*risk[name]] != [f"{rate:g}" for rate in rates[name]] for name in rates)
+    if other_rates or risk.keys() != _FIELDS | rates.keys():
         raise ValueError("a risk is not stated at the rates of every certificate, or has other fields")
     if risk["mu"] is not None:
         bounded_number("mu", risk["mu"], 0.0, MAX_EPSILON)

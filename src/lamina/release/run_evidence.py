@@ -31,7 +31,6 @@ from lamina.sign.signed_json import parse_json
 from lamina.validate import bounded_whole, is_short_text
 
 _MAX_METRICS_BYTES = 64 << 20
-_HASH_CHUNK = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,14 +62,9 @@ class RunMetrics:
             final = {name: found.get(name) for name in ("conditions", "files")}
             if len(run) != 16 or not all(isinstance(each, dict | None) for each in final.values()):
                 raise ValueError
-            return cls(
-                run=run,
-                notes=tuple(map(str, found.get("notes", ()))),
-                evaluations=tuple(found.get("evaluations", ())),
-                stated=known
-                | final
-                | {"max_occurrences": {name: cap for name, cap in caps.items() if cap is not None}},
-            )
+            known |= final | {"max_occurrences": {name: cap for name, cap in caps.items() if cap is not None}}
+            notes, evaluations = tuple(map(str, found.get("notes", ()))), tuple(found.get("evaluations", ()))
+            return cls(run=run, notes=notes, evaluations=evaluations, stated=known)
         except (KeyError, TypeError, ValueError, AttributeError):
             problem = f"'{path}' is not what a run writes"
             raise RunError("release.metrics-malformed", problem, "restore it, or open the run again") from None
@@ -167,20 +161,19 @@ class RunEvidence:
                 problem = f"the ledger {ledger.name} lacks the plan {digest.hex()[:16]} of run {owner.hex()[:8]}"
                 raise RunError("release.plan-missing", problem, "restore the ledger from a copy")
             plans.setdefault(digest, StepPlan.from_cbor(data))
-        spending, ends = Spending(ledger.header), _by_run(ledger, RunEnd, head.size)
+        spending, ends = Spending(ledger.header), newest_by_run(ledger, RunEnd, head.size)
         with ledger.store.read() as rows:
             checked = ledger.checked(rows)
             spending.follow(rows, head.size, checked)
-            signed = Counter(
-                {each.bound: 0 for _, epoch in covered for each in epoch.accounts if each.noise_multiplier}
-            )
+            bounds = (each.bound for _, epoch in covered for each in epoch.accounts if each.noise_multiplier)
+            signed = Counter(dict.fromkeys(bounds, 0))
             for group in checked.contributions(rows) if signed else ():
                 made = group.contribution if isinstance(group, KeptLeaf) else group
                 if made is not None and made.bound in signed:
                     signed[made.bound] += int(np.sum(np.less(group.seq, head.size)))
         return cls(
             run=run, checkpoint=head, checkpoint_text=text, header_hash=ledger.header_hash,
-            begin=_by_run(ledger, RunBegin, head.size).get(run), end=ends.get(run), ends=ends,
+            begin=newest_by_run(ledger, RunBegin, head.size).get(run), end=ends.get(run), ends=ends,
             time=ledger.leaf(head.size - 1).time, epochs=covered, plans={each: plans[each] for each in planned[run]},
             later=len(mine) - len(covered), split=frozenset(spending.split), spending=spending,
             leaves={each: tuple(seqs) for each, seqs in leaves.items()},
@@ -198,9 +191,8 @@ class RunEvidence:
         """The end of the run; raises RunError if the ledger records none."""
         if self.end is None:
             problem = f"the ledger has no signed record of the end of run {self.run.hex()[:8]}"
-            remedy = (
-                "run the command that trained it again; this records the end and does not train a finished run further"
-            )
+            remedy = "run the command that trained it again; this records the end"
+            remedy += " and does not train a finished run further"
             raise RunError("release.run-not-ended", problem, remedy)
         return self.end[1]
 
@@ -209,9 +201,8 @@ class RunEvidence:
         assert self.end is not None
         leaf, end = self.end
         unknown = {each.name: "not stated" for each in schema_of(ProgramVersions).fields}
-        stated = [
-            {name: value or "none" for name, value in record_to_dict(each).items()} for each in end.programs or ()
-        ]
+        programs = map(record_to_dict, end.programs or ())
+        stated = [{name: value or "none" for name, value in each.items()} for each in programs]
         return {"leaf": leaf, **(stated or [unknown])[-1], "earlier": stated[:-1]}
 
     def tuning(self) -> dict[str, Any]:
@@ -322,19 +313,13 @@ def check_run_facts(content: Mapping[str, Any]) -> None:
 R = TypeVar("R", RunBegin, RunEnd)
 
 
-def _by_run(ledger: LedgerReader, kind: type[R], size: int) -> dict[bytes, tuple[int, R]]:
+def newest_by_run(ledger: LedgerReader, kind: type[R], size: int) -> dict[bytes, tuple[int, R]]:
     """Return the newest record of this kind by run, with its leaf."""
-    return {
-        leaf.record.run: (leaf.seq, leaf.record)
-        for leaf in ledger.of_kind(kind, 0, size)
-        if isinstance(leaf.record, kind)
-    }
+    found = ((leaf.seq, leaf.record) for leaf in ledger.of_kind(kind, 0, size))
+    return {record.run: (seq, record) for seq, record in found if isinstance(record, kind)}
 
 
 def file_digest(path: Path) -> str:
     """SHA-256 of a file, in hex."""
-    state = hashlib.sha256()
     with path.open("rb") as file:
-        while data := file.read(_HASH_CHUNK):
-            state.update(data)
-    return state.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()

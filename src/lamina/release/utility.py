@@ -72,9 +72,8 @@ class Figure(float):
         named = {name: np.asarray(column).astype(str) for name, column in columns.items() if column is not None}
         one_each = all(each.shape == (len(found),) for each in (found, truth, *named.values())) and len(found) > 0
         if not one_each or not np.isin(truth, (0, 1)).all() or not np.isfinite(found).all():
-            problem = (
-                f"there are {found.shape} results and {truth.shape} labels, or one of them has an impossible value"
-            )
+            counted = f"there are {found.shape} results and {truth.shape} labels"
+            problem = f"{counted}, or one of them has an impossible value"
             remedy = "give one result, label and group for each record; right answers and labels are 0 or 1"
             raise RunError("train.figure-invalid", problem, remedy)
 
@@ -183,9 +182,8 @@ def check_utility(rows: Any) -> None:
             bounded_number(name, value, -1e300, 1e300)
         if row["records"] is not None:
             bounded_whole("records", row["records"], 1, 2**53)
-        if [*numbers] not in ([], ["value"], ["low", "value", "high"]) or [*numbers.values()] != sorted(
-            numbers.values()
-        ):
+        stated = [*numbers] in ([], ["value"], ["low", "value", "high"])
+        if not stated or [*numbers.values()] != sorted(numbers.values()):
             raise ValueError("a figure of the utility lies outside of its interval")
         if row["group"] is not None and numbers and (row["records"] or 0) < LEAST_RECORDS:
             raise ValueError(f"a group has fewer than {LEAST_RECORDS} records and is not suppressed")

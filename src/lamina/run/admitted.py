@@ -76,9 +76,8 @@ class CommittedPayloads:
         return content
 
     def take(self, rows: NDArray[np.int64]) -> CommittedPayloads:
-        return CommittedPayloads(
-            self._payloads.take(rows), nonces=self._nonces[rows], commitments=self._commitments[rows]
-        )
+        nonces, commitments = self._nonces[rows], self._commitments[rows]
+        return CommittedPayloads(self._payloads.take(rows), nonces=nonces, commitments=commitments)
 
     def feed(self, hasher: Hasher) -> None:
         """Ids and commitments: no other bytes are ever read under them."""
@@ -203,15 +202,12 @@ class AdmittedCorpus(Corpus):
             problem = f"contributions signed {len(private)} distinct bounds, at most {MAX_BOUNDS} can be accounted for"
             remedy = "let them sign one of a few bounds: a stricter class in the policy for each"
             raise CorpusError("corpus.too-many-bounds", problem, remedy)
-        return tuple(
-            SignedAccount(
-                name=str(bound := admission.bounds[which]),
-                cls=bound.cls,
-                scale=found[which].scale,
-                epsilon=bound.epsilon(plan.delta(bound.cls)),
-            )
-            for which in private
-        )
+        accounts = []
+        for which in private:
+            bound, scale = admission.bounds[which], found[which].scale
+            epsilon = bound.epsilon(plan.delta(bound.cls))
+            accounts.append(SignedAccount(name=str(bound), cls=bound.cls, scale=scale, epsilon=epsilon))
+        return tuple(accounts)
 
     def check(self, plan: StepPlan) -> None:
         super().check(plan)
@@ -338,10 +334,8 @@ class Gate(gate.AdmissionGate):
         if found is None:
             problem = f"nobody is admitted: {refusal_counts_text(admission)}"
             raise AdmissionError("corpus.nobody-admitted", problem, REFUSED_REMEDY)
-        columns = admission.columns
-        committed = CommittedPayloads(
-            found.payloads, nonces=columns["nonce"].copy(), commitments=columns["commitment"].copy()
-        )
+        nonces, commitments = (admission.columns[name].copy() for name in ("nonce", "commitment"))
+        committed = CommittedPayloads(found.payloads, nonces=nonces, commitments=commitments)
         source = PayloadSource(committed, found.labels, dtype=dtype, survey=found.survey)
         return AdmittedCorpus(
             source, admission, ids=list(admission.ids), subject=found.subjects, policy=self.policy, keys=self.reload_keys,

@@ -189,7 +189,8 @@ class CodeFingerprint:
         if isinstance(value, enum.Enum):
             return [("", kind), ("", value.name), (".value", value.value)]
         if kind in _BOUND:
-            return [("", value.__qualname__), (".__self__", _unless_module(value.__self__))]
+            owner = value.__self__
+            return [("", value.__qualname__), (".__self__", None if isinstance(owner, ModuleType | type) else owner)]
         if kind in _DESCRIPTORS:
             return [("", value.__objclass__), ("", value.__name__)]
         if kind is property:
@@ -359,18 +360,15 @@ def _object(value: Any) -> _Parts | None:
     if isinstance(reduced, str):  # a global name: what it stands for is wrapped, if anywhere
         return [*parts, ("", reduced), ("", getattr(value, "__wrapped__", None))]
     _, args, state, listed, mapped = (*reduced, None, None, None)[:5]
-    default = all(
-        getattr(kind, name) is getattr(object, name) for name in ("__reduce_ex__", "__reduce__", "__getstate__")
-    )
+    methods = ("__reduce_ex__", "__reduce__", "__getstate__")
+    default = all(getattr(kind, name) is getattr(object, name) for name in methods)
     parts += [] if len(args) == 1 and args[0] is kind else [("", reduced[0]), ("", args)]
-    parts += [] if default else [("", _without_process(state))]
+    if type(state) is dict:
+        state = {name: part for name, part in state.items() if name != _OF_PROCESS}
+    parts += [] if default else [("", state)]
     parts += _state(value) if default or _package_version(kind.__module__) is None else []
     parts += [*_numbered(listed or ()), *_items(dict(mapped or ()))]
     return parts
-
-
-def _without_process(state: Any) -> Any:
-    return {name: part for name, part in state.items() if name != _OF_PROCESS} if type(state) is dict else state
 
 
 def _state(value: Any) -> _Parts:
@@ -388,10 +386,6 @@ def _attributes(value: Any) -> _Parts:
         if name != _OF_PROCESS:
             yield "", name
             yield f".{name}", part
-
-
-def _unless_module(value: Any) -> Any:
-    return None if isinstance(value, ModuleType | type) else value
 
 
 @functools.lru_cache

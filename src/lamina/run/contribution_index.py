@@ -198,7 +198,8 @@ class Grouping:
             at = next((i for i, (one, first) in enumerate(pairs) if values[one] != values[first]), None)
         if at is not None:
             row = int(owner[at])
-            one, other = (_python_value(values[int(i)]) for i in (firsts[row], order[at]))
+            pair = (values[int(i)] for i in (firsts[row], order[at]))
+            one, other = (value.item() if isinstance(value, np.generic) else value for value in pair)
             problem = f"{what} of contribution {self.ids[row]!r} is {one!r} for one example and {other!r} for another"
             remedy = f"a contribution has one {what}: correct it, or make two contributions of it with unit="
             raise CorpusError("corpus.column-contradicts-itself", problem, remedy)
@@ -225,7 +226,8 @@ def check_labels(what: str, given: Any) -> Labels:
     if any(isinstance(value, torch.Tensor) for value in values):  # equal tensors are different keys
         problem = f"{what} is a list of tensors"
         raise CorpusError("corpus.list-of-tensors", problem, f"give one tensor: torch.stack({what})")
-    _refuse_missing(what, next((i for i, value in enumerate(values) if _is_missing(value)), None))
+    missing = (each is None or (isinstance(each, float) and math.isnan(each)) for each in values)
+    _refuse_missing(what, next((i for i, gone in enumerate(missing) if gone), None))
     return values
 
 
@@ -233,10 +235,6 @@ def _refuse_missing(what: str, position: int | None) -> None:
     if position is not None:
         problem = f"{what} is missing at position {position}"
         raise CorpusError("corpus.value-missing", problem, f"give every example a {what}")
-
-
-def _is_missing(value: Any) -> bool:
-    return value is None or (isinstance(value, float) and math.isnan(value))
 
 
 def _number_by_appearance(labels: Labels) -> tuple[Rows, Labels]:
@@ -263,10 +261,6 @@ def python_values(labels: Labels) -> Iterator[Any]:
         yield from part.tolist() if isinstance(part, np.ndarray) else part
 
 
-def _python_value(value: Any) -> Any:
-    return value.item() if isinstance(value, np.generic) else value
-
-
 def _is_sorted(values: Labels) -> bool:
     try:
         return isinstance(values, range) or all(a < b for a, b in pairwise(python_values(values)))
@@ -290,9 +284,8 @@ class ContributionIndex:
             raise CorpusError("corpus.no-examples", problem, "give at least one; an empty *batch* is fine")
         grouping = Grouping(examples, unit, ids)
         self.layout, self.ids = grouping.layout, grouping.ids
-        self.subjects = (
-            None if subject is None else PackedTexts(python_values(grouping.per_contribution("subject", subject)))
-        )
+        tags = () if subject is None else python_values(grouping.per_contribution("subject", subject))
+        self.subjects = None if subject is None else PackedTexts(tags)
         self._check_subjects()
         self.named = cls is not None
         self.names, self._classes = _classes_of_contributions(grouping, DEFAULT_CLASS if cls is None else cls)
@@ -371,9 +364,8 @@ def _classes_of_contributions(grouping: Grouping, cls: Any) -> tuple[tuple[str, 
         return (cls,), np.zeros(count, dtype=np.uint16)
     given: Labels = grouping.per_contribution("cls", cls)
     known: dict[Any, int] = {}
-    codes = np.fromiter(
-        (known.setdefault(name, len(known)) for name in python_values(given)), dtype=np.int64, count=count
-    )
+    numbers = (known.setdefault(name, len(known)) for name in python_values(given))
+    codes = np.fromiter(numbers, dtype=np.int64, count=count)
     for name in known:
         _check_class_name(name)
     if len(known) > np.iinfo(np.uint16).max:

@@ -386,16 +386,14 @@ class Corpus:
         check_classes(self.names if self._index.named else None, [entry.name for entry in plan.classes], "plan")
         for entry in plan.classes:
             if not (entry.public or self._unit_declared or entry.unit in UNITS_OF_ONE_EXAMPLE):
-                problem = (
-                    f"class {entry.name!r} protects a {entry.unit}, and the corpus does not say whose an example is"
-                )
+                unknown = "the corpus does not say whose an example is"
+                problem = f"class {entry.name!r} protects a {entry.unit}, and {unknown}"
                 remedy = f"give unit=: the {entry.unit} of each example; if every example is another one, unit='each'"
                 raise CorpusError("corpus.unit-not-given", problem, remedy)
         strict = self._index.scale is not None or self._index.ceiling is not None
         if strict and plan.clipping is Clipping.ELEMENTWISE:
-            problem = (
-                "contributions have a scale or ceiling, and the plan clamps the mean of the batch, which bounds nobody"
-            )
+            problem = "contributions have a scale or ceiling, and the plan clamps the mean of the batch"
+            problem += ", which bounds nobody"
             raise CorpusError("corpus.limits-need-clipping", problem, "use a plan with box or joint clipping")
         for entry, members in zip(plan.classes, self.members_of(plan), strict=True):
             if entry.population is not None and len(members) > entry.population:

@@ -353,7 +353,7 @@ def make_source(x: Any, y: Any = None, *, dtype: torch.dtype | None = None) -> E
             problem = "y or dtype is given beside a Source"
             raise CorpusError("corpus.options-beside-source", problem, "let its fetch return both x and y")
         return x
-    if _is_arrays(x):
+    if isinstance(x, torch.Tensor | np.ndarray | list | tuple | Mapping) or hasattr(x, "to_numpy"):
         return ArraySource(x, y, dtype=dtype)
     if isinstance(x, str | bytes | os.PathLike):
         remedy = "read a file with Corpus.of_csv, Corpus.of_npz or Corpus.of_folder"
@@ -368,10 +368,6 @@ def make_source(x: Any, y: Any = None, *, dtype: torch.dtype | None = None) -> E
     problem = f"x is a {type(x).__name__}: examples cannot be taken from it by number"
     remedy = "give arrays, tensors, a torch Dataset with __len__ and __getitem__, or a Source"
     raise CorpusError("corpus.inputs-not-indexable", problem, remedy)
-
-
-def _is_arrays(x: Any) -> bool:
-    return isinstance(x, torch.Tensor | np.ndarray | list | tuple | Mapping) or hasattr(x, "to_numpy")
 
 
 DATALOADER_REFUSAL = (

@@ -78,9 +78,8 @@ def _read_texts(path: Path, kind: type[Any], default: Any) -> Any:
         found = cbor.decode(path.read_bytes(), max_size=MAX_MEMBERSHIP_BYTES)
     except (OSError, EncodingError) as error:
         raise _unreadable(path, str(error)) from None
-    if not isinstance(found, kind) or not all(
-        isinstance(one, str) for one in (*found, *getattr(found, "values", tuple)())
-    ):
+    texts = (*found, *getattr(found, "values", tuple)()) if isinstance(found, kind) else (None,)
+    if not all(isinstance(one, str) for one in texts):
         raise _unreadable(path, "it is not a list of ids")
     return found
 
@@ -255,9 +254,8 @@ class AdmissionRenewal:
         if gone := {stable_id: one for stable_id, one in self._before.items() if stable_id not in here}:
             self._withdraw(gone, note)
         if out := self._corpus.count_unsampled(self._plan):
-            note(
-                f"{out} admitted contributions are not sampled: no scale keeps the bound that they signed under this plan"
-            )
+            why = "no scale keeps the bound that they signed under this plan"
+            note(f"{out} admitted contributions are not sampled: {why}")
         self.revalidate(note)
 
     def write_members(self) -> None:

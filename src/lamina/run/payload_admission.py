@@ -40,7 +40,10 @@ class GivenPayloads:
 
     def path(self, row: int) -> str:
         payload = self._payloads[row]
-        return str(payload) if isinstance(payload, Path) else f"{self.ids[row]}/payload.{_payload_suffix(payload)}"
+        if isinstance(payload, Path):
+            return str(payload)
+        kind = PAYLOAD_SUFFIXES[0 if payload.startswith(b"PK") else 1]  # an .npz is a zip archive
+        return f"{self.ids[row]}/payload.{kind}"
 
     def peek(self, row: int) -> bytes | None:
         payload = self._payloads[row]
@@ -65,11 +68,6 @@ class GivenPayloads:
 def read_whole(path: str) -> bytes:
     with os.fdopen(open_with_size(path)[0], "rb") as file:
         return file.read()
-
-
-def _payload_suffix(payload: bytes) -> str:
-    """What bytes without a name are: an .npz is a zip archive."""
-    return PAYLOAD_SUFFIXES[0] if payload.startswith(b"PK") else PAYLOAD_SUFFIXES[1]
 
 
 def reasons_text(reasons: Mapping[Reason, int]) -> str:
@@ -108,7 +106,8 @@ def admit_payloads(
         FolderContributions(contributions) if isinstance(contributions, str | Path) else list(contributions)
     )
     admission = gate.review(source, progress=progress, enter=False)
-    listing = _read_listing(folder)
+    listed = folder is not None and (folder / LISTING).exists()
+    listing = ContributionListing.read(folder / LISTING) if folder is not None and listed else None
     found = _survey_admitted(admission, folder, listing, dtype, gate.processes)
     if stop and admission.refused:
         problem = f"{refusal_counts_text(admission)}, and on_refusal is 'stop'"
@@ -116,11 +115,6 @@ def admit_payloads(
     if admission.enter() and found is not None:  # much may have happened meanwhile: go on without them
         found = _survey_admitted(admission, folder, listing, dtype, gate.processes)
     return admission, found
-
-
-def _read_listing(folder: Path | None) -> ContributionListing | None:
-    path = None if folder is None else folder / LISTING
-    return ContributionListing.read(path) if path is not None and path.exists() else None
 
 
 def _survey_admitted(

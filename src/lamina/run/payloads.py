@@ -168,12 +168,8 @@ class PayloadInspector:
         if (known := self._formats.get(headers)) is not None:
             return known
         y = headers.y if self._labels is None else (self._labels.shape[1:], self._labels.dtype)
-        form = ExampleFormat(
-            x=self._model_array("x", *headers.x),
-            y=None if y is None else self._model_array("y", *y),
-            header=headers.header,
-        )
-        return self._formats.setdefault(headers, form)
+        x, labels = self._model_array("x", *headers.x), None if y is None else self._model_array("y", *y)
+        return self._formats.setdefault(headers, ExampleFormat(x=x, y=labels, header=headers.header))
 
     def _model_array(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> tuple[tuple[int, ...], str]:
         check_numeric_dtype(name, np.empty(0, dtype))
@@ -296,9 +292,8 @@ def _join_inspections(parts: list[InspectedPayloads]) -> InspectedPayloads:
         which.append(places[part.which])  # -1 is the last
         wrong |= {before + i: why for i, why in part.wrong.items()}
         before += len(part.which)
-    return InspectedPayloads(
-        np.concatenate([part.sizes for part in parts]), np.concatenate(which), list(headers), wrong
-    )
+    sizes = np.concatenate([part.sizes for part in parts])
+    return InspectedPayloads(sizes, np.concatenate(which), list(headers), wrong)
 
 
 SHAPE_REMEDY = "cut or pad every example to one public shape, and label all or none"

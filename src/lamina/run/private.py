@@ -254,12 +254,10 @@ def make_private(
         problem = f"bands is {bands}, and population is not given"
         raise PlanError("train.bands-need-population", problem, "declare a number that the contributions do not exceed")
     if delta * declared >= 1:
-        problem = (
-            f"delta={delta:g} with {declared} contributions: publishing one of them whole would be within the promise"
-        )
-        raise PlanError(
-            "train.delta-out-of-range", problem, f"stay well below 1/{declared}: e.g. delta={0.01 / declared:.0e}"
-        )
+        problem = f"delta={delta:g} with {declared} contributions"
+        problem += ": publishing one of them whole would be within the promise"
+        remedy = f"stay well below 1/{declared}: e.g. delta={0.01 / declared:.0e}"
+        raise PlanError("train.delta-out-of-range", problem, remedy)
     only = None if corpus.policy is None else corpus.policy.corpus.ledger
     about = {"origin": corpus.origin or "local", "delta": delta, "ledger": only}
     terms = {"population": declared, "clip_norm": clip_norm or DEFAULT_CLIP_NORM, "unit": corpus.unit_name}

@@ -377,9 +377,8 @@ class Publisher:
             noise=dict(zip((layer.name for layer in self.plan.layers), state.noise(self.plan), strict=True)),
         )
         for callback in self.callbacks:
-            with user_code(
-                f"callback {type(callback).__name__} failed", "correct it; the same folder goes on from here"
-            ):
+            name, remedy = type(callback).__name__, "correct it; the same folder goes on from here"
+            with user_code(f"callback {name} failed", remedy):
                 if now.evaluation:
                     callback.on_evaluation(now)
                 if state.segments:

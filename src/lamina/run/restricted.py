@@ -36,21 +36,15 @@ def restricted_notes(model: nn.Module, plan: StepPlan, proxy: Proxy | None) -> t
             continue
         if proxy is None or plan.rules or not all(each.population for each in plan.classes):
             needs = "labelled public or simulated data ([proxy] in RUN.toml, Trainer(proxy=…)), populations and fixed clip norms"
-            notes.append(
-                f"class {entry.name} reaches a part of the model; whether it helps is not assessable without {needs}"
-            )
+            reach = f"class {entry.name} reaches a part of the model"
+            notes.append(f"{reach}; whether it helps is not assessable without {needs}")
             continue
         mine, other = (_held_out_losses(model, each, proxy) for each in (plan, _without(plan, k)))
         verdict = "helps" if all(a < b for a, b in zip(mine, other, strict=True)) else "DOES NOT HELP"
         losses = f"{sum(mine) / _SEEDS:.4g} with it, {sum(other) / _SEEDS:.4g} without it"
-        end = (
-            "lower with it from every seed"
-            if verdict == "helps"
-            else "leave it out (batch 0), or let it reach more layers"
-        )
-        notes.append(
-            f"class {entry.name} {verdict} in short trainings on {proxy.source}: held-out loss {losses}; {end}"
-        )
+        better, worse = "lower with it from every seed", "leave it out (batch 0), or let it reach more layers"
+        trained, end = f"short trainings on {proxy.source}", better if verdict == "helps" else worse
+        notes.append(f"class {entry.name} {verdict} in {trained}: held-out loss {losses}; {end}")
     return tuple(notes)
 
 

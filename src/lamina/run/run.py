@@ -211,9 +211,8 @@ def _adopt(ledger: Ledger, terms: CorpusTerms, corpus: Corpus, plan: StepPlan) -
     used = {entry.name for entry in plan.classes} if corpus.public_number else set()
     for each in (*ledger.governance().policy.presets, *terms.presets):
         if each.cls in used and each.risk is not None and each.risk.of == "membership":
-            problem = (
-                f"class {each.cls!r} has the risk bound {each.risk}, but without population= ε is about content alone"
-            )
+            problem = f"class {each.cls!r} has the risk bound {each.risk}"
+            problem += ", but without population= ε is about content alone"
             remedy = "declare the population of the policy: make_private(…, population=N)"
             raise RunError("train.risk-needs-population", problem, remedy)
     return adopt_policy(ledger, terms)
@@ -317,9 +316,7 @@ class Run:
             self.journal = Journal.load(path)
         self.checkpoints = TrainingCheckpoints(folder / "checkpoint")
         known = {opened.nonce for opened in self.journal.opens}
-        self.lost_attempts = self.spend.forgotten(
-            self.id, self.journal.place, known
-        )  # in the ledger, not in the journal
+        self.lost_attempts = self.spend.forgotten(self.id, self.journal.place, known)  # in the ledger alone
         self.copied = self.journal.copied or self.lost_attempts > self.journal.lost
         remove_temporary_files(folder)  # what killed writers left
 
@@ -367,7 +364,7 @@ class Run:
                 segment=segment, generation=generation, nonce=os.urandom(16), first=first, last=last, **asdict(facts),
                 charges=tuple(due), eligibility=eligibility, after=after, variance=tuple(variance),
                 scales=self.scales(due, factors or {}), factors=dict(factors or {}),
-                seed=self._seed(segment, generation),
+                seed=segment_seed(self._chosen_seed, segment, generation),  # from the system, or from the chosen seed
             )  # fmt: skip
             self.journal.append(opened)
             try:
@@ -378,10 +375,6 @@ class Run:
                 raise
             self.abandon(opened, charged=False)
             generation = max(generation + 1, self.spend.next_generation(self.id, segment))
-
-    def _seed(self, segment: int, generation: int) -> bytes:
-        """Thirty-two bytes for coins, noise and dropout of a segment: from the system, or from a seed that was chosen."""
-        return segment_seed(self._chosen_seed, segment, generation)
 
     def charge(self, opened: AttemptOpened, *, already: bool = False) -> bool:
         """Charge an attempt in the ledger; False if a copy of the run charged this very generation first."""
@@ -530,10 +523,8 @@ class Run:
         if there is None:
             ledger.append([made])
         elif there.weights != made.weights:
-            problem = (
-                f"the run in '{self.folder}' ended with weights {there.weights[:16]}… by the ledger, but "
-                f"has {made.weights[:16]}… now"
-            )
+            problem = f"the run in '{self.folder}' ended with weights {there.weights[:16]}… by the ledger"
+            problem += f", but has {made.weights[:16]}… now"
             raise RunError("train.end-differs", problem, "restore the checkpoint of the run")
         ledger.checkpoint()
         return there or made
@@ -622,9 +613,8 @@ def events_due(run: Run, plan: StepPlan, first: int, last: int, account: Account
     assert cap is not None
     mine = [opened for opened in run.attempts if opened.plan == digest]
     begin = min([opened.first for opened in mine], default=first)
-    beside = [
-        opened.last - opened.first for opened in attempts_outside(run, first, pending=True) if opened.plan == digest
-    ]
+    outside = attempts_outside(run, first, pending=True)
+    beside = [opened.last - opened.first for opened in outside if opened.plan == digest]
     copies = [last - start for start in _steps_of_copies(run, first)]
     most = sum(min(cap, steps) for steps in (last - begin, *beside, *copies))
     charged = sum(c.event.steps for opened in mine for c in opened.charges if c.account == account)
@@ -786,9 +776,8 @@ def repair_ledger(run: Run) -> None:
                 run.record(opened, SegmentOutcome.CLOSED if closed else SegmentOutcome.ABANDONED)
             continue
         if opened is not pending:
-            problem = (
-                f"the ledger '{run.spend.path}' holds another attempt at segment {opened.segment} than the journal"
-            )
+            attempt = f"another attempt at segment {opened.segment}"
+            problem = f"the ledger '{run.spend.path}' holds {attempt} than the journal"
             raise RunError("train.ledger-disagrees", problem, "give the ledger that the run was charged in")
         run.abandon(opened, charged=False)
     run.spend.ledger.restored()

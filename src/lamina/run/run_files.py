@@ -25,6 +25,7 @@ from pathlib import Path
 
 from lamina import cbor
 from lamina.errors import EncodingError, RunInUse, StorageError
+from lamina.sign import keys
 
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}\.lamina-tmp")
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -113,11 +114,7 @@ def write_all(file: int, data: bytes | bytearray | memoryview) -> None:
 def sync_folder(folder: Path) -> None:
     """Make names in a folder durable."""
     try:
-        file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(file)
-        finally:
-            os.close(file)
+        keys.sync_folder(folder)
     except OSError as error:
         kept = "what was written is in place, but might not survive a power cut"
         raise storage_error(error, f"cannot make names in {folder} durable", kept) from None

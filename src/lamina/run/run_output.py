@@ -146,15 +146,8 @@ class TerminalProgress(Progress):
     """For a terminal: a bar with ε, the last evaluation and the time that is left."""
 
     def __init__(self, console: Console) -> None:
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[spent]}"),
-            TextColumn("{task.fields[evaluation]}"),
-            TextColumn("{task.fields[loss]}"),
-        )
+        texts = [TextColumn(f"{{task.fields[{name}]}}") for name in ("spent", "evaluation", "loss")]
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), *texts)
         self._bar = Bar(*columns, console=console)
         self._task = self._bar.add_task("private training", total=1, spent="", evaluation="", loss="")
         self._shown = 0.0
@@ -267,9 +260,7 @@ def withhold_text(error: Exception, model: nn.Module, *, inside: bool = False) -
         remedy = error.remedy
     what = " ".join([f"training stopped with {type(error).__name__}", *filter(None, parts)])
     text = first_lines(error) if inside else "withheld, because it may hold sizes or values of a private batch"
-    remedy = (
-        f"{remedy}; then go on with the same folder: whoever fails alone is left out, and the steps are charged again"
-    )
+    remedy += "; then go on with the same folder: whoever fails alone is left out, and the steps are charged again"
     withheld = WithheldError("train.error-text-withheld", f"{what}; its text is {text}", remedy)
     withheld.original = error
     return withheld.with_traceback(error.__traceback__)
@@ -288,9 +279,8 @@ def failing_layer_and_input(error: BaseException, model: nn.Module) -> str | Non
     if found is None or not name:
         return None
     module, given = found
-    shapes = ", ".join(
-        f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}" for t in given if isinstance(t, torch.Tensor)
-    )
+    tensors = [t for t in given if isinstance(t, torch.Tensor)]
+    shapes = ", ".join(f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}" for t in tensors)
     return f"layer '{name}', {module}, was given {shapes or 'no tensor'}".replace("\n", " ")
 
 

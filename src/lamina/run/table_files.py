@@ -220,10 +220,8 @@ def csv_header(path: Path, lines: Iterator[CsvLine], delimiter: str) -> list[str
 def check_column(path: Path, name: str, header: list[str]) -> None:
     if name not in header:
         problem = f"'{path}' has no column {name!r}"
-        more = ", …" if len(header) > _COLUMNS_NAMED else ""
-        raise CorpusError(
-            "corpus.column-unknown", problem, f"its columns are {', '.join(header[:_COLUMNS_NAMED])}{more}"
-        )
+        shown = ", ".join(header[:_COLUMNS_NAMED]) + (", …" if len(header) > _COLUMNS_NAMED else "")
+        raise CorpusError("corpus.column-unknown", problem, f"its columns are {shown}")
 
 
 def _all_numbers(cells: Sequence[str]) -> bool:

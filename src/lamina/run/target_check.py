@@ -21,10 +21,8 @@ from lamina.run.corpus import Corpus
 from lamina.run.example_sources import ExampleSource, Rows
 
 MAX_ROWS, MAX_NUMBERS = 256, 1 << 22  # of the public output, and of the input that it is made from
-_ROWS_MORE, _SIZES_KEPT = (
-    32,
-    3,
-)  # the loss is tried on a multiple of these rows; for so many sizes public values are kept
+_ROWS_MORE = 32  # the loss is tried on a multiple of these rows
+_SIZES_KEPT = 3  # sizes for which public values are kept
 TARGETS_NOT_COMPARED = (
     "targets were not compared with the model's output: model or loss cannot be run on inputs and targets that are all "
     "0, or all 1. A target that the loss cannot take will stop the run"

@@ -211,9 +211,7 @@ class Trainer:
             model=model, optimizer=chosen, scheduler=scheduler, ema=average, filters=dict(filters or {})
         )
         self.restricted = () if engine is not None or plan.rule(FollowProxy) else restricted_notes(model, plan, None)
-        mine = (
-            None if self.restricted else proxy
-        )  # what the plan's rule follows; or else what restricted classes are tried on
+        mine = None if self.restricted else proxy  # for the plan's rule; or else restricted classes are tried on it
         if self.restricted and proxy is not None:
             begun = (self.folder / "journal").exists() or not self._ranks.alone
             self.restricted = () if begun else restricted_notes(model, plan, proxy)
@@ -240,11 +238,6 @@ class Trainer:
         if self._hardened_argument is None:
             self.hardened = hardened
 
-    def _keep_hardened_of(self, run: Run) -> None:
-        """Keep the kind of noise of a resumed run, which follows from the digest of its options in the journal."""
-        if run.attempts:
-            self.keep_hardened(run.attempts[-1].settings != self._settings(hardened=False)[0])
-
     def _settings(self, *, hardened: bool | None = None) -> SettingsFingerprint:
         """Return a digest of what a step depends on beside plan, data and seed, and the values that it does not cover."""
         functions, where = {"loss": self.loss_fn, "augment": self.augment}, model_device(self.model).type
@@ -269,13 +262,9 @@ class Trainer:
     def ledger(self) -> Ledger:
         """The ledger; opened, or made, when it is first asked for."""
         if self._ledger is None:
+            keys = {"key": self._key, "governing": self._governing}
             self._ledger, self._policy_changed = open_run_ledger(
-                self._ledger_argument,
-                self.corpus,
-                self.plan,
-                folder=self.folder,
-                key=self._key,
-                governing=self._governing,
+                self._ledger_argument, self.corpus, self.plan, folder=self.folder, **keys
             )
         return self._ledger
 
@@ -294,9 +283,7 @@ class Trainer:
 
     def fit(self) -> Outcome:
         """Train to the end of the plan, or go on from where the folder's run was left."""
-        self._settings_of_rank = self._settings()[
-            0
-        ]  # before rank 0 tries model and loss, whose call counters may change
+        self._settings_of_rank, *_ = self._settings()  # before rank 0 tries model and loss: call counters may change
         if not self._ranks.first:
             return self._follow()
         try:
@@ -380,7 +367,8 @@ class Trainer:
             seed=self.seed, declared=self._declared,
         )  # fmt: skip
         keep_charging_bounds(run, self.plan, members.standing)
-        self._keep_hardened_of(run)
+        if run.attempts:  # the digest of the options in the journal tells the kind of noise that the run began with
+            self.keep_hardened(run.attempts[-1].settings != self._settings(hardened=False)[0])
         self._lead.check(self.corpus, run.salt, self.facts_of_rank, hardened=self.hardened)
         segments = Segments(
             run, self.state, plan=self.plan, corpus=self.corpus, members=members, settings=self._settings,

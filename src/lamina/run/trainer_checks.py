@@ -75,9 +75,8 @@ def check_scheduler(scheduler: Any, plan: StepPlan, interval: str) -> int:
     """After how many private steps the scheduler is stepped; one that does not fit the run's length is refused."""
     if isinstance(scheduler, ReduceLROnPlateau):
         problem = "ReduceLROnPlateau follows the private loss, which is a release without a budget"
-        remedy = (
-            "use a schedule that is fixed in advance, such as CosineAnnealingLR: it is stepped once per private step"
-        )
+        remedy = "use a schedule that is fixed in advance, such as CosineAnnealingLR"
+        remedy += ": it is stepped once per private step"
         raise RunError("train.scheduler-follows-loss", problem, remedy)
     if scheduler is not None and not hasattr(scheduler, "step"):
         problem = f"the scheduler is a {type(scheduler).__name__}"
@@ -215,9 +214,8 @@ def check_accounts_signed(signed: Sequence[SignedAccount], further: Sequence[Sig
     """Refuse a further account of a class whose members signed theirs: an auditor would find nobody who signed it."""
     classes = {each.cls for each in signed}
     if unsigned := [each for each in further if each.cls in classes]:
-        problem = (
-            f"nobody signed the bound of account {unsigned[0].name!r}, and its class has members who signed theirs"
-        )
+        problem = f"nobody signed the bound of account {unsigned[0].name!r}"
+        problem += ", and its class has members who signed theirs"
         raise RunError("train.account-not-signed", problem, "leave it out, or admit contributions that sign it")
 
 
@@ -288,10 +286,8 @@ def _check_class_depth(plan: StepPlan, k: int, reach: Reach, layer_of: dict[str,
             elif allowed is None:
                 free = True
             else:
-                closed = complement_ranges(allowed.ranges, allowed.length)
-                free = mine is not None and not any(
-                    first < b and a < stop for first, stop in mine.ranges for a, b in closed
-                )
+                closed, ours = complement_ranges(allowed.ranges, allowed.length), () if mine is None else mine.ranges
+                free = mine is not None and not any(first < b and a < stop for first, stop in ours for a, b in closed)
             if not free:
                 problem = f"class {plan.classes[k].name!r} trains {name!r}, outside its profile ({reach.words})"
                 raise RunError("train.class-outside-profile", problem, "make the plan under the policy of the data")

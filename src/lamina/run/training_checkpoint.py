@@ -183,7 +183,9 @@ class CheckpointArchive:
         seen: dict[tuple[Any, ...], str] = {}
         for name, tensor in tensors.items():
             plain = _dense_tensor(name, tensor)
-            first = seen.setdefault(_memory_identity(plain), name) if plain.numel() else name
+            view = (plain.shape, plain.stride(), plain.is_conj(), plain.is_neg())
+            memory = (plain.device, plain.data_ptr(), plain.dtype, *view)  # names that agree in it are one tensor
+            first = seen.setdefault(memory, name) if plain.numel() else name
             if first == name:
                 stored[name] = plain
             else:
@@ -303,12 +305,6 @@ def _dense_tensor(name: str, tensor: Tensor) -> Tensor:
         problem = f"tensor {name!r} has {problem}, which a checkpoint cannot hold"
         raise RunError("train.tensor-unsupported", problem, "convert it to a dense tensor of a common dtype")
     return plain
-
-
-def _memory_identity(tensor: Tensor) -> tuple[Any, ...]:
-    """What two names must agree in to be one tensor."""
-    view = (tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
-    return (tensor.device, tensor.data_ptr(), tensor.dtype, *view)
 
 
 def _tensor_size(tensor: Tensor) -> int:
@@ -488,10 +484,11 @@ class TrainingState:
     given_schedule: Any = field(init=False)
 
     def __post_init__(self) -> None:
-        self.given_schedule = None if self.scheduler is None else copy.deepcopy(_scheduler_state(self.scheduler))
-        self.given = [
-            {name: value for name, value in group.items() if name != "params"} for group in self.optimizer.param_groups
-        ]
+        state = {} if self.scheduler is None else self.scheduler.state_dict()  # without the step counters' objects:
+        plain = {name: value for name, value in state.items() if not callable(value)}
+        self.given_schedule = None if self.scheduler is None else copy.deepcopy(plain)
+        groups = self.optimizer.param_groups
+        self.given = [{name: value for name, value in group.items() if name != "params"} for group in groups]
 
     @property
     def optimizer_figures(self) -> dict[str, Any]:
@@ -500,13 +497,8 @@ class TrainingState:
         figures = {"name": type(self.optimizer).__name__, "lr": rates, "scheduler": None}
         if self.scheduler is None:
             return figures
-        terms = {
-            name: value
-            for name, value in self.given_schedule.items()
-            if not name.startswith("_")
-            and name not in ("base_lrs", "last_epoch")
-            and isinstance(value, bool | int | float | str)
-        }
+        plain = {k: v for k, v in self.given_schedule.items() if isinstance(v, bool | int | float | str)}
+        terms = {k: v for k, v in plain.items() if not k.startswith("_") and k not in ("base_lrs", "last_epoch")}
         return figures | {"scheduler": type(self.scheduler).__name__, "schedule": terms}
 
     @property
@@ -618,9 +610,8 @@ class TrainingState:
             else:
                 self.notes.append("the plan changed: what its rules had learned is forgotten")
         if self.window is not None and not self.window.load(tensors, plain.get("window")):
-            self.notes.append(
-                "the plan or the contributions changed: its noise is not correlated with that of the steps before"
-            )
+            changed = "the plan or the contributions changed"
+            self.notes.append(f"{changed}: its noise is not correlated with that of the steps before")
         self.segments, self.step = plain["segments"], plain["step"]
         self.evaluations, self.programs = list(plain["evaluations"]), list(plain.get("programs", ()))
         self.notes[:] = [*plain["notes"], *(note for note in self.notes if note not in plain["notes"])]
@@ -677,11 +668,6 @@ def _each_tensor(function: Callable[[Any], Any], tree: Any) -> Any:
 def _filter_terms(state: Mapping[str, Any]) -> dict[str, Any]:
     """What a filter allows, without what it has spent."""
     return {name: value for name, value in state.items() if name != "spent"}
-
-
-def _scheduler_state(scheduler: Any) -> dict[str, Any]:
-    """Without the step counters' objects: what a scheduler would save."""
-    return {name: value for name, value in scheduler.state_dict().items() if not callable(value)}
 
 
 def _first_difference(saved: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> str | None:

@@ -98,6 +98,5 @@ def _from_base64(text: object) -> bytes:
 
 
 def _not_an_envelope(problem: str) -> EncodingError:
-    return EncodingError(
-        "release.envelope-malformed", f"the DSSE envelope is not as it must be: {problem}", "fetch it again"
-    )
+    problem = f"the DSSE envelope is not as it must be: {problem}"
+    return EncodingError("release.envelope-malformed", problem, "fetch it again")

@@ -226,9 +226,8 @@ class KeyRing:
             content = json.loads(data, object_pairs_hook=distinct_fields)
             fields = content.keys() - {"quorum"} if type(content) is dict else set()
             if fields != {"schema", "keys"} or type(content["keys"]) is not list:
-                raise BadKey(
-                    "key.ring-fields", "it must have the fields schema, keys (a list), perhaps quorum, no others"
-                )
+                problem = "it must have the fields schema, keys (a list), perhaps quorum, no others"
+                raise BadKey("key.ring-fields", problem)
             schema, rows = content["schema"], content["keys"]
             if type(schema) is not int or schema != KEY_RING_SCHEMA:
                 problem = f"its schema is {schema!r}, this program reads {KEY_RING_SCHEMA}"

@@ -118,7 +118,7 @@ def _write(
                 os.fsync(stream.fileno())
         publish(temporary, path)  # all or nothing
         if durable:
-            _sync_folder(path.parent)
+            sync_folder(path.parent)
     except FileExistsError:
         problem = f"{what} '{path}' exists and is not overwritten"
         raise AdmissionError("admit.file-exists", problem, "give another path, or move the file away") from None
@@ -145,8 +145,8 @@ def path_lock(path: Path) -> Iterator[None]:
         os.close(file)
 
 
-def _sync_folder(folder: Path) -> None:
-    """Make names in a folder survive a power cut: a revocation must not be forgotten."""
+def sync_folder(folder: Path) -> None:
+    """Make names in a folder survive a power cut."""
     file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(file)

@@ -48,9 +48,8 @@ def check_note_text(text: str) -> None:
     try:
         size = len(text.encode("utf-8"))
     except UnicodeEncodeError:
-        raise LedgerError(
-            "ledger.note-text-invalid", "the text holds a lone surrogate, which UTF-8 cannot carry"
-        ) from None
+        problem = "the text holds a lone surrogate, which UTF-8 cannot carry"
+        raise LedgerError("ledger.note-text-invalid", problem) from None
     if size > MAX_NOTE_BYTES:
         problem = f"the text has {size} bytes, must have at most {MAX_NOTE_BYTES}"
         raise LedgerError("ledger.note-text-invalid", problem, "sign its hash")
@@ -115,10 +114,8 @@ class Note:
         if not self.text.endswith("\n"):
             raise LedgerError("ledger.note-text-invalid", "the text of a note must end with a newline")
         if not 1 <= len(self.signatures) <= MAX_SIGNATURES:
-            raise LedgerError(
-                "ledger.signature-count",
-                f"the note has {len(self.signatures)} signatures, must have 1 to {MAX_SIGNATURES}",
-            )
+            problem = f"the note has {len(self.signatures)} signatures, must have 1 to {MAX_SIGNATURES}"
+            raise LedgerError("ledger.signature-count", problem)
 
     def encode(self) -> str:
         """The note as it is written."""
@@ -315,9 +312,8 @@ class WitnessQuorum:
     def __post_init__(self) -> None:
         validate.whole(LedgerError, "ledger.quorum-invalid", least=0, most=len(self.witnesses), quorum=self.quorum)
         if len({witness.key.x for witness in self.witnesses}) < len(self.witnesses):
-            raise LedgerError(
-                "ledger.witness-twice", "two witnesses have the same public key", "name each witness once"
-            )
+            problem = "two witnesses have the same public key"
+            raise LedgerError("ledger.witness-twice", problem, "name each witness once")
 
     def cosigned(self, note: Note, *, now: int | None = None, since: int = 0) -> dict[str, int]:
         """Which of the witnesses cosigned the note, and when (the latest time of each).
@@ -341,9 +337,8 @@ class WitnessQuorum:
             times[witness.name] = max(time, times.get(witness.name, 0))
         if early := [name for name, time in times.items() if time + CLOCK_SKEW < since]:
             problem = f"witness {early[0]!r} cosigned the checkpoint before its last leaf"
-            raise NotVerified(
-                "ledger.cosignature-too-old", problem, "ask the witness to look at it, and to cosign again"
-            )
+            remedy = "ask the witness to look at it, and to cosign again"
+            raise NotVerified("ledger.cosignature-too-old", problem, remedy)
         return times
 
     def check(self, note: Note, *, now: int | None = None) -> dict[str, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import select
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, cast
 
@@ -14,7 +14,7 @@ from psycopg import errors, sql
 from psycopg.conninfo import conninfo_to_dict
 
 from lamina.errors import LedgerDamaged, LedgerError, StoreBusy, StoreError, StoreLost
-from lamina.ledger.store.rows import TABLES, TABLES_VERSION, Store, StoreReader, StoreWriter
+from lamina.ledger.store.rows import ADDED_COLUMNS, TABLES, TABLES_VERSION, Store, StoreReader, StoreWriter
 from lamina.ledger.store.sqlite import DEFAULT_SCHEMA, PostgresAddress
 from lamina.sign.keys import CLOCK_SKEW
 
@@ -50,9 +50,8 @@ def connection_error(error: psycopg.Error, address: PostgresAddress) -> LedgerEr
         return StoreError("store.password-missing", problem, _PASSWORD_REMEDY)
     if "pg_hba.conf" in text or "authentication failed" in text or "permission denied for database" in text:
         problem = f"{server} does not let user {user} in to database {database} from here"
-        remedy = (
-            f"give another user, add a line for this one to pg_hba.conf, or GRANT CONNECT ON DATABASE {known.database}"
-        )
+        remedy = "give another user, add a line for this one to pg_hba.conf"
+        remedy += f", or GRANT CONNECT ON DATABASE {known.database}"
         return StoreError("store.access-refused", problem, remedy)
     if "resolve host" in text or "translate host name" in text:
         return StoreLost("store.host-unknown", f"there is no host {known.host!r}", "correct the host in the address")
@@ -89,14 +88,6 @@ def _decode_text(value: bytes | None) -> str:
     return "" if value is None else value.decode("utf-8", "replace")
 
 
-_COPY_TYPES = {
-    "leaf": ("int8", "int4", "bytea", "bytea"),
-    "evidence": ("int8", "bytea"),
-    "known": ("bytea", "int8"),
-    "attempt": ("bytea", "int8", "int8", "int8"),
-    "withdrawn": ("int8", "int8"),
-    "token": ("bytea",),
-}
 _NO_SPACE_ERRORS = (errors.DiskFull, errors.OutOfMemory, errors.InsufficientResources)
 _LOST_ERRORS = (
     psycopg.InterfaceError,
@@ -118,10 +109,10 @@ class PostgresConnection:
         cursor = self._db.execute(text, values or None, binary=True)
         return cursor.fetchall() if cursor.description else []
 
-    def insert(self, table: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-        text = f"COPY {table} ({', '.join(columns)}) FROM STDIN (FORMAT BINARY)"
+    def insert(self, table: str, rows: Sequence[Sequence[Any]]) -> None:
+        text = f"COPY {table} ({', '.join(ADDED_COLUMNS[table])}) FROM STDIN (FORMAT BINARY)"
         with self._db.cursor() as cursor, cursor.copy(text) as copy:
-            copy.set_types(_COPY_TYPES[table])
+            copy.set_types(list(ADDED_COLUMNS[table].values()))
             for row in rows:
                 copy.write_row(row)
 
@@ -166,9 +157,8 @@ def postgres_errors(name: str) -> Iterator[None]:
 
 
 def _lost(name: str, reason: str) -> StoreLost:
-    return StoreLost(
-        "store.server-lost", f"the connection to {name} was lost: {reason}", "start the server, then try again"
-    )
+    problem = f"the connection to {name} was lost: {reason}"
+    return StoreLost("store.server-lost", problem, "start the server, then try again")
 
 
 # The one row of `head` is the sequencer: whoever writes locks it first, so writers take turns and each sees what the
@@ -404,11 +394,10 @@ class PostgresStore(Store):
         others = [f"#{name}" for (name,) in db.rows(_SELECT_LEDGER_SCHEMAS)]
         has = "has none" if found else "is not there"
         problem = f"there is no ledger in {self.name}: schema {schema!r} {has}"
-        remedy = (
-            f"name one that has, after the #: {', '.join(others[:_MAX_LISTED_SCHEMAS])}{', …' * (len(others) > _MAX_LISTED_SCHEMAS)}"
-            if others
-            else "give the database of one, or let a run make it: no schema of this one has a ledger"
-        )
+        remedy = "give the database of one, or let a run make it: no schema of this one has a ledger"
+        if others:
+            more = ", …" * (len(others) > _MAX_LISTED_SCHEMAS)
+            remedy = f"name one that has, after the #: {', '.join(others[:_MAX_LISTED_SCHEMAS])}{more}"
         return LedgerError("store.no-ledger", problem, remedy)
 
     def _set_up(self, db: psycopg.Connection, purpose: str) -> None:

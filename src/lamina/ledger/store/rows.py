@@ -137,8 +137,8 @@ class SqlConnection(Protocol):
     def rows(self, query: str, *values: Any) -> list[tuple[Any, ...]]:
         """All rows of a query or statement."""
 
-    def insert(self, table: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-        """Many new rows, as fast as it goes."""
+    def insert(self, table: str, rows: Sequence[Sequence[Any]]) -> None:
+        """Many new rows with the columns of `ADDED_COLUMNS`, as fast as it goes."""
 
     def many(self, statement: str, rows: Sequence[Sequence[Any]]) -> None:
         """A statement for each of these rows."""
@@ -379,24 +379,10 @@ class StoreReader:
 class StoreWriter(StoreReader):
     """A transaction. What it read stays true until it ends."""
 
-    def add_leaves(self, rows: Sequence[LeafRow]) -> None:
-        self._db.insert("leaf", ("seq", "kind", "data", "body"), rows)
-
-    def add_evidence(self, rows: Sequence[tuple[int, bytes]]) -> None:
+    def add(self, table: str, rows: Sequence[Sequence[Any]]) -> None:
+        """Add new rows to a table, with the columns of `ADDED_COLUMNS`."""
         if rows:
-            self._db.insert("evidence", ("seq", "data"), rows)
-
-    def add_keys(self, rows: Sequence[tuple[bytes, int]]) -> None:
-        if rows:
-            self._db.insert("known", ("key", "seq"), rows)
-
-    def add_attempts(self, rows: Sequence[AttemptRow]) -> None:
-        if rows:
-            self._db.insert("attempt", ("run", "segment", "generation", "seq"), rows)
-
-    def add_withdrawals(self, rows: Sequence[tuple[int, int]]) -> None:
-        if rows:
-            self._db.insert("withdrawn", ("target", "seq"), rows)
+            self._db.insert(table, rows)
 
     def put_tiles(self, tiles: Iterable[Tile]) -> None:
         statement = _upsert("tile", ("id",), ("data",))
@@ -441,10 +427,6 @@ class StoreWriter(StoreReader):
 
     def put_terms(self, account: str, body: bytes) -> None:
         self._db.rows(_upsert("terms", ("account",), ("body",)), account, body)
-
-    def add_tokens(self, keys: Sequence[bytes]) -> None:
-        if keys:
-            self._db.insert("token", ("key",), [(key,) for key in keys])
 
     def cut(self, size: int, tokens: Sequence[bytes]) -> None:
         """Delete all leaves from `size` on, what refers to them, these tokens, and the tiles."""
@@ -564,6 +546,14 @@ COLUMN_LIMITS = {  # bytes that a column may hold: more is refused before it is 
     "terms": {"account": 1 << 10, "body": 1 << 20}, "token": {"key": 16},
     "writer": {"id": 16, "token": 16, "seqs": MAX_BATCH_BYTES},
 }  # fmt: skip
+ADDED_COLUMNS = {  # of tables to which many rows are added at a time: name and type, as PostgreSQL calls it
+    "leaf": {"seq": "int8", "kind": "int4", "data": "bytea", "body": "bytea"},
+    "evidence": {"seq": "int8", "data": "bytea"},
+    "known": {"key": "bytea", "seq": "int8"},
+    "attempt": {"run": "bytea", "segment": "int8", "generation": "int8", "seq": "int8"},
+    "withdrawn": {"target": "int8", "seq": "int8"},
+    "token": {"key": "bytea"},
+}
 _ROW_NUMBERS = {"leaf": "seq", "tile": "id", "checkpoint": "size", "evidence": "seq"}
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -24,7 +24,16 @@ from urllib.parse import quote
 import apsw
 
 from lamina.errors import LedgerDamaged, LedgerError, StoreBusy, StoreError
-from lamina.ledger.store.rows import MAX_BLOB_BYTES, TABLES, TABLES_VERSION, Store, StoreReader, StoreWriter
+from lamina.ledger.store.rows import (
+    ADDED_COLUMNS,
+    MAX_BLOB_BYTES,
+    TABLES,
+    TABLES_VERSION,
+    Store,
+    StoreReader,
+    StoreWriter,
+)
+from lamina.sign.keys import sync_folder
 
 MIN_SQLITE_VERSION = (3, 51, 3)  # the first version without the WAL-reset bug
 APPLICATION_ID = 0x4C6D4C67  # "LmLg", in the header of the file
@@ -60,7 +69,7 @@ class SqliteStore(Store):
         patience: float = 30.0, vfs: str | None = None,
     ) -> None:  # fmt: skip
         super().__init__(readonly, patience)
-        if _sqlite_version() < MIN_SQLITE_VERSION:
+        if tuple(map(int, apsw.sqlite_lib_version().split("."))) < MIN_SQLITE_VERSION:
             problem = f"SQLite {apsw.sqlite_lib_version()} can lose committed rows; {'.'.join(map(str, MIN_SQLITE_VERSION))} cannot"
             raise StoreError("store.sqlite-too-old", problem, "install a newer apsw")
         self._given = os.path.abspath(path)
@@ -157,9 +166,8 @@ class SqliteStore(Store):
         """One moment of it as one new file, whoever writes meanwhile: what is still in the WAL is in the copy."""
         target = Path(os.path.abspath(path))
         if os.path.lexists(target):
-            raise LedgerError(
-                "store.file-exists", f"'{target}' exists and is not overwritten", "give another path, or move it away"
-            )
+            problem = f"'{target}' exists and is not overwritten"
+            raise LedgerError("store.file-exists", problem, "give another path, or move it away")
         with self.turn, _sqlite_errors(self.name):
             self._connection("read").execute("VACUUM INTO ?", (str(target),))
 
@@ -179,11 +187,7 @@ class SqliteStore(Store):
     def _make_file(self) -> None:
         try:
             os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
-            folder = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
+            sync_folder(self.path.parent)
         except FileExistsError:
             pass  # perhaps one that a killed process left empty; whether it is, is seen inside a transaction
         except OSError as error:
@@ -247,9 +251,8 @@ class SqliteStore(Store):
             ):
                 db.pragma(name, value)
             if db.pragma("synchronous") != 2:
-                raise StoreError(
-                    "store.not-durable", f"SQLite refuses synchronous = FULL for '{self.path}'", "install another apsw"
-                )
+                problem = f"SQLite refuses synchronous = FULL for '{self.path}'"
+                raise StoreError("store.not-durable", problem, "install another apsw")
         except BaseException:
             db.close(True)
             raise
@@ -276,7 +279,8 @@ class _SqliteConnection:
             problem = f"a row of the store holds a text that is not UTF-8: {error}"
             raise LedgerDamaged("store.row-wrong-type", problem, "restore the ledger from a copy") from None
 
-    def insert(self, table: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    def insert(self, table: str, rows: Sequence[Sequence[Any]]) -> None:
+        columns = ADDED_COLUMNS[table]
         marks = ", ".join("?" * len(columns))
         self._db.executemany(f"INSERT INTO {table} ({', '.join(columns)}) VALUES ({marks})", rows)
 
@@ -301,10 +305,6 @@ def _expected_catalogue() -> list[tuple[Any, ...]]:
     return _catalogue(db)
 
 
-def _sqlite_version() -> tuple[int, ...]:
-    return tuple(int(part) for part in apsw.sqlite_lib_version().split("."))
-
-
 @contextmanager
 def _sqlite_errors(name: str) -> Iterator[None]:
     """SQLite's refusals in our words."""
@@ -314,9 +314,8 @@ def _sqlite_errors(name: str) -> Iterator[None]:
         problem = f"another process holds the ledger '{name}'"
         raise StoreBusy("store.busy", problem, "wait until it is done, or stop it, then try again") from None
     except (apsw.CorruptError, apsw.NotADBError) as error:
-        raise LedgerDamaged(
-            "store.damaged", f"the ledger '{name}' is damaged: {error}", "restore it from a copy"
-        ) from None
+        problem = f"the ledger '{name}' is damaged: {error}"
+        raise LedgerDamaged("store.damaged", problem, "restore it from a copy") from None
     except apsw.TooBigError:
         problem = f"the ledger '{name}' holds more bytes in one place than a ledger can"
         raise LedgerDamaged("store.row-too-long", problem, "restore it from a copy") from None
@@ -324,9 +323,8 @@ def _sqlite_errors(name: str) -> Iterator[None]:
         problem = f"no space left for the ledger '{name}'; what was acknowledged is there"
         raise StoreError("store.disk-full", problem, "free space, then try again") from None
     except (apsw.ReadOnlyError, apsw.PermissionsError, apsw.AuthError) as error:
-        raise StoreError(
-            "store.not-writable", f"cannot write the ledger '{name}': {error}", "make it writable for this user"
-        ) from None
+        problem = f"cannot write the ledger '{name}': {error}"
+        raise StoreError("store.not-writable", problem, "make it writable for this user") from None
     except apsw.ConstraintError as error:
         problem = f"the ledger '{name}' holds a row that should not be there: {error}"
         raise LedgerDamaged("store.row-unexpected", problem, "restore it from a copy") from None
@@ -382,9 +380,8 @@ class PostgresAddress:
         named like the rest, and say so. Only what is known to be no secret is shown.
         """
         if (found := _ADDRESS.fullmatch(where)) is None:
-            problem = (
-                f"the address {where.partition(':')[0]}://… has an @, a / or a : too many, or a schema of other signs"
-            )
+            problem = f"the address {where.partition(':')[0]}://… has an @, a / or a : too many"
+            problem += ", or a schema of other signs"
             raise LedgerError("store.address-invalid", problem, _ADDRESS_REMEDY)
         scheme, user, at, place, query, schema = found.groups(default="")
         kept = "&".join(each for each in query.split("&") if each.partition("=")[0] in _SHOWN_OPTIONS)

@@ -265,11 +265,9 @@ class AdmittedMembers:
         columns = self._columns.get(bound, (array("q"), array("q"), array("Q")))
         seqs, expires, keys = (np.frombuffer(column, dtype=column.typecode) for column in columns)
         gone = [target for target, seq in self._withdrawn.items() if seq < before]
-        revoked = [
-            int.from_bytes(each.key.id[:8], "little")
-            for each in self._keys.histories(Role.CONTRIBUTOR)
-            if each.revoked is not None and time >= each.revoked
-        ]
+        known = self._keys.histories(Role.CONTRIBUTOR)
+        kids = (each.key.id for each in known if each.revoked is not None and time >= each.revoked)
+        revoked = [int.from_bytes(kid[:8], "little") for kid in kids]
         unsure = [*revoked, 0] if revoked and sure else revoked  # whose key is not known may be one of them
         stand = (seqs < before) & (expires > time) & ~np.isin(seqs, gone)
         return int(np.count_nonzero(stand & ~np.isin(keys, np.array(unsure, dtype=np.uint64))))
@@ -445,9 +443,8 @@ def check_position(leaf: Leaf, index: int, time: int, epoch: int, latest: int) -
         reason = f"its time {format_utc(leaf.time)} is in the future: a clock is wrong, here or where it was written"
         fail(index, leaf.kind, "verify.time-in-future", reason)
     if leaf.epoch != epoch:
-        fail(
-            index, leaf.kind, "verify.epoch-count-wrong", f"it counts {leaf.epoch} epochs before it, there are {epoch}"
-        )
+        reason = f"it counts {leaf.epoch} epochs before it, there are {epoch}"
+        fail(index, leaf.kind, "verify.epoch-count-wrong", reason)
 
 
 class WithdrawalChecks:
@@ -457,9 +454,8 @@ class WithdrawalChecks:
         self._rows, self._keys, self._ring = rows, keys, ring
         self.unsigned = self.of_pruned = 0  # by the keeper alone; signed, of a contribution whose body is gone
         self.targets: dict[int, int] = {}
-        self._excluded_from: dict[
-            bytes, list[tuple[int, int, int]]
-        ] = {}  # run → (first segment without it, leaf, target)
+        # run → (first segment without it, leaf, target)
+        self._excluded_from: dict[bytes, list[tuple[int, int, int]]] = {}
 
     def see(self, leaf: Leaf, contribution: bool) -> None:
         """`contribution` is whether its target is one."""

@@ -275,11 +275,8 @@ class EpochChecks:
         members: AdmittedMembers,
     ) -> None:  # fmt: skip
         """`members` are the contributions so far."""
-        self._header, self._plans, self._policy = (
-            header,
-            PlanChecks(rows, policy, header.delta, header.accountant),
-            policy,
-        )
+        self._header, self._policy = header, policy
+        self._plans = PlanChecks(rows, policy, header.delta, header.accountant)
         self._withdrawals, self._members = withdrawals, members
         self.spending = Spending(header)
         self.claims: list[SpendClaim] = []
@@ -434,9 +431,8 @@ class EpochChecks:
         if account.noise_multiplier and unsigned:
             wrong("verify.account-bound-unsigned", "names a bound that nobody signed who was admitted")
         if not account.bound.signed and account.scaled != 1.0:
-            wrong(
-                "verify.class-account-scaled", f"is a whole class, and its clip norms are scaled by {account.scaled:g}"
-            )
+            reason = f"is a whole class, and its clip norms are scaled by {account.scaled:g}"
+            wrong("verify.class-account-scaled", reason)
         if account.factor < 1:
             self._check_exhausted(seq, record, plan, account)
         scale = self._scales.setdefault((record.run, record.plan, account.bound), account.scale)

@@ -104,9 +104,8 @@ def accountant_violation(plan: StepPlan, accountant: str) -> Violation | None:
     """Noise on integers is priced by integer orders, and so is all that is added to it: both count so, or neither."""
     if (plan.accountant == INTEGER_RDP) == (accountant == INTEGER_RDP):
         return None
-    reason = (
-        f"its plan has {plan.noise_kind.value} noise priced by {plan.accountant}, and the ledger counts by {accountant}"
-    )
+    noise = f"{plan.noise_kind.value} noise priced by {plan.accountant}"
+    reason = f"its plan has {noise}, and the ledger counts by {accountant}"
     return Violation("verify.noise-not-priced", reason)
 
 
@@ -218,12 +217,8 @@ def _named_by_profile(names: Sequence[str | int], layer: PlannedLayer, index: in
 
 
 def _only_adapter_tensors(name: str, plan: StepPlan, k: int, layer: PlannedLayer) -> bool:
-    for tensor in layer.parameters:
-        if name not in tensor.split(".")[1:]:
-            closed = plan.slice(k, tensor)
-            if closed is None or closed.ranges:
-                return False
-    return True
+    others = (plan.slice(k, tensor) for tensor in layer.parameters if name not in tensor.split(".")[1:])
+    return all(closed is not None and not closed.ranges for closed in others)
 
 
 def _layers_in_band(profile: DepthProfile, plan: StepPlan) -> list[bool]:

@@ -57,15 +57,15 @@ class Verification:
     keys         every key that was added, rotated or revoked, and the keys that authorised it
     """
 
-    verified: bool
-    trusted: bool
-    origin: str | None
-    size: int
-    root: bytes | None
-    signed: int
-    checkpoints: int
-    attestations: int
-    spends: int
+    verified: bool = False
+    trusted: bool = False
+    origin: str | None = None
+    size: int = 0
+    root: bytes | None = None
+    signed: int = 0
+    checkpoints: int = 0
+    attestations: int = 0
+    spends: int = 0
     problem: Finding | None
     counts: dict[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
@@ -137,13 +137,8 @@ def _key_changes(header: Header, keys: GovernanceState) -> Iterator[dict[str, An
     for seq, event, by in keys.additions:
         found = _key_dict(event.key or keys.get(event.target or b""))
         target = None if event.target is None else event.target.hex()
-        yield {
-            "index": seq,
-            "change": event.change.name.lower(),
-            **found,
-            "target": target,
-            "by": [one.hex() for one in by],
-        }
+        change = {"index": seq, "change": event.change.name.lower()}
+        yield change | found | {"target": target, "by": [one.hex() for one in by]}
 
 
 def _key_dict(key: Key | None) -> dict[str, str | None]:
@@ -166,9 +161,8 @@ def _report_notes(replay: LedgerReplay, trust: Trust | None) -> Iterable[str]:
     else:
         yield from replay.attestations.notes()
     if pruned := replay.contributions.pruned:
-        bodies = pluralize(
-            pruned, "contribution is pruned: its attestation", "contributions are pruned: their attestations"
-        )
+        forms = "contribution is pruned: its attestation", "contributions are pruned: their attestations"
+        bodies = pluralize(pruned, *forms)
         yield f"{bodies} can no longer be checked"
     if count := replay.withdrawals.unsigned:
         yield f"{pluralize(count, 'withdrawal is', 'withdrawals are')} the word of the keeper alone: nobody signed"
@@ -221,10 +215,3 @@ def _unrecorded_note(held: tuple[UnrecordedSpend, ...]) -> str:
         f"{count}, as the store states: no leaf records them yet, and they count against the bounds: "
         f"{'run' if len(held) == 1 else 'runs'} {runs}{more}"
     )
-
-
-def unreadable_report(problem: Finding, size: int) -> Verification:
-    return Verification(
-        verified=False, trusted=False, origin=None, size=size, root=None, signed=0, checkpoints=0, attestations=0,
-        spends=0, problem=problem,
-    )  # fmt: skip

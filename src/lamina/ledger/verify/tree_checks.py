@@ -82,7 +82,6 @@ _MOST_CHECKPOINT_BYTES = 1 << 20
 
 
 _OF_LEDGER = (Role.GOVERNING, Role.LEDGER)
-_OF_LEDGER_NAMES = {role.name.lower() for role in _OF_LEDGER}
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +133,7 @@ class Trust:
     def for_ledger(self, parties: KeyState) -> Trust | None:
         """Return the part that concerns a ledger with these keys, or None. Release keys concern no ledger."""
         plain = tuple(key for key in self.plain if (known := parties.get(key.id)) and known.role in _OF_LEDGER)
-        named = self.ring is not None and any(each.role in _OF_LEDGER_NAMES for each in self.ring)
+        named = any(map(self.names, _OF_LEDGER))
         made = Trust(ring=self.ring if named else None, notes=self.notes, plain=plain)
         return made if named or self.notes or plain else None
 
@@ -165,9 +164,8 @@ class Trust:
         if len(counted) < wanted:
             why = 'all that the key ring has, as it states no "quorum"' if quorum is None else "the key ring's quorum"
             problem = f"{len(counted)} trusted witnesses cosigned it, {wanted} must: {why}"
-            raise NotVerified(
-                "ledger.quorum-not-reached", problem, "ask the witnesses, or get a copy with cosignatures"
-            )
+            remedy = "ask the witnesses, or get a copy with cosignatures"
+            raise NotVerified("ledger.quorum-not-reached", problem, remedy)
         return len(counted), wanted
 
     def cosigned(self, note: Note, time: int, now: int, *, refuse_later: bool = False) -> dict[bytes, int]:
@@ -318,9 +316,8 @@ class AggregateChecks:
             )
             wrong("verify.pruned-before-retention", reason)
         if record.spans[-1].stop > seq:
-            wrong(
-                "verify.aggregate-of-later-leaves", f"it stands for leaves until {record.spans[-1].stop}, after itself"
-            )
+            reason = f"it stands for leaves until {record.spans[-1].stop}, after itself"
+            wrong("verify.aggregate-of-later-leaves", reason)
         self._spans = sorted([*self._spans, *record.spans], key=lambda span: span.first)
         for one, two in pairwise(self._spans):
             if two.first < one.stop:
@@ -329,15 +326,12 @@ class AggregateChecks:
         if tally is None or tally.aggregate != record:
             wrong("verify.aggregate-index-differs", "the store lists another aggregate here than the leaf")
         if tally.latest >= record.horizon:
-            reason = (
-                f"a contribution admitted at {format_utc(tally.latest)}, its horizon is {format_utc(record.horizon)}"
-            )
+            horizon = f"its horizon is {format_utc(record.horizon)}"
+            reason = f"a contribution admitted at {format_utc(tally.latest)}, {horizon}"
             wrong("verify.pruned-beyond-horizon", f"it prunes {reason}")
         if tally.expires > leaf.time:
-            wrong(
-                "verify.pruned-before-expiry",
-                f"it prunes a contribution that expires later, at {format_utc(tally.expires)}",
-            )
+            reason = f"it prunes a contribution that expires later, at {format_utc(tally.expires)}"
+            wrong("verify.pruned-before-expiry", reason)
         if tally.digest.digest() != record.digest:
             wrong("verify.aggregate-digest-differs", "its digest does not match its leaves")
         stated = {each.cls: each.count for each in record.classes}
@@ -386,8 +380,9 @@ class ReplayedTree:
         while at < len(hashes):
             index, inside = divmod(first + at, TILE_WIDTH)
             part = hashes[at : at + TILE_WIDTH - inside]
-            tile = self._level0(index)
-            if tile is None:
+            if self._tile[0] != index:
+                self._tile = (index, self._rows.tile(0, index))
+            if (tile := self._tile[1]) is None:
                 reason = f"{tile_path(0, index)} is missing"
                 fail(first + at, TILE, "verify.tile-missing", reason)
             found, made = tile[inside * HASH_SIZE : (inside + len(part)) * HASH_SIZE], b"".join(part)
@@ -413,11 +408,6 @@ class ReplayedTree:
                 name = tile_path(level // TILE_HEIGHT, index)
                 reason = f"{name} has another hash for leaves [{leaf}, {leaf + (1 << level)})"
                 fail(leaf, TILE, "verify.tile-hash-differs", reason)
-
-    def _level0(self, index: int) -> bytes | None:
-        if self._tile[0] != index:
-            self._tile = (index, self._rows.tile(0, index))
-        return self._tile[1]
 
 
 class CheckpointChecks:
@@ -467,9 +457,8 @@ class CheckpointChecks:
             self._fail("verify.checkpoint-wrong-size", f"{name} says {head.size} leaves")
         if head.root != root:
             leaves = f"[{self.signed_size}, {head.size})"
-            self._fail(
-                "verify.checkpoint-root-differs", f"{name} has another root: one of the leaves {leaves} was changed"
-            )
+            reason = f"{name} has another root: one of the leaves {leaves} was changed"
+            self._fail("verify.checkpoint-root-differs", reason)
         self._seal(head, stored.seal, self._signature(head, note, time, keys))
         self._witnesses(head, note, time, keys)
         keys.covered(head.size)
@@ -597,9 +586,8 @@ class KnownCheckpointChecks:
                 reason = f"{name} is of another ledger, {each.head.origin!r}"
                 fail(None, KNOWN_CHECKPOINT, "verify.known-checkpoint-of-other-ledger", reason)
             if not any(note_signed_by(each.note, key) for key in accepted):
-                reason = (
-                    f"{name} is signed by no key of this ledger: the ledger was signed anew, or this is another ledger"
-                )
+                reason = f"{name} is signed by no key of this ledger"
+                reason += ": the ledger was signed anew, or this is another ledger"
                 fail(None, KNOWN_CHECKPOINT, "verify.known-checkpoint-of-other-key", reason)
             if seen > size:
                 reason = f"{name} is longer than the ledger, which has {size}: the ledger was rolled back"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from time import time as system_time
 
@@ -47,7 +48,7 @@ from lamina.ledger.verify.contribution_checks import (
 )
 from lamina.ledger.verify.epoch_checks import EpochChecks, check_time_rounded
 from lamina.ledger.verify.release_checks import ReleaseChecks
-from lamina.ledger.verify.report import UnrecordedSpend, Verification, report, unreadable_report, unrecorded_spend
+from lamina.ledger.verify.report import UnrecordedSpend, Verification, report, unrecorded_spend
 from lamina.ledger.verify.tree_checks import (
     LEAF,
     SIGNED_ANEW,
@@ -73,9 +74,8 @@ from lamina.sign.keys import CLOCK_SKEW
 def read_head(rows: StoreReader) -> LedgerHead:
     found = rows.head()
     if found is None or found.size < 1:
-        fail(
-            None, STORE, "verify.head-missing", "the ledger has no head: it was never started, or its head was deleted"
-        )
+        reason = "the ledger has no head: it was never started, or its head was deleted"
+        fail(None, STORE, "verify.head-missing", reason)
     return found
 
 
@@ -109,11 +109,13 @@ def read_aggregates(rows: StoreReader, head: LedgerHead) -> dict[int, Aggregate]
     return found
 
 
-def _governance(rows: StoreReader, header: Header) -> GovernanceState:
+@contextmanager
+def _broken_rules(seq: int, kind: type[Record]) -> Iterator[None]:
+    """Stop the replay at this leaf if it breaks a rule of the ledger."""
     try:
-        return GovernanceState(header, leaf_bytes(rows, 0))
+        yield
     except LedgerError as error:
-        fail(0, Header, error.code, error.problem)
+        fail(seq, kind, error.code, error.problem)
 
 
 def check_head(rows: StoreReader, head: LedgerHead, frontier: Frontier, time: int, epoch: int) -> None:
@@ -171,9 +173,8 @@ def check_open_rows(rows: StoreReader, keys: KeyState, size: int, newest: int) -
         return count <= size and root_at(TileNodes(tile_reader(rows)), count) == root
 
     try:
-        return (
-            OpenHead.check(rows, keys, newest, extends, lambda seq: StoredLeaf(leaf_bytes(rows, seq), None)) is not None
-        )
+        found = OpenHead.check(rows, keys, newest, extends, lambda seq: StoredLeaf(leaf_bytes(rows, seq), None))
+        return found is not None
     except LedgerDamaged as error:
         if error.code != "ledger.open-rows-differ":
             raise
@@ -223,7 +224,8 @@ class LedgerReplay:
         self.head = read_head(rows)
         self.header = read_header(rows)
         self._trust, self._seen = trust, KnownCheckpointChecks(seen, self.header.origin)
-        self.keys = _governance(rows, self.header)
+        with _broken_rules(0, Header):
+            self.keys = GovernanceState(self.header, leaf_bytes(rows, 0))
         self.policy = PolicyInForce(self.header)
         ring = None if trust is None else trust.contributors()
         checks = AttestationChecks(self.header.origin, self.keys.header_hash, self.keys, ring)
@@ -246,10 +248,8 @@ class LedgerReplay:
         if trust is not None:
             mine = [each for each in trust.keys(self.header.origin, now) if each.id not in self.pinned]
             trusted = mine if mine or not self.pinned else None
-        self._known, stored = trusted, list(rows.checkpoints())
-        self.checkpoints = CheckpointChecks(
-            self.header, stored, trusted, trust, self._latest - CLOCK_SKEW, cosigned=cosigned
-        )
+        self._known, stored, at = trusted, list(rows.checkpoints()), self._latest - CLOCK_SKEW
+        self.checkpoints = CheckpointChecks(self.header, stored, trusted, trust, at, cosigned=cosigned)
         self.others: dict[int, type[Record]] = {}
         self.held: tuple[UnrecordedSpend, ...] = ()
         self.open_signed = True  # whether the ledger key signed what is open
@@ -324,19 +324,15 @@ class LedgerReplay:
 
     def _see(self, leaf: Leaf, data: bytes) -> None:
         if isinstance(record := leaf.record, Header):
-            try:
+            with _broken_rules(leaf.seq, leaf.kind):
                 check_policy_digest(self.header.origin, record.floors, record.policy)
-            except LedgerError as error:
-                fail(leaf.seq, leaf.kind, error.code, error.problem)
         match leaf.record:
             case Header(profile_schema=version) if version != PROFILE_SCHEMA:
                 reason = f"depth profiles have schema {version}, this program knows {PROFILE_SCHEMA}"
                 fail(0, Header, "verify.profile-schema-unknown", reason)
             case change if isinstance(change, GoverningRecord):
-                try:
+                with _broken_rules(leaf.seq, leaf.kind):
                     self.keys.see(change, leaf.seq, leaf.time, data, self.checkpoints.roots.get)
-                except LedgerError as error:
-                    fail(leaf.seq, leaf.kind, error.code, error.problem)
                 if isinstance(change, PolicyChange):
                     self.policy.change(leaf.seq, change)
             case Epoch() as epoch:
@@ -345,10 +341,8 @@ class LedgerReplay:
                 self.releases.charge(epoch, plan)
             case change if isinstance(change, RunRecord):
                 check_time_rounded(leaf, self._time, self.header.epoch_clock)
-                try:
+                with _broken_rules(leaf.seq, leaf.kind):
                     self.runs.check(change)
-                except LedgerError as error:
-                    fail(leaf.seq, leaf.kind, error.code, error.problem)
                 self.runs.see(change)
                 if isinstance(change, RunBegin):
                     self.epochs.begins.setdefault(change.run, leaf.seq)
@@ -394,9 +388,8 @@ class LedgerReplay:
         for seq in sorted(listed.keys() | {seq for seq, kind in self.others.items() if kind is Aggregate}):
             tally = self._tallies.of(seq)
             if tally is None or seq not in listed or (listed[seq] and tally.pruned < tally.aggregate.count):
-                fail(
-                    seq, STORE, "verify.pruning-index-differs", "the store does not say what this aggregate has pruned"
-                )
+                reason = "the store does not say what this aggregate has pruned"
+                fail(seq, STORE, "verify.pruning-index-differs", reason)
             if tally.pruned and seq >= self.checkpoints.signed_size:
                 reason = "bodies of its leaves are pruned, and no checkpoint covers it"
                 fail(seq, Aggregate, "verify.pruned-without-checkpoint", reason)
@@ -457,7 +450,7 @@ def verify(
     except (LedgerDamaged, StoreError) as error:
         if opened is None and not isinstance(error, LedgerDamaged):
             raise
-        return unreadable_report(Finding(None, STORE, "verify.store-unreadable", error.problem), 0)
+        return Verification(problem=Finding(None, STORE, "verify.store-unreadable", error.problem))
     finally:
         if opened is not None and opened is not where:
             opened.close()
@@ -482,8 +475,7 @@ def verify_rows(
         what = error.problem if isinstance(error, LedgerDamaged) else f"a row of the store holds a wrong type: {error}"
         problem = Finding(at, STORE, "verify.row-wrong-type", what)
     if replay is None:
-        assert problem is not None
-        return unreadable_report(problem, 0)
+        return Verification(problem=problem)
     found = (problem, replay.contributions.repeats.first(rows), _first_wrong_spend(replay, problem))
     real = [each for each in found if each is not None]
     return report(replay, min(real, key=lambda f: 1 << 63 if f.index is None else f.index, default=None), trust)
