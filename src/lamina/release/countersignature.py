@@ -1,4 +1,4 @@
-"""The countersignature of a privacy officer: who determined that one certified model may be released, to whom and until when.
+"""The countersignature of a privacy officer: the determination that one certified model may be released to a recipient.
 
 It is a COSE_Sign1 message over canonical JSON that names the SHA-256 of the signed certificate. Its fields include those of
 an expert determination (45 CFR 164.514(b)(1)): name, qualification, date, recipient, method, result and expiry. A field that
@@ -31,7 +31,7 @@ _FIELDS = ("version", "certificate", "signer", "signed", "valid_until", *TEXTS)
 
 @dataclass(frozen=True, kw_only=True)
 class Countersignature:
-    """A countersignature that holds under the key it names. `check` says whether that key counts."""
+    """A countersignature that is valid under the key that it names. `check` decides whether that key is accepted."""
 
     content: Mapping[str, Any]
     signer: PublicKey

@@ -121,7 +121,7 @@ def _area(positive: NDArray[np.float64], negative: NDArray[np.float64]) -> Figur
 
 
 def figure_rows(figures: Mapping[str, float], weights: str) -> Iterator[dict[str, Any]]:
-    """Yield the rows of evaluation.json; `weights` is the file that the figures are about."""
+    """Yield the rows of evaluation.json; `weights` is the evaluated file."""
     for name, value in figures.items():
         whole = value if isinstance(value, Figure) else Figure(value)
         for group, each in ((None, whole), *sorted(whole.groups.items())):
@@ -134,7 +134,7 @@ def figure_rows(figures: Mapping[str, float], weights: str) -> Iterator[dict[str
 
 
 def evaluation_file(run: str, evaluation: Mapping[str, Any]) -> bytes:
-    """Return the bytes of evaluation.json: the last evaluation of a run, as its state keeps it."""
+    """Return the bytes of evaluation.json: the last evaluation of a run, from its state."""
     about = {"version": 1, "run": run, "step": evaluation["step"], "on": evaluation["on"], "level": LEVEL}
     return canonical_json(about | {"figures": evaluation["rows"]})
 
