@@ -120,7 +120,7 @@ def calibrate_classes(
     name, order = corpus.accountant, None
 
     def needed(cls: str, accountant: str) -> float:
-        """Return the sigma that keeps ε and the risk bound of a class, those that it has."""
+        """Return the sigma that keeps the bounds of a class on ε and on risk, as far as it has them."""
         schedule: dict[str, Any] = {"q": rates[cls], "steps": steps, "besides": besides[cls]}
         found = []
         if cls in targets:
@@ -155,7 +155,7 @@ def calibrate_classes(
 
 
 def _calibrate_to_risk(risk: RiskBound, cls: str, **schedule: Any) -> float:
-    """The sigma for a risk bound; a refusal names the class."""
+    """Return the sigma for a risk bound; the error names the class."""
     try:
         return calibrate_to_risk(risk, **schedule)
     except AccountingError as error:
@@ -170,7 +170,7 @@ def _shared_order(
     besides: Mapping[str, tuple[Event, ...]],
     needed: Callable[[str, str], float],
 ) -> float:
-    """One order for all classes: of those that suit one class best, the one that costs the worst-off class least.
+    """Return one order for all classes: the best order of some class with the smallest loss for the worst-off class.
 
     `needed` is the sigma of a class by an accountant. Of a risk bound, fpr takes the place of δ.
     """
@@ -304,7 +304,7 @@ def _clip_norms(
 
 
 def _target_epsilons(policy: Policy, names: list[str], epsilon: float | Mapping[str, float] | None) -> dict[str, float]:
-    """The ε that each private class is to spend, checked against the policy's bound; none for one with a risk bound alone."""
+    """Return the ε to spend of each private class, checked against the policy; none for a class with only a risk bound."""
     private = [name for name in names if not policy.classes[name].public]
     wanted: dict[str, float] = {}
     if isinstance(epsilon, Mapping):
@@ -390,7 +390,7 @@ def make_plan(
 def explained_plan(
     stack: LayerStack, policy: Policy, *, bands: int | str | None = None, **options: Any
 ) -> tuple[StepPlan, Allocation]:
-    """`make_plan`, and the allocation behind it with its reasons."""
+    """Return the plan of `make_plan`, and its allocation with its reasons."""
     if bands is None or (bands == AUTO_BANDS and policy.noise.bands is not None):
         return _explained_plan(stack, policy, **options)
     if not isinstance(bands, str):

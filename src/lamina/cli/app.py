@@ -60,7 +60,7 @@ COMMANDS = {
     ),
     "certify": (
         "lamina.cli.certify:certify",
-        "State what a run has cost every class, under which assumptions, and what is not covered; and sign it.",
+        "Sign a certificate of a run: the privacy loss of every class, the assumptions, and what is not covered.",
     ),
     "report": (
         "lamina.cli.report:report",

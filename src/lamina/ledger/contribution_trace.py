@@ -144,7 +144,7 @@ def leaf_differences(record: ContributionRecord | KeptContribution, given: Contr
 
 
 def trace_contribution(ledger: LedgerReader, leaf: Leaf, size: int | None = None) -> ContributionTrace:
-    """The trace of the contribution in a leaf, over the first `size` leaves; by default over all."""
+    """Return the trace of the contribution in a leaf over the first `size` leaves; by default over all."""
     story, epochs = _ContributionHistory(ledger, leaf, size), []
     events: dict[EventKey, int] = {}
     for each in story.epochs():
@@ -219,7 +219,7 @@ class _ContributionHistory:
         return signed_spend(z, self._ledger.header.delta) if z else None
 
     def epochs(self) -> Iterator[EpochExposure]:
-        """The epochs in which it was eligible, and charged if it is private, with `spend` 0; the others are counted."""
+        """Return the epochs in which it was eligible (and charged if private), with `spend` 0; the others are counted."""
         for leaf in self._ledger.of_kind(Epoch, self._leaf.seq, self._size):
             epoch = leaf.record
             assert isinstance(epoch, Epoch)

@@ -1,4 +1,4 @@
-"""A witness: cosigns checkpoints of ledgers, each of which must continue the one that it cosigned before (C2SP tlog-witness).
+"""A witness, which cosigns a checkpoint if it continues the last cosigned one of the same ledger (C2SP tlog-witness).
 
 The witness keeps the newest checkpoint of every origin that it has cosigned, with its cosignature, in one JSON file:
 
@@ -55,7 +55,7 @@ class WitnessRequest:
 
 
 class Witness:
-    """The holder of a witness key. Its state file says what it cosigned last."""
+    """A holder of a witness key, with a state file of the last cosigned checkpoints."""
 
     def __init__(self, key: PrivateKey, name: str, state: Path, *, clock: Callable[[], float] = system.time) -> None:
         self._key, self._name, self._state, self._clock = key, name, state, clock
@@ -64,7 +64,7 @@ class Witness:
     def cosign(
         self, request: WitnessRequest, keys: Iterable[PublicKey], prove: Prove | None = None
     ) -> tuple[str, LedgerCheckpoint | None]:
-        """Return the checkpoint with a cosignature of the present time, and the one that was cosigned before it.
+        """Return the checkpoint with a cosignature of the present time, and the previously cosigned checkpoint.
 
         `keys` are the ledger's, from elsewhere; `prove` gives a proof where the request has none. Raises NotVerified if
         the checkpoint is not signed by one of them, or does not continue the last one of its origin.
@@ -117,7 +117,7 @@ class Witness:
 def _check_continues(
     before: LedgerCheckpoint, new: LedgerCheckpoint, request: WitnessRequest, prove: Prove | None
 ) -> None:
-    """Raise NotVerified unless the new tree continues the one before."""
+    """Raise NotVerified unless the new tree continues the previous one."""
     name = f"the checkpoint of {new.origin!r} with {new.size} leaves"
     if new.size < before.size:
         problem = f"{name} is a rollback: one with {before.size} leaves was cosigned before"

@@ -303,7 +303,7 @@ class EpochChecks:
         self._left_out: dict[Account, list[Event]] = {}  # what their class was charged there
 
     def see(self, leaf: Leaf, time: int, digests: Mapping[bytes, int]) -> StepPlan:
-        """Check an epoch; its plan. `time` is that of the leaf before, `digests` are of the checkpoints before."""
+        """Check an epoch and return its plan. `time` is that of the previous leaf, `digests` are of earlier checkpoints."""
         record = leaf.record
         assert isinstance(record, Epoch)
         self._check_form(leaf, record, time)
@@ -465,7 +465,7 @@ class EpochChecks:
         self.claims.append(SpendClaim(seq, account, self.spending.events(account.bound), bound, risks, marks))
 
     def see_public_number(self, seq: int, end: RunEnd) -> None:
-        """Check that a run which hides content alone used no class whose policy bounds what is found about membership.
+        """Check that a run that protects only content used no class whose policy bounds the membership risk.
 
         The bound counts if it was in force from the start of the run. Later runs cannot keep such a bound either.
         """
