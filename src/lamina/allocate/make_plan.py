@@ -131,7 +131,7 @@ def calibrate_classes(
             if cls not in targets and sampled <= risk.tpr - risk.fpr:
                 problem = f"class {cls!r}: {100 * sampled:.4g} % of its contributions are ever sampled, so no noise is needed ({risk})"
                 remedy = (
-                    f"add epsilon to [class.{cls}]: without it, those who are sampled would be published as they are"
+                    f"add epsilon to [class.{cls}]: without it, sampled contributions would be published without noise"
                 )
                 raise PlanError("allocate.risk-needs-no-noise", problem, remedy)
         return max(found)

@@ -99,7 +99,7 @@ class Witness:
 
     def _load(self) -> dict[str, tuple[LedgerCheckpoint, notes.Note]]:
         if self._state.is_symlink():  # to a disk that is not mounted, or to a state with another lock
-            problem = f"'{self._state}', which keeps what the witness has cosigned, is a symbolic link"
+            problem = f"the state file of the witness, '{self._state}', is a symbolic link"
             raise LedgerError("ledger.witness-state-unreadable", problem, "name the file itself")
         if not self._state.exists():
             return {}
@@ -110,8 +110,8 @@ class Witness:
                 return made
         except (EncodingError, TypeError, AttributeError):
             pass
-        problem = f"'{self._state}', which keeps what the witness has cosigned, cannot be read"
-        raise LedgerError("ledger.witness-state-unreadable", problem, "restore it from a copy; do not begin anew")
+        problem = f"the state file of the witness, '{self._state}', cannot be read"
+        raise LedgerError("ledger.witness-state-unreadable", problem, "restore it from a copy; do not start with a new file")
 
 
 def _check_continues(
@@ -121,11 +121,11 @@ def _check_continues(
     name = f"the checkpoint of {new.origin!r} with {new.size} leaves"
     if new.size < before.size:
         problem = f"{name} is a rollback: one with {before.size} leaves was cosigned before"
-        raise NotVerified("ledger.witness-rollback", problem, "ask the ledger for its newest checkpoint")
+        raise NotVerified("ledger.witness-rollback", problem, "ask the operator of the ledger for its newest checkpoint")
     if new.size == before.size:
         if new.root != before.root:
             problem = f"{name} is a fork: another root was cosigned for the same size"
-            remedy = "keep both checkpoints, they prove the fork; tell those who rely on the ledger"
+            remedy = "keep both checkpoints, which prove the fork, and inform the users of the ledger"
             raise NotVerified("ledger.witness-fork", problem, remedy)
         return
     path: Sequence[bytes] = request.path
@@ -149,4 +149,4 @@ def _check_continues(
 
 
 def _malformed(problem: str) -> EncodingError:
-    return EncodingError("ledger.witness-request-malformed", f"malformed request: {problem}", "ask the ledger again")
+    return EncodingError("ledger.witness-request-malformed", f"malformed request: {problem}", "ask the operator of the ledger for it again")

@@ -130,7 +130,7 @@ def read_statement(data: bytes, trust: Trust) -> tuple[dict[str, Any], Note, Con
             content["checkpoint"], [NoteKey(origin, key) for key in dict.fromkeys(keys)], origin=origin
         )
         if (head.size, head.root.hex()) != (content["ledger"]["size"], content["ledger"]["root"]):
-            raise _differs("its checkpoint is of another tree than it names")
+            raise _differs("its checkpoint states another tree")
         # 3. Every receipt proves its leaf in this tree.
         leaves = {each["index"]: _check_proof(each, keys, head) for each in content["receipts"]}
         # 4. The facts are those of the leaves.
@@ -147,7 +147,7 @@ def _check_proof(proof: Mapping[str, Any], keys: list[PublicKey], head: LedgerCh
     found, kept = Receipt.decode(receipt), decode_kept(leaf)
     shown = any(verify_receipt(receipt, leaf, key, head.origin) for key in keys)
     if not shown or (found.size, found.index) != (head.size, kept.seq) or kept.seq != proof["index"]:
-        raise _differs(f"the receipt of leaf {proof['index']} does not prove it")
+        raise _differs(f"the receipt of leaf {proof['index']} does not prove that leaf")
     bare = body is None and kept.kind is Epoch
     return kept, None if bare else decode_leaf(StoredLeaf(leaf, body)).record
 

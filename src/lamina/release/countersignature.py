@@ -78,15 +78,15 @@ class Countersignature:
         not_after  until when the release may be served, which the officer's date bounds
         """
         if not self.is_about(certificate):
-            note("release.countersignature-other-certificate", "it is about other bytes than this certificate", file)
+            note("release.countersignature-other-certificate", "it was made for another certificate", file)
         entry = None if trust is None or trust.ring is None else trust.ring.get(self.signer.id)
         if role := role_of(self.signer, release, trust, parties):
             note("release.officer-key-in-other-role", other_role(self.signer, role).problem, file)
         elif entry is not None and entry.standing(now, self.signed) is not KeyStatus.USABLE:
             status = entry.standing(now, self.signed).value
-            note("release.officer-key-retired", f"its key is {status}; it is of {self.content['signed']}", file)
+            note("release.officer-key-retired", f"its key is {status}; it was signed at {self.content['signed']}", file)
         elif trust is not None and entry is None:
-            told = f"the key ring has no key {self.signer.name[:16]} of an officer: lamina keys add --role {OFFICER}"
+            told = f"the key ring has no key {self.signer.name[:16]} in the role officer: lamina keys add --role {OFFICER}"
             note("release.officer-key-not-trusted", told, file)
         if self.valid_until <= now:
             note("release.countersignature-expired", f"it was valid until {self.content['valid_until']}", file)
@@ -94,7 +94,7 @@ class Countersignature:
             ends = f"it ends {self.content['valid_until']}, but the release may be served until {format_utc(not_after)}"
             note("release.countersignature-ends-earlier", ends, file)
         if self.signed > now + CLOCK_SKEW:
-            note("release.countersignature-from-the-future", f"it is of {self.content['signed']}, still to come", file)
+            note("release.countersignature-from-the-future", f"its signing time {self.content['signed']} is in the future", file)
 
     def __str__(self) -> str:
         return f"{self.content['name']}, {self.content['role']}, valid until {self.content['valid_until']}"
@@ -115,7 +115,7 @@ def countersign(
         _check_texts(stated)
     except ValueError as error:
         raise PlanError(
-            "release.countersignature-field", str(error), "give --name, --role and what you state"
+            "release.countersignature-field", str(error), "give --name, --role and your statements"
         ) from None
     if valid_until <= now:
         problem = f"valid until {format_utc(valid_until)} is not after its date, {format_utc(now)}"
@@ -138,7 +138,7 @@ def role_of(key: PublicKey, release: PublicKey, trust: Trust | None, parties: Ke
 
 def other_role(key: PublicKey, role: str) -> BadKey:
     """Return the error for an officer's key that has another role."""
-    problem = f"key {key.name[:16]} of the officer has the role {role}, and one key has one role"
+    problem = f"key {key.name[:16]} of the officer also has the role {role}, but a key may have only one role"
     return BadKey(
-        "release.officer-key-in-other-role", problem, "sign with a key of its own: lamina keys new officer.key"
+        "release.officer-key-in-other-role", problem, "sign with a separate key: lamina keys new officer.key"
     )

@@ -160,7 +160,7 @@ def utility_section(evidence: RunEvidence) -> list[dict[str, Any]]:
     try:
         found = parse_json(data, EVALUATION)
         if (found["version"], found["run"]) != (1, evidence.run.hex()):
-            raise ValueError("it is that of another run, or has another version")
+            raise ValueError("it belongs to another run, or has another version")
         about = {name: found[name] for name in ("level", "on", "step")} | {"covered_by_epsilon": True, "digest": digest}
         rows = [{name: each[name] for name in _ROW} | about for each in found["figures"]]
         check_utility(rows)

@@ -488,7 +488,7 @@ def _check_statement(path: Path, trust: Trust, book: LedgerReader | None, folder
     lines = [f"verified: statement of {content['ledger']['origin']} as of {content['as_of']}", f"  {line}"]
     if since is not None:
         lines.append(
-            f"  every fact is the ledger's at that checkpoint; it has {pluralize(since, 'leaf', 'leaves')} more now"
+            f"  every fact agrees with the ledger at that checkpoint; the ledger has {pluralize(since, 'leaf', 'leaves')} more now"
         )
     made = {"verified": True, "compared": since is not None, "witnesses": counted, "statement": content}
     print_compared(made, "\n".join([*lines, letter_text(letter(content))]), folder, record, as_json)
@@ -503,9 +503,9 @@ def _count_witnesses(note: Note, time: int, trust: Trust, required: int | None) 
     wanted = max(quorum, required or 0)
     if not trust.names(Role.WITNESS):
         terms = "" if required is None else f"; the terms of the ledger require {required or 'none'}"
-        return {"cosigned": None, "required": required}, f"witnesses: not counted, as --trust names none{terms}"
+        return {"cosigned": None, "required": required}, f"witnesses: not counted, because --trust names none{terms}"
     if counted < wanted:
-        problem = f"{counted} trusted witnesses cosigned the checkpoint, the terms of the ledger require {wanted}"
+        problem = f"{counted} trusted witnesses cosigned the checkpoint, but {wanted} are required"
         raise NotVerified("ledger.quorum-not-reached", problem, "ask the witnesses, or get a copy with cosignatures")
     return {"cosigned": counted, "required": wanted}, f"witnesses: {counted} cosigned, of {wanted} required"
 
@@ -543,7 +543,7 @@ def _check_receipt(prefix: Path, trust: Trust, book: LedgerReader | None, folder
             "cli.receipt-proofs-differ", f"the proofs are of leaves {found.index} and {proof.index}", _ASK_AGAIN
         )
     if book is not None and (book.origin, book.root_at(head.size)) != (found.origin, head.root):
-        raise NotVerified("cli.receipt-other-ledger", f"the ledger {book.name} is not that of the receipt", _ASK_AGAIN)
+        raise NotVerified("cli.receipt-other-ledger", f"the receipt belongs to another ledger than {book.name}", _ASK_AGAIN)
     required = None if book is None else book.parties(head.size).witnesses
     counted, line = _count_witnesses(parse_checkpoint(proof.checkpoint)[1], kept.time, trust, required)
     made = {"verified": True, "origin": found.origin, "index": found.index, "size": head.size, "witnesses": counted}

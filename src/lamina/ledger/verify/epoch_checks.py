@@ -532,8 +532,8 @@ class EpochChecks:
         reads = {segment.eligibility for segment in record.segments}
         for bound in sorted(self._charged.get((record.run, record.plan), set()) - here):
             if bound.cls in trained and any(members.eligible(bound, read, ended, sure=sure) for read in reads):
-                reason = f"it charges nothing to bound {bound}, as its run did before"
-                reason = f"{reason}, though somebody with that bound is eligible"
+                reason = f"it charges nothing to bound {bound}, which its run charged before"
+                reason = f"{reason}, although a contribution with that bound is eligible"
                 return Violation("verify.account-missing", reason), set()
         signed = {(bound, read) for cls in trained for read in reads for bound in members.bounds(cls, read)}
         absent = [pair for pair in signed if pair[0] not in here]
