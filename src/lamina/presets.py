@@ -64,7 +64,7 @@ class Preset:
         return keys if self.ema is None else keys | {"ema": self.ema}
 
     def optimizer_for(self, model: nn.Module, plan: StepPlan | None = None) -> tuple[Optimizer, LRScheduler]:
-        """The optimiser over what is trainable, and its schedule, to be stepped once per private step; "auto" needs the plan."""
+        """Return the optimiser of the trainable parameters and its schedule (one step per private step); "auto" needs the plan."""
         with needs_torch("lamina.presets"):
             from torch import optim
 

@@ -346,7 +346,7 @@ def test_help_teaches(run: Call) -> None:
         "--release",
         "computed jointly",
         "rounded down",
-        "Remains: the bound less what is committed",
+        "Remains: the bound minus the committed ε",
         "lamina ledger verify",
     ):
         assert part in text

@@ -34,7 +34,7 @@ def test_a_deletion_request_is_reconciled(ward: Trained, served: Path) -> None:
     assert [each["name"] for each in found["releases"]] == ["model"] and served.is_dir()
     assert found["runs"][0]["steps"] == 12 and found["runs"][0]["epsilon"] == found["epsilon"] > 0
     assert sum(each["steps"] for each in found["events"]) == 12
-    assert "1 released model stands on it" in found["statement"]
+    assert "1 released model may have learned from it" in found["statement"]
     page = reconciliation_page(found)
     HTMLParser().feed(page)
     assert (

@@ -1,4 +1,4 @@
-"""`Account`: who pays for noisy steps, a class or the contributions of it that signed one bound.
+"""`Account`: the payer of noisy steps, which is a class or its contributions with one signed bound.
 
 Needs neither numpy nor scipy.
 """
@@ -18,7 +18,7 @@ _BOUND_TEXT = re.compile(f"c={_NUMBER},z={_NUMBER}", re.ASCII)
 
 
 class Account(NamedTuple):
-    """A class, or the contributions of it that signed the clip norm c and the noise multiplier z.
+    """A class, or its contributions with the signed clip norm c and noise multiplier z.
 
     The signed bound says: "over all my occurrences, no worse than one Gaussian release of norm c with multiplier z."
     Both numbers are in 1e-6, and 0 for a class as a whole and in a public class, where nothing is bounded.
@@ -29,7 +29,7 @@ class Account(NamedTuple):
     noise_micro: int = 0
 
     def __str__(self) -> str:
-        """Return the one text form: CLASS, or CLASS@c=0.5,z=2.25. No name of a class contains "@".
+        """Return the canonical text: CLASS, or CLASS@c=0.5,z=2.25. Names of classes do not contain "@".
 
         >>> str(Account("clinical", 500_000, 2_250_000)), str(Account("clinical"))
         ('clinical@c=0.5,z=2.25', 'clinical')
@@ -38,7 +38,7 @@ class Account(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Account:
-        """Return the account with this text form.
+        """Return the account with this canonical text.
 
         >>> tuple(Account.parse("clinical@c=0.5,z=2.25")), tuple(Account.parse("clinical"))
         (('clinical', 500000, 2250000), ('clinical', 0, 0))
@@ -54,21 +54,21 @@ class Account(NamedTuple):
 
     @property
     def signed(self) -> bool:
-        """Whether the account is a signed bound, and not a whole class."""
+        """Return whether the account is a signed bound and not a whole class."""
         return bool(self.clip_micro or self.noise_micro)
 
     @property
     def c(self) -> float:
-        """The clip norm in plain units."""
+        """Return the clip norm in plain units."""
         return self.clip_micro / _MICRO
 
     @property
     def z(self) -> float:
-        """The noise multiplier in plain units."""
+        """Return the noise multiplier in plain units."""
         return self.noise_micro / _MICRO
 
     def epsilon(self, delta: float) -> float:
-        """Return the ε that was signed, at that δ: exact, μ = 1/z. It is infinite where nothing is bounded."""
+        """Return the signed ε at that δ: exact, μ = 1/z. It is infinite if no bound was signed."""
         from lamina.account.gaussian_rdp import epsilon_of_noise_multiplier  # needs numpy
 
         return epsilon_of_noise_multiplier(self.z, delta) if self.noise_micro else math.inf
@@ -87,7 +87,7 @@ class Account(NamedTuple):
 
 
 def invalid_account(text: str) -> RunError:
-    """Return the error for a text that names no account."""
+    """Return the error for a text that is not an account."""
     remedy = "name a class (letters, digits, '_', '.', '-'), or a class and its signed bound, 'CLASS@c=0.5,z=2.25'"
     return RunError("spend.account-name-invalid", f"{text[:80]!r} is no name of an account", remedy)
 

@@ -61,7 +61,7 @@ class Event:
 
     @property
     def key(self) -> EventKey:
-        """What the price of a step depends on."""
+        """Return the parameters that determine the price of a step."""
         return (self.sigma, self.q, self.order or 0.0)
 
     @property

@@ -272,7 +272,7 @@ def _two_point_rates(order: Array, most: Array, fpr: Array) -> Array:
 
 
 def _excess_divergence(order: Array, limit: Array, odds: Array, log_q: Array, log_not_q: Array) -> tuple[Array, Array]:
-    """Return by how much (a - 1) times the larger divergence of two Bernoulli laws exceeds `limit`, and its slope.
+    """Return (a - 1) times the larger divergence of two Bernoulli laws, minus `limit`, and its slope.
 
     One law is given by its log odds, in which the slope is taken, and the other by the logarithms of both probabilities.
     """

@@ -77,7 +77,7 @@ def preset(policy: Policy, cls: str) -> tuple[int, int]:
 
 
 def class_multiplier(policy: Policy, cls: str) -> int:
-    """z for the ε that a class may spend, in 1e-6; 0 if it is public or has no bound on ε.
+    """Return z for the ε that a class may spend, in 1e-6; 0 if it is public or has no bound on ε.
 
     A risk bound has no part in it: a plan that keeps the risk of one Gaussian release may cost another ε.
     """

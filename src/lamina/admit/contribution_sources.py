@@ -306,7 +306,7 @@ class _LimitedReads:
 
 
 def _open_arrays(raw: BinaryIO, names: Sequence[str], *, crc: bool) -> Iterator[tuple[str, zipfile.ZipInfo, IO[bytes]]]:
-    """Name, directory entry and content of each.
+    """Yield the name, directory entry and content of each.
 
     zipfile compares a checksum when the last byte is read. Without `crc` an array that is not compressed is read from
     the archive itself, and only as far as is asked for.

@@ -112,7 +112,7 @@ class PackedTexts(Sequence[str]):
 
 
 class Reason(enum.Enum):
-    """A reason to refuse a contribution, what it means and what to do about it, in the order of the checks.
+    """A reason to refuse a contribution, with its meaning and remedy, in the order of the checks.
 
     The value is what `--json` prints; it never changes. `make docs` writes docs/admission.md from these texts.
     """

@@ -115,7 +115,7 @@ def calibrate_classes(
     name, order = corpus.accountant, None
 
     def needed(cls: str, accountant: str) -> float:
-        """Return the sigma that keeps ε and the risk bound of a class, those that it has."""
+        """Return the sigma that keeps the bounds of a class on ε and on risk, as far as it has them."""
         schedule: dict[str, Any] = {"q": rates[cls], "steps": steps, "besides": besides[cls]}
         found = []
         if cls in targets:
@@ -126,7 +126,7 @@ def calibrate_classes(
             if cls not in targets and sampled <= risk.tpr - risk.fpr:
                 problem = f"class {cls!r}: {100 * sampled:.4g} % of its contributions are ever sampled, so no noise is needed ({risk})"
                 remedy = (
-                    f"add epsilon to [class.{cls}]: without it, those who are sampled would be published as they are"
+                    f"add epsilon to [class.{cls}]: without it, sampled contributions would be published without noise"
                 )
                 raise PlanError("allocate.risk-needs-no-noise", problem, remedy)
         return max(found)
@@ -150,7 +150,7 @@ def calibrate_classes(
 
 
 def _calibrate_to_risk(risk: RiskBound, cls: str, **schedule: Any) -> float:
-    """The sigma for a risk bound; a refusal names the class."""
+    """Return the sigma for a risk bound; the error names the class."""
     try:
         return calibrate_to_risk(risk, **schedule)
     except AccountingError as error:
@@ -368,7 +368,7 @@ def make_plan(
 def explained_plan(
     stack: LayerStack, policy: Policy, *, bands: int | str | None = None, **options: Any
 ) -> tuple[StepPlan, Allocation]:
-    """`make_plan`, and the allocation behind it with its reasons."""
+    """Return the plan of `make_plan`, and its allocation with its reasons."""
     if bands is None or (bands == AUTO_BANDS and policy.noise.bands is not None):
         return _explained_plan(stack, policy, **options)
     if not isinstance(bands, str):

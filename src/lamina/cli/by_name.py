@@ -373,7 +373,7 @@ _REFUSED_OPTIMIZERS = {
 
 
 def make_optimizer(name: str, arguments: Mapping[str, Any], model: nn.Module) -> optim.Optimizer | Literal["auto"]:
-    """A torch optimiser over the model's parameters, with any further argument that it takes; "auto" is the trainer's."""
+    """Return a torch optimiser of the model's parameters with these arguments; "auto" is returned for the trainer."""
     if name == "auto":
         check_arguments(lambda: None, "optimizer 'auto'", arguments)
         return "auto"

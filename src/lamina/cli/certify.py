@@ -41,44 +41,44 @@ def certify(
     passphrase_file: PassphraseOption = None,
     ledger: LedgerOption = None,
     trust: TrustOption = None,
-    folder: Annotated[Path | None, option("where to write it; default: RUN", "--output", "-o", metavar="DIR")] = None,
+    folder: Annotated[Path | None, option("output folder; default: RUN", "--output", "-o", metavar="DIR")] = None,
     decision: Annotated[
         Path | None, option("also write the release decision for a privacy officer, one page", metavar="FILE.pdf")
     ] = None,
     profile: Annotated[
-        str | None, option("print where a checklist is answered, and write nothing", choices=[NIST_PROFILE])
+        str | None, option("print the evidence for each item of a checklist; write no file", choices=[NIST_PROFILE])
     ] = None,
     certificate: Annotated[
         Path | None,
         option("signed certificate to countersign, instead of RUN", "--countersign", metavar="FILE", panel=_OFFICER),
     ] = None,
-    name: Annotated[str | None, option("who determines", panel=_OFFICER)] = None,
-    role: Annotated[str | None, option("in which role", panel=_OFFICER)] = None,
-    qualification: Annotated[str | None, option("with which qualification", panel=_OFFICER)] = None,
-    recipient: Annotated[str | None, option("who receives the model", panel=_OFFICER)] = None,
-    purpose: Annotated[str | None, option("for which purpose", panel=_OFFICER)] = None,
-    legal_basis: Annotated[str | None, option("on which legal basis", panel=_OFFICER)] = None,
-    method: Annotated[str | None, option("by which method it was determined", panel=_OFFICER)] = None,
-    result: Annotated[str | None, option("with which result", panel=_OFFICER)] = None,
-    valid_until: Annotated[str | None, option("until when it holds", metavar="TIME", panel=_OFFICER)] = None,
+    name: Annotated[str | None, option("name of the officer", panel=_OFFICER)] = None,
+    role: Annotated[str | None, option("role of the officer", panel=_OFFICER)] = None,
+    qualification: Annotated[str | None, option("qualification of the officer", panel=_OFFICER)] = None,
+    recipient: Annotated[str | None, option("recipient of the model", panel=_OFFICER)] = None,
+    purpose: Annotated[str | None, option("purpose of the release", panel=_OFFICER)] = None,
+    legal_basis: Annotated[str | None, option("legal basis of the release", panel=_OFFICER)] = None,
+    method: Annotated[str | None, option("method of the determination", panel=_OFFICER)] = None,
+    result: Annotated[str | None, option("result of the determination", panel=_OFFICER)] = None,
+    valid_until: Annotated[str | None, option("end of validity", metavar="TIME", panel=_OFFICER)] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """State what a run has cost every class, under which assumptions, and what is not covered; and sign it.
+    """Sign a certificate of a run: the privacy loss of every class, the assumptions, and what is not covered.
 
-    Spends nothing. Writes certificate.json, certificate.cose (the same, signed) and certificate.pdf. The ledger is verified
-    first, and every figure is computed from what it records. Times are the ledger's: the same run and ledger give the same
-    bytes.
+    Spends no budget. Writes certificate.json, certificate.cose (the same, signed) and certificate.pdf. The command verifies
+    the ledger first and computes every figure from its records. Times are the ledger's: the same run and ledger give the
+    same bytes.
 
-    Facts that no epoch contains (source of the noise, probe, digests of the weights) are read from the end of the run that
-    the ledger records. They are marked as stated by the trainer, and the files of the folder are compared with them. A run
-    without that record is refused; run the command that trained it again to add the record.
+    Facts that no epoch contains (source of the noise, probe, digests of the weights) come from the end record of the run in
+    the ledger. They are marked as stated by the trainer and compared with the files of the folder. A run without that
+    record is refused; repeat the command that trained it to add the record.
 
     A run whose guarantee does not hold (noise from a chosen seed, not probed, raw figures written, a ledger that does not
-    verify, …) gets no signature: exit code 1, `private: false` and the reasons.
+    verify, …) gets no signature; the command prints `private: false` with the reasons, and the exit code is 1.
 
     --countersign adds the signature of a privacy officer to a certificate that a key in --trust has signed. It writes
     countersignature.cose, which `release make --countersignature` puts into a release. --name, --role and --valid-until are
-    required; other fields that are left out are "not stated". The key must not have another role.
+    required; other omitted fields are "not stated". The key must not have another role.
 
     --profile nist-800-226 prints the 24 items of NIST SP 800-226 with the evidence for each, or "not stated". It claims no
     compliance.
@@ -95,7 +95,9 @@ def certify(
         problem = "give the folder of a run, or --countersign with a signed certificate"
         raise typer.BadParameter(problem, param_hint="RUN")
     if profile not in (None, NIST_PROFILE):
-        raise typer.BadParameter(f"{profile!r} is no profile; the only one is {NIST_PROFILE}", param_hint="--profile")
+        raise typer.BadParameter(
+            f"there is no profile {profile!r}; the only profile is {NIST_PROFILE}", param_hint="--profile"
+        )
     if certificate is not None:
         texts = {
             "name": name, "role": role, "qualification": qualification, "recipient": recipient, "purpose": purpose,
@@ -123,7 +125,7 @@ def certify(
 
 
 def _write(found: Certificate, signer: PrivateKey | None, out: Path, decision: Path | None) -> dict[str, str]:
-    """Write the certificate and its papers, and remove those of an earlier time. Return the paths by kind."""
+    """Write the certificate and its papers, and remove earlier ones. Return the paths by kind."""
     signed = None if signer is None else found.signed(signer)  # before anything is written
     pages = pdfs_or_note(found, None if signer is None else signer.public.name)
     out.mkdir(parents=True, exist_ok=True)
@@ -183,14 +185,14 @@ def release_key(place: str, given: Path | None, passphrase_file: Path | None) ->
         made = PrivateKey.generate()
         made.save(path, None)
         write_new(path.with_suffix(".pub"), made.public.pem(), "the public key", mode=0o644)
-        print_note(f"made the release key '{path}'; give {path.with_suffix('.pub').name} to those who check releases")
+        print_note(f"made the release key '{path}'; give {path.with_suffix('.pub').name} to recipients of releases")
     return PrivateKey.load(path, None)
 
 
 def pdfs_or_note(
     certificate: Certificate, signer: str | None, officer: Countersignature | None = None
 ) -> dict[str, bytes]:
-    """The PDFs of a certificate by kind; without typst, a note instead."""
+    """Return the PDFs of a certificate by kind; print a note if typst is not installed."""
     try:
         return certificate_papers(certificate, signer, officer)
     except LaminaError as error:

@@ -219,13 +219,13 @@ def plan_notes(plan: StepPlan, policy: Policy, epsilon: float | Mapping[str, flo
 
 
 def bands_note(plan: StepPlan) -> tuple[str, ...]:
-    """Return a note if noise that is correlated over two steps has less error at the plan's ε, or more steps may have."""
+    """Return a note if correlated noise over two or more steps may have less error at the plan's ε."""
     if plan.bands > 1 or best_bands(plan, 2) == 1:
         return ()
     return (
         f"noise that is correlated over 2 steps has {at_most(prefix_error_ratio(plan, 2))} times the mean squared error in "
-        'sums of gradients, at the same ε, and more steps may have less: bands = "auto" in RUN.toml, on one rank, if '
-        "contributions have a unit (docs/decisions/correlated_noise.md)",
+        'sums of gradients, at the same ε, and correlation over more steps may reduce it further: set bands = "auto" in RUN.toml '
+        "(requires one rank, and contributions with a unit; docs/decisions/correlated_noise.md)",
     )
 
 
@@ -403,7 +403,7 @@ def _adaptive_rules(plan: StepPlan) -> str:
 
 
 def risk_summary(plan: StepPlan, k: int) -> dict[str, Any]:
-    """What an attack on a class finds after all steps, as a certificate names it; null where nothing is proven."""
+    """Return the risks of a class after all steps, by their names in certificates; null if no bound is proven."""
     found: dict[str, Any] = {}
     for of in RISKS:
         curve = None if plan.classes[k].public else plan_curve(plan, k, of)
@@ -413,7 +413,7 @@ def risk_summary(plan: StepPlan, k: int) -> dict[str, Any]:
 
 
 def _risk_lines(plan: StepPlan) -> list[str]:
-    """A table of what an attack on each private class finds, with the names of a certificate."""
+    """Return a table of the risks of each private class, by their names in certificates."""
     rows = [["class", "risk", "found at 1 % false accusations", "right answers from a coin toss"]]
     for k, entry in enumerate(plan.classes):
         for of, risk in ({} if entry.public else risk_summary(plan, k)).items():

@@ -89,7 +89,7 @@ class MeasureOptions:
         return made
 
     def labelled(self) -> Proxy | None:
-        """The proxy's examples with their loss, for trial trainings; None without them: labels of Gaussian inputs are random."""
+        """Return the proxy's examples with their loss for trial trainings; None for Gaussian inputs, whose labels are random."""
         source, _, data = str(self.proxy).partition(":")
         if source not in PROXIES[1:] or self.loss is None:
             return None

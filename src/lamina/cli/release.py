@@ -1,4 +1,4 @@
-"""`lamina release make, verify, ask, papers, log`: a model with its evidence in one signed folder, and what its gate says."""
+"""`lamina release make, verify, ask, papers, log`: signed release folders, decisions of their gate, and papers about them."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def make(
         Path | None, option("P-256 key for an OpenSSF model-signing bundle, model.sig", metavar="FILE")
     ] = None,
     countersignature: Annotated[
-        list[Path] | None, option("countersignature of a privacy officer; one for each run at most", metavar="FILE")
+        list[Path] | None, option("countersignature of a privacy officer; at most one for each run", metavar="FILE")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -233,13 +233,13 @@ def ask(
 ) -> None:
     """Ask the gate of a release whether a query is allowed, and why not.
 
-    A query in JSON, where all of `rights` but accept_withdrawn and max_tpr must be stated (max_epsilon may be null, for any):
+    The query is JSON. All fields of `rights` are required except accept_withdrawn and max_tpr (max_epsilon null: any ε):
 
       {"draws_on": {"layers": ["head.*"]},
        "rights": {"classes": ["clinical"], "max_epsilon": 3.0, "min_noise_multiplier": 0.5, "purpose": "research"}}
 
-    max_tpr limits what an attack may find: {"of": "membership", "fpr": 0.01, "tpr": 0.05} is at most 5 % of those who took
-    part while 1 % of the others are wrongly accused; fpr is 0.001, 0.01 or 0.05, and of may be "content".
+    max_tpr limits the success of an attack: {"of": "membership", "fpr": 0.01, "tpr": 0.05} allows it to find at most 5 % of
+    the participants if it wrongly accuses 1 % of the others. fpr is 0.001, 0.01 or 0.05; of may be "content".
 
     With --ledger, withdrawals count up to its newest leaf. Without it, only those count that the manifest states. In both
     cases the newest signed time (of the ledger or the manifest) must not be older than --max-age of the release.
@@ -261,25 +261,26 @@ def ask(
 def papers(
     folder: ReleaseArgument,
     out: Annotated[
-        Path | None, option("the new folder; default: DIR-papers beside it", "--output", "-o", metavar="OUT")
+        Path | None, option("new folder; default: DIR-papers in the same place", "--output", "-o", metavar="OUT")
     ] = None,
     trust: TrustsOption = None,
     ledger: ComparedLedgerOption = None,
     predictions: Annotated[
-        list[Path] | None, option("CSV with the model's probabilities, for sacro/; repeatable", metavar="FILE")
+        list[Path] | None, option("CSV with the model's probabilities for sacro/; repeatable", metavar="FILE")
     ] = None,
     on: Annotated[
-        list[str] | None, option("records of each FILE, in their order: public, simulated or training", "--on")
+        list[str] | None,
+        option("kind of records in each FILE, in the same order: public, simulated or training", "--on"),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Write papers about a release: OpenDP registry entry, SPDX 3, EDPB documentation, SACRO-ML target.
 
-    The release is verified first, as lamina release verify does. Missing texts are printed as "not stated"; their owner
-    states them under [about] in policy.toml. Nothing is written into the release.
+    The command first verifies the release like lamina release verify. Missing texts are printed as "not stated"; the owner
+    of the data states them under [about] in policy.toml. The release is not changed.
 
-    Predictions have one line per record with a probability for each class, and may have a column "label". Predictions on
-    training records are private data that ε does not cover: they are written with mode 0600 and must stay inside.
+    Predictions have one line per record with a probability for each class, and optionally a column "label". Predictions on
+    training records are private data that ε does not cover: their files have mode 0600 and must not be published.
 
     Examples:
 

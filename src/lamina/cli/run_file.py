@@ -310,7 +310,7 @@ class RunFile(BaseModel):
     @model_validator(mode="after")
     def _auto_has_a_schedule(self) -> Self:
         if self.optimizer.name == AUTO and self.scheduler is not None:
-            raise ValueError('optimizer = "auto" has a schedule of its own: remove scheduler, or name an optimizer')
+            raise ValueError('optimizer = "auto" includes a schedule: remove scheduler, or name another optimizer')
         return self
 
     @classmethod

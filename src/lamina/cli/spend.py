@@ -34,17 +34,17 @@ _MAX_ACCOUNTS_NAMED = 3  # above a table of runs that several accounts share
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AccountLine:
-    """An account, its limit over all runs, and what was spent of it."""
+    """An account with its limit over all runs and its spending."""
 
     account: Account
     limit: Limit
     total: AccountTotal
     risk: RiskBound | None = None  # of a class, over all runs
-    rates: AccountTotal | None = None  # what it limits
+    rates: AccountTotal | None = None  # the rates that `risk` limits
 
     @property
     def remaining(self) -> float:
-        """limit - committed, rounded down; 0 if the limit is passed."""
+        """Return limit - committed, rounded down; 0 if the limit is passed."""
         if math.isinf(self.limit.epsilon):
             return math.inf
         return max(0.0, math.nextafter(self.limit.epsilon - self.total.committed, -math.inf))
@@ -183,10 +183,10 @@ def spend(
     is charged is spent for good: neither deleting the run nor --release gives it back. What is reserved counts against
     the bound too, until the run ends or is released.
 
-    The ε of several runs is computed jointly and is usually less than the sum. Committed: spent and reserved. Bound:
-    the strictest of what the ledger promises, what contributions signed and what the last run was limited to. Remains:
-    the bound less what is committed, rounded down; the other figures are rounded up. A risk bound of a class is shown
-    below the table: the share that an attack finds, computed for all charges together, and what remains of it.
+    The ε of several runs is computed jointly and is usually less than the sum. Committed: spent and reserved ε. Bound:
+    the strictest of the ledger's limits, the signed bounds and the limit of the last run. Remains: the bound minus the
+    committed ε, rounded down; the other figures are rounded up. The risk bound of a class is shown below the table: the
+    share that an attack finds, computed for all charges together, and the rest of the bound.
 
     Ledgers in neighbouring folders are listed at the end, with the statements of their owners.
 

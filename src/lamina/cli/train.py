@@ -175,7 +175,7 @@ def plan_arguments(file: RunFile, beside: Path, policy: Policy) -> dict[str, Any
 
 
 def _bands(file: RunFile) -> int | str | None:
-    """Over how many steps the noise is correlated; "auto" is 1 where contributions may lack stable ids, or ranks share a step."""
+    """Return over how many steps the noise is correlated; "auto" is 1 if ids may be unstable or several ranks share a step."""
     named = file.data.kind == "folder" or file.data.unit not in (None, "each")
     proven = named and file.max_occurrences is None and Ranks.current().alone
     return None if file.bands == AUTO_BANDS and not proven else file.bands

@@ -136,7 +136,7 @@ class Directions:
 
 
 class Scattering2D(nn.Module):
-    """Scattering transform of images: (N, C, H, W) -> (N, C·channels, ⌈H/2^scales⌉, ⌈W/2^scales⌉). Nothing in it is learned.
+    """Scattering transform of images: (N, C, H, W) -> (N, C·channels, ⌈H/2^scales⌉, ⌈W/2^scales⌉). It has no learned parameters.
 
         S0 = x∗φ,   S1[λ] = |x∗ψ_λ|∗φ,   S2[λ, μ] = ||x∗ψ_λ|∗ψ_μ|∗φ,  μ coarser than λ
 
@@ -171,7 +171,7 @@ class Scattering2D(nn.Module):
 
     @property
     def channels(self) -> int:
-        """Channels of one plane."""
+        """Return the number of channels of one plane."""
         return 1 + self.scales * self.angles + self.angles**2 * self.scales * (self.scales - 1) // 2
 
     def forward(self, x: Tensor) -> Tensor:
@@ -193,7 +193,7 @@ class Scattering2D(nn.Module):
         return planes.view(len(x), -1, *planes.shape[-2:])
 
     def mirrored(self, found: Tensor) -> Tensor:
-        """Return what the mirror image has from what the image has, up to a move by a pixel: other angles and columns."""
+        """Return the coefficients of the mirror image from those of the image, up to a shift by one pixel."""
         turned = -torch.arange(self.angles) % self.angles
         both = (self.angles * turned[:, None] + turned).flatten()
         parts = [torch.zeros(1, dtype=torch.long)]
@@ -204,7 +204,7 @@ class Scattering2D(nn.Module):
         return planes[:, :, torch.cat(parts)].flatten(1, 2).flip(-1)
 
     def _smooth(self, x: Tensor, j: int) -> Tensor:
-        """∗φ, without the border, one sample in 2^scales; 2^j samples of the image lie between two of x."""
+        """Return x∗φ without the border, one sample in 2^scales; samples of x are 2^j samples of the image apart."""
         found: Tensor = self.get_buffer(f"rows{j}") @ x @ self.get_buffer(f"columns{j}").mT
         return found
 
@@ -267,7 +267,7 @@ def _decimated(spectrum: Tensor, by: int) -> Tensor:
 
 
 def _moduli(spectrum: Tensor, psi: Tensor, by: int) -> Tensor:
-    """|x∗ψ| for every x (M, h, w) and ψ (A, h, w) given as spectra, one sample in `by`: a wavelet of scale j needs no more."""
+    """Return |x∗ψ| for every x (M, h, w) and ψ (A, h, w), given as spectra, with one sample in `by`."""
     (m, h, w), a = spectrum.shape, len(psi)
     # the spectrum of one sample in `by` is the mean over its by² aliases: one small matrix product per frequency
     alias = (by, h // by, by, w // by)
@@ -280,7 +280,7 @@ def _moduli(spectrum: Tensor, psi: Tensor, by: int) -> Tensor:
 
 
 def _smoothing(side: int, scales: int, by: int) -> Tensor:
-    """The matrix that smooths one axis by φ and keeps one sample in 2^scales without the border; `by`: step of its input."""
+    """Return the matrix that smooths one axis by φ and keeps one sample in 2^scales, no border; `by`: step of its input."""
     cell, at = 2**scales, torch.arange(side)
     phi = torch.exp(
         -0.5 * (0.8 * 2 ** (scales - 1) * 2.0 * math.pi * torch.fft.fftfreq(side, dtype=torch.float64)) ** 2

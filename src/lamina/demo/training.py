@@ -51,7 +51,7 @@ def evaluate(model: nn.Module) -> dict[str, float]:
 
 
 def proxy() -> tuple[Tensor, Tensor]:
-    """Other simulated patients, one window of each, on which it is tried before training whether the sensitive class helps."""
+    """Return one window each of other simulated patients, to test before training whether the sensitive class helps."""
     simulator = ECGSimulator(severity=SEVERITY, windows=1)
     drawn = simulator.draw(patients=400, seed=SEEDS["proxy"])
     return INPUT_SCALE * torch.from_numpy(drawn.x), torch.from_numpy(drawn.label)

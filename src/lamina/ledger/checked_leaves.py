@@ -256,7 +256,7 @@ class CheckedLeaves:
         others: Sequence[LeafRow],
         keys: Mapping[bytes, int],
     ) -> None:
-        """Take over what this process appended from `head` to `after`.
+        """Adopt the leaves that this process appended from `head` to `after`.
 
         `others` are the leaves that are not contributions; `keys` are the new keys of descriptors and subjects.
         """
@@ -397,7 +397,7 @@ class CheckedLeaves:
             return self.decoded(rows, [seq for keys, pair in known for seq in keys.between(*pair, most)])
 
     def summed_up(self, rows: StoreReader) -> LeafSet:
-        """Return the leaves that aggregates stand for. Only aggregates that a holder of a ledger key wrote count."""
+        """Return the leaves that aggregates cover. Only aggregates by a holder of a ledger key are accepted."""
         with self._turn:
             read, found = self._summed
             new = (each.record for each in self.records(rows, Aggregate, read, self.vouched))
@@ -467,7 +467,7 @@ class CheckedLeaves:
         return known
 
     def _check_block(self, rows: StoreReader, first: int, leaves: Sequence[bytes]) -> None:
-        """Raise LedgerDamaged if these are not the leaves from `first` on that were hashed."""
+        """Raise LedgerDamaged unless these are the hashed leaves from `first` on."""
         found = b"".join([each[:_HASH_PART] for each in leaf_hashes(leaves)])
         if found != self._hashes[first * _HASH_PART : (first + len(leaves)) * _HASH_PART]:
             for seq in range(first, first + len(leaves)):
@@ -475,7 +475,7 @@ class CheckedLeaves:
             raise _leaf_missing(first)
 
     def _check_summed(self, rows: StoreReader, seq: int) -> None:
-        """Raise LedgerDamaged if the body of a contribution is missing and no aggregate stands for it."""
+        """Raise LedgerDamaged if the body of a contribution is missing and no aggregate covers it."""
         if seq in self.summed_up(rows):
             return
         if (last := rows.checkpoint()) is not None and last.size > self.vouched:

@@ -335,7 +335,7 @@ class ContributionKeys:
         self._new: dict[bytes, int] = {}
 
     def grow(self, keys: Mapping[bytes, int], size: int) -> None:
-        """Add keys that occur once. They are all keys of the leaves up to `size`."""
+        """Add keys that occur once. These must be all keys of the leaves up to `size`."""
         self._new.update(keys)
         self.size = size
         if len(self._new) > _MOST_NEW_KEYS:
@@ -344,7 +344,7 @@ class ContributionKeys:
             self._new = {}
 
     def add(self, contributions: Iterable[ContributionColumns | KeptLeaf | Leaf], size: int) -> None:
-        """Add the keys of contributions. They are all contributions up to leaf `size`."""
+        """Add the keys of contributions. These must be all contributions up to leaf `size`."""
         keys, seqs = [np.empty((0, INDEX_KEY_BYTES), dtype=np.uint8)], [_NONE]
         for each in contributions:
             if isinstance(each, ContributionColumns):

@@ -218,7 +218,7 @@ class _ContributionHistory:
         return signed_spend(z, self._ledger.header.delta) if z else None
 
     def epochs(self) -> Iterator[EpochExposure]:
-        """The epochs in which it was eligible, and charged if it is private, with `spend` 0; the others are counted."""
+        """Return the epochs in which it was eligible (and charged if private), with `spend` 0; the others are counted."""
         for leaf in self._ledger.of_kind(Epoch, self._leaf.seq, self._size):
             epoch = leaf.record
             assert isinstance(epoch, Epoch)

@@ -254,7 +254,7 @@ class ClassBounds:
 
     @property
     def promises(self) -> bool:
-        """Whether the class is promised anything."""
+        """Return whether the class has any bound."""
         return not self.public and bool(self.clip_norm or self.noise_multiplier or self.risk)
 
 
@@ -289,7 +289,7 @@ About = tuple[tuple[str, str], ...]  # names and texts of [about], in order of t
 
 
 def _is_about(value: Any, *, removable: bool = False) -> bool:
-    """Whether it is names and texts of [about], in order of the names; if `removable`, also empty texts."""
+    """Return whether this is a map of names and texts of [about] in order of the names; `removable` allows empty texts."""
     try:
         found = dict(value)
         AboutPolicy(**{name: text for name, text in found.items() if text or not removable})
@@ -311,7 +311,7 @@ ABOUT_CHANGE = FieldType(f"{ABOUT.expected}, or ''", partial(_is_about, removabl
 
 @ledger_record()
 class TermsChange:
-    """Another number of cosignatures that a checkpoint needs, retention, who may withdraw, or texts of [about].
+    """A change of terms: required cosignatures, retention, who may withdraw, or texts of [about].
 
     What is left out stays. Of `about`, an empty text removes the one that was stated.
     """

@@ -349,7 +349,7 @@ class GovernanceState(KeyState):
         self.last = leaf_hash(data)
 
     def about_change(self, wanted: About) -> About | None:
-        """What changes the owner's texts to these; None if they are in force."""
+        """Return the change to these texts of the owner; None if they are in force."""
         new, old = dict(wanted), {name: text for name, (text, _) in self.about.items()}
         names = sorted(name for name in new | old if new.get(name) != old.get(name))
         return tuple((name, new.get(name, "")) for name in names) or None
@@ -552,7 +552,7 @@ class PolicyInForce:
         return min(0 if each is None else each.noise_multiplier for each in found)
 
     def risks(self, cls: str, leaf: int) -> tuple[RiskBound, ...]:
-        """The risk bounds that a class was promised after so many leaves, or later; none if it once had none.
+        """Return the risk bounds of a class after so many leaves or later; none if it once had none.
 
         A segment is charged when it is opened: it must keep one of them.
         """

@@ -134,7 +134,7 @@ class NewestStateFile:
         return self._file_stamp() != self._stamp
 
     def compared(self) -> None:
-        """Note that the ledger is compared with the file as it is now."""
+        """Record that the ledger was compared with the present file."""
         self._stamp = self._file_stamp()
 
     def _file_stamp(self) -> tuple[int, ...]:
@@ -156,7 +156,7 @@ class NewestStateFile:
             raise LedgerError("ledger.kept-state-unreadable", problem, remedy) from None
 
     def keep(self, state: NewestState, *, anew: bool = False) -> str | None:
-        """Join the state to what was kept, or with `anew` replace it; return the reason if that failed, otherwise None.
+        """Merge the state into the kept one, or replace it if `anew`; return the reason of a failure, otherwise None.
 
         The key file is locked meanwhile, so that no process replaces a newer state by an older one.
         """

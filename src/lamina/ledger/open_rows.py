@@ -127,7 +127,7 @@ class OpenHead(NamedTuple):
         cls, rows: StoreReader, keys: KeyState, newest: int, extends: Callable[[int, bytes], bool],
         leaf: Callable[[int], StoredLeaf],
     ) -> OpenHead | None:  # fmt: skip
-        """Return the head; None if the rows are unsigned. Raise LedgerDamaged if they are not those that it signs.
+        """Return the head; None if the rows are unsigned. Raise LedgerDamaged if the head signs other rows.
 
         Args:
             keys: of the ledger, after all leaves.

@@ -251,7 +251,7 @@ class LedgerReader:
         return merkle.frontier_at(self._nodes, self._within(size))
 
     def receipt(self, seq: int, size: int | None = None) -> bytes:
-        """The COSE receipt (RFC 9942) of a leaf under the checkpoint of that size; by default the newest."""
+        """Return the COSE receipt (RFC 9942) of a leaf under the checkpoint of that size; by default the newest."""
         signed, data = self._covered(seq, size)
         head, _ = parse_checkpoint(signed.text)
         seal = TreeSignature(self.origin, head.size, head.root, signed.seal[:32], signed.seal[32:])
@@ -382,7 +382,7 @@ def _find_by_digits(ledger: LedgerReader, name: str, only_index: bool = False) -
 
 
 def _with_digits(ledger: LedgerReader, digits: str, only_index: bool) -> list[Leaf]:
-    """The contributions with this digest, or with a descriptor or anchor that begins with these digits."""
+    """Return the contributions with this digest, or with a descriptor or anchor that begins with these digits."""
     whole = bytes.fromhex(digits) if len(digits) == _DIGEST_DIGITS else None
     if only_index:
         found = ledger.listed_contributions(digits, _MAX_LISTED + 1)

@@ -55,7 +55,7 @@ class RecordedRuns:
             problem = f"{run} does not start from the final weights of run {record.parent.hex()[:8]}"
             raise LedgerError("ledger.run-parent-differs", problem, "name the run whose weights these are")
         if record.parent is None and writers:
-            problem = f"{run} starts from the final weights of run {min(writers).hex()[:8]} and does not name it as its parent"
+            problem = f"{run} starts from the final weights of run {min(writers).hex()[:8]} but does not name that run as its parent"
             raise LedgerError("ledger.run-parent-missing", problem, "name the run whose weights these are")
 
     def see(self, record: object) -> None:

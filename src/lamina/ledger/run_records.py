@@ -77,7 +77,7 @@ class FileDigest:
 
 @ledger_record()
 class ProgramVersions:
-    """A program that took steps of a run.
+    """A program that performed steps of a run.
 
     sources  SHA-256 of the list of Lamina's sources with their own SHA-256
     kernels  SHA-256 of the file of the native kernels; absent: the torch rules ran
@@ -112,7 +112,7 @@ class RunBegin:
 
     @property
     def declaration(self) -> str | None:
-        """The origin as `starting_weights=` declares it: "untrained", "public" or the id of a run."""
+        """Return the origin in the form of `starting_weights=`: "untrained", "public" or the id of a run."""
         words = (word for word, origin in DECLARED_ORIGINS.items() if origin is self.origin)
         return next(words, None) if self.parent is None else self.parent.hex()
 

@@ -262,7 +262,7 @@ def _describe_names(about: About) -> str:
 
 
 def describe_about(about: About | None) -> list[str]:
-    """What the owner states, a line each."""
+    """Return the owner's statements, one per line."""
     return [f"about.{name}: {text or 'no longer stated'}" for name, text in about or ()]
 
 

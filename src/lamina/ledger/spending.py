@@ -70,7 +70,7 @@ def whole_plan_charges(plan: StepPlan, cls: str, scale: float) -> tuple[Event, .
 
 
 def epoch_marks(epoch: Epoch, plan: StepPlan | None) -> dict[str, frozenset[str]]:
-    """By class that an epoch charges, what limits the curves of its charges.
+    """Return the limits of the curves of an epoch's charges, by charged class.
 
     Nothing is proven where the plan is not known, or where signed bounds are charged and not the class as a whole: what
     one contribution lost may then be split over two accounts.
@@ -82,7 +82,7 @@ def epoch_marks(epoch: Epoch, plan: StepPlan | None) -> dict[str, frozenset[str]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limit:
-    """ε ≤ `epsilon` at `delta`, computed by `accountant`; inf is no limit. With `risk`: that bound instead, and not ε."""
+    """A limit: ε ≤ `epsilon` at `delta`, by `accountant`; inf is no limit. `risk` replaces the limit on ε."""
 
     epsilon: float = math.inf
     delta: float
@@ -91,25 +91,25 @@ class Limit:
 
     @property
     def most(self) -> float:
-        """The largest price that is within the limit."""
+        """Return the largest price within the limit."""
         return self.epsilon if self.risk is None else self.risk.tpr
 
     def within(self, other: Limit) -> bool:
-        """Return whether whatever keeps this limit keeps the other."""
+        """Return whether this limit implies the other."""
         if self.risk is not None and other.risk is not None:
             return self.accountant == other.accountant and self.risk.implies(other.risk)
         same = (self.delta, self.accountant, self.risk) == (other.delta, other.accountant, other.risk)
         return same and self.epsilon <= other.epsilon
 
     def price(self, events: EventCounts, marks: frozenset[str] = frozenset()) -> float:
-        """Return ε of all events together; or the rate that the risk bound limits, 1 if nothing is proven."""
+        """Return ε of all events together, or the rate that the risk bound limits (1 if no bound is proven)."""
         if self.risk is not None:
             return self.risk.rate(events, accountant=self.accountant, marks=marks)
         return pooled_epsilon(events, delta=self.delta, name=self.accountant)
 
 
 class Spending:
-    """What every account was charged so far, and what that comes to at the header's δ by the header's accountant.
+    """All charges of every account, and their ε at the header's δ by the header's accountant.
 
     `follow` and `add` read epochs and also keep what each run was charged. `charge` adds to the accounts alone.
     """
@@ -165,23 +165,23 @@ class Spending:
         return sorted(self._events)
 
     def events(self, bound: Account, run: bytes | None = None) -> dict[EventKey, int]:
-        """All that one account was charged, or what one run charged to it."""
+        """Return all charges of one account, or those of one run."""
         return dict(self._events.get(bound, {}) if run is None else self._of_runs.get((run, bound), {}))
 
     def classes(self, runs: Container[bytes]) -> set[str]:
-        """The classes that these runs were charged for."""
+        """Return the classes that these runs charged."""
         return {account.cls for run, account in self._of_runs if run in runs}
 
     def scales(self, run: bytes, plan: bytes) -> dict[Account, float]:
-        """The accounts that a run charged under a plan, each with its scale."""
+        """Return the accounts that a run charged under a plan, each with its scale."""
         return dict(self._scales.get((run, plan), {}))
 
     def plans(self, cls: str) -> set[bytes]:
-        """Digests of the plans under which a class was charged."""
+        """Return the digests of the plans under which a class was charged."""
         return set(self._plans.get(cls, ()))
 
     def attempts(self, bound: Account) -> Iterator[tuple[bytes, int, int, int]]:
-        """(run, segment, generation, steps) of every attempt that charged the account."""
+        """Return (run, segment, generation, steps) of every attempt that charged the account."""
         return ((*key, steps[bound]) for key, steps in self._attempts.items() if bound in steps)
 
     def epsilon(self, bound: Account, more: Iterable[Event] = ()) -> float:

@@ -1,4 +1,4 @@
-"""A witness: cosigns checkpoints of ledgers, each of which must continue the one that it cosigned before (C2SP tlog-witness).
+"""A witness, which cosigns a checkpoint if it continues the last cosigned one of the same ledger (C2SP tlog-witness).
 
 The witness keeps the newest checkpoint of every origin that it has cosigned, with its cosignature, in one JSON file:
 
@@ -55,7 +55,7 @@ class WitnessRequest:
 
 
 class Witness:
-    """The holder of a witness key. Its state file says what it cosigned last."""
+    """A holder of a witness key, with a state file of the last cosigned checkpoints."""
 
     def __init__(self, key: PrivateKey, name: str, state: Path, *, clock: Callable[[], float] = system.time) -> None:
         self._key, self._name, self._state, self._clock = key, name, state, clock
@@ -64,7 +64,7 @@ class Witness:
     def cosign(
         self, request: WitnessRequest, keys: Iterable[PublicKey], prove: Prove | None = None
     ) -> tuple[str, LedgerCheckpoint | None]:
-        """Return the checkpoint with a cosignature of the present time, and the one that was cosigned before it.
+        """Return the checkpoint with a cosignature of the present time, and the previously cosigned checkpoint.
 
         `keys` are the ledger's, from elsewhere; `prove` gives a proof where the request has none. Raises NotVerified if
         the checkpoint is not signed by one of them, or does not continue the last one of its origin.
@@ -96,7 +96,7 @@ class Witness:
 
     def _load(self) -> dict[str, tuple[LedgerCheckpoint, notes.Note]]:
         if self._state.is_symlink():  # to a disk that is not mounted, or to a state with another lock
-            problem = f"'{self._state}', which keeps what the witness has cosigned, is a symbolic link"
+            problem = f"the state file of the witness, '{self._state}', is a symbolic link"
             raise LedgerError("ledger.witness-state-unreadable", problem, "name the file itself")
         if not self._state.exists():
             return {}
@@ -107,22 +107,22 @@ class Witness:
                 return made
         except (EncodingError, TypeError, AttributeError):
             pass
-        problem = f"'{self._state}', which keeps what the witness has cosigned, cannot be read"
-        raise LedgerError("ledger.witness-state-unreadable", problem, "restore it from a copy; do not begin anew")
+        problem = f"the state file of the witness, '{self._state}', cannot be read"
+        raise LedgerError("ledger.witness-state-unreadable", problem, "restore it from a copy; do not start with a new file")
 
 
 def _check_continues(
     before: LedgerCheckpoint, new: LedgerCheckpoint, request: WitnessRequest, prove: Prove | None
 ) -> None:
-    """Raise NotVerified unless the new tree continues the one before."""
+    """Raise NotVerified unless the new tree continues the previous one."""
     name = f"the checkpoint of {new.origin!r} with {new.size} leaves"
     if new.size < before.size:
         problem = f"{name} is a rollback: one with {before.size} leaves was cosigned before"
-        raise NotVerified("ledger.witness-rollback", problem, "ask the ledger for its newest checkpoint")
+        raise NotVerified("ledger.witness-rollback", problem, "ask the operator of the ledger for its newest checkpoint")
     if new.size == before.size:
         if new.root != before.root:
             problem = f"{name} is a fork: another root was cosigned for the same size"
-            remedy = "keep both checkpoints, they prove the fork; tell those who rely on the ledger"
+            remedy = "keep both checkpoints, which prove the fork, and inform the users of the ledger"
             raise NotVerified("ledger.witness-fork", problem, remedy)
         return
     path: Sequence[bytes] = request.path
@@ -146,4 +146,4 @@ def _check_continues(
 
 
 def _malformed(problem: str) -> EncodingError:
-    return EncodingError("ledger.witness-request-malformed", f"malformed request: {problem}", "ask the ledger again")
+    return EncodingError("ledger.witness-request-malformed", f"malformed request: {problem}", "ask the operator of the ledger for it again")

@@ -109,7 +109,7 @@ def prefix_error_ratio(plan: StepPlan, bands: int | None = None) -> float:
 
 
 def best_bands(plan: StepPlan, most: int = 64) -> int:
-    """Return the number of bands, of 1, 2, 4, … `most`, with which sums of gradients have the least error at the plan's ε.
+    """Return the number of bands among 1, 2, 4, … `most` with the smallest error of sums of gradients at the plan's ε.
 
     The plan's own if it has more than 1. 1 if nothing is gained, a class has no population, or correlated noise is not
     proven with the plan. Every doubling has to take a tenth off the error, because the noise of b-1 steps is kept.

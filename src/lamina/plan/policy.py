@@ -211,7 +211,7 @@ class NoisePolicy(BaseModel):
 
 
 class AboutPolicy(BaseModel):
-    """What the owner states about data and model, for certificates and papers. All of it may be left out."""
+    """The owner's statements about data and model, for certificates and papers. All are optional."""
 
     model_config = _STRICT
     title: AboutField = None
@@ -243,7 +243,7 @@ class AboutPolicy(BaseModel):
 
     @property
     def stated(self) -> tuple[tuple[str, str], ...]:
-        """Names and texts of what is stated, in order of the names."""
+        """Return the names and texts of the statements, in order of the names."""
         return tuple(sorted(self.model_dump(exclude_none=True).items()))
 
 
@@ -290,7 +290,7 @@ class Policy(BaseModel):
             raise PlanError(error.code, f"{source}: {error.problem}", error.remedy) from None
 
     def with_bands(self, bands: int) -> Policy:
-        """Return the policy with noise correlated over so many steps. One that names its own bands is refused."""
+        """Return the policy with noise correlated over this many steps. Refuse a policy that names its own bands."""
         whole(PlanError, "plan.bands-out-of-range", most=MAX_BANDS, bands=bands)
         if self.noise.bands not in (None, bands):
             problem = f"bands is {bands}, and the policy has {self.noise.bands} under [noise]"

@@ -1,4 +1,4 @@
-"""Bounds on what an attack may find, and the trade-off curves of plans against which they are checked."""
+"""Bounds on the success of attacks, and the trade-off curves of plans against which they are checked."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from lamina.plan.step_plan import Clipping, StepPlan
 
 RiskOf = Literal["membership", "content"]
 STATED_RATES = (0.001, 0.01, 0.05)
-"""The false-positive rates at which manifests and certificates state what an attack finds."""
+"""False-positive rates at which manifests and certificates state true-positive rates."""
 
 _MARGIN = 1e-6  # relative: by which a plan stays below its bound, so that rounding does not refuse its last step
 _Rate = Annotated[float, Field(gt=0, lt=1)]
 
 
 class RiskBound(BaseModel):
-    """The best attack finds at most `tpr` of those it looks for, while it wrongly accuses `fpr` of the others.
+    """A bound on attacks: the best attack has at most the true-positive rate `tpr` at the false-positive rate `fpr`.
 
     of  "membership": which contributions took part, by the add/remove curve; "content": what a contribution that is
         known to have taken part holds, by the replace-one curve
@@ -44,11 +44,11 @@ class RiskBound(BaseModel):
         return f"{self.of}: at most {100 * self.tpr:.6g} % found at {100 * self.fpr:.6g} % false accusations"
 
     def implies(self, other: RiskBound) -> bool:
-        """Return whether whatever keeps this bound keeps the other, because a curve does not decrease."""
+        """Return whether this bound implies the other, because a curve does not decrease."""
         return self.of == other.of and self.fpr >= other.fpr and self.tpr <= other.tpr
 
     def rate(self, events: EventCounts, *, accountant: str, marks: frozenset[str] = frozenset()) -> float:
-        """Return the largest true-positive rate at `fpr` for all events together; 1 if nothing is proven."""
+        """Return the largest true-positive rate at `fpr` for all events together; 1 if no bound is proven."""
         curve = risk_curve(events, accountant=accountant, of=self.of, marks=marks)
         return 1.0 if curve is None else curve.tpr(self.fpr)
 
@@ -57,7 +57,7 @@ ZERO_OUT, COMPOSED, UNPROVEN = "zero-out", "composed", "unproven"
 
 
 def curve_marks(plan: StepPlan) -> frozenset[str]:
-    """Return what limits the curves of a plan, which its events do not show.
+    """Return the limits of the curves of a plan that its events do not show.
 
     zero-out  its claim does not cover membership
     composed  no replace-one curve is proven: other content may have another turn, or Laplace noise was sampled

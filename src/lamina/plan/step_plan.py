@@ -314,7 +314,7 @@ class StepPlan:
 
     @property
     def proves_replace_one(self) -> bool:
-        """Whether a replace-one divergence is proven for its noise. Otherwise two add/remove steps bound it."""
+        """Return whether a replace-one divergence is proven for its noise. Otherwise two add/remove steps bound it."""
         return self.bands == 1 and self.noise_kind is not NoiseKind.LAPLACE
 
     def delta(self, k: str | int) -> float:

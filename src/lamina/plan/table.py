@@ -26,7 +26,7 @@ def layer_shares(plan: StepPlan) -> tuple[float, ...]:
 
 
 def plan_summary(plan: StepPlan) -> dict[str, Any]:
-    """Figures per class and per layer. Infinite figures are null, and so are ε, ρ and δ of public classes: no protection."""
+    """Return figures per class and layer. Infinite figures, and ε, ρ and δ of unprotected public classes, are null."""
     return {
         "classes": {
             entry.name: {
@@ -217,7 +217,7 @@ def epsilon_text(epsilon: float, digits: int = 4) -> str:
 
 
 def percent_text(rate: float) -> str:
-    """A rate that an attack reaches, in per cent: rounded up.
+    """Return the success rate of an attack in per cent, rounded up.
 
     >>> percent_text(0.05281)
     '5.29 %'

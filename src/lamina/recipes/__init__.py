@@ -1,4 +1,4 @@
-"""Recipes: from data to model, features, plan, engine and optimiser in one call. Nothing in them is read from private data."""
+"""Recipes: model, features, plan, engine and optimiser for given data in one call. No setting is read from private data."""
 
 from lamina.recipes.images import images
 from lamina.recipes.recipe import Recipe

@@ -1,4 +1,4 @@
-"""`lamina.recipes.images`: a linear layer on scattered images of any size; no public data are needed."""
+"""`lamina.recipes.images`: a linear layer on scattered images of any size, without public data."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OPPONENT = ((1 / 3, 1 / 3, 1 / 3), (1 / 2, -1 / 2, 0.0), (1 / 4, 1 / 4, -1 / 2))
 
 
 class ScatteredImages(nn.Module):
-    """Images -> (N, width): scattering coefficients, normalised within each image. Nothing in it is learned.
+    """Images -> (N, width): scattering coefficients, normalised within each image, without learned parameters.
 
     Three colours become brightness, red-green and yellow-blue. `mirror` averages the coefficients with those of the mirror
     image, and keeps the half of the columns that then holds all of it.
@@ -63,7 +63,7 @@ def images(
     x: Any, y: Any, *, classes: int, epsilon: float, delta: float = 1e-5, batch: int | None = None, steps: int = STEPS,
     mirror: bool = False, population: int | None = None, unit: Any = None, **options: Any,
 ) -> Recipe:  # fmt: skip
-    """Return a linear classifier of scattered images, and what trains it with ε and δ as given.
+    """Return a recipe for a linear classifier of scattered images at the given ε and δ.
 
         recipe = lamina.recipes.images(x, y, classes=10, epsilon=3.0)
         recipe.train()
@@ -94,7 +94,7 @@ def classifier(
     rows: Tensor, y: Any, features: ScatteredImages, *, classes: int, epsilon: float, delta: float = 1e-5,
     batch: int | None = None, steps: int = STEPS, population: int | None = None, unit: Any = None, **options: Any,
 ) -> Recipe:  # fmt: skip
-    """Return the recipe of `images` for rows that `features` made before, in half precision if memory is short."""
+    """Return the recipe of `images` for rows that `features` computed earlier; half precision saves memory."""
     model = nn.Linear(rows.shape[1], classes)
     nn.init.zeros_(model.weight)
     nn.init.zeros_(model.bias)

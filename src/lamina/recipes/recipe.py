@@ -1,4 +1,4 @@
-"""`Recipe`: what a private training needs, put together by a function of `lamina.recipes`, and two ways to run it."""
+"""`Recipe`: the parts of a private training, assembled by a function of `lamina.recipes`, and two ways to run it."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def linear(inputs: int, outputs: int) -> nn.Linear:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Recipe:
-    """What a training loop or `lamina.Trainer` takes.
+    """The arguments of a training loop or of `lamina.Trainer`.
 
     features  a fixed map from raw records to what `model` takes: apply it to new records first
     loss_fn   (output, y), or (output, x) where there is no y
@@ -102,7 +102,7 @@ class Recipe:
         )  # fmt: skip
 
     def trainer(self, folder: str | Path, **options: Any) -> Trainer:
-        """Return a trainer with a ledger, that may be killed and resumed; `options` are those of `Trainer`."""
+        """Return a resumable trainer with a ledger; `options` are those of `Trainer`."""
         given: dict[str, Any] = {"engine": self.engine, "scheduler": self.schedule, **options}
         return Trainer(self.model, self.optimizer, self.loss_fn, self.corpus, self.plan, folder=folder, **given)
 

@@ -1,4 +1,4 @@
-"""Recipes for physiological signals: ECG to classes, beats and days of glucose to themselves. Public parts are simulated."""
+"""Recipes for physiological signals: ECG classifier, autoencoders of beats and days of glucose, with simulated public parts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TOP_BAND = ("decoder.8.", "decoder.9.", "decoder.12.")  # of a StackedAE: two of
 
 
 def beat_rows(beats: Any) -> Array:
-    """(N, 12, 80) in millivolt -> (N, 480): means of two samples, tanh in units of half a millivolt."""
+    """Return (N, 12, 80) in millivolt as (N, 480): means of two samples, tanh in units of half a millivolt."""
     return bounded(beats.reshape(len(beats), 12, -1, 2).mean(3).reshape(len(beats), -1))
 
 
@@ -54,7 +54,7 @@ def ecg_rows(x: Array, directions: Directions) -> Tensor:
 
 
 def median_beats(records: Any, *, rhythm: Any = None, starts: Sequence[int] | None = None) -> Array:
-    """(N, 12, samples) in millivolt at 100 per second -> (N, 12, 80): each record's own median beat."""
+    """Return the median beat (N, 12, 80) of each record (N, 12, samples) in millivolt at 100 per second."""
     strips = [record[1] for record in records] if rhythm is None else rhythm  # lead II
     peaks = [r_waves(strip, rate=100) for strip in strips]
     return np.stack([median_beat(r, p, rate=100, starts=starts) for r, p in zip(records, peaks, strict=True)])
@@ -83,14 +83,14 @@ def ecg(beats: Any, y: Any, *, unit: Any, population: int | None = None, **optio
 
 
 class Residual(nn.Module):
-    """y = x + tanh(W x + b)."""
+    """A residual layer, y = x + tanh(W x + b)."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.inner = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the input and what is learned beside it."""
+        """Return the input plus the learned residual."""
         return x + torch.tanh(self.inner(x))
 
 
@@ -150,7 +150,7 @@ def public_days() -> Tensor:
 
 
 def pretrained_days(seed: int = 0, steps: int = 1000) -> StackedAE:
-    """Return a stacked autoencoder of days that learned from simulated ones."""
+    """Return a stacked autoencoder of days, pre-trained on simulated days."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = StackedAE(1, 288, depth=8, dropout=0.0)
@@ -159,7 +159,7 @@ def pretrained_days(seed: int = 0, steps: int = 1000) -> StackedAE:
 
 
 def keep_top_band(model: nn.Module) -> nn.Module:
-    """Freeze all of a `StackedAE` of eight layers but its last two, in place; return it."""
+    """Freeze all layers of a `StackedAE` of eight layers except the last two, in place, and return it."""
     for name, p in model.named_parameters():
         p.requires_grad_(name.startswith(TOP_BAND))
     return model

@@ -17,7 +17,7 @@ from lamina.recipes.recipe import Recipe, class_losses, class_numbers, squared_e
 
 
 class Columns(nn.Module):
-    """Columns to [-1, 1] by declared ranges: what is outside of them is cut, what is missing (NaN) is 0. Row by row."""
+    """Columns scaled to [-1, 1] by declared ranges, row by row: values outside are clipped, missing ones (NaN) are 0."""
 
     middle: Tensor
     spread: Tensor

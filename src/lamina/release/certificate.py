@@ -1,4 +1,4 @@
-"""The certificate of a run: what each class has lost, whom the model protects, and statements with their sources.
+"""The certificate of a run: the privacy loss of each class, whom the model protects, and statements with their sources.
 
 Every figure follows from the charges that the ledger records (docs/theory.md, "What a certificate reports"):
 
@@ -436,7 +436,7 @@ _PROFILE = ("0.001", "0.0001", "1e-05", "1e-06", "1e-08")  # δ at which ε is s
 
 
 def _epsilon(events: EventCounts, header: Header, delta: float) -> float | None:
-    """ε by the ledger's accountant, in steps of 1e-9 rounded up; None: nothing finite is proven."""
+    """Return ε by the ledger's accountant, in steps of 1e-9 rounded up; None if no finite ε is proven."""
     return epsilon_or_none(nano_epsilon(pooled_epsilon(events, delta=delta, name=header.accountant)))
 
 
@@ -467,7 +467,7 @@ def _figures(events: Mapping[EventKey, int], header: Header, most: int | None, *
 
 
 def _bound_figures(evidence: RunEvidence, header: Header, bound: Account) -> dict[str, Any]:
-    """The figures of contributions that signed this bound. `scale` is the largest one at which they took part."""
+    """Return the figures of contributions that signed this bound. `scale` is the largest scale at which they took part."""
     scales = evidence.scales(bound)
     return {
         "clip_norm": bound[1] / 1e6,

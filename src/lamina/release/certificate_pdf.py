@@ -1,4 +1,4 @@
-"""Papers about a certificate, by typst (`pip install 'lamina[report]'`): the certificate, and the one-page release decision.
+"""PDFs about a certificate, set by typst (`pip install 'lamina[report]'`): the certificate, and the one-page release decision.
 
 The templates read the content of the certificate itself. The same inputs give the same bytes, and no text is smaller than 7 pt.
 """
@@ -45,7 +45,7 @@ def _compiled(template: str, content: Mapping[str, Any], officer: Countersignatu
 
 
 def _merged_layers(content: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Layers from the output down. Adjacent equal layers are one row; of many rows, neighbours are drawn together."""
+    """Return the layers from the output down. Adjacent equal layers are one row; many rows are merged with their neighbours."""
     equal = [list(group) for _, group in groupby(content["layers"], lambda each: (each["classes"], each["noise_std"]))]
     size = max(1, -(-len(equal) // _MAX_LAYERS))
     rows = []

@@ -89,7 +89,7 @@ def compare_with_ledger(
 
 
 def changes_since(manifest: Manifest, ledger: LedgerReader) -> dict[str, list[int]]:
-    """Return the leaves that the ledger has had since the release, by what they change. They are no problems of it.
+    """Return the leaves that the ledger gained after the release, by what they change. They are not problems of the release.
 
     Epochs count if they charge a class of the release.
     """
@@ -186,7 +186,7 @@ def _compare_posture(manifest: Manifest, expected: Posture, runs: Sequence[RunEv
 
 
 def check_parents(runs: Sequence[RunEvidence]) -> None:
-    """Raise NotVerified if a run continued the weights of a run that the release leaves out: its ε would be missing."""
+    """Raise NotVerified if a run continued the weights of a run that the release omits, so that its ε would be missing."""
     for run in runs:
         parent = None if run.begin is None else run.begin[1].parent
         if parent is not None and parent not in {each.run for each in runs}:

@@ -1,4 +1,4 @@
-"""The statement for a contributor: what a ledger records about one contribution, signed by the ledger's key, and as a letter.
+"""The statement for a contributor: the facts that a ledger records about one contribution, signed by the ledger's key.
 
 `statement_content` computes the facts at a checkpoint; they are signed as JSON (COSE_Sign1), and `letter` puts the same
 facts into sentences. The receipts in it prove leaves of the ledger to a reader who has only the ledger's public key: the
@@ -80,7 +80,7 @@ def statement_content(ledger: LedgerReader, seq: int, size: int) -> dict[str, An
 
 
 def _proof(ledger: LedgerReader, leaf: Leaf, size: int, *, body: bool) -> dict[str, Any]:
-    """Return a leaf with its receipt. Of epochs but the last, the body stays out: it is about other people too."""
+    """Return a leaf with its receipt. Only the last epoch includes its body, because a body is about other people too."""
     data, rest = ledger.raw(leaf.seq)
     parts = {"leaf": data, "body": rest if body else None, "receipt": ledger.receipt(leaf.seq, size)}
     encoded = {name: None if part is None else base64.b64encode(part).decode() for name, part in parts.items()}
@@ -128,7 +128,7 @@ def read_statement(data: bytes, trust: Trust) -> tuple[dict[str, Any], Note, Con
         signers = [NoteKey(origin, key) for key in dict.fromkeys(keys)]
         head = verify_checkpoint(content["checkpoint"], signers, origin=origin)
         if (head.size, head.root.hex()) != (content["ledger"]["size"], content["ledger"]["root"]):
-            raise _differs("its checkpoint is of another tree than it names")
+            raise _differs("its checkpoint states another tree")
         # 3. Every receipt proves its leaf in this tree.
         leaves = {each["index"]: _check_proof(each, keys, head) for each in content["receipts"]}
         # 4. The facts are those of the leaves.
@@ -139,13 +139,13 @@ def read_statement(data: bytes, trust: Trust) -> tuple[dict[str, Any], Note, Con
 
 
 def _check_proof(proof: Mapping[str, Any], keys: list[PublicKey], head: LedgerCheckpoint) -> tuple[KeptLeaf, Any]:
-    """Return a leaf that its receipt proves, and its record; of an epoch without its body, None."""
+    """Return a leaf that its receipt proves, and its record; None as the record of an epoch without its body."""
     leaf, receipt = (base64.b64decode(proof[name], validate=True) for name in ("leaf", "receipt"))
     body = None if proof["body"] is None else base64.b64decode(proof["body"], validate=True)
     found, kept = Receipt.decode(receipt), decode_kept(leaf)
     shown = any(verify_receipt(receipt, leaf, key, head.origin) for key in keys)
     if not shown or (found.size, found.index) != (head.size, kept.seq) or kept.seq != proof["index"]:
-        raise _differs(f"the receipt of leaf {proof['index']} does not prove it")
+        raise _differs(f"the receipt of leaf {proof['index']} does not prove that leaf")
     bare = body is None and kept.kind is Epoch
     return kept, None if bare else decode_leaf(StoredLeaf(leaf, body)).record
 

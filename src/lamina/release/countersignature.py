@@ -1,4 +1,4 @@
-"""The countersignature of a privacy officer: who determined that one certified model may be released, to whom and until when.
+"""The countersignature of a privacy officer: the determination that one certified model may be released to a recipient.
 
 It is a COSE_Sign1 message over canonical JSON that names the SHA-256 of the signed certificate. Its fields include those of
 an expert determination (45 CFR 164.514(b)(1)): name, qualification, date, recipient, method, result and expiry. A field that
@@ -31,7 +31,7 @@ _FIELDS = ("version", "certificate", "signer", "signed", "valid_until", *TEXTS)
 
 @dataclass(frozen=True, kw_only=True)
 class Countersignature:
-    """A countersignature that holds under the key it names. `check` says whether that key counts."""
+    """A countersignature that is valid under the key that it names. `check` decides whether that key is accepted."""
 
     content: Mapping[str, Any]
     signer: PublicKey
@@ -78,15 +78,15 @@ class Countersignature:
         not_after  until when the release may be served, which the officer's date bounds
         """
         if not self.is_about(certificate):
-            note("release.countersignature-other-certificate", "it is about other bytes than this certificate", file)
+            note("release.countersignature-other-certificate", "it was made for another certificate", file)
         entry = None if trust is None or trust.ring is None else trust.ring.get(self.signer.id)
         if role := role_of(self.signer, release, trust, parties):
             note("release.officer-key-in-other-role", other_role(self.signer, role).problem, file)
         elif entry is not None and entry.standing(now, self.signed) is not KeyStatus.USABLE:
             status = entry.standing(now, self.signed).value
-            note("release.officer-key-retired", f"its key is {status}; it is of {self.content['signed']}", file)
+            note("release.officer-key-retired", f"its key is {status}; it was signed at {self.content['signed']}", file)
         elif trust is not None and entry is None:
-            told = f"the key ring has no key {self.signer.name[:16]} of an officer: lamina keys add --role {OFFICER}"
+            told = f"the key ring has no key {self.signer.name[:16]} in the role officer: lamina keys add --role {OFFICER}"
             note("release.officer-key-not-trusted", told, file)
         if self.valid_until <= now:
             note("release.countersignature-expired", f"it was valid until {self.content['valid_until']}", file)
@@ -94,7 +94,7 @@ class Countersignature:
             ends = f"it ends {self.content['valid_until']}, but the release may be served until {format_utc(not_after)}"
             note("release.countersignature-ends-earlier", ends, file)
         if self.signed > now + CLOCK_SKEW:
-            note("release.countersignature-from-the-future", f"it is of {self.content['signed']}, still to come", file)
+            note("release.countersignature-from-the-future", f"its signing time {self.content['signed']} is in the future", file)
 
     def __str__(self) -> str:
         return f"{self.content['name']}, {self.content['role']}, valid until {self.content['valid_until']}"

@@ -211,7 +211,7 @@ class _ClassState:
     rates: Mapping[tuple[str, float], float]  # what an attack finds, by its kind and false-positive rate
 
     def exceeds(self, most: RiskBound | None) -> bool:
-        """Whether an attack finds more than that, or nothing is proven."""
+        """Return whether an attack finds more than the bound allows, or no bound is proven."""
         return most is not None and self.rates.get((most.of, most.fpr), 1.0) > most.tpr
 
 

@@ -1,4 +1,4 @@
-"""What a ledger records about one contribution, in sentences for the person whose contribution it is.
+"""Sentences for a contributor about the facts that a ledger records about their contribution.
 
 The sentences are in templates/letter.toml. They follow from the facts of a statement or a reconciliation alone.
 """
@@ -20,7 +20,7 @@ def letter(content: Mapping[str, Any]) -> dict[str, Any]:
     """Return the letter to a contributor from the content of a statement: summary, facts, and sections of sentences."""
     told, tree, facts = content["contribution"], content["ledger"], letter_facts(content)
     unknown = "no figure yet" if facts["open"] else "no protection is proven"
-    lost = f"at most ε {facts['epsilon']} lost" if facts["priced"] else unknown
+    lost = f"privacy loss at most ε {facts['epsilon']}" if facts["priced"] else unknown
     gone = content["withdrawn"]
     summary = [
         f"withdrawn on {gone['time'][:10]}" if gone else "expired" if facts["expired"] else "in force",
@@ -75,13 +75,13 @@ def _broken(content: Mapping[str, Any]) -> list[str]:
 
 
 def is_proven(content: Mapping[str, Any]) -> bool:
-    """Return whether ε bounds what a private contribution has lost: each run that may have used it ended, with all conditions."""
+    """Return whether ε bounds the privacy loss: each run that may have used the contribution ended, and its conditions hold."""
     charged = not content["contribution"]["public"] and content["epsilon_charged"] is not None
     return charged and all(run["conditions"] for run in _runs_of_use(content)) and not _broken(content)
 
 
 def letter_facts(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the facts that sentences depend on, and the texts that they contain, by their names in letter.toml."""
+    """Return the facts and texts of the sentences, by their names in letter.toml."""
     told, gone, runs, released = (content[name] for name in ("contribution", "withdrawn", "runs", "releases"))
     used, left_out = ([each for each in content["events"] if bool(each["factor"]) is used] for used in (True, False))
     scaled = [each for each in used if each["factor"] < 1]

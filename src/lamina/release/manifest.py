@@ -239,7 +239,7 @@ def _by_certificate(
     officers: Sequence[Countersignature], certificates: Sequence[bytes], key: PublicKey, ledger: LedgerReader,
     not_after: int,
 ) -> dict[bytes, Countersignature]:  # fmt: skip
-    """Return countersignatures by certificate. Raise NotVerified if one has no certificate here, or does not count."""
+    """Return countersignatures by certificate. Raise NotVerified if one is invalid or its certificate is missing."""
     found: dict[bytes, Countersignature] = {}
     for each in officers:
         mine = next((data for data in certificates if each.is_about(data) and data not in found), b"")

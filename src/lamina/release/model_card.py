@@ -33,7 +33,7 @@ _ABOUT_MODEL = ("description", "task", "domain", "intended_use", "organisation",
 
 
 def about(content: Mapping[str, Any], name: str) -> str:
-    """Return what the owner states under a name of [about], or "not stated"."""
+    """Return the owner's text under a name of [about], or "not stated"."""
     return str(content["about"][name]["text"]) if name in content["about"] else NOT_STATED
 
 
@@ -109,7 +109,7 @@ def model_badge(certificates: Sequence[Certificate], posture: Posture) -> str:
 
 
 def model_statements(certificates: Sequence[Certificate], posture: Posture) -> list[Mapping[str, Any]]:
-    """Return what the certificates state about a model. Figures of single runs are left out if it has several."""
+    """Return the statements of the certificates about a model, without figures of single runs if it has several runs."""
     if len(certificates) == 1:
         return list(certificates[0].content["statements"])
     every = [each for certificate in certificates for each in certificate.content["statements"]]
@@ -132,7 +132,7 @@ def model_statements(certificates: Sequence[Certificate], posture: Posture) -> l
 
 
 def risk_texts(statements: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return what is stated about membership and content."""
+    """Return the texts about membership and content."""
     return [each["text"] for each in statements if each["topic"] in _RISKS]
 
 
@@ -197,7 +197,7 @@ def markdown(text: str) -> str:
 
 
 def ml_bom(name: str, files: Mapping[str, str], certificates: Sequence[Certificate], posture: Posture) -> bytes:
-    """An inventory of the release: CycloneDX 1.7 with a model card, a data component for each class, and claims."""
+    """Return an inventory of the release: CycloneDX 1.7 with a model card, a data component for each class, and claims."""
     last = certificates[-1].content
     rows, statements = class_rows(certificates, posture), model_statements(certificates, posture)
     limits = [each["text"] for each in statements if each["topic"] in ("not covered", "side channels")]
@@ -264,7 +264,7 @@ def ml_bom(name: str, files: Mapping[str, str], certificates: Sequence[Certifica
 
 
 def _formula(certificates: Sequence[Certificate]) -> dict[str, Any]:
-    """Return how the model was made, as a CycloneDX formula: each run is a workflow, which the programs of the run carried out."""
+    """Return the runs of the model as a CycloneDX formula: one workflow for each run, with the programs that performed it."""
     programs: dict[str, dict[str, str]] = {}
     kinds = {"python": "platform"}
     workflows = []

@@ -1,4 +1,4 @@
-"""Where a certificate states what NIST SP 800-226 asks about a differential privacy guarantee (`certify --profile nist-800-226`).
+"""The questions of NIST SP 800-226 about a guarantee, and the evidence in a certificate (`certify --profile nist-800-226`).
 
 The items are in templates/nist-800-226.toml. Each finds its evidence in the content of the certificate. An item without evidence
 is "not stated". No item and no number of items is a claim of compliance.
@@ -22,7 +22,7 @@ Evidence = tuple[str, str, Sequence[int]]  # value, source, leaves of the ledger
 
 
 class _RoundedUp(Formatter):
-    """Formats numbers that have no format of their own rounded up."""
+    """A formatter that rounds up numbers without a format."""
 
     def format_field(self, value: Any, spec: str) -> str:
         rounds = not spec and isinstance(value, float) and value >= 1e-3
@@ -80,7 +80,7 @@ def _utility(content: Content, which: str) -> Iterator[Evidence]:
 
 
 def profile_dict(content: Content) -> dict[str, Any]:
-    """Return the table as machines read it. An empty list of evidence means "not stated"."""
+    """Return the table for JSON. An empty list of evidence means "not stated"."""
     rows = []
     for number, item in enumerate(ITEMS, 1):
         found = [{"text": text, "source": by, "leaves": [*leaves]} for text, by, leaves in _evidence(content, item)]
@@ -91,7 +91,7 @@ def profile_dict(content: Content) -> dict[str, Any]:
 
 
 def profile_text(content: Content) -> str:
-    """Return the table as people read it."""
+    """Return the table as text for a terminal."""
     lines = [NOTICE, *([] if content["private"] else ["This run is not private; lamina certify states why."])]
     for row in profile_dict(content)["rows"]:
         lines.append(f"{row['item']:>2}  §{row['section']}  {row['question']}  [{row['where']}]")

@@ -1,4 +1,4 @@
-"""Papers about a release for others: OpenDP registry entry, SPDX 3 document, EDPB documentation file, SACRO-ML target.
+"""Papers about a release: OpenDP registry entry, SPDX 3 document, EDPB documentation file, SACRO-ML target.
 
 Every figure and sentence comes from a release that verifies. What nobody stated is printed as "not stated". The same
 release and predictions give the same bytes.
@@ -31,14 +31,14 @@ from lamina.validate import one_of
 
 
 class VerifiedRelease(NamedTuple):
-    """What papers are written from: a release without problems, and facts about it as texts by name."""
+    """A verified release without problems, and facts about it as texts by name."""
 
     manifest: Manifest
     certificates: tuple[Certificate, ...]
     facts: Mapping[str, str]
 
     def stated(self, name: str) -> str:
-        """A fact, or "not stated"."""
+        """Return a fact, or "not stated"."""
         return self.facts.get(name, NOT_STATED)
 
 
@@ -114,7 +114,7 @@ def opendp_entry(release: VerifiedRelease) -> bytes:
 
 
 def edpb_page(release: VerifiedRelease) -> bytes:
-    """Return the items that EDPB Opinion 28/2024 asks to document. It claims no compliance."""
+    """Return a document with the items of EDPB Opinion 28/2024. It claims no compliance."""
     table = model_card.figures_table(class_rows(release.certificates, release.manifest.posture))
     return filled("edpb-28-2024.md", release.facts, markdown, {"FIGURES": table}).encode()
 
@@ -260,7 +260,7 @@ def write_papers(
     folder: Path, out: Path, *, trust: Trust | None = None, ledger: LedgerReader | None = None,
     predictions: Mapping[str, Path] | None = None,
 ) -> VerifiedRelease:  # fmt: skip
-    """Write the papers of a release into the new folder `out`, which lies in no release.
+    """Write the papers of a release into the new folder `out`, which must not be inside a release.
 
     Predictions on training records are private data: their folder and files are readable by their owner only.
     """

@@ -167,7 +167,7 @@ def _check_class(each: ClassPosture) -> None:
 
 
 def plain(each: Any, *without: str) -> dict[str, Any]:
-    """Return a part of a posture as a manifest holds it."""
+    """Return a part of a posture in the form of a manifest."""
     values = {name: getattr(each, name) for name in each.__slots__ if name not in without}
     return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 

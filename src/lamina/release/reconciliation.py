@@ -1,4 +1,4 @@
-"""Content anchors, and the reconciliation of a deletion request: from a contribution to every model that stands on it.
+"""Content anchors, and the reconciliation of a deletion request: from a contribution to every model that may have used it.
 
 A content anchor is a record outside the ledger that names a contribution by the hash of its descriptor, which the ledger
 holds too: whoever has one of the two finds the other. It is JSON of its own, or an assertion in a C2PA manifest (in the JSON
@@ -133,7 +133,7 @@ def _descriptors(value: Any, depth: int) -> Iterator[str]:
 
 
 def reconcile(ledger: LedgerReader, leaf: Leaf, size: int | None = None) -> dict[str, Any]:
-    """What a request to delete the contribution in a leaf comes to: events, models, and the spend attributable to it.
+    """Return the answer to a request to delete the contribution in a leaf: events, models, and the spending for it.
 
     All of it is as of the first `size` leaves; by default of all.
     """
@@ -143,7 +143,7 @@ def reconcile(ledger: LedgerReader, leaf: Leaf, size: int | None = None) -> dict
 
 
 def reconciled_facts(ledger: LedgerReader, trace: ContributionTrace, size: int) -> dict[str, Any]:
-    """Return what a trace over the first `size` leaves says about a contribution, its events, runs and models.
+    """Return the facts of a trace over the first `size` leaves: the contribution, its events, runs and models.
 
     `epsilon_charged` is what the ledger charged for it. `epsilon`, also of each run, is a bound on what it has lost, and null
     unless one is proven: the contribution is private, and each run that may have used it has ended and kept its conditions.
@@ -173,7 +173,7 @@ def reconciled_facts(ledger: LedgerReader, trace: ContributionTrace, size: int) 
 
 
 def _by_run(ledger: LedgerReader, trace: ContributionTrace, size: int) -> Iterator[dict[str, Any]]:
-    """Yield for each run how many steps it was eligible for, their ε alone, and the conditions of the run.
+    """Yield for each run the number of steps in which the contribution was eligible, their ε alone, and the run's conditions.
 
     `conditions` are null unless an end of the run is recorded after its last epoch.
     """
@@ -200,7 +200,7 @@ def _by_run(ledger: LedgerReader, trace: ContributionTrace, size: int) -> Iterat
 
 
 def _conditions(ledger: LedgerReader, end: RunEnd, plans: Collection[bytes]) -> dict[str, str | bool]:
-    """Return what the trainer states about a run, and whether its plans have enough noise; a missing plan has not."""
+    """Return the trainer's statements about a run, and whether its plans have enough noise; a missing plan does not."""
     known = [StepPlan.from_cbor(data) for plan in plans if (data := ledger.blob(plan)) is not None]
     adjacency = max((plan.adjacency for plan in known), key=len, default="")  # zero-out, if one of them is
     sound = len(known) == len(plans) and not any(p.claimed or p.clipping is Clipping.ELEMENTWISE for p in known)
@@ -208,7 +208,7 @@ def _conditions(ledger: LedgerReader, end: RunEnd, plans: Collection[bytes]) -> 
 
 
 def _release(ledger: LedgerReader, leaf: Leaf) -> dict[str, Any]:
-    """A model that stands on it, with the name that its manifest gives it."""
+    """Return a release of a model that may have used the contribution, with the name in its manifest."""
     record = leaf.record
     assert isinstance(record, Release)
     found = leaf_excerpt(leaf, "manifest", "runs", "not_after")

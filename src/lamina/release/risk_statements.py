@@ -55,7 +55,7 @@ BASELINES = (0.01, 0.1, 0.5)  # of attribute inference and reconstruction
 CURVE_RATES: Sequence[float] = (
     0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.08, 0.12, 0.17, 0.25, 0.35, 0.5, 0.65, 0.8, 0.9, 0.95, 0.99,
 )  # fmt: skip
-"""The false-positive rates of the points from which pages draw a curve."""
+"""False-positive rates of the points of a curve on paper."""
 LEAST_RATE = 0.001  # both error rates lie above it where μ holds; without such a limit no finite μ exists
 TWO_STEPS = "replace-one, as two add/remove steps"
 ADJACENCIES = ("add-remove", "replace-one", TWO_STEPS)
@@ -64,7 +64,7 @@ ADJACENCIES = ("add-remove", "replace-one", TWO_STEPS)
 def risk_figures(
     events: EventCounts, *, accountant: str, of: RiskOf, marks: frozenset[str] = frozenset(), drawn: bool = False
 ) -> dict[str, Any] | None:
-    """Return what an attacker can learn from all events together; None if nothing is proven.
+    """Return bounds on what an attacker can learn from all events together; None if no bound is proven.
 
     `events` are charges as the ledger records them. No cap on occurrences is credited, because the ledger does not prove
     one. `marks` state what limits the curves of the plans that made the events. Where no replace-one curve is proven, the
@@ -120,7 +120,7 @@ def membership_sentence(unit: str, risk: Risk) -> str:
 
 
 def content_sentence(unit: str, risk: Risk) -> str:
-    """Return what the best attacker learns about the content of a known participant, in natural frequencies.
+    """Return a sentence about what the best attacker learns about the content of a known participant, in natural frequencies.
 
     The baseline is a model that was trained with another record in place of this one (`TradeOffCurve.success`). Knowledge
     about the population helps there as well, so it is not an attack without the model.
@@ -134,14 +134,14 @@ def content_sentence(unit: str, risk: Risk) -> str:
 
 
 def risk_sentence(of: str, unit: str, risk: Risk) -> str:
-    """Return the sentence about membership or content; about content with its adjacency, for readers of certificates."""
+    """Return the sentence of a certificate about membership or content; the one about content names its adjacency."""
     if of.startswith("membership"):
         return membership_sentence(unit, risk)
     return f"{content_sentence(unit, risk)} Adjacency: {risk['adjacency']}."
 
 
 def withdrawn_text(size: int, withdrawn: Mapping[str, int]) -> str:
-    """Return how many contributions of a model were withdrawn by class, in the first `size` leaves of the ledger."""
+    """Return a sentence about the withdrawn contributions of a model by class, in the first `size` leaves of the ledger."""
     counts = ", ".join(f"{name} {count}" for name, count in sorted(withdrawn.items()) if count)
     return (
         f"Contributions that this model may have learned from and that were withdrawn up to leaf {size - 1} of the ledger: "
@@ -150,7 +150,7 @@ def withdrawn_text(size: int, withdrawn: Mapping[str, int]) -> str:
 
 
 def purpose_text(name: str, purposes: Sequence[str]) -> str:
-    """Return what a class may be used for."""
+    """Return a sentence about the permitted uses of a class."""
     if purposes:
         return f"Class {name} may be used for: {', '.join(purposes)}."
     unstated = "no purpose is stated that all its plans allow"
@@ -158,7 +158,7 @@ def purpose_text(name: str, purposes: Sequence[str]) -> str:
 
 
 def per_hundred(rate: float) -> str:
-    """Return a rate as so many of 100, rounded up to one decimal.
+    """Return a rate as a number out of 100, rounded up to one decimal.
 
     >>> per_hundred(0.05281), per_hundred(0.5), per_hundred(1.0)
     ('5.3', '50', '100')
@@ -208,14 +208,14 @@ _SHOWN_LEAVES = 16
 
 
 def shown_leaves(leaves: Sequence[int]) -> list[int]:
-    """Return leaf numbers as a statement lists them: more than 16 are given by the first and the last."""
+    """Return the leaf numbers for a statement: all of them, or the first and the last if there are more than 16."""
     return list(leaves) if len(leaves) <= _SHOWN_LEAVES else [leaves[0], leaves[-1]]
 
 
 def stated(
     topic: str, text: str, source: str, *, cls: str | None = None, leaves: Sequence[int] = (), digest: str | None = None
 ) -> dict[str, Any]:
-    """Return a statement as a certificate has it."""
+    """Return a statement in the form of a certificate."""
     return {
         "topic": topic, "class": cls, "text": text, "source": source, "leaves": shown_leaves(leaves) or None, "digest": digest
     }  # fmt: skip
@@ -229,7 +229,7 @@ def texts(content: Mapping[str, Any], *topics: str) -> list[str]:
 def protection(
     classes: Mapping[str, Mapping[str, Any]], *, private: bool, continued: bool = False, exposed: Collection[str] = ()
 ) -> dict[str, Any]:
-    """Return for which classes a model is private or weakly protected, for which it is not, and the badge that says so.
+    """Return the classes for which a model is private, weakly protected or not private, and its badge.
 
     The figures over all runs decide about a model that continued the weights of another run, because it learned there too.
     `exposed` are classes that another run of the ledger declared public.
@@ -273,7 +273,7 @@ def protection(
 
 
 def _with_scope(name: str, figures: Mapping[str, Any], total: str) -> str:
-    """Return the name of a class with what is bounded about it, unless that is both membership and content."""
+    """Return the name of a class, with the bounded risks unless both membership and content are bounded."""
     bounded = [of for of in ("membership", "content") if figures[f"{of}{total}"]]
     return name if len(bounded) == 2 else f"{name} ({bounded[0] if bounded else 'ε'} only)"
 
@@ -318,7 +318,7 @@ def _rows(
 def _class_statements(
     evidence: RunEvidence, name: str, figures: Mapping[str, Any], *, guaranteed: bool
 ) -> list[dict[str, Any]]:
-    """Return what is stated about one class. If a condition does not hold, no figure is stated in words."""
+    """Return the statements about one class. If a condition does not hold, they contain no figure."""
     unit, epsilon, total = figures["unit"], figures["epsilon"], figures["epsilon_total"]
     runs, here = evidence.runs(Account(name)), evidence.run
     facts = {"name": name, "public": figures["public"], "guaranteed": guaranteed and not figures["public"]}
@@ -351,7 +351,7 @@ def _run_statements(
     evidence: RunEvidence, header: Header, beside: Sequence[Mapping[str, Any]],
     withdrawn: Sequence[tuple[int, str]], *, guaranteed: bool,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Return what is stated about the run and its ledger: assumptions, conditions of totals, and what is not covered."""
+    """Return the statements about the run and its ledger: assumptions, conditions of totals, and what is not covered."""
     assert evidence.end is not None
     (leaf, end), plans, order = evidence.end, evidence.plans.values(), rdp_order_of(header.accountant)
     several, bands = len(evidence.leaves) > 1, max(each.bands for each in plans)

@@ -197,7 +197,7 @@ class RunEvidence:
         return self.end[1]
 
     def program(self) -> dict[str, Any]:
-        """Return the section `program` of a certificate: what the trainer states in the end record about its program."""
+        """Return the section `program` of a certificate: the trainer's statements about the program in the end record."""
         assert self.end is not None
         leaf, end = self.end
         unknown = {each.name: "not stated" for each in schema_of(ProgramVersions).fields}
@@ -206,7 +206,7 @@ class RunEvidence:
         return {"leaf": leaf, **(stated or [unknown])[-1], "earlier": stated[:-1]}
 
     def tuning(self) -> dict[str, Any]:
-        """Return the section `tuning`: the runs of the ledger. What the owner states about others is in [about]."""
+        """Return the section `tuning`: the runs of the ledger. The owner states other trials in [about]."""
         leaves = sorted(self.first_leaves.values())
         return {
             "runs_in_ledger": len(leaves),
@@ -215,7 +215,7 @@ class RunEvidence:
         }
 
     def classes(self) -> list[PlannedClass]:
-        """The classes of all plans of the run, each as its newest plan has it; as a public one, if it ever was that."""
+        """Return the classes of all plans of the run from the newest plan; a class that was ever public is returned as public."""
         found: dict[str, PlannedClass] = {}
         for _, epoch in self.epochs:
             for entry in self.plans[epoch.plan].classes:
@@ -235,7 +235,7 @@ class RunEvidence:
 
     @property
     def continued(self) -> bool:
-        """Whether its starting weights are those of another run of the ledger."""
+        """Return whether another run of the ledger wrote the starting weights."""
         return self.begin is not None and self.begin[1].parent is not None
 
     def events(self, bound: Account) -> dict[EventKey, int]:
@@ -243,11 +243,11 @@ class RunEvidence:
         return self.spending.events(bound, self.run)
 
     def runs(self, bound: Account) -> list[bytes]:
-        """The runs that charged an account, up to the checkpoint."""
+        """Return the runs that charged an account, up to the checkpoint."""
         return [run for run in self.all_plans if self.spending.events(bound, run)]
 
     def marks(self, runs: Sequence[bytes]) -> frozenset[str]:
-        """What limits the curves of these runs (`curve_marks`). A run whose end is not recorded claims no membership."""
+        """Return the limits of the curves of these runs (`curve_marks`). A run without an end record claims no membership."""
         found = frozenset[str]().union(*(curve_marks(plan) for run in runs for plan in self.all_plans[run]))
         claimed = all(run in self.ends and not self.ends[run][1].public_number for run in runs)
         return found if claimed else found | {ZERO_OUT}
@@ -261,7 +261,7 @@ class RunEvidence:
         return sorted({account.bound for _, epoch in self.epochs for account in epoch.accounts})
 
     def scales(self, bound: Account) -> list[float]:
-        """At which scale contributions of an account took part, epoch by epoch; 0 if they were left out."""
+        """Return the scale at which contributions of an account took part in each epoch; 0 if they were left out."""
         return [a.scaled for _, epoch in self.epochs for a in epoch.accounts if a.bound == bound]
 
     def abandoned_steps(self) -> list[int]:

@@ -1,4 +1,4 @@
-"""Templates of papers: rows of text with the facts under which they are stated, texts with facts, and pages that typst sets."""
+"""Templates of papers: rows of text with their conditions, texts with facts, and pages that typst sets."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def read_template(name: str) -> Mapping[str, Any]:
 
 
 def stated_rows(rows: Iterable[Mapping[str, Any]], facts: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yield the rows whose facts under `when` all hold; a fact that begins with "not " must not hold."""
+    """Yield the rows whose facts under `when` all hold; "not FACT" requires that the fact does not hold."""
     for row in rows:
         if all(not facts[name[4:]] if name.startswith("not ") else facts[name] for name in row.get("when", ())):
             yield row
 
 
 def typeset(data: Mapping[str, Any], *templates: str) -> bytes:
-    """Return the PDF that typst makes of templates, which read `data` as JSON; the same bytes each time."""
+    """Return the PDF of templates that read `data` as JSON, set by typst; the same bytes each time."""
     try:
         import typst
     except ImportError:

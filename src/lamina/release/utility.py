@@ -120,7 +120,7 @@ def _area(positive: NDArray[np.float64], negative: NDArray[np.float64]) -> Figur
 
 
 def figure_rows(figures: Mapping[str, float], weights: str) -> Iterator[dict[str, Any]]:
-    """Yield the rows of evaluation.json; `weights` is the file that the figures are about."""
+    """Yield the rows of evaluation.json; `weights` is the evaluated file."""
     for name, value in figures.items():
         whole = value if isinstance(value, Figure) else Figure(value)
         for group, each in ((None, whole), *sorted(whole.groups.items())):
@@ -133,7 +133,7 @@ def figure_rows(figures: Mapping[str, float], weights: str) -> Iterator[dict[str
 
 
 def evaluation_file(run: str, evaluation: Mapping[str, Any]) -> bytes:
-    """Return the bytes of evaluation.json: the last evaluation of a run, as its state keeps it."""
+    """Return the bytes of evaluation.json: the last evaluation of a run, from its state."""
     about = {"version": 1, "run": run, "step": evaluation["step"], "on": evaluation["on"], "level": LEVEL}
     return canonical_json(about | {"figures": evaluation["rows"]})
 
@@ -159,7 +159,7 @@ def utility_section(evidence: RunEvidence) -> list[dict[str, Any]]:
     try:
         found = parse_json(data, EVALUATION)
         if (found["version"], found["run"]) != (1, evidence.run.hex()):
-            raise ValueError("it is that of another run, or has another version")
+            raise ValueError("it belongs to another run, or has another version")
         about = {name: found[name] for name in ("level", "on", "step")} | {"covered_by_epsilon": True, "digest": digest}
         rows = [{name: each[name] for name in _ROW} | about for each in found["figures"]]
         check_utility(rows)

@@ -104,12 +104,12 @@ def reconciliation_page(found: Mapping[str, Any]) -> str:
 
 
 def letter_page(letter: Mapping[str, Any]) -> str:
-    """The letter to a contributor."""
+    """Return the letter to a contributor."""
     return _one_file("letter.html", title="Statement about your contribution", letter=letter)
 
 
 def _one_file(template: str, **values: Any) -> str:
-    """A page with its stylesheet, which opens from disk."""
+    """Return a page with its stylesheet, which can be opened from disk."""
     from markupsafe import Markup
 
     return render(template, style=Markup(packaged_text("lamina.report", "templates/style.css")), **values)

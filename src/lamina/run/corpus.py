@@ -225,7 +225,7 @@ class Corpus:
 
     @property
     def has_stable_ids(self) -> bool:
-        """Whether contributions have names that do not move with the rows before them."""
+        """Return whether the names of contributions are independent of the rows before them."""
         return not self._called_by_row
 
     def turns(self, bands: int) -> NDArray[np.int64]:

@@ -1,4 +1,4 @@
-"""`private_optimizer`: optimiser, learning rate and schedule that follow from a plan, so that nobody tunes them."""
+"""`private_optimizer`: optimiser, learning rate and schedule computed from a plan, without tuning."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FALLING = 0.3  # the part of the steps over which the rate falls
 
 
 def signal_to_noise(plan: StepPlan) -> float:
-    """Return r: how far one step moves at most, over the length of its noise, in units of each layer's noise.
+    """Return r: the largest length of one step, divided by the length of its noise, in units of each layer's noise.
 
         r = Σ_k b_k/σ_k / √d
 
@@ -44,7 +44,7 @@ def private_rate(signal: float, steps: int) -> float:
 
 
 class HoldThenFall(LRScheduler):
-    """Holds the learning rate, then lets it fall to zero along a line over the last part of the steps: `falling`, 30 %."""
+    """A schedule with a constant rate and a linear decrease to zero over the last part of the steps: `falling`, 30 %."""
 
     def __init__(self, optimizer: Optimizer, steps: int) -> None:
         self.steps, self.falling = steps, FALLING
@@ -57,7 +57,7 @@ class HoldThenFall(LRScheduler):
 
 
 def private_optimizer(model: nn.Module, plan: StepPlan) -> tuple[Optimizer, LRScheduler]:
-    """Return an optimiser of the model's trainable parameters, and its schedule, to be stepped once per private step.
+    """Return an optimiser of the model's trainable parameters, and its schedule (one step per private step).
 
     Adam, whose rate follows from the plan's signal and noise and falls to zero over the last steps of the plan. Both are
     fixed before the first step, depend on the plan alone, and cost nothing. They are for weights that are trained from
@@ -69,7 +69,7 @@ def private_optimizer(model: nn.Module, plan: StepPlan) -> tuple[Optimizer, LRSc
 
 
 def resolve_optimizer(model: Any, plan: Any, optimizer: Any, scheduler: Any) -> tuple[Optimizer, Any]:
-    """Return optimiser and schedule as they are given, or those of the plan for "auto"."""
+    """Return the given optimiser and schedule, or those of the plan for "auto"."""
     if not isinstance(optimizer, str):
         return optimizer, scheduler
     one_of(RunError, "train.optimizer-not-an-optimizer", (AUTO,), optimizer=optimizer)

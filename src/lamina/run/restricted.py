@@ -1,4 +1,4 @@
-"""Whether a class that reaches only a part of the model helps it: short seeded trainings on public or simulated data."""
+"""Test whether a class that reaches only a part of the model helps it: short seeded trainings on public or simulated data."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _STEPS, _ROWS, _SEEDS, _RATES = 40, 256, 3, (1.0, 0.1)
 
 
 def restricted_notes(model: nn.Module, plan: StepPlan, proxy: Proxy | None) -> tuple[str, ...]:
-    """Say of each restricted private class whether it lowers the loss of held-out examples of the proxy, if that is known.
+    """Return a note for each restricted private class: whether it lowers the loss of held-out examples of the proxy.
 
     Copies of `model` take up to 40 steps of the plan's noise and batch (above 256 both are cut), with the class and without
     it, from three seeds and at the better of two rates. Nothing private is read; no stream of a run is drawn from.
@@ -66,7 +66,7 @@ def _without(plan: StepPlan, k: int) -> StepPlan:
 
 
 def _held_out_losses(model: nn.Module, plan: StepPlan, proxy: Proxy) -> list[float]:
-    """The loss of a quarter of the proxy after training on the rest, by seed, at the rate with the smallest mean."""
+    """Return the loss of a quarter of the proxy after training on the rest, by seed, at the rate with the smallest mean."""
     rate = private_rate(signal_to_noise(plan), steps := min(_STEPS, plan.steps))
     return min(([_trained(model, plan, proxy, r * rate, steps, s) for s in range(_SEEDS)] for r in _RATES), key=sum)
 

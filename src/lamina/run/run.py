@@ -144,7 +144,7 @@ def refuse_second_ledger(place: Path, origin: str, around: Path) -> None:
 
 
 def _is_ledger_of(path: Path, origin: str) -> bool:
-    """Return whether a file of this origin's name is its ledger; a damaged one counts as that."""
+    """Return whether a file with this origin's name is its ledger; a damaged ledger counts as its ledger."""
     try:
         with LedgerReader.read_only(path) as view:
             return view.origin == origin
@@ -206,7 +206,7 @@ def open_run_ledger(
 
 
 def _adopt(ledger: Ledger, terms: CorpusTerms, corpus: Corpus, plan: StepPlan) -> bool:
-    """Adopt the policy of a corpus; whether it changed. Refuse a run that claims less than the policy promises."""
+    """Adopt the policy of a corpus and return whether it changed. Refuse a run that protects less than the policy requires."""
     check_units(ledger, plan)
     used = {entry.name for entry in plan.classes} if corpus.public_number else set()
     for each in (*ledger.governance().policy.presets, *terms.presets):
@@ -459,7 +459,7 @@ class Run:
         (self.folder / "stopped").unlink(missing_ok=True)
 
     def start_record(self, weights: bytes) -> RunBegin:
-        """Return the start of the run, as the ledger records it or as it is to be recorded.
+        """Return the start record of the run: from the ledger, or the one to be written.
 
         If a run of the ledger wrote these weights at its end, it is the parent, declared or not. Raises RunError if what is
         declared is something else.
@@ -608,7 +608,7 @@ def adaptive_budget_fits(plan: StepPlan, attempts: Sequence[AttemptOpened], due:
 
 
 def events_due(run: Run, plan: StepPlan, first: int, last: int, account: Account) -> int:
-    """How many events the steps first … last-1 add to what an account was charged under this plan."""
+    """Return how many events the steps first … last-1 add to the charges of an account under this plan."""
     cap, digest = plan.injection.occurrences, plan.digest()
     assert cap is not None
     mine = [opened for opened in run.attempts if opened.plan == digest]
@@ -699,7 +699,7 @@ def charges_due(
 
 
 def _steps_within_events(run: Run, plan: StepPlan, first: int, events: int, account: Account) -> int:
-    """How many steps from `first` on take at most so many events of an account."""
+    """Return how many steps from `first` on use at most this many events of an account."""
     if plan.injection.occurrences is None:
         return events * plan.bands
 

@@ -441,7 +441,7 @@ class Segments:
 
 @cache
 def source_digest() -> bytes:
-    """SHA-256 of the list of Lamina's sources, each with its own SHA-256, as sha256sum prints it (docs/release.md)."""
+    """Return the SHA-256 of the list of Lamina's sources with their digests, as printed by sha256sum (docs/release.md)."""
     root = Path(__file__).parents[1]
     files = {path.relative_to(root).as_posix(): path for path in root.rglob("*") if path.suffix in (".py", ".c", ".h")}
     listed = (f"{hashlib.sha256(files[name].read_bytes()).hexdigest()}  {name}\n" for name in sorted(files))
@@ -449,7 +449,7 @@ def source_digest() -> bytes:
 
 
 def program_versions() -> ProgramVersions:
-    """Return the versions and digests of the program that takes the steps of this process."""
+    """Return the versions and digests of the program in this process."""
     return ProgramVersions(
         lamina=lamina.__version__, sources=source_digest(), torch=str(torch.__version__),
         python=platform.python_version(), kernels=native.library_digest(),

@@ -146,7 +146,7 @@ def epsilon_bounds_of_policy(corpus: Corpus, plan: StepPlan) -> dict[str, float]
 
 
 def check_optimizer(model: nn.Module, optimizer: Any) -> None:
-    """Refuse an optimiser that cannot take the steps of a private run of this model."""
+    """Refuse an optimiser that cannot perform the steps of a private run of this model."""
     if not isinstance(optimizer, Optimizer):
         remedy = 'give "auto", or a torch optimiser: torch.optim.Adam(model.parameters(), lr=1e-3)'
         raise RunError("train.optimizer-not-an-optimizer", f"the optimiser is a {type(optimizer).__name__}", remedy)
@@ -178,7 +178,7 @@ def _check_loss(loss_fn: Any) -> None:
 
 
 def declared_start(given: str | os.PathLike[str] | None, beside: Path = Path()) -> str | None:
-    """Return what `starting_weights=` declares: "untrained", "public", or the id of a run, which may be given by its folder."""
+    """Return the declared origin of the starting weights: "untrained", "public", or the id of a run, from an id or a folder."""
     text = None if given is None else os.fspath(given)
     if text is None or text in DECLARED_ORIGINS or re.fullmatch("[0-9a-f]{32}", text):
         return text

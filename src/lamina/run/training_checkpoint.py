@@ -492,7 +492,7 @@ class TrainingState:
 
     @property
     def optimizer_figures(self) -> dict[str, Any]:
-        """Optimiser, learning rate of each group and the whole schedule as they were before the first step."""
+        """Return the optimiser, the learning rate of each group and the whole schedule before the first step."""
         rates = [float(group.get("initial_lr", group["lr"])) for group in self.given]
         figures = {"name": type(self.optimizer).__name__, "lr": rates, "scheduler": None}
         if self.scheduler is None:

@@ -1,1 +1,1 @@
-"""Keys, the key ring, and the formats of what is signed: COSE, DSSE envelopes, signed JSON and signed notes."""
+"""Keys, the key ring, and signature formats: COSE, DSSE envelopes, signed JSON and signed notes."""

@@ -63,7 +63,7 @@ def check_accounts(plan: StepPlan, accounts: Sequence[SignedAccount]) -> tuple[S
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Charge:
-    """An event, taken from one account. The run is priced at `delta` by `accountant`.
+    """An event that is charged to one account. ε of the run is computed at `delta` by `accountant`.
 
     What a class is charged as a whole, its signed bounds are charged beside it.
     """
@@ -78,7 +78,7 @@ class Charge:
         return replace(self, event=replace(self.event, steps=steps))
 
     def row(self) -> dict[str, str | float | int]:
-        """The fields as the ledger and journals store them; `stored_charge` reads them."""
+        """Return the fields in the form of ledger and journals; `stored_charge` reads them."""
         event = self.event
         return {
             "cls": str(self.account), "sigma": event.sigma, "q": event.q, "steps": event.steps, "delta": self.delta,
@@ -87,7 +87,7 @@ class Charge:
 
 
 def stored_charge(cls: str, sigma: float, q: float, steps: int, delta: float, accountant: str) -> Charge:
-    """The charge with these fields. Only noise that follows its budget is priced at one order."""
+    """Return the charge with these fields. Only noise that follows its budget is priced at one order."""
     event = Event(sigma=sigma, q=q, steps=steps, order=rdp_order_of(accountant))
     return Charge(account=Account.parse(cls), event=event, delta=delta, accountant=accountant)
 
@@ -175,7 +175,7 @@ def _checked_charge(charge: Charge) -> Charge:
 
 
 def checked_bounds(bounds: Mapping[str, float | None]) -> dict[Account, float]:
-    """Bounds as floats by account; None and inf are no bound."""
+    """Return bounds as floats by account; None and inf mean no bound."""
     for bound in bounds.values():
         if bound is not None:
             validate.number(AccountingError, "spend.bound-negative", least=0, infinite=True, bound=bound)
@@ -233,7 +233,7 @@ class RunSpend:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AccountTotal:
-    """ε (or the rate of a risk bound) of all that was ever charged, and of that with all that is reserved; spent ≤ committed."""
+    """ε (or the rate of a risk bound) of all charges, and of all charges and reservations together; spent ≤ committed."""
 
     spent: float
     committed: float

@@ -31,7 +31,7 @@ _MOST_FILES = 4096  # files of other names of which the header is read, in each 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NeighbourLedger:
-    """What a neighbouring ledger states about itself. It is not verified.
+    """The unverified statements of a neighbouring ledger about itself.
 
     name          its file, or its address without the password
     units         what ε protects, by private class that was charged
@@ -83,7 +83,7 @@ class NeighbourLedger:
         )  # fmt: skip
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields for JSON. Folder or server are left out: a certificate names no machine."""
+        """Return the fields for JSON, without folder and server, because a certificate names no machine."""
         short = f"#{self.name.rpartition('#')[2]}" if is_postgres_url(self.name) else os.path.basename(self.name)
         found = {"ledger": short, "origin": self.origin, "units": self.units, "delta": self.delta}
         found |= {"runs": self.runs, "epsilon": self.epsilon, "other_people": self.other_people}

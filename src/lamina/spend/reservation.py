@@ -183,7 +183,7 @@ class SpendView:
         )  # fmt: skip
 
     def marks(self, cls: str) -> frozenset[str]:
-        """What limits the curves of all that is charged to, or reserved of, a class."""
+        """Return the limits of the curves of all charges and reservations of a class."""
         plans = {*self._recorded.plans(cls), *(held.plan for held in self._holds.values() if held.of(Account(cls)))}
         limits = {UNPROVEN: cls in self._recorded.split, ZERO_OUT: cls in self._recorded.content_only}
         found = frozenset(mark for mark, holds in limits.items() if holds)
@@ -295,14 +295,14 @@ class SpendTransaction(SpendView):
 
 @lru_cache(maxsize=256)
 def _marks_of_plan(digest: bytes, data: bytes | None) -> frozenset[str]:
-    """Nothing is proven of charges under a plan that the ledger does not have. `data` is what its store keeps for it."""
+    """Return the limits of the curves of a plan; unproven if the ledger lacks it. `data` is the plan in its store."""
     if data is None or hashlib.sha256(data).digest() != digest:
         return frozenset((UNPROVEN,))
     return curve_marks(StepPlan.from_cbor(data))
 
 
 class LimitExceeded(Exception):
-    """Ends a transaction. Holds the account, its limit, the number of steps asked for, and the price with them."""
+    """An exception that ends a transaction, with the account, its limit, the requested steps, and the price with them."""
 
 
 class SpendLimits:
@@ -330,7 +330,7 @@ class SpendLimits:
         self, transaction: SpendTransaction, rows: StoreReader, charges: Sequence[Charge], bounds: Mapping[Account, float],
         before: Mapping[Account, EventCounts],
     ) -> None:  # fmt: skip
-        """Raise LimitExceeded unless every account is within its bounds after this transaction."""
+        """Raise LimitExceeded unless every account is within its limits after this transaction."""
         for name, earlier in before.items():
             mine = [each for each in charges if each.account == name]
             if not any(each.event.steps for each in mine):

@@ -301,7 +301,7 @@ class SpendLedger:
         self, name: str, *, delta: float, accountant: str = "pld", besides: Sequence[Charge] = (),
         risk: RiskBound | None = None,
     ) -> AccountTotal:  # fmt: skip
-        """ε of an account over all runs, at this δ by this accountant; `besides` count as committed too.
+        """Return ε of an account over all runs at this δ by this accountant; `besides` also counts as committed.
 
         With `risk`: the rate that this bound limits, instead of ε.
         """
@@ -326,7 +326,7 @@ class SpendLedger:
         return pooled_epsilon(events, delta=delta, name=accountant)
 
     def accounts(self) -> tuple[tuple[Account, Limit], ...]:
-        """Every account: first with the δ and accountant of its last charge, then with those of the ledger."""
+        """Return every account, first with the δ and accountant of its last charge, then with those of the ledger."""
 
         def look(view: SpendView, _: StoreReader) -> list[tuple[Account, Sequence[Limit]]]:
             return [(account, view.terms(account)) for account in view.accounts()]

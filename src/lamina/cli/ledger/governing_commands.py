@@ -249,7 +249,7 @@ def terms(
         str | None, option("who may withdraw from now on: signed or keeper", choices=_WITHDRAWAL_RULES)
     ] = None,
     about: Annotated[
-        Path | None, option("policy.toml whose [about] holds from now on, whole", "--about", metavar="POLICY")
+        Path | None, option("policy.toml whose [about] replaces the present one", "--about", metavar="POLICY")
     ] = None,
     key: KeysOption = None,
     propose: ProposeOption = None,
@@ -257,7 +257,7 @@ def terms(
     passphrase_file: PassphraseOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show or change how many witnesses must cosign a checkpoint, how long contributions are kept, who may withdraw, [about].
+    """Show or change the terms of a ledger: required witnesses, retention, who may withdraw, and the texts of [about].
 
     A governing key authorises it; fewer cosignatures, a shorter time, or leave for the keeper to withdraw without a signed
     request take two.

@@ -1,4 +1,4 @@
-"""`lamina ledger verify, checkpoint, heartbeat, witness, prove, receipt, copy`: whether a ledger is right, and proofs for others."""
+"""`lamina ledger verify, checkpoint, heartbeat, witness, prove, receipt, copy`: verify a ledger, and prove its content to others."""
 
 from __future__ import annotations
 
@@ -222,8 +222,8 @@ def heartbeat(
     command adds no leaf, and its line replaces that of the last heartbeat. With the ledger's key, it first signs records
     that no checkpoint covers yet.
 
-    The newest state of the ledger is kept beside the key. A ledger that does not continue it is refused, so that an old
-    backup does not become fresh. A witness without access to the ledger uses lamina ledger witness.
+    The newest state of the ledger is kept beside the key. The command refuses a ledger that does not continue it, so that
+    an old backup cannot pass as fresh. A witness without access to the ledger uses lamina ledger witness.
 
     Examples:
 
@@ -243,26 +243,27 @@ def heartbeat(
 
 def witness(
     checkpoints: Annotated[
-        list[Path] | None, argument("CHECKPOINT…", "checkpoints, alone or as lamina ledger prove --from wrote them")
+        list[Path] | None, argument("CHECKPOINT…", "checkpoints, or output files of lamina ledger prove --from")
     ] = None,
     *,
     key: Annotated[Path, option("private key of the witness", metavar="FILE")],
-    state: Annotated[Path, option("file that keeps what was cosigned last; back it up", metavar="FILE")],
-    trust: Annotated[Path, option("the ledger's own keys, from elsewhere", metavar="KEYS")],
-    name: Annotated[str | None, option("name of the witness key; default: as --ledger names it")] = None,
+    state: Annotated[Path, option("file with the last cosigned checkpoints; back it up", metavar="FILE")],
+    trust: Annotated[Path, option("the ledger's own keys, from another source", metavar="KEYS")],
+    name: Annotated[str | None, option("name of the witness key; default: its name in --ledger")] = None,
     proof: Annotated[Path | None, option("consistency proof from the last checkpoint", metavar="FILE")] = None,
     ledger: Annotated[str | None, option("read the proof, and by default the checkpoint, from this ledger")] = None,
     output: Annotated[
-        Path | None, option("write to this file; to this folder if there are several", "--output", "-o")
+        Path | None, option("output file; output folder for several checkpoints", "--output", "-o")
     ] = None,
     passphrase_file: PassphraseOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Cosign a checkpoint as a witness, if it continues the last one that was cosigned.
+    """Cosign a checkpoint as a witness, if it continues the last cosigned one.
 
-    A witness keeps the newest checkpoint of each ledger in its state file and demands a proof that the next one continues
-    it. It refuses a rollback, a fork, a checkpoint without proof, and one that no trusted ledger key signed. Prints the
-    checkpoint with the cosignature (C2SP cosignature/v1); the operator adds it with lamina ledger checkpoint --cosigned.
+    A witness keeps the newest checkpoint of each ledger in its state file and requires a proof that the next one continues
+    it. It refuses a rollback, a fork, a checkpoint without proof, and one that no trusted ledger key signed. The command
+    prints the checkpoint with the cosignature (C2SP cosignature/v1); the operator adds it with lamina ledger checkpoint
+    --cosigned.
 
     Examples:
 
@@ -290,7 +291,7 @@ def witness(
             name = name or (known.name if known is not None and known.role is Role.WITNESS else None)
         if name is None:
             problem = "the name of the witness is not known"
-            raise LedgerError("cli.witness-name-missing", problem, "give it as the ledger names its key: --name")
+            raise LedgerError("cli.witness-name-missing", problem, "give the name of its key in the ledger: --name")
         made, several = list[dict[str, Any]](), len(requests) > 1
         for at, request in enumerate(requests):
             origin = parse_checkpoint(request.checkpoint)[0].origin
@@ -418,7 +419,7 @@ def receipt(
         "receipt"
     ),
     check: Annotated[
-        Path | None, option("check a receipt, or statement.cose, instead; needs --trust", metavar="PREFIX")
+        Path | None, option("check this receipt or statement.cose instead; needs --trust", metavar="PREFIX")
     ] = None,
     trust: Annotated[Path | None, option("for --check: the ledger's own keys, from elsewhere", metavar="KEYS")] = None,
     folder: Annotated[Path | None, option("for --check: compare the record with this contribution")] = None,
@@ -433,10 +434,10 @@ def receipt(
     A contribution that is given by its folder is compared with its record: descriptor, attestation, payload. Every
     difference is named; the exit code is then 1.
 
-    With --check, the same for a receipt that you kept, or for the statement of lamina ledger statement, which is then
-    printed. It says how many witnesses cosigned, of how many required by your key ring (and by the terms, if a statement or
-    a ledger is given), and fails if your key ring names witnesses and fewer did. A ledger is not needed; if you give it,
-    its tree must have the root of the receipt, and the facts of a statement are computed again.
+    --check does the same for a receipt that you kept, or for a statement of lamina ledger statement, which it then prints.
+    It shows how many witnesses cosigned and how many your key ring requires (and the terms, if a statement or a ledger is
+    given). It fails if your key ring names witnesses and fewer cosigned. A ledger is optional: with a ledger, its tree must
+    have the root of the receipt, and the facts of a statement are recomputed.
 
     Examples:
 
@@ -484,7 +485,7 @@ def _check_statement(path: Path, trust: Trust, book: LedgerReader | None, folder
 
 
 def _count_witnesses(note: Note, time: int, trust: Trust, required: int | None) -> tuple[dict[str, int | None], str]:
-    """Return how many trusted witnesses cosigned, of how many required by the key ring and by the terms of the ledger.
+    """Return how many trusted witnesses cosigned, and how many the key ring and the terms of the ledger require.
 
     NotVerified if the key ring names witnesses and fewer cosigned. `required` is None if the terms are not known.
     """
@@ -492,9 +493,9 @@ def _count_witnesses(note: Note, time: int, trust: Trust, required: int | None) 
     wanted = max(quorum, required or 0)
     if not trust.names(Role.WITNESS):
         terms = "" if required is None else f"; the terms of the ledger require {required or 'none'}"
-        return {"cosigned": None, "required": required}, f"witnesses: not counted, as --trust names none{terms}"
+        return {"cosigned": None, "required": required}, f"witnesses: not counted, because --trust names none{terms}"
     if counted < wanted:
-        problem = f"{counted} trusted witnesses cosigned the checkpoint, the terms of the ledger require {wanted}"
+        problem = f"{counted} trusted witnesses cosigned the checkpoint, but {wanted} are required"
         raise NotVerified("ledger.quorum-not-reached", problem, "ask the witnesses, or get a copy with cosignatures")
     return {"cosigned": counted, "required": wanted}, f"witnesses: {counted} cosigned, of {wanted} required"
 
@@ -530,7 +531,7 @@ def _check_receipt(prefix: Path, trust: Trust, book: LedgerReader | None, folder
         problem = f"the proofs are of leaves {found.index} and {proof.index}"
         raise NotVerified("cli.receipt-proofs-differ", problem, _ASK_AGAIN)
     if book is not None and (book.origin, book.root_at(head.size)) != (found.origin, head.root):
-        raise NotVerified("cli.receipt-other-ledger", f"the ledger {book.name} is not that of the receipt", _ASK_AGAIN)
+        raise NotVerified("cli.receipt-other-ledger", f"the receipt belongs to another ledger than {book.name}", _ASK_AGAIN)
     required = None if book is None else book.parties(head.size).witnesses
     counted, line = _count_witnesses(parse_checkpoint(proof.checkpoint)[1], kept.time, trust, required)
     made = {"verified": True, "origin": found.origin, "index": found.index, "size": head.size, "witnesses": counted}

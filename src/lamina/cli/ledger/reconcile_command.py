@@ -1,4 +1,4 @@
-"""`lamina ledger statement, reconcile`: what a contributor is told: a signed statement with its letter; a deletion request."""
+"""`lamina ledger statement, reconcile`: the signed statement for a contributor, and the answer to a deletion request."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def statement(
     passphrase_file: PassphraseOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Write a contributor's statement: where one contribution may have been used, what it has lost, and how to withdraw it.
+    """Write a contributor's statement: the uses of one contribution, its privacy loss, and how to withdraw it.
 
-    Writes statement.cose, signed by the ledger's key (default: the key beside the ledger), and the same as a letter on one
-    page, letter.html and letter.pdf. It signs a checkpoint and verifies the ledger first. The signed file has receipts of
-    the contribution, its epochs, the releases that stand on it, and its withdrawal.
+    Writes statement.cose, signed by the ledger's key (default: the key beside the ledger), and its content as a letter of one
+    page, letter.html and letter.pdf. The command signs a checkpoint and verifies the ledger first. The signed file contains
+    receipts of the contribution, its epochs, the releases that may have learned from it, and its withdrawal.
 
-    The contributor checks it without the ledger: lamina ledger receipt --check statement.cose --trust ledger.pub. With
-    the ledger as well, every fact is computed again.
+    The contributor checks it without the ledger: lamina ledger receipt --check statement.cose --trust ledger.pub. If the
+    ledger is also given, every fact is recomputed.
 
     Examples:
 
@@ -67,7 +67,7 @@ def statement(
 
 
 def letter_text(page: dict[str, Any]) -> str:
-    """The letter for a terminal."""
+    """Return the letter as text for a terminal."""
     lines = [page["summary"], *(f"  {name:<13} {value}" for name, value in page["facts"])]
     for section in page["sections"]:
         lines += ["", section["heading"], *(f"  {part}" for part in section["text"])]
@@ -98,9 +98,9 @@ def reconcile(
     """Reconcile a deletion request: every event, every released model and the ε attributable to one contribution.
 
     With --output it writes reconciliation.json, reconciliation.html (for the person who asked), and anchor.json: the content
-    anchor of the contribution, with its receipt. The anchor, or a C2PA manifest (as JSON) that carries it as the assertion
-    lamina.contribution, may be given wherever a DIGEST is asked for. With --key, the ledger's key signs a checkpoint and
-    the reconciliation as of it: reconciliation.cose.
+    anchor of the contribution, with its receipt. Every DIGEST argument accepts the anchor, or a C2PA manifest (as JSON) that
+    contains it as the assertion lamina.contribution. With --key, the ledger's key signs a checkpoint, and the reconciliation
+    at that checkpoint: reconciliation.cose.
 
     Examples:
 

@@ -64,7 +64,7 @@ def request(
     passphrase_file: PassphraseOption = None,
     as_json: JsonOption = False,
 ) -> None:  # fmt: skip
-    """Sign a request to withdraw your contribution. Needs no network: send the file to the operator of the ledger.
+    """Sign a request to withdraw your contribution, without a network; send the file to the operator of the ledger.
 
     The keeper records it with lamina ledger withdraw LEDGER --request FILE, or puts it into the folder of --folder; a
     service takes it at /v1/withdrawals. It counts for this contribution, this reason and this ledger alone, and

@@ -57,7 +57,7 @@ def library() -> ctypes.CDLL | None:
 
 
 def library_digest() -> bytes | None:
-    """SHA-256 of the file of the native kernels; None if the torch rules run."""
+    """Return the SHA-256 of the file of the native kernels; None if the torch rules are used."""
     found = library()
     return None if found is None else hashlib.sha256(Path(found._name).read_bytes()).digest()
 

@@ -300,7 +300,7 @@ class EpochChecks:
         self._left_out: dict[Account, list[Event]] = {}  # what their class was charged there
 
     def see(self, leaf: Leaf, time: int, digests: Mapping[bytes, int]) -> StepPlan:
-        """Check an epoch; its plan. `time` is that of the leaf before, `digests` are of the checkpoints before."""
+        """Check an epoch and return its plan. `time` is that of the previous leaf, `digests` are of earlier checkpoints."""
         record = leaf.record
         assert isinstance(record, Epoch)
         self._check_form(leaf, record, time)
@@ -461,7 +461,7 @@ class EpochChecks:
         self.claims.append(SpendClaim(seq, account, self.spending.events(account.bound), bound, risks, marks))
 
     def see_public_number(self, seq: int, end: RunEnd) -> None:
-        """Check that a run which hides content alone used no class whose policy bounds what is found about membership.
+        """Check that a run that protects only content used no class whose policy bounds the membership risk.
 
         The bound counts if it was in force from the start of the run. Later runs cannot keep such a bound either.
         """
@@ -528,8 +528,8 @@ class EpochChecks:
         reads = {segment.eligibility for segment in record.segments}
         for bound in sorted(self._charged.get((record.run, record.plan), set()) - here):
             if bound.cls in trained and any(members.eligible(bound, read, ended, sure=sure) for read in reads):
-                reason = f"it charges nothing to bound {bound}, as its run did before"
-                reason = f"{reason}, though somebody with that bound is eligible"
+                reason = f"it charges nothing to bound {bound}, which its run charged before"
+                reason = f"{reason}, although a contribution with that bound is eligible"
                 return Violation("verify.account-missing", reason), set()
         signed = {(bound, read) for cls in trained for read in reads for bound in members.bounds(cls, read)}
         absent = [pair for pair in signed if pair[0] not in here]

@@ -44,7 +44,7 @@ class ReleaseChecks:
         self.without_end: list[int] = []  # leaves of releases of runs whose end is not recorded
 
     def charge(self, epoch: Epoch, plan: StepPlan) -> None:
-        """Add up what an epoch charges under its plan."""
+        """Add the charges of an epoch under its plan."""
         self._marks[epoch.run] = self._marks.get(epoch.run, frozenset()) | curve_marks(plan)
         self._public |= {(epoch.run, cls) for cls in plan.public_classes}
         self._spending.add(epoch)

@@ -153,7 +153,7 @@ class Trust:
         return found
 
     def check_witnesses(self, note: Note, time: int, now: int | None = None) -> tuple[int, int]:
-        """Return how many witnesses of the ring cosigned, and how many must: its quorum, or all that it has.
+        """Return how many witnesses of the key ring cosigned, and how many are required: its quorum, or all.
 
         NotVerified if fewer did. `time` is that of the last leaf. A key that took over from another is the same witness.
         """
