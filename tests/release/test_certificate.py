@@ -172,7 +172,9 @@ def test_what_epsilon_compares_is_what_the_run_claims(tmp_path: Path, population
     )  # fmt: skip
     found = trainer.fit().certificate
     assert all(each["adjacency"].startswith(adjacency) for each in found.classes.values())
-    assert any("number of contributions is public" in each for each in texts(found.content, "not covered")) == (population is None)
+    assert any("number of contributions is public" in each for each in texts(found.content, "not covered")) == (
+        population is None
+    )
 
 
 def test_a_delta_above_one_over_the_population_is_no_promise(trained: Trained) -> None:

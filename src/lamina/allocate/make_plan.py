@@ -161,7 +161,7 @@ def _shared_order(
     policy: Policy, rates: Mapping[str, float], steps: int, private: Sequence[str], besides: Besides,
     needed: Callable[[str, str], float],
 ) -> float:  # fmt: skip
-    """One order for all classes: of those that suit one class best, the one that costs the worst-off class least.
+    """Return one order for all classes: the best order of some class with the smallest loss for the worst-off class.
 
     `needed` is the sigma of a class by an accountant. Of a risk bound, fpr takes the place of δ.
     """
@@ -282,7 +282,7 @@ def _clip_norms(policy: Policy, names: Iterable[str], clip_norm: PerClass) -> tu
 
 
 def _target_epsilons(policy: Policy, names: list[str], epsilon: PerClass) -> dict[str, float]:
-    """The ε that each private class is to spend, checked against the policy's bound; none for one with a risk bound alone."""
+    """Return the ε to spend of each private class, checked against the policy; none for a class with only a risk bound."""
     private = [name for name in names if not policy.classes[name].public]
     wanted: dict[str, float] = {}
     if isinstance(epsilon, Mapping):

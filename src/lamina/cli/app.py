@@ -28,7 +28,7 @@ COMMANDS = {
     "train": "Train a model privately, as a RUN.toml says. Run the same command again to go on after a stop or a crash.",
     "spend": "Show ε spent by every class of every corpus, over all runs, retrainings and abandoned attempts.",
     "ledger": "The record of what was admitted, spent, withdrawn and released: append-only, signed, and checkable.",
-    "certify": "State what a run has cost every class, under which assumptions, and what is not covered; and sign it.",
+    "certify": "Sign a certificate of a run: the privacy loss of every class, the assumptions, and what is not covered.",
     "report": "Write a page about a run: is it private, what did each class spend and what remains, who reached which layer.",
     "release": "Create and verify signed model releases, ask their gate, and write papers about them.",
     "serve": "Serve a release: every query passes its gate first. Or a run: its ledger, with proofs. Spends nothing.",

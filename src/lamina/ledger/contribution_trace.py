@@ -146,7 +146,7 @@ def leaf_differences(record: ContributionRecord | KeptContribution, given: Contr
 
 
 def trace_contribution(ledger: LedgerReader, leaf: Leaf, size: int | None = None) -> ContributionTrace:
-    """The trace of the contribution in a leaf, over the first `size` leaves; by default over all."""
+    """Return the trace of the contribution in a leaf over the first `size` leaves; by default over all."""
     story, epochs, exposed = _ContributionHistory(ledger, leaf, size), [], False
     events: dict[EventKey, int] = {}
     for each in story.epochs():

@@ -103,7 +103,7 @@ def autoencoder(samples: int = 40, width: int = 32, code: int = 16) -> nn.Module
 
 
 def half_millivolts(beats: Any) -> Tensor:
-    """(N, L, 80) in millivolt -> (N·L, 40): each lead a row, means of two samples in units of half a millivolt, cut at 8."""
+    """Return (N, L, 80) in millivolt as (N·L, 40): one row per lead, means of two samples in half millivolts, clipped at 8."""
     found = shaped("beats", beats, "N", "L", 80)
     pairs = found.reshape(*found.shape[:2], -1, 2).mean(3)
     return torch.tensor(np.clip(MILLIVOLT * pairs, -LARGEST, LARGEST), dtype=torch.float32).flatten(0, 1)
@@ -137,7 +137,7 @@ def beats_autoencoder(
 
 
 def scaled(x: Any) -> Tensor:
-    """(N, 288) or (N, 1, 288) mg/dL -> (N, 1, 288): [40, 400] becomes [0, 1], what is outside is cut."""
+    """Return (N, 288) or (N, 1, 288) mg/dL as (N, 1, 288): [40, 400] is mapped to [0, 1], values outside are clipped."""
     days = shaped("days", np.squeeze(x, 1) if np.ndim(x) == 3 and np.shape(x)[1] == 1 else x, "N", 288)
     shown = (np.clip(days, LOWEST, HIGHEST) - LOWEST) / (HIGHEST - LOWEST)
     return torch.tensor(shown, dtype=torch.float32).reshape(-1, 1, 288)

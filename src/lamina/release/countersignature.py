@@ -86,7 +86,9 @@ class Countersignature:
             status = entry.standing(now, self.signed).value
             note("release.officer-key-retired", f"its key is {status}; it was signed at {self.content['signed']}", file)
         elif trust is not None and entry is None:
-            told = f"the key ring has no key {self.signer.name[:16]} in the role officer: lamina keys add --role {OFFICER}"
+            told = (
+                f"the key ring has no key {self.signer.name[:16]} in the role officer: lamina keys add --role {OFFICER}"
+            )
             note("release.officer-key-not-trusted", told, file)
         if self.valid_until <= now:
             note("release.countersignature-expired", f"it was valid until {self.content['valid_until']}", file)
@@ -94,7 +96,11 @@ class Countersignature:
             ends = f"it ends {self.content['valid_until']}, but the release may be served until {format_utc(not_after)}"
             note("release.countersignature-ends-earlier", ends, file)
         if self.signed > now + CLOCK_SKEW:
-            note("release.countersignature-from-the-future", f"its signing time {self.content['signed']} is in the future", file)
+            note(
+                "release.countersignature-from-the-future",
+                f"its signing time {self.content['signed']} is in the future",
+                file,
+            )
 
     def __str__(self) -> str:
         return f"{self.content['name']}, {self.content['role']}, valid until {self.content['valid_until']}"

@@ -531,7 +531,9 @@ def _check_receipt(prefix: Path, trust: Trust, book: LedgerReader | None, folder
         problem = f"the proofs are of leaves {found.index} and {proof.index}"
         raise NotVerified("cli.receipt-proofs-differ", problem, _ASK_AGAIN)
     if book is not None and (book.origin, book.root_at(head.size)) != (found.origin, head.root):
-        raise NotVerified("cli.receipt-other-ledger", f"the receipt belongs to another ledger than {book.name}", _ASK_AGAIN)
+        raise NotVerified(
+            "cli.receipt-other-ledger", f"the receipt belongs to another ledger than {book.name}", _ASK_AGAIN
+        )
     required = None if book is None else book.parties(head.size).witnesses
     counted, line = _count_witnesses(parse_checkpoint(proof.checkpoint)[1], kept.time, trust, required)
     made = {"verified": True, "origin": found.origin, "index": found.index, "size": head.size, "witnesses": counted}
