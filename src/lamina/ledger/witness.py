@@ -108,9 +108,7 @@ class Witness:
         except (EncodingError, TypeError, AttributeError):
             pass
         problem = f"the state file of the witness, '{self._state}', cannot be read"
-        raise LedgerError(
-            "ledger.witness-state-unreadable", problem, "restore it from a copy; do not start with a new file"
-        )
+        raise LedgerError("ledger.witness-state-unreadable", problem, "restore it from a copy; do not create a new one")
 
 
 def _check_continues(
@@ -120,9 +118,7 @@ def _check_continues(
     name = f"the checkpoint of {new.origin!r} with {new.size} leaves"
     if new.size < before.size:
         problem = f"{name} is a rollback: one with {before.size} leaves was cosigned before"
-        raise NotVerified(
-            "ledger.witness-rollback", problem, "ask the operator of the ledger for its newest checkpoint"
-        )
+        raise NotVerified("ledger.witness-rollback", problem, "ask the operator for the newest checkpoint")
     if new.size == before.size:
         if new.root != before.root:
             problem = f"{name} is a fork: another root was cosigned for the same size"
@@ -150,8 +146,4 @@ def _check_continues(
 
 
 def _malformed(problem: str) -> EncodingError:
-    return EncodingError(
-        "ledger.witness-request-malformed",
-        f"malformed request: {problem}",
-        "ask the operator of the ledger for it again",
-    )
+    return EncodingError("ledger.witness-request-malformed", f"malformed request: {problem}", "ask the operator again")

@@ -86,9 +86,7 @@ class Countersignature:
             status = entry.standing(now, self.signed).value
             note("release.officer-key-retired", f"its key is {status}; it was signed at {self.content['signed']}", file)
         elif trust is not None and entry is None:
-            told = (
-                f"the key ring has no key {self.signer.name[:16]} in the role officer: lamina keys add --role {OFFICER}"
-            )
+            told = f"the key ring has no key {self.signer.name[:16]} of role officer: lamina keys add --role {OFFICER}"
             note("release.officer-key-not-trusted", told, file)
         if self.valid_until <= now:
             note("release.countersignature-expired", f"it was valid until {self.content['valid_until']}", file)
@@ -97,9 +95,7 @@ class Countersignature:
             note("release.countersignature-ends-earlier", ends, file)
         if self.signed > now + CLOCK_SKEW:
             note(
-                "release.countersignature-from-the-future",
-                f"its signing time {self.content['signed']} is in the future",
-                file,
+                "release.countersignature-from-the-future", f"its date is in the future: {self.content['signed']}", file
             )
 
     def __str__(self) -> str:
@@ -120,7 +116,7 @@ def countersign(
     try:
         _check_texts(stated)
     except ValueError as error:
-        remedy = "give --name, --role and what you state"
+        remedy = "give --name, --role and your statements"
         raise PlanError("release.countersignature-field", str(error), remedy) from None
     if valid_until <= now:
         problem = f"valid until {format_utc(valid_until)} is not after its date, {format_utc(now)}"
@@ -143,6 +139,6 @@ def role_of(key: PublicKey, release: PublicKey, trust: Trust | None, parties: Ke
 
 def other_role(key: PublicKey, role: str) -> BadKey:
     """Return the error for an officer's key that has another role."""
-    problem = f"key {key.name[:16]} of the officer has the role {role}, and one key has one role"
-    remedy = "sign with a key of its own: lamina keys new officer.key"
+    problem = f"key {key.name[:16]} of the officer has the role {role}, but a key may have only one role"
+    remedy = "sign with a separate key: lamina keys new officer.key"
     return BadKey("release.officer-key-in-other-role", problem, remedy)

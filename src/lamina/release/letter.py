@@ -91,7 +91,6 @@ def letter_facts(content: Mapping[str, Any]) -> dict[str, Any]:
     priced = is_proven(content)
     expired = told["expires"] <= content["as_of"]  # times of one format
     signed, remains = content["epsilon_signed"], content["epsilon_remaining"]
-    stand = "models stand" if len(released) > 1 else "model stands"
     facts: dict[str, Any] = {
         "public": told["public"],
         "pruned": told["pruned"],
@@ -124,7 +123,7 @@ def letter_facts(content: Mapping[str, Any]) -> dict[str, Any]:
         "epsilon": epsilon_text(content["epsilon"] or 0),
         "signed": epsilon_text(signed or 0),
         "remains": remaining_text(remains or 0),
-        "released": f"{len(released)} released {stand}" if released else "",
+        "released": released and pluralize(len(released), "released model"),
         "models": "; ".join(
             f"{each['name'] or 'a model'} (released {each['time'][:10]}, leaf {each['index']}, manifest {each['manifest'][:16]}…)"
             for each in released

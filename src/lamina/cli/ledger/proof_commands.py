@@ -274,10 +274,10 @@ def witness(
     """
     given = list(checkpoints or ())
     if (proof is not None and len(given) != 1) or not (given or ledger) or (ledger and proof):
-        problem = "give checkpoints, or --ledger; --proof with one of them alone"
+        problem = "give checkpoints or --ledger; give --proof only with a single checkpoint"
         raise typer.BadParameter(problem, param_hint="CHECKPOINT")
     if output is not None and len({path.name for path in given}) < len(given):
-        problem = "two of them have the same name, as their files in --output would"
+        problem = "two checkpoint files have the same name, so their outputs in --output would too"
         raise typer.BadParameter(problem, param_hint="CHECKPOINT")
     signer, trusted = open_private_key(key, passphrase_file), Trust.load(trust)
     requests = [WitnessRequest.parse(keys.read_small(path, "the checkpoint", most=_MAX_FILE_BYTES)) for path in given]
@@ -479,7 +479,7 @@ def _check_statement(path: Path, trust: Trust, book: LedgerReader | None, folder
     lines = [f"verified: statement of {content['ledger']['origin']} as of {content['as_of']}", f"  {line}"]
     if since is not None:
         more = pluralize(since, "leaf", "leaves")
-        lines.append(f"  every fact is the ledger's at that checkpoint; it has {more} more now")
+        lines.append(f"  every fact agrees with the ledger at that checkpoint; the ledger has {more} more now")
     made = {"verified": True, "compared": since is not None, "witnesses": counted, "statement": content}
     print_compared(made, "\n".join([*lines, letter_text(letter(content))]), folder, record, as_json)
 
@@ -531,9 +531,7 @@ def _check_receipt(prefix: Path, trust: Trust, book: LedgerReader | None, folder
         problem = f"the proofs are of leaves {found.index} and {proof.index}"
         raise NotVerified("cli.receipt-proofs-differ", problem, _ASK_AGAIN)
     if book is not None and (book.origin, book.root_at(head.size)) != (found.origin, head.root):
-        raise NotVerified(
-            "cli.receipt-other-ledger", f"the receipt belongs to another ledger than {book.name}", _ASK_AGAIN
-        )
+        raise NotVerified("cli.receipt-other-ledger", f"the receipt is not of the ledger {book.name}", _ASK_AGAIN)
     required = None if book is None else book.parties(head.size).witnesses
     counted, line = _count_witnesses(parse_checkpoint(proof.checkpoint)[1], kept.time, trust, required)
     made = {"verified": True, "origin": found.origin, "index": found.index, "size": head.size, "witnesses": counted}
