@@ -46,7 +46,7 @@ def restricted_notes(model: nn.Module, plan: StepPlan, proxy: Proxy | None) -> t
         end = (
             "lower with it from every seed"
             if verdict == "helps"
-            else "leave it out (batch 0), or let it reach more layers"
+            else "leave it out of data and plan (batch 0), or let it reach more layers"
         )
         notes.append(
             f"class {entry.name} {verdict} in short trainings on {proxy.source}: held-out loss {losses}; {end}"
