@@ -90,6 +90,8 @@ def test_a_stranger_signs_admits_and_trains_a_folder_of_their_own(
         folder = tmp_path / "contributions" / f"P{i:03d}"
         folder.mkdir(parents=True)
         np.savez(folder / "payload.npz", x=generator.normal(size=(3, 12)) + i % 2, y=np.full(3, i % 2))
+    classes = [f"P{i:03d},{'sensitive' if i < 10 else 'clinical'}" for i in range(30)]
+    (tmp_path / "contributions" / "contributions.csv").write_text("\n".join(["id,class", *classes]), encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", sys.path.copy())
     monkeypatch.delitem(sys.modules, "nets", raising=False)  # of another test
@@ -112,11 +114,11 @@ def test_a_stranger_signs_admits_and_trains_a_folder_of_their_own(
         sys.modules.pop("nets", None)
     assert "admitted by signature: 30; refused: 0" in told["train"]
     assert "not admitted by signature" not in told["train"]
-    assert "sensitive@c=1" in told["train"]
+    assert "sensitive@c=1" in told["train"] and "clinical@c=1" in told["train"]
     assert ".ledger.db: self-consistent, not trusted" in told["ledger"]
     assert "30 attestations" in told["ledger"]
     assert "ledger.db: verified and trusted" in told["ledger"]
-    assert (tmp_path / "runs" / "RUN" / "model.safetensors").exists()
+    assert (tmp_path / "runs" / "first" / "model.safetensors").exists()
     assert b"ENCRYPTED PRIVATE KEY" in (tmp_path / "hospital.key").read_bytes()
 
 

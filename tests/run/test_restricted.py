@@ -48,7 +48,7 @@ def test_many_patients_at_a_large_epsilon_help_and_noise_alone_does_not(monkeypa
     monkeypatch.setattr(restricted, "_RATES", (1.0,))
     good, bad = said(plan_of(8.0), clusters()), said(plan_of(0.01, volunteers=4000), clusters())
     assert good.startswith("class sensitive helps") and "simulated: clusters" in good
-    assert bad.startswith("class sensitive DOES NOT HELP") and "leave it out" in bad
+    assert bad.startswith("class sensitive DOES NOT HELP") and "leave it out of data and plan (batch 0)" in bad
     assert good == said(plan_of(8.0), clusters())  # seeded
 
 

@@ -302,7 +302,7 @@ class PerExampleLoss(nn.Module):
             return y.to(output.dtype)
         if y.is_floating_point():
             problem = f"y is {y.dtype} of shape {_shape_text(y)} per example, not a class number"
-            remedy = "give class numbers as integers: y.astype('int64')"
+            remedy = "give class numbers as integers, y.astype('int64'); without y under [data], the target is x itself"
             raise self._refusal("cli.loss-labels-not-integers", problem, remedy)
         classes, positions = output.shape[1], output.shape[2:]
         if _example_shape(y) != tuple(n for n in positions if n != 1):

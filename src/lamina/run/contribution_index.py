@@ -96,6 +96,8 @@ def check_classes(names: Sequence[str] | None, known: Sequence[str], whose: str)
         if name not in known:
             problem = f"the corpus has class {name!r}, which the {whose} does not have"
             remedy = f"name one of {', '.join(known)} in cls=, or add [class.{name}] to the policy"
+            if whose == "plan":
+                remedy = f"leave its contributions out of the data, or give {name} a batch above 0 in the plan"
             raise CorpusError("corpus.class-unknown", problem, remedy)
 
 

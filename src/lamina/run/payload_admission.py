@@ -72,16 +72,20 @@ def read_whole(path: str) -> bytes:
 
 def reasons_text(reasons: Mapping[Reason, int]) -> str:
     """How many left, and why: "3 (expired 2, revoked-key 1)"."""
-    parts = ", ".join(f"{reason} {count}" for reason, count in reasons.items())
-    return f"{sum(reasons.values())} ({parts})"
+    return f"{sum(reasons.values())} ({by_reason(reasons)})"
+
+
+def by_reason(reasons: Mapping[Reason, int]) -> str:
+    """Return the count of each reason: "expired 2, revoked-key 1"."""
+    return ", ".join(f"{reason} {count}" for reason, count in reasons.items())
 
 
 REFUSED_REMEDY = "corpus.admission.table(), or lamina admit, says who was refused and why"
 
 
 def refusal_counts_text(admission: Admission) -> str:
-    total = len(admission) + len(admission.refused)
-    return f"refused of {total}: {reasons_text(admission.refused.counts())}"
+    refused = admission.refused
+    return f"refused: {len(refused)} of {len(admission) + len(refused)} ({by_reason(refused.counts())})"
 
 
 class AdmittedPayloads(NamedTuple):

@@ -42,7 +42,10 @@ def restricted_notes(model: nn.Module, plan: StepPlan, proxy: Proxy | None) -> t
         mine, other = (_held_out_losses(model, each, proxy) for each in (plan, _without(plan, k)))
         verdict = "helps" if all(a < b for a, b in zip(mine, other, strict=True)) else "DOES NOT HELP"
         losses = f"{sum(mine) / _SEEDS:.4g} with it, {sum(other) / _SEEDS:.4g} without it"
-        better, worse = "lower with it from every seed", "leave it out (batch 0), or let it reach more layers"
+        better, worse = (
+            "lower with it from every seed",
+            "leave it out of data and plan (batch 0), or let it reach more layers",
+        )
         trained, end = f"short trainings on {proxy.source}", better if verdict == "helps" else worse
         notes.append(f"class {entry.name} {verdict} in {trained}: held-out loss {losses}; {end}")
     return tuple(notes)
