@@ -180,6 +180,8 @@ def test_what_was_signed_as_private_has_no_bound_after_its_class_was_trained_as_
     assert (found.spend, found.unused, found.remaining) == (2**64 - 1, 0, 0) and found.to_dict()["epsilon"] is None
     assert [each.leaf.seq for each in found.epochs][-1] == after and [each.seq for each in found.releases] == [manifest]
     assert contribution_spend(story.ledger, found.leaf).spend == 2**64 - 1
+    (lost,) = (line for line in trace_page(found).splitlines() if line.strip().startswith("lost"))
+    assert "∞" in lost
     if known:
         assert NeighbourLedger.read(story.ledger).epsilon == {"clinical": None}
 
