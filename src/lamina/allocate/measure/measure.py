@@ -147,8 +147,7 @@ class Measure:
             problem = f"this is no {MEASURE_KIND} of version {MEASURE_VERSION}"
             raise PlanError("sensitivity.measure-version", problem, "measure again")
         known = {field.name for field in dataclasses.fields(cls)}
-        if isinstance(state, dict):
-            state.setdefault("influence", [])  # measures of before have none
+        state.setdefault("influence", [])  # measures of before have none
         if (found := set(state) - {"kind", "version"}) != known:
             problem = f"the measure has the keys {sorted(found)}"
             raise PlanError("sensitivity.measure-keys", problem, f"it must have {sorted(known)}")
@@ -355,15 +354,14 @@ def measure(
     with model_unchanged(model):
         ExampleLosses(model, losses).checked(*take_examples((part_x, part_y), slice(2)))  # before the long part
     radius = _largest_norm(part_x) if radius is None else radius
-    seen = found = None
+    seen, deltas, missing = None, dict.fromkeys(("tight", "worst", "printed"), tuple[float, ...]()), ""
     try:
         rows = []
         for drawn in _drawn_anew(model, reinitialise, seed) if reinitialise else (model,):
             graph = trace(drawn, example if x is None else x)
             seen = profile(drawn, example=example, inputs=x, proxy=proxy, passes=passes, radius=radius, seed=seed)
             rows.append(bounds(graph, seen, stack, gamma=gamma))
-        found = {row: _geometric_mean([getattr(each, row) for each in rows]) for row in ("tight", "worst", "printed")}
-        missing = ""
+        deltas = {row: _geometric_mean([getattr(each, row) for each in rows]) for row in deltas}
     except NoBound as error:
         missing = error.problem
     costs = noise_cost(model, losses, part_x, part_y, stack, draws=draws, seed=seed)
@@ -371,9 +369,7 @@ def measure(
     return Measure(
         proxy=proxy,
         layers=tuple(layer.name for layer in stack),
-        tight=found["tight"] if found else (),
-        worst=found["worst"] if found else (),
-        printed=found["printed"] if found else (),
+        **deltas,
         harm=costs.values,
         norms=norms.norms,
         fisher=norms.information,

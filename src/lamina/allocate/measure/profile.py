@@ -292,10 +292,7 @@ class ActivationObserver:
         self._entering = {node.inputs[0] for node in graph if node.kind is OperationKind.ACTIVATION}
         self._moments: defaultdict[str, RunningMoments] = defaultdict(RunningMoments)
         self._samples = {name: StreamSample(KS_SAMPLE_SIZE, batches, generator) for name in sorted(self._entering)}
-        self._seen: defaultdict[str, RunningMean] = defaultdict(RunningMean)
-        self._jacobian: defaultdict[str, RunningMean] = defaultdict(RunningMean)
-        self._peak: defaultdict[str, RunningMean] = defaultdict(RunningMean)
-        self._norms: defaultdict[str, RunningMean] = defaultdict(RunningMean)
+        self._means: defaultdict[tuple[str, str], RunningMean] = defaultdict(RunningMean)  # by what it is of, and node
 
     def __call__(self, node: fx.Node, given: Mapping[str, Any], value: Any) -> None:
         """Called for every operation; only those that depend on the input are noted."""
@@ -311,16 +308,15 @@ class ActivationObserver:
         if mine.kind is OperationKind.NORM:
             variance = _normalising_variance(mine.base, given)
             if variance is not None:
-                self._seen[mine.name].add(variance)
+                self._means["variance", mine.name].add(variance)
         elif mine.kind is OperationKind.ATTENTION:
             self._attention(mine.name, given)
         elif mine.kind is OperationKind.SOFTMAX:
             self._rows(mine.name, value.movedim(given["dim"], -1))
         elif mine.kind is OperationKind.PRODUCT and mine.base != "mul":
             left, right = product_factors(mine.base, given)
-            self._norms[mine.name].add(
-                torch.stack((_mean_spectral_norm(left), _mean_spectral_norm(right))).reshape(1, 2)
-            )
+            norms = torch.stack((_mean_spectral_norm(left), _mean_spectral_norm(right)))
+            self._means["norms", mine.name].add(norms.reshape(1, 2))
 
     def results(self) -> tuple[NodeProfile, ...]:
         """One record for every node that holds floating-point numbers."""
@@ -340,8 +336,8 @@ class ActivationObserver:
             problem = f"{node} is not finite on the proxy"
             raise PlanError("sensitivity.activation-not-finite", problem, "check the weights for NaN")
 
-        def number(found: dict[str, RunningMean]) -> float | None:
-            return found[node.name].value[0] if node.name in found else None
+        def mean(what: str) -> tuple[float, ...]:
+            return self._means[what, node.name].value if (what, node.name) in self._means else ()
 
         return NodeProfile(
             name=node.name,
@@ -351,10 +347,10 @@ class ActivationObserver:
             mean=moments.mean,
             variance=moments.variance,
             pre_activation=self._before(node.inputs[0]) if node.kind is OperationKind.ACTIVATION else None,
-            divisor_variances=self._seen[node.name].value if node.name in self._seen else (),
-            jacobian=number(self._jacobian),
-            paper_norm=number(self._peak),
-            norms=self._norms[node.name].value if node.name in self._norms else (),
+            divisor_variances=mean("variance"),
+            jacobian=next(iter(mean("jacobian")), None),
+            paper_norm=next(iter(mean("peak")), None),
+            norms=mean("norms"),
         )
 
     def _before(self, name: str) -> PreActivation:
@@ -378,14 +374,14 @@ class ActivationObserver:
         self._rows(name, weights)
         whole = weights.nan_to_num(0.0)
         norms = (_mean_spectral_norm(whole), _mean_spectral_norm(q), _mean_spectral_norm(k), _mean_spectral_norm(v))
-        self._norms[name].add(torch.stack(norms).reshape(1, 4))
+        self._means["norms", name].add(torch.stack(norms).reshape(1, 4))
 
     def _rows(self, name: str, weights: Tensor) -> None:
         rows = weights[:PATIENTS_FOR_NORMS].detach().double().reshape(-1, weights.shape[-1])
         rows = rows[rows.isfinite().all(-1)]  # a row whose keys are all masked has no weights
         if len(rows):
-            self._jacobian[name].add(softmax_jacobian_norm(rows))
-            self._peak[name].add(paper_attention_norm(rows))
+            self._means["jacobian", name].add(softmax_jacobian_norm(rows))
+            self._means["peak", name].add(paper_attention_norm(rows))
 
 
 def _softmax_logits(graph: TracedGraph) -> set[str]:
