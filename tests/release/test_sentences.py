@@ -162,6 +162,7 @@ def test_a_class_that_another_run_declared_public_has_no_total(
 
     class Opened:
         classes = public
+        public_classes = frozenset({"clinical"})
 
     with_other = replace(evidence, all_plans={**evidence.all_plans, b"o" * 16: (Opened(),)})  # type: ignore[dict-item]
     found = certificate_content(with_other, ledger, verdict="trusted", failed={}, beside=())

@@ -95,8 +95,8 @@ def model_protection(certificates: Sequence[Certificate], posture: Posture) -> M
     classes = {}
     for name, each in posture.classes.items():
         known = [found.classes[name] for found in certificates if name in found.classes]
-        classes[name] = dict(known[-1]) | {
-            "public": any(one["public"] for one in known),
+        classes[name] = {
+            **next((one for one in known if one["public"]), known[-1]),
             "epsilon_total": each.epsilon,
             "charges": [charge for one in known for charge in one["charges"]],
         }
