@@ -194,6 +194,8 @@ def test_a_run_from_before_these_records_is_recorded_when_it_is_opened_again(tmp
     release_forger.cut(mine.ledger, RUN_END, ledger_seed(mine))
     with raises_code("release.run-not-ended"):
         certificate(mine)
+    with mine.open() as book:
+        book.accept()  # the forger cannot sign the head over open charges for a smaller tree
     again = trainer(tmp_path).fit()
     assert again.certificate.private and len(records(mine, RunEnd)) == 1 and verify(mine.ledger).verified
 

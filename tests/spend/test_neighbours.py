@@ -13,6 +13,7 @@ from build import STRICT, USUAL, begin, contribution, segment
 from keeping import open_book
 from refusals import raises_code
 
+from lamina.ledger.reader import LedgerReader
 from lamina.run.run import _refuse_undeclared, default_ledger_path, neighbours_of_run, refuse_second_ledger
 from lamina.spend.neighbours import neighbour_ledgers
 
@@ -80,6 +81,24 @@ def test_a_damaged_ledger_of_the_origin_is_no_reason_to_begin_another(tmp_path: 
     db.close()
     with raises_code("train.second-ledger"):
         refuse_second_ledger(default_ledger_path("o", tmp_path / "other"), "o", tmp_path)
+
+
+def test_the_search_drops_no_lock_of_an_open_ledger(tmp_path: Path) -> None:
+    """A process loses its locks on a file when it closes the file: another process would then truncate the WAL index."""
+    book = open_book(tmp_path / "own.ledger.db")
+
+    def locks() -> set[str]:
+        places = {str(path.stat().st_ino) for path in tmp_path.glob("own.ledger.db*")}
+        rows = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
+        return {" ".join(row[1:]) for row in rows if row[4] == str(os.getpid()) and row[5].rpartition(":")[2] in places}
+
+    before = locks()
+    assert len(before) > 1  # of the file and of its shared memory
+    assert neighbour_ledgers(tmp_path / "other.ledger.db", tmp_path)
+    with LedgerReader.read_only(tmp_path / "own.ledger.db"):
+        pass
+    assert locks() == before
+    book.ledger.close()
 
 
 def test_files_that_are_no_ledgers_stop_nothing(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -36,6 +36,7 @@ from lamina.ledger.store.rows import (
 from lamina.sign.keys import sync_folder
 
 MIN_SQLITE_VERSION = (3, 51, 3)  # the first version without the WAL-reset bug
+_MAGIC = b"SQLite format 3\0"
 APPLICATION_ID = 0x4C6D4C67  # "LmLg", in the header of the file
 _SQLITE_TYPES = {"number": "INTEGER", "bytes": "BLOB", "sorted": "WITHOUT ROWID"}
 _OPEN_FLAGS = apsw.SQLITE_OPEN_NOFOLLOW | apsw.SQLITE_OPEN_URI
@@ -46,13 +47,28 @@ _WAL_CHECKPOINT_PAGES = 4096  # pages of WAL after which it is copied into the f
 def is_ledger_file(path: Path) -> bool:
     """Return whether a file states in its header that it is a SQLite database with a ledger, damaged or not."""
     try:
-        if not path.is_file():  # a pipe would be waited for
-            return False
-        with path.open("rb") as file:
-            header = file.read(72)
+        header = _file_header(path)
     except OSError:
         return False
-    return header[:16] == b"SQLite format 3\0" and header[68:] == APPLICATION_ID.to_bytes(4, "big")
+    return header is None or (header.startswith(_MAGIC) and header[68:72] == APPLICATION_ID.to_bytes(4, "big"))
+
+
+def _file_header(path: Path) -> bytes | None:
+    """Return the first 100 bytes of a file, none of a pipe or device; None if this process has the file open by SQLite.
+
+    POSIX drops all locks of a process on a file when the process closes any descriptor of it. Another process would then
+    take itself for the only one, and remove the WAL and the shared memory under this process. So the files beside a
+    database are not opened either.
+    """
+    if not path.is_file() or path.name.endswith(("-wal", "-shm", "-journal")):  # a pipe would be waited for
+        return b""
+    here = path.stat()
+    for db in apsw.connections():
+        with suppress(OSError, apsw.Error):
+            if os.path.samestat(os.stat(db.filename), here):
+                return None
+    with path.open("rb") as file:
+        return file.read(100)
 
 
 class SqliteStore(Store):
@@ -201,9 +217,8 @@ class SqliteStore(Store):
         """Whether it is something else than a ledger: looked at before anything is changed in it, or a pipe waited for."""
         if not self.path.is_file():
             return True
-        with self.path.open("rb") as file:
-            first = file.read(100)
-        if len(first) < 100 or not first.startswith(b"SQLite format 3\0"):
+        first = _file_header(self.path)
+        if first is None or len(first) < 100 or not first.startswith(_MAGIC):
             return False
         tables, application = int.from_bytes(first[40:44], "big"), int.from_bytes(first[68:72], "big")
         return application != APPLICATION_ID and bool(tables or application)
