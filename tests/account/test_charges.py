@@ -10,8 +10,9 @@ from lamina.account.charges import Account
 MICROS = st.integers(0, 10**15)
 
 
-@given(MICROS, MICROS)
-def test_the_text_of_an_account_reads_back(clip: int, noise: int) -> None:
+@given(st.tuples(MICROS.filter(bool), MICROS.filter(bool)) | st.just((0, 0)))
+def test_the_text_of_an_account_reads_back(bound_micro: tuple[int, int]) -> None:
+    clip, noise = bound_micro
     account = Account("clinical", clip, noise)
     assert Account.parse(str(account)) == account and account.signed is (str(account) != "clinical")
     name, _, bound = str(account).partition("@")

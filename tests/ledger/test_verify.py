@@ -416,7 +416,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_any_byte_that_changes_is_noticed(
     template: Path, tmp_path_factory: pytest.TempPathFactory, table: str, which: int, position: int, flip: int
 ) -> None:
-    path = str(shutil.copy(template, tmp_path_factory.getbasetemp() / "flipped.db"))
+    path = str(shutil.copy(template, tmp_path_factory.mktemp("flipped") / "a.db"))
     column = "text" if table == "checkpoint" else "data"
     rows = sql(path, f"SELECT rowid, {column} FROM {table}")
     row, value = rows[which % len(rows)]
@@ -438,7 +438,7 @@ def test_any_byte_that_changes_is_noticed(
 def test_any_other_order_is_noticed(
     template: Path, tmp_path_factory: pytest.TempPathFactory, order: list[int], gone: int
 ) -> None:
-    path = str(shutil.copy(template, tmp_path_factory.getbasetemp() / "ordered.db"))
+    path = str(shutil.copy(template, tmp_path_factory.mktemp("ordered") / "a.db"))
     data = {seq: leaf(path, 41 + seq) for seq in range(8)}
     for to, origin in enumerate(order):
         if to == gone:
