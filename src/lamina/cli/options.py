@@ -28,7 +28,7 @@ def argument(metavar: str, help: str, choices: Sequence[str] = ()) -> Any:
 
 
 class _PlainFlags:
-    """In the help, a flag has no type: `--json`, not `--json <bool>`."""
+    """A flag whose help shows no type: `--json`, not `--json <bool>`."""
 
     def get_params(self, ctx: Any) -> Any:
         found = super().get_params(ctx)  # type: ignore[misc]

@@ -45,7 +45,7 @@ def print_json(value: dict[str, Any]) -> None:
 
 
 def print_answer(value: dict[str, Any], text: str, as_json: bool, *, ok: bool = True) -> None:
-    """The result of a command: an object for machines, or text for people. Exit with 1 unless it is `ok`."""
+    """Print the result of a command as JSON or as text, and exit with 1 unless it is `ok`."""
     print_json(value) if as_json else print_line(text)
     if not ok:
         raise typer.Exit(1)

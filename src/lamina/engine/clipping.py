@@ -349,7 +349,7 @@ class ClipBounds:
         self.norm = torch.tensor([plan.norm(k) for k in range(len(plan.classes))], dtype=torch.float64)
 
     def reached(self, classes: Tensor) -> list[bool]:
-        """The layers that some contribution of these classes may move."""
+        """Return the layers that a contribution of these classes may change."""
         mine = self.clip if len(self.clip) == 1 and len(classes) else self.clip[classes]
         reached: list[bool] = (mine > 0).any(0).tolist()
         return reached

@@ -123,7 +123,7 @@ T = TypeVar("T")
 
 
 class ClassMembership:
-    """The contributions of a ledger: leaf and end of each, by class.
+    """The contributions of a ledger by class, each with its leaf and its end.
 
     ever  how many of each class were admitted: never less than those who stand
     """

@@ -146,7 +146,7 @@ class LedgerReader:
         return _decode_stored_leaf(seq, self.raw(seq))
 
     def checked_leaf(self, seq: int) -> Leaf:
-        """The same, if it is the leaf that the newest checkpoint covers or that was checked since; otherwise refused."""
+        """Return a leaf that the newest checkpoint covers or that was checked since; refuse any other."""
         with self.store.read() as rows:
             self._raw(rows, seq)
             return self.checked(rows).decoded(rows, [seq])[0]

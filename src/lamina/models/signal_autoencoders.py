@@ -49,7 +49,7 @@ def _check(samples: int, depth: int, activation: str, dropout: float, halvings: 
 
 
 class SignalAutoencoder(Autoencoder):
-    """What the five share: (N, channels, samples) -> (N, latent) and back; with classes a classifier of the code."""
+    """The base of the five models: (N, channels, samples) -> (N, latent) and back; with classes a classifier of the code."""
 
     def __init__(self, latent: int, classes: int, **parts: nn.Module) -> None:
         """`parts` in the order of their depth; the classifier is the top, and normalises without parameters."""

@@ -520,7 +520,7 @@ class ExecutionTrace:
 
 @contextmanager
 def model_unchanged(model: nn.Module) -> Iterator[None]:
-    """The model in evaluation mode; afterwards modes, buffers and the global random state are as before.
+    """Put the model into evaluation mode; afterwards restore modes, buffers and the global random state.
 
     Attention runs in its unfused form, which can be differentiated per example.
     """

@@ -154,7 +154,7 @@ class LedgerView:
         return {"size": tree.size, "root": tree.root.hex(), "signed": signed, "checkpoint": text}
 
     def run_list(self) -> list[dict[str, Any]]:
-        """Every run, the newest last: steps in the model, steps abandoned, epochs, and when the last one closed."""
+        """Return every run, the newest last: steps in the model, abandoned steps, epochs, and the end of the last epoch."""
         return [{"id": name, **found} for name, found in self.runs.items()]
 
     def posture(self, run: str) -> tuple[Posture, StepPlan] | None:

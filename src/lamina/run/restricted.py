@@ -52,7 +52,7 @@ def restricted_notes(model: nn.Module, plan: StepPlan, proxy: Proxy | None) -> t
 
 
 def _without(plan: StepPlan, k: int) -> StepPlan:
-    """The plan in which a class reaches nothing: at most the noise that the σ of all other private classes needs.
+    """Return the plan in which a class reaches nothing, with at most the noise that the other private classes need.
 
     Of one class with thresholds C_i and layers of d_i numbers, Σ d_i·S_i² is least at S_i² ∝ C_i/√d_i (docs/allocations/pareto.md).
     """

@@ -84,7 +84,7 @@ _SIGNATURE_PREFIX = "— "
 
 @dataclass(frozen=True, slots=True)
 class NoteSignature:
-    """One line under a note: whose it says it is, and what it holds."""
+    """A signature line of a note: name, key id and signature, not yet verified."""
 
     name: str
     key_id: bytes
@@ -98,13 +98,13 @@ class NoteSignature:
 
     @property
     def line(self) -> str:
-        """The line as it stands in the note."""
+        """Return the line as the note contains it."""
         return f"{_SIGNATURE_PREFIX}{self.name} {encode64(self.key_id + self.value)}\n"
 
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """A text and the signatures that came with it. It says something only to whom `verify` vouches for it."""
+    """A text and its signature lines. The text is trusted only after `verify`."""
 
     text: str
     signatures: tuple[NoteSignature, ...]
@@ -118,18 +118,18 @@ class Note:
             raise LedgerError("ledger.signature-count", problem)
 
     def encode(self) -> str:
-        """The note as it is written."""
+        """Return the note as text."""
         return self.text + "\n" + "".join(signature.line for signature in self.signatures)
 
     def with_signatures(self, *signatures: NoteSignature) -> Note:
-        """The note with more signatures, each in place of an earlier one by the same key."""
+        """Return the note with more signatures; each replaces an earlier signature by the same key."""
         names = {(new.name, new.key_id) for new in signatures}
         kept = tuple(old for old in self.signatures if (old.name, old.key_id) not in names)
         return Note(self.text, kept + signatures)
 
     @classmethod
     def parse(cls, data: str | bytes) -> Note:
-        """Read a note strictly; EncodingError for anything that is none."""
+        """Parse a note strictly. Raise EncodingError for every other text."""
         whole = _decode_note(data)
         body, gap, lines = whole.rpartition("\n\n")
         if not gap or not lines.endswith("\n"):
@@ -160,11 +160,11 @@ class NamedKey(ABC):
 
     @abstractmethod
     def holds(self, text: str, value: bytes) -> bool:
-        """Whether `value` is this key's signature of the text."""
+        """Return whether `value` is a signature of the text by this key."""
 
     @property
     def text(self) -> str:
-        """The verifier key in one line, as other implementations take it."""
+        """Return the verifier key in one line, as other implementations read it."""
         return f"{self.name}+{self.id.hex()}+{encode64(bytes((self.KIND,)) + self.key.x)}"
 
     @classmethod
@@ -205,7 +205,7 @@ def sign_note(text: str, name: str, key: PrivateKey) -> Note:
 
 
 def verify_note(note: Note, keys: Iterable[NamedKey]) -> tuple[NoteSignature, ...]:
-    """The signatures by `keys`, one for each key that signed; NotVerified if there is none, or if one is wrong.
+    """Return the signatures by `keys`, one per key. Raise NotVerified if there is none or if one is wrong.
 
     Signatures by others are passed over, as the specification asks: they may be of witnesses, or of the next key.
     """
@@ -274,7 +274,7 @@ _TIME_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class WitnessKey(NamedKey):
-    """An Ed25519 key that cosigns checkpoints, and nothing else."""
+    """An Ed25519 key that only cosigns checkpoints."""
 
     KIND: ClassVar[int] = 0x04
 
@@ -288,14 +288,14 @@ class WitnessKey(NamedKey):
 
 
 def make_cosignature(text: str, name: str, key: PrivateKey, time: int) -> NoteSignature:
-    """The cosignature of a checkpoint's text, made at `time` in seconds since 1970. Look at the tree first."""
+    """Return the cosignature of a checkpoint's text at `time` (seconds since 1970). The caller has checked the tree."""
     validate.whole(LedgerError, "ledger.cosignature-time", least=0, most=MAX_COSIGNATURE_TIME, time=time)
     value = time.to_bytes(_TIME_BYTES, "big") + key.sign(_cosigned_message(text, time))
     return NoteSignature(name, WitnessKey(name, key.public).id, value)
 
 
 def cosignature_time(signature: NoteSignature) -> int:
-    """The time in a cosignature."""
+    """Return the time of a cosignature."""
     return int.from_bytes(signature.value[:_TIME_BYTES], "big")
 
 
@@ -316,7 +316,7 @@ class WitnessQuorum:
             raise LedgerError("ledger.witness-twice", problem, "name each witness once")
 
     def cosigned(self, note: Note, *, now: int | None = None, since: int = 0) -> dict[str, int]:
-        """Which of the witnesses cosigned the note, and when (the latest time of each).
+        """Return the witnesses that cosigned the note, each with its latest time.
 
         NotVerified if a cosignature of one of them is wrong, or later than `now` or earlier than `since`, the time of
         the last leaf, by more than clocks differ.
@@ -342,7 +342,7 @@ class WitnessQuorum:
         return times
 
     def check(self, note: Note, *, now: int | None = None) -> dict[str, int]:
-        """`cosigned`, and NotVerified if these are fewer than the quorum."""
+        """Return `cosigned`. Raise NotVerified if fewer witnesses than the quorum cosigned."""
         times = self.cosigned(note, now=now)
         if len(times) < self.quorum:
             problem = f"{len(times)} of {len(self.witnesses)} witnesses cosigned the checkpoint, {self.quorum} must"
