@@ -20,6 +20,7 @@ from lamina.engine.engine import Engine
 from lamina.errors import BudgetExceeded
 from lamina.run.admitted import AdmittedCorpus
 from lamina.run.journal import AttemptOpened, Journal
+from lamina.run.membership import AdmissionRenewal
 from lamina.run.payloads import PayloadChanged
 from lamina.run.publisher import Outcome
 from lamina.run.sampler import Sampler
@@ -283,6 +284,26 @@ def test_somebody_new_may_join_a_run_that_goes_on(hospital: Hospital) -> None:
     assert outcome.notes == ()  # nothing was open, so nothing is redone
     assert outcome.epsilon["clinical"] == pytest.approx(loose.epsilon("clinical"), rel=1e-12)
     assert "c99" in ids_in(hospital, "a", "admitted")
+
+
+def test_a_run_without_its_file_of_admitted_contributions_is_refused(hospital: Hospital) -> None:
+    """Without it, a contribution that is refused for a while would be used again as if it had never left."""
+    file = hospital.root / "runs" / "a" / "admitted"
+    with pytest.MonkeyPatch.context() as patch:  # killed before anything is drawn: the file is there with the journal
+        patch.setattr(AdmissionRenewal, "write_members", lambda renewal: die())
+        with pytest.raises(Killed):
+            hospital.trainer("a").fit()
+    assert cbor.decode(file.read_bytes()) == {}
+    killed(hospital, "a", 4)
+    kept = file.read_bytes()
+    file.unlink()
+    hospital.sign({"c05": "clinical"}, key=lamina.PrivateKey.generate())  # refused now
+    with raises_code("train.membership-file-missing"):
+        hospital.trainer("a").fit()
+    assert not file.exists()
+    file.write_bytes(kept)
+    outcome = hospital.trainer("a").fit()
+    assert told(outcome.notes, "not admitted now and were withdrawn") and ids_in(hospital, "a", "withdrawn") == ["c05"]
 
 
 def test_a_finished_run_is_only_read_whoever_expired_since(hospital: Hospital) -> None:

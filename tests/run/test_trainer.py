@@ -219,7 +219,7 @@ def test_who_withdrew_stays_out_after_a_restart(tmp_path: Path) -> None:
     with raises_code("train.membership-file-unreadable"):
         problem.trainer(tmp_path / "a").fit()
     (tmp_path / "a" / "withdrawn").unlink()
-    with raises_code("train.withdrawn-missing"):
+    with raises_code("train.membership-file-missing"):
         problem.trainer(tmp_path / "a").fit()
 
 
@@ -228,7 +228,7 @@ def test_a_run_from_which_nobody_withdrew_says_so(tmp_path: Path) -> None:
     killed(tmp_path / "a", 8)
     assert (tmp_path / "a" / "withdrawn").read_bytes() == bytes([0x80])  # an empty array in CBOR
     (tmp_path / "a" / "withdrawn").unlink()
-    with raises_code("train.withdrawn-missing"):
+    with raises_code("train.membership-file-missing"):
         problem.trainer(tmp_path / "a").fit()
 
 

@@ -2,8 +2,10 @@
 
 The folder of the run keeps two files, CBOR, mode 0600, so that a restart lets nobody in again:
 
-    withdrawn   who withdrew from the run; written before its journal, and empty if nobody did
+    withdrawn   who withdrew from the run
     admitted    who was ever admitted to it: stable id and id
+
+Both are written before the journal of the run, empty at first, so that a run notices if one of them is deleted.
 
 A stable id is the id of a contribution, or the digest of its signed descriptor: whoever renames its folder finds its
 occurrences and its withdrawal where they were.
@@ -45,11 +47,7 @@ MAX_MEMBERSHIP_BYTES = 1 << 28
 @contextmanager
 def remember_withdrawals(corpus: Corpus, path: Path) -> Iterator[None]:
     """Withdraw who withdrew before; write down who withdraws inside, before `corpus.withdraw` returns."""
-    if not path.exists():
-        if path.with_name("journal").exists():
-            remedy = "restore it from a backup, or begin in another folder, without whoever withdrew"
-            raise StorageError("train.withdrawn-missing", f"the run has a journal, but '{path}' is missing", remedy)
-        write_atomically(path, cbor.encode([]))
+    _begin(path, [])
     known = dict.fromkeys(read_withdrawn(path))
     if known and (present := corpus.ids_of(*known)):
         corpus.withdraw(*present)
@@ -65,15 +63,23 @@ def remember_withdrawals(corpus: Corpus, path: Path) -> Iterator[None]:
         corpus.on_exclusion = before
 
 
+def _begin(path: Path, empty: list[str] | dict[str, str]) -> None:
+    """Write an empty file before a run has a journal; refuse a run that has a journal and lost the file."""
+    if path.exists():
+        return
+    if path.with_name("journal").exists():
+        remedy = "restore it from a backup, or begin in another folder, without whoever withdrew or was refused later"
+        raise StorageError("train.membership-file-missing", f"the run has a journal, but '{path}' is missing", remedy)
+    write_atomically(path, cbor.encode(empty))
+
+
 def read_withdrawn(path: Path) -> list[str]:
-    """The stable ids of those who withdrew; none if the file is not there."""
-    return list(_read_texts(path, list, []))
+    """Return the stable ids of those who withdrew."""
+    return list(_read_texts(path, list))
 
 
-def _read_texts(path: Path, kind: type[Any], default: Any) -> Any:
-    """A list of texts, or a map from text to text."""
-    if not path.exists():
-        return default
+def _read_texts(path: Path, kind: type[Any]) -> Any:
+    """Return a list of texts, or a map from text to text."""
     try:
         found = cbor.decode(path.read_bytes(), max_size=MAX_MEMBERSHIP_BYTES)
     except (OSError, EncodingError) as error:
@@ -249,7 +255,8 @@ class AdmissionRenewal:
         """Before a run begins or goes on: withdraw whoever was admitted before and is not now."""
         if self._corpus is None:
             return
-        self._before = _read_texts(self._path, dict, {}) if self._path.with_name("journal").exists() else {}
+        _begin(self._path, {})
+        self._before = _read_texts(self._path, dict)
         here = set(self._corpus.digests)
         if gone := {stable_id: one for stable_id, one in self._before.items() if stable_id not in here}:
             self._withdraw(gone, note)
