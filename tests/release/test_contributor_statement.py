@@ -17,9 +17,11 @@ from build import ALICE, STRICT, Story, begin, build, contribution, plan, segmen
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from forge import sql
+from hospital import usual
 from making import LEDGER, ORIGIN, OTHER, digest, ended
 from postgres import Server
 from refusals import raises_code
+from stopping import During, Killed, die
 from trained_run import Trained
 
 from lamina.errors import LaminaError
@@ -85,6 +87,36 @@ def words(content: dict[str, Any]) -> str:
 
 
 # ------------------------------------------------------------------------------ what is stated, and who can check it
+
+
+def test_a_statement_during_training_names_the_open_charges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that was killed in its first segment has charged steps, and no epoch shows them."""
+    monkeypatch.setattr("os.fsync", lambda descriptor: None)
+    hospital = usual(tmp_path)
+    with hospital.ledger(tmp_path / "ledger.db") as ledger:
+        corpus = hospital.admit(ledger=ledger)
+        mine, out, public = (
+            ledger.find(bytes.fromhex(corpus.stable_ids([name])[0]))[0] for name in ("c01", "c02", "o02")
+        )
+        withdraw(ledger, str(out), WithdrawalReason.CONSENT)
+        with pytest.raises(Killed):
+            hospital.trainer("a", corpus=corpus, ledger=ledger, progress=During({1: die})).fit()
+        size = signed_size(ledger)
+        content = statement_content(ledger, mine, size)
+        ((run, steps),) = [each.values() for each in content["unrecorded"]]
+        assert not content["events"] and content["epsilon"] is None and content["membership"] is None
+        assert "no figure yet" in letter(content)["summary"] and f"{steps} steps of 1 training run" in words(content)
+        assert "no figure is stated" in reconcile(ledger, ledger.leaf(mine))["statement"]
+        assert all(not statement_content(ledger, seq, size)["unrecorded"] for seq in (out, public))
+        key, trust = ledger.signing_key(), Trust(notes=(NoteKey(ledger.origin, ledger.signing_key().public),))
+        told = read_statement(signed(content, key), trust)[0]
+        assert compare_statement(told, ledger) == 0
+        with raises_code("release.statement-differs"):
+            read_statement(signed(content | {"epsilon": 0.5}, key), trust)
+        hospital.trainer("a", corpus=hospital.admit(ledger=ledger), ledger=ledger).fit()
+        after = statement_content(ledger, mine, signed_size(ledger))
+        assert not after["unrecorded"] and after["epsilon"] > 0 and {each["run"] for each in after["events"]} == {run}
+        assert compare_statement(told, ledger) > 0, "an older statement stays true as of its checkpoint"
 
 
 def test_anybody_can_check_a_statement(story: Story) -> None:

@@ -39,8 +39,13 @@ from lamina.sign.signed_json import parse_json, read_cose
 CONTRIBUTOR_STATEMENT = "application/lamina-contributor-statement+json"
 
 
-def statement_content(ledger: LedgerReader, seq: int, size: int) -> dict[str, Any]:
-    """Return the facts about the contribution in leaf `seq`, as of the checkpoint of that size."""
+def statement_content(
+    ledger: LedgerReader, seq: int, size: int, unrecorded: list[dict[str, Any]] | None = None
+) -> dict[str, Any]:
+    """Return the facts about the contribution in leaf `seq`, as of the checkpoint of that size.
+
+    `unrecorded` are the charges that no epoch records; by default, those that the store holds now.
+    """
     with ledger.store.read() as rows:
         signed = rows.checkpoint(size)
     if signed is None or signed.size <= seq:
@@ -48,7 +53,7 @@ def statement_content(ledger: LedgerReader, seq: int, size: int) -> dict[str, An
         raise LedgerError("ledger.not-covered", problem, "sign one: lamina ledger checkpoint LEDGER --key KEY")
     header, keys = ledger.header, ledger.parties(size)
     trace = trace_contribution(ledger, ledger.checked_leaf(seq), size)
-    found = reconciled_facts(ledger, trace, size)
+    found = reconciled_facts(ledger, trace, size, unrecorded)
     epochs = [each.leaf.record for each in trace.epochs if isinstance(each.leaf.record, Epoch)]
     plans = {epoch.plan: StepPlan.from_cbor(data) for epoch in epochs if (data := ledger.blob(epoch.plan)) is not None}
     events = Counter[EventKey]()
@@ -153,6 +158,8 @@ def _check_proof(proof: Mapping[str, Any], keys: list[PublicKey], head: LedgerCh
 def _check_facts(content: Mapping[str, Any], leaves: Mapping[int, tuple[KeptLeaf, Any]]) -> None:
     """Raise NotVerified unless the facts are those that the leaves prove."""
     told, gone, events = content["contribution"], content["withdrawn"], content["events"]
+    if content["unrecorded"] and content["epsilon"] is not None:
+        raise _differs("it states an ε beside charges that no epoch records")
     record = leaves[told["index"]][1]
     facts = [(record.descriptor.hex(), told["descriptor"], "its receipt is of another contribution")]
     bound = record.bound
@@ -184,7 +191,7 @@ def compare_statement(content: Mapping[str, Any], ledger: LedgerReader) -> int:
     if isinstance(ledger.leaf(seq).record, KeptContribution) and not content["contribution"]["pruned"]:
         problem = f"the body of leaf {seq} was pruned after the statement, whose facts cannot be computed again"
         raise LedgerError("release.statement-of-pruned", problem, "check it without the ledger")
-    again = statement_content(ledger, seq, size)
+    again = statement_content(ledger, seq, size, content["unrecorded"])  # leaves do not show what was open at a time
     again["checkpoint"] = content["checkpoint"]  # it gains cosignatures; the tree is compared by its root
     if wrong := [name for name in again if again[name] != content.get(name)]:
         raise _differs(f"the ledger gives another {' and '.join(wrong)}")

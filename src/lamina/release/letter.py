@@ -76,6 +76,8 @@ def _broken(content: Mapping[str, Any]) -> list[str]:
 
 def is_proven(content: Mapping[str, Any]) -> bool:
     """Return whether ε bounds the privacy loss: each run that may have used the contribution ended, and its conditions hold."""
+    if content["unrecorded"]:
+        return False
     charged = not content["contribution"]["public"] and content["epsilon_charged"] is not None
     return charged and all(run["conditions"] for run in _runs_of_use(content)) and not _broken(content)
 
@@ -87,7 +89,8 @@ def letter_facts(content: Mapping[str, Any]) -> dict[str, Any]:
     scaled = [each for each in used if each["factor"] < 1]
     finite = not told["public"] and content["epsilon_charged"] is not None
     broken = _broken(content) if finite else []
-    unended = finite and not all(run["conditions"] for run in _runs_of_use(content))
+    unrecorded = content["unrecorded"]
+    unended = finite and (bool(unrecorded) or not all(run["conditions"] for run in _runs_of_use(content)))
     priced = is_proven(content)
     expired = told["expires"] <= content["as_of"]  # times of one format
     signed, remains = content["epsilon_signed"], content["epsilon_remaining"]
@@ -103,6 +106,9 @@ def letter_facts(content: Mapping[str, Any]) -> dict[str, Any]:
         "runs": pluralize(len({each["run"] for each in used}), "training run"),
         "steps": pluralize(sum(each["steps"] for each in used), "step"),
         "leaves": _leaves(used),
+        "unrecorded": unrecorded,
+        "unrecorded_runs": pluralize(len(unrecorded), "training run"),
+        "unrecorded_steps": pluralize(sum(each["steps"] for each in unrecorded), "step"),
         "stayed out": content["not_used_in"],
         "epochs_without": pluralize(content["not_used_in"], "epoch"),
         "left out": left_out,

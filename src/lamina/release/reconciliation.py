@@ -18,20 +18,23 @@ from pathlib import Path
 from typing import Any
 
 from lamina.account.accountants import pooled_epsilon
+from lamina.account.charges import Account
 from lamina.account.schedule import EventKey
 from lamina.errors import EncodingError, LedgerError
 from lamina.ledger.contribution_trace import ContributionTrace, EpochExposure, trace_contribution
 from lamina.ledger.governance_records import Release
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.records import Epoch, Leaf
-from lamina.ledger.run_records import RunEnd
+from lamina.ledger.run_records import RunBegin, RunEnd
 from lamina.ledger.schema import nano_epsilon
 from lamina.ledger.show import epsilon_or_none, leaf_excerpt
+from lamina.ledger.spending import Spending
 from lamina.plan.step_plan import Clipping, StepPlan
 from lamina.release.letter import is_proven, reconciled_text
 from lamina.release.run_evidence import newest_by_run
 from lamina.sign.keys import format_utc, read_small
 from lamina.sign.signed_json import parse_json
+from lamina.spend.reservation import SpendView
 
 ANCHOR_TYPE = "urn:lamina:content-anchor:v1"
 RECONCILIATION = "application/lamina-reconciliation+json"
@@ -142,11 +145,14 @@ def reconcile(ledger: LedgerReader, leaf: Leaf, size: int | None = None) -> dict
     return found | {"statement": reconciled_text(found)}
 
 
-def reconciled_facts(ledger: LedgerReader, trace: ContributionTrace, size: int) -> dict[str, Any]:
+def reconciled_facts(
+    ledger: LedgerReader, trace: ContributionTrace, size: int, unrecorded: list[dict[str, Any]] | None = None
+) -> dict[str, Any]:
     """Return the facts of a trace over the first `size` leaves: the contribution, its events, runs and models.
 
     `epsilon_charged` is what the ledger charged for it. `epsilon`, also of each run, is a bound on what it has lost, and null
     unless one is proven: the contribution is private, and each run that may have used it has ended and kept its conditions.
+    `unrecorded` are the charges that no epoch records; by default, those that the store holds now.
     """
     told, root = trace.to_dict(), ledger.root_at(size).hex()
     names = ("index", "admitted", "descriptor", "anchor", "class", "expires", "pruned")
@@ -162,6 +168,7 @@ def reconciled_facts(ledger: LedgerReader, trace: ContributionTrace, size: int) 
         "events": told["epochs"],
         "not_used_in": told["not_used_in"],
         "runs": list(_by_run(ledger, trace, size)),
+        "unrecorded": _unrecorded(ledger, trace) if unrecorded is None else unrecorded,
         "releases": [_release(ledger, each) for each in trace.releases],
     }
     if is_proven(found):
@@ -170,6 +177,30 @@ def reconciled_facts(ledger: LedgerReader, trace: ContributionTrace, size: int) 
         for each in found["runs"]:
             each["epsilon"] = None
     return found
+
+
+def _unrecorded(ledger: LedgerReader, trace: ContributionTrace) -> list[dict[str, Any]]:
+    """Return by run the steps charged for the contribution that no epoch records: the run is under way, or was stopped.
+
+    Runs that began after the contribution was withdrawn or expired are left out.
+    """
+    bound, end = trace.record.bound, trace.withdrawal
+    starts = {each.record.run.hex(): each for each in ledger.of_kind(RunBegin) if isinstance(each.record, RunBegin)}
+    late = {run for run, each in starts.items() if (end and end.seq < each.seq) or trace.record.expires <= each.time}
+    with ledger.store.read() as rows:
+        leaves, recorded = ledger.checked(rows), Spending(ledger.header)
+        recorded.follow(rows, leaves.size, leaves)
+        view = SpendView(rows, recorded)
+        for account in (bound, Account(bound.cls)) if bound.signed else ():  # its own, or else that of its class
+            written = Counter[str]()
+            for run, _, _, steps in recorded.attempts(account):
+                written[run.hex()] += steps
+            left = {each.run: each.steps - written[each.run] for each in view.runs(account)}
+            if any(left.values()):
+                return [
+                    {"run": run, "steps": steps} for run, steps in sorted(left.items()) if steps and run not in late
+                ]
+    return []
 
 
 def _by_run(ledger: LedgerReader, trace: ContributionTrace, size: int) -> Iterator[dict[str, Any]]:
