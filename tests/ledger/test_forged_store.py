@@ -12,6 +12,7 @@ import pytest
 from build import begin, contribution
 from forge import sealed
 from forger import KEYS, POLICY, TERMS, Forger, add, key_id, rotate
+from keyless import put_back, tables_of
 from making import GOVERNING, LEDGER, ORIGIN, PARTIES, SECOND, START, Clock, create, digest
 from refusals import raises_code
 
@@ -28,19 +29,29 @@ PINNED = Trust(plain=(GOVERNING.public,))
 PERSON = {1: [add(SECRET, 2, "contributor-x", START)]}
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("honest") / "ledger.db"
-    story = begin(str(path))
+def honest(where: str) -> str:
+    story = begin(where)
     story.admit(contribution(n) for n in range(3))
     story.sign()
     story.ledger.close()
-    return path
+    return where
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(honest(str(tmp_path_factory.mktemp("honest") / "ledger.db")))
 
 
 @pytest.fixture
 def forged(made: Path, tmp_path: Path) -> Forger:
+    """In a file."""
     return Forger(str(shutil.copy(made, tmp_path / "ledger.db")))
+
+
+@pytest.fixture
+def in_store(where: str) -> Forger:
+    """In each kind of store."""
+    return Forger(honest(where))
 
 
 def opened(forged: Forger, now: int = START) -> Ledger:
@@ -84,20 +95,20 @@ def slip_aggregate(forged: Forger) -> None:
     ids=["contribution", "epoch", "aggregate", "release"],
 )
 def test_nothing_is_signed_over_that_would_not_verify_or_that_only_the_keeper_writes(
-    forged: Forger, slip: Callable[[Forger], Any]
+    in_store: Forger, slip: Callable[[Forger], Any]
 ) -> None:
-    slip(forged)
-    with opened(forged) as ledger, raises_code("ledger.leaf-not-allowed"):
+    slip(in_store)
+    with opened(in_store) as ledger, raises_code("ledger.leaf-not-allowed"):
         ledger.checkpoint()
 
 
-def test_leave_that_has_ended_is_not_used_by_back_dating(forged: Forger) -> None:
-    forged.append(KEYS, forged.governing(KEYS, PERSON, OWNER))
-    with opened(forged, START + 1000) as ledger, raises_code("ledger.leaf-not-allowed"):
+def test_leave_that_has_ended_is_not_used_by_back_dating(in_store: Forger) -> None:
+    in_store.append(KEYS, in_store.governing(KEYS, PERSON, OWNER))
+    with opened(in_store, START + 1000) as ledger, raises_code("ledger.leaf-not-allowed"):
         ledger.checkpoint()
-    with opened(forged, START + 999) as ledger:
+    with opened(in_store, START + 999) as ledger:
         ledger.checkpoint()
-    with opened(forged, START + 1000) as ledger:
+    with opened(in_store, START + 1000) as ledger:
         ledger.checkpoint()  # it was signed in time
 
 
@@ -107,35 +118,36 @@ def killed_keeper(forged: Forger) -> None:
         ledger.append([Release(manifest=digest("a manifest"), runs=(b"r" * 16,))])
 
 
-def test_what_a_keeper_wrote_who_was_killed_is_signed(forged: Forger) -> None:
-    killed_keeper(forged)
-    with opened(forged) as ledger:
+def test_what_a_keeper_wrote_who_was_killed_is_signed(in_store: Forger) -> None:
+    killed_keeper(in_store)
+    with opened(in_store) as ledger:
         ledger.checkpoint()
 
 
 @pytest.mark.parametrize("change", ["more", "another", "bent"])
-def test_the_mark_of_a_keeper_is_for_the_leaves_that_it_wrote(forged: Forger, made: Path, change: str) -> None:
-    killed_keeper(forged)
-    ((mark,),) = forged.sql("SELECT value FROM meta WHERE name = 'written'")
+def test_the_mark_of_a_keeper_is_for_the_leaves_that_it_wrote(in_store: Forger, change: str) -> None:
+    before = tables_of(in_store.path, "leaf", "head", "tile", "meta")
+    killed_keeper(in_store)
+    ((mark,),) = in_store.sql("SELECT value FROM meta WHERE name = 'written'")
     if change == "bent":
-        forged.sql("UPDATE meta SET value = ? WHERE name = 'written'", mark[:-1] + bytes([mark[-1] ^ 1]))
+        in_store.sql("UPDATE meta SET value = ? WHERE name = 'written'", mark[:-1] + bytes([mark[-1] ^ 1]))
     elif change == "another":
-        shutil.copy(made, forged.path)
-        forged.append(8, {1: digest("another manifest"), 2: [b"r" * 16]})
-        forged.sql("INSERT OR REPLACE INTO meta (name, value) VALUES ('written', ?)", mark)
+        put_back(in_store.path, before)
+        in_store.append(8, {1: digest("another manifest"), 2: [b"r" * 16]})
+        in_store.sql("UPDATE meta SET value = ? WHERE name = 'written'", mark)
     else:
-        forged.append(8, {1: digest("another manifest"), 2: [b"r" * 16]})
-    with opened(forged) as ledger:
+        in_store.append(8, {1: digest("another manifest"), 2: [b"r" * 16]})
+    with opened(in_store) as ledger:
         with raises_code("ledger.leaf-not-allowed"):
             ledger.checkpoint()
         ledger.append([contribution(5).record], [contribution(5).attestation])  # a keeper vouches for its own leaves
-    with opened(forged) as ledger, raises_code("ledger.leaf-not-allowed"):
+    with opened(in_store) as ledger, raises_code("ledger.leaf-not-allowed"):
         ledger.checkpoint()
 
 
-def test_a_contribution_that_the_store_lists_as_nothing_is_named(forged: Forger) -> None:
-    forged.sql("UPDATE leaf SET kind = -1 WHERE seq = 4")
-    found = verify(forged.path).problem
+def test_a_contribution_that_the_store_lists_as_nothing_is_named(in_store: Forger) -> None:
+    in_store.sql("UPDATE leaf SET kind = -1 WHERE seq = 4")
+    found = verify(in_store.path).problem
     assert found is not None and (found.index, found.code) == (4, "verify.kind-index-differs")
 
 

@@ -1,4 +1,4 @@
-"""An attacker with write access to the ledger file, but no key, hides rows before an honest run and restores them after it."""
+"""An attacker with write access to a ledger's store, but no key, hides rows before an honest run and restores them after it."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import postgres
 import problem
 import psycopg
 import pytest
+from keyless import edit, put_back, rows_of, tables_of
 from making import GOVERNING
 from refusals import raises_code
 from stopping import LOOSE, During, Killed, die
@@ -28,6 +29,7 @@ from lamina.ledger.governance_records import WithdrawalReason
 from lamina.ledger.verify.verifier import verify
 from lamina.ledger.withdrawal import withdraw
 from lamina.ledger.writer import Ledger
+from lamina.run.admitted import AdmittedCorpus
 from lamina.sign.keys import PrivateKey
 from lamina.spend.spend_ledger import SpendLedger
 
@@ -35,33 +37,35 @@ HIDE_WITHDRAWAL = ("DELETE FROM withdrawn", "UPDATE leaf SET kind = 2 WHERE kind
 HIDE_SPEND = ("UPDATE leaf SET kind = 2 WHERE kind = 3", "DELETE FROM attempt", "DELETE FROM held")
 
 
-def sql(path: Path, *statements: str) -> None:
-    db = apsw.Connection(str(path))
-    try:
-        for each in statements:
-            db.execute(each)
-    finally:
-        db.close()
+OPEN = ("held", "terms", "run", "meta")
 
 
 @contextmanager
-def changed(path: Path, *statements: str) -> Iterator[None]:
-    """Change the file with SQL, and restore the changed rows afterwards unless they were written meanwhile."""
-    db, names = apsw.Connection(str(path)), ("withdrawn", "attempt", "held", "terms", "run", "meta", "known", "token")
-    try:
-        before = {name: list(db.execute(f"SELECT * FROM {name}")) for name in names}
-        leaves = list(db.execute("SELECT kind, data, body, seq FROM leaf"))
-        for each in statements:
-            db.execute(each)
-        yield
-        with db:
-            db.executemany("UPDATE leaf SET kind = ?, data = ?, body = ? WHERE seq = ?", leaves)
-            for name, rows in before.items():
-                db.execute(f"DELETE FROM {name}")
-                for row in rows:
-                    db.execute(f"INSERT INTO {name} VALUES ({', '.join('?' * len(row))})", row)
-    finally:
-        db.close()
+def changed(where: str, *statements: str) -> Iterator[None]:
+    """Change the store with SQL, and restore the changed rows afterwards unless they were written meanwhile."""
+    before = tables_of(where, "withdrawn", "attempt", *OPEN, "known", "token")
+    leaves = rows_of(where, "SELECT kind, data, body, seq FROM leaf")
+    edit(where, *statements)
+    yield
+    now = {seq: row for *row, seq in rows_of(where, "SELECT kind, data, body, seq FROM leaf")}
+    for *row, seq in leaves:
+        if now[seq] != row:
+            rows_of(where, "UPDATE leaf SET kind = ?, data = ?, body = ? WHERE seq = ?", *row, seq)
+    put_back(where, before)
+
+
+def options_of(where: str, folder: Path) -> dict[str, Any]:
+    """Options of trainers with a ledger, whose key is in a file."""
+    (folder / "keys").mkdir()
+    PrivateKey.generate().save(folder / "keys" / "ledger.pem", None)
+    key = PrivateKey.load(folder / "keys" / "ledger.pem", None)
+    return {"ledger": where, "key": key, "governing": GOVERNING}
+
+
+@pytest.fixture
+def options(where: str, tmp_path: Path) -> dict[str, Any]:
+    """In each kind of store."""
+    return options_of(where, tmp_path)
 
 
 # ---------------------------------------------------------------------------------------- a withdrawal that is hidden
@@ -72,15 +76,31 @@ def ward(tmp_path: Path) -> hospital.Hospital:
     return hospital.usual(tmp_path / "h", real=True)
 
 
-def withdrawn_one(ward: hospital.Hospital) -> tuple[Path, int]:
-    """Return a ledger in which one of 57 contributions is withdrawn, and the leaf of the withdrawal."""
-    path = ward.root / "l.db"
-    return path, leave(ward, ward.admit(ledger=path).digests[20])
+def opened(ward: hospital.Hospital, options: dict[str, Any]) -> Ledger:
+    return open_or_create(
+        options["ledger"], CorpusTerms.of_policy(ward.policy), options["key"], governing=options["governing"]
+    )
 
 
-def leave(ward: hospital.Hospital, name: str) -> int:
+def admit(ward: hospital.Hospital, options: dict[str, Any]) -> AdmittedCorpus:
+    with opened(ward, options) as ledger:
+        return ward.admit(ledger=ledger)
+
+
+def train(ward: hospital.Hospital, name: str, corpus: AdmittedCorpus, **options: Any) -> AdmittedCorpus:
+    """Run to the end; the corpus, without those who were left out."""
+    ward.trainer(name, corpus=corpus, bounds=None, **options).fit()
+    return corpus
+
+
+def withdrawn_one(ward: hospital.Hospital, options: dict[str, Any]) -> int:
+    """Withdraw one of 57 contributions; the leaf of the withdrawal."""
+    return leave(ward, options, admit(ward, options).digests[20])
+
+
+def leave(ward: hospital.Hospital, options: dict[str, Any], name: str) -> int:
     """Withdraw a contribution, under a checkpoint; the leaf."""
-    with open_or_create(ward.root / "l.db", CorpusTerms.of_policy(ward.policy)) as ledger:
+    with opened(ward, options) as ledger:
         (done,) = withdraw(ledger, name, WithdrawalReason.CONSENT)
         return done.leaf.seq
 
@@ -88,69 +108,59 @@ def leave(ward: hospital.Hospital, name: str) -> int:
 @pytest.mark.parametrize(
     "hide", [HIDE_WITHDRAWAL, HIDE_WITHDRAWAL[:1], HIDE_WITHDRAWAL[1:]], ids=["both", "table", "kind"]
 )
-def test_a_hidden_withdrawal_is_named(ward: hospital.Hospital, hide: tuple[str, ...]) -> None:
-    path, seq = withdrawn_one(ward)
-    corpus = ward.admit(ledger=path)
+def test_a_hidden_withdrawal_is_named(ward: hospital.Hospital, options: dict[str, Any], hide: tuple[str, ...]) -> None:
+    seq, where = withdrawn_one(ward, options), options["ledger"]
+    corpus = admit(ward, options)
     assert len(corpus) == 56
     outside = ward.admit()  # by their signatures alone: the ledger decides when the run begins
     assert len(outside) == 57
-    with changed(path, *hide):
+    with changed(where, *hide):
         asked: list[Callable[[], Any]] = [
-            lambda: ward.admit(ledger=path),
-            lambda: ward.trainer(corpus=outside, ledger=path, bounds=None).fit(),
-            lambda: ward.trainer("b", corpus=corpus, ledger=path, bounds=None).fit(),
+            lambda: admit(ward, options),
+            lambda: train(ward, "a", outside, **options),
+            lambda: train(ward, "b", corpus, **options),
         ]
         for ask in asked:
             with pytest.raises(LaminaError) as refused:
                 ask()
             assert refused.value.code in ("ledger.kind-index-differs", "ledger.withdrawal-index-differs")
             assert f"leaf {seq} " in refused.value.problem
-    trainer = ward.trainer("c", corpus=ward.admit(), ledger=path, bounds=None)
-    trainer.fit()
-    assert len(trainer.corpus) == 56
-    assert verify(path).problem is None
+    assert len(train(ward, "c", ward.admit(), **options)) == 56
+    assert verify(where).problem is None
 
 
-def test_a_withdrawal_that_is_hidden_during_a_run_is_found(ward: hospital.Hospital) -> None:
-    path = ward.root / "l.db"
-    corpus = ward.admit(ledger=path)
+def test_a_withdrawal_that_is_hidden_during_a_run_is_found(ward: hospital.Hospital, options: dict[str, Any]) -> None:
+    corpus = admit(ward, options)
     name = corpus.digests[20]
 
     def hide() -> None:
-        leave(ward, name)
-        sql(path, *HIDE_WITHDRAWAL)
+        leave(ward, options, name)
+        edit(options["ledger"], *HIDE_WITHDRAWAL)
 
-    trainer = ward.trainer(corpus=corpus, ledger=path, bounds=None, progress=During({5: hide}))
-    trainer.fit()
-    assert len(trainer.corpus) == 56
+    assert len(train(ward, "a", corpus, progress=During({5: hide}), **options)) == 56
 
 
-def test_a_resumed_run_finds_a_hidden_withdrawal(ward: hospital.Hospital) -> None:
-    path, _ = withdrawn_one(ward)
-    corpus = ward.admit(ledger=path)
+def test_a_resumed_run_finds_a_hidden_withdrawal(ward: hospital.Hospital, options: dict[str, Any]) -> None:
+    withdrawn_one(ward, options)
+    corpus = admit(ward, options)
     with pytest.raises(Killed):
-        ward.trainer(corpus=corpus, ledger=path, bounds=None, progress=During({5: die})).fit()
-    with changed(path, *HIDE_WITHDRAWAL), raises_code("ledger.kind-index-differs"):
-        ward.trainer(corpus=corpus, ledger=path, bounds=None).fit()
-    ward.trainer(corpus=ward.admit(ledger=path), ledger=path, bounds=None).fit()
+        train(ward, "a", corpus, progress=During({5: die}), **options)
+    with changed(options["ledger"], *HIDE_WITHDRAWAL), raises_code("ledger.kind-index-differs"):
+        train(ward, "a", corpus, **options)
+    train(ward, "a", admit(ward, options), **options)
 
 
-def test_a_withdrawal_whose_leaf_was_replaced_is_named(ward: hospital.Hospital) -> None:
-    path, seq = withdrawn_one(ward)
-    leave(ward, ward.admit(ledger=path).digests[30])
+def test_a_withdrawal_whose_leaf_was_replaced_is_named(ward: hospital.Hospital, options: dict[str, Any]) -> None:
+    seq = withdrawn_one(ward, options)
+    leave(ward, options, admit(ward, options).digests[30])
     swap = f"UPDATE leaf SET data = (SELECT data FROM leaf WHERE seq = 5), kind = 2 WHERE seq = {seq}"
-    with changed(path, "DELETE FROM withdrawn", swap):
+    with changed(options["ledger"], "DELETE FROM withdrawn", swap):
         with pytest.raises(LaminaError) as refused:
-            ward.admit(ledger=path)
+            admit(ward, options)
         assert refused.value.code == "ledger.leaf-not-allowed" and f"leaf {seq} " in refused.value.problem
 
 
 # ---------------------------------------------------------------------------------------- charges that are hidden
-
-
-def spent_one(folder: Path) -> Path:
-    problem.trainer(folder / "a").fit()
-    return folder / "tests.ledger.db"
 
 
 @pytest.mark.parametrize(
@@ -165,123 +175,129 @@ def spent_one(folder: Path) -> Path:
     ],
     ids=["all", "attack", "kind", "attempt", "header", "unknown"],
 )
-def test_hidden_epochs_are_named(tmp_path: Path, hide: tuple[str, ...]) -> None:
-    path = spent_one(tmp_path)
+def test_hidden_epochs_are_named(tmp_path: Path, options: dict[str, Any], hide: tuple[str, ...]) -> None:
+    where = options["ledger"]
+    problem.trainer(tmp_path / "a", **options).fit()
     with pytest.raises(BudgetExceeded):
-        problem.trainer(tmp_path / "b").fit()
+        problem.trainer(tmp_path / "b", **options).fit()
     codes = ["ledger.kind-index-differs"]
     if hide == HIDE_SPEND[1:2]:  # the run is refused for what the leaves say
         codes = ["ledger.attempt-index-differs", "spend.budget-exceeded"]
-    with changed(path, *hide):
-        for ask in (lambda: problem.trainer(tmp_path / "b").fit(), lambda: total(path)):
+    with changed(where, *hide):
+        for ask in (lambda: problem.trainer(tmp_path / "b", **options).fit(), lambda: total(where)):
             with raises_code(*codes):
                 ask()
     assert not list(tmp_path.glob("b/checkpoint/*"))
     with pytest.raises(BudgetExceeded):
-        problem.trainer(tmp_path / "b").fit()
-    assert verify(path, signatures=False).problem is None
+        problem.trainer(tmp_path / "b", **options).fit()
+    assert verify(where, signatures=False).problem is None
 
 
-def total(path: Path) -> float:
-    with read_spend(str(path)) as book:
+def total(where: str) -> float:
+    with read_spend(where) as book:
         book.recorded("0" * 32, 0, 0)
         return book.total("clinical", delta=1e-5).spent
 
 
-OPEN_ROWS = {
+def change_held(where: str) -> None:
+    for (body,) in set(rows_of(where, "SELECT body FROM held WHERE segment >= 0")):
+        rows_of(where, "UPDATE held SET body = ? WHERE body = ?", body.replace(b"\x05", b"\x01"), body)
+
+
+def change_head(where: str) -> None:
+    ((head,),) = rows_of(where, "SELECT value FROM meta WHERE name = 'open'")
+    rows_of(where, "UPDATE meta SET value = ? WHERE name = 'open'", head[:143] + b"\0")
+
+
+def shorten_head(where: str) -> None:
+    rows_of(where, "UPDATE meta SET value = ? WHERE name = 'open'", b"\0")
+
+
+OPEN_ROWS: dict[str, tuple[str | Callable[[str], None], ...]] = {
     "attempts": ("DELETE FROM held WHERE segment >= 0",),
     "reservations": ("DELETE FROM held WHERE segment < 0",),
     "recorded": ("UPDATE held SET leaf = 1",),
-    "text": ("UPDATE held SET body = replace(body, x'05', x'01') WHERE segment >= 0",),
     "terms": ("DELETE FROM terms",),
     "runs": ("UPDATE run SET finished = 1",),
     "added": ("INSERT INTO held SELECT run, segment + 7, generation, nonce, leaf, body FROM held",),
-    "head": ("UPDATE meta SET value = CAST(substr(value, 1, 143) || x'00' AS BLOB) WHERE name = 'open'",),
-    "cheaper": ("UPDATE held SET body = CAST(replace(hex(body), '05', '01') AS BLOB)",),
-    "short": ("UPDATE meta SET value = x'00' WHERE name = 'open'",),
+    "text": (change_held,),
+    "head": (change_head,),
+    "short": (shorten_head,),
     "no head": ("DELETE FROM held", "DELETE FROM meta WHERE name = 'open'"),
 }
 
 
 @pytest.mark.parametrize("what", OPEN_ROWS)
-def test_open_rows_that_were_changed_are_refused(tmp_path: Path, what: str) -> None:
+def test_open_rows_that_were_changed_are_refused(tmp_path: Path, options: dict[str, Any], what: str) -> None:
+    where = options["ledger"]
+    with pytest.raises(Killed):
+        problem.trainer(tmp_path / "a", progress=During({8: die}), **options).fit()
+    with changed(where):
+        for change in OPEN_ROWS[what]:
+            edit(where, change) if isinstance(change, str) else change(where)
+        for name in ("a", "b"):
+            with raises_code("ledger.open-rows-differ", "ledger.open-rows-replayed"):
+                problem.trainer(tmp_path / name, **options).fit()
+        if what != "no head":  # nobody without the file beside the key can know that there was one
+            with raises_code("ledger.open-rows-differ"):
+                total(where)
+            found = verify(where, signatures=False).problem
+            assert found is not None and found.code == "verify.open-rows-differ"
+    problem.trainer(tmp_path / "a", **options).fit()
+    assert verify(where, signatures=False).problem is None
+
+
+def test_open_rows_of_another_type_are_refused(tmp_path: Path) -> None:
+    """SQLite keeps numbers and texts in columns of bytes."""
     with pytest.raises(Killed):
         problem.trainer(tmp_path / "a", progress=During({8: die})).fit()
-    path = tmp_path / "tests.ledger.db"
-    with changed(path, *OPEN_ROWS[what]):
-        for name in ("a", "b"):
-            with raises_code("ledger.open-rows-differ", "ledger.open-rows-replayed", "store.row-wrong-type"):
-                problem.trainer(tmp_path / name).fit()
-        if what != "no head":  # nobody without the file beside the key can know that there was one
-            with raises_code("ledger.open-rows-differ", "store.row-wrong-type"):
-                total(path)
-            found = verify(path, signatures=False).problem
-            assert found is not None and found.code in ("verify.open-rows-differ", "verify.row-wrong-type")
-    problem.trainer(tmp_path / "a").fit()
-    assert verify(path, signatures=False).problem is None
+    where = str(tmp_path / "tests.ledger.db")
+    with changed(where, "UPDATE held SET body = replace(body, x'05', x'01') WHERE segment >= 0"):
+        with raises_code("store.row-wrong-type"):
+            total(where)
+        found = verify(where, signatures=False).problem
+        assert found is not None and found.code == "verify.row-wrong-type"
 
 
-def test_open_rows_of_an_earlier_moment_are_refused(tmp_path: Path) -> None:
+def test_open_rows_of_an_earlier_moment_are_refused(tmp_path: Path, options: dict[str, Any]) -> None:
     """Rows are restored together with their signed head. Where no epoch or start of a run follows, only the file beside
     the key reveals it."""
-    path, kept = tmp_path / "tests.ledger.db", []
+    where, kept = options["ledger"], dict[str, Any]()
 
-    def save() -> None:
-        db = apsw.Connection(str(path))
-        kept.extend(list(db.execute(f"SELECT * FROM {name}")) for name in ("held", "terms", "run", "meta"))
-        db.close()
+    def accept() -> None:
+        with Ledger.open(where, options["key"]) as ledger:
+            ledger.accept()
 
-    def put_back() -> None:
-        db = apsw.Connection(str(path))
-        for name, rows in zip(("held", "terms", "run", "meta"), kept, strict=True):
-            db.execute(f"DELETE FROM {name}")
-            for row in rows:
-                db.execute(f"INSERT INTO {name} VALUES ({', '.join('?' * len(row))})", row)
-        db.close()
-
+    save = During({3: lambda: kept.update(tables_of(where, *OPEN)), 4: die})
     with pytest.raises(Killed):
-        problem.trainer(tmp_path / "a", progress=During({3: save, 4: die}), bounds=LOOSE).fit()
-    with Ledger.open(path, key := PrivateKey.load(tmp_path / "tests.ledger.pem", None)) as ledger:
+        problem.trainer(tmp_path / "a", progress=save, bounds=LOOSE, **options).fit()
+    with Ledger.open(where, options["key"]) as ledger:
         SpendLedger(ledger).finish(next(iter(SpendLedger(ledger).labels())))
-    put_back()
+    put_back(where, kept)
     with raises_code("ledger.open-rows-replayed"):
-        problem.trainer(tmp_path / "b", bounds=LOOSE).fit()
-    with Ledger.open(path, key) as ledger:
-        ledger.accept()
+        problem.trainer(tmp_path / "b", bounds=LOOSE, **options).fit()
+    accept()
     with pytest.raises(Killed):
-        problem.trainer(tmp_path / "b", progress=During({4: die}), bounds=LOOSE).fit()
-    put_back()
-    for each in tmp_path.glob("*.seen"):
-        each.unlink()
+        problem.trainer(tmp_path / "b", progress=During({4: die}), bounds=LOOSE, **options).fit()
+    put_back(where, kept)
+    next(tmp_path.glob("keys/*.seen")).unlink()
     with raises_code("ledger.open-rows-differ"):  # the start of the other run follows
-        problem.trainer(tmp_path / "b", bounds=LOOSE).fit()
-    with Ledger.open(path, key) as ledger:
-        ledger.accept()
+        problem.trainer(tmp_path / "b", bounds=LOOSE, **options).fit()
+    accept()
 
 
-def test_a_head_from_before_an_epoch_is_refused_without_the_file(tmp_path: Path) -> None:
-    path, kept = tmp_path / "tests.ledger.db", []
-
-    def save() -> None:
-        db = apsw.Connection(str(path))
-        kept.extend(list(db.execute(f"SELECT * FROM {name}")) for name in ("held", "terms", "run", "meta"))
-        db.close()
-
+def test_a_head_from_before_an_epoch_is_refused_without_the_file(tmp_path: Path, options: dict[str, Any]) -> None:
+    where, kept = options["ledger"], dict[str, Any]()
+    save = During({3: lambda: kept.update(tables_of(where, *OPEN)), 8: die})
     with pytest.raises(Killed):
-        problem.trainer(tmp_path / "a", progress=During({3: save, 8: die})).fit()
-    db = apsw.Connection(str(path))
-    for name, rows in zip(("held", "terms", "run", "meta"), kept, strict=True):
-        db.execute(f"DELETE FROM {name}")
-        for row in rows:
-            db.execute(f"INSERT INTO {name} VALUES ({', '.join('?' * len(row))})", row)
-    db.close()
-    for each in tmp_path.glob("*.seen"):
-        each.unlink()
+        problem.trainer(tmp_path / "a", progress=save, **options).fit()
+    put_back(where, kept)
+    next(tmp_path.glob("keys/*.seen")).unlink()
     with raises_code("ledger.open-rows-differ"):
-        problem.trainer(tmp_path / "b").fit()
-    found = verify(path, signatures=False).problem
+        problem.trainer(tmp_path / "b", **options).fit()
+    found = verify(where, signatures=False).problem
     assert found is not None and found.code == "verify.open-rows-differ" and "leaf 2 records an epoch" in found.reason
-    with Ledger.open(path, PrivateKey.load(tmp_path / "tests.ledger.pem", None)) as ledger:
+    with Ledger.open(where, options["key"]) as ledger:
         ledger.accept()  # the holder of the key reviews the rows and signs them
 
 
@@ -359,16 +375,17 @@ def test_a_fork_of_the_same_size_is_refused_until_its_keeper_accepts_it(
     assert verify(path, signatures=False).counts["epoch"] == 3
 
 
-def test_a_lost_withdrawal_is_not_what_a_run_restores(ward: hospital.Hospital) -> None:
-    path, saved = ward.root / "l.db", ward.root / "saved"
-    corpus = ward.admit(ledger=path)
+def test_a_lost_withdrawal_is_not_what_a_run_restores(ward: hospital.Hospital, tmp_path: Path) -> None:
+    path, saved = tmp_path / "l.db", tmp_path / "saved"
+    options = options_of(str(path), tmp_path)
+    corpus = admit(ward, options)
     name = corpus.digests[20]
-    act = During({4: lambda: copy(path, saved), 7: lambda: leave(ward, name), 11: die})
+    act = During({4: lambda: copy(path, saved), 7: lambda: leave(ward, options, name), 11: die})
     with pytest.raises(Killed):
-        ward.trainer(corpus=corpus, ledger=path, bounds=None, progress=act).fit()
+        train(ward, "a", corpus, progress=act, **options)
     put(path, saved)
     with raises_code("ledger.older-than-kept"):
-        ward.trainer(corpus=ward.admit(), ledger=path, bounds=None).fit()
+        train(ward, "a", ward.admit(), **options)
 
 
 def test_a_run_restores_its_own_epochs(tmp_path: Path) -> None:
@@ -410,16 +427,13 @@ def test_a_run_that_restores_its_epochs_does_not_hide_what_another_one_holds(tmp
     assert len(verify(path, signatures=False).held) == 1
 
 
-def test_nobody_is_admitted_twice_by_deleting_index_rows(ward: hospital.Hospital) -> None:
+def test_nobody_is_admitted_twice_by_deleting_index_rows(ward: hospital.Hospital, options: dict[str, Any]) -> None:
     """As in a large ledger, whose leaves are in the index of the store."""
-    path = ward.root / "l.db"
-    ward.admit(ledger=path)
-    db = apsw.Connection(str(path))
-    db.execute("UPDATE head SET indexed = size")  # and `known` is left empty
-    db.close()
-    with Ledger.open(path) as ledger:
+    admit(ward, options)
+    edit(options["ledger"], "UPDATE head SET indexed = size")  # and `known` is left empty
+    with Ledger.open(options["ledger"]) as ledger:
         before = ledger.size
-        ward.admit(ledger=path)
+        admit(ward, options)
         assert ledger.size == before
 
 
@@ -441,61 +455,10 @@ def test_a_view_from_before_another_writer_is_not_taken_for_a_rollback(tmp_path:
 # ---------------------------------------------------------------------------------------- the same in PostgreSQL
 
 
-ROWS = ("held", "terms", "run", "meta", "attempt")
-
-
 @pytest.fixture
 def at_server(server: postgres.Server, tmp_path: Path) -> dict[str, Any]:
-    """Options of trainers whose ledger is in a database of its own, with a key from a file."""
-    PrivateKey.generate().save(tmp_path / "ledger.pem", None)
-    where = f"{server.database(f'hidden_{os.getpid()}')}#ward"
-    return {
-        "ledger": where,
-        "key": PrivateKey.load(tmp_path / "ledger.pem", None),
-        "governing": GOVERNING,
-        "bounds": LOOSE,
-    }
-
-
-def in_ward(options: dict[str, Any]) -> psycopg.Connection:
-    db = psycopg.connect(options["ledger"].partition("#")[0], autocommit=True)
-    db.execute("SET search_path TO ward")
-    return db
-
-
-@pytest.mark.parametrize(
-    "hide",
-    [
-        "DELETE FROM held WHERE segment >= 0",
-        "DELETE FROM held WHERE segment < 0",
-        "UPDATE held SET leaf = 1",
-        "DELETE FROM terms",
-        "UPDATE run SET finished = 1",
-        "DELETE FROM meta WHERE name = 'open'",
-        "UPDATE leaf SET kind = 2 WHERE kind = 3",
-        "DELETE FROM attempt",
-    ],
-)
-def test_rows_that_were_changed_on_a_server_are_refused(tmp_path: Path, at_server: dict[str, Any], hide: str) -> None:
-    with pytest.raises(Killed):
-        problem.trainer(tmp_path / "a", progress=During({8: die}), **at_server).fit()
-    with in_ward(at_server) as db:
-        before = {name: db.execute(f"SELECT * FROM {name}").fetchall() for name in ROWS if f" {name}" in hide}
-        kinds = db.execute("SELECT kind, seq FROM leaf").fetchall()
-        assert db.execute(hide).rowcount
-        for name in ("a", "b"):
-            with raises_code(
-                "ledger.open-rows-differ", "ledger.open-rows-replayed", "ledger.kind-index-differs",
-                "ledger.attempt-index-differs",
-            ):  # fmt: skip
-                problem.trainer(tmp_path / name, **at_server).fit()
-        for name, rows in before.items():
-            db.execute(f"DELETE FROM {name}")
-            for row in rows:
-                db.execute(f"INSERT INTO {name} VALUES ({', '.join(['%s'] * len(row))})", row)
-        db.cursor().executemany("UPDATE leaf SET kind = %s WHERE seq = %s", kinds)
-    problem.trainer(tmp_path / "a", **at_server).fit()
-    assert verify(at_server["ledger"], signatures=False).problem is None
+    """In a database of its own."""
+    return options_of(f"{server.database(f'hidden_{os.getpid()}')}#ward", tmp_path) | {"bounds": LOOSE}
 
 
 def accept(options: dict[str, Any]) -> None:

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import apsw
+from keyless import rows_of
 from making import AUDITOR, GOVERNING, LEDGER, OTHER, SECOND, START
 
 from lamina.ledger import append, merkle
@@ -40,16 +40,7 @@ from lamina.ledger.writer import checkpoint_digest
 from lamina.sign.keys import PrivateKey
 
 KNOWN = (GOVERNING, SECOND, LEDGER, AUDITOR, OTHER)
-
-
-def sql(path: str, statement: str, *values: Any) -> list[Any]:
-    """One statement, with the library that the store uses."""
-    db = apsw.Connection(path)
-    db.pragma("synchronous", "OFF")
-    try:
-        return list(db.execute(statement, values))
-    finally:
-        db.close()
+sql = rows_of
 
 
 def leaf(path: str, seq: int) -> StoredLeaf:

@@ -10,9 +10,9 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any
 
-import apsw
 import cbor2
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from keyless import rows_of
 
 KEYS, POLICY, TERMS = 5, 7, 9  # kinds of governing records
 _PLACE_OF_AUTHORIZATION = {KEYS: 2, POLICY: 4, TERMS: 3}
@@ -58,17 +58,13 @@ def root(hashes: Sequence[bytes]) -> bytes:
 
 
 class Forger:
-    """Writes into a ledger file of fewer than 256 leaves, past whoever keeps it."""
+    """Writes into a ledger of fewer than 256 leaves, past its keeper. `path` is a file or the address of a schema."""
 
     def __init__(self, path: str) -> None:
         self.path = path
 
     def sql(self, statement: str, *values: Any) -> list[Any]:
-        db = apsw.Connection(self.path)
-        try:
-            return list(db.execute(statement, values))
-        finally:
-            db.close()
+        return rows_of(self.path, statement, *values)
 
     @property
     def leaves(self) -> list[bytes]:
@@ -122,7 +118,8 @@ class Forger:
         assert len(hashes) < _TILE
         row = (seq, listed_as or kind, data, beside)
         self.sql("INSERT INTO leaf (seq, kind, data, body) VALUES (?, ?, ?, ?)", *row)
-        self.sql("INSERT OR REPLACE INTO tile (id, data) VALUES (0, ?)", b"".join(hashes))
+        replace = "INSERT INTO tile (id, data) VALUES (0, ?) ON CONFLICT (id) DO UPDATE SET data = excluded.data"
+        self.sql(replace, b"".join(hashes))
         self.sql("UPDATE head SET size = ?, frontier = ?", len(hashes), cbor([len(hashes), subtrees(hashes)]))
         return seq
 

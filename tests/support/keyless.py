@@ -7,19 +7,20 @@ from typing import Any
 import apsw
 
 
-def rows_of(where: str, statement: str) -> list[tuple[Any, ...]]:
-    """Execute SQL in its own transaction."""
+def rows_of(where: str, statement: str, *values: Any) -> list[tuple[Any, ...]]:
+    """Execute SQL in its own transaction; `?` stands for a value."""
     if where.startswith("postgresql:"):
         import psycopg
 
         address, _, schema = where.partition("#")
         with psycopg.connect(address, autocommit=True) as db:
             db.execute(f"SET search_path = {schema}")
-            found = db.execute(statement)
+            found = db.execute(statement.replace("?", "%s"), values or None)
             return found.fetchall() if found.description else []
     db = apsw.Connection(where)
+    db.pragma("synchronous", "OFF")
     try:
-        return db.execute(statement).fetchall()
+        return db.execute(statement, values).fetchall()
     finally:
         db.close()
 
@@ -27,6 +28,21 @@ def rows_of(where: str, statement: str) -> list[tuple[Any, ...]]:
 def edit(where: str, *statements: str) -> None:
     for statement in statements:
         rows_of(where, statement)
+
+
+Tables = dict[str, list[tuple[Any, ...]]]
+
+
+def tables_of(where: str, *names: str) -> Tables:
+    return {name: rows_of(where, f"SELECT * FROM {name}") for name in names}
+
+
+def put_back(where: str, tables: Tables) -> None:
+    """Make these tables hold these rows, and no others."""
+    for name, rows in tables.items():
+        rows_of(where, f"DELETE FROM {name}")
+        for row in rows:
+            rows_of(where, f"INSERT INTO {name} VALUES ({', '.join('?' * len(row))})", *row)
 
 
 def binary(where: str, data: bytes) -> str:
