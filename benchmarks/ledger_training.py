@@ -29,11 +29,11 @@ from lamina.demo.hospitals import write_contributions
 from lamina.demo.patients import FULL_SIZES, DemoPatients
 from lamina.demo.training import train_privately, untrained_model
 from lamina.ledger.corpus_terms import CorpusTerms, open_or_create
+from lamina.ledger.spend_ledger import SpendLedger
 from lamina.plan.layer_stack import LayerStack
 from lamina.plan.policy import Policy
 from lamina.run.admitted import Gate
 from lamina.run.membership import LedgerMembership
-from lamina.spend.spend_ledger import SpendLedger
 
 SEGMENTS = (
     (LedgerMembership, "freeze"),

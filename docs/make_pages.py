@@ -22,7 +22,7 @@ SOURCE = ROOT / "src" / "lamina"
 FOLDERS = (
     "", "account", "plan", "allocate",
     "allocate/measure", "engine", "engine/layers", "engine/native", "sign", "admit", "ledger", "ledger/store",
-    "ledger/verify", "spend", "release", "run", "integrations", "audit", "models", "data", "study", "recipes", "report", "serve",
+    "ledger/verify", "release", "run", "integrations", "audit", "models", "data", "study", "recipes", "report", "serve",
     "bench", "demo", "cli",
     "cli/ledger",
 )  # fmt: skip

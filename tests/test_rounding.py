@@ -19,12 +19,12 @@ from lamina.admit.resolver import resolve
 from lamina.allocate.make_plan import make_plan
 from lamina.cli.layer_figures import layer_figures, layer_table
 from lamina.cli.spend import AccountLine, spend_page
+from lamina.ledger.attempts import AccountTotal
 from lamina.ledger.spending import Limit
 from lamina.plan.layer_stack import LayerStack
 from lamina.plan.policy import Policy
 from lamina.plan.step_plan import StepPlan
 from lamina.plan.table import at_least, at_most, epsilon_text, remaining_text
-from lamina.spend.accounts import AccountTotal
 
 FIGURES = st.floats(0, 1e12, allow_subnormal=False)
 

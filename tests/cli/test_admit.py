@@ -27,13 +27,13 @@ from lamina.admit.verdicts import Reason
 from lamina.cli.explain import NOT_SIGNED
 from lamina.ledger.governance_records import Header, KeyEvents
 from lamina.ledger.records import ContributionRecord, ContributionTerms
+from lamina.ledger.spend_ledger import SpendLedger
 from lamina.ledger.verify.verifier import verify
 from lamina.ledger.writer import Ledger
 from lamina.plan.policy import Policy
 from lamina.run.admitted import Gate
 from lamina.sign.key_ring import KeyRing
 from lamina.sign.keys import PrivateKey
-from lamina.spend.spend_ledger import SpendLedger
 
 if TYPE_CHECKING:
     from conftest import Project

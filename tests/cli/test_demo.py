@@ -32,6 +32,7 @@ from lamina.demo.hospitals import STRICT_NOISE_MULTIPLIER, make_new_folder
 from lamina.demo.patients import QUICK_SIZES, DemoPatients, PatientGroup, Utility, measure_utility
 from lamina.demo.svg_charts import auc_bars
 from lamina.demo.training import _poisson_sample
+from lamina.ledger.spend_ledger import SpendLedger
 from lamina.ledger.verify.tree_checks import Trust
 from lamina.ledger.writer import Ledger
 from lamina.plan.policy import Policy
@@ -39,7 +40,6 @@ from lamina.plan.step_plan import StepPlan
 from lamina.release.manifest import verify_release
 from lamina.run.admitted import Gate
 from lamina.sign.key_ring import KeyRing
-from lamina.spend.spend_ledger import SpendLedger
 
 TRAININGS = {"without_sensitive", "private", "without_privacy"}
 

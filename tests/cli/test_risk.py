@@ -14,10 +14,10 @@ from torch import nn
 from lamina.admit.checks import preset
 from lamina.allocate.make_plan import make_plan
 from lamina.ledger.corpus_terms import CorpusTerms, open_or_create
+from lamina.ledger.spend_ledger import SpendLedger
+from lamina.plan.charges import plan_charges
 from lamina.plan.layer_stack import LayerStack
 from lamina.plan.policy import Policy
-from lamina.spend.accounts import plan_charges
-from lamina.spend.spend_ledger import SpendLedger
 
 POLICY = """
 [corpus]

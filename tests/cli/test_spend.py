@@ -16,15 +16,16 @@ from torch import nn
 
 import lamina
 from lamina.account.accountants import find_accountant
+from lamina.account.charges import Charge, stored_charge
 from lamina.account.gaussian_rdp import epsilon_of_noise_multiplier
 from lamina.account.schedule import Event
+from lamina.ledger.attempts import OpenAttempt
 from lamina.ledger.corpus_terms import CorpusTerms, open_or_create
+from lamina.ledger.spend_ledger import SpendLedger
 from lamina.ledger.verify.verifier import verify
+from lamina.plan.charges import plan_charges
 from lamina.plan.layer_stack import LayerStack
 from lamina.plan.policy import Policy
-from lamina.spend.accounts import Charge, plan_charges, stored_charge
-from lamina.spend.reservation import OpenAttempt
-from lamina.spend.spend_ledger import SpendLedger
 
 FIRST, SECOND = "3f9c21aa" * 4, "3f9c0000" * 4
 CLINICAL = stored_charge(cls="clinical", sigma=1.5, q=0.01, steps=1_000, delta=1e-5, accountant="pld")

@@ -22,13 +22,13 @@ from lamina.cli.explain import NOT_SIGNED
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.records import Epoch
 from lamina.ledger.run_records import RunBegin
+from lamina.ledger.spend_ledger import SpendLedger
 from lamina.ledger.verify.verifier import verify
 from lamina.ledger.writer import Ledger
 from lamina.plan.policy import Policy
 from lamina.plan.step_plan import StepPlan
 from lamina.run.trainer import Trainer
 from lamina.sign.keys import PrivateKey
-from lamina.spend.spend_ledger import SpendLedger
 
 if TYPE_CHECKING:
     from conftest import Project

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
+from lamina.ledger.spend_ledger import SpendLedger
 from lamina.ledger.writer import Ledger
-from lamina.spend import SpendLedger
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "signals.md"
 

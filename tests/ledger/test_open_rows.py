@@ -14,10 +14,10 @@ from refusals import raises_code
 from lamina.ledger.governance_records import Key, KeyChange, KeyEvent, KeyEvents, Role
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.run_records import RunBegin
+from lamina.ledger.spend_ledger import SpendLedger
 from lamina.ledger.verify.verifier import verify
 from lamina.ledger.writer import Ledger
 from lamina.sign.keys import PrivateKey
-from lamina.spend.spend_ledger import SpendLedger
 
 
 @pytest.fixture

@@ -41,11 +41,11 @@ from lamina.ledger.contribution_trace import (
     trace_contribution,
 )
 from lamina.ledger.governance_records import PolicyChange, Release, Withdrawal, WithdrawalReason
+from lamina.ledger.neighbours import NeighbourLedger
 from lamina.ledger.reader import find_contributions
 from lamina.ledger.records import ContributionRecord, ContributionTerms, EpochAccount, KeptContribution, SegmentOutcome
 from lamina.ledger.writer import Ledger
 from lamina.plan.step_plan import PlannedClass
-from lamina.spend.neighbours import NeighbourLedger
 
 
 @pytest.fixture

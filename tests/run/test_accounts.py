@@ -14,14 +14,15 @@ from stopping import figures, killed, lose_ledger, same, told, weights
 
 import lamina
 from lamina.account.accountants import find_accountant
+from lamina.account.charges import stored_charge
 from lamina.account.schedule import Event
 from lamina.allocate.ladp import LADP
 from lamina.errors import BudgetExceeded
+from lamina.ledger.spend_ledger import SpendLedger
 from lamina.ledger.writer import Ledger
+from lamina.plan.charges import SignedAccount, plan_charges
 from lamina.plan.signed_bounds import scale_for_signed_bound, signed_epsilon
 from lamina.plan.table import epsilon_text
-from lamina.spend.accounts import SignedAccount, plan_charges, stored_charge
-from lamina.spend.spend_ledger import SpendLedger
 
 pytestmark = pytest.mark.usefixtures("known_seeds")
 LOOSE = {"clinical": 50.0, "sensitive": 50.0}

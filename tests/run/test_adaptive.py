@@ -27,11 +27,11 @@ from lamina.errors import BudgetExceeded
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.records import MAX_NOISE_VALUES, Epoch, SegmentOutcome
 from lamina.ledger.verify.verifier import verify
+from lamina.plan.charges import charges_in_declared_steps, follows_budget, plan_charges
 from lamina.plan.rules import Choose, FollowBudget, FollowEnergy, FollowQuantile
 from lamina.run import segments
 from lamina.run.run import Run
 from lamina.run.sampler import Sampler
-from lamina.spend.accounts import charges_in_declared_steps, follows_budget, plan_charges
 
 LAMINAS: dict[str, Any] = {
     "shares": LADP(),

@@ -32,11 +32,11 @@ from lamina.engine.batch import Batch
 from lamina.ledger.contribution_trace import trace_contribution
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.records import ContributionRecord, Epoch
+from lamina.plan.charges import SignedAccount
 from lamina.plan.rules import Injection, InjectionForm
 from lamina.plan.signed_bounds import REMAINING_FACTORS
 from lamina.run.sampler import Sampler
 from lamina.run.trainer_checks import remaining_factors
-from lamina.spend.accounts import SignedAccount
 
 USUAL, STRICT, MIDDLE, TOP = (
     f"{cls}@c=1,z={z}" for cls, z in (("clinical", "0.290042"), ("clinical", 2), ("clinical", 1.2), ("sensitive", 1.5))

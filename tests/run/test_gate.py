@@ -29,10 +29,10 @@ from lamina.ledger.records import ContributionRecord
 from lamina.ledger.verify.verifier import verify
 from lamina.ledger.withdrawal import withdraw
 from lamina.ledger.writer import Ledger
+from lamina.plan.charges import SignedAccount
 from lamina.run import payloads
 from lamina.run.payloads import PayloadChanged
 from lamina.run.sampler import Sampler
-from lamina.spend.accounts import SignedAccount
 
 
 @pytest.fixture

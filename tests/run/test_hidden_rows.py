@@ -26,12 +26,12 @@ from lamina.cli.open_ledger import open_ledger, read_spend
 from lamina.errors import BudgetExceeded, LaminaError
 from lamina.ledger.corpus_terms import CorpusTerms, open_or_create
 from lamina.ledger.governance_records import WithdrawalReason
+from lamina.ledger.spend_ledger import SpendLedger
 from lamina.ledger.verify.verifier import verify
 from lamina.ledger.withdrawal import withdraw
 from lamina.ledger.writer import Ledger
 from lamina.run.admitted import AdmittedCorpus
 from lamina.sign.keys import PrivateKey
-from lamina.spend.spend_ledger import SpendLedger
 
 HIDE_WITHDRAWAL = ("DELETE FROM withdrawn", "UPDATE leaf SET kind = 2 WHERE kind = 4")
 HIDE_SPEND = ("UPDATE leaf SET kind = 2 WHERE kind = 3", "DELETE FROM attempt", "DELETE FROM held")

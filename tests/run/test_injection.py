@@ -19,8 +19,10 @@ from stopping import copied, figures, killed, same, told, weights
 from lamina.account.accountants import find_accountant
 from lamina.account.charges import Account
 from lamina.account.schedule import Event
+from lamina.ledger.attempts import OpenAttempt
 from lamina.ledger.records import Segment, SegmentOutcome
 from lamina.ledger.verify.epoch_checks import AttemptTree
+from lamina.plan.charges import plan_charges
 from lamina.plan.step_plan import StepPlan
 from lamina.run.journal import (
     AttemptAbandoned,
@@ -33,8 +35,6 @@ from lamina.run.journal import (
 )
 from lamina.run.run import events_due
 from lamina.run.sampler import Sampler
-from lamina.spend.accounts import plan_charges
-from lamina.spend.reservation import OpenAttempt
 
 pytestmark = pytest.mark.usefixtures("known_seeds")
 LOOSE = {"clinical": 50.0, "sensitive": 50.0}

@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from refusals import raises_code
 
 from lamina import cbor
+from lamina.account.charges import stored_charge
 from lamina.errors import EncodingError, RunError, StorageError
 from lamina.run import journal as frame
 from lamina.run.journal import (
@@ -38,7 +39,6 @@ from lamina.run.journal import (
     from_body,
     to_body,
 )
-from lamina.spend.accounts import stored_charge
 
 RUN, SALT = "0123456789abcdef" * 2, bytes(range(32))
 

@@ -36,6 +36,7 @@ from lamina.ledger.governance_records import (
 )
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.records import ContributionRecord, Epoch, SegmentOutcome
+from lamina.ledger.spend_ledger import SpendLedger
 from lamina.ledger.verify.report import Verification
 from lamina.ledger.verify.tree_checks import Trust
 from lamina.ledger.verify.verifier import verify
@@ -45,7 +46,6 @@ from lamina.ledger.writer import Ledger
 from lamina.run.journal import Journal
 from lamina.run.membership import LedgerMembership
 from lamina.sign.keys import PrivateKey
-from lamina.spend.spend_ledger import SpendLedger
 
 
 def sound(where: str | Path, **options: Any) -> Verification:

@@ -13,9 +13,9 @@ import lamina
 from lamina.account.charges import Account
 from lamina.account.gaussian_rdp import epsilon_of_noise_multiplier
 from lamina.account.tradeoff import trade_off
+from lamina.ledger.spend_ledger import SpendLedger
 from lamina.ledger.verify.verifier import verify
 from lamina.plan.policy import Policy
-from lamina.spend.spend_ledger import SpendLedger
 
 POLICY = """
 [corpus]

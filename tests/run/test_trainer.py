@@ -22,12 +22,12 @@ import lamina
 from lamina import Evaluation
 from lamina.account.filters import GaussianFilter
 from lamina.errors import BudgetExceeded, CouplingError, RunError, RunInUse, StorageError
+from lamina.ledger.spend_ledger import SpendLedger
 from lamina.ledger.verify.verifier import verify
+from lamina.plan.charges import plan_charges
 from lamina.run.private import PlannedBefore
 from lamina.run.run_files import Lease
 from lamina.run.trainer import Trainer
-from lamina.spend.accounts import plan_charges
-from lamina.spend.spend_ledger import SpendLedger
 
 pytestmark = pytest.mark.usefixtures("known_seeds")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
+from lamina.account.charges import Charge, stored_charge
 from lamina.run.journal import AttemptOpened
-from lamina.spend.accounts import Charge, stored_charge
 
 
 def charge(**other: object) -> Charge:

@@ -23,13 +23,13 @@ from lamina.ledger.governance_records import Key, KeyChange, KeyEvent, KeyEvents
 from lamina.ledger.key_state import signed_record
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.records import Epoch
+from lamina.ledger.spend_ledger import SpendLedger
 from lamina.ledger.store.rows import WHOLE_BUDGET_SEGMENT
 from lamina.ledger.verify.verifier import verify
 from lamina.ledger.writer import Ledger
+from lamina.plan.charges import SignedAccount
 from lamina.run.trainer import Trainer
 from lamina.sign.keys import PrivateKey
-from lamina.spend.accounts import SignedAccount
-from lamina.spend.spend_ledger import SpendLedger
 
 
 @dataclass

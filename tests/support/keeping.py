@@ -17,21 +17,22 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from scipy.optimize import brentq
 from scipy.special import log_ndtr, ndtr
 
+from lamina.account.charges import Charge, stored_charge
+from lamina.ledger.attempts import OpenAttempt
 from lamina.ledger.corpus_terms import NO_POLICY, CorpusTerms, open_or_create
 from lamina.ledger.governance_records import ClassBounds, LedgerFloors
 from lamina.ledger.records import Epoch, Segment, SegmentOutcome
+from lamina.ledger.spend_ledger import SpendLedger
 from lamina.ledger.verify.report import Verification
 from lamina.ledger.verify.tree_checks import Trust
 from lamina.ledger.verify.verifier import verify
 from lamina.ledger.writer import Ledger
+from lamina.plan.charges import SignedAccount, follows_budget, plan_charges
 from lamina.plan.risk import RiskBound
 from lamina.plan.rules import FollowBudget, Injection, InjectionForm
 from lamina.plan.step_plan import PlannedClass, PlannedLayer, StepPlan
 from lamina.run.run import adaptive_budget_charges, adaptive_budget_nonce
 from lamina.sign.keys import PrivateKey
-from lamina.spend.accounts import Charge, SignedAccount, follows_budget, plan_charges, stored_charge
-from lamina.spend.reservation import OpenAttempt
-from lamina.spend.spend_ledger import SpendLedger
 
 FIRST, SECOND, THIRD = "a1" * 16, "b2" * 16, "c3" * 16
 DELTA = 1e-5

@@ -20,7 +20,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from lamina.spend.accounts import SignedAccount
+from lamina.plan.charges import SignedAccount
 
 sys.path.insert(0, str(Path(__file__).parent))
 import problem

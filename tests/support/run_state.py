@@ -22,10 +22,10 @@ import pytest
 
 from lamina.engine import random_stream
 from lamina.engine.engine import Engine
+from lamina.ledger.attempts import OpenCharges
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.records import Epoch
 from lamina.run.trainer import Trainer
-from lamina.spend.reservation import OpenCharges
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""`Account`: the payer of noisy steps, which is a class or its contributions with one signed bound.
+"""`Account`, which pays for noisy steps: a class, or its contributions with one signed bound; and `Charge`.
 
 Needs neither numpy nor scipy.
 """
@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from typing import NamedTuple
 
+from lamina.account.schedule import Event, rdp_order_of
 from lamina.errors import RunError
 
 _MICRO = 1_000_000
@@ -90,6 +92,37 @@ def invalid_account(text: str) -> RunError:
     """Return the error for a text that is not an account."""
     remedy = "name a class (letters, digits, '_', '.', '-'), or a class and its signed bound, 'CLASS@c=0.5,z=2.25'"
     return RunError("spend.account-name-invalid", f"{text[:80]!r} is no name of an account", remedy)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Charge:
+    """An event that is charged to one account. ε of the run is computed at `delta` by `accountant`.
+
+    What a class is charged as a whole, its signed bounds are charged beside it.
+    """
+
+    account: Account
+    event: Event
+    delta: float
+    accountant: str
+
+    def times(self, steps: int) -> Charge:
+        """The same charge for another number of steps."""
+        return replace(self, event=replace(self.event, steps=steps))
+
+    def row(self) -> dict[str, str | float | int]:
+        """Return the fields in the form of ledger and journals; `stored_charge` reads them."""
+        event = self.event
+        return {
+            "cls": str(self.account), "sigma": event.sigma, "q": event.q, "steps": event.steps, "delta": self.delta,
+            "accountant": self.accountant,
+        }  # fmt: skip
+
+
+def stored_charge(cls: str, sigma: float, q: float, steps: int, delta: float, accountant: str) -> Charge:
+    """Return the charge with these fields. Only noise that follows its budget is priced at one order."""
+    event = Event(sigma=sigma, q=q, steps=steps, order=rdp_order_of(accountant))
+    return Charge(account=Account.parse(cls), event=event, delta=delta, accountant=accountant)
 
 
 def _decimal(micro: int) -> str:

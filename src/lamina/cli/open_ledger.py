@@ -17,15 +17,15 @@ from lamina.ledger.admission_batch import LedgerRegister
 from lamina.ledger.contribution_trace import leaf_differences
 from lamina.ledger.corpus_terms import CorpusTerms, check_corpus_terms, ledger_key_path, policy_in_force
 from lamina.ledger.governance_records import loosened
+from lamina.ledger.neighbours import LEDGER_SUFFIX
 from lamina.ledger.newest_state import refuse_rolled_back
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.records import ContributionRecord, KeptContribution
+from lamina.ledger.spend_ledger import SpendLedger
 from lamina.ledger.store.sqlite import is_postgres_url, ledger_exists, make_store
 from lamina.ledger.writer import Ledger
 from lamina.release.reconciliation import anchor_file, read_anchor
 from lamina.sign.keys import PrivateKey
-from lamina.spend.neighbours import LEDGER_SUFFIX
-from lamina.spend.spend_ledger import SpendLedger
 
 
 def find_ledgers(where: str) -> list[str]:

@@ -17,17 +17,17 @@ from lamina.cli.open_ledger import find_ledgers, read_spend, write_spend
 from lamina.cli.options import JsonOption, PassphraseOption, argument, option
 from lamina.cli.terminal import columns, open_private_key, print_json, print_line
 from lamina.errors import RunError
+from lamina.ledger.attempts import AccountTotal, RunSpend, SpendView, run_name
+from lamina.ledger.neighbours import NeighbourLedger, neighbour_ledgers
 from lamina.ledger.schema import pluralize
+from lamina.ledger.spend_ledger import SpendLedger
+from lamina.ledger.spend_limits import SpendLimits
 from lamina.ledger.spending import Limit, Spending
 from lamina.ledger.store.rows import head_of
 from lamina.ledger.store.sqlite import printable_location
 from lamina.plan.risk import RiskBound
 from lamina.plan.table import epsilon_text, finite_or_none, percent_text, printable, remaining_text
 from lamina.sign.keys import PrivateKey
-from lamina.spend.accounts import AccountTotal, RunSpend, run_name
-from lamina.spend.neighbours import NeighbourLedger, neighbour_ledgers
-from lamina.spend.reservation import SpendLimits, SpendView
-from lamina.spend.spend_ledger import SpendLedger
 
 _MAX_ACCOUNTS_NAMED = 3  # above a table of runs that several accounts share
 

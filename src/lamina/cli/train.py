@@ -38,8 +38,10 @@ from lamina.engine.proxy_shares import Proxy
 from lamina.errors import CorpusError, LaminaError, RankLost, RunError
 from lamina.ledger.corpus_terms import CorpusTerms, ledger_key_path, open_or_create
 from lamina.ledger.show import describe_factor
+from lamina.ledger.spend_ledger import SpendLedger
 from lamina.ledger.store.sqlite import is_postgres_url, ledger_exists, printable_location
 from lamina.ledger.writer import Ledger
+from lamina.plan.charges import plan_charges
 from lamina.plan.correlation import AUTO_BANDS
 from lamina.plan.layer_stack import LayerStack
 from lamina.plan.policy import Policy
@@ -54,8 +56,6 @@ from lamina.run.run_output import failing_layer_and_input, user_code, user_line
 from lamina.run.trainer import Trainer
 from lamina.run.trainer_checks import declared_start, steps_per_interval
 from lamina.sign.keys import PrivateKey
-from lamina.spend.accounts import plan_charges
-from lamina.spend.spend_ledger import SpendLedger
 
 if TYPE_CHECKING:
     from lamina.allocate.measure.measure import Measure

@@ -34,6 +34,7 @@ from lamina.account.schedule import Event, EventCounts, EventKey
 from lamina.errors import BadKey, EncodingError, NotVerified
 from lamina.ledger.corpus_terms import about_at
 from lamina.ledger.governance_records import ABOUT, Header, Role
+from lamina.ledger.neighbours import NeighbourLedger, neighbour_ledgers
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.run_records import WEIGHTS
 from lamina.ledger.schema import MAX_EPSILON, nano_epsilon
@@ -52,7 +53,6 @@ from lamina.release.run_evidence import RunEvidence, RunMetrics, check_run_facts
 from lamina.release.utility import check_utility, read_evaluation, utility_section
 from lamina.sign.keys import PrivateKey, PublicKey, format_utc
 from lamina.sign.signed_json import canonical_json, parse_json, read_cose, sign_cose
-from lamina.spend.neighbours import NeighbourLedger, neighbour_ledgers
 from lamina.validate import bounded_number, bounded_whole, is_short_text, short_repr
 
 CERTIFICATE_TYPE = "application/lamina-certificate+json"

@@ -21,6 +21,7 @@ from lamina.account.accountants import pooled_epsilon
 from lamina.account.charges import Account
 from lamina.account.schedule import EventKey
 from lamina.errors import EncodingError, LedgerError
+from lamina.ledger.attempts import SpendView
 from lamina.ledger.contribution_trace import ContributionTrace, EpochExposure, trace_contribution
 from lamina.ledger.governance_records import Release
 from lamina.ledger.reader import LedgerReader
@@ -34,7 +35,6 @@ from lamina.release.letter import is_proven, reconciled_text
 from lamina.release.run_evidence import newest_by_run
 from lamina.sign.keys import format_utc, read_small
 from lamina.sign.signed_json import parse_json
-from lamina.spend.reservation import SpendView
 
 ANCHOR_TYPE = "urn:lamina:content-anchor:v1"
 RECONCILIATION = "application/lamina-reconciliation+json"

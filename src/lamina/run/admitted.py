@@ -28,6 +28,7 @@ from lamina.engine.random_stream import segment_seed
 from lamina.errors import AdmissionError, CorpusError
 from lamina.ledger.admission_batch import open_register
 from lamina.ledger.writer import Ledger
+from lamina.plan.charges import SignedAccount
 from lamina.plan.policy import Policy
 from lamina.plan.step_plan import Clipping, StepPlan
 from lamina.run.corpus import Corpus, Factors, LimitsOfRows, ProbeArgument
@@ -38,7 +39,6 @@ from lamina.run.sampler import Sampler
 from lamina.run.table_files import Hasher, hash_parts
 from lamina.sign.key_ring import KeyRing
 from lamina.sign.keys import read_small
-from lamina.spend.accounts import SignedAccount
 from lamina.validate import one_of
 
 

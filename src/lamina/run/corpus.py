@@ -18,6 +18,7 @@ from lamina.engine.distributed import Ranks
 from lamina.engine.engine import unprobed_engines
 from lamina.engine.random_stream import segment_seed
 from lamina.errors import CorpusError
+from lamina.plan.charges import SignedAccount
 from lamina.plan.policy import Policy
 from lamina.plan.step_plan import Clipping, StepPlan
 from lamina.run.contribution_index import (
@@ -38,7 +39,6 @@ from lamina.run.example_sources import (
 from lamina.run.payloads import FolderPayloads
 from lamina.run.sampler import Sampler
 from lamina.run.table_files import LISTING, ContributionListing, hash_parts, read_npz, read_table
-from lamina.spend.accounts import SignedAccount
 from lamina.validate import whole
 
 

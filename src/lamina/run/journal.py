@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from lamina import cbor
+from lamina.account.charges import Charge, stored_charge
 from lamina.errors import AccountingError, EncodingError, LaminaError, RunError, StorageError
+from lamina.ledger.attempts import NoiseByStep
 from lamina.run.run_files import remove_temporary_files, replacing, storage_error, write_all
-from lamina.spend.accounts import Charge, stored_charge
-from lamina.spend.reservation import NoiseByStep
 
 # A record is public knowledge of the run's *shape* (which steps, which plan, which charge). The seed of an
 # `AttemptOpened` is the exception: it decides coins and noise, so it is no part of the body, is not printed, and is

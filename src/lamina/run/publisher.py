@@ -27,6 +27,7 @@ from lamina.engine.probe import preserve_global_generators, seed_global_generato
 from lamina.errors import RunError
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.run_records import EVALUATION, WEIGHTS, stated_conditions
+from lamina.plan.charges import follows_budget
 from lamina.plan.rules import FollowBudget
 from lamina.plan.step_plan import StepPlan
 from lamina.plan.table import epsilon_text, finite_or_none
@@ -37,7 +38,6 @@ from lamina.run.run import Run, attempts_outside, uses_adaptive_budget
 from lamina.run.run_output import Callback, Progress, RunFigures, evaluation_text, user_code
 from lamina.run.segments import code_version
 from lamina.run.training_checkpoint import MovingAverage, TrainingState
-from lamina.spend.accounts import follows_budget
 from lamina.validate import one_of, whole
 
 BEST, AVERAGE = "best.safetensors", "ema.safetensors"

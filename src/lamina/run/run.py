@@ -39,13 +39,15 @@ from pathlib import Path
 from typing import Any
 
 from lamina.account.accountants import find_accountant
-from lamina.account.charges import Account
+from lamina.account.charges import Account, Charge
 from lamina.account.gaussian_rdp import step_rdp
 from lamina.account.schedule import Event, Schedule, grouped, rdp_order_of
 from lamina.admit.attestation import MICRO
 from lamina.engine.random_stream import segment_seed
 from lamina.errors import BudgetExceeded, LaminaError, LedgerError, RunError, StorageError
+from lamina.ledger.attempts import NoiseByStep, OpenAttempt
 from lamina.ledger.corpus_terms import CorpusTerms, adopt_policy, check_corpus_terms, open_or_create, origin_slug
+from lamina.ledger.neighbours import LEDGER_SUFFIX, NeighbourLedger, check_units, neighbour_ledgers
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.records import SegmentOutcome
 from lamina.ledger.run_records import (
@@ -59,9 +61,11 @@ from lamina.ledger.run_records import (
     WeightsOrigin,
 )
 from lamina.ledger.schema import schema_of
+from lamina.ledger.spend_ledger import SpendLedger
 from lamina.ledger.store.rows import WHOLE_BUDGET_SEGMENT
 from lamina.ledger.store.sqlite import is_ledger_file, is_postgres_url, ledger_exists
 from lamina.ledger.writer import Ledger
+from lamina.plan.charges import SignedAccount, bound_charges, follows_budget, plan_charges
 from lamina.plan.signed_bounds import signed_epsilon
 from lamina.plan.step_plan import StepPlan
 from lamina.run.corpus import Corpus
@@ -85,10 +89,6 @@ from lamina.run.run_files import (
 )
 from lamina.run.training_checkpoint import TrainingCheckpoints
 from lamina.sign.keys import PrivateKey
-from lamina.spend.accounts import Charge, SignedAccount, bound_charges, follows_budget, plan_charges
-from lamina.spend.neighbours import LEDGER_SUFFIX, NeighbourLedger, check_units, neighbour_ledgers
-from lamina.spend.reservation import NoiseByStep, OpenAttempt
-from lamina.spend.spend_ledger import SpendLedger
 
 _SECRET_BYTES = 32
 

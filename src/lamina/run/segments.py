@@ -35,14 +35,16 @@ import numpy as np
 import torch
 
 import lamina
-from lamina.account.charges import Account
+from lamina.account.charges import Account, Charge
 from lamina.engine import native
 from lamina.engine.batch import model_device
 from lamina.engine.noise import noise_version
 from lamina.errors import BudgetExceeded, RunError
+from lamina.ledger.attempts import NoiseByStep
 from lamina.ledger.records import MAX_NOISE_VALUES
 from lamina.ledger.run_records import MAX_RUN_PROGRAMS, ProgramVersions
 from lamina.ledger.schema import schema_of
+from lamina.plan.charges import charges_in_declared_steps, follows_budget, remaining_accounts
 from lamina.plan.correlation import aligned_length
 from lamina.plan.rules import FollowBudget, FollowQuantile
 from lamina.plan.step_plan import StepPlan
@@ -52,8 +54,6 @@ from lamina.run.journal import AttemptClosed, AttemptOpened, SegmentInputs
 from lamina.run.membership import LedgerMembership
 from lamina.run.run import Run, adaptive_budget_fits, charges_due, repair_ledger, reserve_plan, reserve_rest
 from lamina.run.training_checkpoint import TrainingCheckpoint, TrainingState
-from lamina.spend.accounts import Charge, charges_in_declared_steps, follows_budget, remaining_accounts
-from lamina.spend.reservation import NoiseByStep
 
 OPTIONS_DIFFER = "options differ from those of"  # in the notes of a run that was resumed with others
 

@@ -24,7 +24,9 @@ from lamina.engine.random_stream import StreamPurpose
 from lamina.errors import EngineError, RankLost, RunError, StepsAbandoned
 from lamina.ledger.run_records import NoiseOrigin, SamplingScheme
 from lamina.ledger.schema import pluralize
+from lamina.ledger.spend_ledger import SpendLedger
 from lamina.ledger.writer import Ledger
+from lamina.plan.charges import SignedAccount, check_accounts
 from lamina.plan.rules import FollowProxy
 from lamina.plan.step_plan import StepPlan
 from lamina.run.code_fingerprint import SettingsFingerprint, settings_fingerprint
@@ -74,8 +76,6 @@ from lamina.run.trainer_checks import (
 )
 from lamina.run.training_checkpoint import MovingAverage, TrainingState
 from lamina.sign.keys import PrivateKey
-from lamina.spend.accounts import SignedAccount, check_accounts
-from lamina.spend.spend_ledger import SpendLedger
 from lamina.validate import one_of, whole
 
 _TRIED_TOGETHER = 32  # contributions

@@ -26,6 +26,7 @@ from lamina.engine.engine import Engine
 from lamina.engine.simulated_input import simulate_for
 from lamina.errors import LaminaError, PlanError, RunError
 from lamina.ledger.run_records import DECLARED_ORIGINS
+from lamina.plan.charges import SignedAccount
 from lamina.plan.layer_stack import LayerStack
 from lamina.plan.policy import Policy
 from lamina.plan.profile_reach import Reach
@@ -39,7 +40,6 @@ from lamina.run.example_sources import DATALOADER_REFUSAL
 from lamina.run.publisher import Evaluation
 from lamina.run.run_output import Callback
 from lamina.run.sampler import Sampler
-from lamina.spend.accounts import SignedAccount
 from lamina.validate import one_of
 
 

@@ -8,7 +8,7 @@ import pytest
 from keeping import passing_book
 from training_fixtures import _every_ledger_verifies, _one_thread
 
-from lamina.spend.spend_ledger import SpendLedger
+from lamina.ledger.spend_ledger import SpendLedger
 
 __all__ = ["_every_ledger_verifies", "_one_thread"]
 

@@ -1,4 +1,4 @@
-"""Open charges and reservations of runs, kept in the store beside the leaves, and the bounds that they must keep."""
+"""Open charges and reservations of runs, kept in the store beside the leaves."""
 
 from __future__ import annotations
 
@@ -9,20 +9,16 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from functools import cached_property, lru_cache
-from typing import Any
 
 from lamina import cbor
-from lamina.account.charges import Account
+from lamina.account.charges import Account, Charge, stored_charge
 from lamina.account.schedule import EventCounts, EventKey, add_events, event_counts
 from lamina.errors import EncodingError, LaminaError, LedgerDamaged, RunError
 from lamina.ledger.records import Segment, SegmentOutcome
-from lamina.ledger.schema import NANO, UNBOUNDED
-from lamina.ledger.spending import CLASS_TOLERANCE, Limit, Spending, signed_limit, signed_spend
+from lamina.ledger.spending import Limit, Spending
 from lamina.ledger.store.rows import RESERVATION_SEGMENT, RunHold, RunRow, StoreReader, StoreWriter
-from lamina.ledger.writer import Ledger
 from lamina.plan.risk import UNPROVEN, ZERO_OUT, RiskBound, curve_marks
 from lamina.plan.step_plan import StepPlan
-from lamina.spend.accounts import Charge, RunSpend, stored_charge
 
 _MOST_BYTES = 1 << 24
 NoiseByStep = tuple[tuple[int, tuple[float, ...]], ...]  # from which step on, S² per layer
@@ -108,6 +104,36 @@ def add_charges(events: dict[EventKey, int], charges: Iterable[Charge]) -> dict[
 
 
 _UNIX_EPOCH = datetime.date(1970, 1, 1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunSpend:
+    """Steps that one run charged to one account, `redone` of them for repeated segments, and steps it reserved."""
+
+    run: str
+    label: str
+    day: str
+    steps: int
+    redone: int
+    reserved: int
+    finished: bool
+
+    @property
+    def name(self) -> str:
+        return run_name(self.run, self.label)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AccountTotal:
+    """ε (or the rate of a risk bound) of all charges, and of all charges and reservations together; spent ≤ committed."""
+
+    spent: float
+    committed: float
+    runs: tuple[RunSpend, ...]
+
+
+def run_name(run: str, label: str = "") -> str:
+    return f"{label!r} ({run[:8]})" if label else run[:8]
 
 
 class SpendView:
@@ -299,58 +325,3 @@ def _marks_of_plan(digest: bytes, data: bytes | None) -> frozenset[str]:
     if data is None or hashlib.sha256(data).digest() != digest:
         return frozenset((UNPROVEN,))
     return curve_marks(StepPlan.from_cbor(data))
-
-
-class LimitExceeded(Exception):
-    """An exception that ends a transaction, with the account, its limit, the requested steps, and the price with them."""
-
-
-class SpendLimits:
-    """Admits charges within the bounds of a ledger."""
-
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
-
-    def wanted(self, rows: StoreReader, account: Account, *asked: Limit) -> list[Limit]:
-        """The budgets to keep: those asked for and that of the ledger, without those that a stricter one implies."""
-        cls, _, noise = account
-        header, promised, found = self._ledger.header, noise, list(asked)
-        terms: dict[str, Any] = {"delta": header.delta, "accountant": header.accountant}
-        if not noise:
-            preset = next((each for each in self._ledger.governance(rows).policy.presets if each.cls == cls), None)
-            promised = 0 if preset is None else preset.noise_multiplier
-            if preset is not None and preset.risk is not None:
-                found.append(Limit(risk=preset.risk, **terms))
-        if promised and (most := signed_spend(promised, header.delta)) < UNBOUNDED:
-            bound = signed_limit(noise, header.delta) if noise else most / NANO * (1 + CLASS_TOLERANCE)
-            found.append(Limit(epsilon=bound, **terms))
-        return [t for t in found if not any(o is not t and o.within(t) and o != t for o in found)]
-
-    def admit(
-        self, transaction: SpendTransaction, rows: StoreReader, charges: Sequence[Charge], bounds: Mapping[Account, float],
-        before: Mapping[Account, EventCounts],
-    ) -> None:  # fmt: skip
-        """Raise LimitExceeded unless every account is within its limits after this transaction."""
-        for name, earlier in before.items():
-            mine = [each for each in charges if each.account == name]
-            if not any(each.event.steps for each in mine):
-                continue  # nothing is asked, so nothing can be refused
-            bound, after = bounds.get(name, math.inf), transaction.standing(name)
-            kinds = sorted({(each.delta, each.accountant) for each in mine})
-            asked = [Limit(epsilon=bound, delta=delta, accountant=accountant) for delta, accountant in kinds]
-            held = transaction.terms(name)
-            grown = any(steps > earlier.get(event, 0) for event, steps in after.items())
-            wanted = self.wanted(rows, name, *asked)
-            for terms in wanted:
-                marks = (
-                    transaction.marks(name.cls) if terms.risk else frozenset[str]()
-                )  # another plan may limit the same events
-                if math.isinf(terms.most) or (not grown and not marks and any(h.within(terms) for h in held)):
-                    continue
-                epsilon = terms.price(after, marks)
-                if not epsilon <= terms.most:
-                    raise LimitExceeded(name, terms, sum(each.event.steps for each in mine), epsilon)
-            new = [w for w in wanted if grown or not any(h.within(w) for h in held)]
-            if new:
-                kept = () if grown else (h for h in held if not any(w.within(h) for w in new))
-                transaction.set_terms(name, (*new, *kept))

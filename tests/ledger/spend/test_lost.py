@@ -7,8 +7,8 @@ from keeping import DELTA, FIRST, SECOND, Attempts, capped, epochs, following, o
 from refusals import raises_code
 
 from lamina.ledger.records import SegmentOutcome
-from lamina.spend.accounts import plan_charges
-from lamina.spend.spend_ledger import SpendLedger
+from lamina.ledger.spend_ledger import SpendLedger
+from lamina.plan.charges import plan_charges
 
 STRICT = "clinical@c=9,z=2.25"
 

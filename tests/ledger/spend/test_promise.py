@@ -31,10 +31,10 @@ from lamina.account.schedule import Event
 from lamina.errors import BudgetExceeded
 from lamina.ledger.corpus_terms import adopt_policy
 from lamina.ledger.schema import nano_epsilon
+from lamina.ledger.spend_ledger import SpendLedger
 from lamina.ledger.spending import signed_spend
 from lamina.ledger.verify.verifier import verify
-from lamina.spend.accounts import plan_charges
-from lamina.spend.spend_ledger import SpendLedger
+from lamina.plan.charges import plan_charges
 
 ONE = {"clinical": 1_000_000}  # a noise multiplier of 1: a hundred steps at sigma 10, exactly
 SIGNED = "clinical@c=0.5,z=2"  # a hundred steps at sigma 20
@@ -188,7 +188,7 @@ def test_an_account_is_priced_once_after_something_was_charged_already(
         return pooled([Event(sigma=s, q=q, steps=n) for (s, q, _), n in events.items()], delta)
 
     monkeypatch.setattr("lamina.ledger.spending.pooled_epsilon", counted)
-    monkeypatch.setattr("lamina.spend.spend_ledger.pooled_epsilon", counted)
+    monkeypatch.setattr("lamina.ledger.spend_ledger.pooled_epsilon", counted)
     for segment in range(3):
         assert pay(book, FIRST, segment, owed(10), owed(1, cls="wearable"), bound=5.0)
     assert len(priced) == 1

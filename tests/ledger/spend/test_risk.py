@@ -33,12 +33,12 @@ from refusals import raises_code
 from scipy.stats import norm
 
 from lamina.ledger.corpus_terms import adopt_policy
+from lamina.ledger.spend_ledger import SpendLedger
 from lamina.ledger.spending import epoch_marks
 from lamina.ledger.verify.epoch_checks import SpendClaim
 from lamina.ledger.verify.verifier import verify
+from lamina.plan.charges import plan_charges
 from lamina.plan.risk import RiskBound
-from lamina.spend.accounts import plan_charges
-from lamina.spend.spend_ledger import SpendLedger
 
 SEED = hashlib.sha256(b"key of the book's tests").digest()
 SIGMA = 6.0  # of a step for the class clinical

@@ -20,15 +20,14 @@ from refusals import raises_code
 
 from lamina import cbor
 from lamina.account.accountants import calibrate, find_accountant
-from lamina.account.charges import Account
+from lamina.account.charges import Account, stored_charge
 from lamina.account.schedule import Event
 from lamina.errors import AccountingError, BudgetExceeded, RunError
+from lamina.ledger.attempts import OpenAttempt, OpenCharges
+from lamina.ledger.spend_ledger import SpendLedger
 from lamina.ledger.spending import Limit
 from lamina.ledger.store.rows import RESERVATION_SEGMENT
 from lamina.plan.table import epsilon_text
-from lamina.spend.accounts import stored_charge
-from lamina.spend.reservation import OpenAttempt, OpenCharges
-from lamina.spend.spend_ledger import SpendLedger
 
 
 def holds(book: SpendLedger) -> dict[tuple[str, int, int], OpenCharges]:
@@ -317,7 +316,7 @@ def test_a_charge_within_its_reservation_asks_no_accountant(book: SpendLedger, m
         raise AssertionError("priced")
 
     monkeypatch.setattr("lamina.ledger.spending.pooled_epsilon", never)
-    monkeypatch.setattr("lamina.spend.spend_ledger.pooled_epsilon", never)
+    monkeypatch.setattr("lamina.ledger.spend_ledger.pooled_epsilon", never)
     assert pay(book, FIRST, 0, owed(20), bound=5.0)
     assert pay(book, FIRST, 1, owed(20), bound=6.0)
     assert book.fits(FIRST, charge=owed(10), bound=5.0) == 10

@@ -27,11 +27,11 @@ from lamina.account.schedule import Event
 from lamina.errors import BudgetExceeded
 from lamina.ledger.records import SegmentOutcome
 from lamina.ledger.schema import nano_epsilon
+from lamina.ledger.spend_ledger import SpendLedger
 from lamina.ledger.store.sqlite import SqliteStore
 from lamina.ledger.writer import Ledger
+from lamina.plan.charges import plan_charges
 from lamina.plan.step_plan import PlannedLayer
-from lamina.spend.accounts import plan_charges
-from lamina.spend.spend_ledger import SpendLedger
 
 # Newer Pythons warn of forking beside threads; the children here touch SQLite and arithmetic only.
 pytestmark = pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
@@ -152,7 +152,7 @@ def test_an_exception_inside_a_booking_undoes_it(path: Path, monkeypatch: pytest
         raise KeyboardInterrupt
 
     monkeypatch.setattr("lamina.ledger.spending.pooled_epsilon", stop)
-    monkeypatch.setattr("lamina.spend.spend_ledger.pooled_epsilon", stop)
+    monkeypatch.setattr("lamina.ledger.spend_ledger.pooled_epsilon", stop)
     for booking in (
         lambda: pay(book, 99, bounds={"clinical": 9.0}),
         lambda: book.reserve(FIRST, charges=[CHARGE], bounds={"clinical": 9.0}),
@@ -174,7 +174,7 @@ def test_an_exception_while_an_epoch_is_recorded_undoes_it(place: Path, monkeypa
     def stop(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("lamina.spend.spend_ledger.EpochBuilder.settle", stop)
+    monkeypatch.setattr("lamina.ledger.spend_ledger.EpochBuilder.settle", stop)
     with pytest.raises(KeyboardInterrupt):
         run.record(0)
     monkeypatch.undo()

@@ -15,12 +15,12 @@ from refusals import raises_code
 
 from lamina.account.charges import Account
 from lamina.account.schedule import RDP_ORDERS
+from lamina.ledger.attempts import OpenCharges
 from lamina.ledger.records import EpochAccount, SegmentOutcome
+from lamina.ledger.spend_ledger import SpendLedger
+from lamina.plan.charges import plan_charges, remaining_accounts
 from lamina.plan.signed_bounds import REMAINING_FACTORS
 from lamina.plan.step_plan import StepPlan
-from lamina.spend.accounts import plan_charges, remaining_accounts
-from lamina.spend.reservation import OpenCharges
-from lamina.spend.spend_ledger import SpendLedger
 
 FACTORS = REMAINING_FACTORS["scale"]
 LEFT_OUT = REMAINING_FACTORS["leave-out"]

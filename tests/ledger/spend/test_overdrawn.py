@@ -11,11 +11,11 @@ from keeping import FIRST, Attempts, following, passing_book
 
 from lamina.account.charges import Account
 from lamina.ledger.records import Epoch, EpochAccount, NoiseChange
+from lamina.ledger.spend_ledger import SpendLedger
 from lamina.ledger.spending import Spending, whole_plan_charges
 from lamina.ledger.verify.verifier import verify
 from lamina.plan.rules import FollowBudget, FollowQuantile
 from lamina.plan.step_plan import Clipping, StepPlan
-from lamina.spend.spend_ledger import SpendLedger
 
 CLINICAL, WEARABLE = ("clinical", 0, 0), ("wearable", 0, 0)
 SIGNED, OTHER = ("clinical", 9_000_000, 2_250_000), ("wearable", 9_000_000, 2_250_000)

@@ -41,13 +41,13 @@ from lamina.errors import RunError
 from lamina.ledger.corpus_terms import CorpusTerms, open_or_create
 from lamina.ledger.records import SegmentOutcome
 from lamina.ledger.schema import nano_epsilon
+from lamina.ledger.spend_ledger import SpendLedger
 from lamina.ledger.spending import Spending, whole_plan_charges
 from lamina.ledger.verify.verifier import verify
 from lamina.ledger.writer import Ledger
+from lamina.plan.charges import plan_charges
 from lamina.plan.policy import Policy
 from lamina.plan.step_plan import StepPlan
-from lamina.spend.accounts import plan_charges
-from lamina.spend.spend_ledger import SpendLedger
 
 STRICT = "clinical@c=0.5,z=0.6"
 STRICTER = "wearable@c=0.125,z=0.7"

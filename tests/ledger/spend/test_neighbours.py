@@ -13,9 +13,9 @@ from build import STRICT, USUAL, begin, contribution, segment
 from keeping import open_book
 from refusals import raises_code
 
+from lamina.ledger.neighbours import neighbour_ledgers
 from lamina.ledger.reader import LedgerReader
 from lamina.run.run import _refuse_undeclared, default_ledger_path, neighbours_of_run, refuse_second_ledger
-from lamina.spend.neighbours import neighbour_ledgers
 
 
 @pytest.fixture

@@ -10,43 +10,38 @@ from typing import TypeVar
 
 from lamina import cbor, validate
 from lamina.account.accountants import pooled_epsilon
-from lamina.account.charges import Account
+from lamina.account.charges import Account, Charge
 from lamina.account.schedule import Event, EventCounts, bisect_int
 from lamina.errors import RunError
+from lamina.ledger.attempts import (
+    AccountTotal,
+    NoiseByStep,
+    OpenAttempt,
+    OpenCharges,
+    RunSpend,
+    SpendTransaction,
+    SpendView,
+    add_charges,
+)
 from lamina.ledger.checked_leaves import CheckedLeaves
 from lamina.ledger.records import Epoch, EpochAccount, NoiseChange, Segment, SegmentOutcome
 from lamina.ledger.run_records import RunBegin
-from lamina.ledger.spending import Limit, Spending, planned_charges, signed_limit
-from lamina.ledger.store.rows import WHOLE_BUDGET_SEGMENT, RunHold, StoreReader, StoreWriter, head_of
-from lamina.ledger.writer import Ledger
-from lamina.plan.risk import RiskBound
-from lamina.plan.step_plan import StepPlan
-from lamina.spend.accounts import (
-    AccountTotal,
-    Charge,
-    RunSpend,
-    SignedAccount,
-    bound_charges,
+from lamina.ledger.spend_limits import (
+    LimitExceeded,
+    SpendLimits,
     budget_exceeded,
     checked_bounds,
     checked_charges,
     checked_nonce,
     checked_run,
     checked_text,
-    follows_budget,
-    plan_charges,
-    remaining_accounts,
 )
-from lamina.spend.reservation import (
-    LimitExceeded,
-    NoiseByStep,
-    OpenAttempt,
-    OpenCharges,
-    SpendLimits,
-    SpendTransaction,
-    SpendView,
-    add_charges,
-)
+from lamina.ledger.spending import Limit, Spending, planned_charges, signed_limit
+from lamina.ledger.store.rows import WHOLE_BUDGET_SEGMENT, RunHold, StoreReader, StoreWriter, head_of
+from lamina.ledger.writer import Ledger
+from lamina.plan.charges import SignedAccount, bound_charges, follows_budget, plan_charges, remaining_accounts
+from lamina.plan.risk import RiskBound
+from lamina.plan.step_plan import StepPlan
 
 
 class StaleEpoch(Exception):
