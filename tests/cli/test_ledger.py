@@ -16,6 +16,7 @@ from asking import Call, answer, refused, succeeded
 from build import ALICE, BOB, CAROL, HOUR, USUAL, YEAR, Story, begin, contribution, segment
 from forge import sql
 from making import AUDITOR, GOVERNING, LEDGER, ORIGIN, OTHER, START, WITNESS, digest
+from open_charges import put_open_charge, put_run
 
 from lamina.cli.ledger.record_commands import leaf_table
 from lamina.ledger import signed_checkpoint
@@ -23,7 +24,6 @@ from lamina.ledger.merkle import verify_consistency, verify_inclusion
 from lamina.ledger.receipt import TlogProof
 from lamina.ledger.records import ContributionTerms, SegmentOutcome
 from lamina.ledger.retention import Retention
-from lamina.ledger.store.rows import RunHold, RunRow
 from lamina.ledger.verify.verifier import verify
 from lamina.ledger.writer import Ledger
 from lamina.sign.keys import PrivateKey, format_utc
@@ -69,9 +69,8 @@ def test_what_trainers_write(call: Call, tmp_path: Path) -> None:
     given_up = segment(0, read=made.ledger.size, outcome=SegmentOutcome.ABANDONED)
     made.epoch(digest("run")[:16], [given_up], scales={ContributionTerms("clinical", "ecg", 0, 0): 1.0})
     made.sign()
-    with made.ledger.store.write() as rows:
-        rows.put_run(RunRow(digest("run")[:16], "[bold]first", 0, False))
-        rows.put_hold(RunHold(digest("run")[:16], 1, 0, bytes(16), None, b""))
+    put_run(made.ledger, digest("run")[:16], "[bold]first")
+    put_open_charge(made.ledger, digest("run")[:16], 1)
     made.ledger.accept()  # signs the rows, which this test wrote past the ledger
     made.ledger.close()
     text = succeeded(call("trace", "trained.db", str(seq)))

@@ -15,6 +15,7 @@ import pytest
 from build import HOUR, YEAR, build
 from hand_ledger import AGGREGATE, CONTRIBUTION, EPOCH, HandLedger
 from making import GOVERNING, LEDGER, ORIGIN, START, admitted, create, digest, reopen
+from open_charges import DELETE_HEAD, TABLES, insert_row
 from refusals import raises_code
 
 from lamina.errors import LedgerError
@@ -219,7 +220,7 @@ def test_a_store_with_other_tables_is_refused(where: str, statement: str) -> Non
         ("UPDATE checkpoint SET seal = zeroblob(97) WHERE size = 44", "row 44 of table checkpoint"),
         ("UPDATE head SET frontier = zeroblob(5000)", "table head"),
         ("INSERT INTO meta VALUES ('x', zeroblob(5000))", "table meta"),
-        ("INSERT INTO held VALUES (zeroblob(16), 0, 0, zeroblob(16), NULL, zeroblob(20000000))", "table held"),
+        (insert_row(body="zeroblob(20000000)"), f"table {TABLES[0]}"),
         ("INSERT INTO token VALUES (zeroblob(17))", "table token"),
         ("UPDATE known SET key = zeroblob(17) WHERE seq = 9", "table known"),
     ],
@@ -279,13 +280,13 @@ def test_what_only_the_store_states_is_signed_or_changes_no_verdict(path: str) -
     changed(
         path,
         "INSERT INTO run VALUES (zeroblob(16), 'somebody', 1, 0)",
-        "INSERT INTO held VALUES (zeroblob(16), 0, 0, zeroblob(16), NULL, x'ff')",
+        insert_row(),
         "INSERT INTO terms VALUES ('clinical/0/0', x'ff')",
         "INSERT INTO writer VALUES (zeroblob(16), zeroblob(16), x'ff', 1)",
     )
     unsigned = problem(path)
     assert (unsigned.kind, unsigned.code) == ("store", "verify.open-rows-differ")
-    changed(path, "DELETE FROM meta WHERE name = 'open'")  # as a writer without the key leaves it
+    changed(path, DELETE_HEAD)  # as a writer without the key leaves it
     found = verify(path, trust=MINE)
     assert before.verdict == found.verdict == "trusted"
     assert any(note.startswith("not checked: open charges") for note in found.notes)

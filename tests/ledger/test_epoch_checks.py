@@ -32,6 +32,7 @@ from build import (
 )
 from forge import appended, asked, leaf, replacing, rewritten, sql
 from making import AUDITOR, GOVERNING, LEDGER, SECOND, digest
+from open_charges import put_open_charge
 from refusals import raises_code
 
 from lamina import cbor
@@ -48,7 +49,7 @@ from lamina.ledger.governance_records import (
 from lamina.ledger.records import ContributionTerms, Epoch, NoiseChange, Segment, SegmentOutcome, decode_leaf
 from lamina.ledger.retention import Retention
 from lamina.ledger.schema import program_version
-from lamina.ledger.store.rows import RunHold, StoredLeaf
+from lamina.ledger.store.rows import StoredLeaf
 from lamina.ledger.verify.report import Verification
 from lamina.ledger.verify.tree_checks import Trust
 from lamina.ledger.verify.verifier import verify
@@ -242,8 +243,7 @@ def test_a_generation_that_is_still_open(story: Story) -> None:
     story.admit([contribution(1)])
     story.epoch(RUNS[0], [attempt(0, 1)], scales={USUAL: 1.0})
     assert code_of(story) == "verify.generation-missing"
-    with story.ledger.store.write() as rows:
-        rows.put_hold(RunHold(RUNS[0], 0, 0, bytes(16), None, b""))
+    put_open_charge(story.ledger, RUNS[0])
     assert code_of(story) == "verify.open-rows-differ"
     story.ledger.accept()
     assert code_of(story) is None

@@ -14,6 +14,7 @@ from forge import sealed
 from forger import KEYS, POLICY, TERMS, Forger, add, key_id, rotate
 from keyless import put_back, tables_of
 from making import GOVERNING, LEDGER, ORIGIN, PARTIES, SECOND, START, Clock, create, digest
+from open_charges import insert_row
 from refusals import raises_code
 
 from lamina.ledger.checked_leaves import cut_unsigned
@@ -243,7 +244,7 @@ def test_a_key_of_the_ledger_replaces_itself_soon_and_once(forged: Forger, made:
         "INSERT INTO token VALUES (2500000000)",
         "INSERT INTO attempt VALUES (9, 'one', 2, 3)",
         "INSERT INTO run VALUES (7, 8, 'nine', 1)",
-        "INSERT INTO held VALUES (x'00', 0, 0, 5, NULL, 2500000000)",
+        insert_row(run="x'00'", nonce="5", body="2500000000"),
     ],
 )
 def test_numbers_and_texts_where_bytes_belong(forged: Forger, change: str) -> None:

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from keeping import KEY, Attempts, open_book
+from keyless import edit
+from open_charges import (
+    CALL_GENERATION_7,
+    CLOSE_OPEN,
+    DELETE_ALL,
+    DELETE_HEAD,
+    DELETE_LIMITS,
+    DELETE_OPEN,
+    DELETE_RUNS,
+    RENAME_RUNS,
+    delete_attempts_at,
+    read_head,
+    sign_open_rows,
+    signed_text,
+)
 from refusals import raises_code
 
 from lamina.ledger.governance_records import Key, KeyChange, KeyEvent, KeyEvents, Role
@@ -29,53 +43,21 @@ def book(where: str) -> Iterator[SpendLedger]:
     made.ledger.close()
 
 
-def sql(book: SpendLedger, statement: str) -> list[tuple[object, ...]]:
-    """Execute SQL directly on the store, in its own transaction."""
-    with book.ledger.store.write() as rows:
-        return rows._db.rows(statement)
-
-
-def number(value: object) -> bytes:
-    assert isinstance(value, int)
-    return value.to_bytes(8, "big", signed=True)
-
-
-def digest(book: SpendLedger) -> bytes:
-    held = sql(book, "SELECT run, segment, generation, nonce, body FROM held WHERE leaf IS NULL")
-    terms, runs = sql(book, "SELECT account, body FROM terms"), sql(book, "SELECT id, label, day, finished FROM run")
-    parts = [f"{name} {len(rows)}".encode() for name, rows in (("held", held), ("terms", terms), ("run", runs))]
-    for run, segment, generation, nonce, body in sorted(held):  # type: ignore[type-var]
-        parts += [run, number(segment) + number(generation), nonce, body]  # type: ignore[list-item]
-    for account, body in sorted(terms):  # type: ignore[type-var]
-        parts += [str(account).encode(), body]  # type: ignore[list-item]
-    for id, label, day, finished in sorted(runs):  # type: ignore[type-var]
-        parts += [id, str(label).encode(), number(day) + bytes([bool(finished)])]  # type: ignore[list-item]
-    return hashlib.sha256(b"".join(len(part).to_bytes(8, "big") + part for part in parts)).digest()
-
-
-def test_the_head_is_what_the_format_says(book: SpendLedger) -> None:
-    ((value,),) = sql(book, "SELECT value FROM meta WHERE name = 'open'")
-    assert isinstance(value, bytes) and len(value) == 144
+def test_the_head_is_what_the_format_says(book: SpendLedger, where: str) -> None:
+    value = read_head(where)
+    assert value is not None and len(value) == 144
     counter, size = int.from_bytes(value[:8], "big"), int.from_bytes(value[8:16], "big")
     assert (counter, size) == (4, 2)  # the header, two charges and an epoch
     assert (value[16:48], value[48:80]) == (book.ledger.root, KEY.public.id)
-    text = f"lamina/open/1\n{book.origin}\n{counter}\n{size}\n".encode()
-    Ed25519PublicKey.from_public_bytes(KEY.public.x).verify(value[80:], text + value[16:48] + digest(book))
+    text = signed_text(where, book.origin, counter, size, value[16:48])
+    Ed25519PublicKey.from_public_bytes(KEY.public.x).verify(value[80:], text)
 
 
 @pytest.mark.parametrize(
-    "change",
-    [
-        "DELETE FROM held WHERE leaf IS NULL",
-        "UPDATE held SET leaf = 1 WHERE leaf IS NULL",
-        "UPDATE held SET generation = 7 WHERE leaf IS NULL",
-        "DELETE FROM terms",
-        "DELETE FROM run",
-        "UPDATE run SET label = 'another'",
-    ],
+    "change", [DELETE_OPEN, CLOSE_OPEN, CALL_GENERATION_7, DELETE_LIMITS, DELETE_RUNS, RENAME_RUNS]
 )
 def test_rows_that_were_changed_decide_nothing(book: SpendLedger, where: str, change: str) -> None:
-    sql(book, change)
+    edit(where, change)
     with Ledger.open(where, KEY) as other:
         for each in (book, SpendLedger(other)):
             with raises_code("ledger.open-rows-differ"):
@@ -90,12 +72,12 @@ def test_rows_that_were_changed_decide_nothing(book: SpendLedger, where: str, ch
 
 def test_lists_that_were_changed_decide_nothing(book: SpendLedger, where: str) -> None:
     """Kinds and attempts of epochs: a process that knows them goes on by the leaves, another one refuses the store."""
-    sql(book, "UPDATE leaf SET kind = 2 WHERE kind = 3")
-    sql(book, "DELETE FROM attempt")
+    edit(where, "UPDATE leaf SET kind = 2 WHERE kind = 3")
+    edit(where, "DELETE FROM attempt")
     assert book.recorded(Attempts(book).run, 0, 0) is not None
     with Ledger.open(where, KEY) as other, raises_code("ledger.kind-index-differs"):
         SpendLedger(other).next_generation(Attempts(book).run, 0)
-    sql(book, "UPDATE leaf SET kind = 3 WHERE seq = 1")
+    edit(where, "UPDATE leaf SET kind = 3 WHERE seq = 1")
     with Ledger.open(where, KEY) as other, raises_code("ledger.attempt-index-differs"):
         SpendLedger(other).next_generation(Attempts(book).run, 0)
 
@@ -106,14 +88,14 @@ def test_a_writer_without_the_key_leaves_the_rows_unsigned(book: SpendLedger, wh
         assert keyless.notes == []  # the rows that it read were signed
         assert Attempts(SpendLedger(keyless)).charge(3)
         assert any(note.startswith("not checked: open charges") for note in keyless.notes)
-    assert sql(book, "SELECT value FROM meta WHERE name = 'open'") == []
+    assert read_head(where) is None
     found = verify(book.ledger.store, signatures=False)
     assert any(note.startswith("not checked: open charges") for note in found.notes)
     with raises_code("ledger.open-rows-unsigned"):  # a key that is only in memory keeps nothing
         Attempts(book).record(1)
     book.ledger.accept()
     Attempts(book).record(1)
-    assert len(sql(book, "SELECT value FROM meta WHERE name = 'open'")) == 1
+    assert read_head(where) is not None
 
 
 @pytest.mark.parametrize("begun", [False, True])
@@ -126,11 +108,10 @@ def test_rows_that_vanish_with_their_head_are_reported(where: str, begun: bool) 
                 [RunBegin(run=bytes.fromhex(Attempts(book).run), weights=bytes(32), origin=None, parent=None)]
             )
         assert Attempts(book).charge(0)
-        for statement in ("DELETE FROM held", "DELETE FROM terms", "DELETE FROM run"):
-            sql(book, statement)
+        edit(where, DELETE_ALL, DELETE_LIMITS, DELETE_RUNS)
         with Ledger.open(where, KEY) as other, raises_code("ledger.open-rows-differ"):
             SpendLedger(other).total("clinical", delta=1e-5)
-        sql(book, "DELETE FROM meta WHERE name = 'open'")
+        edit(where, DELETE_HEAD)
         with Ledger.open(where, KEY) as other, raises_code("ledger.open-rows-unsigned"):
             SpendLedger(other).total("clinical", delta=1e-5)
         with raises_code("ledger.open-rows-unsigned"):
@@ -140,14 +121,6 @@ def test_rows_that_vanish_with_their_head_are_reported(where: str, begun: bool) 
             assert [note[:25] for note in keyless.notes] == ["not checked: open charges"]
         found = verify(ledger.store, signatures=False)
         assert found.verified and any(note.startswith("not checked: open charges") for note in found.notes)
-
-
-def signed_by_hand(book: SpendLedger, key: PrivateKey, counter: int, size: int, root: bytes) -> None:
-    """Put a head over the present rows into the store, made from docs/ledger-format.md."""
-    text = f"lamina/open/1\n{book.origin}\n{counter}\n{size}\n".encode() + root + digest(book)
-    data = counter.to_bytes(8, "big") + size.to_bytes(8, "big") + root + key.public.id + key.sign(text)
-    with book.ledger.store.write() as rows:
-        rows.put_meta("open", data)
 
 
 def test_a_key_that_was_replaced_signs_no_open_rows(book: SpendLedger, where: str, tmp_path: Path) -> None:
@@ -168,13 +141,15 @@ def test_a_key_that_was_replaced_signs_no_open_rows(book: SpendLedger, where: st
     with Ledger.open(where, new) as other:
         assert Attempts(SpendLedger(other)).charge(3)
     assert verify(ledger.store, signatures=False).verified
-    sql(book, "DELETE FROM held WHERE leaf IS NULL AND segment = 3")
-    signed_by_hand(book, KEY, 99, 3, root)
+    edit(where, delete_attempts_at(3))
+    sign_open_rows(where, book.origin, KEY, 99, 3, root)
     with Ledger.open(where, new) as other, raises_code("ledger.open-rows-differ"):
         SpendLedger(other).total("clinical", delta=1e-5)
     found = verify(ledger.store, signatures=False).problem
     assert found is not None and found.code == "verify.open-rows-differ" and "had replaced that key" in found.reason
-    signed_by_hand(book, KEY, 99, 2, old_root)  # over the tree before the replacement: what is kept knows a larger one
+    sign_open_rows(
+        where, book.origin, KEY, 99, 2, old_root
+    )  # over the tree before the replacement: what is kept knows a larger one
     with Ledger.open(where, PrivateKey.load(kept, None)) as other, raises_code("ledger.open-rows-replayed"):
         SpendLedger(other).total("clinical", delta=1e-5)
 
@@ -182,7 +157,7 @@ def test_a_key_that_was_replaced_signs_no_open_rows(book: SpendLedger, where: st
 def test_a_leaf_that_changes_after_it_was_read_is_named(book: SpendLedger, where: str) -> None:
     with LedgerReader(book.ledger.store) as reader:
         assert len(list(reader.of_kind(type(next(reader.leaves(1)).record)))) == 1  # type: ignore[arg-type]
-        sql(book, "UPDATE leaf SET data = (SELECT data FROM leaf WHERE seq = 0) WHERE seq = 1")
+        edit(where, "UPDATE leaf SET data = (SELECT data FROM leaf WHERE seq = 0) WHERE seq = 1")
         with raises_code("ledger.leaf-not-allowed"):
             list(reader.of_kind(type(book.ledger.leaf(0).record)))  # type: ignore[arg-type]
             book.recorded(Attempts(book).run, 0, 0)

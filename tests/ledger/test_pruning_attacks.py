@@ -11,6 +11,7 @@ from build import ALICE, BOB, RUNS, YEAR, Story, begin, contribution, signed_by
 from forger import Forger
 from keyless import binary, edit, rows_of
 from making import AUDITOR, GOVERNING, LEDGER, ORIGIN, key
+from open_charges import CALL_BUDGETS, CALL_RESERVED, CLOSE_ALL, DELETE_ALL, POSTDATE_RUNS, put_open_charge, put_run
 from refusals import raises_code
 
 from lamina.errors import LedgerDamaged
@@ -18,7 +19,7 @@ from lamina.ledger import retention
 from lamina.ledger.governance_records import Aggregate, Key, KeyChange, KeyEvent, Role, WithdrawalReason
 from lamina.ledger.receipt import verify_receipt
 from lamina.ledger.retention import Retention
-from lamina.ledger.store.rows import RunHold, RunRow
+from lamina.ledger.store.rows import StoreWriter
 from lamina.ledger.verify.tree_checks import Trust
 from lamina.ledger.verify.verifier import verify
 from lamina.ledger.withdrawal import check_withdrawal, withdraw
@@ -38,9 +39,8 @@ def story(where: str) -> Iterator[Story]:
     made.at["first"], *_ = admit(made, 0, 10 * DAY)
     admit(made, PAIRS, 30 * DAY)
     made.sign()
-    with made.ledger.store.write() as rows:
-        rows.put_run(RunRow(RUNS[0], "open", int(made.clock.now) // DAY + 20, False))
-        rows.put_hold(RunHold(RUNS[0], 4, 0, bytes(16), None, b"not read"))
+    put_run(made.ledger, RUNS[0], "open", int(made.clock.now) // DAY + 20)
+    put_open_charge(made.ledger, RUNS[0], 4, body=b"not read")
     made.later(2 * YEAR)
     made.ledger.accept()  # the key signs the open rows
     yield made
@@ -84,11 +84,11 @@ def counts(where: str) -> Counter[int]:
 # ------------------------------------------------------------------------------------- an open attempt that is hidden
 
 HIDING = {
-    "its charge is deleted": "DELETE FROM held",
-    "its charge is listed under a leaf": "UPDATE held SET leaf = 1",
-    "its charge is listed as a reservation": "UPDATE held SET segment = -1",
-    "its charge is listed as a budget": "UPDATE held SET segment = 4611686018427387904",
-    "its run is said to have begun later": "UPDATE run SET day = 30000",
+    "its charge is deleted": DELETE_ALL,
+    "its charge is listed under a leaf": CLOSE_ALL,
+    "its charge is listed as a reservation": CALL_RESERVED,
+    "its charge is listed as a budget": CALL_BUDGETS,
+    "its run is said to have begun later": POSTDATE_RUNS,
 }
 
 
@@ -126,9 +126,9 @@ def test_an_attempt_that_begins_during_the_pruning_is_noticed(
         part, append = proposed(ledger), ledger.append_aggregate
 
         def late(*given: object) -> list[int]:
-            def charge(rows: object) -> None:
-                rows.put_run(RunRow(RUNS[1], "earlier", 0, False))  # type: ignore[attr-defined]
-                rows.put_hold(RunHold(RUNS[1], 0, 0, bytes(16), None, b""))  # type: ignore[attr-defined]
+            def charge(rows: StoreWriter) -> None:
+                put_run(rows, RUNS[1], "earlier")
+                put_open_charge(rows, RUNS[1])
 
             ledger.change_open(charge)
             return append(*given)  # type: ignore[arg-type]
@@ -355,7 +355,7 @@ def test_after_a_rotation_all_goes_on_with_the_next_key(story: Story, where: str
 
 
 def begin_a_run(ledger: Ledger) -> None:
-    ledger.change_open(lambda rows: rows.put_run(RunRow(RUNS[1], "x", 0, False)))
+    ledger.change_open(lambda rows: put_run(rows, RUNS[1], "x"))
 
 
 ACTS: dict[str, tuple[Callable[[Ledger], object], str]] = {
@@ -374,7 +374,7 @@ def test_a_rotated_key_does_nothing_more(story: Story, where: str, act: Callable
         Story(ledger, story.clock).admit([contribution(40, at=int(story.clock.now))])
         ledger.checkpoint()
     before = rows_of(where, "SELECT size, text FROM checkpoint ORDER BY size")
-    edit(where, "DELETE FROM held")
+    edit(where, DELETE_ALL)
     with again(story, where) as ledger:
         with raises_code(code):
             act(ledger)

@@ -14,13 +14,14 @@ from pathlib import Path
 
 import postgres
 import pytest
+from open_charges import CALL_FUNCTION
 from refusals import raises_code
 
 from lamina.errors import LedgerDamaged, LedgerError, StoreError
 from lamina.ledger.merkle import Tile
 from lamina.ledger.store import rows as row_tables
 from lamina.ledger.store import sqlite
-from lamina.ledger.store.rows import AttemptRow, LedgerHead, PruningRow, RunHold, Store, StoredCheckpoint, WriterBatch
+from lamina.ledger.store.rows import AttemptRow, LedgerHead, PruningRow, Store, StoredCheckpoint, WriterBatch
 from lamina.ledger.store.sqlite import SqliteStore, ledger_exists, make_store
 
 HEAD = LedgerHead(3, 100, 1, 0, b"edge")
@@ -434,7 +435,7 @@ def test_two_ledgers_of_one_database_do_not_meet(server: postgres.Server) -> Non
 
 
 OTHER_SCHEMAS = {
-    "a check that calls a function": ("ALTER TABLE held ADD CHECK (public.fine(run))",),
+    "a check that calls a function": (CALL_FUNCTION,),
     "a foreign key that deletes": (
         "ALTER TABLE attempt ADD FOREIGN KEY (seq) REFERENCES leaf (seq) ON DELETE CASCADE",
     ),
@@ -506,16 +507,15 @@ def test_a_writer_sees_the_one_before_whatever_the_default_isolation_is(
     one, two = make_store(where, create=True), make_store(where)
     with one.write() as rows:
         rows.put_head(HEAD)
-    holds = [RunHold(bytes([n]) * 16, -1, 0, bytes(16), None, b"all that is left") for n in (1, 2)]
-    seen: list[list[RunHold]] = []
+    seen: list[bytes | None] = []
 
     def reserve() -> None:
         with two.write() as rows:
-            seen.append(rows.holds())
+            seen.append(rows.meta("reserved"))
 
     thread = threading.Thread(target=reserve)
     with one.write() as rows:
-        rows.put_hold(holds[0])
+        rows.put_meta("reserved", b"all that is left")
         thread.start()
         with psycopg.connect(where.partition("#")[0], autocommit=True) as admin:
             waiting = (
@@ -524,7 +524,7 @@ def test_a_writer_sees_the_one_before_whatever_the_default_isolation_is(
             while admin.execute(waiting).fetchone() == (0,):
                 time.sleep(0.01)
     thread.join()
-    assert seen == [[holds[0]]]
+    assert seen == [b"all that is left"]
     one.close()
     two.close()
 

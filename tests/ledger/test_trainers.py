@@ -24,13 +24,13 @@ from build import (
 )
 from forge import sql
 from making import AUDITOR, GOVERNING, LEDGER, ORIGIN, digest
+from open_charges import SEGMENT_AS_TEXT, put_open_charge, put_run
 
 from lamina.account.schedule import Event
 from lamina.ledger.contribution_trace import trace_contribution
 from lamina.ledger.records import ContributionTerms, Epoch, EpochAccount, Leaf, SegmentOutcome
 from lamina.ledger.retention import Retention
 from lamina.ledger.show import RecordFilter, describe_leaf, leaf_to_dict
-from lamina.ledger.store.rows import RunHold, RunRow
 from lamina.ledger.verify.tree_checks import Trust
 from lamina.ledger.verify.verifier import verify
 from lamina.sign.notes import NoteKey
@@ -135,17 +135,11 @@ def test_trace_of_who_has_an_account_and_who_has_none(story: Story) -> None:
 # ------------------------------------------------------------------------------ what has no leaf yet
 
 
-def hold(story: Story, run: bytes, segment: int, leaf: int | None = None) -> None:
-    with story.ledger.store.write() as rows:
-        rows.put_hold(RunHold(run, segment, 0, bytes(16), leaf, b"not read"))
-
-
 def test_what_is_held_is_told(story: Story) -> None:
-    with story.ledger.store.write() as rows:
-        rows.put_run(RunRow(RUNS[0], "first", 0, False))
-    for run, index in ((RUNS[0], 2), (RUNS[0], 3), (RUNS[0], -1), (RUNS[1], -1)):
-        hold(story, run, index)
-    hold(story, RUNS[1], 0, leaf=8)  # is in a leaf: not held any more
+    put_run(story.ledger, RUNS[0], "first")
+    for run, index in ((RUNS[0], 2), (RUNS[0], 3), (RUNS[0], None), (RUNS[1], None)):
+        put_open_charge(story.ledger, run, index, body=b"not read")
+    put_open_charge(story.ledger, RUNS[1], 0, leaf=8)  # is in a leaf: not open any more
     unsigned = verify(story.ledger.store, trust=MINE).problem
     assert unsigned is not None and unsigned.code == "verify.open-rows-differ"
     story.ledger.accept()
@@ -163,9 +157,9 @@ def test_what_is_held_is_told(story: Story) -> None:
 
 
 def test_rows_that_do_not_belong_there(story: Story, tmp_path: Path) -> None:
-    hold(story, RUNS[0], 2)
+    put_open_charge(story.ledger, RUNS[0], 2)
     story.ledger.close()
-    sql(str(tmp_path / "a.db"), "UPDATE held SET segment = 'many'")
+    sql(str(tmp_path / "a.db"), SEGMENT_AS_TEXT)
     found = verify(str(tmp_path / "a.db"))
     assert found.problem is not None
     assert found.problem.kind == "store"
@@ -207,18 +201,17 @@ def test_who_may_be_in_an_open_attempt_is_not_summed_up(tmp_path: Path) -> None:
     whole = Retention(story.ledger).propose()
     assert whole is not None
     assert whole.count == 2
-    with story.ledger.store.write() as rows:
-        rows.put_run(RunRow(RUNS[0], "open", now // DAY + 20, False))
-        rows.put_hold(RunHold(RUNS[0], -1, 0, bytes(16), None, b""))
+    put_run(story.ledger, RUNS[0], "open", now // DAY + 20)
+    put_open_charge(story.ledger, RUNS[0], None)
     story.ledger.accept()  # the key signs the open rows, here and below
     assert Retention(story.ledger).propose() == whole  # a reservation has taken nothing
-    hold(story, RUNS[0], 4)
+    put_open_charge(story.ledger, RUNS[0], 4)
     story.ledger.accept()
     part = Retention(story.ledger).propose()
     assert part is not None
     assert part.count == 1  # who expired before the run began
     Retention(story.ledger).prune(signed_by(part, AUDITOR))
-    hold(story, RUNS[1], 0)  # of a run of which no day is known
+    put_open_charge(story.ledger, RUNS[1])  # of a run of which no day is known
     story.ledger.accept()
     assert Retention(story.ledger).propose() is None
     with story.ledger.store.write() as rows:

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import apsw
 import pytest
 from forks import in_processes
+from keyless import contents, put_back
 from making import START, Clock, admitted, create, digest, key
+from open_charges import put_run
 from refusals import raises_code
 
 from lamina.ledger.governance_records import Withdrawal, WithdrawalReason
 from lamina.ledger.newest_state import NewestStateFile
 from lamina.ledger.retention import Retention
-from lamina.ledger.store.rows import RunRow
 from lamina.ledger.writer import Ledger
 from lamina.sign.keys import PrivateKey
 
@@ -45,8 +44,8 @@ def test_processes_that_race_on_the_state_beside_the_key(where: str, beside: Pat
                     for m in range(2):
                         ledger.append([admitted(1000 * number + 10 * n + m)])
                         ledger.checkpoint()
-                        run = RunRow(digest(number, n, m)[:16], "x", 0, False)
-                        ledger.change_open(lambda rows, run=run: rows.put_run(run))  # type: ignore[misc]
+                        run = digest(number, n, m)[:16]
+                        ledger.change_open(lambda rows, run=run: put_run(rows, run, "x"))  # type: ignore[misc]
                     assert ledger.notes == []
 
         return work
@@ -57,29 +56,6 @@ def test_processes_that_race_on_the_state_beside_the_key(where: str, beside: Pat
         assert kept.size == ledger.size == 25
         assert kept.open == ledger.check_open(rows)
         assert len(rows.runs()) == 24
-
-
-TABLES = ("leaf", "tile", "head", "checkpoint", "evidence", "known", "withdrawn", "meta", "held", "run", "pruning")
-
-
-def contents(path: str) -> dict[str, list[Any]]:
-    db = apsw.Connection(path)
-    try:
-        return {name: list(db.execute(f"SELECT * FROM {name}")) for name in TABLES}
-    finally:
-        db.close()
-
-
-def put_back(path: str, found: dict[str, list[Any]]) -> None:
-    db = apsw.Connection(path)
-    try:
-        with db:
-            for name, rows in found.items():
-                db.execute(f"DELETE FROM {name}")
-                for row in rows:
-                    db.execute(f"INSERT INTO {name} VALUES ({', '.join('?' * len(row))})", row)
-    finally:
-        db.close()
 
 
 ACTS: dict[str, Callable[[Ledger], object]] = {

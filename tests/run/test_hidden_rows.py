@@ -12,6 +12,7 @@ from typing import Any
 
 import apsw
 import hospital
+import open_charges
 import postgres
 import problem
 import psycopg
@@ -34,16 +35,13 @@ from lamina.run.admitted import AdmittedCorpus
 from lamina.sign.keys import PrivateKey
 
 HIDE_WITHDRAWAL = ("DELETE FROM withdrawn", "UPDATE leaf SET kind = 2 WHERE kind = 4")
-HIDE_SPEND = ("UPDATE leaf SET kind = 2 WHERE kind = 3", "DELETE FROM attempt", "DELETE FROM held")
-
-
-OPEN = ("held", "terms", "run", "meta")
+HIDE_SPEND = ("UPDATE leaf SET kind = 2 WHERE kind = 3", "DELETE FROM attempt", open_charges.DELETE_ALL)
 
 
 @contextmanager
 def changed(where: str, *statements: str) -> Iterator[None]:
     """Change the store with SQL, and restore the changed rows afterwards unless they were written meanwhile."""
-    before = tables_of(where, "withdrawn", "attempt", *OPEN, "known", "token")
+    before = tables_of(where, "withdrawn", "attempt", *open_charges.TABLES, "known", "token")
     leaves = rows_of(where, "SELECT kind, data, body, seq FROM leaf")
     edit(where, *statements)
     yield
@@ -199,31 +197,27 @@ def total(where: str) -> float:
         return book.total("clinical", delta=1e-5).spent
 
 
-def change_held(where: str) -> None:
-    for (body,) in set(rows_of(where, "SELECT body FROM held WHERE segment >= 0")):
-        rows_of(where, "UPDATE held SET body = ? WHERE body = ?", body.replace(b"\x05", b"\x01"), body)
-
-
 def change_head(where: str) -> None:
-    ((head,),) = rows_of(where, "SELECT value FROM meta WHERE name = 'open'")
-    rows_of(where, "UPDATE meta SET value = ? WHERE name = 'open'", head[:143] + b"\0")
+    head = open_charges.read_head(where)
+    assert head is not None
+    open_charges.write_head(where, head[:143] + b"\0")
 
 
 def shorten_head(where: str) -> None:
-    rows_of(where, "UPDATE meta SET value = ? WHERE name = 'open'", b"\0")
+    open_charges.write_head(where, b"\0")
 
 
 OPEN_ROWS: dict[str, tuple[str | Callable[[str], None], ...]] = {
-    "attempts": ("DELETE FROM held WHERE segment >= 0",),
-    "reservations": ("DELETE FROM held WHERE segment < 0",),
-    "recorded": ("UPDATE held SET leaf = 1",),
-    "terms": ("DELETE FROM terms",),
-    "runs": ("UPDATE run SET finished = 1",),
-    "added": ("INSERT INTO held SELECT run, segment + 7, generation, nonce, leaf, body FROM held",),
-    "text": (change_held,),
+    "attempts": (open_charges.DELETE_ATTEMPTS,),
+    "reservations": (open_charges.DELETE_RESERVATIONS,),
+    "recorded": (open_charges.CLOSE_ALL,),
+    "limits": (open_charges.DELETE_LIMITS,),
+    "runs": (open_charges.FINISH_RUNS,),
+    "added": (open_charges.COPY_ALL,),
+    "text": (open_charges.change_charged_steps,),
     "head": (change_head,),
     "short": (shorten_head,),
-    "no head": ("DELETE FROM held", "DELETE FROM meta WHERE name = 'open'"),
+    "no head": (open_charges.DELETE_ALL, open_charges.DELETE_HEAD),
 }
 
 
@@ -252,7 +246,7 @@ def test_open_rows_of_another_type_are_refused(tmp_path: Path) -> None:
     with pytest.raises(Killed):
         problem.trainer(tmp_path / "a", progress=During({8: die})).fit()
     where = str(tmp_path / "tests.ledger.db")
-    with changed(where, "UPDATE held SET body = replace(body, x'05', x'01') WHERE segment >= 0"):
+    with changed(where, open_charges.BODY_AS_TEXT):
         with raises_code("store.row-wrong-type"):
             total(where)
         found = verify(where, signatures=False).problem
@@ -268,7 +262,7 @@ def test_open_rows_of_an_earlier_moment_are_refused(tmp_path: Path, options: dic
         with Ledger.open(where, options["key"]) as ledger:
             ledger.accept()
 
-    save = During({3: lambda: kept.update(tables_of(where, *OPEN)), 4: die})
+    save = During({3: lambda: kept.update(tables_of(where, *open_charges.TABLES)), 4: die})
     with pytest.raises(Killed):
         problem.trainer(tmp_path / "a", progress=save, bounds=LOOSE, **options).fit()
     with Ledger.open(where, options["key"]) as ledger:
@@ -288,7 +282,7 @@ def test_open_rows_of_an_earlier_moment_are_refused(tmp_path: Path, options: dic
 
 def test_a_head_from_before_an_epoch_is_refused_without_the_file(tmp_path: Path, options: dict[str, Any]) -> None:
     where, kept = options["ledger"], dict[str, Any]()
-    save = During({3: lambda: kept.update(tables_of(where, *OPEN)), 8: die})
+    save = During({3: lambda: kept.update(tables_of(where, *open_charges.TABLES)), 8: die})
     with pytest.raises(Killed):
         problem.trainer(tmp_path / "a", progress=save, **options).fit()
     put_back(where, kept)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import apsw
+import keyless
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from scipy.optimize import brentq
 from scipy.special import log_ndtr, ndtr
@@ -85,14 +85,9 @@ def passing_book(**changes: Any) -> Iterator[SpendLedger]:
             made.ledger.close()
 
 
-def contents(book: SpendLedger) -> list[Any]:
+def contents(book: SpendLedger) -> keyless.Tables:
     """Every row of every table of a ledger in a file."""
-    db = apsw.Connection(book.path, flags=apsw.SQLITE_OPEN_READONLY)
-    try:
-        tables = sorted(name for (name,) in db.execute("SELECT name FROM sqlite_schema WHERE type = 'table'"))
-        return [(table, sorted(db.execute(f"SELECT * FROM {table}"), key=repr)) for table in tables]
-    finally:
-        db.close()
+    return keyless.contents(book.path)
 
 
 # --------------------------------------------------------------------------------------- charges

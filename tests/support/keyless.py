@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import apsw
@@ -35,6 +36,12 @@ Tables = dict[str, list[tuple[Any, ...]]]
 
 def tables_of(where: str, *names: str) -> Tables:
     return {name: rows_of(where, f"SELECT * FROM {name}") for name in names}
+
+
+def contents(path: str | Path) -> Tables:
+    """Return every row of every table of a ledger in a file."""
+    names = rows_of(str(path), "SELECT name FROM sqlite_schema WHERE type = 'table' ORDER BY name")
+    return {name: sorted(rows, key=repr) for name, rows in tables_of(str(path), *(name for (name,) in names)).items()}
 
 
 def put_back(where: str, tables: Tables) -> None:

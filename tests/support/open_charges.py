@@ -1,0 +1,222 @@
+"""What the store keeps of open charges, and a run's folder of its open segment: the only tests' code that knows how.
+
+Tests that attack these rows, or ask for what they hold, go through this file; docs/ledger-format.md has the format.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from keyless import rows_of
+
+from lamina.ledger.reader import LedgerReader
+from lamina.ledger.store.rows import RESERVATION_SEGMENT, WHOLE_BUDGET_SEGMENT, RunHold, RunRow, Store, StoreWriter
+from lamina.ledger.writer import Ledger
+from lamina.run.journal import Journal
+from lamina.sign.keys import PrivateKey
+from lamina.spend.accounts import Charge
+from lamina.spend.reservation import OpenCharges
+
+# ---------------------------------------------------------------------------------------- rows of the store
+
+
+@dataclass(frozen=True)
+class OpenCharge:
+    """A charge or reservation that no leaf records. `kind` is "reserve", "budget" or "attempt".
+
+    span   first and last step of an attempt; None where the store does not say
+    """
+
+    run: str
+    kind: str
+    segment: int
+    generation: int
+    nonce: bytes
+    charges: tuple[Charge, ...]
+    scales: dict[str, float]
+    factors: dict[str, float]
+    span: tuple[int, int] | None
+
+    @property
+    def steps(self) -> dict[str, int]:
+        """The charged steps of each account."""
+        return {str(each.account): each.event.steps for each in self.charges}
+
+
+def open_charges(of: Store | LedgerReader | str | Path, run: str | None = None) -> list[OpenCharge]:
+    """Return the charges and reservations that no leaf records, of one run or of all."""
+    if isinstance(of, str | Path):
+        with LedgerReader.read_only(of) as ledger:
+            return open_charges(ledger, run)
+    store = of.store if isinstance(of, LedgerReader) else of
+    with store.read() as rows:
+        return [_decoded(each) for each in rows.holds(None if run is None else bytes.fromhex(run))]
+
+
+def _decoded(hold: RunHold) -> OpenCharge:
+    kinds = {RESERVATION_SEGMENT: "reserve", WHOLE_BUDGET_SEGMENT: "budget"}
+    held = OpenCharges.decode(hold.body)
+    span = None if held.begun is None else (held.begun.first, held.begun.last)
+    kind = "attempt" if hold.attempt else kinds.get(hold.segment, "budget")
+    place = hold.run.hex(), kind, hold.segment, hold.generation, hold.nonce
+    return OpenCharge(*place, held.charges, dict(held.scales), dict(held.factors), span)
+
+
+def put_open_charge(
+    of: Ledger | StoreWriter, run: bytes, segment: int | None = 0, *, leaf: int | None = None, body: bytes = b""
+) -> None:
+    """Insert a row without a charge, past the ledger: of an attempt at a segment; of a reservation if that is None."""
+    row = RunHold(run, RESERVATION_SEGMENT if segment is None else segment, 0, bytes(16), leaf, body)
+    if isinstance(of, Ledger):
+        with of.store.write() as rows:
+            rows.put_hold(row)
+    else:
+        of.put_hold(row)
+
+
+def put_run(of: Ledger | StoreWriter, run: bytes, label: str, day: int = 0) -> None:
+    """Insert a run that is active, past the ledger."""
+    if isinstance(of, Ledger):
+        with of.store.write() as rows:
+            rows.put_run(RunRow(run, label, day, False))
+    else:
+        of.put_run(RunRow(run, label, day, False))
+
+
+def replace_open_body(ledger: Ledger, body: bytes) -> None:
+    """Replace what the only open row says, past the ledger."""
+    with ledger.store.write() as rows:
+        (row,) = rows.holds()
+        rows.put_hold(row._replace(body=body))
+
+
+# ---------------------------------------------------------------------------------------- attacks, as SQL
+
+TABLES = ("held", "terms", "run", "meta")  # what may be spent, and the head that signs it
+
+DELETE_ALL = "DELETE FROM held"
+DELETE_OPEN = "DELETE FROM held WHERE leaf IS NULL"
+DELETE_ATTEMPTS = "DELETE FROM held WHERE segment >= 0"
+DELETE_RESERVATIONS = "DELETE FROM held WHERE segment < 0"
+DELETE_LIMITS = "DELETE FROM terms"
+DELETE_RUNS = "DELETE FROM run"
+DELETE_HEAD = "DELETE FROM meta WHERE name = 'open'"
+CLOSE_ALL = "UPDATE held SET leaf = 1"
+CLOSE_OPEN = "UPDATE held SET leaf = 1 WHERE leaf IS NULL"
+CALL_RESERVED = "UPDATE held SET segment = -1"
+CALL_BUDGETS = "UPDATE held SET segment = 4611686018427387904"
+CALL_GENERATION_7 = "UPDATE held SET generation = 7 WHERE leaf IS NULL"
+COPY_ALL = "INSERT INTO held SELECT run, segment + 7, generation, nonce, leaf, body FROM held"
+FINISH_RUNS = "UPDATE run SET finished = 1"
+RENAME_RUNS = "UPDATE run SET label = 'another'"
+POSTDATE_RUNS = "UPDATE run SET day = 30000"
+SEGMENT_AS_TEXT = "UPDATE held SET segment = 'many'"
+BODY_AS_TEXT = "UPDATE held SET body = replace(body, x'05', x'01') WHERE segment >= 0"
+CALL_FUNCTION = "ALTER TABLE held ADD CHECK (public.fine(run))"
+
+
+def delete_attempts_at(segment: int) -> str:
+    return f"DELETE FROM held WHERE leaf IS NULL AND segment = {segment}"
+
+
+def insert_row(*, nonce: str = "zeroblob(16)", body: str = "x'ff'", run: str = "zeroblob(16)") -> str:
+    """An open attempt, of expressions of SQLite."""
+    return f"INSERT INTO held VALUES ({run}, 0, 0, {nonce}, NULL, {body})"
+
+
+def change_charged_steps(where: str) -> None:
+    """Make every attempt of 5 steps one of a single step."""
+    for (body,) in set(rows_of(where, "SELECT body FROM held WHERE segment >= 0")):
+        rows_of(where, "UPDATE held SET body = ? WHERE body = ?", body.replace(b"\x05", b"\x01"), body)
+
+
+def read_head(where: str) -> bytes | None:
+    """Return the signed head over the open rows."""
+    found = rows_of(where, "SELECT value FROM meta WHERE name = 'open'")
+    return bytes(found[0][0]) if found else None
+
+
+def write_head(where: str, head: bytes) -> None:
+    rows_of(where, "UPDATE meta SET value = ? WHERE name = 'open'", head)
+
+
+# ---------------------------------------------------------------------------------------- the signed head, by hand
+
+
+def digest_of_open_rows(where: str) -> bytes:
+    """Compute what the head signs, from docs/ledger-format.md."""
+    held = rows_of(where, "SELECT run, segment, generation, nonce, body FROM held WHERE leaf IS NULL")
+    terms, runs = (
+        rows_of(where, "SELECT account, body FROM terms"), rows_of(where, "SELECT id, label, day, finished FROM run")
+    )  # fmt: skip
+    parts = [f"{name} {len(rows)}".encode() for name, rows in (("held", held), ("terms", terms), ("run", runs))]
+    for run, segment, generation, nonce, body in sorted(held):
+        parts += [run, _number(segment) + _number(generation), nonce, body]
+    for account, body in sorted(terms):
+        parts += [account.encode(), body]
+    for id, label, day, finished in sorted(runs):
+        parts += [id, label.encode(), _number(day) + bytes([bool(finished)])]
+    return hashlib.sha256(b"".join(len(part).to_bytes(8, "big") + part for part in parts)).digest()
+
+
+def signed_text(where: str, origin: str, counter: int, size: int, root: bytes) -> bytes:
+    """What the signature of the head covers."""
+    return f"lamina/open/1\n{origin}\n{counter}\n{size}\n".encode() + root + digest_of_open_rows(where)
+
+
+def sign_open_rows(where: str, origin: str, key: PrivateKey, counter: int, size: int, root: bytes) -> None:
+    """Put a head over the present rows into the store, made from docs/ledger-format.md."""
+    signature = key.sign(signed_text(where, origin, counter, size, root))
+    rows_of(where, DELETE_HEAD)
+    head = counter.to_bytes(8, "big") + size.to_bytes(8, "big") + root + key.public.id + signature
+    rows_of(where, "INSERT INTO meta (name, value) VALUES ('open', ?)", head)
+
+
+def _number(value: int) -> bytes:
+    return value.to_bytes(8, "big", signed=True)
+
+
+# ---------------------------------------------------------------------------------------- the folder of a run
+
+SECRET_FILE = "journal"  # of the files of a run, the one that holds the seed of the open segment
+
+
+def has_begun(folder: Path) -> bool:
+    """Whether a run was charged, or could have been, in this folder."""
+    return (folder / SECRET_FILE).exists()
+
+
+def folder_state(folder: Path) -> bytes:
+    """Return what the folder says of attempts: it is the same bytes if nothing was opened, closed or abandoned."""
+    return (folder / SECRET_FILE).read_bytes()
+
+
+def seed_on_disk(folder: Path) -> bytes | None:
+    """Return the seed of the open segment; None if there is none."""
+    pending = Journal.read(folder / SECRET_FILE).pending
+    return pending.seed or None if pending is not None else None
+
+
+def attempts_in_folder(folder: Path) -> tuple[str, dict[tuple[int, int, bytes], str]]:
+    """Return the id of a run and, of its charged attempts as its folder has them, how each ended."""
+    found = Journal.read(folder / SECRET_FILE)
+    states = {}
+    for each in found.opens:
+        if not found.uncharged(each):
+            state = "open" if each is found.pending else "closed" if found.closed(each) else "abandoned"
+            states[each.key] = state
+    return found.start.run, states
+
+
+def public_records(folder: Path) -> list[Any]:
+    """Return what the folder keeps of attempts, without what is random by design."""
+    records = []
+    for record in Journal.read(folder / SECRET_FILE).records:
+        fields = asdict(record)
+        for name in ("run", "salt", "place", "nonce", "seed", "checkpoint", "membership", "data"):
+            fields.pop(name, None)
+        records.append([type(record).__name__, fields])
+    return records
