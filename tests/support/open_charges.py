@@ -12,13 +12,13 @@ from typing import Any
 
 from keyless import rows_of
 
+from lamina.account.charges import Charge
+from lamina.ledger.attempts import OpenCharges
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.store.rows import RESERVATION_SEGMENT, WHOLE_BUDGET_SEGMENT, RunHold, RunRow, Store, StoreWriter
 from lamina.ledger.writer import Ledger
 from lamina.run.journal import Journal
 from lamina.sign.keys import PrivateKey
-from lamina.spend.accounts import Charge
-from lamina.spend.reservation import OpenCharges
 
 # ---------------------------------------------------------------------------------------- rows of the store
 
