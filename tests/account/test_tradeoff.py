@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import random
+from typing import Any
 
 import numpy as np
 import pytest
 from dp_accounting import NeighboringRelation
 from dp_accounting.pld import privacy_loss_distribution as other
+from scipy.signal import lfilter
 from scipy.special import ndtr, ndtri
 
 from lamina.account.tradeoff import TradeOffCurve, exceedance, trade_off
@@ -19,6 +21,22 @@ RATES = (0.001, 0.01, 0.05, 0.3)
 
 def events(sigma: float, q: float, steps: int) -> dict[tuple[float, float, float], int]:
     return {(sigma, q, 0.0): steps}
+
+
+def largest_rates(pmf: Any, epsilons: np.ndarray, rates: tuple[float, ...]) -> list[float]:
+    """min over ε of e^ε·α + δ(ε), where δ(ε) is summed over the probabilities of dp-accounting, which sums them in Python."""
+    dense = pmf.to_dense_pmf()
+    p = np.asarray(dense._probs)
+    losses = (dense._lower_loss + np.arange(len(p))) * dense._discretization
+    start = np.searchsorted(losses, epsilons, side="right")
+    first = np.append(losses, losses[-1])[start]  # of the losses above ε; sums relative to it do not overflow
+    tails = np.zeros((2, len(p) + 1))
+    tails[0, :-1] = np.cumsum(p[::-1])[::-1]
+    shrink = math.exp(-dense._discretization)
+    tails[1, :-1] = lfilter([1.0], [1.0, -shrink], p[::-1])[::-1]  # Σ p·e^(first - loss)
+    above, weighted = tails[:, start]
+    deltas = dense._infinity_mass + np.maximum(0.0, above - np.exp(np.minimum(epsilons - first, 0.0)) * weighted)
+    return [min(1.0, float(np.min(np.exp(epsilons) * rate + deltas))) for rate in rates]
 
 
 def oracle_tpr(
@@ -32,8 +50,8 @@ def oracle_tpr(
     ).self_compose(steps)
     fine = np.geomspace(1e-5, 0.05, 300)
     epsilons = np.unique(np.concatenate([np.linspace(-6, 6, 1201), np.linspace(6, 40, 341), fine, -fine, [0.0]]))
-    curves = [np.asarray(each.get_delta_for_epsilon(epsilons)) for each in (losses._pmf_remove, losses._pmf_add)]
-    return [max(min(1.0, float(np.min(np.exp(epsilons) * rate + deltas))) for deltas in curves) for rate in rates]
+    found = [largest_rates(each, epsilons, rates) for each in (losses._pmf_remove, losses._pmf_add)]
+    return [max(each) for each in zip(*found, strict=True)]
 
 
 @pytest.mark.parametrize("mu", [0.1, 0.7, 2.0, 5.0])
@@ -112,9 +130,8 @@ def integer_tpr(
         losses = other.from_two_probability_mass_functions(
             *logs, value_discretization_interval=spacing, pessimistic_estimate=False
         ).self_compose(steps)
-        deltas = np.asarray(losses._pmf_remove.get_delta_for_epsilon(epsilons))
-        found.append([max(rate, float(np.min(np.exp(epsilons) * rate + deltas))) for rate in rates])
-    return [min(1.0, max(each)) for each in zip(*found, strict=True)]
+        found.append(largest_rates(losses._pmf_remove, epsilons, rates))
+    return [max(each) for each in zip(rates, *found, strict=True)]
 
 
 CONTENT = {"adjacency": "replace_one"}
