@@ -160,13 +160,14 @@ def test_no_rate_lies_below_that_of_another_accountant(accountant: str, replace_
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(("accountant", "replace_one"), LOOSEST)
 def test_no_rate_of_three_hundred_plans_lies_below_that_of_another_accountant(
     accountant: str, replace_one: bool
 ) -> None:
     ratios = compare(random_plans(300), accountant, replace_one=replace_one)
-    print(f"{accountant}, replace-one {replace_one}: median ratio {np.median(ratios):.4f}, largest {max(ratios):.3f}")
+    least, median, most = np.quantile(ratios, (0, 0.5, 1))
+    print(f"{accountant}, replace-one {replace_one}: ratio {least:.5f} to {most:.3f}, median {median:.4f}")
     assert np.median(ratios) <= LOOSEST[accountant, replace_one]
 
 
