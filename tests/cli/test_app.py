@@ -254,7 +254,7 @@ def test_a_defect_is_one_message_too(policy: str, monkeypatch: pytest.MonkeyPatc
     def broken(*_: object, **__: object) -> None:
         raise ZeroDivisionError("by nothing")
 
-    monkeypatch.setattr("lamina.cli.plan.explained_plan", broken)
+    monkeypatch.setattr("lamina.allocate.make_plan.explained_plan", broken)
     arguments = ["plan", policy, "--model", "mlp", "--steps", "3", "--json"]
     code, out, err = lamina(*arguments)
     assert code == 1
@@ -266,7 +266,7 @@ def test_a_defect_is_one_message_too(policy: str, monkeypatch: pytest.MonkeyPatc
 
 def test_a_defect_of_ours_names_no_line_of_ours(policy: str, monkeypatch: pytest.MonkeyPatch, lamina: Call) -> None:
     """A place in our source means nothing to a user; --debug shows it to whoever reports the defect."""
-    monkeypatch.setattr("lamina.cli.plan.explained_plan", lambda *_, **__: (None, None))
+    monkeypatch.setattr("lamina.allocate.make_plan.explained_plan", lambda *_, **__: (None, None))
     told = refused(lamina("plan", policy, "--model", "mlp", "--steps", "3"), "cli.unexpected-error")
     assert "AttributeError" in told and "--debug" in told
     assert not re.search(r"\.py:\d", told)
@@ -275,8 +275,8 @@ def test_a_defect_of_ours_names_no_line_of_ours(policy: str, monkeypatch: pytest
 
 
 def test_a_failed_benchmark_is_one_object(monkeypatch: pytest.MonkeyPatch, lamina: Call) -> None:
-    monkeypatch.setattr("lamina.cli.bench.run_benchmark", lambda settings, say: {"workloads": {}})
-    monkeypatch.setattr("lamina.cli.bench.lamina_failures", lambda result: ["mlp: no"])
+    monkeypatch.setattr("lamina.bench.benchmark.run_benchmark", lambda settings, say: {"workloads": {}})
+    monkeypatch.setattr("lamina.bench.benchmark.lamina_failures", lambda result: ["mlp: no"])
     code, out, err = lamina("bench", "--quick", "--json")
     assert code == 1
     told = json.loads(out)

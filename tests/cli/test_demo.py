@@ -23,13 +23,13 @@ from torch import Tensor, nn
 
 import lamina
 from lamina.admit.verdicts import Reason
-from lamina.cli import demo
 from lamina.cli.app import main
-from lamina.cli.demo import TRAINING_LABELS, DemoResult
+from lamina.cli.planned_run import PlannedRun
 from lamina.cli.run_file import RunFile
-from lamina.cli.train import PlannedRun
+from lamina.demo import result as demo
 from lamina.demo.hospitals import STRICT_NOISE_MULTIPLIER, make_new_folder
 from lamina.demo.patients import QUICK_SIZES, DemoPatients, PatientGroup, Utility, measure_utility
+from lamina.demo.result import TRAINING_LABELS, DemoResult
 from lamina.demo.svg_charts import auc_bars
 from lamina.demo.training import _poisson_sample
 from lamina.ledger.spend_ledger import SpendLedger
@@ -180,7 +180,7 @@ def test_people_get_a_table_and_where_to_look(ran: Ran) -> None:
         ran.found.outcome, notes=("something happened",), epsilon={"volunteer": 0.0, "sensitive": 2.99991}
     )
     found = replace(ran.found, outcome=outcome)
-    lines = found.table(ran.folder, ran.folder / "report.html").splitlines()
+    lines = found.table(ran.folder).splitlines()
     assert "sensitive  top 25 %           3.0000  1e-05  patient" in lines  # rounded up
     assert "volunteer  all layers  not protected      –  patient" in lines
     rows = [" ".join(line.split()) for line in lines]
@@ -203,9 +203,9 @@ def test_people_get_a_table_and_where_to_look(ran: Ran) -> None:
         assert place in "\n".join(lines)
     assert f"lamina spend {ran.folder / 'ledger.db'}" in "\n".join(lines)
     assert any(line.startswith("ledger verified in ") for line in lines)
-    assert not found.table(ran.folder, ran.folder).count("NOT PRIVATE")
+    assert not found.table(ran.folder).count("NOT PRIVATE")
     seeded = replace(found, outcome=replace(outcome, private=False))
-    assert "NOT PRIVATE" in seeded.table(ran.folder, ran.folder)
+    assert "NOT PRIVATE" in seeded.table(ran.folder)
 
 
 def test_the_report_has_the_figures(ran: Ran) -> None:

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from refusals import raises_code
 from torch import Tensor, nn
 
-from lamina.cli.by_name import LOSSES, PerExampleLoss, make_loss
+from lamina.cli.by_name import make_loss
 from lamina.errors import LaminaError
+from lamina.run.losses import LOSSES, PerExampleLoss
 
 ORACLES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "mse": F.mse_loss,

@@ -12,7 +12,7 @@ from refusals import raises_code
 
 from lamina.allocate.measure.measure import Measure
 from lamina.cli import by_name
-from lamina.cli.plan import parse_shape, random_labels
+from lamina.cli.proxy_measure import parse_shape, random_labels
 
 if TYPE_CHECKING:
     from conftest import Project

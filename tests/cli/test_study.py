@@ -10,6 +10,7 @@ import pytest
 from asking import Call, refused, succeeded
 
 from lamina.cli import study
+from lamina.study import runner
 
 
 def test_data_that_is_not_there_is_named(lamina: Call) -> None:
@@ -33,7 +34,7 @@ def test_progress_in_a_pipe_is_a_line_now_and_then(
             say(f"{done} of 30")
         return [Path("study.md")]
 
-    monkeypatch.setattr(study, "run_study", measured)
+    monkeypatch.setattr(runner, "run_study", measured)
     monkeypatch.setattr(study, "stderr_is_terminal", lambda: terminal)
     monkeypatch.setattr(study, "monotonic", lambda: now)
     result = lamina("study")

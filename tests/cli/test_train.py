@@ -633,7 +633,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 def test_inside_reaches_the_trainer(project: Project, seen: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     project.train()
     assert seen["inside"] is False
-    monkeypatch.setattr("lamina.cli.torch_commands.stderr_is_terminal", lambda: True)
+    monkeypatch.setattr("lamina.cli.train.stderr_is_terminal", lambda: True)
     project.train("--inside")
     assert seen["inside"] is True
 

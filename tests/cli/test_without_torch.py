@@ -13,11 +13,8 @@ import pytest
 from asking import answer
 
 from lamina.allocate.make_plan import ALLOCATIONS, DEFAULT_ALLOCATION
-from lamina.bench.workloads import WORKLOADS
-from lamina.cli import torch_commands
 from lamina.cli.app import COMMANDS
-from lamina.cli.by_name import BUILT_IN_MODELS
-from lamina.study.cells import SIZES
+from lamina.cli.explain import WHEN_TO_USE
 from lamina.study.runner import NAMES
 
 BLOCKER = """
@@ -163,8 +160,8 @@ def test_help_needs_no_torch(tmp_path: Path) -> None:
 
 
 def test_names_in_the_help_are_those_of_the_code() -> None:
-    assert tuple(BUILT_IN_MODELS) == torch_commands.BUILT_IN_MODEL_NAMES
-    assert tuple(ALLOCATIONS) == torch_commands.ALLOCATION_NAMES
-    assert tuple(WORKLOADS) == torch_commands.WORKLOAD_NAMES
-    assert torch_commands.STUDY_NAMES == NAMES and tuple(SIZES) == torch_commands.STUDY_SIZES
+    assert tuple(ALLOCATIONS) == tuple(WHEN_TO_USE)
+    tables, figures = ([name for name in NAMES if name.startswith(kind)] for kind in ("table", "figure"))
+    assert tables == ["table1", *(f"table{i}" for i in range(5, 10))]  # as `lamina study --help` says
+    assert figures == [f"figure{i}" for i in range(1, 8)]
     assert DEFAULT_ALLOCATION == "pareto"  # the default of `lamina plan --allocate`

@@ -123,8 +123,8 @@ def _plan_for_bounds(
     if run is not None:
         if any(by_hand):
             raise typer.BadParameter("give --plan, or --batch with --steps or --epochs", param_hint="--plan")
+        from lamina.cli.planned_run import PlannedRun
         from lamina.cli.run_file import RunFile
-        from lamina.cli.train import PlannedRun
 
         with results_only():
             planned = PlannedRun.of(RunFile.load(run), run.resolve().parent)

@@ -36,7 +36,6 @@ COMMANDS = {
     "bench": "Measure time and peak memory of a private step on this machine, against an ordinary step and Opacus.",
     "doctor": "Check this machine: versions, SQLite, randomness, cores, and whether the native kernels run.",
 }
-_IN_TORCH_COMMANDS = ("demo", "plan", "train", "study", "bench")
 
 
 class _LazyCommands(PlainGroup):
@@ -75,7 +74,7 @@ class _LazyCommands(PlainGroup):
 
 @cache
 def _command(name: str) -> Any:
-    home = import_module(f"lamina.cli.{'torch_commands' if name in _IN_TORCH_COMMANDS else name}")
+    home = import_module(f"lamina.cli.{name}")
     found = getattr(home, "app", None) or getattr(home, name)
     if not isinstance(found, typer.Typer):
         only = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)

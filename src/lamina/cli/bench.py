@@ -3,24 +3,57 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
-from lamina.bench.benchmark import BenchSettings, draw_benchmark, lamina_failures, run_benchmark
-from lamina.bench.step_variants import PEERS, opacus_missing
-from lamina.bench.workloads import WORKLOADS, find_workload
+from lamina.cli.options import JsonOption, option
 from lamina.cli.terminal import columns, err, print_json, print_line, print_note, print_refusal, refusal_json
 from lamina.errors import LaminaError
 
 
-def show_benchmark(
-    *, quick: bool, only: list[str] | None, rounds: int | None, threads: int, processor_time: bool, to: Path | None,
-    as_json: bool,
-) -> None:  # fmt: skip
-    """`lamina bench` (options and help: torch_commands.py)."""
+def _workload_names() -> Iterable[str]:
+    from lamina.bench.workloads import WORKLOADS
+
+    return WORKLOADS
+
+
+def bench(
+    quick: Annotated[bool, option("about five minutes; fewer rounds, wider limits", "--quick")] = False,
+    only: Annotated[
+        list[str] | None,
+        option("a workload, such as resae; repeatable; a wrong name lists all", choices=_workload_names),
+    ] = None,
+    rounds: Annotated[int | None, option("rounds per workload, all of them measured")] = None,
+    threads: Annotated[int, option("torch threads")] = 2,
+    processor_time: Annotated[
+        bool,
+        option("compare processor time, not the clock: for a busy machine, best with --threads 1", "--processor-time"),
+    ] = False,
+    to: Annotated[Path | None, option("folder for step.json and step.png", "--out")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure time and peak memory of a private step on this machine, against an ordinary step and Opacus.
+
+    Spends nothing: the data is made up. Writes only with --out.
+
+    Ratios are paired within interleaved rounds. time_ratio is the upper 95 % bootstrap limit. A peer that cannot run is
+    null, with the reason beside it.
+
+    Examples:
+
+      lamina bench --quick
+      lamina bench --only resae --out results
+    """
+    if rounds is not None and rounds < 1:
+        raise typer.BadParameter("must be 1 or more", param_hint="--rounds")
+    from lamina.bench.benchmark import BenchSettings, lamina_failures, run_benchmark
+    from lamina.bench.step_variants import opacus_missing
+    from lamina.bench.workloads import WORKLOADS, find_workload
+
     names = tuple(find_workload(name).name for name in only or WORKLOADS)
     settings = BenchSettings.quick(names, threads) if quick else BenchSettings(workloads=names, threads=threads)
     if rounds is not None:
@@ -48,6 +81,8 @@ def show_benchmark(
 
 
 def _write(result: dict[str, Any], folder: Path) -> None:
+    from lamina.bench.benchmark import draw_benchmark
+
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "step.json"
     path.write_text(json.dumps(result, indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
@@ -59,6 +94,8 @@ def _write(result: dict[str, Any], folder: Path) -> None:
 
 
 def _table(result: dict[str, Any]) -> str:
+    from lamina.bench.step_variants import PEERS
+
     table = [["time / plain step", *result["workloads"]]]
     rows = {"Lamina box (upper limit)": ("box", "high"), "Lamina box": ("box", "median")}
     rows |= {"Lamina joint": ("joint", "median"), "box, torch rules": ("box_torch", "median")}

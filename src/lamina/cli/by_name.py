@@ -1,4 +1,7 @@
-"""Models, losses, optimisers, schedules and allocations by the names that RUN.toml and the command line use."""
+"""Models, losses, optimisers, schedules and allocations by the names that RUN.toml and the command line use.
+
+The help of commands lists these names, so this module imports torch only in its functions.
+"""
 
 from __future__ import annotations
 
@@ -8,43 +11,49 @@ import inspect
 import sys
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-import torch.nn.functional as F
-from torch import Tensor, nn, optim
-from torch.optim import lr_scheduler
-
-from lamina.allocate.make_plan import ALLOCATIONS, find_allocation
-from lamina.allocate.problem import Allocator
-from lamina.errors import EngineError, LaminaError, PlanError
-from lamina.models import autoencoders, signal_autoencoders
+from lamina.errors import LaminaError, PlanError
 from lamina.plan.depth_profile import DepthProfile
 from lamina.plan.selection import did_you_mean
-from lamina.run.run_output import user_code
 from lamina.validate import parse_toml
 
-BUILT_IN_MODELS: dict[str, Callable[..., nn.Module]] = {
-    "residual": autoencoders.ResidualAutoencoder,
-    "transformer": partial(autoencoders.TransformerAutoencoder, features=48),
-    "mlp": autoencoders.MLPAutoencoder,
-    "stacked-ae": signal_autoencoders.StackedAE,
-    "conv-ae": signal_autoencoders.ConvAE,
-    "res-ae": signal_autoencoders.ResAE,
-    "trans-ae": signal_autoencoders.TransAE,
-    "vae": signal_autoencoders.VAE,
+if TYPE_CHECKING:
+    from torch import nn, optim
+
+    from lamina.allocate.problem import Allocator
+
+
+class BuiltInModel(NamedTuple):
+    """A class of `lamina.models`, its arguments, and the shape of one example without the batch axis."""
+
+    name: str
+    arguments: Mapping[str, Any] = {}
+    shape: tuple[int, ...] = (12, 256)
+
+
+BUILT_IN_MODELS = {
+    "residual": BuiltInModel("ResidualAutoencoder"),
+    "transformer": BuiltInModel("TransformerAutoencoder", {"features": 48}, (64, 48)),
+    "mlp": BuiltInModel("MLPAutoencoder", shape=(864,)),
+    "stacked-ae": BuiltInModel("StackedAE"),
+    "conv-ae": BuiltInModel("ConvAE"),
+    "res-ae": BuiltInModel("ResAE"),
+    "trans-ae": BuiltInModel("TransAE"),
+    "vae": BuiltInModel("VAE"),
 }
-MODEL_INPUT_SHAPES: dict[str, tuple[int, ...]] = {
-    **dict.fromkeys(BUILT_IN_MODELS, (12, 256)), "transformer": (64, 48), "mlp": (864,)
-}  # fmt: skip
-"""One example of each, without the batch axis."""
 
 
 def make_model(name: str, arguments: Mapping[str, Any] | None = None, *, beside: Path | None = None) -> nn.Module:
     """A model by its built-in name, or made by `package.module:factory`."""
-    found: Any = BUILT_IN_MODELS.get(name)
-    if found is None:
+    from torch import nn
+
+    found: Any
+    if (built_in := BUILT_IN_MODELS.get(name)) is not None:
+        found = getattr(importlib.import_module("lamina.models"), built_in.name)
+        arguments = {**built_in.arguments, **(arguments or {})}
+    else:
         found = import_by_name(name, "model", beside=beside, built_in=tuple(BUILT_IN_MODELS))
     if isinstance(found, nn.Module):
         if arguments:
@@ -65,6 +74,8 @@ def import_by_name(name: str, what: str, *, beside: Path | None = None, built_in
         known = f", or one of {', '.join(built_in)}" if built_in else ""
         problem = f"{what} '{name}' is not {'built in' if built_in else 'of the form package.module:name'}{did_you_mean(name, built_in)}"
         raise PlanError("cli.name-not-importable", problem, f"use package.module:name{known}")
+    from lamina.run.run_output import user_code
+
     folders = _make_importable(beside)
     try:
         with user_code(f"{what} '{name}' cannot be imported", "correct the line; or --debug for the whole traceback"):
@@ -91,6 +102,8 @@ def call_factory(factory: Any, what: str, arguments: Mapping[str, Any] | None = 
         problem = f"{what} is a {type(factory).__name__}"
         raise PlanError("cli.factory-not-callable", problem, "name a function or a class")
     check_arguments(factory, what, given)
+    from lamina.run.run_output import user_code
+
     with user_code(f"{what} cannot be made", "correct the line; or --debug for the whole traceback"):
         return factory(**given)
 
@@ -143,6 +156,8 @@ def allocation_with_options(name: str, options: Mapping[str, Any] | None = None)
     >>> allocation_with_options("ladp", {"mode": "budget"}).name
     'ladp-budget'
     """
+    from lamina.allocate.make_plan import ALLOCATIONS, find_allocation
+
     find_allocation(name)
     policy: Any = ALLOCATIONS[name]
     takes = [field.name for field in dataclasses.fields(policy)]
@@ -167,7 +182,7 @@ def parse_allocation(text: str) -> Allocator:
     name, colon, rest = text.strip().partition(":")
     if not colon:
         return allocation_with_options(name)
-    find_allocation(name)
+    allocation_with_options(name)  # refuses an unknown name first
     options: dict[str, Any] = {}
     for part in _split_at_commas(rest):
         key, equals, value = (piece.strip() for piece in part.partition("="))
@@ -239,95 +254,13 @@ def _split_at_commas(text: str) -> list[str]:
     return [part.strip() for part in parts]
 
 
-LOSSES: dict[str, Callable[..., Tensor]] = {
-    "cross_entropy": F.cross_entropy,
-    "bce": F.binary_cross_entropy_with_logits,
-    "mse": F.mse_loss,
-    "l1": F.l1_loss,
-    "huber": F.huber_loss,
-}
-_LOSS_ARGUMENTS = {"cross_entropy": ("label_smoothing",), "huber": ("delta",)}
-
-
-class PerExampleLoss(nn.Module):
-    """loss[n] = mean over all other axes of ℓ(output[n], y[n]), with ℓ from torch.
-
-    Nothing is summed over the batch, so a contribution's loss depends on that contribution alone. Messages give shapes
-    without the first axis: how many examples were drawn is secret. It is a module so that its name and arguments are
-    part of the run's settings, by which a replayed segment is compared.
-
-    cross_entropy takes logits (N, classes, …), class axis second as in torch, and class numbers (N, …) or probabilities.
-    -100 marks positions without a label: they count as loss 0, and the mean is still over all positions, so that the
-    divisor does not depend on the data. bce takes a logit per label (no sigmoid in the model), y in [0, 1].
-    """
-
-    def __init__(self, name: str, **arguments: Any) -> None:
-        super().__init__()
-        takes = _LOSS_ARGUMENTS.get(name, ())
-        for unknown in arguments.keys() - set(takes):
-            problem = f"loss '{name}' takes no argument '{unknown}'"
-            raise PlanError("cli.argument-not-known", problem, f"it takes {', '.join(takes) or 'none'}")
-        self.name = self.__name__ = name  # the rehearsal recognises losses that need class numbers by __name__
-        self.arguments = dict(arguments)
-
-    def forward(self, output: Any, y: Any) -> Tensor:
-        for what, value in (("the model's output", output), ("y", y)):
-            if not isinstance(value, Tensor):
-                problem = f"{what} is a {type(value).__name__}, not a tensor"
-                remedy = 'write your own function of (output, y) and name it: loss = "package.module:function"'
-                raise self._refusal("cli.loss-input-not-tensor", problem, remedy)
-        if not output.dim() or not y.dim() or len(output) != len(y):
-            problem = "output and y differ in their first axis"
-            raise self._refusal("cli.loss-rows-differ", problem, "give one row per example")
-        target = self._class_numbers(output, y) if self.name == "cross_entropy" else self._target_like(output, y)
-        losses = LOSSES[self.name](output, target, reduction="none", **self.arguments)
-        return losses if losses.dim() == 1 else losses.flatten(1).mean(1)
-
-    def _target_like(self, output: Tensor, y: Tensor) -> Tensor:
-        """y in the shape and type of the output; axes of length 1 do not matter, anything else does."""
-        if _example_shape(output) != _example_shape(y):
-            raise self._shapes_differ(output, y, "make the last layer as wide as y")
-        if self.name == "bce" and bool(((y < 0) | (y > 1)).any()):
-            problem = "y has values outside 0 … 1"
-            raise self._refusal("cli.loss-labels-outside-range", problem, "label the two classes 0 and 1")
-        return y.reshape(output.shape).to(output.dtype)
-
-    def _class_numbers(self, output: Tensor, y: Tensor) -> Tensor:
-        """y as class numbers in the shape of the positions; probabilities in the shape of the output as they are."""
-        if output.dim() < 2:
-            problem = "the model gives one number per example, not one per class"
-            remedy = 'give the model one output per class; or, for two classes and one output, use loss = "bce"'
-            raise self._refusal("cli.loss-needs-class-scores", problem, remedy)
-        if y.is_floating_point() and y.shape == output.shape:
-            return y.to(output.dtype)
-        if y.is_floating_point():
-            problem = f"y is {y.dtype} of shape {_shape_text(y)} per example, not a class number"
-            remedy = "give class numbers as integers, y.astype('int64'); without y under [data], the target is x itself"
-            raise self._refusal("cli.loss-labels-not-integers", problem, remedy)
-        classes, positions = output.shape[1], output.shape[2:]
-        if _example_shape(y) != tuple(n for n in positions if n != 1):
-            wanted = f"the first axis counts classes, so y must be {tuple(positions) or 'one number'}"
-            raise self._shapes_differ(output, y, f"{wanted}; if classes come last: output.transpose(1, 2)")
-        y = y.reshape(len(y), *positions).long()
-        if bool((((y < 0) | (y >= classes)) & (y != -100)).any()):
-            problem = f"y has class numbers outside 0 … {classes - 1}"
-            remedy = "number the classes from 0, and give the model one output for each"
-            raise self._refusal("cli.loss-labels-outside-range", problem, remedy)
-        return y
-
-    def _shapes_differ(self, output: Tensor, y: Tensor, remedy: str) -> EngineError:
-        problem = f"the model gives {_shape_text(output)} per example, y is {_shape_text(y)}"
-        return self._refusal("cli.loss-shapes-differ", problem, remedy)
-
-    def _refusal(self, code: str, problem: str, remedy: str) -> EngineError:
-        return EngineError(code, f"loss '{self.name}': {problem}", remedy)
-
-
 def make_loss(name: str, arguments: Mapping[str, Any], *, beside: Any = None) -> Any:
     """A loss by its built-in name, or `package.module:name` of a function of (output, y).
 
     A class, and anything that has arguments, is called once to make the loss.
     """
+    from lamina.run.losses import LOSSES, PerExampleLoss
+
     if name in LOSSES:
         return PerExampleLoss(name, **arguments)
     found = import_by_name(name, "loss", beside=beside, built_in=tuple(LOSSES))
@@ -339,31 +272,17 @@ def make_loss(name: str, arguments: Mapping[str, Any], *, beside: Any = None) ->
     return found
 
 
-def _example_shape(t: Tensor) -> tuple[int, ...]:
-    """The shape of one example without axes of length 1."""
-    return tuple(n for n in t.shape[1:] if n != 1)
-
-
-def _shape_text(t: Tensor) -> str:
-    return str(tuple(t.shape[1:])) if t.dim() > 1 else "one number"
-
-
-OPTIMIZERS: dict[str, Callable[..., optim.Optimizer]] = {
-    "adam": optim.Adam, "adamw": optim.AdamW, "sgd": optim.SGD, "rmsprop": optim.RMSprop, "adagrad": optim.Adagrad,
-    "adadelta": optim.Adadelta, "adamax": optim.Adamax, "nadam": optim.NAdam, "radam": optim.RAdam, "asgd": optim.ASGD,
-    "adafactor": optim.Adafactor,
+OPTIMIZERS = {
+    "adam": "Adam", "adamw": "AdamW", "sgd": "SGD", "rmsprop": "RMSprop", "adagrad": "Adagrad", "adadelta": "Adadelta",
+    "adamax": "Adamax", "nadam": "NAdam", "radam": "RAdam", "asgd": "ASGD", "adafactor": "Adafactor",
 }  # fmt: skip
+"""Classes of torch.optim by their names in RUN.toml."""
 
-SCHEDULERS: dict[str, Callable[..., Any]] = {
-    "cosine": lr_scheduler.CosineAnnealingLR,
-    "one_cycle": lr_scheduler.OneCycleLR,
-    "linear": lr_scheduler.LinearLR,
-    "constant": lr_scheduler.ConstantLR,
-    "step": lr_scheduler.StepLR,
-    "multi_step": lr_scheduler.MultiStepLR,
-    "exponential": lr_scheduler.ExponentialLR,
-    "polynomial": lr_scheduler.PolynomialLR,
-}
+SCHEDULERS = {
+    "cosine": "CosineAnnealingLR", "one_cycle": "OneCycleLR", "linear": "LinearLR", "constant": "ConstantLR",
+    "step": "StepLR", "multi_step": "MultiStepLR", "exponential": "ExponentialLR", "polynomial": "PolynomialLR",
+}  # fmt: skip
+"""Classes of torch.optim.lr_scheduler by their names in RUN.toml."""
 
 _REFUSED_OPTIMIZERS = {
     "lbfgs": "uses several gradients in one step, and each of them would cost ε",
@@ -377,14 +296,14 @@ def make_optimizer(name: str, arguments: Mapping[str, Any], model: nn.Module) ->
     if name == "auto":
         check_arguments(lambda: None, "optimizer 'auto'", arguments)
         return "auto"
-    kind = _look_up(name, "optimizer", OPTIMIZERS)
+    kind = _look_up(name, "optimizer", OPTIMIZERS, "torch.optim")
     made: optim.Optimizer = _construct(kind, f"optimizer '{name}'", arguments, list(model.parameters()))
     return made
 
 
 def make_scheduler(name: str, arguments: Mapping[str, Any], over: optim.Optimizer, steps: int) -> Any:
     """A torch schedule that is stepped so often. Its length is the run's by default."""
-    kind = _look_up(name, "scheduler", SCHEDULERS)
+    kind = _look_up(name, "scheduler", SCHEDULERS, "torch.optim.lr_scheduler")
     lengths: dict[str, dict[str, Any]] = {
         "cosine": {"T_max": steps},
         "linear": {"total_iters": steps},
@@ -394,9 +313,9 @@ def make_scheduler(name: str, arguments: Mapping[str, Any], over: optim.Optimize
     return _construct(kind, f"scheduler '{name}'", {**lengths.get(name, {}), **arguments}, over)
 
 
-def _look_up(name: str, what: str, known: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
+def _look_up(name: str, what: str, known: Mapping[str, str], module: str) -> Any:
     if name in known:
-        return known[name]
+        return getattr(importlib.import_module(module), known[name])
     if reason := _REFUSED_OPTIMIZERS.get(name.lower()):
         raise PlanError("cli.optimizer-not-private", f"{what} '{name}' {reason}", f"use one of {', '.join(known)}")
     problem = f"{what} '{name}' is not known{did_you_mean(name, list(known))}"
@@ -404,6 +323,8 @@ def _look_up(name: str, what: str, known: Mapping[str, Callable[..., Any]]) -> C
 
 
 def _construct(kind: Callable[..., Any], what: str, arguments: Mapping[str, Any], *given: Any) -> Any:
+    from lamina.run.run_output import user_code
+
     plain = {name: tuple(value) if isinstance(value, list) else value for name, value in arguments.items()}
     check_arguments(kind, what, plain, taken=len(given))
     with user_code(f"{what} cannot be made", "correct its arguments; torch's documentation names their ranges"):

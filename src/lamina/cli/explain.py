@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from lamina.account.gaussian_rdp import epsilon_of_rho
 from lamina.account.schedule import rdp_order_of
-from lamina.allocate.basic import flat, uniform
-from lamina.allocate.problem import Allocation, Allocator
 from lamina.cli import by_name
 from lamina.cli.layer_figures import (
     LayerFigures,
@@ -43,6 +41,7 @@ from lamina.plan.table import (
 
 if TYPE_CHECKING:
     from lamina.allocate.measure.measure import Measure
+    from lamina.allocate.problem import Allocation, Allocator
 
 
 _SIGNAL_TO_NOISE = (
@@ -236,7 +235,7 @@ def _allowed_epsilon(policy: Policy, name: str, epsilon: float | Mapping[str, fl
     return policy.bound(name) if epsilon is None else epsilon
 
 
-MakePlan = Callable[[Allocator], tuple[StepPlan, Allocation]]
+MakePlan = Callable[["Allocator"], "tuple[StepPlan, Allocation]"]
 
 WHEN_TO_USE = {
     "flat": "the first run, and what others are compared with: nothing need be known of the layers",
@@ -313,6 +312,8 @@ def compare_allocations(
     make: MakePlan, among: Iterable[str], measure: Measure | None, sizes: Sequence[int] | None = None
 ) -> tuple[ComparedAllocation | RefusedAllocation, ...]:
     """A row for each allocation; `make` makes its plan, or refuses. Names are checked first."""
+    from lamina.allocate.basic import flat, uniform
+
     allocators = {text: by_name.parse_allocation(text) for text in among}
     try:
         reference = total_noise(make(flat)[0], sizes)

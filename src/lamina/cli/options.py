@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,11 +14,13 @@ import typer
 from rich.markup import escape
 from typer.core import TyperCommand, TyperGroup
 
+Choices = Iterable[str] | Callable[[], Iterable[str]]
 
-def option(help: str, *names: str, panel: str | None = None, choices: Iterable[str] = (), **settings: Any) -> Any:
-    """An option of a command, for Annotated; the shell completes `choices`."""
+
+def option(help: str, *names: str, panel: str | None = None, choices: Choices = (), **settings: Any) -> Any:
+    """An option of a command, for Annotated; the shell completes `choices`, or what they return if they are a function."""
     if choices:
-        settings["autocompletion"] = lambda: list(choices)
+        settings["autocompletion"] = lambda: list(choices() if callable(choices) else choices)
     return typer.Option(*names, help=help, rich_help_panel=panel, **settings)
 
 

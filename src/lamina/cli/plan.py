@@ -2,209 +2,143 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
-from torch import Tensor, nn
 
-from lamina.allocate.make_plan import ALLOCATIONS, DEFAULT_ALLOCATION, explained_plan
 from lamina.cli import by_name
-from lamina.cli.explain import PlanExplanation, bands_note, compare_allocations, plan_notes, requested_epsilon
+from lamina.cli.by_name import BUILT_IN_MODELS
+from lamina.cli.explain import (
+    WHEN_TO_USE,
+    PlanExplanation,
+    bands_note,
+    compare_allocations,
+    plan_notes,
+    requested_epsilon,
+)
 from lamina.cli.layer_figures import check_picture, draw_plan
-from lamina.cli.run_file import RunFile
-from lamina.cli.terminal import print_json, print_line, print_note, results_only
-from lamina.cli.train import plan_arguments, read_proxy
-from lamina.engine.proxy_shares import Proxy
-from lamina.errors import EngineError, LaminaError, PlanError
-from lamina.plan.layer_stack import LayerStack
+from lamina.cli.options import JsonOption, argument, option
+from lamina.cli.terminal import print_json, print_line, print_template, results_only
+from lamina.errors import LaminaError
 from lamina.plan.policy import Policy
-from lamina.plan.selection import planned_noised_sizes
-from lamina.run.restricted import restricted_notes
-from lamina.run.run_output import user_code
 from lamina.sign.keys import read_small
 from lamina.validate import parse_toml
 
 if TYPE_CHECKING:
-    from lamina.allocate.measure.measure import Measure
+    from torch import nn
 
+    from lamina.cli.run_file import RunFile
 
-PROXIES = ("gaussian", "public", "simulated")
-_PROXY_HELP = (
-    "use gaussian, public:package.module:data or simulated:package.module:data, whose data() returns x or (x, y)"
+_EXPLAIN, _MEASURE = "Explaining", "Measuring the layers (never on private data)"
+_MODEL_HELP = f"package.module:factory, or built in: {', '.join(BUILT_IN_MODELS)}; default: residual"
+_ALLOCATE_HELP = (
+    f"how C and S are chosen: {', '.join(WHEN_TO_USE)}; with options: ladp:mode=budget,least=0.2; default: pareto"
 )
-_LABELLED_EXAMPLES = 1024
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MeasureOptions:
-    """Which measure the command uses: a saved `file`, or one made now on a `proxy` (see the options of `plan`)."""
+def plan(
+    policy: Annotated[
+        Path | None, argument("policy.toml", "classes, populations, budgets, depth profiles; or a RUN.toml: that run")
+    ] = None,
+    model: Annotated[str | None, option(_MODEL_HELP, choices=BUILT_IN_MODELS)] = None,
+    batch: Annotated[int | None, option("expected contributions per step, all classes together; default: 256")] = None,
+    steps: Annotated[int | None, option("number of steps; or give --epochs")] = None,
+    epochs: Annotated[float | None, option("passes over the declared populations")] = None,
+    allocate: Annotated[str | None, option(_ALLOCATE_HELP, choices=WHEN_TO_USE)] = None,
+    clipping: Annotated[
+        str | None, option("box or joint; default: what the allocation prefers", choices=("box", "joint"))
+    ] = None,
+    rho: Annotated[float | None, option("zCDP budget of every class, ρ/T per step, instead of the policy's ε")] = None,
+    explain: Annotated[
+        bool, option("figures and bars of every layer, and why this plan", "--explain", panel=_EXPLAIN)
+    ] = False,
+    compare_all: Annotated[
+        bool, option("every allocation side by side at the same ε", "--compare", panel=_EXPLAIN)
+    ] = False,
+    among: Annotated[
+        str | None, option("compare only these: flat,pareto,ladp:mode=budget", panel=_EXPLAIN, metavar="NAMES")
+    ] = None,
+    picture: Annotated[
+        Path | None, option("draw the layers: FILE.html, or .png, .svg with matplotlib", panel=_EXPLAIN)
+    ] = None,
+    measure: Annotated[Path | None, option("a saved measure", panel=_MEASURE, metavar="FILE")] = None,
+    proxy: Annotated[
+        str | None,
+        option("measure now on: gaussian, public:nets:data, simulated:nets:data", panel=_MEASURE, metavar="PROXY"),
+    ] = None,
+    shape: Annotated[
+        str | None, option("shape of one example, for gaussian: 12,256", "--input", panel=_MEASURE, metavar="SHAPE")
+    ] = None,
+    loss: Annotated[
+        str | None, option("as in RUN.toml; default: squared error to the input (autoencoders)", panel=_MEASURE)
+    ] = None,
+    passes: Annotated[int, option("how many examples to measure", panel=_MEASURE, min=1)] = 1000,
+    radius: Annotated[
+        float | None, option("public L2 bound on an example, for Δ; default: that of the proxy", panel=_MEASURE)
+    ] = None,
+    influences: Annotated[bool, option("also influence functions", "--influence", panel=_MEASURE)] = False,
+    reinitialise: Annotated[
+        int, option("Δ over so many copies with weights drawn anew; 0: at these weights", panel=_MEASURE, min=0)
+    ] = 0,
+    gamma: Annotated[
+        str,
+        option(
+            "where Δ as printed has γ: all, norm, elsewhere, none",
+            panel=_MEASURE,
+            choices=("all", "norm", "elsewhere", "none"),
+        ),
+    ] = "all",
+    seed: Annotated[int, option("seed of weights and proxy inputs", panel=_MEASURE, min=0)] = 0,
+    save_measure: Annotated[Path | None, option("save the measure", panel=_MEASURE, metavar="FILE")] = None,
+    template: Annotated[bool, option("print an annotated policy.toml to start from, and exit", "--template")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Show clipping, noise, sigma and ε of every class and layer, before the first step.
 
-    file: Path | None = None
-    proxy: str | None = None
-    shape: str | None = None
-    loss: str | None = None
-    passes: int = 1000
-    influences: bool = False
-    reinitialise: int = 0
-    gamma: str = "all"
-    radius: float | None = None
-    seed: int = 0
-    save: Path | None = None
+    Spends nothing and reads no private data: the cost follows from the policy, the shape of the model, the batch and the
+    number of steps. Try values until ε, noise and length suit you, then train. Writes only what --picture and
+    --save-measure name.
 
-    def check(self) -> None:
-        """Refuse options that do not go together."""
-        if self.file is not None and self.proxy is not None:
-            raise typer.BadParameter("give --measure or --proxy, not both", param_hint="--measure")
-        if self.proxy is None:
-            asked: dict[str, object] = {"--input": self.shape, "--loss": self.loss, "--save-measure": self.save}
-            asked |= {"--influence": self.influences, "--reinitialise": self.reinitialise}
-            asked |= {"--gamma": None if self.gamma == "all" else self.gamma}
-            for hint, value in asked.items():
-                if value:
-                    raise typer.BadParameter("needs --proxy", param_hint=hint)
+    Examples:
 
-    def of(self, name: str, model: nn.Module, stack: LayerStack) -> Measure | None:
-        """The measure of this model; None if no option asks for one."""
-        if self.file is None and self.proxy is None:
-            return None
-        from lamina.allocate.measure.measure import Measure
+      lamina plan --template > policy.toml     a policy to edit
+      lamina plan policy.toml --epochs 20
+      lamina plan policy.toml --model nets:build --batch 512 --steps 2000
+      lamina plan RUN.toml                     the model, batch and length of that run; options change them
 
-        if self.file is not None:
-            found = Measure.load(self.file)
-            found.check(stack)
-            return found
-        print_note(f"measuring {len(stack)} layers on the proxy '{self.proxy}' …")
-        made = self._measured(name, model, stack)
-        if self.save is not None:
-            try:
-                made.save(self.save)
-            except OSError as error:
-                problem = f"the measure cannot be written to '{self.save}': {error}"
-                raise PlanError("cli.file-not-writable", problem, "name a file in a folder that exists") from None
-        return made
+    Which allocation? Look at the layers, then compare all at the same ε:
 
-    def labelled(self) -> Proxy | None:
-        """Return the proxy's examples with their loss for trial trainings; None for Gaussian inputs, whose labels are random."""
-        source, _, data = str(self.proxy).partition(":")
-        if source not in PROXIES[1:] or self.loss is None:
-            return None
-        x, y = _as_pair(by_name.call_factory(by_name.import_by_name(data, "proxy"), f"proxy '{data}'"), data)
-        return Proxy(source=f"{source}: {data}", x=x, y=y, loss_fn=by_name.make_loss(self.loss, {}))
+      lamina plan policy.toml --epochs 20 --explain
+      lamina plan policy.toml --epochs 20 --compare
+      lamina plan policy.toml --epochs 20 --among flat,pareto,ladp:mode=budget
 
-    def _measured(self, name: str, model: nn.Module, stack: LayerStack) -> Measure:
-        from lamina.allocate.measure.measure import measure
+    Some allocations need measured layers. Measure once, on made-up inputs:
 
-        source, _, data = str(self.proxy).partition(":")
-        if source not in PROXIES or (source != "gaussian") != bool(data):
-            raise PlanError("cli.proxy-not-known", f"proxy '{self.proxy}' is not known", _PROXY_HELP)
-        common: dict[str, Any] = {"passes": self.passes, "radius": self.radius, "seed": self.seed}
-        common |= {"influences": self.influences, "reinitialise": self.reinitialise, "gamma": self.gamma}
-        if source == "gaussian":
-            generator = torch.Generator().manual_seed(self.seed)
-            example = torch.randn(2, *parse_shape(self.shape, name), generator=generator)
-            own = self.loss is not None and ":" in self.loss  # a function of one's own takes any output
-            output = _model_output(model, example, several=own)
-            if self.loss is None:
-                _check_autoencoder(output, example)
-                return measure(model, stack, example=example, proxy="gaussian", **common)
-            x = torch.randn(_LABELLED_EXAMPLES, *example.shape[1:], generator=generator)
-            y = random_labels(self.loss, output, x, generator) if isinstance(output, Tensor) else x
-            proxy = "simulated: Gaussian inputs, labels at random"
-            return measure(model, stack, x=x, y=y, losses_of=self._losses(model), proxy=proxy, **common)
-        if self.shape is not None:
-            problem = f"--input is '{self.shape}', but '{data}' has a shape of its own"
-            raise PlanError("cli.input-not-needed", problem, "leave --input out")
-        x, y = _as_pair(by_name.call_factory(by_name.import_by_name(data, "proxy"), f"proxy '{data}'"), data)
-        proxy = f"{source}: {data}"
-        if self.loss is None and y is None:
-            return measure(model, stack, x=x, proxy=proxy, **common)
-        if self.loss is None:
-            problem = f"proxy '{data}' returned (x, y), but no loss is given"
-            raise PlanError("cli.proxy-needs-loss", problem, "give --loss cross_entropy, …")
-        y = x if y is None else y
-        return measure(model, stack, x=x, y=y, losses_of=self._losses(model), proxy=proxy, **common)
+      lamina plan policy.toml --epochs 20 --proxy gaussian --save-measure m.json
+      lamina plan policy.toml --epochs 20 --measure m.json --compare
+      lamina plan policy.toml --epochs 20 --measure m.json --allocate lsab
 
-    def _losses(self, model: nn.Module) -> Callable[[Any, Any], Tensor]:
-        """One loss per example, by a name of RUN.toml."""
-        function = by_name.make_loss(str(self.loss), {})
+    S/N, the signal to noise of a layer, is b·n̂/(S·√d): b contributions expected in a step, n̂ the norm of a typical
+    one after clipping (the threshold C where nothing was measured), S·√d the norm of the noise. It is an upper bound:
+    as if all gradients pointed the same way.
+    """
+    if template:
+        print_template(Policy.template_text(), as_json)
+        return
+    if policy is None:
+        raise typer.BadParameter("give the policy, or --template to get one", param_hint="policy.toml")
+    if steps is not None and epochs is not None:
+        raise typer.BadParameter("give one of --steps and --epochs", param_hint="--steps")
+    from lamina.allocate.make_plan import ALLOCATIONS, DEFAULT_ALLOCATION, explained_plan
+    from lamina.cli.planned_run import plan_arguments, read_proxy
+    from lamina.cli.proxy_measure import MeasureOptions
+    from lamina.plan.layer_stack import LayerStack
+    from lamina.plan.selection import planned_noised_sizes
+    from lamina.run.restricted import restricted_notes
 
-        def losses_of(x: Any, y: Any) -> Tensor:
-            found: Tensor = function(model(x), y)
-            return found
-
-        return losses_of
-
-
-def parse_shape(text: str | None, model: str) -> tuple[int, ...]:
-    """`12,256` as (12, 256); without it what a built-in model takes."""
-    if text is None:
-        if model in by_name.MODEL_INPUT_SHAPES:
-            return by_name.MODEL_INPUT_SHAPES[model]
-        problem = f"the input shape of model '{model}' is not known"
-        raise PlanError("cli.input-shape-missing", problem, "give --input, one example without the batch axis: 12,256")
-    parts = text.replace("x", ",").split(",")
-    if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
-        problem = f"--input is '{text}', must be whole numbers > 0"
-        raise PlanError("cli.input-shape-malformed", problem, "give one example without the batch axis: --input 12,256")
-    return tuple(map(int, parts))
-
-
-def random_labels(loss: str, output: Tensor, x: Tensor, generator: torch.Generator) -> Tensor:
-    """Random labels that fit a loss of this name and an output of this shape."""
-    n, inner = len(x), output.shape[1:]
-    if loss == "cross_entropy":
-        if not inner:
-            problem = "the model gives one number per example, not one per class"
-            raise PlanError("cli.loss-needs-class-scores", problem, "use --loss bce or mse")
-        return torch.randint(inner[0], (n, *inner[1:]), generator=generator)
-    if loss == "bce":
-        return torch.randint(2, (n, *inner), generator=generator).float()
-    return x if inner == x.shape[1:] else torch.randn(n, *inner, generator=generator)
-
-
-def _model_output(model: nn.Module, example: Tensor, *, several: bool) -> Any:
-    training = model.training
-    refused = f"the model does not take an input of shape {tuple(example.shape[1:])}"
-    with user_code(refused, "give the shape of one example without the batch axis: --input 12,256"), torch.no_grad():
-        output = model.eval()(example)
-    model.train(training)
-    if not (several or isinstance(output, Tensor)):
-        problem = f"the model gives a {type(output).__name__}, not a tensor"
-        remedy = "give a loss that takes it, --loss lamina.models:SignalLoss; or measure it in Python: lamina.allocate.measure.measure"
-        raise PlanError("cli.output-not-tensor", problem, remedy)
-    return output
-
-
-def _check_autoencoder(output: Tensor, example: Tensor) -> None:
-    if output.shape != example.shape:
-        problem = f"the model gives {tuple(output.shape[1:])} for an input of {tuple(example.shape[1:])}, so its loss is not known"
-        remedy = "give --loss cross_entropy, bce, mse, … (labels are drawn at random), or --proxy public:nets:data"
-        raise PlanError("cli.proxy-needs-loss", problem, remedy)
-
-
-def _as_pair(found: Any, name: str) -> tuple[Any, Any]:
-    if isinstance(found, tuple) and len(found) == 2:
-        return tuple(torch.as_tensor(each) if each is not None else None for each in found)  # type: ignore[return-value]
-    try:
-        return torch.as_tensor(found), None
-    except (TypeError, ValueError, RuntimeError):
-        problem = f"proxy '{name}' returned a {type(found).__name__}"
-        raise EngineError("cli.proxy-returns-wrong-type", problem, "return x or (x, y)") from None
-
-
-def show_plan(
-    path: Path, *, model: str | None, batch: int | None, steps: int | None, epochs: float | None, allocate: str | None,
-    clipping: str | None, rho: float | None, explain: bool, compare_all: bool, among: str | None, picture: Path | None,
-    measure: Path | None, proxy: str | None, shape: str | None, loss: str | None, passes: int, radius: float | None,
-    influences: bool, reinitialise: int, gamma: str,
-    seed: int, save_measure: Path | None, as_json: bool,
-) -> None:  # fmt: skip
-    """`lamina plan policy.toml`, or RUN.toml (options and help: torch_commands.py)."""
     wanted = MeasureOptions(
         file=measure, proxy=proxy, shape=shape, loss=loss, passes=passes, radius=radius, seed=seed, save=save_measure,
         influences=influences, reinitialise=reinitialise, gamma=gamma,
@@ -212,12 +146,12 @@ def show_plan(
     wanted.check()
     if picture is not None:
         check_picture(picture)
-    file, beside = run_file_or_none(path), path.resolve().parent
+    file, beside = run_file_or_none(policy), policy.resolve().parent
     if file is None and steps is None and epochs is None:
-        if not path.exists():
-            raise typer.BadParameter(f"there is no file '{path}'", param_hint="policy.toml")
+        if not policy.exists():
+            raise typer.BadParameter(f"there is no file '{policy}'", param_hint="policy.toml")
         raise typer.BadParameter("give one of --steps and --epochs", param_hint="--steps")
-    rules = Policy.load(path if file is None else beside / file.policy)
+    rules = Policy.load(policy if file is None else beside / file.policy)
     common: dict[str, Any] = {"batch": 256} if file is None else plan_arguments(file, beside, rules)
     if steps is not None or epochs is not None:
         common |= {"steps": steps, "epochs": epochs}
@@ -226,7 +160,7 @@ def show_plan(
     given = {"batch": batch, "clipping": clipping, "allocate": allocate and by_name.parse_allocation(allocate)}
     common |= {name: value for name, value in given.items() if value is not None}
     chosen = common.pop("allocate", None) or by_name.parse_allocation(DEFAULT_ALLOCATION)
-    allocate = allocate or (DEFAULT_ALLOCATION if file is None else file.allocate.name)
+    allocate = allocate or (file and file.allocate and file.allocate.name) or DEFAULT_ALLOCATION
     name, arguments = (model or "residual", {}) if model or file is None else (file.model.factory, file.model.args)
     with results_only():
         net = _seeded_model(name, arguments, None if file is None else beside, seed)
@@ -272,11 +206,17 @@ def run_file_or_none(path: Path) -> RunFile | None:
     found: dict[str, Any] = {}
     with suppress(LaminaError, ValueError):
         found = parse_toml(read_small(path, "the file", most=1 << 20).decode("utf-8"))
-    return RunFile.load(path) if "policy" in found else None
+    if "policy" not in found:
+        return None
+    from lamina.cli.run_file import RunFile
+
+    return RunFile.load(path)
 
 
-def _seeded_model(name: str, arguments: Mapping[str, Any], beside: Path | None, seed: int) -> torch.nn.Module:
+def _seeded_model(name: str, arguments: Mapping[str, Any], beside: Path | None, seed: int) -> nn.Module:
     """The model with weights drawn from the seed, so that a measurement can be repeated."""
+    import torch
+
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return by_name.make_model(name, arguments, beside=beside)

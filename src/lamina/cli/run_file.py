@@ -7,21 +7,21 @@ import json
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from lamina import presets
-from lamina.allocate.make_plan import DEFAULT_ALLOCATION
-from lamina.allocate.problem import Allocator
 from lamina.cli import by_name
 from lamina.errors import LaminaError, PlanError, RunError
 from lamina.ledger.store.sqlite import printable_location
 from lamina.plan.policy import explain_validation_error
 from lamina.plan.selection import did_you_mean
-from lamina.run.optimizer import AUTO
 from lamina.run.run_files import make_folder, write_atomically
 from lamina.validate import parse_toml, read_text_file, short_repr
+
+if TYPE_CHECKING:
+    from lamina.allocate.problem import Allocator
 
 _REQUIRED_KEYS = {
     "policy": 'policy = "policy.toml"',
@@ -67,7 +67,7 @@ def with_preset(data: Mapping[str, Any]) -> dict[str, Any]:
     keys = presets.find(name).run_keys()
     if "epochs" in data:
         del keys["steps"]
-    if data.get("optimizer") == AUTO:
+    if data.get("optimizer") == presets.AUTO:
         keys.pop("scheduler", None)
     return {**keys, **data}
 
@@ -276,13 +276,13 @@ class RunFile(BaseModel):
     data: DataTable
     admit: AdmitTable | None = None
     loss: Annotated[NamedTable, _as_table("name")]
-    optimizer: Annotated[NamedTable, _as_table("name")] = NamedTable(name=AUTO)
+    optimizer: Annotated[NamedTable, _as_table("name")] = NamedTable(name=presets.AUTO)
     scheduler: Annotated[NamedTable, _as_table("name")] | None = None
     preset: Text | None = None
     batch: Annotated[int | dict[str, int], _per_class(int, ">= 0")] | None = None
     steps: Count | None = None
     epochs: Positive | None = None
-    allocate: Annotated[AllocateTable, _as_table("name")] = AllocateTable(name=DEFAULT_ALLOCATION)
+    allocate: Annotated[AllocateTable, _as_table("name")] | None = None
     measure: Text | None = None
     clipping: Literal["box", "joint"] | None = None
     bands: Count | Literal["auto"] | None = None
@@ -309,7 +309,7 @@ class RunFile(BaseModel):
 
     @model_validator(mode="after")
     def _auto_has_a_schedule(self) -> Self:
-        if self.optimizer.name == AUTO and self.scheduler is not None:
+        if self.optimizer.name == presets.AUTO and self.scheduler is not None:
             raise ValueError('optimizer = "auto" includes a schedule: remove scheduler, or name another optimizer')
         return self
 

@@ -150,11 +150,12 @@ def serve(
 
 
 def _load_model(service: Service, name: str, inputs: str | None, most: int) -> None:
-    from lamina.cli.by_name import MODEL_INPUT_SHAPES, make_model
+    from lamina.cli.by_name import BUILT_IN_MODELS, make_model
     from lamina.serve.inference import Inference, InputForm
 
     assert service.gate is not None
-    form = InputForm.parse(inputs, most, MODEL_INPUT_SHAPES.get(name))
+    built_in = BUILT_IN_MODELS.get(name)
+    form = InputForm.parse(inputs, most, built_in and built_in.shape)
     factory: Callable[[], Any] = lambda: make_model(name)  # noqa: E731
     with results_only():
         service.inference = Inference(service.gate, factory, form)

@@ -44,6 +44,11 @@ def print_json(value: dict[str, Any]) -> None:
     sys.stdout.write(INVISIBLE.sub(lambda found: f"\\u{ord(found[0]):04x}", text) + "\n")
 
 
+def print_template(text: str, as_json: bool) -> None:
+    """Print a file to start from."""
+    print_json({"template": text}) if as_json else sys.stdout.write(text)
+
+
 def print_answer(value: dict[str, Any], text: str, as_json: bool, *, ok: bool = True) -> None:
     """Print the result of a command as JSON or as text, and exit with 1 unless it is `ok`."""
     print_json(value) if as_json else print_line(text)

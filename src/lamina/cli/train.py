@@ -5,274 +5,44 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
-from torch import nn
 
-from lamina import presets
 from lamina.account.charges import Account
-from lamina.admit.verdicts import Register
-from lamina.allocate.make_plan import make_plan
-from lamina.cli import by_name, run_file
+from lamina.cli import run_file
 from lamina.cli.admit import admission_page
-from lamina.cli.by_name import make_loss, make_optimizer, make_scheduler
 from lamina.cli.explain import NOT_SIGNED, plan_notes, requested_epsilon, rules_in_words
-from lamina.cli.open_ledger import check_policy_not_looser, read_only_register, read_spend
-from lamina.cli.run_file import AdmitTable, DataTable, EvaluateTable, ProxyTable, RunFile
+from lamina.cli.open_ledger import check_policy_not_looser, read_spend
+from lamina.cli.options import JsonOption, argument, option
+from lamina.cli.run_file import RunFile
 from lamina.cli.terminal import (
     columns,
-    open_private_key,
     print_answer,
     print_line,
     print_note,
-    progress_bar,
+    print_template,
     results_only,
+    stderr_is_terminal,
 )
-from lamina.engine.distributed import ALONE, Ranks, joined_ranks
-from lamina.engine.proxy_shares import Proxy
-from lamina.errors import CorpusError, LaminaError, RankLost, RunError
-from lamina.ledger.corpus_terms import CorpusTerms, ledger_key_path, open_or_create
+from lamina.errors import LaminaError, RankLost, RunError
+from lamina.ledger.corpus_terms import ledger_key_path
 from lamina.ledger.show import describe_factor
 from lamina.ledger.spend_ledger import SpendLedger
 from lamina.ledger.store.sqlite import is_postgres_url, ledger_exists, printable_location
-from lamina.ledger.writer import Ledger
 from lamina.plan.charges import plan_charges
-from lamina.plan.correlation import AUTO_BANDS
-from lamina.plan.layer_stack import LayerStack
-from lamina.plan.policy import Policy
-from lamina.plan.step_plan import StepPlan
 from lamina.plan.table import at_most, epsilon_text, finite_or_none, remaining_text
-from lamina.run.admitted import AdmittedCorpus, Gate
-from lamina.run.corpus import Corpus
-from lamina.run.private import NOTHING_REMAINS, TUNE_ELSEWHERE
-from lamina.run.publisher import Evaluation, Outcome
-from lamina.run.run import default_ledger_path, neighbours_of_run, refuse_second_ledger
-from lamina.run.run_output import failing_layer_and_input, user_code, user_line
-from lamina.run.trainer import Trainer
-from lamina.run.trainer_checks import declared_start, steps_per_interval
-from lamina.sign.keys import PrivateKey
+from lamina.validate import packaged_text
 
 if TYPE_CHECKING:
-    from lamina.allocate.measure.measure import Measure
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlannedRun:
-    """What a run would do and cost: known before any data is read."""
-
-    file: RunFile
-    beside: Path
-    policy: Policy
-    model: nn.Module
-    plan: StepPlan
-
-    @classmethod
-    def of(cls, file: RunFile, beside: Path) -> PlannedRun:
-        """Read the policy, make the model, make the plan. Paths are relative to `beside`."""
-        policy = Policy.load(beside / file.policy)
-        model = by_name.make_model(file.model.factory, file.model.args, beside=beside)
-        plan = make_plan(LayerStack.from_model(model), policy, **plan_arguments(file, beside, policy))
-        return cls(file=file, beside=beside, policy=policy, model=model, plan=plan)
-
-    def output(self, name: str) -> Path:
-        """The folder of the run; `name` is that of the run file."""
-        return self.beside / (self.file.output or f"runs/{name}")
-
-    def ledger(self, output: Path) -> str:
-        """The ledger of the corpus: a path, or the address of a database."""
-        if (given := self.file.ledger) is not None:
-            return given if is_postgres_url(given) else str(self.beside / given)
-        place = default_ledger_path(self.policy.corpus.origin, output.parent)
-        refuse_second_ledger(place, self.policy.corpus.origin, self.beside)
-        return str(place)
-
-    def contract(self) -> CorpusTerms:
-        """What the ledger will say of the corpus."""
-        return CorpusTerms.of_policy(self.policy)
-
-    def key(self) -> PrivateKey | None:
-        """The key that signs the ledger, if the file names one; else it lies beside the ledger."""
-        if (given := self.file.ledger_key) is None:
-            return None
-        path = _existing_file(self.beside, "ledger_key", given, f"; make a key: lamina keys new {given}")
-        return open_private_key(path, None)
-
-    def corpus(self, ledger: str, *, look: bool = False) -> tuple[Corpus, Ledger | None]:
-        """The contributions of the run; and the ledger that records them, if they are admitted by signature.
-
-        With `look` nothing is recorded. Where there is no ledger yet, the trainer makes it when it begins, so that a
-        refusal before leaves nothing behind.
-        """
-        data, table = self.file.data, self.file.admit
-        if table is None:
-            return read_corpus(data, self.policy, self.beside), None
-        if look or not ledger_exists(ledger):
-            with read_only_register(ledger, self.contract()) as register:
-                return admit_corpus(data, table, self.policy, self.beside, register), None
-        opened = open_or_create(ledger, self.contract(), self.key())
-        try:
-            return admit_corpus(data, table, self.policy, self.beside, opened), opened
-        except BaseException:
-            opened.close()
-            raise
-
-    def trainer(self, *, folder: Path, ledger: str, inside: bool, look: bool = False) -> Trainer:
-        """Read the data and build the trainer. Spends nothing; with `look` it records no admission either.
-
-        Of several ranks rank 0 admits, and the others look at what it recorded.
-        """
-        file, ranks = self.file, Ranks.current()
-        loss_fn = make_loss(file.loss.name, file.loss.arguments, beside=self.beside)
-        optimizer = make_optimizer(file.optimizer.name, file.optimizer.arguments, self.model)
-        table = file.scheduler
-        given = {} if table is None else table.arguments
-        interval = given.pop("interval", "step")
-        times = self.plan.steps // steps_per_interval(self.plan, interval)
-        schedule = None
-        if table is not None and optimizer != "auto":
-            schedule = make_scheduler(table.name, given, optimizer, max(1, times))
-        with ranks.first_alone():
-            corpus, opened = self.corpus(ledger, look=look or not ranks.first)
-        return Trainer(
-            self.model, optimizer, loss_fn, corpus, self.plan,
-            folder=folder, ledger=ledger if opened is None else opened,
-            key=None if look or opened is not None or not ranks.first else self.key(),
-            scheduler=schedule, interval=interval, microbatches=file.microbatches, ema=file.ema, log=file.log,
-            augment=None if file.augment is None else by_name.import_by_name(file.augment, "augment", beside=self.beside),
-            views=file.views,
-            evaluate=None if file.evaluate is None else make_evaluation(file.evaluate, self.beside),
-            proxy=None if file.proxy is None else read_proxy(file.proxy, loss_fn, self.beside),
-            segment=file.segment, max_occurrences=self._caps(), hardened=file.hardened, inside=inside,
-            seed=file.seed, starting_weights=declared_start(file.starting_weights, self.beside),
-        )  # fmt: skip
-
-    def _caps(self) -> Mapping[str, int] | None:
-        """Occurrences by class; one number holds for every private class."""
-        given = self.file.max_occurrences
-        if isinstance(given, int):
-            return {entry.name: given for entry in self.plan.classes if not entry.public}
-        for name in given or ():
-            self.plan.index(name)
-        return given
-
-
-def plan_arguments(file: RunFile, beside: Path, policy: Policy) -> dict[str, Any]:
-    """What a run file says for `make_plan`, beside model and policy."""
-    batch = file.batch
-    if batch is None and file.preset is not None:
-        batch = presets.find(file.preset).batch(sum(entry.population or 0 for entry in policy.classes.values()))
-    return {
-        "batch": batch, "steps": file.steps, "epochs": file.epochs, "allocate": file.allocate.policy,
-        "epsilon": file.epsilon, "rho": file.rho, "noise_multiplier": file.noise_multiplier,
-        "clip_norm": file.clip_norm, "clipping": file.clipping, "bands": _bands(file),
-        "measure": None if file.measure is None else _load_measure(beside, file.measure),
-    }  # fmt: skip
-
-
-def _bands(file: RunFile) -> int | str | None:
-    """Return over how many steps the noise is correlated; "auto" is 1 if ids may be unstable or several ranks share a step."""
-    named = file.data.kind == "folder" or file.data.unit not in (None, "each")
-    proven = named and file.max_occurrences is None and Ranks.current().alone
-    return None if file.bands == AUTO_BANDS and not proven else file.bands
-
-
-def _existing_file(beside: Path, key: str, name: str, hint: str = "") -> Path:
-    """The file or folder that a key of the run file names."""
-    if not (path := beside / name).exists():
-        problem = f"{key} is '{name}', but there is no '{path}'"
-        raise RunError("cli.file-missing", problem, f"paths are relative to the run file{hint}")
-    return path
-
-
-def _load_measure(beside: Path, name: str) -> Measure:
-    from lamina.allocate.measure.measure import Measure
-
-    hint = f"; make one: lamina plan policy.toml … --proxy gaussian --save-measure {name}"
-    return Measure.load(_existing_file(beside, "measure", name, hint))
-
-
-def read_corpus(data: DataTable, policy: Policy, beside: Path) -> Corpus:
-    """The corpus that a [data] table describes, under the run's policy."""
-    common: dict[str, Any] = {"policy": policy, "cls": data.cls, "version": data.version}
-    common["examples_per_unit"] = data.examples_per_unit
-    try:
-        if data.factory is not None:
-            return _corpus_of_factory(data.factory, data, common, beside)
-        path = _existing_file(beside, "data.path", data.path or "")
-        if data.kind == "folder":
-            return Corpus.of_folder(path, **common)
-        common |= {"unit": data.unit, "subject": data.subject, "y": data.y}
-        common |= {} if data.x is None else {"x": data.x}
-        if data.kind == "npz":
-            return Corpus.of_npz(path, **common)
-        return Corpus.of_csv(path, **common, delimiter=data.delimiter or ",")
-    except CorpusError as error:
-        problem = f"data: {error.problem}"
-        raise CorpusError("cli.data-not-usable", problem, error.remedy.replace("cls=", "data.class =")) from None
-
-
-def admit_corpus(
-    data: DataTable, table: AdmitTable, policy: Policy, beside: Path, ledger: Ledger | Register | None = None
-) -> Corpus:
-    """The contributions of a folder that the gate admits. The key ring is read again at every segment."""
-    ring = _existing_file(beside, "admit.keys", table.keys, "; lamina keys add makes a key ring")
-    gate, path = Gate(policy, ring, processes=table.processes), beside / (data.path or "")
-    with progress_bar("checking signatures") as tick:
-        return gate.admit(
-            path, ledger, on_refusal=table.on_refusal, examples_per_unit=data.examples_per_unit, progress=tick
-        )
-
-
-def _corpus_of_factory(name: str, data: DataTable, common: Mapping[str, Any], beside: Path) -> Corpus:
-    """What the user's factory returns, as a corpus. A factory that takes `policy` gets the run's."""
-    factory = by_name.import_by_name(name, "data factory", beside=beside)
-    policy = {"policy": common["policy"]} if "policy" in by_name.parameter_names(factory) else {}
-    made = by_name.call_factory(factory, f"data factory '{name}'", {**policy, **data.args})
-    if not isinstance(made, Corpus):
-        with user_code(f"data factory '{name}' returned a {type(made).__name__}", _FACTORY_RETURNS):
-            parts = made if isinstance(made, tuple) and len(made) == 2 else (made,)
-            return Corpus(*parts, unit=data.unit, **common)
-    for key in ("examples_per_unit", "version", "cls"):
-        if common[key] is not None:
-            problem = (
-                f"data factory '{name}' returned a Corpus, so data.{'class' if key == 'cls' else key} has no effect"
-            )
-            raise CorpusError("cli.data-key-with-corpus", problem, "remove it, and give it to the Corpus")
-    if made.policy != common["policy"]:
-        problem = f"data factory '{name}' returned a Corpus under {'no' if made.policy is None else 'another'} policy"
-        remedy = "take the run's policy: def data(policy): return lamina.Corpus(x, y, unit=…, policy=policy)"
-        raise CorpusError("cli.corpus-of-other-policy", problem, remedy)
-    return made
-
-
-_FACTORY_RETURNS = "return a lamina.Corpus, a torch Dataset, or (x, y)"
-
-
-def read_proxy(table: ProxyTable, loss_fn: Callable[[Any, Any], Any], beside: Path) -> Proxy:
-    """The examples of a [proxy] table, with the run's own loss."""
-    name = f"proxy.function '{table.function}'"
-    found = by_name.call_factory(by_name.import_by_name(table.function, "proxy.function", beside=beside), name)
-    x, y = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
-    return Proxy(source=f"{table.on}: {table.function}", x=x, y=y, loss_fn=loss_fn)
-
-
-def make_evaluation(table: EvaluateTable, beside: Path) -> Evaluation:
-    """The rule of an [evaluate] table. Errors of its function are shown in full: it sees no private data."""
-    function = by_name.import_by_name(table.function, "evaluate.function", beside=beside)
-    failed = f"evaluate.function '{table.function}' failed"
-
-    def figures(model: nn.Module) -> Mapping[str, float]:
-        with user_code(failed, "correct the line, then go on with the same command"):
-            found: Mapping[str, float] = function(model)
-            return found
-
-    return Evaluation(function=figures, on=table.on, every=table.every, best=table.best, patience=table.patience)
-
+    from lamina.cli.planned_run import PlannedRun
+    from lamina.engine.distributed import Ranks
+    from lamina.run.corpus import Corpus
+    from lamina.run.publisher import Outcome
+    from lamina.run.trainer import Trainer
 
 _MAX_BOUNDS_SHOWN = 20  # bounds in the table
 _NO_RUN = "00" * 16  # a run that holds nothing yet
@@ -280,6 +50,8 @@ _NO_RUN = "00" * 16  # a run that holds nothing yet
 
 def print_admission(trainer: Trainer, say: Callable[[str], None]) -> tuple[str, ...]:
     """Print who was admitted and refused, and what their bounds mean under the plan; returns notes."""
+    from lamina.run.admitted import AdmittedCorpus
+
     corpus = trainer.corpus
     if isinstance(corpus, AdmittedCorpus):
         found = admission_page(corpus.admission, corpus.resolution(trainer.plan, trainer.max_occurrences))
@@ -370,6 +142,8 @@ def print_plan_only(
     planned: PlannedRun, trainer: Trainer, folder: Path, where: str, notes: tuple[str, ...], *, as_json: bool
 ) -> bool:
     """Print which folder the run would use, and what the ledger says of each class. False if it would be refused."""
+    from lamina.run.run import neighbours_of_run
+
     begun = run_file.read_run_figures(folder).get("steps") if (folder / "journal").exists() else None
     with read_spend(where) if (there := ledger_exists(where)) else nullcontext() as spends:
         if spends is not None:
@@ -406,6 +180,8 @@ def print_plan_only(
 
 def after_run(standing: Mapping[str, Any]) -> list[str]:
     """What remains of each bound after the run, and where to try things out at no cost."""
+    from lamina.run.private import NOTHING_REMAINS, TUNE_ELSEWHERE
+
     bounded = {name: row for name, row in standing.items() if row["bound"] is not None}
     gone = [name for name, row in bounded.items() if row["remaining"] < NOTHING_REMAINS * row["bound"]]
     left = [f"ε {remaining_text(row['remaining'])} for {name}" for name, row in bounded.items() if name not in gone]
@@ -455,15 +231,61 @@ def _over_budget(planned: PlannedRun, trainer: Trainer, spends: SpendLedger) -> 
     return found
 
 
-def run_training(run: Path, *, plan_only: bool, fresh: bool, inside: bool, threads: int | None, as_json: bool) -> None:
-    """`lamina train RUN.toml` (options and help: torch_commands.py). Under torchrun: as one of several ranks."""
+def train(
+    run: Annotated[Path | None, argument("RUN.toml", "the run: policy, model, data, loss, optimiser, length")] = None,
+    plan_only: Annotated[
+        bool, option("check all, show plan and ledger; spends and writes nothing", "--plan-only")
+    ] = False,
+    fresh: Annotated[bool, option("a new run in a new folder NAME-2, NAME-3, …; charged anew", "--fresh")] = False,
+    inside: Annotated[bool, option("show the raw private loss in this terminal; never written", "--inside")] = False,
+    threads: Annotated[int | None, option("torch threads; to go on with a run, give the same", min=1)] = None,
+    template: Annotated[bool, option("print an annotated RUN.toml to start from, and exit", "--template")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Train a model privately, as a RUN.toml says. Run the same command again to go on after a stop or a crash.
+
+    Spends: the ε of the plan, charged in the corpus's ledger before each segment. A run that exceeds what the policy
+    allows over all runs is refused before it begins.
+
+    Writes: runs/NAME with the weights (model.safetensors), public figures (metrics.json), plan, journal and
+    checkpoints; and beside it the signed ledger of what was admitted and spent (lamina ledger verify).
+
+    Admits: with an [admit] table, only signed contributions (lamina keys, lamina attest), each under the bound that it
+    signed. Validity, keys and withdrawals are checked again at every segment.
+
+    Shows: ε so far, never the loss: a loss without noise would reveal private data that no budget paid for. Evaluate on
+    public or simulated data instead.
+
+    Examples:
+
+      lamina train --template > RUN.toml     a run file to edit
+      lamina train RUN.toml --plan-only      every check, nothing spent
+      lamina train RUN.toml                  train; again to go on
+      lamina train RUN.toml --fresh          another run, charged anew
+      torchrun --standalone --nproc-per-node 2 -m lamina train RUN.toml
+                                             with two processes: docs/distributed.md
+    """
+    if template:
+        print_template(packaged_text("lamina.cli", "run_template.toml"), as_json)
+        return
+    if run is None:
+        raise typer.BadParameter("give the run file, or --template to get one", param_hint="RUN.toml")
+    if inside and not stderr_is_terminal():
+        problem = (
+            "--inside shows the raw private loss, but standard error is not a terminal: the loss would be written down"
+        )
+        remedy = "run it in a terminal; or leave --inside out and evaluate on public data"
+        raise RunError("cli.inside-needs-terminal", problem, remedy)
+    from lamina.engine.distributed import ALONE, joined_ranks
+
+    asked: dict[str, Any] = {"plan_only": plan_only, "fresh": fresh, "inside": inside, "threads": threads}
     if plan_only:
         if int(os.environ.get("RANK", "0")) == 0:
-            _run_as_rank(ALONE, run, plan_only=True, fresh=fresh, inside=inside, threads=threads, as_json=as_json)
+            _run_as_rank(ALONE, run, as_json=as_json, **asked)
         return
     with joined_ranks() as ranks:
         try:
-            _run_as_rank(ranks, run, plan_only=False, fresh=fresh, inside=inside, threads=threads, as_json=as_json)
+            _run_as_rank(ranks, run, as_json=as_json, **asked)
         except LaminaError as error:
             if ranks.first or not (isinstance(error, RankLost) or error.code == "train.rank-0-stopped"):
                 raise
@@ -473,6 +295,10 @@ def run_training(run: Path, *, plan_only: bool, fresh: bool, inside: bool, threa
 def _run_as_rank(
     ranks: Ranks, run: Path, *, plan_only: bool, fresh: bool, inside: bool, threads: int | None, as_json: bool
 ) -> None:
+    import torch
+
+    from lamina.cli.planned_run import PlannedRun
+
     with results_only(), ranks.first_alone():
         file = RunFile.load(run)
         if threads or file.threads:
@@ -529,6 +355,8 @@ def _located(trainer: Trainer) -> Iterator[None]:
     try:
         yield
     except LaminaError as error:
+        from lamina.run.run_output import failing_layer_and_input, user_line
+
         if (cause := error.__cause__) is not None:
             line = user_line(cause)
             found = [failing_layer_and_input(cause, trainer.model), f"at {line}" if line else None]

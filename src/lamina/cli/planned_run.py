@@ -1,0 +1,250 @@
+"""`PlannedRun`: policy, model, plan, data and trainer that a RUN.toml describes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from lamina import presets
+from lamina.admit.verdicts import Register
+from lamina.allocate.make_plan import DEFAULT_ALLOCATION, make_plan
+from lamina.allocate.measure.measure import Measure
+from lamina.cli import by_name
+from lamina.cli.by_name import make_loss, make_optimizer, make_scheduler
+from lamina.cli.open_ledger import read_only_register
+from lamina.cli.run_file import AdmitTable, DataTable, EvaluateTable, ProxyTable, RunFile
+from lamina.cli.terminal import open_private_key, progress_bar
+from lamina.engine.distributed import Ranks
+from lamina.engine.proxy_shares import Proxy
+from lamina.errors import CorpusError, RunError
+from lamina.ledger.corpus_terms import CorpusTerms, open_or_create
+from lamina.ledger.store.sqlite import is_postgres_url, ledger_exists
+from lamina.ledger.writer import Ledger
+from lamina.plan.correlation import AUTO_BANDS
+from lamina.plan.layer_stack import LayerStack
+from lamina.plan.policy import Policy
+from lamina.plan.step_plan import StepPlan
+from lamina.run.admitted import Gate
+from lamina.run.corpus import Corpus
+from lamina.run.publisher import Evaluation
+from lamina.run.run import default_ledger_path, refuse_second_ledger
+from lamina.run.run_output import user_code
+from lamina.run.trainer import Trainer
+from lamina.run.trainer_checks import declared_start, steps_per_interval
+from lamina.sign.keys import PrivateKey
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedRun:
+    """What a run would do and cost: known before any data is read."""
+
+    file: RunFile
+    beside: Path
+    policy: Policy
+    model: nn.Module
+    plan: StepPlan
+
+    @classmethod
+    def of(cls, file: RunFile, beside: Path) -> PlannedRun:
+        """Read the policy, make the model, make the plan. Paths are relative to `beside`."""
+        policy = Policy.load(beside / file.policy)
+        model = by_name.make_model(file.model.factory, file.model.args, beside=beside)
+        plan = make_plan(LayerStack.from_model(model), policy, **plan_arguments(file, beside, policy))
+        return cls(file=file, beside=beside, policy=policy, model=model, plan=plan)
+
+    def output(self, name: str) -> Path:
+        """The folder of the run; `name` is that of the run file."""
+        return self.beside / (self.file.output or f"runs/{name}")
+
+    def ledger(self, output: Path) -> str:
+        """The ledger of the corpus: a path, or the address of a database."""
+        if (given := self.file.ledger) is not None:
+            return given if is_postgres_url(given) else str(self.beside / given)
+        place = default_ledger_path(self.policy.corpus.origin, output.parent)
+        refuse_second_ledger(place, self.policy.corpus.origin, self.beside)
+        return str(place)
+
+    def contract(self) -> CorpusTerms:
+        """What the ledger will say of the corpus."""
+        return CorpusTerms.of_policy(self.policy)
+
+    def key(self) -> PrivateKey | None:
+        """The key that signs the ledger, if the file names one; else it lies beside the ledger."""
+        if (given := self.file.ledger_key) is None:
+            return None
+        path = _existing_file(self.beside, "ledger_key", given, f"; make a key: lamina keys new {given}")
+        return open_private_key(path, None)
+
+    def corpus(self, ledger: str, *, look: bool = False) -> tuple[Corpus, Ledger | None]:
+        """The contributions of the run; and the ledger that records them, if they are admitted by signature.
+
+        With `look` nothing is recorded. Where there is no ledger yet, the trainer makes it when it begins, so that a
+        refusal before leaves nothing behind.
+        """
+        data, table = self.file.data, self.file.admit
+        if table is None:
+            return read_corpus(data, self.policy, self.beside), None
+        if look or not ledger_exists(ledger):
+            with read_only_register(ledger, self.contract()) as register:
+                return admit_corpus(data, table, self.policy, self.beside, register), None
+        opened = open_or_create(ledger, self.contract(), self.key())
+        try:
+            return admit_corpus(data, table, self.policy, self.beside, opened), opened
+        except BaseException:
+            opened.close()
+            raise
+
+    def trainer(self, *, folder: Path, ledger: str, inside: bool, look: bool = False) -> Trainer:
+        """Read the data and build the trainer. Spends nothing; with `look` it records no admission either.
+
+        Of several ranks rank 0 admits, and the others look at what it recorded.
+        """
+        file, ranks = self.file, Ranks.current()
+        loss_fn = make_loss(file.loss.name, file.loss.arguments, beside=self.beside)
+        optimizer = make_optimizer(file.optimizer.name, file.optimizer.arguments, self.model)
+        table = file.scheduler
+        given = {} if table is None else table.arguments
+        interval = given.pop("interval", "step")
+        times = self.plan.steps // steps_per_interval(self.plan, interval)
+        schedule = None
+        if table is not None and optimizer != "auto":
+            schedule = make_scheduler(table.name, given, optimizer, max(1, times))
+        with ranks.first_alone():
+            corpus, opened = self.corpus(ledger, look=look or not ranks.first)
+        return Trainer(
+            self.model, optimizer, loss_fn, corpus, self.plan,
+            folder=folder, ledger=ledger if opened is None else opened,
+            key=None if look or opened is not None or not ranks.first else self.key(),
+            scheduler=schedule, interval=interval, microbatches=file.microbatches, ema=file.ema, log=file.log,
+            augment=None if file.augment is None else by_name.import_by_name(file.augment, "augment", beside=self.beside),
+            views=file.views,
+            evaluate=None if file.evaluate is None else make_evaluation(file.evaluate, self.beside),
+            proxy=None if file.proxy is None else read_proxy(file.proxy, loss_fn, self.beside),
+            segment=file.segment, max_occurrences=self._caps(), hardened=file.hardened, inside=inside,
+            seed=file.seed, starting_weights=declared_start(file.starting_weights, self.beside),
+        )  # fmt: skip
+
+    def _caps(self) -> Mapping[str, int] | None:
+        """Occurrences by class; one number holds for every private class."""
+        given = self.file.max_occurrences
+        if isinstance(given, int):
+            return {entry.name: given for entry in self.plan.classes if not entry.public}
+        for name in given or ():
+            self.plan.index(name)
+        return given
+
+
+def plan_arguments(file: RunFile, beside: Path, policy: Policy) -> dict[str, Any]:
+    """What a run file says for `make_plan`, beside model and policy."""
+    batch = file.batch
+    if batch is None and file.preset is not None:
+        batch = presets.find(file.preset).batch(sum(entry.population or 0 for entry in policy.classes.values()))
+    return {
+        "batch": batch, "steps": file.steps, "epochs": file.epochs,
+        "allocate": file.allocate.policy if file.allocate else DEFAULT_ALLOCATION,
+        "epsilon": file.epsilon, "rho": file.rho, "noise_multiplier": file.noise_multiplier,
+        "clip_norm": file.clip_norm, "clipping": file.clipping, "bands": _bands(file),
+        "measure": None if file.measure is None else _load_measure(beside, file.measure),
+    }  # fmt: skip
+
+
+def _bands(file: RunFile) -> int | str | None:
+    """Return over how many steps the noise is correlated; "auto" is 1 if ids may be unstable or several ranks share a step."""
+    named = file.data.kind == "folder" or file.data.unit not in (None, "each")
+    proven = named and file.max_occurrences is None and Ranks.current().alone
+    return None if file.bands == AUTO_BANDS and not proven else file.bands
+
+
+def _existing_file(beside: Path, key: str, name: str, hint: str = "") -> Path:
+    """The file or folder that a key of the run file names."""
+    if not (path := beside / name).exists():
+        problem = f"{key} is '{name}', but there is no '{path}'"
+        raise RunError("cli.file-missing", problem, f"paths are relative to the run file{hint}")
+    return path
+
+
+def _load_measure(beside: Path, name: str) -> Measure:
+    hint = f"; make one: lamina plan policy.toml … --proxy gaussian --save-measure {name}"
+    return Measure.load(_existing_file(beside, "measure", name, hint))
+
+
+def read_corpus(data: DataTable, policy: Policy, beside: Path) -> Corpus:
+    """The corpus that a [data] table describes, under the run's policy."""
+    common: dict[str, Any] = {"policy": policy, "cls": data.cls, "version": data.version}
+    common["examples_per_unit"] = data.examples_per_unit
+    try:
+        if data.factory is not None:
+            return _corpus_of_factory(data.factory, data, common, beside)
+        path = _existing_file(beside, "data.path", data.path or "")
+        if data.kind == "folder":
+            return Corpus.of_folder(path, **common)
+        common |= {"unit": data.unit, "subject": data.subject, "y": data.y}
+        common |= {} if data.x is None else {"x": data.x}
+        if data.kind == "npz":
+            return Corpus.of_npz(path, **common)
+        return Corpus.of_csv(path, **common, delimiter=data.delimiter or ",")
+    except CorpusError as error:
+        problem = f"data: {error.problem}"
+        raise CorpusError("cli.data-not-usable", problem, error.remedy.replace("cls=", "data.class =")) from None
+
+
+def admit_corpus(
+    data: DataTable, table: AdmitTable, policy: Policy, beside: Path, ledger: Ledger | Register | None = None
+) -> Corpus:
+    """The contributions of a folder that the gate admits. The key ring is read again at every segment."""
+    ring = _existing_file(beside, "admit.keys", table.keys, "; lamina keys add makes a key ring")
+    gate, path = Gate(policy, ring, processes=table.processes), beside / (data.path or "")
+    with progress_bar("checking signatures") as tick:
+        return gate.admit(
+            path, ledger, on_refusal=table.on_refusal, examples_per_unit=data.examples_per_unit, progress=tick
+        )
+
+
+def _corpus_of_factory(name: str, data: DataTable, common: Mapping[str, Any], beside: Path) -> Corpus:
+    """What the user's factory returns, as a corpus. A factory that takes `policy` gets the run's."""
+    factory = by_name.import_by_name(name, "data factory", beside=beside)
+    policy = {"policy": common["policy"]} if "policy" in by_name.parameter_names(factory) else {}
+    made = by_name.call_factory(factory, f"data factory '{name}'", {**policy, **data.args})
+    if not isinstance(made, Corpus):
+        with user_code(f"data factory '{name}' returned a {type(made).__name__}", _FACTORY_RETURNS):
+            parts = made if isinstance(made, tuple) and len(made) == 2 else (made,)
+            return Corpus(*parts, unit=data.unit, **common)
+    for key in ("examples_per_unit", "version", "cls"):
+        if common[key] is not None:
+            problem = (
+                f"data factory '{name}' returned a Corpus, so data.{'class' if key == 'cls' else key} has no effect"
+            )
+            raise CorpusError("cli.data-key-with-corpus", problem, "remove it, and give it to the Corpus")
+    if made.policy != common["policy"]:
+        problem = f"data factory '{name}' returned a Corpus under {'no' if made.policy is None else 'another'} policy"
+        remedy = "take the run's policy: def data(policy): return lamina.Corpus(x, y, unit=…, policy=policy)"
+        raise CorpusError("cli.corpus-of-other-policy", problem, remedy)
+    return made
+
+
+_FACTORY_RETURNS = "return a lamina.Corpus, a torch Dataset, or (x, y)"
+
+
+def read_proxy(table: ProxyTable, loss_fn: Callable[[Any, Any], Any], beside: Path) -> Proxy:
+    """The examples of a [proxy] table, with the run's own loss."""
+    name = f"proxy.function '{table.function}'"
+    found = by_name.call_factory(by_name.import_by_name(table.function, "proxy.function", beside=beside), name)
+    x, y = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
+    return Proxy(source=f"{table.on}: {table.function}", x=x, y=y, loss_fn=loss_fn)
+
+
+def make_evaluation(table: EvaluateTable, beside: Path) -> Evaluation:
+    """The rule of an [evaluate] table. Errors of its function are shown in full: it sees no private data."""
+    function = by_name.import_by_name(table.function, "evaluate.function", beside=beside)
+    failed = f"evaluate.function '{table.function}' failed"
+
+    def figures(model: nn.Module) -> Mapping[str, float]:
+        with user_code(failed, "correct the line, then go on with the same command"):
+            found: Mapping[str, float] = function(model)
+            return found
+
+    return Evaluation(function=figures, on=table.on, every=table.every, best=table.best, patience=table.patience)

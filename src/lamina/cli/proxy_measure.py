@@ -1,0 +1,179 @@
+"""The measure that `lamina plan` uses: a saved one, or one made now on public, simulated or Gaussian inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import typer
+from torch import Tensor, nn
+
+from lamina.allocate.measure.measure import Measure, measure
+from lamina.cli import by_name
+from lamina.cli.terminal import print_note
+from lamina.engine.proxy_shares import Proxy
+from lamina.errors import EngineError, PlanError
+from lamina.plan.layer_stack import LayerStack
+from lamina.run.run_output import user_code
+
+PROXIES = ("gaussian", "public", "simulated")
+_PROXY_HELP = (
+    "use gaussian, public:package.module:data or simulated:package.module:data, whose data() returns x or (x, y)"
+)
+_LABELLED_EXAMPLES = 1024
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeasureOptions:
+    """Which measure the command uses: a saved `file`, or one made now on a `proxy` (see the options of `plan`)."""
+
+    file: Path | None = None
+    proxy: str | None = None
+    shape: str | None = None
+    loss: str | None = None
+    passes: int = 1000
+    influences: bool = False
+    reinitialise: int = 0
+    gamma: str = "all"
+    radius: float | None = None
+    seed: int = 0
+    save: Path | None = None
+
+    def check(self) -> None:
+        """Refuse options that do not go together."""
+        if self.file is not None and self.proxy is not None:
+            raise typer.BadParameter("give --measure or --proxy, not both", param_hint="--measure")
+        if self.proxy is None:
+            asked: dict[str, object] = {"--input": self.shape, "--loss": self.loss, "--save-measure": self.save}
+            asked |= {"--influence": self.influences, "--reinitialise": self.reinitialise}
+            asked |= {"--gamma": None if self.gamma == "all" else self.gamma}
+            for hint, value in asked.items():
+                if value:
+                    raise typer.BadParameter("needs --proxy", param_hint=hint)
+
+    def of(self, name: str, model: nn.Module, stack: LayerStack) -> Measure | None:
+        """The measure of this model; None if no option asks for one."""
+        if self.file is None and self.proxy is None:
+            return None
+        if self.file is not None:
+            found = Measure.load(self.file)
+            found.check(stack)
+            return found
+        print_note(f"measuring {len(stack)} layers on the proxy '{self.proxy}' …")
+        made = self._measured(name, model, stack)
+        if self.save is not None:
+            try:
+                made.save(self.save)
+            except OSError as error:
+                problem = f"the measure cannot be written to '{self.save}': {error}"
+                raise PlanError("cli.file-not-writable", problem, "name a file in a folder that exists") from None
+        return made
+
+    def labelled(self) -> Proxy | None:
+        """Return the proxy's examples with their loss for trial trainings; None for Gaussian inputs, whose labels are random."""
+        source, _, data = str(self.proxy).partition(":")
+        if source not in PROXIES[1:] or self.loss is None:
+            return None
+        x, y = _as_pair(by_name.call_factory(by_name.import_by_name(data, "proxy"), f"proxy '{data}'"), data)
+        return Proxy(source=f"{source}: {data}", x=x, y=y, loss_fn=by_name.make_loss(self.loss, {}))
+
+    def _measured(self, name: str, model: nn.Module, stack: LayerStack) -> Measure:
+        source, _, data = str(self.proxy).partition(":")
+        if source not in PROXIES or (source != "gaussian") != bool(data):
+            raise PlanError("cli.proxy-not-known", f"proxy '{self.proxy}' is not known", _PROXY_HELP)
+        common: dict[str, Any] = {"passes": self.passes, "radius": self.radius, "seed": self.seed}
+        common |= {"influences": self.influences, "reinitialise": self.reinitialise, "gamma": self.gamma}
+        if source == "gaussian":
+            generator = torch.Generator().manual_seed(self.seed)
+            example = torch.randn(2, *parse_shape(self.shape, name), generator=generator)
+            own = self.loss is not None and ":" in self.loss  # a function of one's own takes any output
+            output = _model_output(model, example, several=own)
+            if self.loss is None:
+                _check_autoencoder(output, example)
+                return measure(model, stack, example=example, proxy="gaussian", **common)
+            x = torch.randn(_LABELLED_EXAMPLES, *example.shape[1:], generator=generator)
+            y = random_labels(self.loss, output, x, generator) if isinstance(output, Tensor) else x
+            proxy = "simulated: Gaussian inputs, labels at random"
+            return measure(model, stack, x=x, y=y, losses_of=self._losses(model), proxy=proxy, **common)
+        if self.shape is not None:
+            problem = f"--input is '{self.shape}', but '{data}' has a shape of its own"
+            raise PlanError("cli.input-not-needed", problem, "leave --input out")
+        x, y = _as_pair(by_name.call_factory(by_name.import_by_name(data, "proxy"), f"proxy '{data}'"), data)
+        proxy = f"{source}: {data}"
+        if self.loss is None and y is None:
+            return measure(model, stack, x=x, proxy=proxy, **common)
+        if self.loss is None:
+            problem = f"proxy '{data}' returned (x, y), but no loss is given"
+            raise PlanError("cli.proxy-needs-loss", problem, "give --loss cross_entropy, …")
+        y = x if y is None else y
+        return measure(model, stack, x=x, y=y, losses_of=self._losses(model), proxy=proxy, **common)
+
+    def _losses(self, model: nn.Module) -> Callable[[Any, Any], Tensor]:
+        """One loss per example, by a name of RUN.toml."""
+        function = by_name.make_loss(str(self.loss), {})
+
+        def losses_of(x: Any, y: Any) -> Tensor:
+            found: Tensor = function(model(x), y)
+            return found
+
+        return losses_of
+
+
+def parse_shape(text: str | None, model: str) -> tuple[int, ...]:
+    """`12,256` as (12, 256); without it what a built-in model takes."""
+    if text is None:
+        if model in by_name.BUILT_IN_MODELS:
+            return by_name.BUILT_IN_MODELS[model].shape
+        problem = f"the input shape of model '{model}' is not known"
+        raise PlanError("cli.input-shape-missing", problem, "give --input, one example without the batch axis: 12,256")
+    parts = text.replace("x", ",").split(",")
+    if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
+        problem = f"--input is '{text}', must be whole numbers > 0"
+        raise PlanError("cli.input-shape-malformed", problem, "give one example without the batch axis: --input 12,256")
+    return tuple(map(int, parts))
+
+
+def random_labels(loss: str, output: Tensor, x: Tensor, generator: torch.Generator) -> Tensor:
+    """Random labels that fit a loss of this name and an output of this shape."""
+    n, inner = len(x), output.shape[1:]
+    if loss == "cross_entropy":
+        if not inner:
+            problem = "the model gives one number per example, not one per class"
+            raise PlanError("cli.loss-needs-class-scores", problem, "use --loss bce or mse")
+        return torch.randint(inner[0], (n, *inner[1:]), generator=generator)
+    if loss == "bce":
+        return torch.randint(2, (n, *inner), generator=generator).float()
+    return x if inner == x.shape[1:] else torch.randn(n, *inner, generator=generator)
+
+
+def _model_output(model: nn.Module, example: Tensor, *, several: bool) -> Any:
+    training = model.training
+    refused = f"the model does not take an input of shape {tuple(example.shape[1:])}"
+    with user_code(refused, "give the shape of one example without the batch axis: --input 12,256"), torch.no_grad():
+        output = model.eval()(example)
+    model.train(training)
+    if not (several or isinstance(output, Tensor)):
+        problem = f"the model gives a {type(output).__name__}, not a tensor"
+        remedy = "give a loss that takes it, --loss lamina.models:SignalLoss; or measure it in Python: lamina.allocate.measure.measure"
+        raise PlanError("cli.output-not-tensor", problem, remedy)
+    return output
+
+
+def _check_autoencoder(output: Tensor, example: Tensor) -> None:
+    if output.shape != example.shape:
+        problem = f"the model gives {tuple(output.shape[1:])} for an input of {tuple(example.shape[1:])}, so its loss is not known"
+        remedy = "give --loss cross_entropy, bce, mse, … (labels are drawn at random), or --proxy public:nets:data"
+        raise PlanError("cli.proxy-needs-loss", problem, remedy)
+
+
+def _as_pair(found: Any, name: str) -> tuple[Any, Any]:
+    if isinstance(found, tuple) and len(found) == 2:
+        return tuple(torch.as_tensor(each) if each is not None else None for each in found)  # type: ignore[return-value]
+    try:
+        return torch.as_tensor(found), None
+    except (TypeError, ValueError, RuntimeError):
+        problem = f"proxy '{name}' returned a {type(found).__name__}"
+        raise EngineError("cli.proxy-returns-wrong-type", problem, "return x or (x, y)") from None
