@@ -254,7 +254,7 @@ def test_a_defect_is_one_message_too(policy: str, monkeypatch: pytest.MonkeyPatc
     def broken(*_: object, **__: object) -> None:
         raise ZeroDivisionError("by nothing")
 
-    monkeypatch.setattr("lamina.allocate.make_plan.explained_plan", broken)
+    monkeypatch.setattr(sys.modules["lamina.allocate.make_plan"], "explained_plan", broken)
     arguments = ["plan", policy, "--model", "mlp", "--steps", "3", "--json"]
     code, out, err = lamina(*arguments)
     assert code == 1
@@ -266,7 +266,7 @@ def test_a_defect_is_one_message_too(policy: str, monkeypatch: pytest.MonkeyPatc
 
 def test_a_defect_of_ours_names_no_line_of_ours(policy: str, monkeypatch: pytest.MonkeyPatch, lamina: Call) -> None:
     """A place in our source means nothing to a user; --debug shows it to whoever reports the defect."""
-    monkeypatch.setattr("lamina.allocate.make_plan.explained_plan", lambda *_, **__: (None, None))
+    monkeypatch.setattr(sys.modules["lamina.allocate.make_plan"], "explained_plan", lambda *_, **__: (None, None))
     told = refused(lamina("plan", policy, "--model", "mlp", "--steps", "3"), "cli.unexpected-error")
     assert "AttributeError" in told and "--debug" in told
     assert not re.search(r"\.py:\d", told)

@@ -51,7 +51,7 @@ def test_the_least_is_enough() -> None:
     assert run.model == ModelTable(factory="nets:build")
     assert run.optimizer.name == "sgd"
     assert run.optimizer.arguments == {}
-    assert (run.allocate.name, run.microbatches, run.hardened, run.output) == ("pareto", 1, None, None)
+    assert (run.allocate, run.microbatches, run.hardened, run.output) == (None, 1, None, None)
 
 
 def test_text_stands_for_a_table() -> None:
