@@ -137,6 +137,7 @@ def test_what_cannot_be_measured_is_told(asked: Project, words: tuple[str, ...],
         ("--influence",),
         ("--reinitialise", "2"),
         ("--gamma", "none"),
+        ("--slopes", "gaussian"),
         ("--measure", "m.json", "--influence"),
         ("--proxy", "gaussian", "--passes", "0"),
         ("--proxy", "gaussian", "--input", "6", "--reinitialise", "-1"),
@@ -189,6 +190,19 @@ def test_gamma_is_in_the_printed_bound_alone(asked: Project) -> None:
         found.append(Measure.load("m.json"))
     assert found[0].printed != found[1].printed
     assert found[0].tight == found[1].tight
+
+
+def test_local_constants_over_the_inputs_or_over_a_gaussian_fit(asked: Project) -> None:
+    """Both are offered, the measure says which was taken, and only Δ tight depends on it."""
+    found = {}
+    for slopes in ("empirical", "gaussian"):
+        succeeded(ask(asked, "auto", *GAUSSIAN, "--slopes", slopes, "--save-measure", "m.json"))
+        found[slopes] = Measure.load("m.json")
+    seen, fitted = found["empirical"], found["gaussian"]
+    assert seen.tight != fitted.tight and seen.tight == pytest.approx(fitted.tight, rel=0.05)
+    assert (seen.printed, seen.worst) == (fitted.printed, fitted.worst)
+    assert any("inputs that were seen" in note for note in seen.notes)
+    assert any("Gaussian fits" in note for note in fitted.notes)
 
 
 def test_a_measure_of_another_model_is_refused(asked: Project) -> None:

@@ -94,7 +94,7 @@ def test_of_p_values_the_smallest_and_the_largest_are_shown() -> None:
     assert shown([{"mia_p": 0.4}, {"mia_p": 0.4}], "mia_p") == "0.4" and shown([], "mia_p") == "–"
 
 
-NEVER_READ_DATA = ("table1", "table6", "figure1", "figure3", "figure4")
+NEVER_READ_DATA = ("table1", "assumptions", "table6", "figure1", "figure3", "figure4")
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -91,6 +91,14 @@ def plan(
             choices=("all", "norm", "elsewhere", "none"),
         ),
     ] = "all",
+    slopes: Annotated[
+        str,
+        option(
+            "local constants over the inputs seen, or over a Gaussian fit",
+            panel=_MEASURE,
+            choices=("empirical", "gaussian"),
+        ),
+    ] = "empirical",
     seed: Annotated[int, option("seed of weights and proxy inputs", panel=_MEASURE, min=0)] = 0,
     save_measure: Annotated[Path | None, option("save the measure", panel=_MEASURE, metavar="FILE")] = None,
     template: Annotated[bool, option("print an annotated policy.toml to start from, and exit", "--template")] = False,
@@ -141,7 +149,7 @@ def plan(
 
     wanted = MeasureOptions(
         file=measure, proxy=proxy, shape=shape, loss=loss, passes=passes, radius=radius, seed=seed, save=save_measure,
-        influences=influences, reinitialise=reinitialise, gamma=gamma,
+        influences=influences, reinitialise=reinitialise, gamma=gamma, slopes=slopes,
     )  # fmt: skip
     wanted.check()
     if picture is not None:

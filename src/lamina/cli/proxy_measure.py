@@ -38,6 +38,7 @@ class MeasureOptions:
     influences: bool = False
     reinitialise: int = 0
     gamma: str = "all"
+    slopes: str = "empirical"
     radius: float | None = None
     seed: int = 0
     save: Path | None = None
@@ -49,7 +50,7 @@ class MeasureOptions:
         if self.proxy is None:
             asked: dict[str, object] = {"--input": self.shape, "--loss": self.loss, "--save-measure": self.save}
             asked |= {"--influence": self.influences, "--reinitialise": self.reinitialise}
-            asked |= {"--gamma": None if self.gamma == "all" else self.gamma}
+            asked |= {"--gamma": self.gamma != "all", "--slopes": self.slopes != "empirical"}
             for hint, value in asked.items():
                 if value:
                     raise typer.BadParameter("needs --proxy", param_hint=hint)
@@ -86,6 +87,7 @@ class MeasureOptions:
             raise PlanError("cli.proxy-not-known", f"proxy '{self.proxy}' is not known", _PROXY_HELP)
         common: dict[str, Any] = {"passes": self.passes, "radius": self.radius, "seed": self.seed}
         common |= {"influences": self.influences, "reinitialise": self.reinitialise, "gamma": self.gamma}
+        common |= {"slopes": self.slopes}
         if source == "gaussian":
             generator = torch.Generator().manual_seed(self.seed)
             example = torch.randn(2, *parse_shape(self.shape, name), generator=generator)

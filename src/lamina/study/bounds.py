@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
-from scipy.stats import kurtosis, skew
 from torch import nn
+from torch.nn import functional
 
 from lamina.allocate.measure.bounds import bounds
+from lamina.allocate.measure.gains import expected_slope, largest_slope
 from lamina.allocate.measure.profile import profile
 from lamina.allocate.measure.trace import trace
 from lamina.plan.layer_stack import LayerStack
@@ -63,20 +64,19 @@ def bound_rows(size: StudySize) -> list[BoundRow]:
 
 
 def assumption_rows(size: StudySize, depth: int = 12, activation: str = "gelu") -> list[list[str]]:
-    """Table 1: slopes, spectral norms, and how far the pre-activations of each layer are from a Gaussian."""
+    """Return, for every activation, what its inputs say about assumptions A1 to A3, and both local constants."""
     model = stacked(depth, activation, SEEDS[0])
-    seen: dict[str, torch.Tensor] = {}
-    for name, module in model.named_children():
-        if isinstance(module, nn.Linear):
-            module.register_forward_hook(lambda _, __, out, name=name: seen.update({name: out.detach()}))
-    with torch.no_grad():
-        model(torch.randn(size.passes, WINDOW, generator=torch.Generator().manual_seed(SEEDS[0])))
-    slope = {"relu": 1.0, "gelu": 1.129, "silu": 1.0998}[activation]
+    function, largest = getattr(functional, activation), largest_slope(activation, {})
     rows = []
-    for name, module in model.named_children():
-        if isinstance(module, nn.Linear):
-            values = seen[name].double().numpy().ravel()
-            shape = f"{float(skew(values)):+.2f}, {float(kurtosis(values)):+.2f}"
-            norm = float(torch.linalg.matrix_norm(module.weight.detach(), 2))
-            rows.append([name, f"yes, ≤ {slope}", f"{norm:.3g}", shape, f"{values.std():.3g}"])
+    for node in profile(model, example=torch.zeros(2, WINDOW), passes=size.passes, seed=SEEDS[0]).activations:
+        before = node.pre_activation
+        assert before is not None
+        rows.append([
+            node.module,
+            f"{'yes' if before.atom <= 0.01 else 'no'}: {100 * before.atom:.2g} %",
+            f"{'yes' if before.steepest <= largest else 'no'}: {before.steepest:.4g} of {largest:.4g}",
+            f"{'yes' if before.ks <= 0.1 else 'no'}: {before.ks:.3f}",
+            f"{before.slope:.4f}",
+            f"{expected_slope(function, before.mean, before.variance**0.5, largest):.4f}",
+        ])  # fmt: skip
     return rows

@@ -89,10 +89,17 @@ def test_the_recursion_by_hand() -> None:
     assert relu is not None and gelu is not None
     gain = float(model[2].weight.detach().abs().max())
 
-    tight = [4 * w0 * expected_slope(torch.relu, relu.mean, math.sqrt(relu.variance), 1.0)]
-    tight.append(tight[0] * gain / math.sqrt(seen["layer_norm"].divisor_variances[0] + 1e-5))
-    tight.append(tight[1] * w3 * expected_slope(F.gelu, gelu.mean, math.sqrt(gelu.variance), 1.13))
-    assert found.tight == pytest.approx(tight, rel=1e-6)
+    fitted = [
+        expected_slope(torch.relu, relu.mean, math.sqrt(relu.variance), 1.0),
+        expected_slope(F.gelu, gelu.mean, math.sqrt(gelu.variance), 1.13),
+    ]
+    gaussian = bounds(trace(model, torch.zeros(1, 6)), seen, LayerStack.from_model(model), slopes="gaussian")
+    for of, slopes in ((found, [relu.slope, gelu.slope]), (gaussian, fitted)):
+        tight = [4 * w0 * slopes[0]]
+        tight.append(tight[0] * gain / math.sqrt(seen["layer_norm"].divisor_variances[0] + 1e-5))
+        tight.append(tight[1] * w3 * slopes[1])
+        assert of.tight == pytest.approx(tight, rel=1e-6)
+    assert gaussian.printed == found.printed and gaussian.worst == found.worst
 
     worst = [4 * w0, 4 * w0 * gain / math.sqrt(1e-5)]
     worst.append(worst[1] * w3 * 1.1289041)

@@ -17,6 +17,7 @@ from refusals import raises_code
 from scipy import stats
 from torch import Tensor, nn
 
+from lamina.allocate.measure.gains import expected_slope
 from lamina.allocate.measure.profile import (
     ActivationProfile,
     RunningMoments,
@@ -51,6 +52,23 @@ def test_moments_agree_with_hooks_on_the_clipped_inputs() -> None:
         float(seen["1"].var(1, correction=0).mean()), rel=1e-5
     )
     assert found.passes == 83
+
+
+def test_mean_slopes_are_those_of_the_inputs_whatever_their_distribution() -> None:
+    """Definition 2: one input in 20 is positive, which a Gaussian fit turns into more than half."""
+    x = torch.where(torch.arange(200)[:, None] % 20 == 0, 20.0, -0.1) * torch.ones(200, 4)
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.PReLU(4, init=0.5))
+    with torch.no_grad():
+        model[0].weight.copy_(torch.eye(4))
+        model[0].bias.zero_()
+    found = profile(model, inputs=x, proxy="simulated", radius=100.0, batch=30)
+    before = found["relu"].pre_activation
+    assert before is not None
+    assert (before.slope, before.steepest) == (pytest.approx(0.05), 1.0)
+    assert before.atom == pytest.approx(0.95, abs=0.02)  # A1 does not hold either
+    assert expected_slope(torch.relu, before.mean, math.sqrt(before.variance), 1.0) > 0.55
+    after = next(node.pre_activation for node in found.activations if "prelu" in node.name)
+    assert after is not None and after.slope == pytest.approx(0.5 + 0.5 * 0.05)
 
 
 def test_a_group_norm_has_a_variance_per_group() -> None:

@@ -48,12 +48,16 @@ NO_CHANGE = NodeSensitivity(tight=0.0, worst=0.0, printed=0.0, size=0.0)
 
 @dataclass(frozen=True, kw_only=True)
 class PropagationState:
-    """The recursion as far as it has come. `gamma` says at which layers the printed one has its γ; 1 at the others."""
+    """The recursion as far as it has come. `gamma` says at which layers the printed one has its γ; 1 at the others.
+
+    `slopes` says over what the local constants E|f'(Z)| are taken: the inputs seen, or a Gaussian fitted to them.
+    """
 
     graph: TracedGraph
     profile: ActivationProfile
     sensitivities: dict[str, NodeSensitivity]
     gamma: str = "all"
+    slopes: str = "empirical"
 
     def inputs_of(self, node: Node) -> list[NodeSensitivity]:
         return [self.sensitivities[name] for name in node.inputs]
@@ -214,8 +218,8 @@ def activation_rule(node: Node, state: PropagationState) -> NodeSensitivity:
     if before is None:
         raise NoBound("sensitivity.activation-not-profiled", f"the profile lacks the input of {node}", _AGAIN)
     limit = _largest_exponent(node, state.graph) if node.base == "exp" else 0.0
-    tight, most = gains.activation_slopes(node, before.mean, math.sqrt(before.variance + EPSILON_N), limit)
-    printed = tight
+    printed, most = gains.activation_slopes(node, before.mean, math.sqrt(before.variance + EPSILON_N), limit)
+    tight = gains.limit_slope(before.slope, most) if state.slopes == "empirical" else printed
     if node.base == "relu":
         printed = float(paper_relu_slope(before.mean, before.variance, EPSILON_N))
     elif node.base == "gelu" and node.arguments["approximate"] != "tanh":  # eq. 10 can be negative, a Δ cannot
@@ -414,7 +418,8 @@ def refuse_unknown_operations(nodes: Sequence[Node]) -> None:
 class LayerSensitivity:
     """Δ at the output of a layer's last use, after the activation that directly follows it, if one does.
 
-    tight       by local constants E|f'(Z)| on the profile, norms as fixed affine maps, a+b at a sum.
+    tight       by local constants E|f'(Z)| over the inputs of the profile (or a Gaussian fit), norms as fixed affine maps,
+                a+b at a sum.
                 NOT a sensitivity bound: an expectation is no Lipschitz constant, and inputs exist that move the
                 layer further. It may shape thresholds C; clipping to C is what makes a step private
     worst       by global suprema (eq. 6): no two inputs within the radius move the output further apart, up to the
@@ -466,22 +471,26 @@ class SensitivityBounds:
 
 
 GAMMA = ("all", "norm", "elsewhere", "none")
+SLOPES = ("empirical", "gaussian")
 
 
 def bounds(
-    graph: TracedGraph, profile: ActivationProfile, stack: LayerStack, *, gamma: str = "all"
+    graph: TracedGraph, profile: ActivationProfile, stack: LayerStack, *, gamma: str = "all", slopes: str = "empirical"
 ) -> SensitivityBounds:
     """Δ of every layer of `stack`, by recursion through the traced graph.
 
     `profile` must be of the same model; the weights are those of `graph`. An operation between the input and a layer
     whose slope is not known is refused by name, as is a layer that the input does not reach, or that is zero.
     `gamma` says where the printed recursion has its factor γ: everywhere, at norm layers, at the others, or nowhere.
+    `slopes` says where the local constants of `tight` come from: "empirical", the mean slope over the inputs that were
+    seen (definition 2 of the LSAB document); or "gaussian", over a Gaussian fitted to them (its assumption A3).
     """
     validate.one_of(PlanError, "sensitivity.gamma-unknown", GAMMA, gamma=gamma)
+    validate.one_of(PlanError, "sensitivity.slopes-unknown", SLOPES, slopes=slopes)
     ends = {layer.name: _last_use(graph, layer.name, layer.parameters) for layer in stack}
     needed = _nodes_before(graph, [node.name for node in ends.values()])
     refuse_unknown_operations(needed)
-    state = PropagationState(graph=graph, profile=profile, sensitivities={}, gamma=gamma)
+    state = PropagationState(graph=graph, profile=profile, sensitivities={}, gamma=gamma, slopes=slopes)
     for node in needed:
         _refuse_other_model(node, profile)
         state.sensitivities[node.name] = apply_rule(node, state)

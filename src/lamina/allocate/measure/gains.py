@@ -187,10 +187,21 @@ def expected_slope(
     The Gaussian is assumption A3 of the LSAB document. An expectation is not a bound: sup|f'| is.
     """
     share = (torch.arange(SLOPE_POINTS, dtype=torch.float64) + 0.5) / SLOPE_POINTS
-    z = (mean + std * torch.special.ndtri(share))[:, None].repeat(1, channels).requires_grad_()
+    slope = slopes_at(f, (mean + std * torch.special.ndtri(share))[:, None].repeat(1, channels))
+    return limit_slope(float(slope.mean()), largest)
+
+
+def limit_slope(slope: float, largest: float) -> float:
+    """A mean slope, kept between `largest`/8192 (0 would mean that no input reaches the layer) and `largest`."""
+    return min(max(slope, largest / (2 * SLOPE_POINTS)), largest)
+
+
+def slopes_at(f: Callable[[Tensor], Tensor], z: Tensor) -> Tensor:
+    """Return |f'| at every entry of `z`, by autograd; `f` acts on each entry alone."""
+    z = z.detach().requires_grad_()
     with torch.enable_grad():
         (slope,) = torch.autograd.grad(f(z.clone()).sum(), z)
-    return min(max(float(slope.abs().mean()), largest / (2 * SLOPE_POINTS)), largest)
+    return slope.abs()
 
 
 def single_number(value: Any) -> float | None:
@@ -198,6 +209,11 @@ def single_number(value: Any) -> float | None:
     if isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1):
         return float(value)
     return None
+
+
+def observed_slopes(node: Node, z: Tensor) -> Tensor:
+    """Return |f'| of an activation node at the inputs `z` that it got."""
+    return slopes_at(lambda z: _call_node(node, {node.inputs[0]: z}), z)
 
 
 def activation_slopes(node: Node, mean: float, std: float, exponent: float = 0.0) -> tuple[float, float]:

@@ -320,6 +320,7 @@ def measure(
     influences: bool = False,
     reinitialise: int = 0,
     gamma: str = "all",
+    slopes: str = "empirical",
 ) -> Measure:
     """Measure Δ, noise cost, gradient norms and Fisher information of every layer, on made-up, public or simulated data.
 
@@ -331,6 +332,8 @@ def measure(
                  Default: as large as the largest proxy input
       proxy      where x comes from: 'public' or 'simulated', a remark may follow ("simulated: ECG")
       gamma      where `printed` has its factor γ of eq. 12: "all" layers, "norm" layers, "elsewhere", or "none"
+      slopes     where the local constants of `tight` come from: "empirical", the inputs that the profile saw; "gaussian",
+                 a Gaussian fitted to them
       examples   at most so many for norms and Fisher information; the noise cost takes its `draws` from them too
       influences    also measure influence functions, which takes Hessian-vector products
       reinitialise  Δ over so many copies of the model with weights drawn anew, as their geometric mean, instead of at the
@@ -360,7 +363,7 @@ def measure(
         for drawn in _drawn_anew(model, reinitialise, seed) if reinitialise else (model,):
             graph = trace(drawn, example if x is None else x)
             seen = profile(drawn, example=example, inputs=x, proxy=proxy, passes=passes, radius=radius, seed=seed)
-            rows.append(bounds(graph, seen, stack, gamma=gamma))
+            rows.append(bounds(graph, seen, stack, gamma=gamma, slopes=slopes))
         deltas = {row: _geometric_mean([getattr(each, row) for each in rows]) for row in deltas}
     except NoBound as error:
         missing = error.problem
@@ -374,7 +377,7 @@ def measure(
         norms=norms.norms,
         fisher=norms.information,
         influence=influence(model, losses, part_x, part_y, stack).values if influences else (),
-        notes=_reader_notes(seen, missing, costs, norms, part_x, radius),
+        notes=_reader_notes(None if missing else seen, missing, slopes, costs, norms, part_x, radius),
     )
 
 
@@ -421,15 +424,16 @@ def _gaussian_inputs(model: nn.Module, example: Any, examples: int, seed: int) -
 
 
 def _reader_notes(
-    seen: ActivationProfile | None, missing: str, costs: NoiseCost, norms: Fisher, x: Any, radius: float
+    seen: ActivationProfile | None, missing: str, slopes: str, costs: NoiseCost, norms: Fisher, x: Any, radius: float
 ) -> tuple[str, ...]:
     """What a reader of a plan should know about these numbers."""
     notes = [f"no Δ, which lsab needs: {missing}"] if missing else []
-    if seen is not None and (failed := seen.non_gaussian()):
-        total = len(seen.activations)
-        notes.append(
-            f"{len(failed)} of {total} pre-activations are not Gaussian (KS > 0.1), which the local constants assume"
-        )
+    if seen is not None and seen.activations:
+        failed = f"{len(seen.non_gaussian())} of {len(seen.activations)} pre-activations are not Gaussian (KS > 0.1)"
+        if slopes == "empirical":
+            notes.append(f"local constants: mean slopes over the inputs that were seen (definition 2); {failed}")
+        else:
+            notes.append(f"local constants: mean slopes over Gaussian fits (assumption A3); {failed}")
     if float(typical := _input_norms(x).median()) > radius:
         notes.append(
             f"the radius {radius:g} clips most proxy inputs (median norm {float(typical):.3g}): the sensitivities are "

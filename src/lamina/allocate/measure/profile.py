@@ -15,7 +15,7 @@ from scipy import special
 from torch import Tensor, fx, nn
 
 from lamina import validate
-from lamina.allocate.measure.gains import paper_attention_norm, softmax_jacobian_norm
+from lamina.allocate.measure.gains import observed_slopes, paper_attention_norm, softmax_jacobian_norm
 from lamina.allocate.measure.trace import (
     SAME_ENTRIES,
     Node,
@@ -44,12 +44,18 @@ class PreActivation:
     """What enters an activation: z over all passes and entries.
 
     mean, variance  of all entries, μ_l and σ_l² of the LSAB document
+    slope           mean of |f'(z)|, f the activation: definition 2 and equation 7, over the inputs themselves
+    steepest        largest |f'(z)| that occurred: assumption A2 says that it stays below the activation's constant
     ks              Kolmogorov distance to N(mean, variance), from a sample of fixed size: assumption A3
+    atom            share of the most frequent value in that sample; a density (assumption A1) has none above 1/size
     """
 
     mean: float
     variance: float
+    slope: float
+    steepest: float
     ks: float
+    atom: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -256,6 +262,11 @@ class StreamSample:
     def distance(self, mean: float, variance: float) -> float:
         return kolmogorov_distance(np.concatenate(self._parts), mean, variance)
 
+    def largest_atom(self) -> float:
+        """The share of the most frequent value; an entry that was drawn twice counts twice."""
+        values = np.concatenate(self._parts)
+        return float(np.unique(values, return_counts=True)[1].max() / len(values))
+
 
 def kolmogorov_distance(sample: Array, mean: float, variance: float) -> float:
     """sup |F - Φ((z-mean)/std)|, F the distribution function of the sample: how far assumption A3 is from true.
@@ -293,6 +304,7 @@ class ActivationObserver:
         self._moments: defaultdict[str, RunningMoments] = defaultdict(RunningMoments)
         self._samples = {name: StreamSample(KS_SAMPLE_SIZE, batches, generator) for name in sorted(self._entering)}
         self._means: defaultdict[tuple[str, str], RunningMean] = defaultdict(RunningMean)  # by what it is of, and node
+        self._steepest: defaultdict[str, float] = defaultdict(float)
 
     def __call__(self, node: fx.Node, given: Mapping[str, Any], value: Any) -> None:
         """Called for every operation; only those that depend on the input are noted."""
@@ -305,7 +317,12 @@ class ActivationObserver:
         elif mine.base not in SAME_ENTRIES:
             masked = mine.name in self._logits and (value == -math.inf).any()
             self._moments[mine.name].add(value[value != -math.inf] if masked else value)
-        if mine.kind is OperationKind.NORM:
+        if mine.kind is OperationKind.ACTIVATION:
+            name = next(name for name, source in mine.arguments.items() if source == mine.inputs[0])
+            slopes = observed_slopes(mine, given[name])
+            self._means["slope", mine.name].add(slopes.double().reshape(len(slopes), -1).mean(1, keepdim=True))
+            self._steepest[mine.name] = max(self._steepest[mine.name], float(slopes.max()))
+        elif mine.kind is OperationKind.NORM:
             variance = _normalising_variance(mine.base, given)
             if variance is not None:
                 self._means["variance", mine.name].add(variance)
@@ -346,17 +363,23 @@ class ActivationObserver:
             module=node.module,
             mean=moments.mean,
             variance=moments.variance,
-            pre_activation=self._before(node.inputs[0]) if node.kind is OperationKind.ACTIVATION else None,
+            pre_activation=self._before(node) if node.kind is OperationKind.ACTIVATION else None,
             divisor_variances=mean("variance"),
             jacobian=next(iter(mean("jacobian")), None),
             paper_norm=next(iter(mean("peak")), None),
             norms=mean("norms"),
         )
 
-    def _before(self, name: str) -> PreActivation:
-        moments = self._moments[name]
-        distance = self._samples[name].distance(moments.mean, moments.variance)
-        return PreActivation(mean=moments.mean, variance=moments.variance, ks=distance)
+    def _before(self, node: Node) -> PreActivation:
+        moments, sample = self._moments[node.inputs[0]], self._samples[node.inputs[0]]
+        return PreActivation(
+            mean=moments.mean,
+            variance=moments.variance,
+            slope=self._means["slope", node.name].value[0],
+            steepest=self._steepest[node.name],
+            ks=sample.distance(moments.mean, moments.variance),
+            atom=sample.largest_atom(),
+        )
 
     def _attention(self, name: str, given: Mapping[str, Any]) -> None:
         q, k, v = (given[part][:PATIENTS_FOR_NORMS].detach().double() for part in ("query", "key", "value"))
