@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
@@ -13,6 +15,7 @@ from refusals import raises_code
 from lamina.allocate.measure.measure import Measure
 from lamina.cli import by_name
 from lamina.cli.proxy_measure import parse_shape, random_labels
+from lamina.data import paper_run
 
 if TYPE_CHECKING:
     from conftest import Project
@@ -232,12 +235,39 @@ def test_a_model_of_several_outputs_is_measured_by_a_loss_of_its_own(asked: Proj
     assert "log_variance" in out
 
 
+def test_a_paper_run_is_measured_by_the_loss_that_it_names_into_the_file_that_it_names(asked: Project) -> None:
+    """RUN.toml names measure.json, which the command is about to write; its loss, arguments and channels count."""
+    model = (
+        '{ factory = "res-ae", args = { channels = 1, samples = 32, depth = 4, latent = 2, width = 8, classes = 3 } }'
+    )
+    text = paper_run("ptbxl-res-ae")
+    table = re.sub(r"(?m)^model = .*$", f"model = {model}", text).replace("epochs = 100", "epochs = 1")
+    asked.write("RUN.toml", table.replace("batch = 256", "batch = 12"))
+    asked.monkeypatch.chdir(asked.folder)
+    lamina = partial(asked.call, "plan", "RUN.toml")
+    refused(lamina(), "cli.file-missing")
+    words = ("--proxy", "gaussian", "--passes", "10")
+    out = succeeded(lamina(*words, "--save-measure", "measure.json", "--json"))
+    assert json.loads(out)["proxy"] == "simulated: Gaussian inputs, labels at random"
+    assert Measure.load(asked.folder / "measure.json").has_bounds
+    succeeded(lamina())  # now the run has what it names
+    succeeded(lamina(*words, "--loss", "lamina.models:SignalLoss"))
+    refused(lamina(*words, "--loss", "mse"), "cli.output-not-tensor")
+
+
+def test_a_loss_that_fails_on_the_proxy_is_refused_with_its_line(asked: Project) -> None:
+    asked.write(f"{asked.module}.py", MODULE + "def bad(output, y):\n    return output @ torch.zeros(99)\n")
+    words = ("--proxy", f"simulated:{asked.module}:labelled", "--loss", f"{asked.module}:bad")
+    assert "bad" in refused(ask(asked, "classes", *words), "train.user-code-failed")
+
+
 def test_labels_fit_the_loss() -> None:
     generator, x = torch.Generator().manual_seed(0), torch.zeros(50, 4)
-    numbers = random_labels("cross_entropy", torch.zeros(2, 3, 7), x, generator)
+    loss = by_name.make_loss
+    numbers = random_labels(loss("cross_entropy", {}), torch.zeros(2, 3, 7), x, generator)
     assert (numbers.shape, set(numbers.flatten().tolist())) == ((50, 7), {0, 1, 2})
-    assert set(random_labels("bce", torch.zeros(2, 5), x, generator).flatten().tolist()) == {0.0, 1.0}
-    assert random_labels("mse", torch.zeros(2, 4), x, generator) is x  # an autoencoder
-    assert random_labels("huber", torch.zeros(2, 3), x, generator).shape == (50, 3)
+    assert set(random_labels(loss("bce", {}), torch.zeros(2, 5), x, generator).flatten().tolist()) == {0.0, 1.0}
+    assert random_labels(loss("mse", {}), torch.zeros(2, 4), x, generator) is x  # an autoencoder
+    assert random_labels(loss("huber", {}), torch.zeros(2, 3), x, generator).shape == (50, 3)
     with raises_code("cli.loss-needs-class-scores"):
-        random_labels("cross_entropy", torch.zeros(2), x, generator)
+        random_labels(loss("cross_entropy", {}), torch.zeros(2), x, generator)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -160,6 +161,10 @@ def plan(
             raise typer.BadParameter(f"there is no file '{policy}'", param_hint="policy.toml")
         raise typer.BadParameter("give one of --steps and --epochs", param_hint="--steps")
     rules = Policy.load(policy if file is None else beside / file.policy)
+    if file is not None:
+        wanted = replace(wanted, run=file, beside=beside)
+        if measure is not None or proxy is not None:  # the measure that RUN.toml names may not exist yet
+            file = file.model_copy(update={"measure": None})
     common: dict[str, Any] = {"batch": 256} if file is None else plan_arguments(file, beside, rules)
     if steps is not None or epochs is not None:
         common |= {"steps": steps, "epochs": epochs}

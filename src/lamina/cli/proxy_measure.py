@@ -13,10 +13,12 @@ from torch import Tensor, nn
 
 from lamina.allocate.measure.measure import Measure, measure
 from lamina.cli import by_name
+from lamina.cli.run_file import RunFile
 from lamina.cli.terminal import print_note
 from lamina.engine.proxy_shares import Proxy
 from lamina.errors import EngineError, PlanError
-from lamina.plan.layer_stack import LayerStack
+from lamina.plan.layer_stack import LayerStack, model_unchanged
+from lamina.run.losses import PerExampleLoss
 from lamina.run.run_output import user_code
 
 PROXIES = ("gaussian", "public", "simulated")
@@ -42,6 +44,8 @@ class MeasureOptions:
     radius: float | None = None
     seed: int = 0
     save: Path | None = None
+    run: RunFile | None = None
+    beside: Path | None = None
 
     def check(self) -> None:
         """Refuse options that do not go together."""
@@ -76,10 +80,18 @@ class MeasureOptions:
     def labelled(self) -> Proxy | None:
         """Return the proxy's examples with their loss for trial trainings; None for Gaussian inputs, whose labels are random."""
         source, _, data = str(self.proxy).partition(":")
-        if source not in PROXIES[1:] or self.loss is None:
+        if source not in PROXIES[1:] or (function := self._loss_function()) is None:
             return None
         x, y = _as_pair(by_name.call_factory(by_name.import_by_name(data, "proxy"), f"proxy '{data}'"), data)
-        return Proxy(source=f"{source}: {data}", x=x, y=y, loss_fn=by_name.make_loss(self.loss, {}))
+        return Proxy(source=f"{source}: {data}", x=x, y=y, loss_fn=function)
+
+    def _loss_function(self) -> Any:
+        """Return the loss of --loss, or else of RUN.toml; None if there is neither."""
+        if self.loss is not None:
+            return by_name.make_loss(self.loss, {})
+        if self.run is None:
+            return None
+        return by_name.make_loss(self.run.loss.name, self.run.loss.arguments, beside=self.beside)
 
     def _measured(self, name: str, model: nn.Module, stack: LayerStack) -> Measure:
         source, _, data = str(self.proxy).partition(":")
@@ -90,45 +102,48 @@ class MeasureOptions:
         common |= {"slopes": self.slopes}
         if source == "gaussian":
             generator = torch.Generator().manual_seed(self.seed)
-            example = torch.randn(2, *parse_shape(self.shape, name), generator=generator)
-            own = self.loss is not None and ":" in self.loss  # a function of one's own takes any output
+            example = torch.randn(2, *parse_shape(self.shape, name, self.run), generator=generator)
+            function = self._loss_function()
+            own = function is not None and not isinstance(function, PerExampleLoss)  # takes any output
             output = _model_output(model, example, several=own)
-            if self.loss is None:
+            if self.loss is None and isinstance(output, Tensor) and (function is None or output.shape == example.shape):
                 _check_autoencoder(output, example)
                 return measure(model, stack, example=example, proxy="gaussian", **common)
             x = torch.randn(_LABELLED_EXAMPLES, *example.shape[1:], generator=generator)
-            y = random_labels(self.loss, output, x, generator) if isinstance(output, Tensor) else x
+            y = random_labels(function, output, x, generator)
             proxy = "simulated: Gaussian inputs, labels at random"
-            return measure(model, stack, x=x, y=y, losses_of=self._losses(model), proxy=proxy, **common)
+            return measure(model, stack, x=x, y=y, losses_of=_losses(function, model, x, y), proxy=proxy, **common)
         if self.shape is not None:
             problem = f"--input is '{self.shape}', but '{data}' has a shape of its own"
             raise PlanError("cli.input-not-needed", problem, "leave --input out")
         x, y = _as_pair(by_name.call_factory(by_name.import_by_name(data, "proxy"), f"proxy '{data}'"), data)
         proxy = f"{source}: {data}"
-        if self.loss is None and y is None:
+        function = self._loss_function()
+        if self.loss is None and y is None and (function is None or isinstance(function, PerExampleLoss)):
             return measure(model, stack, x=x, proxy=proxy, **common)
-        if self.loss is None:
+        if function is None:
             problem = f"proxy '{data}' returned (x, y), but no loss is given"
             raise PlanError("cli.proxy-needs-loss", problem, "give --loss cross_entropy, …")
         y = x if y is None else y
-        return measure(model, stack, x=x, y=y, losses_of=self._losses(model), proxy=proxy, **common)
-
-    def _losses(self, model: nn.Module) -> Callable[[Any, Any], Tensor]:
-        """One loss per example, by a name of RUN.toml."""
-        function = by_name.make_loss(str(self.loss), {})
-
-        def losses_of(x: Any, y: Any) -> Tensor:
-            found: Tensor = function(model(x), y)
-            return found
-
-        return losses_of
+        return measure(model, stack, x=x, y=y, losses_of=_losses(function, model, x, y), proxy=proxy, **common)
 
 
-def parse_shape(text: str | None, model: str) -> tuple[int, ...]:
-    """`12,256` as (12, 256); without it what a built-in model takes."""
+def _losses(function: Any, model: nn.Module, x: Any, y: Any) -> Callable[[Any, Any], Tensor]:
+    """Return the loss of each example as a function of x and y; a loss that fails on two examples is refused."""
+    refused = "the loss fails on proxy data", "give a --loss that takes what the model returns, and labels that fit it"
+    with model_unchanged(model), torch.no_grad(), user_code(*refused):
+        function(model(x[:2]), y[:2])
+    return lambda x, y: function(model(x), y)
+
+
+def parse_shape(text: str | None, model: str, run: RunFile | None = None) -> tuple[int, ...]:
+    """`12,256` as (12, 256); without it what a built-in model takes, with the channels and samples of RUN.toml."""
     if text is None:
         if model in by_name.BUILT_IN_MODELS:
-            return by_name.BUILT_IN_MODELS[model].shape
+            usual = by_name.BUILT_IN_MODELS[model].shape
+            if run is None or run.model.factory != model or len(usual) != 2:
+                return usual
+            return tuple(run.model.args.get(name, n) for name, n in zip(("channels", "samples"), usual, strict=True))
         problem = f"the input shape of model '{model}' is not known"
         raise PlanError("cli.input-shape-missing", problem, "give --input, one example without the batch axis: 12,256")
     parts = text.replace("x", ",").split(",")
@@ -138,8 +153,18 @@ def parse_shape(text: str | None, model: str) -> tuple[int, ...]:
     return tuple(map(int, parts))
 
 
-def random_labels(loss: str, output: Tensor, x: Tensor, generator: torch.Generator) -> Tensor:
-    """Random labels that fit a loss of this name and an output of this shape."""
+def random_labels(function: Any, output: Any, x: Tensor, generator: torch.Generator) -> Tensor:
+    """Return random labels that fit this loss and an output of this shape.
+
+    A loss of one's own may have `random_labels(output, n, generator)`; otherwise its labels are Gaussian numbers in the
+    shape of the output, or the inputs themselves where shapes agree or the output is no tensor.
+    """
+    if hasattr(function, "random_labels"):
+        drawn: Tensor = function.random_labels(output, len(x), generator)
+        return x if drawn is None else drawn
+    if not isinstance(output, Tensor):
+        return x
+    loss = function.name if isinstance(function, PerExampleLoss) else ""
     n, inner = len(x), output.shape[1:]
     if loss == "cross_entropy":
         if not inner:

@@ -17,7 +17,8 @@ NOTE_SECONDS = 10.0  # between two lines of progress where standard error is no 
 
 def study(
     names: Annotated[
-        list[str] | None, argument("NAMES", "all, or any of table1, assumptions, table5 to table9, figure1 to figure7; default: all")
+        list[str] | None,
+        argument("NAMES", "all, or any of table1, assumptions, table5 to table9, figure1 to figure7; default: all"),
     ] = None,
     size: Annotated[
         str,

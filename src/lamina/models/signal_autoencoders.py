@@ -92,6 +92,11 @@ class SignalLoss:
                 losses = losses + self.classification * F.cross_entropy(part, y, reduction="none")
         return losses
 
+    def random_labels(self, output: Tensor | tuple[Tensor, ...], n: int, generator: torch.Generator) -> Tensor | None:
+        """Return a random 0 or 1 for each class that the model scores; None if it only reconstructs its input."""
+        scores = [part for part in output[1:] if part.dim() == 2] if isinstance(output, tuple) else []
+        return torch.randint(2, (n, scores[0].shape[1]), generator=generator).float() if scores else None
+
 
 def _dense(sizes: list[int], activation: str, dropout: float, *, norm: bool) -> list[nn.Module]:
     """Linear, norm, activation, dropout, …, Linear: nothing after the last."""
