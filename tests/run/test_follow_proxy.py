@@ -32,11 +32,13 @@ def plan_of(estimator: str, every: int = 1, steps: int = 12, **options: Any) -> 
     return make_plan(LayerStack.from_model(net()), Policy.parse(POLICY), batch=48, steps=steps, allocate=rule)
 
 
-@pytest.mark.parametrize(("estimator", "mode"), [("fisher", "shares"), ("influence", "shares"), ("fisher", "budget")])
+@pytest.mark.parametrize(
+    ("estimator", "mode"), [("fisher", "shares"), ("influence", "shares"), ("fisher", "budget"), ("fisher", "choice")]
+)
 @pytest.mark.usefixtures("known_seeds")
 def test_an_interrupted_run_ends_where_a_whole_one_does(estimator: str, mode: str, tmp_path: Path) -> None:
     every = 1 if estimator == "fisher" else 4
-    plan = plan_of(estimator, every, mode=mode)
+    plan = plan_of(estimator, every, **({"choose_every": 3} if mode == "choice" else {"mode": mode}))
     whole = problem.trainer(tmp_path / "whole" / "run", plan=plan, proxy=PROXY)
     outcome = whole.fit()
     half = problem.trainer(tmp_path / "cut" / "run", plan=plan, proxy=PROXY)
@@ -127,6 +129,39 @@ def test_a_measurement_that_fails_moves_nothing() -> None:
     engine.detach()
 
 
+@pytest.mark.parametrize("estimator", ["fisher", "influence"])
+def test_a_choice_decides_whether_the_measured_shares_are_followed(estimator: str) -> None:
+    """Lines 3, 4 and 32 of the algorithm together: the proxy's shares are one candidate, and only the draw costs."""
+    plan, plain = plan_of(estimator, choose_every=4), plan_of(estimator)
+    rule = plan.rule(Choose)
+    assert rule is not None and rule.names[-1] == "measured" and len(rule.names) == 7
+    energy = plan_of("energy", choose_every=4)
+    for k in (1, 2):
+        assert plan.schedule(k) == energy.schedule(k)  # the proxy is free, the choice has the price that it always has
+        assert plan.sigma(k) > plain.sigma(k)
+    engine = Engine(net(), plan, proxy=PROXY)
+    followed = {}
+    for step, name in ((0, "measured"), (4, "flat")):
+        engine.budget.set_taken(step)
+        engine.follow_proxy()
+        (candidate,) = (c for c in engine.adaptation.candidates() if c.name == name)
+        engine.adaptation.apply_choice(candidate)
+        before = engine.applied.noise
+        assert before == pytest.approx(candidate.noise)
+        with torch.no_grad():
+            engine.model[0].weight.mul_(3.0)
+        engine.budget.set_taken(step + 1)
+        engine.follow_proxy()
+        followed[name] = engine.applied.noise != before
+        assert all(engine.applied.sigma(k) >= plan.sigma(k) for k in (1, 2))
+    assert followed == {"measured": True, "flat": False}
+    again = Engine(net(), plan, proxy=PROXY)
+    again.adaptation.load_state(engine.adaptation.to_state())
+    assert again.adaptation.choice == "flat" and again.applied.noise == engine.applied.noise
+    engine.detach()
+    again.detach()
+
+
 def test_the_state_of_another_plan_or_a_damaged_one_is_refused() -> None:
     engine = Engine(net(), plan_of("fisher"), proxy=PROXY)
     engine.follow_proxy()
@@ -158,8 +193,6 @@ def test_what_does_not_go_together_is_refused() -> None:
         replace(plan, rules=(*plan.rules, FollowEnergy()))
     with raises_code("plan.shares-follow-two-rules"):
         replace(plan, rules=(*plan.rules, Choose(epsilon=0.5, every=5, names=("a",), noise=((1.0, 1.0),))))
-    with raises_code("allocate.choice-with-estimator"):
-        LADP(estimator="fisher", choose_every=5)
     for wrong in ({"estimator": "guess"}, {"proxy": "private"}, {"examples": 0}, {"every": 0}):
         with raises_code("plan.rule-out-of-range"):
             FollowProxy(**wrong)

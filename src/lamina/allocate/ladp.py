@@ -30,6 +30,7 @@ from lamina.plan.depth_profile import DepthProfile
 from lamina.plan.layer_stack import Layer
 from lamina.plan.rules import (
     LEAST_MAGNITUDE,
+    MEASURED,
     MOST_MAGNITUDE,
     Choose,
     FollowBudget,
@@ -368,7 +369,8 @@ class LADP:
                     and `upper` times the declared one (narrowed so that a step costs half to twice its declared
                     price), under a Rényi filter that may stop early
       choose_every  every so many steps an exponential mechanism of `choose_epsilon` picks the shape of S from
-                    `candidates` (a public list; six by default) over a sample of its own. Its cost is in ε
+                    `candidates` (a public list; six by default) over a sample of its own. Its cost is in ε.
+                    With an estimator other than "energy", its shares are one more candidate, "measured"
       price         λ, how many kept contributions a unit of relative noise is worth; by default a quarter of the batch:
                     where half is kept, the exchange that leaves signal to noise unchanged
       decay, least, every   of `FollowEnergy`
@@ -408,9 +410,6 @@ class LADP:
             object.__setattr__(self, option, _number_pair(option, getattr(self, option)))
         check_one_of(who, "mode", self.mode, ("shares", "budget"))
         check_one_of(who, "estimator", self.estimator, ("energy", "fisher", "influence"))
-        if self.choose_every is not None and self.estimator != "energy":
-            problem = f"ladp is to choose the shape of S and to follow {self.estimator}"
-            raise PlanError("allocate.choice-with-estimator", problem, "leave choose_every or estimator out")
         if self.clipping is not None:
             object.__setattr__(self, "clipping", check_clipping(who, self.clipping))
         if self.price is not None:
@@ -447,7 +446,7 @@ class LADP:
         rules, noise = self._rules() if problem.private else (), noise_by_shares(problem, clip, parts)
         clipping = self.clipping or (Clipping.JOINT if self.choose_every is not None else Clipping.BOX)
         if self.choose_every is not None and problem.private:
-            choice = self._choice(problem, clip, parts)
+            choice = self._choice(problem, clip, parts, noise)
             refuse_unusable_candidates(problem, choice, problem.clip_with_factors(clip), noise, clipping)
             rules = (*rules, choice)
         return Allocation(clip=clip, noise=noise, clipping=clipping, rules=rules, why=(because, *self._why(problem)))
@@ -463,11 +462,15 @@ class LADP:
         # the order is the plan's: it depends on the schedule
         return energy, FollowBudget(order=32.0, least=self.lower, most=self.upper)
 
-    def _choice(self, problem: AllocationProblem, clip: ClipMatrix, parts: np.ndarray[Any, Any]) -> Choose:
+    def _choice(
+        self, problem: AllocationProblem, clip: ClipMatrix, parts: np.ndarray[Any, Any], noise: tuple[float, ...]
+    ) -> Choose:
         assert self.choose_every is not None
         shapes = (
             default_shapes(problem, clip, parts) if self.candidates is None else check_shapes(problem, self.candidates)
         )
+        if self.estimator != "energy":
+            shapes = (*shapes, (MEASURED, noise))  # until the proxy is measured, before the first choice
         price = 0.25 * problem.batch if self.price is None else self.price
         return Choose(
             epsilon=self.choose_epsilon,

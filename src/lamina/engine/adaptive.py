@@ -23,6 +23,7 @@ from lamina.engine.safety_checks import CheckedBatch
 from lamina.errors import EngineError, LaminaError, PlanError
 from lamina.plan.rules import (
     LEAST_MAGNITUDE,
+    MEASURED,
     MOST_MAGNITUDE,
     Choose,
     FollowBudget,
@@ -370,7 +371,7 @@ class Adaptation:
         shares = self._base
         if self._follow is not None and self._energy is not None:
             shares = self._energy.shares(self._base)
-        if self._proxy_shares is not None:
+        if self._proxy_shares is not None and (self._choose is None or self.choice in ("", MEASURED)):
             shares = self._proxy_shares
         made = self._shares.plan_with(clip, shares, wanted)
         if made is None:
@@ -399,17 +400,19 @@ class Adaptation:
         for c in plan_candidates(self.declared):
             noise = tuple(s * d for s, d in zip(c.noise, self._drift, strict=True))
             made.append(replace(c, clip=self._shares.scaled_clip(c.clip, self._drift), noise=noise))
+            if c.name == MEASURED and self._proxy_shares is not None:
+                plan = self._shares.plan_with(self.declared.clip, self._proxy_shares)
+                made[-1] = made[-1] if plan is None else replace(c, clip=plan.clip, noise=plan.noise)
         return tuple(made)
 
     def apply_choice(self, candidate: Candidate) -> None:
         """A choice was drawn: apply its C and S, and its shares where no better ones were measured."""
-        before = self._base
+        before = self._base, self.choice
         if len(self._shares.noised):
             self._base = self._shares.shares(candidate.clip, candidate.noise)
-        if self._move(candidate.clip):
-            self.choice = candidate.name
-        else:
-            self._base = before
+        self.choice = candidate.name
+        if not self._move(candidate.clip):
+            self._base, self.choice = before
 
     def fix(self, factor: float | None) -> bool:
         """The caller asks the filters: sigma_k is at least `factor` times the declared one from here on.

@@ -366,6 +366,7 @@ class Engine:
         part = self._examine(losses, batch)
         self._refuse_second_use(batch)
         if batch.first:
+            self.follow_proxy()  # what it measures is a candidate
             self._open, choice = None, OpenChoice(self.plan, adaptation.candidates(), self._slices.sizes)
             self.budget.charge_choice()
             self._charged_draws.add(batch.draw)

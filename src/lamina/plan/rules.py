@@ -256,6 +256,10 @@ class FollowQuantile:
         _check_between("noise", self.noise, 0, 1e12)
 
 
+MEASURED = "measured"
+"""The candidate of a `Choose` that stands for the shares which a `FollowProxy` last measured."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choose:
     """An exponential mechanism picks one of several shapes of S, at steps 0, every, 2·every, …
@@ -266,6 +270,9 @@ class Choose:
     price    λ of  u(a) = Σ_i s_i(a) − λ·noise(a): how many kept contributions a unit of relative noise is worth
 
     s_i(a) ∈ [0, 1] is how much of contribution i the clip of candidate a would keep, over a Poisson draw of its own.
+
+    Beside a `FollowProxy` one candidate is called "measured": the shares that the proxy gives at the current weights, which
+    are public before the draw. They are followed until the next choice if it is drawn, and not followed otherwise.
     """
 
     epsilon: float

@@ -21,6 +21,7 @@ from lamina.plan import codec
 from lamina.plan.correlation import MAX_BANDS, participations, turn_rate
 from lamina.plan.rules import (
     LEAST_MAGNITUDE,
+    MEASURED,
     MOST_MAGNITUDE,
     PER_STEP_INJECTION,
     Choose,
@@ -504,9 +505,11 @@ def _check_rules(plan: StepPlan) -> None:
         problem = f"clip norms cannot follow a quantile under {form} clipping"
         raise PlanError("plan.quantile-needs-box", problem, "use clipping='box'")
     choose, budget = plan.rule(Choose), plan.rule(FollowBudget)
-    if plan.rule(FollowProxy) is not None and (choose is not None or plan.rule(FollowEnergy) is not None):
-        problem = "shares cannot follow a proxy and also the energy of what was released, or a choice"
-        raise PlanError("plan.shares-follow-two-rules", problem, "keep one of the rules")
+    unnamed = choose is not None and MEASURED not in choose.names
+    if plan.rule(FollowProxy) is not None and (unnamed or plan.rule(FollowEnergy) is not None):
+        problem = "shares cannot follow a proxy and also the energy of what was released, or a choice without it"
+        remedy = f"keep one of the rules, or give the choice a candidate {MEASURED!r}"
+        raise PlanError("plan.shares-follow-two-rules", problem, remedy)
     for row in choose.noise if choose is not None else ():
         if len(row) != len(plan.layers) or any((s > 0) != (t > 0) for s, t in zip(row, plan.noise, strict=True)):
             problem = "a candidate must have noise at exactly the layers where the plan has noise"
