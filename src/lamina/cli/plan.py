@@ -87,9 +87,9 @@ def plan(
     gamma: Annotated[
         str,
         option(
-            "where Δ as printed has γ: all, norm, elsewhere, none",
+            "where Δ as printed has γ: all, norm, elsewhere, none; epsilon: all, with ε/σ at norm layers",
             panel=_MEASURE,
-            choices=("all", "norm", "elsewhere", "none"),
+            choices=("all", "norm", "elsewhere", "epsilon", "none"),
         ),
     ] = "all",
     slopes: Annotated[

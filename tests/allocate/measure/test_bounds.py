@@ -101,7 +101,7 @@ def test_the_recursion_by_hand() -> None:
         assert of.tight == pytest.approx(tight, rel=1e-6)
     assert gaussian.printed == found.printed and gaussian.worst == found.worst
 
-    worst = [4 * w0, 4 * w0 * gain / math.sqrt(1e-5)]
+    worst = [4 * w0, min(4 * w0 * gain / math.sqrt(1e-5), 2 * gain * math.sqrt(8))]
     worst.append(worst[1] * w3 * 1.1289041)
     assert found.worst == pytest.approx(worst, rel=1e-6)
 
@@ -116,6 +116,37 @@ def test_the_recursion_by_hand() -> None:
     printed.append(printed[1] * w3 * eq10 * gamma("gelu", "layer_norm"))
     assert found.printed == pytest.approx(printed, rel=1e-6)
     assert [row.node for row in found.layers] == ["relu", "layer_norm", "gelu"]
+    literal = bounds(trace(model, torch.zeros(1, 6)), seen, LayerStack.from_model(model), gamma="epsilon")
+    printed[1:] = [printed[0] * 1e-5 / math.sqrt(seen["layer_norm"].divisor_variances[0])]
+    printed.append(printed[1] * w3 * eq10 * gamma("gelu", "layer_norm"))
+    assert literal.printed == pytest.approx(printed, rel=1e-6)
+    assert (literal.tight, literal.worst) == (found.tight, found.worst)
+
+
+@pytest.mark.parametrize(
+    "norm_layer", [nn.LayerNorm(8), nn.GroupNorm(2, 8), nn.RMSNorm(8), nn.LayerNorm(8, elementwise_affine=False)]
+)
+def test_two_outputs_of_a_norm_layer_are_never_further_apart_than_its_diameter(norm_layer: nn.Module) -> None:
+    """γ of a normalised layer, soundly: 2·max|gain|·√n however far apart the inputs are; the printed ε/σ is exceeded."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(4, 8), norm_layer, nn.Linear(8, 8))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p))
+    x = torch.zeros(1, 4)
+    found, seen = measured(model, x, radius=1000.0)
+    gain = max((float(p.detach().abs().max()) for n, p in norm_layer.named_parameters() if n == "weight"), default=1.0)
+    weight = float(torch.linalg.svdvals(model[2].weight.detach().double())[0])
+    assert found.worst[-1] == pytest.approx(2 * gain * math.sqrt(8) * weight, rel=1e-6)
+    assert not found.layers[-1].everywhere and found.tight[-1] <= found.worst[-1]
+    inputs = torch.randn(4000, 4)
+    inputs = 1000.0 * inputs / inputs.norm(dim=1, keepdim=True)
+    with torch.no_grad():
+        outputs = model(inputs).double()
+    largest = float(torch.cdist(outputs, outputs).max())
+    assert 0.2 * found.worst[-1] < largest <= found.worst[-1] * (1 + 1e-6)
+    literal = bounds(trace(model, x), seen, LayerStack.from_model(model), gamma="epsilon")
+    assert literal.printed[-1] < 1e-2 * largest
 
 
 def test_attention_is_printed_with_equation_20() -> None:

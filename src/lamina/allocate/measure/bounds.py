@@ -15,6 +15,7 @@ from lamina.allocate.measure.gains import (
     affine_norm_constant,
     paper_compression_clamped,
     paper_gelu_slope,
+    paper_norm_compression,
     paper_relu_slope,
     paper_residual,
 )
@@ -77,9 +78,12 @@ class PropagationState:
         sources = [self.graph[name] for name in node.inputs]
         return {source.name: torch.zeros(source.shape, dtype=source.dtype) for source in sources}
 
-    def compression(self, node: Node) -> float:
-        """γ of eq. 12 for a layer, its activation included, forced into (0, 1]."""
-        if self.gamma not in ("all", "norm" if node.kind is OperationKind.NORM else "elsewhere"):
+    def compression(self, node: Node, variance: float = 1.0, eps: float = 0.0) -> float:
+        """γ for a layer, its activation included, forced into (0, 1]: eq. 12, or ε/σ of a norm layer of that variance."""
+        norm = node.kind is OperationKind.NORM
+        if norm and self.gamma == "epsilon":
+            return max(paper_norm_compression(eps, math.sqrt(variance)), EPSILON_N)
+        if self.gamma not in ("all", "norm" if norm else "elsewhere", "norm" if norm else "epsilon"):
             return 1.0
         before = self.profile[node.inputs[0]].std
         after = self.profile[self.graph.output_of(node).name].std
@@ -263,8 +267,10 @@ def normalisation_rule(node: Node, state: PropagationState) -> NodeSensitivity:
         if given.get("training") or not isinstance(given["running_var"], Tensor):
             problem = f"{node} mixes patients: it normalises over the batch"
             raise NoBound("sensitivity.batchnorm", problem, "use lamina.fix(model)")
-        factor = affine_norm_constant(gain, given["running_var"].double(), given["eps"])
-        return stretch(flow, factor, printed=state.compression(node), rest=rest)
+        variance = given["running_var"].double()
+        factor = affine_norm_constant(gain, variance, given["eps"])
+        printed = state.compression(node, float(variance.mean()), given["eps"])
+        return stretch(flow, factor, printed=printed, rest=rest)
     eps = given["eps"]
     if eps is None:  # RMSNorm's default
         eps = torch.finfo(node.dtype or torch.float32).eps
@@ -272,10 +278,16 @@ def normalisation_rule(node: Node, state: PropagationState) -> NodeSensitivity:
     grouped = gain.reshape(len(seen), -1) if gain.numel() > 1 and len(seen) > 1 else gain.reshape(1, -1)
     tight = affine_norm_constant(grouped, seen.reshape(-1, 1), eps)
     worst = steepest / math.sqrt(eps) if eps > 0 else math.inf
-    made = stretch(flow, worst, tight=tight, printed=state.compression(node), rest=rest)
+    made = stretch(flow, worst, tight=tight, printed=state.compression(node, float(seen.mean()), eps), rest=rest)
     # a normalised group of n entries has norm ≤ √n, whatever comes in; at 0 only the bias is left
-    most = steepest * math.sqrt(math.prod(node.shape)) + rest
-    return replace(made, size=min(made.size, most))
+    most = steepest * math.sqrt(math.prod(node.shape))
+    return replace(
+        made,
+        size=min(made.size, most + rest),
+        worst=min(made.worst, 2 * most),  # two outputs are never further apart, without the bias that both have
+        tight=min(made.tight, 2 * most),
+        everywhere=made.everywhere and made.worst <= 2 * most,
+    )
 
 
 def softmax_rule(node: Node, state: PropagationState) -> NodeSensitivity:
@@ -427,7 +439,8 @@ class LayerSensitivity:
     printed     by eqs. 8, 10, 11 with γ forced into (0, 1], 13 as √(a²+b²), and 20, as the LSAB document has them;
                 neither an expectation nor a bound, for comparison only
     everywhere  whether `worst`/Δ₀ is a Lipschitz constant on the whole space, or only within the radius
-                (behind attention or a product of two activations, which have none on the whole space)
+                (behind attention or a product of two activations, which have none on the whole space), or is the
+                largest distance of two outputs of a norm layer, 2·max|gain|·√n, where that is less
     node        the operation at whose output Δ is taken
     """
 
@@ -470,7 +483,7 @@ class SensitivityBounds:
         return tuple(layer.printed for layer in self.layers)
 
 
-GAMMA = ("all", "norm", "elsewhere", "none")
+GAMMA = ("all", "norm", "elsewhere", "epsilon", "none")
 SLOPES = ("empirical", "gaussian")
 
 
@@ -481,7 +494,8 @@ def bounds(
 
     `profile` must be of the same model; the weights are those of `graph`. An operation between the input and a layer
     whose slope is not known is refused by name, as is a layer that the input does not reach, or that is zero.
-    `gamma` says where the printed recursion has its factor γ: everywhere, at norm layers, at the others, or nowhere.
+    `gamma` says where the printed recursion has its factor γ of eq. 12: everywhere, at norm layers, at the others, or
+    nowhere; "epsilon" is everywhere, with γ = ε/σ at norm layers.
     `slopes` says where the local constants of `tight` come from: "empirical", the mean slope over the inputs that were
     seen (definition 2 of the LSAB document); or "gaussian", over a Gaussian fitted to them (its assumption A3).
     """

@@ -298,6 +298,16 @@ def paper_compression_clamped(std_out: float, std_in: float) -> float:
     return min(std_out / std_in, 1.0)
 
 
+def paper_norm_compression(epsilon: float, std: float) -> float:
+    """After eq. 12: γ = ε/σ of a normalised layer, "< 1", σ the deviation that it divides by; forced to 1 above.
+
+    It is no bound. The layer multiplies a small change by up to |gain|/√(σ² + ε), which exceeds ε/σ for every σ if
+    |gain| = 1 and ε < 1: at σ = 1 and ε = 1e-5 by a factor of 100,000. And no change of its input moves its output of n
+    numbers by more than 2·|gain|·√n. Both are in `tight` and `worst` (lamina.allocate.measure.bounds).
+    """
+    return min(epsilon / std, 1.0) if std > 0 else 1.0
+
+
 def paper_residual(main: float, skip: float) -> float:
     """Eq. 13: √(a²+b²). Perturbations of both paths come from one input and may align: a+b, up to √2 larger."""
     return math.hypot(main, skip)

@@ -331,7 +331,8 @@ def measure(
       radius     public L2 radius of an input, for the sensitivities Δ; noise cost and norms take the data as they are.
                  Default: as large as the largest proxy input
       proxy      where x comes from: 'public' or 'simulated', a remark may follow ("simulated: ECG")
-      gamma      where `printed` has its factor γ of eq. 12: "all" layers, "norm" layers, "elsewhere", or "none"
+      gamma      where `printed` has its factor γ of eq. 12: "all" layers, "norm" layers, "elsewhere", "none";
+                 or "epsilon", which is "all" with γ = ε/σ at norm layers
       slopes     where the local constants of `tight` come from: "empirical", the inputs that the profile saw; "gaussian",
                  a Gaussian fitted to them
       examples   at most so many for norms and Fisher information; the noise cost takes its `draws` from them too
