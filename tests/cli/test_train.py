@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from asking import answer, refused, succeeded
+from open_charges import SECRET_FILE, has_begun, open_charges
 from refusals import raises_code
 from safetensors.torch import load_file
 
@@ -61,7 +62,7 @@ def test_from_npz_to_a_private_model(project: Project) -> None:
     assert 1.9 < float(mine) <= 2.0
     assert mine == total
     ledger = project.folder / "runs" / "test.ledger.db"
-    for path in (folder / "model.safetensors", ledger, ledger.with_suffix(".pem"), folder / "journal"):
+    for path in (folder / "model.safetensors", ledger, ledger.with_suffix(".pem"), folder / SECRET_FILE):
         assert str(path) in out
         assert path.exists()
     assert f"lamina ledger verify {ledger}" in out
@@ -336,7 +337,7 @@ def test_fresh_is_another_run_until_the_budget_is_gone(project: Project) -> None
 def test_fresh_leaves_folders_of_others_alone(project: Project) -> None:
     project.train_json()
     (project.folder / "runs" / "first-2").mkdir()
-    (project.folder / "runs" / "first-2" / "journal").write_text("somebody's")
+    (project.folder / "runs" / "first-2" / SECRET_FILE).write_text("somebody's")
     (project.folder / "runs" / "first-2" / "run.json").write_text('{"output": "first-2"}')
     (project.folder / "runs" / "first-02").mkdir()
     (project.folder / "runs" / "first-night").mkdir()
@@ -358,8 +359,7 @@ def test_a_killed_command_goes_on_and_costs_what_was_planned(project: Project) -
     with LedgerReader.read_only(found["ledger"]) as ledger:
         segments = [each for leaf in ledger.of_kind(Epoch) for each in leaf.record.segments]
         assert [(each.first, each.last) for each in segments] == [(i, i + 60) for i in range(0, 300, 60)]
-        with ledger.store.read() as rows:
-            assert rows.holds() == []  # nothing is reserved or open any more
+        assert open_charges(ledger) == []  # nothing is reserved or open any more
 
 
 # ------------------------------------------------------------------------------------ before anything is spent
@@ -457,7 +457,7 @@ def test_plan_only_says_that_the_ledger_would_not_follow_the_policy(project: Pro
             code, _, err = project.train(*words_too)
             assert code == 1
             assert words in err
-    assert not (project.folder / "runs" / "first-2" / "journal").exists()
+    assert not has_begun(project.folder / "runs" / "first-2")
 
 
 def test_plan_only_rehearses(project: Project) -> None:

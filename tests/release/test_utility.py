@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import release_forger
 import torch
+from open_charges import has_begun
 from refusals import raises_code
 from release_forger import seed_of
 from short_runs import StopAfter, trainer
@@ -205,7 +206,7 @@ NOT_NAMES = [{"a\x1b[2J": 1.0}, {"": 1.0}, {"a": Figure(1, records=30, groups={"
 def test_a_name_that_no_certificate_may_contain_is_refused_first(tmp_path: Path, names: dict[str, float]) -> None:
     with raises_code("train.evaluation-name"):
         fitted(tmp_path, evaluate=lamina.Evaluation(function=lambda _: names, on="public"))
-    assert not (tmp_path / "runs" / "first" / "journal").exists()
+    assert not has_begun(tmp_path / "runs" / "first")
 
 
 # ----------------------------------------------------------------------------------- killed and resumed

@@ -8,6 +8,7 @@ from typing import Any
 
 import problem
 import pytest
+from open_charges import has_begun
 from refusals import raises_code
 from run_state import attempts
 from stopping import figures, killed, lose_ledger, same, told, weights
@@ -110,7 +111,7 @@ def test_a_second_run_that_exceeds_a_signed_bound_is_refused_by_its_name(tmp_pat
     told = str(refused.value)
     assert "signed bound 'c=9,z=2.25' of class 'clinical' of corpus 'tests'" in told
     assert f"ε ≤ {epsilon_text(made.epsilon)}" in told and "leave out those who signed this bound" in told
-    assert not (tmp_path / "b" / "journal").exists()
+    assert not has_begun(tmp_path / "b")
     again = problem.trainer(tmp_path / "b", bounds=LOOSE).fit()  # without them it may
     assert again.total["clinical"] > again.epsilon["clinical"]
 

@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from open_charges import open_charges
 from problem import POLICY, corpus, net, trainer
 from refusals import raises_code
+from run_state import moments
+from stopping import Killed, die, lose_ledger, same, weights
 from stopping import figures as read_figures
-from stopping import lose_ledger, same, weights
 
 import lamina
 from lamina import LayerStack, Policy, StepPlan, make_plan
@@ -30,7 +32,6 @@ from lamina.ledger.verify.verifier import verify
 from lamina.plan.charges import charges_in_declared_steps, follows_budget, plan_charges
 from lamina.plan.rules import Choose, FollowBudget, FollowEnergy, FollowQuantile
 from lamina.run import segments
-from lamina.run.run import Run
 from lamina.run.sampler import Sampler
 
 LAMINAS: dict[str, Any] = {
@@ -125,21 +126,10 @@ def test_a_ledger_that_was_lost_is_told_the_noise_again(name: str, tmp_path: Pat
     assert any(changes for _, changes in before)
 
 
-def test_an_abandoned_segment_that_took_all_its_steps_tells_all_its_noise(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_abandoned_segment_that_took_all_its_steps_tells_all_its_noise(tmp_path: Path) -> None:
     """Killed before its checkpoint was written, and not done again: the plan is another one."""
-
-    write_noise = Run.write_noise
-
-    def killed(*given: Any) -> None:
-        write_noise(*given)
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Run, "write_noise", killed)
-        with pytest.raises(KeyboardInterrupt):
-            trainer(tmp_path / "run", plan=plan_of("quantile")).fit()
+    with moments(die, only="checkpoint/.000001"), pytest.raises(Killed):
+        trainer(tmp_path / "run", plan=plan_of("quantile")).fit()
     trainer(tmp_path / "run", plan=plan_of("quantile", steps=30)).fit()
     first = epochs_of(tmp_path)[0]
     assert first.segments[0].outcome is SegmentOutcome.ABANDONED and first.changes
@@ -264,8 +254,7 @@ def test_reading_a_copy_of_a_finished_run_costs_nothing(tmp_path: Path) -> None:
     shutil.copytree(tmp_path / "run", tmp_path / "copy", symlinks=True)
     trainer(tmp_path / "copy", plan=plan, bounds=dict.fromkeys(("clinical", "sensitive"), 99.0)).fit()
     assert made.spend.total("clinical", delta=1e-5) == spent
-    with made.ledger.store.read() as rows:
-        assert rows.holds() == []
+    assert open_charges(made.ledger) == []
 
 
 def test_epsilon_does_not_fall_when_the_plan_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,15 +13,15 @@ import problem
 import pytest
 import ranks
 import torch
+from open_charges import attempts_in_folder, open_charges
+from run_state import attempts, open_attempt
 from safetensors.torch import load_file
 from stopping import LOOSE, killed
 
 from lamina import LayerStack, Policy, make_plan
 from lamina.allocate.ladp import LADP
 from lamina.engine.distributed import Ranks
-from lamina.ledger.reader import LedgerReader
 from lamina.ledger.verify.verifier import verify
-from lamina.run.journal import AttemptOpened, Journal
 from lamina.run.sampler import Sampler
 from lamina.run.training_checkpoint import TrainingCheckpoints, tensor_bytes
 
@@ -54,10 +54,6 @@ def answers(place: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     return run_two(**{name: place / name / "run" for name in names})
 
 
-def opened(folder: Path) -> list[AttemptOpened]:
-    return [r for r in Journal.load(folder / "journal").records if isinstance(r, AttemptOpened)]
-
-
 def verified(folder: Path) -> None:
     for path in folder.rglob("*.ledger.db"):
         assert verify(path, signatures=False).problem is None
@@ -71,8 +67,7 @@ def test_ranks_end_with_the_same_weights_at_the_price_of_one_process(
         first, second = (answer[name] for answer in answers)
         assert first == second and first["steps"] == STEPS and first["private"]
         assert first["epsilon"] == alone.epsilon
-        attempts = opened(place / name / "run")
-        assert [each.world_size for each in attempts] == [2] * 3
+        assert [each.key for each in attempts(place / name / "run")] == [(0, 0), (1, 0), (2, 0)]
         verified(place / name)
 
 
@@ -84,21 +79,21 @@ def test_shares_that_follow_a_proxy_are_recorded_as_they_were_applied(answers: A
 
 def test_a_rank_with_other_data_is_refused_before_anything_is_charged(answers: Any, place: Path) -> None:
     assert [answer["differs"] for answer in answers] == [{"refused": "engine.ranks-differ"}] * 2
-    assert opened(place / "differs" / "run") == []
+    assert attempts(place / "differs" / "run") == []
 
 
 def test_a_withdrawal_abandons_the_steps_of_all_ranks(answers: Any, place: Path) -> None:
     first, second = (answer["withdraw"] for answer in answers)
     assert first == second and first["steps"] == STEPS
     assert any("abandoned" in note for note in first["notes"])
-    assert len(opened(place / "withdraw" / "run")) == 4  # one of three was done again
+    assert len(attempts(place / "withdraw" / "run")) == 4  # one of three was done again
     verified(place / "withdraw")
 
 
 def test_an_error_on_one_rank_stops_all_and_is_charged(answers: Any, place: Path) -> None:
     assert [answer["fails"] for answer in answers] == [{"refused": "train.error-text-withheld"}] * 2
     folder = place / "fails" / "run"
-    assert (folder / "stopped").exists() and Journal.load(folder / "journal").pending is None
+    assert (folder / "stopped").exists() and open_attempt(folder) is None
     verified(place / "fails")
 
 
@@ -108,7 +103,7 @@ def resumed(place: Path) -> Any:
     lost, fewer = place / "killed" / "run", place / "fewer" / "run"
     (_, told, _), (code, _, _) = ranks.end_ranks("train_ranks.py", 2, json.dumps({"killed": str(lost)}))
     assert code == -9 and json.loads(told.splitlines()[-1]) == {"killed": {"refused": "engine.rank-lost"}}
-    assert Journal.load(lost / "journal").pending is not None and len(opened(lost)) == 2
+    assert open_attempt(lost) is not None and len(attempts(lost)) == 2
     killed(fewer, 6, steps=STEPS, segment=SEGMENT, bounds=LOOSE)
     parts = place / "parts" / "run"
     ended = ranks.end_ranks("train_ranks.py", 2, json.dumps({"killed sharded": str(parts)}))
@@ -120,7 +115,7 @@ def test_a_rank_that_dies_is_replayed_and_charged_once(answers: Any, resumed: An
     """The others stop; the same number of ranks takes the same steps once more, and comes to the same weights."""
     first, second = (answer["plain"] for answer in resumed)
     assert first == second == answers[0]["plain"]
-    assert len(opened(place / "killed" / "run")) == 3
+    assert len(attempts(place / "killed" / "run")) == 3
     verified(place / "killed")
 
 
@@ -134,7 +129,7 @@ def test_a_model_under_fully_shard_comes_to_the_same_weights(answers: Any, resum
     assert sorted(plain) == sorted(parts) == sorted(problem.net().state_dict())
     for name, weights in plain.items():
         assert torch.equal(weights, parts[name]) and torch.equal(weights, again[name]), name
-    assert len(opened(place / "parts" / "run")) == 3
+    assert len(attempts(place / "parts" / "run")) == 3
     verified(place / "parts")
 
 
@@ -142,33 +137,30 @@ def test_another_number_of_ranks_redoes_the_open_steps_and_charges_them_again(re
     """The number of ranks is one of the things that must not have changed."""
     (note,) = resumed[0]["loose"]["notes"]
     assert "number of ranks changed" in note and "charged again" in note
-    attempts = opened(place / "fewer" / "run")
-    assert [(each.segment, each.world_size) for each in attempts] == [(0, 1), (1, 1), (1, 2), (2, 2)]
+    found = [(*each.key, each.state) for each in attempts(place / "fewer" / "run")]
+    assert found == [(0, 0, "closed"), (1, 0, "abandoned"), (1, 1, "closed"), (2, 0, "closed")]
     verified(place / "fewer")
 
 
 def standing(folder: Path) -> dict[str, Any]:
-    """What ledger, journal, checkpoints and weights of a finished run say; they must agree with each other."""
-    journal, checkpoints = Journal.load(folder / "journal"), TrainingCheckpoints(folder / "checkpoint")
-    attempts = opened(folder)
-    assert journal.pending is None and all(map(journal.closed, attempts))
-    assert [(each.segment, each.generation) for each in attempts] == [(0, 0), (1, 0), (2, 0)]  # nothing was done twice
+    """What ledger, folder, checkpoints and weights of a finished run say; they must agree with each other."""
+    checkpoints, done = TrainingCheckpoints(folder / "checkpoint"), attempts(folder)
+    assert {(*each.key, each.nonce): each.state for each in done} == attempts_in_folder(folder)
+    assert [(*each.key, each.state) for each in done] == [(n, 0, "closed") for n in range(3)]  # nothing was done twice
     newest = max(checkpoints.indices())
     saved, _ = checkpoints.load(newest)
     weights, checkpoint = load_file(folder / "model.safetensors"), saved.tensors
-    assert newest == len(attempts) and attempts[-1].last == saved.state["step"] == STEPS
+    assert newest == len(done) and done[-1].last == saved.state["step"] == STEPS
     for name, value in weights.items():
         assert torch.equal(value, checkpoint[f"model.{name}"])
     (ledger,) = folder.parent.rglob("*.ledger.db")
     found = verify(ledger, signatures=False)
     assert found.problem is None
-    with LedgerReader.read_only(ledger) as view, view.store.read() as rows:
-        held = len(rows.holds())
-    assert held == 0  # nothing is reserved any more
+    assert open_charges(ledger) == []  # nothing is reserved any more
     return {
         "records": found.size,
         "checkpoint": {name: hashlib.sha256(tensor_bytes(value)).hexdigest() for name, value in checkpoint.items()},
-        "charges": [each.charges for each in attempts],
+        "charges": [each.events for each in done],
     }
 
 

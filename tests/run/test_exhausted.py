@@ -18,6 +18,7 @@ from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
 from dp_accounting.pld import PLDAccountant
 from history_acts import drawn_with_people
 from hospital import POLICY, Hospital, loss, net
+from open_charges import has_begun
 from refusals import raises_code
 from run_state import attempts, open_attempt, run_id
 from stopping import During, Killed, die
@@ -101,7 +102,7 @@ def test_refusing_is_the_default_and_as_before(root: Path, tmp_path: Path) -> No
     trainer(made, "a").fit()
     with raises_code("spend.budget-exceeded"):
         trainer(made, "b").fit()
-    assert not (made.root / "runs" / "b" / "journal").exists()
+    assert not has_begun(made.root / "runs" / "b")
     with raises_code("plan.policy-invalid"):
         Policy.parse(POLICY.replace("[corpus]", '[corpus]\nexhausted = "ignore"'))
 
@@ -287,7 +288,7 @@ def test_a_run_in_which_nobody_is_left_is_refused_before_anything_is_charged(roo
     assert first.steps == 12
     with raises_code("train.everybody-exhausted"):
         trainer(made, "b").fit()
-    assert not (made.root / "runs" / "b" / "journal").exists()
+    assert not has_begun(made.root / "runs" / "b")
 
 
 def test_a_run_in_which_nobody_is_left_later_ends_there(root: Path, tmp_path: Path) -> None:

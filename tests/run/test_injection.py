@@ -9,31 +9,22 @@ from typing import Any
 import problem
 import pytest
 import torch
-from attempts import opened
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from open_charges import CappedRun
 from problem import NOISE, parts
 from refusals import raises_code
+from run_state import attempts
 from stopping import copied, figures, killed, same, told, weights
 
 from lamina.account.accountants import find_accountant
-from lamina.account.charges import Account
+from lamina.account.charges import Charge
 from lamina.account.schedule import Event
-from lamina.ledger.attempts import OpenAttempt
-from lamina.ledger.records import Segment, SegmentOutcome
+from lamina.ledger.reader import LedgerReader
+from lamina.ledger.records import Epoch, Segment, SegmentOutcome
 from lamina.ledger.verify.epoch_checks import AttemptTree
 from lamina.plan.charges import plan_charges
 from lamina.plan.step_plan import StepPlan
-from lamina.run.journal import (
-    AttemptAbandoned,
-    AttemptClosed,
-    AttemptOpened,
-    Journal,
-    JournalMoved,
-    RunHistory,
-    RunStarted,
-)
-from lamina.run.run import events_due
 from lamina.run.sampler import Sampler
 
 pytestmark = pytest.mark.usefixtures("known_seeds")
@@ -98,9 +89,11 @@ def test_occurrences_are_capped_by_the_plan(tmp_path: Path) -> None:
     by_class = {e.name: counts[rows] for e, rows in zip(run.plan.classes, owners, strict=True)}
     assert by_class["clinical"].max() == 2 == by_class["sensitive"].max()
     assert by_class["open"].max() > 2
-    opens = Journal.load(tmp_path / "a" / "journal").opens
-    assert [[c.event.steps for c in o.charges] for o in opens] == [[2, 2], [], [], [], []]
-    assert all(c.event.q == 1.0 for o in opens for c in o.charges)
+    made = attempts(tmp_path / "a")
+    assert [list(each.events.values()) for each in made] == [[2, 2], *[[0, 0]] * 4]
+    with LedgerReader.read_only(tmp_path / "a" / "ledger.db") as ledger:
+        accounts = [each for leaf in ledger.of_kind(Epoch) for each in leaf.record.accounts]  # type: ignore[union-attr]
+    assert {event.q for each in accounts for event in each.charges} == {1.0}
     assert outcome.epsilon["clinical"] == pytest.approx(events(run.plan, 2))
     metrics = figures(tmp_path / "a")["classes"]["clinical"]
     assert metrics["adjacency"] == "zero-out, no amplification"
@@ -141,8 +134,7 @@ def test_what_is_redone_is_paid_again(tmp_path: Path) -> None:
     outcome = problem.trainer(tmp_path / "a", **unpromised(), augment=lambda x: x + 0.0).fit()
     assert told(outcome, "charged again")
     assert outcome.steps == 24
-    opens = Journal.load(tmp_path / "a" / "journal").opens
-    assert [sum(c.event.steps for c in o.charges if str(c.account) == "clinical") for o in opens] == [2, 0, 0, 2, 0, 0]
+    assert [each.events.get("clinical", 0) for each in attempts(tmp_path / "a")] == [2, 0, 0, 2, 0, 0]
     assert outcome.epsilon["clinical"] == pytest.approx(events(run.plan, 4))
     assert outcome.total == outcome.epsilon
 
@@ -210,49 +202,45 @@ class _Tree:
 
 
 class _Line:
-    """One folder of a run: its journal, and the checkpoints it could go back to."""
+    """One folder of a run, and the checkpoints it could go back to."""
 
-    def __init__(self, plan: StepPlan, history: RunHistory, closed: list[tuple[int, int, int]], copy: int = 0) -> None:
-        self.plan, self.journal, self.closed = plan, history, closed  # [(step, node, generation)]
+    def __init__(self, run: CappedRun, closed: list[tuple[int, int, int]], copy: int = 0) -> None:
+        self.run, self.closed = run, closed  # [(step, node, generation)]
         self._copy = copy
         self.charged = 0
 
-    @property
-    def attempts(self) -> list[AttemptOpened]:
-        return list(self.journal.opens)
-
     def take(self, tree: _Tree, steps: int, fate: str, audited: AttemptTree | None = None) -> None:
         first, node, after = self.closed[-1]
-        due = events_due(self, self.plan, first, first + steps, Account("clinical"))  # type: ignore[arg-type]
+        due = self.run.due(first, first + steps)
         self.charged += due
-        number = 2 * len(self.journal.opens) + self._copy  # no other attempt has it
-        made = opened(
-            len(self.closed) - 1, number, first=first, last=first + steps, plan=self.plan.digest(), after=after,
-            charges=tuple(_charges(self.plan, due)),
-        )  # fmt: skip
-        self.journal._add(made)
+        number = 2 * self.run.count + self._copy  # no other attempt has it
+        place = {"first": first, "last": first + steps, "after": after}
+        made = self.run.open(len(self.closed) - 1, number, charges=_charges(self.run.plan, due), **place)
         here = tree.add(node, steps) if fate != "open" else node
-        key = {"segment": made.segment, "generation": made.generation, "nonce": made.nonce}
         if fate == "open":
             return
-        if fate == "given up":
-            self.journal._add(AttemptAbandoned(**key, charged=True))
+        outcome = SegmentOutcome.ABANDONED if fate == "given up" else SegmentOutcome.CLOSED
+        if outcome is SegmentOutcome.ABANDONED:
+            self.run.abandon()
         else:
-            self.journal._add(AttemptClosed(**key, checkpoint=bytes(32)))
+            self.run.close()
             self.closed.append((first + steps, here, number))
         if fate == "lost":
             self.closed.pop()
         if audited is not None:
-            audited.add([_segment(made, SegmentOutcome.ABANDONED if fate == "given up" else SegmentOutcome.CLOSED)])
+            segment, generation, nonce = made
+            audited.add(
+                [
+                    Segment(
+                        index=segment, generation=generation, nonce=nonce, first=first, last=first + steps,
+                        eligibility=1, after=after or None, outcome=outcome,
+                    )
+                ]
+            )  # fmt: skip
 
 
-def _segment(made: AttemptOpened, outcome: SegmentOutcome) -> Segment:
-    begun = OpenAttempt(made.first, made.last, 1, made.after)
-    return begun.segment(*made.key, outcome)
-
-
-def _charges(plan: StepPlan, due: int) -> Any:
-    return [c.times(due) for c in plan_charges(plan, 0, 1)] if due else []
+def _charges(plan: StepPlan, due: int) -> tuple[Charge, ...]:
+    return tuple(c.times(due) for c in plan_charges(plan, 0, 1)) if due else ()
 
 
 STEPS = st.tuples(st.integers(1, 6), st.sampled_from(["closed", "closed", "given up", "lost"]))
@@ -274,20 +262,14 @@ def test_whatever_happened_no_contribution_was_used_more_often_than_was_paid(
     turns: list[bool],
 ) -> None:
     """An auditor, who sees the attempts of both in any order, asks for that, and never for more than was paid."""
-    plan = problem_plan(cap)
-    tree, history, audited = _Tree(cap), RunHistory(), AttemptTree(cap)
-    history._add(RunStarted(run="a" * 32, salt=bytes(32), place=1))
-    line = _Line(plan, history, [(0, 0, 0)])
+    tree, audited = _Tree(cap), AttemptTree(cap)
+    line = _Line(CappedRun(problem_plan(cap)), [(0, 0, 0)])
     for steps, fate in before:
         line.take(tree, steps, fate, audited)
         assert line.charged >= audited.most
     lines = [line]
     if copied:
-        twin = RunHistory()
-        for record in history.records:
-            twin._add(record)
-        twin._add(JournalMoved(place=2))
-        lines.append(_Line(plan, twin, list(line.closed), 1))
+        lines.append(_Line(line.run.copied(), list(line.closed), 1))
     waiting = [(each, list(more)) for each, more in zip(lines, after, strict=False)]
     for turn in (*turns, *([False] * 3), *([True] * 3)):
         each, more = waiting[turn and copied]
@@ -306,15 +288,9 @@ def problem_plan(cap: int) -> StepPlan:
 
 def test_an_open_segment_counts_as_done_where_it_is_replayed() -> None:
     """Reserving the rest of a run while a segment waits for its replay: nothing is wasted by it."""
-    plan, history = problem_plan(3), RunHistory()
-    history._add(RunStarted(run="a" * 32, salt=bytes(32), place=1))
-    line = _Line(plan, history, [(0, 0, 0)])
+    line = _Line(CappedRun(problem_plan(3)), [(0, 0, 0)])
     line.take(_Tree(3), 2, "closed")
     line.take(_Tree(3), 2, "open")
-    assert history.pending is not None
-
-    def due(last: int, name: str = "clinical") -> int:
-        return events_due(line, plan, 4, last, Account.parse(name))  # type: ignore[arg-type]
-
-    assert [due(4), due(5), due(50)] == [0, 0, 0]  # 2 and 1 were charged: that is the cap
-    assert [due(5, "clinical@c=1,z=9"), due(50, "clinical@c=1,z=9")] == [3, 3]  # who comes later pays as well
+    assert [line.run.due(4, last) for last in (4, 5, 50)] == [0, 0, 0]  # 2 and 1 were charged: that is the cap
+    later = "clinical@c=1,z=9"
+    assert [line.run.due(4, last, later) for last in (5, 50)] == [3, 3]  # an account that comes later is charged too

@@ -15,11 +15,11 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from attempts import charge, opened
 from disk import Recorder
 from forked import as_nobody, failing, in_child, kill, refusal
 from hypothesis import given
 from hypothesis import strategies as st
+from open_charges import charge, opened
 from refusals import raises_code
 
 from lamina import cbor

@@ -1,4 +1,4 @@
-"""What a run leaves in the ledger: an auditor can check it, and it agrees with journal and weights, come what may."""
+"""What a run leaves in the ledger: an auditor can check it, and it agrees with the run's folder and its weights, come what may."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ import postgres
 import problem
 import pytest
 from making import GOVERNING
+from open_charges import attempts_in_folder, has_begun
 from refusals import raises_code
-from run_state import run_id
+from run_state import attempts, run_id
 from stopping import LOOSE, During, Killed, copied, die, killed, lose_ledger, told
 
 import lamina
@@ -43,7 +44,6 @@ from lamina.ledger.verify.verifier import verify
 from lamina.ledger.withdrawal import WithdrawalInbox, withdraw, withdraw_signed
 from lamina.ledger.withdrawal_request import sign_withdrawal
 from lamina.ledger.writer import Ledger
-from lamina.run.journal import Journal
 from lamina.run.membership import LedgerMembership
 from lamina.sign.keys import PrivateKey
 
@@ -60,18 +60,8 @@ def epochs(where: str | Path) -> list[Epoch]:
 
 
 def agrees(folder: Path) -> None:
-    """Journal and ledger know the same attempts, and how each ended."""
-    journal = Journal.load(folder / "journal")
-    told = {
-        (segment.index, segment.generation, segment.nonce): segment.outcome
-        for epoch in epochs(folder / "ledger.db")
-        if epoch.run.hex() == journal.start.run
-        for segment in epoch.segments
-    }
-    known = {o.key: o for o in journal.opens if not journal.uncharged(o) and o is not journal.pending}
-    assert told.keys() == known.keys()
-    for key, outcome in told.items():
-        assert (outcome is SegmentOutcome.CLOSED) == journal.closed(known[key])
+    """The run's folder and the ledger know the same attempts, and how each ended."""
+    assert {(*each.key, each.nonce): each.state for each in attempts(folder)} == attempts_in_folder(folder)
 
 
 @pytest.fixture
@@ -192,7 +182,7 @@ def test_a_ledger_of_another_corpus_is_refused(tmp_path: Path) -> None:
         problem.trainer(tmp_path / "b", corpus=problem.corpus(policy=other), ledger=tmp_path / "l.db").fit()
     with Ledger.open(tmp_path / "l.db") as ledger, raises_code("train.ledger-of-other-corpus"):
         problem.trainer(tmp_path / "b", corpus=problem.corpus(policy=other), ledger=ledger).fit()
-    assert not (tmp_path / "b" / "journal").exists()
+    assert not has_begun(tmp_path / "b")
 
 
 def test_an_open_ledger_is_used_and_left_open(tmp_path: Path) -> None:
@@ -479,7 +469,7 @@ def test_data_that_nobody_signed_for_does_not_join_those_that_are_signed(ward: h
     unsigned = lamina.Corpus.of_folder(ward.people, policy=ward.policy, cls="clinical")
     with raises_code("train.contributions-not-signed"):
         ward.trainer(corpus=unsigned, ledger=ward.root / "l.db").fit()
-    assert not (ward.root / "runs" / "a" / "journal").exists()
+    assert not has_begun(ward.root / "runs" / "a")
 
 
 def test_a_ledger_that_is_not_where_it_was_is_not_begun_anew(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hospital import NOW, Hospital, net, usual
 from refusals import raises_code
+from run_state import RunAttempt, attempts
 from stopping import During, Killed, die, same, weights
 
 import lamina
@@ -19,7 +20,6 @@ from lamina.admit.signing import SECONDS_PER_YEAR
 from lamina.engine.engine import Engine
 from lamina.errors import BudgetExceeded
 from lamina.run.admitted import AdmittedCorpus
-from lamina.run.journal import AttemptOpened, Journal
 from lamina.run.membership import AdmissionRenewal
 from lamina.run.payloads import PayloadChanged
 from lamina.run.publisher import Outcome
@@ -51,8 +51,8 @@ def killed(hospital: Hospital, name: str, step: int, **options: Any) -> None:
             hospital.trainer(name, **options).fit()
 
 
-def opens(hospital: Hospital, name: str) -> tuple[AttemptOpened, ...]:
-    return tuple(Journal.load(hospital.root / "runs" / name / "journal").opens)
+def attempts_of(hospital: Hospital, name: str) -> list[RunAttempt]:
+    return attempts(hospital.root / "runs" / name)
 
 
 def ids_in(hospital: Hospital, name: str, file: str) -> list[str]:
@@ -108,9 +108,7 @@ def test_who_expires_or_loses_their_key_is_out_at_the_next_segment(hospital: Hos
     gone, revoked = {f"c{i:02d}" for i in range(10)}, {f"s{i:02d}" for i in range(4)}
     assert before & gone and not between & gone
     assert between & revoked and not after & (gone | revoked)
-    first, second, third, fourth = (each.membership for each in opens(hospital, "a"))
-    assert first != second == third != fourth  # frozen when a segment opens
-    assert [(each.first, each.generation) for each in opens(hospital, "a")] == [(0, 0), (3, 0), (6, 0), (9, 0)]
+    assert [(each.first, each.generation) for each in attempts_of(hospital, "a")] == [(0, 0), (3, 0), (6, 0), (9, 0)]
     assert "10 (expired 10)" in told(outcome.notes, "expired")
     assert "4 (revoked-key 4)" in told(outcome.notes, "revoked-key")
     assert len(corpus) == 43
@@ -148,7 +146,7 @@ def test_a_run_on_whom_nobody_is_left_stops(hospital: Hospital) -> None:
 
     with raises_code("train.nobody-left"):
         hospital.trainer(progress=During(segments={6: later})).fit()
-    assert len(opens(hospital, "a")) == 2
+    assert len(attempts_of(hospital, "a")) == 2
 
 
 def test_each_withdrawal_is_noted_with_its_step(hospital: Hospital) -> None:
@@ -231,10 +229,10 @@ def test_killed_and_somebody_is_out_the_open_segment_is_redone_without_them(hosp
     assert f"2 ({how} 2)" in told(outcome.notes, "are not admitted now")
     redone = told(outcome.notes, "done again with fresh noise")
     assert "contributions were added or withdrawn" in redone
-    attempts = [(each.segment, each.generation) for each in opens(hospital, "a")]
-    assert attempts == [(0, 0), (1, 0), (1, 1), (2, 0), (3, 0)]
-    (old, new) = (each for each in opens(hospital, "a") if each.segment == 1)
-    assert old.membership != new.membership and old.charges == new.charges
+    made = attempts_of(hospital, "a")
+    assert [each.key for each in made] == [(0, 0), (1, 0), (1, 1), (2, 0), (3, 0)]
+    assert [each.state for each in made] == ["closed", "abandoned", *["closed"] * 3]
+    assert made[1].events == made[2].events
     assert outcome.steps == 12
     assert hospital.figures("a")["classes"]["clinical"]["steps_charged"] == 15  # the old charge stays
     assert outcome.epsilon["clinical"] > loose.epsilon("clinical")
@@ -270,7 +268,7 @@ def test_a_segment_that_could_be_replayed_is_not_if_somebody_expires_just_then(h
     outcome = trainer.fit()
     assert "1 (expired 1)" in told(outcome.notes, "no longer valid")
     assert told(outcome.notes, "done again with fresh noise")
-    assert [(each.segment, each.generation) for each in opens(hospital, "a")][:3] == [(0, 0), (1, 0), (1, 1)]
+    assert [each.key for each in attempts_of(hospital, "a")][:3] == [(0, 0), (1, 0), (1, 1)]
 
 
 def test_somebody_new_may_join_a_run_that_goes_on(hospital: Hospital) -> None:
@@ -289,7 +287,9 @@ def test_somebody_new_may_join_a_run_that_goes_on(hospital: Hospital) -> None:
 def test_a_run_without_its_file_of_admitted_contributions_is_refused(hospital: Hospital) -> None:
     """Without it, a contribution that is refused for a while would be used again as if it had never left."""
     file = hospital.root / "runs" / "a" / "admitted"
-    with pytest.MonkeyPatch.context() as patch:  # killed before anything is drawn: the file is there with the journal
+    with (
+        pytest.MonkeyPatch.context() as patch
+    ):  # killed before anything is drawn: the file is there when the run begins
         patch.setattr(AdmissionRenewal, "write_members", lambda renewal: die())
         with pytest.raises(Killed):
             hospital.trainer("a").fit()
@@ -384,7 +384,7 @@ def test_a_payload_that_is_swapped_inside_a_segment_ends_its_coins(hospital: Hos
     for path, data in held.items():
         path.write_bytes(data)
     outcome = hospital.trainer("a").fit()  # at which step it stopped said who was sampled: never replayed
-    first, second = [each for each in opens(hospital, "a") if each.segment == 1]
+    first, second = [each for each in attempts_of(hospital, "a") if each.segment == 1]
     assert first.generation < second.generation and first.nonce != second.nonce
     assert "charged again" in told(outcome.notes, "done again")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields, replace
 
 import pytest
-from attempts import opened
+from open_charges import opened
 
 from lamina.run.journal import SegmentInputs
 from lamina.run.segments import ResumeAction, decide_resume, replay_mismatches

@@ -8,13 +8,13 @@ from typing import Any
 
 import problem
 import pytest
+from keyless import edit
 from making import GOVERNING
+from open_charges import DELETE_OPEN, open_charges, sign_open_rows
 from refusals import raises_code
 from stopping import LOOSE, During, Killed, die
 
 from lamina.ledger.governance_records import Key, KeyChange, KeyEvent, KeyEvents, Role
-from lamina.ledger.open_rows import OpenHead, open_digest
-from lamina.ledger.store.rows import head_of
 from lamina.ledger.verify.verifier import verify
 from lamina.ledger.writer import Ledger
 from lamina.sign.keys import PrivateKey
@@ -66,11 +66,10 @@ def test_the_replaced_key_hides_no_open_charge(tmp_path: Path, options: dict[str
         problem.trainer(tmp_path / "b", progress=During({3: die}), **{**options, "key": new}).fit()
     for kept in tmp_path.glob("*.seen"):
         kept.unlink()
-    with Ledger.open(options["ledger"]) as ledger, ledger.store.write() as rows:
-        for each in rows.holds():
-            rows.drop_hold(each.run, each.segment)
-        size, root = head_of(rows).size, ledger.checked(rows).root()
-        OpenHead.sign(ledger.origin, 999, size, root, open_digest(rows), options["key"]).write(rows)
+    with Ledger.open(options["ledger"]) as ledger:
+        assert open_charges(ledger)
+        edit(options["ledger"], DELETE_OPEN)
+        sign_open_rows(options["ledger"], ledger.origin, options["key"], 999, ledger.size, ledger.root)
     with raises_code("ledger.open-rows-differ"):
         problem.trainer(tmp_path / "c", **{**options, "key": new}).fit()
     found = verify(options["ledger"], signatures=False).problem

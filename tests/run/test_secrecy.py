@@ -16,13 +16,13 @@ from typing import Any
 import problem
 import pytest
 import torch
+from open_charges import open_charges, public_records
 from refusals import raises_code
 from run_state import set_seeds
 
 from lamina import Batch, Engine
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.records import Epoch
-from lamina.run.journal import Journal
 from lamina.run.sampler import Sampler
 from lamina.run.training_checkpoint import TrainingCheckpoints
 
@@ -74,9 +74,9 @@ def leaves(folder: Path) -> list[Any]:
             clock = view.header.epoch_clock if leaf.kind is Epoch else 1
             assert leaf.time % clock == 0 or leaf.time == view.leaf(0).time  # an hour at best, never how long it took
             found.append([leaf.kind.__name__, leaf.seq, leaf.epoch, fields])
+        assert open_charges(view) == []
         with view.store.read() as rows:
             found += [[run.label, run.finished] for run in rows.runs()]
-            assert rows.holds() == []
             found.append(sorted(rows.terms()))
     return found
 
@@ -85,13 +85,6 @@ def left(folder: Path) -> dict[str, Any]:
     """Everything that a run leaves but its weights, with what is random by design put aside."""
     metrics = json.loads((folder / "metrics.json").read_text())
     del metrics["run"], metrics["files"]  # its name, and the digests of its weights
-    journal = Journal.load(folder / "journal")
-    records = []
-    for record in journal.records:
-        fields = asdict(record)
-        for name in ("run", "salt", "place", "nonce", "seed", "checkpoint", "membership", "data"):
-            fields.pop(name, None)
-        records.append([type(record).__name__, fields])
     states = []
     checkpoints = TrainingCheckpoints(folder / "checkpoint")
     for index in checkpoints.indices():
@@ -99,7 +92,13 @@ def left(folder: Path) -> dict[str, Any]:
         state = {k: v for k, v in snapshot.state.items() if k not in ("run", "nonce", "order")}
         states.append([state, {name: (t.dtype, t.shape) for name, t in snapshot.tensors.items()}])
     names = sorted((str(p.relative_to(folder)), p.stat().st_size) for p in folder.rglob("*") if p.is_file())
-    return {"metrics": metrics, "journal": records, "checkpoints": states, "ledger": leaves(folder), "files": names}
+    return {
+        "metrics": metrics,
+        "attempts": public_records(folder),
+        "checkpoints": states,
+        "ledger": leaves(folder),
+        "files": names,
+    }
 
 
 def test_what_two_runs_leave_does_not_depend_on_their_coins(

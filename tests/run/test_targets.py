@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hospital import Hospital, net, usual
+from open_charges import has_begun
 from refusals import raises_code
 from run_state import open_attempt
 from torch import Tensor, nn
@@ -77,7 +78,7 @@ def test_who_wants_to_be_told_is_stopped_before_anything_is_spent(tmp_path: Path
     label(hospital, "c17", y=np.array([0, HUGE]))
     with raises_code("corpus.contributions-refused"):
         hospital.trainer(corpus=hospital.admit(on_refusal="stop"))
-    assert not (tmp_path / "runs" / "a" / "journal").exists()
+    assert not has_begun(tmp_path / "runs" / "a")
 
 
 def test_nobody_is_left(tmp_path: Path) -> None:
@@ -96,7 +97,7 @@ def test_the_owner_of_the_data_is_told_whose_label_it_is(tmp_path: Path) -> None
     with raises_code("train.labels-out-of-range") as caught:
         problem.trainer(tmp_path / "a", corpus=problem.corpus(**data)).fit()
     assert "'123'" in caught.value.problem and "400" not in caught.value.problem
-    assert not (tmp_path / "a" / "journal").exists()
+    assert not has_begun(tmp_path / "a")
 
 
 # ------------------------------------------------------------------------------------------------ what is judged, and how

@@ -12,6 +12,7 @@ import numpy as np
 import problem
 import pytest
 import torch
+from open_charges import SECRET_FILE, folder_state, has_begun
 from refusals import raises_code
 from run_state import attempts, moments, open_attempt, run_id
 from safetensors.torch import load_file
@@ -49,13 +50,13 @@ def test_a_run_spends_its_plan_exactly_and_leaves_its_files(tmp_path: Path) -> N
     assert not same(before, weights(trainer))
     names = {p.name for p in (tmp_path / "a").iterdir()}
     assert names == {
-        "plan.cbor", "journal", "checkpoint", "lease", "metrics.json", "model.safetensors", "ema.safetensors",
+        "plan.cbor", SECRET_FILE, "checkpoint", "lease", "metrics.json", "model.safetensors", "ema.safetensors",
         "ledger.db", "withdrawn",
     }  # fmt: skip
     assert same(load_file(tmp_path / "a" / "model.safetensors"), weights(trainer))
     assert not same(load_file(tmp_path / "a" / "ema.safetensors"), weights(trainer))
     assert lamina.StepPlan.from_cbor((tmp_path / "a" / "plan.cbor").read_bytes()) == plan
-    for secret in ("journal", "checkpoint/000005.safetensors"):
+    for secret in (SECRET_FILE, "checkpoint/000005.safetensors"):
         assert stat.S_IMODE((tmp_path / "a" / secret).stat().st_mode) == 0o600
 
 
@@ -471,7 +472,7 @@ def test_two_at_once_is_refused(tmp_path: Path) -> None:
     trainer.folder.mkdir()
     with Lease.take(trainer.folder), pytest.raises(RunInUse):
         trainer.fit()
-    assert not (tmp_path / "a" / "journal").exists()
+    assert not has_begun(tmp_path / "a")
 
 
 def test_a_damaged_checkpoint_is_named_and_can_be_removed(tmp_path: Path) -> None:
@@ -481,10 +482,10 @@ def test_a_damaged_checkpoint_is_named_and_can_be_removed(tmp_path: Path) -> Non
     data[-3] ^= 1
     path.write_bytes(data)
     trainer = problem.trainer(tmp_path / "a", bounds=LOOSE)
-    journal = (tmp_path / "a" / "journal").read_bytes()
+    before = folder_state(tmp_path / "a")
     with raises_code("train.checkpoint-damaged"):
         trainer.fit()
-    assert (tmp_path / "a" / "journal").read_bytes() == journal
+    assert folder_state(tmp_path / "a") == before
     path.unlink()
     outcome = trainer.fit()
     assert outcome.steps == 24
@@ -495,7 +496,7 @@ def test_a_damaged_checkpoint_is_named_and_can_be_removed(tmp_path: Path) -> Non
 
 def test_checkpoints_without_a_journal_are_refused(tmp_path: Path) -> None:
     problem.trainer(tmp_path / "a").fit()
-    (tmp_path / "a" / "journal").unlink()
+    (tmp_path / "a" / SECRET_FILE).unlink()
     with raises_code("train.journal-missing"):
         problem.trainer(tmp_path / "a").fit()
 
@@ -600,7 +601,7 @@ def test_a_second_run_that_exceeds_the_bound_is_refused_before_it_begins(tmp_pat
     problem.trainer(tmp_path / "a").fit()
     with raises_code("spend.budget-exceeded"):
         problem.trainer(tmp_path / "b").fit()
-    assert not (tmp_path / "b" / "journal").exists()
+    assert not has_begun(tmp_path / "b")
     assert not (tmp_path / "b" / "model.safetensors").exists()
     with pytest.raises(BudgetExceeded):  # what was promised holds, whatever a trainer is told
         problem.trainer(tmp_path / "b", corpus=problem.corpus(), bounds={}).fit()
@@ -713,7 +714,7 @@ def test_mistakes_are_refused_before_anything_is_spent(
 ) -> None:
     with pytest.raises(kind, match=words):
         problem.trainer(tmp_path / "a", **change).fit()
-    assert not (tmp_path / "a" / "journal").exists()
+    assert not has_begun(tmp_path / "a")
 
 
 def test_labels_out_of_range_are_found_before_anything_is_spent(tmp_path: Path) -> None:
@@ -723,7 +724,7 @@ def test_labels_out_of_range_are_found_before_anything_is_spent(tmp_path: Path) 
         problem.trainer(
             tmp_path / "a", corpus=problem.corpus(**data), loss_fn=nn.CrossEntropyLoss(reduction="none")
         ).fit()
-    assert not (tmp_path / "a" / "journal").exists()
+    assert not has_begun(tmp_path / "a")
 
 
 def test_batchnorm_is_refused_with_its_remedy(tmp_path: Path) -> None:

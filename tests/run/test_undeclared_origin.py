@@ -12,6 +12,7 @@ import pytest
 import torch
 from dp_accounting.pld.pld_privacy_accountant import PLDAccountant
 from numpy.typing import NDArray
+from open_charges import has_begun
 from refusals import raises_code
 from torch import nn
 from typer.testing import CliRunner
@@ -110,7 +111,7 @@ def test_a_second_ledger_of_data_without_an_origin_is_refused_with_the_remedy(tm
     told = str(refused.value)
     for word in (str(ledger), origin, "per example", "δ = 1e-05", "1 run", "origin=", "other_people="):
         assert word in told
-    assert ledgers(tmp_path) == [ledger] and not (tmp_path / "b" / "journal").exists()
+    assert ledgers(tmp_path) == [ledger] and not has_begun(tmp_path / "b")
     outcome = train(tmp_path / "b", CHANGES[change](), origin=origin)  # the remedy, as it is printed
     assert ledgers(tmp_path) == [ledger] and outcome.total["data"] > outcome.epsilon["data"]
 
@@ -196,7 +197,7 @@ def test_another_unit_or_delta_under_one_origin_is_refused(tmp_path: Path, optio
     with raises_code(code) as refused:
         train(tmp_path / "b", origin="ward", **options)
     assert "ward.ledger.db" in str(refused.value)
-    assert not (tmp_path / "b" / "journal").exists()
+    assert not has_begun(tmp_path / "b")
 
 
 def test_another_declared_origin_is_listed_and_not_refused(tmp_path: Path) -> None:

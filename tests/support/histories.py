@@ -5,29 +5,32 @@ from __future__ import annotations
 import hashlib
 import shutil
 import time
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import problem
 from history_acts import FOLDERS, SIGNED, Act, killed_at
 from history_plans import BOUND, Spec, more, plan_of, policy_of
 from making import GOVERNING
+from open_charges import open_charges, open_segment
 from run_state import run_in
 from stopping import During, Killed, die
 
+from lamina.engine.batch import Batch
 from lamina.errors import LaminaError
 from lamina.ledger.governance_records import Key, KeyChange, KeyEvent, KeyEvents, Role
 from lamina.ledger.key_state import signed_record
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.records import Epoch
 from lamina.ledger.spend_ledger import SpendLedger
-from lamina.ledger.store.rows import WHOLE_BUDGET_SEGMENT
 from lamina.ledger.verify.verifier import verify
 from lamina.ledger.writer import Ledger
 from lamina.plan.charges import SignedAccount
+from lamina.run.sampler import Sampler
 from lamina.run.trainer import Trainer
 from lamina.sign.keys import PrivateKey
 
@@ -46,11 +49,13 @@ class World:
     key: PrivateKey | None = None
     done: int = 0
     refused: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
     stuck: list[str] = field(default_factory=list)  # runs that nothing brings to an end but to lose them
     specs: dict[str, list[Spec]] = field(default_factory=dict)
     clock: Callable[[], float] = time.time
     _drawn: set[tuple[str, int, int, bytes]] = field(default_factory=set)  # attempts
     _weights: dict[tuple[bytes, int], bytes] = field(default_factory=dict)  # by seed and step
+    _at_work: list[str] = field(default_factory=list)  # folders; the last one takes the steps
     _put_back: set[str] = field(default_factory=set)  # runs whose folder was
     _forgotten: set[str] = field(default_factory=set)  # runs whose folder nobody has any more
     _went_back: bool = False  # the ledger was put back from an older copy
@@ -87,7 +92,7 @@ class World:
         tried.append(spec)
         try:
             with killed_at(stop[1], *stop[2:]) if stop is not None and stop[0] == "call" else nullcontext():
-                self.fit(folder, spec, progress=During(acts))
+                self.fit(folder, spec, acts)
         except Killed:
             pass
         except LaminaError:
@@ -100,10 +105,43 @@ class World:
         if act["do"] not in ("restore", "restore_ledger") and (act["do"], act.get("folder")) != ("go", folder):
             self.act(act)
 
-    def fit(self, folder: str, spec: Spec, **options: Any) -> None:
-        self._watched(self.trainer(folder, spec, **options), folder).fit()
+    def fit(self, folder: str, spec: Spec, acts: Mapping[int, Callable[[], None]] | None = None) -> None:
+        """Run to the end. An attempt begins at the same weights however often, and each of its steps leaves the same."""
+        place = self.root / folder
 
-    def trainer(self, folder: str, spec: Spec, **options: Any) -> Trainer:
+        def same(step: int) -> None:
+            if (opened := open_segment(place)) is None:
+                self.wrong.append(f"'{folder}' draws step {step} outside of a segment")
+                return
+            key, seed = opened
+            self._drawn.add((self.run_of(folder), *key))
+            digest = hashlib.sha256()
+            for tensor in made.model.state_dict().values():
+                digest.update(tensor.numpy().tobytes())
+            if self._weights.setdefault((seed, step), digest.digest()) != digest.digest():
+                self.wrong.append(f"a replay in '{folder}' has other weights at step {step}")
+
+        def watched(draw: Callable[[Sampler, int], Batch]) -> Callable[[Sampler, int], Batch]:
+            def drawn(sampler: Sampler, step: int) -> Batch:
+                if self._at_work[-1] == folder:  # otherwise it is a run that begins during a step of this one
+                    same(step)
+                return draw(sampler, step)
+
+            return drawn
+
+        draws = {name: watched(getattr(Sampler, name)) for name in ("draw", "draw_for_choice")}
+        with (
+            self.trainer(folder, spec, progress=During(acts, each=same)) as made,
+            mock.patch.multiple(Sampler, **draws),  # type: ignore[arg-type]
+        ):
+            self._at_work.append(folder)
+            try:
+                made.fit()
+            finally:
+                self._at_work.pop()
+
+    @contextmanager
+    def trainer(self, folder: str, spec: Spec, **options: Any) -> Iterator[Trainer]:
         promised = {"clinical": BOUND, "sensitive": BOUND} if self.promised is None else None
         corpus = problem.unpromised() if promised else problem.corpus(policy=policy_of(spec.form, self.promised))
         if spec.withdrawn:
@@ -112,7 +150,7 @@ class World:
             SignedAccount(name=f"clinical@c=9,{name}", cls="clinical", scale=SIGNED[name], epsilon=BOUND)
             for name in spec.signed
         ]
-        return problem.trainer(
+        yield problem.trainer(
             self.root / folder,
             plan=plan_of(spec.form, spec.steps, self.promised),
             corpus=corpus,
@@ -127,31 +165,6 @@ class World:
             probe=False,
             **options,
         )
-
-    def _watched(self, made: Trainer, folder: str) -> Trainer:
-        """An attempt begins at the same weights however often, and every step of it leaves the same ones."""
-        carry_out, guarded = made._run_steps, made._run_step
-
-        def same(seed: bytes, step: int) -> None:
-            digest = hashlib.sha256()
-            for tensor in made.model.state_dict().values():
-                digest.update(tensor.numpy().tobytes())
-            before = self._weights.setdefault((seed, step), digest.digest())
-            assert before == digest.digest(), f"a replay in '{folder}' has other weights at step {step}"
-
-        def watched(opened: Any, *rest: Any) -> bool:
-            self._drawn.add((self.run_of(folder), *opened.key))
-            same(opened.seed, opened.first)
-            return carry_out(opened, *rest)
-
-        def stepped(sampler: Any, seed: bytes, step: int) -> float | None:
-            loss = guarded(sampler, seed, step)
-            same(seed, step + 1)
-            return loss
-
-        made._run_steps = watched  # type: ignore[method-assign,assignment]
-        made._run_step = stepped  # type: ignore[method-assign]
-        return made
 
     # ------------------------------------------------------------------------------------ other acts
 
@@ -258,14 +271,14 @@ class World:
 
     def check(self, *, signatures: bool = False) -> None:
         """An auditor finds nothing, and what the ledger states is what the book says."""
+        assert not self.wrong, self.wrong
         if not self.there:
             return
         found = verify(self.place, signatures=signatures)
         assert found.problem is None, f"verify: {found.problem}"
         with self.ledger() as ledger:
             book, header, stated = SpendLedger(ledger), ledger.header, _stated(ledger)
-            with ledger.store.read() as rows:
-                held = any(hold.segment >= 0 for hold in rows.holds())
+            held = any(each.kind != "reserve" for each in open_charges(ledger))
             for name in {str(account): None for account, _ in book.accounts()}:
                 total = book.total(name, delta=header.delta, accountant=header.accountant)
                 told, near = stated.get(name, 0) / 1e9, 2e-9 + 1e-7 * total.spent
@@ -290,10 +303,8 @@ class World:
                 SpendLedger(ledger).abandon_run(run)  # nobody has its folder any more, or all that was open in it
         self.check(signatures=True)
         with self.ledger() as ledger:
-            with ledger.store.read() as rows:
-                left = [
-                    (hold.run.hex()[:8], *hold[1:3]) for hold in rows.holds() if hold.segment < WHOLE_BUDGET_SEGMENT
-                ]
+            open_rows = [each for each in open_charges(ledger) if each.kind != "budget"]
+            left = [(each.run[:8], each.segment, each.generation) for each in open_rows]
             assert not left, f"held in the end: {left}"
             known = {
                 (leaf.record.run.hex(), each.index, each.generation, each.nonce)
@@ -309,7 +320,7 @@ class World:
         why = []
         for spec in [self.specs[folder][-1], *reversed(self.specs[folder])]:
             try:
-                self.fit(folder, spec, progress=False)
+                self.fit(folder, spec)
                 return
             except LaminaError as error:
                 if error.code == "train.last-checkpoint-missing":  # a finished run: its keeper follows the remedy

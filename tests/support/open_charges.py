@@ -6,18 +6,29 @@ Tests that attack these rows, or ask for what they hold, go through this file; d
 from __future__ import annotations
 
 import hashlib
+import random
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from keyless import rows_of
 
-from lamina.account.charges import Charge
+from lamina.account.charges import Account, Charge, stored_charge
 from lamina.ledger.attempts import OpenCharges
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.store.rows import RESERVATION_SEGMENT, WHOLE_BUDGET_SEGMENT, RunHold, RunRow, Store, StoreWriter
 from lamina.ledger.writer import Ledger
-from lamina.run.journal import Journal
+from lamina.plan.step_plan import StepPlan
+from lamina.run.journal import (
+    AttemptAbandoned,
+    AttemptClosed,
+    AttemptOpened,
+    Journal,
+    JournalMoved,
+    RunHistory,
+    RunStarted,
+)
+from lamina.run.run import events_due
 from lamina.sign.keys import PrivateKey
 
 # ---------------------------------------------------------------------------------------- rows of the store
@@ -194,21 +205,21 @@ def folder_state(folder: Path) -> bytes:
     return (folder / SECRET_FILE).read_bytes()
 
 
-def seed_on_disk(folder: Path) -> bytes | None:
-    """Return the seed of the open segment; None if there is none."""
+def open_segment(folder: Path) -> tuple[tuple[int, int, bytes], bytes] | None:
+    """Return segment, generation and nonce of the open attempt, and its seed; None if there is none."""
     pending = Journal.read(folder / SECRET_FILE).pending
-    return pending.seed or None if pending is not None else None
+    return None if pending is None else (pending.key, pending.seed)
 
 
-def attempts_in_folder(folder: Path) -> tuple[str, dict[tuple[int, int, bytes], str]]:
-    """Return the id of a run and, of its charged attempts as its folder has them, how each ended."""
+def attempts_in_folder(folder: Path) -> dict[tuple[int, int, bytes], str]:
+    """Return how each charged attempt ended, as the run's folder has it: "open", "closed" or "abandoned"."""
     found = Journal.read(folder / SECRET_FILE)
     states = {}
     for each in found.opens:
         if not found.uncharged(each):
             state = "open" if each is found.pending else "closed" if found.closed(each) else "abandoned"
             states[each.key] = state
-    return found.start.run, states
+    return states
 
 
 def public_records(folder: Path) -> list[Any]:
@@ -220,3 +231,79 @@ def public_records(folder: Path) -> list[Any]:
             fields.pop(name, None)
         records.append([type(record).__name__, fields])
     return records
+
+
+# ---------------------------------------------------------------------------------------- a run without a folder
+
+
+def charge(**other: object) -> Charge:
+    plain: dict[str, object] = {"cls": "sensitive", "sigma": 4.31, "q": 0.0128, "steps": 50, "delta": 1e-5}
+    return stored_charge(**{"accountant": "pld", **plain, **other})  # type: ignore[arg-type]
+
+
+def opened(segment: int, generation: int = 0, /, **other: object) -> AttemptOpened:
+    """The same for the same numbers; any field may be given."""
+    rng = random.Random(f"{segment} {generation}")
+    digests = {name: rng.randbytes(32) for name in ("plan", "settings", "membership", "checkpoint", "data")}
+    plain: dict[str, object] = {
+        "segment": segment,
+        "generation": generation,
+        "nonce": rng.randbytes(16),
+        "first": 50 * segment,
+        "last": 50 * segment + 50,
+        "world_size": 1,
+        "threads": 2,
+        "code": "lamina 0.1.0",
+        "charges": (charge(), charge(cls="ärzte")),
+        "eligibility": 7,
+        "variance": (0.25, 1e-300),
+        "scales": {"sensitive@c=1,z=2": 0.25},
+        "seed": rng.randbytes(32),
+        **digests,
+    }
+    return AttemptOpened(**{**plain, **other})  # type: ignore[arg-type]
+
+
+class CappedRun:
+    """The attempts of one folder of a run with capped occurrences, and what the next one is charged."""
+
+    def __init__(self, plan: StepPlan) -> None:
+        self.plan, self.journal = plan, RunHistory()
+        self.journal._add(RunStarted(run="a" * 32, salt=bytes(32), place=1))
+
+    @property
+    def count(self) -> int:
+        return len(self.journal.opens)
+
+    @property
+    def attempts(self) -> list[AttemptOpened]:
+        return list(self.journal.opens)
+
+    def copied(self) -> CappedRun:
+        """Return a copy of the folder, which goes on by itself."""
+        twin = CappedRun(self.plan)
+        for record in self.journal.records[1:]:
+            twin.journal._add(record)
+        twin.journal._add(JournalMoved(place=2))
+        return twin
+
+    def due(self, first: int, last: int, name: str = "clinical") -> int:
+        """Return how many events these steps add to the charges of an account."""
+        return events_due(self, self.plan, first, last, Account.parse(name))  # type: ignore[arg-type]
+
+    def open(self, segment: int, generation: int, **fields: Any) -> tuple[int, int, bytes]:
+        """Charge an attempt; its segment, generation and nonce."""
+        made = opened(segment, generation, plan=self.plan.digest(), **fields)
+        self.journal._add(made)
+        return made.key
+
+    def close(self) -> None:
+        self.journal._add(AttemptClosed(**self._open(), checkpoint=bytes(32)))
+
+    def abandon(self) -> None:
+        self.journal._add(AttemptAbandoned(**self._open(), charged=True))
+
+    def _open(self) -> dict[str, Any]:
+        pending = self.journal.pending
+        assert pending is not None
+        return {"segment": pending.segment, "generation": pending.generation, "nonce": pending.nonce}

@@ -19,10 +19,10 @@ from typing import Any
 
 import apsw
 import pytest
+from open_charges import open_charges
 
 from lamina.engine import random_stream
 from lamina.engine.engine import Engine
-from lamina.ledger.attempts import OpenCharges
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.records import Epoch
 from lamina.run.trainer import Trainer
@@ -56,14 +56,11 @@ def attempts_in(ledger: LedgerReader, run: str) -> list[RunAttempt]:
             for each in epoch.segments:
                 place = each.index, each.generation, each.nonce, each.first, each.last
                 found.append(RunAttempt(*place, each.outcome.name.lower(), events, factors))
-    with ledger.store.read() as rows:
-        for hold in rows.holds(id):
-            if hold.attempt:
-                held = OpenCharges.decode(hold.body)
-                assert held.begun is not None
-                place = *hold[1:4], held.begun.first, held.begun.last
-                events = {str(each.account): each.event.steps for each in held.charges}
-                found.append(RunAttempt(*place, "open", events, dict(held.factors)))
+    for each in open_charges(ledger, run):
+        if each.kind == "attempt":
+            assert each.span is not None
+            place = each.segment, each.generation, each.nonce, *each.span
+            found.append(RunAttempt(*place, "open", each.steps, each.factors))
     return found
 
 

@@ -27,23 +27,26 @@ def die() -> None:
 
 
 class During(Progress):
-    """Does something after a step or at the end of a segment, once each."""
+    """Does something after a step or at the end of a segment, once each, and `each` after every step."""
 
     def __init__(
         self,
         steps: Mapping[int, Callable[[], Any]] | None = None,
         segments: Mapping[int, Callable[[], Any]] | None = None,
+        each: Callable[[int], Any] | None = None,
     ) -> None:
         self._steps, self._segments = dict(steps or {}), dict(segments or {})
+        self._each = each or _nothing
 
     def step(self, done: int, loss: float | None) -> None:
+        self._each(done)
         self._steps.pop(done, _nothing)()
 
     def on_segment(self, now: RunFigures) -> None:
         self._segments.pop(now.step, _nothing)()
 
 
-def _nothing() -> None: ...
+def _nothing(*_: object) -> None: ...
 
 
 def killed(folder: Path, step: int, **options: Any) -> Trainer:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -73,16 +75,15 @@ class Ward(World):
         self.ward = hospital.Hospital(self.root / "ward", policy=made.policy, key=made.key)
         self.clock = self.ward.clock
 
-    def fit(self, folder: str, spec: Spec, **options: Any) -> None:
+    @contextmanager
+    def trainer(self, folder: str, spec: Spec, **options: Any) -> Iterator[Trainer]:
         contract = CorpusTerms.of_policy(self.ward.policy)
         with open_or_create(self.place, contract, self.key, retention=KEPT, clock=self.clock) as ledger:
             corpus = self.ward.gate().admit(self.ward.people, ledger=ledger)
             corpus.withdraw(*(name for name in spec.withdrawn if name in corpus.ids))
-            self._watched(self._trainer(folder, spec, corpus, ledger, options), folder).fit()
+            yield self._on(folder, spec, corpus, ledger, options)
 
-    def _trainer(
-        self, folder: str, spec: Spec, corpus: AdmittedCorpus, ledger: Ledger, options: dict[str, Any]
-    ) -> Trainer:
+    def _on(self, folder: str, spec: Spec, corpus: AdmittedCorpus, ledger: Ledger, options: dict[str, Any]) -> Trainer:
         torch.manual_seed(0)
         model = hospital.net()
         return Trainer(
