@@ -577,6 +577,10 @@ class Engine:
         """An ε that holds for class k after the steps and choices so far: cheap enough for a progress bar."""
         return self.budget.epsilon(self.plan.index(k))
 
+    def weights_text(self) -> str:
+        """Return a note on weights that were written since the last `optimizer.step`; empty if none were."""
+        return self._outside.weights_text()
+
     def continue_at(self, step: int, noise: NoiseSource, *, factor: float | None = None, resumed: bool = False) -> None:
         """The next step is number `step` of the plan, with noise from `noise`.
 

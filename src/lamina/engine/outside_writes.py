@@ -106,16 +106,19 @@ class OutsideWrites:
 
     def check_weights(self) -> None:
         """Warn if the weights at a step differ from what the last `optimizer.step` left."""
-        for name, left in self._weights.items():
-            if self._sample(name, self.tensors[name]) != left:
-                self._say(
-                    "weights",
-                    f"'{name}' was written outside of optimizer.step. Weights that were trained on private data in the "
-                    "clear, in a copy of the model for example, are not covered by ε; a projection or public weights are allowed",
-                    stacklevel=5,
-                )
-                self._weights.clear()
-                return
+        if text := self.weights_text():
+            self._say("weights", text, stacklevel=5)
+            self._weights.clear()
+
+    def weights_text(self) -> str:
+        """Return a note on weights that differ from what the last `optimizer.step` left; empty if none does."""
+        name = next(
+            (name for name, left in self._weights.items() if self._sample(name, self.tensors[name]) != left), ""
+        )
+        return name and (
+            f"'{name}' was written outside of optimizer.step. Weights that were trained on private data in the "
+            "clear, in a copy of the model for example, are not covered by ε; a projection or public weights are allowed"
+        )
 
     def _sample(self, name: str, p: Tensor) -> bytes:
         """Return a sample of a tensor as bytes. The view is kept, because making it takes longer than reading it."""

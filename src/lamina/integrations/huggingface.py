@@ -17,6 +17,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 from torch.utils._pytree import tree_leaves
+from transformers.data.data_collator import DataCollatorForPermutationLanguageModeling, DataCollatorWithFlattening
 from transformers.integrations import TensorBoardCallback
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_callback import TrainerCallback, TrainerState
@@ -74,7 +75,14 @@ _TAKEN = {
     "scheduler": "write lr_scheduler_type in the arguments, or give optimizers=",
     "optimizer": "write optim in the arguments, or give optimizers=",
     "corpus": "give train_dataset=",
+    "model_init": "give the model itself",
+    "compute_loss_func": "give loss_fn=, a function of (output, y) with one loss per example",
 }
+_NOT_CALLED = (
+    "training_step", "compute_loss", "compute_loss_func", "get_train_dataloader", "create_scheduler", "get_batch_samples",
+    "autocast_smart_context_manager", "_get_train_sampler", "_inner_training_loop", "_run_epoch", "_save_checkpoint",
+    "_clip_grad_norm", "_maybe_log_save_evaluate", "_load_best_model",
+)  # fmt: skip
 _IN_THE_BACKWARD_PASS = ("lomo", "layerwise")
 _EVENTS_OF_STEPS = (
     "on_step_begin", "on_step_end", "on_substep_end", "on_pre_optimizer_step", "on_optimizer_step", "on_epoch_begin", "on_epoch_end",
@@ -109,15 +117,28 @@ def check_arguments(args: Any) -> None:
 def check_callback(callback: Any) -> None:
     """Refuse a callback that waits for single steps: nothing leaves a run but between segments."""
     kind = callback if isinstance(callback, type) else type(callback)
+    theirs = kind.__module__.startswith("transformers.")
+    own = {} if kind is callback else getattr(callback, "__dict__", {})
     events = [
-        name for name in _EVENTS_OF_STEPS if getattr(kind, name, None) is not getattr(TrainerCallback, name, None)
+        name
+        for name in _EVENTS_OF_STEPS
+        if name in own or not (theirs or getattr(kind, name, None) is getattr(TrainerCallback, name, None))
     ]
-    if events and not kind.__module__.startswith("transformers."):
+    if events:
         problem = f"callback {kind.__name__} has {events[0]}, and weights of a single step do not leave a run"
         remedy = (
             "use on_log, on_evaluate or on_save: they are told every logging_steps, eval_steps and save_steps steps"
         )
         raise RunError("integrations.callback-of-steps", problem, remedy)
+
+
+def _check_collator(collator: Any, eval_on: str | None) -> None:
+    """Refuse a collator that training would need: it is called for evaluation alone."""
+    masks = getattr(collator, "mlm", isinstance(collator, DataCollatorForPermutationLanguageModeling))
+    if collator is not None and (masks or eval_on is None or isinstance(collator, DataCollatorWithFlattening)):
+        problem = f"data_collator is a {type(collator).__name__}, which a private run calls for evaluation only"
+        remedy = "make the rows of the corpus as the model takes them; random changes of an example: augment=; or leave it out"
+        raise RunError("integrations.collator-not-called", problem, remedy)
 
 
 class PrivateTrainer(transformers.Trainer):  # type: ignore[misc]
@@ -158,11 +179,8 @@ class PrivateTrainer(transformers.Trainer):  # type: ignore[misc]
         if not isinstance(train_dataset, Corpus):
             remedy = "make a corpus and say what a contribution is: token_corpus(texts, length=…, pad=…, unit=…)"
             raise RunError("train.data-not-a-corpus", f"train_dataset is a {type(train_dataset).__name__}", remedy)
-        for name in ("training_step", "compute_loss", "get_train_dataloader", "create_scheduler"):
-            if getattr(type(self), name) is not getattr(PrivateTrainer, name):
-                problem = f"{type(self).__name__} has a {name} of its own, which a private run does not call"
-                remedy = "give loss_fn=, the corpus or optimizers= instead"
-                raise RunError("integrations.method-not-called", problem, remedy)
+        self._refuse_methods_not_called()
+        _check_collator(data_collator, eval_on)
         for callback in callbacks or ():
             check_callback(callback)
         self.folder = _run_folder(Path(args.output_dir), folder)
@@ -180,15 +198,25 @@ class PrivateTrainer(transformers.Trainer):  # type: ignore[misc]
         _take_clocks_away(self.callback_handler.callbacks)
         self.remove_callback(DEFAULT_PROGRESS_CALLBACK)  # it waits for steps; the run shows its own progress
         self.plan, self._engine = self._plan(privacy, plan, engine)
+        self._length = _length(args)
         self.loss_fn = loss_for(self.model, args.label_smoothing_factor) if loss_fn is None else loss_fn
         self._run_options = run_options
         self.segment = self._steps("logging_steps", self.plan.steps)
+
+    def _refuse_methods_not_called(self) -> None:
+        """Refuse methods of training that a subclass or the user has replaced."""
+        for name in _NOT_CALLED:
+            ours = getattr(type(self), name, None) is getattr(PrivateTrainer, name, None)
+            if not ours or vars(self).get(name) is not None:
+                problem = f"{type(self).__name__} has a {name} of its own, which a private run does not call"
+                remedy = "give loss_fn=, the corpus or optimizers= instead"
+                raise RunError("integrations.method-not-called", problem, remedy)
 
     def _plan(
         self, privacy: Mapping[str, Any] | None, plan: StepPlan | None, engine: Engine | None
     ) -> tuple[StepPlan, Engine | None]:
         args = self.args
-        batch = args.per_device_train_batch_size * args.gradient_accumulation_steps
+        batch, *_ = _length(args)
         if (privacy is None) == (plan is None):
             problem = f"privacy is {privacy!r} and plan is {'given' if plan else 'None'}"
             remedy = "give exactly one: privacy={'epsilon': 3.0, 'delta': 1e-5}"
@@ -222,6 +250,14 @@ class PrivateTrainer(transformers.Trainer):  # type: ignore[misc]
     ) -> TrainOutput:
         """Train to the end of the plan, or go on from where the run in `folder` was left."""
         args = self.args
+        check_arguments(args)  # they may have been changed since
+        self._refuse_methods_not_called()
+        if self._length != (now := _length(args)) or self.train_dataset is not None:
+            changed = (
+                "train_dataset was set" if self._length == now else f"the batch or length was {self._length}, is {now}"
+            )
+            problem = f"{changed} after the trainer was made, and its plan is for what was given then"
+            raise RunError("integrations.arguments-changed", problem, "make another PrivateTrainer")
         if resume_from_checkpoint not in (None, False, True):
             problem = f"resume_from_checkpoint is {resume_from_checkpoint!r}: nobody knows what an ordinary checkpoint has cost"
             remedy = (
@@ -298,6 +334,12 @@ class PrivateTrainer(transformers.Trainer):  # type: ignore[misc]
         if any(id(part) in mine for part in [data, *tree_leaves(data)] if part is not None):
             problem = "the data to evaluate on is the corpus itself"
             raise RunError("train.evaluation-on-private-data", problem, "give public or simulated data")
+
+
+def _length(args: Any) -> tuple[Any, ...]:
+    """Return what a plan follows from in the arguments: the batch, and the steps or passes."""
+    batch = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    return batch, args.max_steps, args.num_train_epochs
 
 
 def _run_folder(output: Path, folder: str | Path | None) -> Path:

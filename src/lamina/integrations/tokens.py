@@ -52,7 +52,13 @@ def token_corpus(
 
 
 def _numbers(values: Any) -> Tensor:
-    return torch.as_tensor(values, dtype=torch.long)
+    found = torch.as_tensor(values)
+    if found.is_floating_point() and found.numel():
+        problem = "token ids or labels are floats, and their fractions would be cut off"
+        raise CorpusError(
+            "integrations.tokens-not-whole", problem, "give whole numbers; other targets: lamina.Corpus(x, y)"
+        )
+    return found.long()
 
 
 def _padded(rows: Sequence[Tensor], length: int, value: int) -> Tensor:
@@ -106,15 +112,18 @@ _LOSSES: dict[str, Callable[[float], TokenLoss | LabelLoss]] = {
 }
 
 
+_NOT_CAUSAL = ("FlaubertWithLMHeadModel", "XLMWithLMHeadModel", "XLNetLMHeadModel")  # each token sees those after it
+
+
 def loss_for(model: Any, smoothing: float = 0.0) -> TokenLoss | LabelLoss:
     """The loss per example for a model of Hugging Face, with an adapter of PEFT or without, by the name of its class."""
     base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
-    name = type(base).__name__
+    name, config = type(base).__name__, getattr(base, "config", None)
+    single = getattr(config, "problem_type", None) in (None, "single_label_classification")
     for ending, make in _LOSSES.items():
-        if name.endswith(ending) and getattr(base.config, "problem_type", None) in (
-            None,
-            "single_label_classification",
-        ):
+        if not name.endswith(ending) or not single or name in _NOT_CAUSAL:
+            continue
+        if make is not LabelLoss or getattr(config, "num_labels", 2) > 1:  # of one output, the cross-entropy is 0
             return make(smoothing)
     problem = f"the loss of a {name} is not one of those that are known ({', '.join(_LOSSES)}; one label an example)"
     remedy = "give loss_fn=, a function of (output, y) with one loss per example"

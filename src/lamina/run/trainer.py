@@ -391,6 +391,8 @@ class Trainer:
             if self._run_segment(opened, segments):
                 segments.close(opened, tuple(self._noise_applied))
                 reason = publisher.publish(run, self.state)
+                if text := self._engine.weights_text():  # by a callback or an evaluation
+                    publisher.note(text)
             else:
                 segments.abandon(opened)
                 self._lead.state(self.state)

@@ -5,6 +5,7 @@ Arguments, depth profiles, and a rehearsal on simulated input.
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 import re
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
-from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, OneCycleLR, ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, OneCycleLR, StepLR
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
@@ -73,8 +74,8 @@ _VANISHING_RATE = 1e-6  # of the first learning rate
 
 def check_scheduler(scheduler: Any, plan: StepPlan, interval: str) -> int:
     """After how many private steps the scheduler is stepped; one that does not fit the run's length is refused."""
-    if isinstance(scheduler, ReduceLROnPlateau):
-        problem = "ReduceLROnPlateau follows the private loss, which is a release without a budget"
+    if scheduler is not None and "metrics" in inspect.signature(scheduler.step).parameters:
+        problem = f"{type(scheduler).__name__} follows the private loss, which is a release without a budget"
         remedy = "use a schedule that is fixed in advance, such as CosineAnnealingLR"
         remedy += ": it is stepped once per private step"
         raise RunError("train.scheduler-follows-loss", problem, remedy)
