@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import shutil
 from typing import Any
 
 import engine_ranks
@@ -19,6 +21,9 @@ from lamina.engine.noise import rounding_grid
 from lamina.plan.rules import NoiseKind
 
 Answers = list[dict[str, Any]]
+needs_compiler = pytest.mark.skipif(
+    shutil.which(os.environ.get("CXX", "g++")) is None, reason="no C++ compiler is installed"
+)
 
 
 @pytest.fixture(scope="module")
@@ -129,6 +134,18 @@ def test_counts_of_all_ranks_move_the_clip_norms_alike(two: Answers) -> None:
 def test_compiled_steps_of_ranks_are_those_of_the_hook_engine(two: Answers, four: Answers) -> None:
     """Also where one rank has a graph and another does not: sums are added up by the name of their tensor."""
     assert all(answer["compiled"] < 1e-6 for answer in (*two, *four))
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_steps_that_inductor_compiles_under_two_ranks_are_those_of_the_oracle() -> None:
+    """One rank may have too few examples for a graph while the other has enough."""
+    for answer in ranks.run_ranks("engine_ranks.py", 2, "inductor", timeout=500):
+        assert set(answer) == {f"{kind} {form}" for kind in ("dense", "encoder") for form in ("box", "joint")}
+        for name, found in answer.items():
+            assert found["off"] < 1e-5, (name, found)
+            assert found["steps"] > 2, (name, found)
+            assert found["clipped"] > 10, (name, found)
 
 
 def test_shares_that_follow_a_proxy_are_those_of_one_process(two: Answers, four: Answers) -> None:

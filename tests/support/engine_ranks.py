@@ -147,6 +147,51 @@ def compiled_steps(rank: int, size: int) -> float:
     return max(float((a - b).abs().max()) for a, b in zip(*found, strict=True))
 
 
+def encoder() -> nn.Module:
+    block = nn.TransformerEncoderLayer(5, 1, 8, dropout=0.0, batch_first=True)
+    return nn.Sequential(nn.Unflatten(1, (1, 5)), nn.Linear(5, 5), block, nn.Flatten(), nn.Linear(5, 3))
+
+
+def compiled_by_inductor(rank: int, size: int) -> dict[str, Any]:
+    """By model and form: how far gradients of compiled steps are from the oracle's clipped sums and the noise of all ranks."""
+    found: dict[str, Any] = {}
+    for kind, make in {"dense": dense, "encoder": encoder}.items():
+        for form in ("box", "joint"):
+            torch.manual_seed(3)
+            model, twin, off, clipped = make(), make(), 0.0, 0
+            plan = plan_of(model, 0.3, 0.8, clipping=form)
+            layer_of = {each: i for i, layer in enumerate(plan.layers) for each in layer.parameters}
+
+            def losses(x: Tensor, y: Any, model: nn.Module = model) -> Tensor:
+                return losses_of(model, x, y)
+
+            with Engine(
+                model, plan, noise=SeededNoise(SEED, rank=rank, hardened=False), compiled=True
+            ) as engine:  # fmt: skip
+                for number, count in enumerate((8, 9, 12, 8, 3, 11, 1, 10)):
+                    twin.load_state_dict(model.state_dict())
+                    whole = batch_of(count)
+                    engine.step(losses, whole.shard(rank, size))
+                    ref = clip_by_hand(unit_grads(example_grads(twin, whole.x), whole), whole.cls.tolist(), plan)
+                    clipped += sum(0 < factor < 1 for row in ref.factors for factor in row)
+                    for other in range(size):
+                        drawn = {name: torch.empty(t.shape, dtype=torch.float64) for name, t in ref.sums.items()}
+                        stds = [plan.noise[layer_of[name]] / size**0.5 for name in drawn]
+                        SeededNoise(SEED, rank=other, hardened=False).fill_many_(
+                            list(drawn.values()), stds, step=number
+                        )
+                        for name, z in drawn.items():
+                            ref.sums[name] = ref.sums[name] + z
+                    for name, p in model.named_parameters():
+                        off = max(off, float((p.grad * plan.batch - ref.sums[name]).abs().max()))
+                        p.data.sub_(0.1 * p.grad)
+                    model.zero_grad()
+                assert engine.compiled is not None
+                how = {"steps": engine.compiled.steps, "reason": engine.compiled.reason}
+            found[f"{kind} {form}"] = {"off": off, "clipped": clipped, **how}
+    return found
+
+
 def variance(steps: int, rank: int, size: int) -> list[float]:
     """Mean square of what noise-only steps release, of each of three tensors."""
     torch.manual_seed(3)
@@ -274,8 +319,10 @@ PROXY_POLICY = '[corpus]\norigin = "a"\ndelta = 1e-5\n[class.data]\npopulation =
 
 def main(rank: int, size: int) -> None:
     what = sys.argv[1]
-    if what == "variance":
-        found: dict[str, Any] = {"variance": variance(int(sys.argv[2]), rank, size)}
+    if what == "inductor":
+        found: dict[str, Any] = compiled_by_inductor(rank, size)
+    elif what == "variance":
+        found = {"variance": variance(int(sys.argv[2]), rank, size)}
     else:
         names = FEW if what == "few" else CASES
         found = {name: step(name, rank, size) for name in names}
