@@ -280,14 +280,8 @@ def normalisation_rule(node: Node, state: PropagationState) -> NodeSensitivity:
     worst = steepest / math.sqrt(eps) if eps > 0 else math.inf
     made = stretch(flow, worst, tight=tight, printed=state.compression(node, float(seen.mean()), eps), rest=rest)
     # a normalised group of n entries has norm ≤ √n, whatever comes in; at 0 only the bias is left
-    most = steepest * math.sqrt(math.prod(node.shape))
-    return replace(
-        made,
-        size=min(made.size, most + rest),
-        worst=min(made.worst, 2 * most),  # two outputs are never further apart, without the bias that both have
-        tight=min(made.tight, 2 * most),
-        everywhere=made.everywhere and made.worst <= 2 * most,
-    )
+    most = steepest * math.sqrt(math.prod(node.shape)) + rest
+    return replace(made, size=min(made.size, most))
 
 
 def softmax_rule(node: Node, state: PropagationState) -> NodeSensitivity:
@@ -439,8 +433,7 @@ class LayerSensitivity:
     printed     by eqs. 8, 10, 11 with γ forced into (0, 1], 13 as √(a²+b²), and 20, as the LSAB document has them;
                 neither an expectation nor a bound, for comparison only
     everywhere  whether `worst`/Δ₀ is a Lipschitz constant on the whole space, or only within the radius
-                (behind attention or a product of two activations, which have none on the whole space), or is the
-                largest distance of two outputs of a norm layer, 2·max|gain|·√n, where that is less
+                (behind attention or a product of two activations, which have none on the whole space)
     node        the operation at whose output Δ is taken
     """
 

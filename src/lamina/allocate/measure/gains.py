@@ -302,8 +302,8 @@ def paper_norm_compression(epsilon: float, std: float) -> float:
     """After eq. 12: γ = ε/σ of a normalised layer, "< 1", σ the deviation that it divides by; forced to 1 above.
 
     It is no bound. The layer multiplies a small change by up to |gain|/√(σ² + ε), which exceeds ε/σ for every σ if
-    |gain| = 1 and ε < 1: at σ = 1 and ε = 1e-5 by a factor of 100,000. And no change of its input moves its output of n
-    numbers by more than 2·|gain|·√n. Both are in `tight` and `worst` (lamina.allocate.measure.bounds).
+    |gain| = 1 and ε < 1: at σ = 1 and ε = 1e-5 by a factor of 100,000. `tight` takes |gain|/√(σ² + ε) at the σ that was
+    seen, and `worst`, which is a bound, |gain|/√ε (lamina.allocate.measure.bounds).
     """
     return min(epsilon / std, 1.0) if std > 0 else 1.0
 
