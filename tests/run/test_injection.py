@@ -20,9 +20,9 @@ from stopping import copied, figures, killed, same, told, weights
 from lamina.account.accountants import find_accountant
 from lamina.account.charges import Charge
 from lamina.account.schedule import Event
+from lamina.ledger.occurrences import AttemptTree
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.records import Epoch, Segment, SegmentOutcome
-from lamina.ledger.verify.epoch_checks import AttemptTree
 from lamina.plan.charges import plan_charges
 from lamina.plan.step_plan import StepPlan
 from lamina.run.sampler import Sampler

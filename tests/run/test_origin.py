@@ -9,8 +9,8 @@ import pytest
 from refusals import raises_code
 
 from lamina.errors import StorageError
-from lamina.run import run as module
-from lamina.run.run import origin_secret
+from lamina.run import run_ledger as module
+from lamina.run.run_ledger import origin_secret
 
 
 def test_it_is_drawn_once_and_kept(tmp_path: Path) -> None:

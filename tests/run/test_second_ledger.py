@@ -9,7 +9,7 @@ from clinic import policy
 from refusals import raises_code
 
 from lamina.ledger.corpus_terms import CorpusTerms, open_or_create
-from lamina.run.run import default_ledger_path, refuse_second_ledger
+from lamina.run.run_ledger import default_ledger_path, refuse_second_ledger
 
 ORIGIN = "clinic.example/ecg"
 

@@ -31,7 +31,7 @@ from lamina.plan.step_plan import StepPlan
 from lamina.run.admitted import Gate
 from lamina.run.corpus import Corpus
 from lamina.run.publisher import Evaluation
-from lamina.run.run import default_ledger_path, refuse_second_ledger
+from lamina.run.run_ledger import default_ledger_path, refuse_second_ledger
 from lamina.run.run_output import user_code
 from lamina.run.trainer import Trainer
 from lamina.run.trainer_checks import declared_start, steps_per_interval

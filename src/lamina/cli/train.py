@@ -142,7 +142,7 @@ def print_plan_only(
     planned: PlannedRun, trainer: Trainer, folder: Path, where: str, notes: tuple[str, ...], *, as_json: bool
 ) -> bool:
     """Print which folder the run would use, and what the ledger says of each class. False if it would be refused."""
-    from lamina.run.run import neighbours_of_run
+    from lamina.run.run_ledger import neighbours_of_run
 
     begun = run_file.read_run_figures(folder).get("steps") if (folder / "journal").exists() else None
     with read_spend(where) if (there := ledger_exists(where)) else nullcontext() as spends:

@@ -39,8 +39,9 @@ from lamina.run.optimizer import resolve_optimizer
 from lamina.run.payloads import PayloadChanged
 from lamina.run.publisher import Evaluation, Outcome, Publisher
 from lamina.run.restricted import restricted_notes
-from lamina.run.run import LedgerArgument, Run, keep_charging_bounds, link_ledger, neighbours_of_run, open_run_ledger
+from lamina.run.run import Run, keep_charging_bounds
 from lamina.run.run_files import Lease, make_folder
+from lamina.run.run_ledger import LedgerArgument, link_ledger, neighbours_of_run, open_run_ledger
 from lamina.run.run_output import (
     Callback,
     LogFile,

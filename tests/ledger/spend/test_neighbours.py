@@ -15,7 +15,7 @@ from refusals import raises_code
 
 from lamina.ledger.neighbours import neighbour_ledgers
 from lamina.ledger.reader import LedgerReader
-from lamina.run.run import _refuse_undeclared, default_ledger_path, neighbours_of_run, refuse_second_ledger
+from lamina.run.run_ledger import _refuse_undeclared, default_ledger_path, neighbours_of_run, refuse_second_ledger
 
 
 @pytest.fixture
