@@ -24,16 +24,16 @@ from typing import Any
 import torch
 
 from lamina.allocate.make_plan import make_plan
-from lamina.demo import hospitals as folders
-from lamina.demo.hospitals import write_contributions
-from lamina.demo.patients import FULL_SIZES, DemoPatients
-from lamina.demo.training import train_privately, untrained_model
 from lamina.ledger.corpus_terms import CorpusTerms, open_or_create
 from lamina.ledger.spend_ledger import SpendLedger
 from lamina.plan.layer_stack import LayerStack
 from lamina.plan.policy import Policy
 from lamina.run.admitted import Gate
 from lamina.run.membership import LedgerMembership
+from lamina.signals.demo import hospitals as folders
+from lamina.signals.demo.hospitals import write_contributions
+from lamina.signals.demo.patients import FULL_SIZES, DemoPatients
+from lamina.signals.demo.training import train_privately, untrained_model
 
 SEGMENTS = (
     (LedgerMembership, "freeze"),

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lamina.data import (
+from lamina.signals import (
     CGMSimulator,
     ECGSimulator,
     PulseSimulator,

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lamina import Corpus, Engine, LayerStack, Policy, StepPlan, Trainer, make_plan
-from lamina.models.autoencoders import ResidualAutoencoder
+from lamina.signals.autoencoders import ResidualAutoencoder
 
 POLICY = """
 [corpus]

@@ -22,8 +22,8 @@ SOURCE = ROOT / "src" / "lamina"
 FOLDERS = (
     "", "account", "plan", "allocate",
     "allocate/measure", "engine", "engine/layers", "engine/native", "sign", "admit", "ledger", "ledger/store",
-    "ledger/verify", "release", "run", "integrations", "audit", "models", "data", "study", "recipes", "report", "serve",
-    "bench", "demo", "cli",
+    "ledger/verify", "release", "run", "integrations", "audit", "report", "signals", "signals/demo", "recipes", "study", "serve",
+    "bench", "cli",
     "cli/ledger",
 )  # fmt: skip
 BEGIN, END = "<!-- files: make docs writes this -->", "<!-- end of files -->"

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-import lamina.data.signal
 import lamina.run.payloads
 import lamina.run.run_output
 import lamina.serve.inference
+import lamina.signals.signal
 from lamina.cli.terminal import refusal_json
 from lamina.errors import LaminaError
 from lamina.release.manifest import ReleaseProblem
@@ -97,7 +97,7 @@ def answered() -> RequestRefused:
 
 def test_the_subclasses_of_other_modules_are_among_them() -> None:
     outside = (
-        lamina.run.payloads.PayloadChanged, lamina.data.signal.DataFileError, lamina.serve.inference.InputsRefused,
+        lamina.run.payloads.PayloadChanged, lamina.signals.signal.DataFileError, lamina.serve.inference.InputsRefused,
         lamina.run.run_output.WithheldError, RequestRefused,
     )  # fmt: skip
     assert {*outside} <= {*subclasses(LaminaError)}

@@ -2,7 +2,7 @@
 
 task       real, private                      stand-in, public
 mnist      MNIST                              scikit-learn's 8 × 8 digits, enlarged, moved and turned at random
-ptbxl      PTB-XL slice, median beats         `lamina.data.ECGSimulator`, median beats
+ptbxl      PTB-XL slice, median beats         `lamina.signals.ECGSimulator`, median beats
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from scipy import ndimage
 from scipy.signal import find_peaks
 from torch import Tensor
 
-from lamina.data.ecg_simulator import ECGSimulator
+from lamina.signals.ecg_simulator import ECGSimulator
 
 Array = NDArray[np.float64]
 

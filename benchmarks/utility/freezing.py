@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 import lamina
-from lamina.data.ecg_simulator import ECGSimulator
-from lamina.presets import Preset
 from lamina.recipes.recipe import binary
 from lamina.recipes.signals import beat_rows, median_beats, simulated_beats
+from lamina.signals.ecg_simulator import ECGSimulator
+from lamina.signals.presets import Preset
 
 from .goals import macro_auc, note, private, ptbxl_pages
 

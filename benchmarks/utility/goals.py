@@ -1,6 +1,6 @@
 """What is reached on real data with front ends, pre-training and presets: `python benchmarks/utility goals`.
 
-`LAMINA_DATA` names the folder with ptbxl_slice/, mnist/ and cgm/. Settings come from `lamina.presets`, which were chosen on
+`LAMINA_DATA` names the folder with ptbxl_slice/, mnist/ and cgm/. Settings come from `lamina.signals.presets`, which were chosen on
 simulated or public data. Noise comes from seeds, so that a figure can be had again: measurements, not releases. Results go
 to benchmarks/results/goals.json, features to a cache folder.
 """
@@ -26,11 +26,11 @@ from torch.nn import functional as F
 
 import lamina
 from lamina import Batch, Engine, SeededNoise, StepPlan, presets
-from lamina.data.ecg_simulator import ECGSimulator
-from lamina.data.front_ends import Directions, ImageCNN, Scattering2D, bounded, distorted, unit_norm
 from lamina.engine.proxy_shares import Proxy
 from lamina.recipes.recipe import binary, class_losses, linear, squared_error
 from lamina.recipes.signals import autoencoder, beat_directions, beat_rows, ecg_rows, median_beats
+from lamina.signals.ecg_simulator import ECGSimulator
+from lamina.signals.front_ends import Directions, ImageCNN, Scattering2D, bounded, distorted, unit_norm
 
 from .data import digits, mnist, ptbxl, simulated
 from .tasks import TASKS, single_leads

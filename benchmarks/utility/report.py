@@ -199,7 +199,7 @@ def _why(columns: list[Column]) -> str:
 
 NOTES = """\
 How it came about: stand-ins are scikit-learn's digits, enlarged, moved and turned (for MNIST), and
-`lamina.data.ECGSimulator` (for PTB-XL). C, rate and everything measured of the layers come from them alone. The grids
+`lamina.signals.ECGSimulator` (for PTB-XL). C, rate and everything measured of the layers come from them alone. The grids
 were widened upward once, for all policies, because `lsab` and `ladp` stood at their upper edge on the stand-in (on some
 tasks they still do, so larger rates might suit them better); first figures on PTB-XL had been seen by then, and stay in
 the JSON files. `ladp-choice` and `ladp-budget` were measured again after they changed. `pareto-harm`, the look at

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lamina.data.cgm_simulator import HIGHEST, LOWEST
+from lamina.signals.cgm_simulator import HIGHEST, LOWEST
 
 from .data import _folder, mnist, ptbxl, simulated
 from .many_runs import Problem

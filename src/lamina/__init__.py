@@ -85,7 +85,7 @@ _HOME = {
 }  # fmt: skip
 
 
-_MODULES = ("data", "models", "presets", "recipes")  # that pages name as lamina.presets and so on
+_MODULES = ("signals", "recipes")  # that pages name as lamina.signals and lamina.recipes
 
 
 def __getattr__(name: str) -> Any:

@@ -17,12 +17,12 @@ from torch import nn
 from lamina.allocate.make_plan import ALLOCATIONS, explained_plan, make_plan
 from lamina.allocate.measure.measure import Measure
 from lamina.allocate.problem import Allocation, AllocationProblem
-from lamina.models.autoencoders import TransformerAutoencoder
 from lamina.plan.coverage import check_coverage
 from lamina.plan.layer_stack import LayerStack
 from lamina.plan.rules import effective_sigma
 from lamina.plan.selection import Slice, planned_noised_sizes
 from lamina.plan.step_plan import Clipping, StepPlan
+from lamina.signals.autoencoders import TransformerAutoencoder
 
 MODEL = TransformerAutoencoder(3, 4, width=8, layers=2, heads=4, hidden=5, code=2)
 STACK = LayerStack.from_model(MODEL)

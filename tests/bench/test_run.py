@@ -14,7 +14,7 @@ from lamina.bench.benchmark import BenchSettings, draw_benchmark, lamina_failure
 from lamina.bench.workloads import WORKLOADS, Workload, squared_error
 from lamina.engine import compiled
 from lamina.errors import LaminaError
-from lamina.models.autoencoders import MLPAutoencoder
+from lamina.signals.autoencoders import MLPAutoencoder
 
 
 def tiny(name: str) -> Workload:

@@ -26,12 +26,6 @@ from lamina.admit.verdicts import Reason
 from lamina.cli.app import main
 from lamina.cli.planned_run import PlannedRun
 from lamina.cli.run_file import RunFile
-from lamina.demo import result as demo
-from lamina.demo.hospitals import STRICT_NOISE_MULTIPLIER, make_new_folder
-from lamina.demo.patients import QUICK_SIZES, DemoPatients, PatientGroup, Utility, measure_utility
-from lamina.demo.result import TRAINING_LABELS, DemoResult
-from lamina.demo.svg_charts import auc_bars
-from lamina.demo.training import _poisson_sample
 from lamina.ledger.spend_ledger import SpendLedger
 from lamina.ledger.verify.tree_checks import Trust
 from lamina.ledger.writer import Ledger
@@ -40,6 +34,12 @@ from lamina.plan.step_plan import StepPlan
 from lamina.release.manifest import verify_release
 from lamina.run.admitted import Gate
 from lamina.sign.key_ring import KeyRing
+from lamina.signals.demo import result as demo
+from lamina.signals.demo.hospitals import STRICT_NOISE_MULTIPLIER, make_new_folder
+from lamina.signals.demo.patients import QUICK_SIZES, DemoPatients, PatientGroup, Utility, measure_utility
+from lamina.signals.demo.result import TRAINING_LABELS, DemoResult
+from lamina.signals.demo.svg_charts import auc_bars
+from lamina.signals.demo.training import _poisson_sample
 
 TRAININGS = {"without_sensitive", "private", "without_privacy"}
 
@@ -266,7 +266,7 @@ def test_the_report_is_self_contained_and_well_formed(ran: Ran) -> None:
 def test_the_weights_that_leave_are_the_ones_that_were_measured(ran: Ran) -> None:
     from safetensors.torch import load_file
 
-    from lamina.demo.training import untrained_model
+    from lamina.signals.demo.training import untrained_model
 
     model = untrained_model()
     model.load_state_dict(load_file(ran.folder / "run" / "model.safetensors"))

@@ -15,7 +15,7 @@ from refusals import raises_code
 from lamina.allocate.measure.measure import Measure
 from lamina.cli import by_name
 from lamina.cli.proxy_measure import parse_shape, random_labels
-from lamina.data import paper_run
+from lamina.signals import paper_run
 
 if TYPE_CHECKING:
     from conftest import Project
@@ -226,11 +226,11 @@ def test_built_in_models_know_their_input(name: str) -> None:
 
 
 def test_a_model_of_several_outputs_is_measured_by_a_loss_of_its_own(asked: Project) -> None:
-    vae = "from lamina.models import VAE\ndef wave():\n    return VAE(1, 8, depth=4, latent=2, width=8)\n"
+    vae = "from lamina.signals import VAE\ndef wave():\n    return VAE(1, 8, depth=4, latent=2, width=8)\n"
     asked.write(f"{asked.module}.py", MODULE + vae)
     words = ("--allocate", "lsab", "--proxy", "gaussian", "--input", "1,8", "--passes", "20")
     refused(ask(asked, "wave", *words), "cli.output-not-tensor")
-    code, out, err = ask(asked, "wave", *words, "--loss", "lamina.models:SignalLoss")
+    code, out, err = ask(asked, "wave", *words, "--loss", "lamina.signals:SignalLoss")
     assert code in (0, None), err
     assert "log_variance" in out
 
@@ -251,7 +251,7 @@ def test_a_paper_run_is_measured_by_the_loss_that_it_names_into_the_file_that_it
     assert json.loads(out)["proxy"] == "simulated: Gaussian inputs, labels at random"
     assert Measure.load(asked.folder / "measure.json").has_bounds
     succeeded(lamina())  # now the run has what it names
-    succeeded(lamina(*words, "--loss", "lamina.models:SignalLoss"))
+    succeeded(lamina(*words, "--loss", "lamina.signals:SignalLoss"))
     refused(lamina(*words, "--loss", "mse"), "cli.output-not-tensor")
 
 

@@ -22,7 +22,7 @@ epsilon = 4.0
 profile = {profile}
 """
 MODULE = """
-from lamina.models.autoencoders import TransformerAutoencoder
+from lamina.signals.autoencoders import TransformerAutoencoder
 
 def build():
     return TransformerAutoencoder(3, 4, width=8, layers=2, heads=4, hidden=5, code=2)

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lamina import Batch, Engine, SeededNoise
-from lamina.models.autoencoders import TransformerAutoencoder
 from lamina.plan.selection import Range
 from lamina.plan.step_plan import StepPlan
+from lamina.signals.autoencoders import TransformerAutoencoder
 
 STEPS, TOKENS = 50, 5
 Make = Callable[[Any], Optimizer]

@@ -14,11 +14,11 @@ from refusals import raises_code
 from torch import Tensor, nn
 from transformers import T5Config, T5ForConditionalGeneration
 
-from lamina.models.autoencoders import TransformerAutoencoder
 from lamina.plan.depth_profile import DepthProfile
 from lamina.plan.heads_experts import Heads
 from lamina.plan.layer_stack import LayerStack
 from lamina.plan.selection import PartKind
+from lamina.signals.autoencoders import TransformerAutoencoder
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

@@ -13,9 +13,9 @@ from refusals import raises_code
 from torch import nn
 
 from lamina.errors import PlanError
-from lamina.models.autoencoders import TransformerAutoencoder
 from lamina.plan.depth_profile import PROFILE_SCHEMA, DepthProfile, ProfileKind
 from lamina.plan.layer_stack import Layer, LayerStack
+from lamina.signals.autoencoders import TransformerAutoencoder
 
 
 def stack_of(blocks: int) -> LayerStack:

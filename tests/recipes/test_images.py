@@ -11,9 +11,9 @@ from refusals import raises_code
 from torch import Tensor
 
 import lamina
-from lamina.data.front_ends import Scattering2D
 from lamina.recipes import Recipe
 from lamina.recipes.images import ScatteredImages, images
+from lamina.signals.front_ends import Scattering2D
 
 pytestmark = pytest.mark.filterwarnings("ignore::lamina.run.private.PlannedBefore")
 

@@ -13,10 +13,10 @@ from refusals import raises_code
 from torch import nn
 
 import lamina
-from lamina import presets, recipes
-from lamina.data import CGMSimulator, ECGSimulator
+from lamina import recipes
 from lamina.recipes import Recipe, signals
 from lamina.recipes.tabular import Columns
+from lamina.signals import CGMSimulator, ECGSimulator, presets
 
 SHORT: dict[str, Any] = {"epsilon": 8.0, "delta": 1e-3, "steps": 3}
 RANGES = [(0.0, 10.0), (-5.0, 5.0), (100.0, 200.0)]

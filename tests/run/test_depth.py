@@ -8,12 +8,12 @@ from refusals import raises_code
 from torch import nn
 
 from lamina.allocate.make_plan import make_plan
-from lamina.models.autoencoders import TransformerAutoencoder
 from lamina.plan.layer_stack import LayerStack
 from lamina.plan.policy import Policy
 from lamina.plan.selection import Slice
 from lamina.plan.step_plan import StepPlan
 from lamina.run.trainer_checks import DEPTH_NOT_COMPARED, check_depth_profiles
+from lamina.signals.autoencoders import TransformerAutoencoder
 
 
 def policy(profile: dict[str, object]) -> Policy:

@@ -11,7 +11,7 @@ import torch
 from refusals import raises_code
 from signal_files import write_wfdb
 
-from lamina.data.simulated_folders import write_simulated_ptbxl
+from lamina.signals.simulated_folders import write_simulated_ptbxl
 from lamina.study.cells import SIZES, Cell, ResultStore
 from lamina.study.figures import FIGURES
 from lamina.study.methods import METHODS

@@ -11,8 +11,8 @@ import transformers
 from oracle import layers_of, losses_of_output
 from torch import Tensor, nn
 
-from lamina.models.autoencoders import TransformerAutoencoder
 from lamina.plan.selection import Range, Slice
+from lamina.signals.autoencoders import TransformerAutoencoder
 
 N, T, V = 5, 7, 40
 QUIET = pytest.mark.filterwarnings(  # what transformers, peft and modules without a rule say

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from lamina.data import LEADS
-from lamina.data.simulated_folders import ohio_xml
+from lamina.signals import LEADS
+from lamina.signals.simulated_folders import ohio_xml
 
 
 def encode(values: np.ndarray[Any, Any], form: int) -> bytes:

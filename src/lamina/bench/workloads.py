@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lamina.errors import LaminaError
-from lamina.models.autoencoders import MLPAutoencoder, ResidualAutoencoder, TransformerAutoencoder
+from lamina.signals.autoencoders import MLPAutoencoder, ResidualAutoencoder, TransformerAutoencoder
 
 SEED = 20240501
 

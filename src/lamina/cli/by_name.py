@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class BuiltInModel(NamedTuple):
-    """A class of `lamina.models`, its arguments, and the shape of one example without the batch axis."""
+    """A class of `lamina.signals`, its arguments, and the shape of one example without the batch axis."""
 
     name: str
     arguments: Mapping[str, Any] = {}
@@ -51,7 +51,7 @@ def make_model(name: str, arguments: Mapping[str, Any] | None = None, *, beside:
 
     found: Any
     if (built_in := BUILT_IN_MODELS.get(name)) is not None:
-        found = getattr(importlib.import_module("lamina.models"), built_in.name)
+        found = getattr(importlib.import_module("lamina.signals"), built_in.name)
         arguments = {**built_in.arguments, **(arguments or {})}
     else:
         found = import_by_name(name, "model", beside=beside, built_in=tuple(BUILT_IN_MODELS))

@@ -34,8 +34,8 @@ def demo(
       lamina demo                     two minutes; the report is in runs/demo
       lamina demo --folder try --json one object for machines
     """
-    from lamina.demo.hospitals import make_new_folder
-    from lamina.demo.result import run_demo
+    from lamina.signals.demo.hospitals import make_new_folder
+    from lamina.signals.demo.result import run_demo
 
     place = make_new_folder(folder)
     say = print_note if as_json else print_line

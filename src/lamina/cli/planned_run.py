@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import nn
 
-from lamina import presets
 from lamina.admit.verdicts import Register
 from lamina.allocate.make_plan import DEFAULT_ALLOCATION, make_plan
 from lamina.allocate.measure.measure import Measure
@@ -36,6 +35,7 @@ from lamina.run.run_output import user_code
 from lamina.run.trainer import Trainer
 from lamina.run.trainer_checks import declared_start, steps_per_interval
 from lamina.sign.keys import PrivateKey
+from lamina.signals import presets
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -184,7 +184,7 @@ def _model_output(model: nn.Module, example: Tensor, *, several: bool) -> Any:
     model.train(training)
     if not (several or isinstance(output, Tensor)):
         problem = f"the model gives a {type(output).__name__}, not a tensor"
-        remedy = "give a loss that takes it, --loss lamina.models:SignalLoss; or measure it in Python: lamina.allocate.measure.measure"
+        remedy = "give a loss that takes it, --loss lamina.signals:SignalLoss; or measure it in Python: lamina.allocate.measure.measure"
         raise PlanError("cli.output-not-tensor", problem, remedy)
     return output
 

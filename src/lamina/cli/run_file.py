@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from lamina import presets
 from lamina.cli import by_name
 from lamina.errors import LaminaError, PlanError, RunError
 from lamina.ledger.store.sqlite import printable_location
 from lamina.plan.policy import explain_validation_error
 from lamina.plan.selection import did_you_mean
 from lamina.run.run_files import make_folder, write_atomically
+from lamina.signals import presets
 from lamina.validate import parse_toml, read_text_file, short_repr
 
 if TYPE_CHECKING:

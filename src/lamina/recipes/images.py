@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from lamina import validate
-from lamina.data.front_ends import Scattering2D
 from lamina.errors import LaminaError
 from lamina.recipes.recipe import Recipe, class_numbers
 from lamina.run.corpus import Corpus
 from lamina.run.optimizer import private_optimizer
 from lamina.run.private import make_private
+from lamina.signals.front_ends import Scattering2D
 
 STEPS, BATCH, GROUP, CHUNK = 200, 4096, 3, 100
 LENGTH = 7.0  # of every row: it sets how far a step of the optimiser moves the logits

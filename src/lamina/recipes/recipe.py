@@ -18,10 +18,10 @@ from lamina.engine.engine import Engine
 from lamina.engine.probe import preserve_global_generators
 from lamina.errors import LaminaError
 from lamina.plan.step_plan import StepPlan
-from lamina.presets import Preset
 from lamina.run.corpus import Corpus
 from lamina.run.private import make_private
 from lamina.run.trainer import Trainer
+from lamina.signals.presets import Preset
 
 
 def class_numbers(y: Any, classes: int) -> Tensor:

@@ -11,13 +11,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from lamina.data.cgm_simulator import HIGHEST, LOWEST, CGMSimulator
-from lamina.data.ecg_simulator import ECGSimulator
-from lamina.data.front_ends import MILLIVOLT, Directions, bounded, median_beat, r_waves, unit_norm
-from lamina.models.signal_autoencoders import StackedAE
-from lamina.presets import find
 from lamina.recipes.recipe import Recipe, binary, linear, shaped, squared_error
 from lamina.run.pretrain import pretrain
+from lamina.signals.cgm_simulator import HIGHEST, LOWEST, CGMSimulator
+from lamina.signals.ecg_simulator import ECGSimulator
+from lamina.signals.front_ends import MILLIVOLT, Directions, bounded, median_beat, r_waves, unit_norm
+from lamina.signals.presets import find
+from lamina.signals.signal_autoencoders import StackedAE
 
 Array = NDArray[np.float64]
 LARGEST = 8.0  # half millivolts: what is larger is cut off

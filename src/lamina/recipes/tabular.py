@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from lamina import validate
 from lamina.errors import LaminaError
-from lamina.presets import find
 from lamina.recipes.recipe import Recipe, class_losses, class_numbers, squared_error
+from lamina.signals.presets import find
 
 
 class Columns(nn.Module):

@@ -61,7 +61,7 @@ def private_optimizer(model: nn.Module, plan: StepPlan) -> tuple[Optimizer, LRSc
 
     Adam, whose rate follows from the plan's signal and noise and falls to zero over the last steps of the plan. Both are
     fixed before the first step, depend on the plan alone, and cost nothing. They are for weights that are trained from
-    their first values; pre-trained ones need smaller steps (`lamina.presets`).
+    their first values; pre-trained ones need smaller steps (`lamina.signals.presets`).
     """
     rate = private_rate(signal_to_noise(plan), plan.steps)
     optimizer = Adam([p for p in model.parameters() if p.requires_grad], lr=rate)

@@ -13,12 +13,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from lamina.data import CGMSimulator, ECGSimulator, PulseSimulator
-from lamina.data.datasets import mimic_records, ohio_records, ptbxl_records
-from lamina.data.prepared import PARTS, PatientRecord
 from lamina.engine.batch import Batch
 from lamina.errors import LaminaError, RunError
-from lamina.models.signal_autoencoders import VAE, ConvAE, ResAE, SignalLoss, StackedAE, TransAE
+from lamina.signals import CGMSimulator, ECGSimulator, PulseSimulator
+from lamina.signals.datasets import mimic_records, ohio_records, ptbxl_records
+from lamina.signals.prepared import PARTS, PatientRecord
+from lamina.signals.signal_autoencoders import VAE, ConvAE, ResAE, SignalLoss, StackedAE, TransAE
 from lamina.study.cells import StudySize
 
 SIMULATED = "simulated"

@@ -21,9 +21,9 @@ from lamina.allocate.measure.bounds import PropagationState, SensitivityBounds, 
 from lamina.allocate.measure.gains import expected_slope
 from lamina.allocate.measure.profile import ActivationProfile, profile
 from lamina.allocate.measure.trace import TracedProgram, export, trace
-from lamina.models.autoencoders import MLPAutoencoder, ResidualAutoencoder, ResidualClassifier, TransformerAutoencoder
-from lamina.models.signal_autoencoders import VAE, ResAE
 from lamina.plan.layer_stack import LayerStack
+from lamina.signals.autoencoders import MLPAutoencoder, ResidualAutoencoder, ResidualClassifier, TransformerAutoencoder
+from lamina.signals.signal_autoencoders import VAE, ResAE
 
 
 def measured(

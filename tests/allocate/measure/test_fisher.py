@@ -12,8 +12,8 @@ from refusals import raises_code
 from torch import Tensor, nn
 
 from lamina.allocate.measure.example_gradients import LossesOf, fisher, reconstruction_losses, take_examples
-from lamina.models.autoencoders import ResidualAutoencoder, TransformerAutoencoder
 from lamina.plan.layer_stack import LayerStack
+from lamina.signals.autoencoders import ResidualAutoencoder, TransformerAutoencoder
 
 
 def by_hand(model: nn.Module, losses_of: LossesOf, x: Any, y: Any, stack: LayerStack) -> np.ndarray:

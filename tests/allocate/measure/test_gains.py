@@ -37,7 +37,7 @@ from lamina.allocate.measure.gains import (
     spectral_norm_of,
 )
 from lamina.allocate.measure.trace import OPERATION_KINDS, OperationKind, trace
-from lamina.models.autoencoders import ResidualAutoencoder
+from lamina.signals.autoencoders import ResidualAutoencoder
 
 Array = NDArray[np.float64]
 NORM_ERROR = 0.02  # 1.01 times an estimate that is at most 1 % low

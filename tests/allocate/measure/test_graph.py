@@ -15,7 +15,7 @@ from refusals import raises_code
 from torch import Tensor, nn
 
 from lamina.allocate.measure.trace import OperationKind, TracedGraph, export, trace
-from lamina.models.autoencoders import MLPAutoencoder, ResidualAutoencoder, ResidualClassifier, TransformerAutoencoder
+from lamina.signals.autoencoders import MLPAutoencoder, ResidualAutoencoder, ResidualClassifier, TransformerAutoencoder
 
 Trace = Callable[[nn.Module], AbstractContextManager[None]]
 

@@ -25,9 +25,9 @@ from lamina.allocate.measure.measure import Measure, measure, noise_cost
 from lamina.allocate.measure.profile import profile
 from lamina.allocate.measure.trace import trace
 from lamina.errors import PlanError
-from lamina.models.autoencoders import ResidualAutoencoder, TransformerAutoencoder
 from lamina.plan.layer_stack import LayerStack
 from lamina.plan.policy import Policy
+from lamina.signals.autoencoders import ResidualAutoencoder, TransformerAutoencoder
 
 ROWS = ("tight", "worst", "printed", "harm", "norms", "fisher")
 POSITIVE = st.floats(min_value=5e-324, allow_infinity=False, allow_nan=False)

@@ -13,8 +13,8 @@ from torch.func import functional_call, jacrev
 
 from lamina.allocate.measure.example_gradients import reconstruction_losses
 from lamina.allocate.measure.measure import NOISE_COST_FLOOR, noise_cost, raise_to_floor
-from lamina.models.autoencoders import TransformerAutoencoder
 from lamina.plan.layer_stack import LayerStack
+from lamina.signals.autoencoders import TransformerAutoencoder
 
 
 class Bowl(nn.Module):

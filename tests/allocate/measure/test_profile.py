@@ -26,7 +26,7 @@ from lamina.allocate.measure.profile import (
     kolmogorov_distance,
     profile,
 )
-from lamina.models.autoencoders import MLPAutoencoder, ResidualAutoencoder, TransformerAutoencoder
+from lamina.signals.autoencoders import MLPAutoencoder, ResidualAutoencoder, TransformerAutoencoder
 
 Trace = Callable[[nn.Module], AbstractContextManager[None]]
 
