@@ -20,7 +20,7 @@ from lamina.validate import one_of, whole
 if TYPE_CHECKING:
     from lamina.account.filters import PrivacyFilter
     from lamina.engine.engine import Engine
-    from lamina.engine.proxy_shares import Proxy
+    from lamina.engine.rules.proxy import Proxy
     from lamina.ledger.writer import Ledger
     from lamina.plan.charges import SignedAccount
     from lamina.plan.step_plan import StepPlan
@@ -152,7 +152,7 @@ def _evaluation(table: EvaluateTable, run: RunContext) -> Evaluation:
 
 def _proxy(table: ProxyTable, run: RunContext) -> Proxy:
     """Return the examples of a [proxy] table, with the run's own loss."""
-    from lamina.engine.proxy_shares import Proxy
+    from lamina.engine.rules.proxy import Proxy
 
     found = run.called(table.function, "proxy.function")
     x, y = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
