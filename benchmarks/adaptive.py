@@ -26,9 +26,9 @@ from lamina.allocate.make_plan import make_plan
 from lamina.allocate.problem import Allocate
 from lamina.bench.step_cost import interleave, paired_ratio
 from lamina.bench.workloads import Workload, find_workload
-from lamina.engine.adaptive import Adaptation
 from lamina.engine.batch import Batch
 from lamina.engine.engine import Engine
+from lamina.engine.rules.adaptation import Adaptation
 from lamina.plan.layer_stack import LayerStack
 from lamina.plan.policy import Policy
 from lamina.plan.step_plan import StepPlan

@@ -23,7 +23,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import nn
 
-from lamina.engine.noise import NoiseSource, SecureNoise
+from lamina.engine.noise.source import NoiseSource, SecureNoise
 
 MLP = (864, 512, 256, 128, 32, 128, 256, 512, 864)
 

@@ -31,7 +31,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from lamina.bench.step_cost import interleave, paired_ratio
 from lamina.bench.step_variants import build_step
 from lamina.bench.workloads import WORKLOADS, Workload
-from lamina.engine.noise import SecureNoise
+from lamina.engine.noise.source import SecureNoise
 
 PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "convolution", "convolution_backward", "mkldnn", "attention")
 

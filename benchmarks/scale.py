@@ -33,7 +33,7 @@ from lamina import Batch, Corpus, Engine, LayerStack, Policy, SeededNoise, make_
 from lamina.account.schedule import Event
 from lamina.engine.batch import Draw
 from lamina.engine.distributed import Ranks
-from lamina.engine.random_stream import KeyStream
+from lamina.engine.noise.random_stream import KeyStream
 from lamina.ledger.records import Epoch, EpochAccount, Segment, SegmentOutcome, encode_leaf
 from lamina.run.sampler import poisson_sample
 from lamina.run.training_checkpoint import TrainingCheckpoint, TrainingCheckpoints

@@ -23,7 +23,7 @@ from lamina import LayerStack, Policy, StepPlan, make_plan, presets
 from lamina.account import calibrate
 from lamina.allocate.basic import LSAB, Pareto, uniform
 from lamina.allocate.ladp import LADP
-from lamina.engine.proxy_shares import Proxy
+from lamina.engine.rules.proxy import Proxy
 from lamina.plan.correlation import participations, prefix_error
 from lamina.recipes.recipe import squared_error
 from lamina.recipes.signals import keep_top_band, pretrained_days, public_days, scaled

@@ -26,7 +26,7 @@ from torch.nn import functional as F
 
 import lamina
 from lamina import Batch, Engine, SeededNoise, StepPlan, presets
-from lamina.engine.proxy_shares import Proxy
+from lamina.engine.rules.proxy import Proxy
 from lamina.recipes.recipe import binary, class_losses, linear, squared_error
 from lamina.recipes.signals import autoencoder, beat_directions, beat_rows, ecg_rows, median_beats
 from lamina.signals.ecg_simulator import ECGSimulator

@@ -19,7 +19,7 @@ from lamina.audit.step_audit import audit_step, noise_levels
 from lamina.audit.target import AuditTarget
 from lamina.engine.batch import Batch
 from lamina.engine.engine import Engine
-from lamina.engine.noise import NoiseSource
+from lamina.engine.noise.source import NoiseSource
 from lamina.plan.step_plan import StepPlan
 
 

@@ -14,8 +14,8 @@ from lamina.audit.step_audit import Verdict, audit_step, noise_levels
 from lamina.audit.target import AuditTarget
 from lamina.engine.batch import Batch
 from lamina.engine.engine import Engine
-from lamina.engine.noise import NoiseSource
-from lamina.engine.step import NoiseInShares, NoisePerContribution
+from lamina.engine.execute.step import NoiseInShares, NoisePerContribution
+from lamina.engine.noise.source import NoiseSource
 from lamina.plan.rules import Injection
 from lamina.plan.step_plan import StepPlan
 
@@ -91,7 +91,8 @@ class _Busy(NoisePerContribution):
 @pytest.mark.parametrize(("form", "wrong"), [(1, _Forgetful), (2, _Busy)])
 def test_the_audit_sees_noise_that_is_missing(monkeypatch: pytest.MonkeyPatch, form: int, wrong: type) -> None:
     monkeypatch.setattr(
-        "lamina.engine.step.NoiseInShares" if form == 1 else "lamina.engine.step.NoisePerContribution", wrong
+        "lamina.engine.execute.step.NoiseInShares" if form == 1 else "lamina.engine.execute.step.NoisePerContribution",
+        wrong,
     )
 
     def make(model: nn.Module, plan: StepPlan, noise: NoiseSource) -> Engine:

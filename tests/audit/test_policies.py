@@ -21,9 +21,9 @@ from lamina.audit.paired_step import PairedStep, paired_step
 from lamina.audit.step_audit import Check, audit_step, epsilon_of_sensitivity, noise_levels
 from lamina.audit.target import AuditTarget
 from lamina.engine.batch import Batch, Draw
-from lamina.engine.clipping import BoxCollector
 from lamina.engine.engine import Engine
-from lamina.engine.noise import NoiseSource, SeededNoise
+from lamina.engine.execute.clipping import BoxCollector
+from lamina.engine.noise.source import NoiseSource, SeededNoise
 from lamina.plan.layer_stack import LayerStack
 from lamina.plan.policy import Policy
 from lamina.plan.rules import FollowQuantile

@@ -18,7 +18,7 @@ from lamina.audit.step_audit import audit_step, noise_levels
 from lamina.audit.target import AuditTarget
 from lamina.engine.batch import Batch
 from lamina.engine.engine import Engine
-from lamina.engine.noise import NoiseSource
+from lamina.engine.noise.source import NoiseSource
 from lamina.engine.slices import zero_outside_slices
 from lamina.plan.selection import Slice
 from lamina.plan.step_plan import Clipping, PlannedClass, StepPlan

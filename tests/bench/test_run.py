@@ -12,7 +12,7 @@ from refusals import raises_code
 from lamina.bench import step_cost, step_variants, workloads
 from lamina.bench.benchmark import BenchSettings, draw_benchmark, lamina_failures, run_benchmark
 from lamina.bench.workloads import WORKLOADS, Workload, squared_error
-from lamina.engine import compiled
+from lamina.engine.execute import compiled
 from lamina.errors import LaminaError
 from lamina.signals.autoencoders import MLPAutoencoder
 

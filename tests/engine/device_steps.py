@@ -23,8 +23,8 @@ from torch.utils.checkpoint import checkpoint
 import lamina
 from lamina import Batch, Engine, SeededNoise
 from lamina.engine import native
-from lamina.engine.compiled import NotCompiled
-from lamina.engine.noise import PLAIN_NOTE, PlainNoise
+from lamina.engine.execute.compiled import NotCompiled
+from lamina.engine.noise.source import PLAIN_NOTE, PlainNoise
 from lamina.errors import CouplingError, EngineError
 from lamina.plan.rules import Choose, FollowEnergy, FollowQuantile, Injection, NoiseKind
 from lamina.plan.selection import Slice

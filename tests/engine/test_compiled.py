@@ -16,9 +16,9 @@ from refusals import raises_code
 from torch import Tensor, nn
 
 from lamina import Batch, Engine, SeededNoise
-from lamina.engine import compiled
-from lamina.engine.compiled import NotCompiled
-from lamina.engine.step import own_their_storage
+from lamina.engine.execute import compiled
+from lamina.engine.execute.compiled import NotCompiled
+from lamina.engine.execute.step import own_their_storage
 from lamina.plan.selection import Slice
 from lamina.plan.step_plan import StepPlan
 

@@ -15,10 +15,10 @@ from lamina import Batch, Corpus, Engine, StepPlan
 from lamina.account import GaussianFilter
 from lamina.audit.step_audit import audit_step
 from lamina.engine.batch import Draw
-from lamina.engine.correlated_noise import NoiseWindow
 from lamina.engine.distributed import Ranks, refuse_unsharded
-from lamina.engine.noise import NoiseSource, SecureNoise, SeededNoise
-from lamina.engine.step import route
+from lamina.engine.execute.step import route
+from lamina.engine.noise.correlated import NoiseWindow
+from lamina.engine.noise.source import NoiseSource, SecureNoise, SeededNoise
 from lamina.plan.correlation import band_coefficients
 from lamina.run.sampler import Sampler
 

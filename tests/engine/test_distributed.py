@@ -16,8 +16,8 @@ from oracle import clip_by_hand, example_grads, unit_grads
 from refusals import raises_code
 
 from lamina import Batch, SeededNoise
-from lamina.engine.integer_noise import layer_grids
-from lamina.engine.noise import rounding_grid
+from lamina.engine.noise.integer import layer_grids
+from lamina.engine.noise.source import rounding_grid
 from lamina.plan.rules import NoiseKind
 
 Answers = list[dict[str, Any]]

@@ -16,10 +16,11 @@ from refusals import raises_code
 from torch import Tensor, nn
 
 from lamina import Batch, Engine
-from lamina.engine import native, step
+from lamina.engine import native
 from lamina.engine.distributed import Ranks
-from lamina.engine.grads import ContributionGrads
-from lamina.engine.noise import SeededNoise
+from lamina.engine.execute import step
+from lamina.engine.execute.grads import ContributionGrads
+from lamina.engine.noise.source import SeededNoise
 from lamina.errors import EngineError, UnclippedGradient
 
 N = 5

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 import lamina
 from lamina import Batch, Engine
-from lamina.engine.outside_writes import WrittenOutsideEngine
+from lamina.engine.guards.outside_writes import WrittenOutsideEngine
 
 pytestmark = QUIET
 

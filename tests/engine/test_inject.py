@@ -15,8 +15,8 @@ from scipy.stats import chi2, ks_2samp, kstest
 from torch import Tensor, nn
 
 from lamina import Batch, Engine, StepPlan, route
-from lamina.engine.noise import NoiseSource, SecureNoise, SeededNoise, rounding_grid
-from lamina.engine.step import OpenStep
+from lamina.engine.execute.step import OpenStep
+from lamina.engine.noise.source import NoiseSource, SecureNoise, SeededNoise, rounding_grid
 from lamina.plan.rules import FollowQuantile, Injection
 from lamina.plan.selection import Slice
 

@@ -25,9 +25,9 @@ from lamina.allocate.make_plan import explained_plan
 from lamina.audit.step_audit import Verdict, audit_step
 from lamina.audit.target import AuditTarget
 from lamina.engine import native
-from lamina.engine.clipping import clip_weights, safe_bounds
-from lamina.engine.grads import ClipWeights, DenseGrads
-from lamina.engine.integer_noise import (
+from lamina.engine.execute.clipping import clip_weights, safe_bounds
+from lamina.engine.execute.grads import ClipWeights, DenseGrads
+from lamina.engine.noise.integer import (
     LEAST_BITS,
     MOST_BITS,
     Grid,
@@ -133,7 +133,7 @@ def test_poisson_draws_are_kept_as_exact_arithmetic_says(bits: int) -> None:
                 assert _kept_exactly(k, bits, word, 5) is kept
                 source = words()
                 source.take = lambda count, word=word: np.full(count, word, dtype=np.uint64)  # type: ignore[method-assign]
-                with mock.patch("lamina.engine.integer_noise._some_laplace", lambda *_, k=k: np.array([k])):
+                with mock.patch("lamina.engine.noise.integer._some_laplace", lambda *_, k=k: np.array([k])):
                     assert (_some_poisson(source, 1, bits).size == 1) is kept
 
 

@@ -10,7 +10,7 @@ from oracle import FORMS, clip_by_hand, example_grads, losses_of, plan_of
 from torch import Tensor, nn
 
 from lamina import Batch, Engine
-from lamina.engine import clipping
+from lamina.engine.execute import clipping
 from lamina.plan.step_plan import StepPlan
 
 

@@ -19,7 +19,8 @@ from refusals import raises_code
 from scipy import special, stats
 
 from lamina.engine import native
-from lamina.engine.noise import (
+from lamina.engine.noise.random_stream import CELL_ELEMENTS, PACK_BELOW_ELEMENTS, KeyStream, StreamPurpose, step_key
+from lamina.engine.noise.source import (
     GRID_BITS,
     MAX_RADIUS,
     NoiseBuffers,
@@ -33,7 +34,6 @@ from lamina.engine.noise import (
     rounding_grid,
     sine,
 )  # fmt: skip
-from lamina.engine.random_stream import CELL_ELEMENTS, PACK_BELOW_ELEMENTS, KeyStream, StreamPurpose, step_key
 from lamina.errors import NoiseError
 
 DRAWS = 10_000_000

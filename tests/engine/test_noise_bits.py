@@ -17,7 +17,8 @@ from oracle import plan_of
 from torch import Tensor, nn
 
 from lamina import Batch, Engine, SeededNoise
-from lamina.engine import compiled, native
+from lamina.engine import native
+from lamina.engine.execute import compiled
 
 SIDE = 100
 LEARNT, TRIED = 30, 30  # trials of each kind, to choose the attack on and to try it on

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from refusals import raises_code
 
-from lamina.engine.random_stream import (
+from lamina.engine.noise.random_stream import (
     CELL_ELEMENTS,
     MAX_CALL_BYTES,
     PACK_BELOW_ELEMENTS,

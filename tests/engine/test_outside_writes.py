@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import lamina
 from lamina import Batch, Engine
-from lamina.engine.outside_writes import WrittenOutsideEngine
+from lamina.engine.guards.outside_writes import WrittenOutsideEngine
 
 X, Y = torch.randn(64, 6, generator=torch.Generator().manual_seed(0)), torch.arange(64) % 3
 Act = Callable[[nn.Module, Engine], None]

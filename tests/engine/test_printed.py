@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from lamina.engine.batch import Batch
 from lamina.engine.engine import Engine
-from lamina.engine.noise import SeededNoise
-from lamina.engine.paper_step import ReproductionWarning
+from lamina.engine.execute.paper_step import ReproductionWarning
+from lamina.engine.noise.source import SeededNoise
 from lamina.plan.step_plan import PlannedClass, StepPlan
 
 ONE = PlannedClass(name="one", population=100, sampling_rate=0.1, delta=1e-5)

@@ -18,9 +18,9 @@ from lamina import Batch, Engine, LayerStack, Policy, SeededNoise, StepPlan, mak
 from lamina.account.filters import RenyiFilter
 from lamina.account.schedule import Event
 from lamina.engine.budget import Budget
-from lamina.engine.integer_noise import LEAST_BITS, GridSums
-from lamina.engine.noise import NoiseSource
-from lamina.engine.secure_sums import PartyMessage, SecureSum, skellam_reach
+from lamina.engine.noise.integer import LEAST_BITS, GridSums
+from lamina.engine.noise.secure_sums import PartyMessage, SecureSum, skellam_reach
+from lamina.engine.noise.source import NoiseSource
 
 POLICY = """
 [corpus]

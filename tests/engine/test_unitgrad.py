@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lamina.engine.grads import (
+from lamina.engine.execute.grads import (
     AxisRanges,
     AxisSliceGrads,
     ClipWeights,

@@ -18,7 +18,7 @@ from refusals import raises_code
 from torch import Tensor, nn
 
 import lamina
-from lamina.engine.noise import NoiseSource
+from lamina.engine.noise.source import NoiseSource
 from lamina.integrations.huggingface import PrivateTrainer
 from lamina.integrations.tokens import LabelLoss, TokenLoss, loss_for, token_corpus
 

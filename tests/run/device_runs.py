@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import lamina
 from lamina.engine import native
-from lamina.engine.noise import PlainNoise
+from lamina.engine.noise.source import PlainNoise
 from lamina.run import training_checkpoint
 
 pretend_device()  # before the first backward pass

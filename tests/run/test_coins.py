@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy import stats
 
-from lamina.engine.random_stream import KeyStream, StreamPurpose, Words, block_counter, step_key
+from lamina.engine.noise.random_stream import KeyStream, StreamPurpose, Words, block_counter, step_key
 from lamina.run.sampler import WORDS_PER_RUN, choose_examples, poisson_sample, sampling_threshold
 
 SEED = bytes(range(32))

@@ -18,7 +18,7 @@ from lamina import LayerStack, Policy, StepPlan, make_plan
 from lamina.allocate.ladp import LADP
 from lamina.allocate.measure.example_gradients import fisher
 from lamina.engine.engine import Engine
-from lamina.engine.proxy_shares import Proxy
+from lamina.engine.rules.proxy import Proxy
 from lamina.ledger.verify.verifier import verify
 from lamina.plan.rules import Choose, FollowEnergy, FollowProxy
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lamina import LayerStack, Policy, StepPlan, make_plan
-from lamina.engine.proxy_shares import Proxy
+from lamina.engine.rules.proxy import Proxy
 from lamina.run import restricted
 from lamina.run.restricted import restricted_notes
 

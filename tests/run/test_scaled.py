@@ -12,7 +12,7 @@ from refusals import raises_code
 from torch import nn
 
 from lamina import Corpus, Engine
-from lamina.engine.noise import SeededNoise
+from lamina.engine.noise.source import SeededNoise
 from lamina.plan.rules import Choose
 from lamina.plan.step_plan import Clipping, PlannedClass, PlannedLayer, StepPlan
 from lamina.run.sampler import Sampler

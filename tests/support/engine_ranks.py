@@ -20,7 +20,7 @@ from lamina import Batch, Engine, LaminaError, LayerStack, Policy, SeededNoise, 
 from lamina.allocate.ladp import LADP
 from lamina.engine.batch import Draw
 from lamina.engine.distributed import ALONE, Ranks
-from lamina.engine.proxy_shares import Proxy
+from lamina.engine.rules.proxy import Proxy
 from lamina.plan.rules import FollowQuantile, Injection, NoiseKind
 from lamina.plan.step_plan import StepPlan
 
@@ -124,9 +124,9 @@ def sharded_step(name: str, rank: int, size: int) -> dict[str, Any]:
 
 def compiled_steps(rank: int, size: int) -> float:
     """How far gradients of compiled steps are from those of the hook engine, where a rank may have too few examples for a graph."""
-    import lamina.engine.compiled
+    import lamina.engine.execute.compiled
 
-    lamina.engine.compiled.BACKEND = "eager"
+    lamina.engine.execute.compiled.BACKEND = "eager"
     found: list[list[Tensor]] = []
     for compiled in (False, True):
         torch.manual_seed(3)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lamina import Batch, Engine, StepPlan
 from lamina.engine import native
-from lamina.engine.grads import ContributionGrads
+from lamina.engine.execute.grads import ContributionGrads
 
 
 class Net(nn.Module):

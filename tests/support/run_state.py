@@ -21,8 +21,8 @@ import apsw
 import pytest
 from open_charges import open_charges
 
-from lamina.engine import random_stream
 from lamina.engine.engine import Engine
+from lamina.engine.noise import random_stream
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.records import Epoch
 from lamina.run.trainer import Trainer

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lamina import Batch, Engine, LaminaError, SeededNoise
 from lamina.engine.distributed import Ranks, whole_tensor
-from lamina.engine.grads import _thread_buffers
+from lamina.engine.execute.grads import _thread_buffers
 from lamina.plan.rules import FollowEnergy, FollowQuantile, NoiseKind
 
 WIDTH = 6

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lamina import LaminaError, StepPlan
 from lamina.engine.distributed import is_sharded_model, weights_digest
-from lamina.engine.proxy_shares import Proxy
+from lamina.engine.rules.proxy import Proxy
 from lamina.run.run_output import Progress
 
 SEGMENT = 4

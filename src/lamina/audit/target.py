@@ -16,8 +16,8 @@ from lamina.account.schedule import INTEGER_RDP
 from lamina.engine.batch import Batch
 from lamina.engine.distributed import Ranks, whole_tensor
 from lamina.engine.engine import Engine
-from lamina.engine.noise import NoiseSource, SeededNoise
-from lamina.engine.paper_step import ReproductionWarning
+from lamina.engine.execute.paper_step import ReproductionWarning
+from lamina.engine.noise.source import NoiseSource, SeededNoise
 from lamina.engine.slices import zero_outside_slices
 from lamina.plan.rules import Choose, FollowBudget, FollowQuantile, Rule
 from lamina.plan.step_plan import StepPlan

@@ -81,7 +81,7 @@ def _kernels() -> dict[str, Any]:
         import torch
 
         from lamina.engine import native
-        from lamina.engine.noise import noise_version
+        from lamina.engine.noise.source import noise_version
     except ImportError:
         return {}
     reason = native.missing()

@@ -18,7 +18,7 @@ from lamina.cli.open_ledger import read_only_register
 from lamina.cli.run_file import AdmitTable, DataTable, EvaluateTable, ProxyTable, RunFile
 from lamina.cli.terminal import open_private_key, progress_bar
 from lamina.engine.distributed import Ranks
-from lamina.engine.proxy_shares import Proxy
+from lamina.engine.rules.proxy import Proxy
 from lamina.errors import CorpusError, RunError
 from lamina.ledger.corpus_terms import CorpusTerms, open_or_create
 from lamina.ledger.store.sqlite import is_postgres_url, ledger_exists

@@ -15,7 +15,7 @@ from lamina.allocate.measure.measure import Measure, measure
 from lamina.cli import by_name
 from lamina.cli.run_file import RunFile
 from lamina.cli.terminal import print_note
-from lamina.engine.proxy_shares import Proxy
+from lamina.engine.rules.proxy import Proxy
 from lamina.errors import EngineError, PlanError
 from lamina.plan.layer_stack import LayerStack, model_unchanged
 from lamina.run.losses import PerExampleLoss

@@ -17,6 +17,8 @@ from torch.utils.hooks import RemovableHandle
 
 from lamina.engine import batch
 from lamina.engine.distributed import is_sharded
+from lamina.engine.guards.outside_writes import OutsideWrites
+from lamina.engine.guards.safety_checks import StateGuard
 from lamina.engine.layers import layer_forward_for
 from lamina.engine.layers.layer_rule import (
     NO_INPUT,
@@ -28,10 +30,8 @@ from lamina.engine.layers.layer_rule import (
     Target,
 )
 from lamina.engine.layers.linear import EmbeddingForward
+from lamina.engine.layers.per_contribution import BroadcastForward, FlattenedTokensForward, PerContributionForward
 from lamina.engine.layers.stacked_experts import ExpertsForward, modules_in_expert_blocks
-from lamina.engine.outside_writes import OutsideWrites
-from lamina.engine.per_contribution import BroadcastForward, FlattenedTokensForward, PerContributionForward
-from lamina.engine.safety_checks import StateGuard
 from lamina.errors import CouplingError, EngineError, LaminaError, OwnershipError, UnclippedGradient, UnsupportedLayer
 from lamina.plan.coverage import find_hazards, running_buffers
 

@@ -14,22 +14,27 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from lamina import validate
 from lamina.account.filters import PrivacyFilter
-from lamina.engine import grads
-from lamina.engine.adaptive import Adaptation, OpenChoice, refuse_factor
 from lamina.engine.attach import Attachment, refuse_wrappers
 from lamina.engine.batch import Batch, Draw
 from lamina.engine.budget import Budget
-from lamina.engine.clipping import BoxCollector, ClipBounds, Collector, JointCollector, NormCollector
-from lamina.engine.correlated_noise import NoiseWindow
 from lamina.engine.distributed import Ranks, is_sharded_model, refuse_unsharded, weights_digest, whole_tensor
-from lamina.engine.integer_noise import Grid, GridSums
-from lamina.engine.layers.layer_rule import Target
-from lamina.engine.noise import PLAIN_NOISE, PLAIN_NOTE, NoiseSource, PlainNoise, SecureNoise, widest_dtype
-from lamina.engine.outside_writes import OutsideWrites
-from lamina.engine.paper_step import PaperStep, UnclippedSums, warn_if_reproduction
-from lamina.engine.probe import Measured, NotProbed, Probe, ProbeBatch, losses_of_outputs, preserve_schedules
-from lamina.engine.proxy_shares import Proxy, ProxyShares
-from lamina.engine.safety_checks import (
+from lamina.engine.execute import grads
+from lamina.engine.execute.clipping import BoxCollector, ClipBounds, Collector, JointCollector, NormCollector
+from lamina.engine.execute.paper_step import PaperStep, UnclippedSums, warn_if_reproduction
+from lamina.engine.execute.sharded import OWNERSHIP_PASSES, ShardedModel, ShardedStep
+from lamina.engine.execute.step import (
+    ClippedSums,
+    CorrelatedStep,
+    IntegerStep,
+    OpenStep,
+    SumMemory,
+    check_is_batch,
+    own_their_storage,
+    parts_out_of_order_error,
+    zero_sums,
+)
+from lamina.engine.guards.outside_writes import OutsideWrites
+from lamina.engine.guards.safety_checks import (
     CheckedBatch,
     GradWriter,
     OwnershipCheck,
@@ -41,27 +46,22 @@ from lamina.engine.safety_checks import (
     refuse_float16,
     refuse_reduced_products,
 )
-from lamina.engine.sharded import OWNERSHIP_PASSES, ShardedModel, ShardedStep
+from lamina.engine.layers.layer_rule import Target
+from lamina.engine.noise.correlated import NoiseWindow
+from lamina.engine.noise.integer import Grid, GridSums
+from lamina.engine.noise.source import PLAIN_NOISE, PLAIN_NOTE, NoiseSource, PlainNoise, SecureNoise, widest_dtype
+from lamina.engine.probe import Measured, NotProbed, Probe, ProbeBatch, losses_of_outputs, preserve_schedules
+from lamina.engine.rules.adaptation import Adaptation, OpenChoice, refuse_factor
+from lamina.engine.rules.proxy import Proxy, ProxyShares
 from lamina.engine.simulated_input import simulate_for
 from lamina.engine.slices import NO_MASKS, PlanSlices, RestoreUnreached, TensorMasks, trained_tensors
-from lamina.engine.step import (
-    ClippedSums,
-    CorrelatedStep,
-    IntegerStep,
-    OpenStep,
-    SumMemory,
-    check_is_batch,
-    own_their_storage,
-    parts_out_of_order_error,
-    zero_sums,
-)
 from lamina.errors import CouplingError, EngineError
 from lamina.plan.coverage import check_coverage, find_hazards
 from lamina.plan.rules import FollowProxy, NoiseKind
 from lamina.plan.step_plan import Clipping, StepPlan
 
 if TYPE_CHECKING:
-    from lamina.engine.compiled import CompiledStep, LossesOf
+    from lamina.engine.execute.compiled import CompiledStep, LossesOf
 
 _engines: WeakSet[Engine] = WeakSet()
 
@@ -108,7 +108,7 @@ class Engine:
         constant_time     do not skip arithmetic where no sampled contribution reaches
         taken             steps of this plan that an earlier engine took on the same data: ε counts from there
         proxy             of a plan whose shares follow a proxy (`FollowProxy`): its public or simulated examples
-        compiled          run `step` as a compiled graph where that can be: see `lamina.engine.compiled`
+        compiled          run `step` as a compiled graph where that can be: see `lamina.engine.execute.compiled`
         ranks             the processes that take the steps together: torch.distributed's default group, if there is one
         """
         self.ranks = Ranks.current() if ranks is None else ranks
@@ -180,7 +180,7 @@ class Engine:
         ]
         self.compiled: CompiledStep | None = None
         if compiled:
-            from lamina.engine.compiled import CompiledStep  # torch's tracing is slow to import
+            from lamina.engine.execute.compiled import CompiledStep  # torch's tracing is slow to import
 
             started = model, plan, self._attachment, self._tensors, self._names
             self.compiled = CompiledStep(*started, adaptive=self.adaptation is not None)

@@ -28,8 +28,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lamina.engine.batch import Batch, take_rows
-from lamina.engine.outside_writes import kept_tensors
-from lamina.engine.safety_checks import tensors_of_optimizer
+from lamina.engine.guards.outside_writes import kept_tensors
+from lamina.engine.guards.safety_checks import tensors_of_optimizer
 from lamina.engine.simulated_input import WatchLookups, simulate, simulated_count
 from lamina.errors import CouplingError, EngineError
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from lamina.engine.grads import AxisRanges, AxisSliceGrads, ContributionGrads, SliceMask
-from lamina.engine.safety_checks import tensors_of_optimizer
+from lamina.engine.execute.grads import AxisRanges, AxisSliceGrads, ContributionGrads, SliceMask
+from lamina.engine.guards.safety_checks import tensors_of_optimizer
 from lamina.errors import EngineError
 from lamina.plan.selection import Range, complement_ranges, merge_ranges, planned_noised_sizes
 from lamina.plan.step_plan import StepPlan

@@ -102,7 +102,7 @@ class NoiseKind(enum.Enum):
       laplace            P(x) ∝ exp(-|x|/b) on the whole multiples of a unit, b = √(π/2)·S, for gradients of bounded L1 norm
 
     The last three are drawn exactly and added in int64 to gradients that were cut to the same grid
-    (engine/integer_noise.py). S of laplace noise is that of the Gaussian which dominates it: its standard deviation is
+    (engine/noise/integer.py). S of laplace noise is that of the Gaussian which dominates it: its standard deviation is
     √2·b = √π·S.
     """
 

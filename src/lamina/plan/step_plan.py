@@ -153,7 +153,7 @@ class StepPlan:
     and what no class reaches gets no noise. `injection` (plan/rules.py) says where the noise enters: once per step,
     as above, or in parts of the same sum at the same price; or per contribution, raw, which is another claim.
 
-    `noise_kind` says which noise. On a grid of integers (engine/integer_noise.py) a contribution is cut to whole units,
+    `noise_kind` says which noise. On a grid of integers (engine/noise/integer.py) a contribution is cut to whole units,
     which makes it no longer. Discrete Gaussian and Skellam: the claim holds at integer Rényi orders, accountant rdp-integer. Laplace: ‖g_l‖
     is √Σ_t ‖g_t‖₁² over the tensors t of a layer, and the claim holds for every accountant (docs/theory.md).
 

@@ -24,7 +24,7 @@ from lamina.admit.contribution_sources import Contribution
 from lamina.admit.resolver import Resolution
 from lamina.admit.verdicts import ContributionRefused, PackedTexts, Reason, Register
 from lamina.engine.batch import Batch
-from lamina.engine.random_stream import segment_seed
+from lamina.engine.noise.random_stream import segment_seed
 from lamina.errors import AdmissionError, CorpusError
 from lamina.ledger.admission_batch import open_register
 from lamina.ledger.writer import Ledger

@@ -16,7 +16,7 @@ from lamina.admit.admission import Admission
 from lamina.engine.batch import Batch
 from lamina.engine.distributed import Ranks
 from lamina.engine.engine import unprobed_engines
-from lamina.engine.random_stream import segment_seed
+from lamina.engine.noise.random_stream import segment_seed
 from lamina.errors import CorpusError
 from lamina.plan.charges import SignedAccount
 from lamina.plan.policy import Policy

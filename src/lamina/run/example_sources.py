@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
+from lamina.engine.noise.random_stream import StreamPurpose, step_key
 from lamina.engine.probe import preserve_global_generators, seed_global_generators, seed_torch
-from lamina.engine.random_stream import StreamPurpose, step_key
 from lamina.errors import CorpusError
 from lamina.run.payloads import PayloadChanged, PayloadInspector, Payloads, PayloadSurvey, is_csv, survey_or_raise
 from lamina.run.table_files import (

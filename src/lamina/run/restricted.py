@@ -13,9 +13,9 @@ from torch.optim import Adam
 from lamina.allocate.measure.example_gradients import example_count, take_examples
 from lamina.engine.batch import Batch, model_device, to_device
 from lamina.engine.engine import Engine
-from lamina.engine.noise import SeededNoise
+from lamina.engine.noise.source import SeededNoise
 from lamina.engine.probe import preserve_global_generators, seed_global_generators
-from lamina.engine.proxy_shares import Proxy
+from lamina.engine.rules.proxy import Proxy
 from lamina.plan.layer_stack import call_arguments
 from lamina.plan.rules import PER_STEP_INJECTION
 from lamina.plan.step_plan import StepPlan

@@ -41,7 +41,7 @@ from lamina.account.charges import Account, Charge
 from lamina.account.gaussian_rdp import step_rdp
 from lamina.account.schedule import Event, Schedule, grouped, rdp_order_of
 from lamina.admit.attestation import MICRO
-from lamina.engine.random_stream import segment_seed
+from lamina.engine.noise.random_stream import segment_seed
 from lamina.errors import BudgetExceeded, LedgerError, RunError
 from lamina.ledger.attempts import NoiseByStep, OpenAttempt
 from lamina.ledger.records import SegmentOutcome

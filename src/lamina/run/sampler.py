@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from lamina.account.schedule import Schedule
 from lamina.engine.batch import Batch, Draw
 from lamina.engine.distributed import ALONE, Ranks
-from lamina.engine.random_stream import CELL_ELEMENTS, KeyStream, StreamPurpose, Words, step_key
+from lamina.engine.noise.random_stream import CELL_ELEMENTS, KeyStream, StreamPurpose, Words, step_key
 from lamina.errors import CorpusError
 from lamina.plan.correlation import participations
 from lamina.plan.step_plan import StepPlan

@@ -38,7 +38,7 @@ import lamina
 from lamina.account.charges import Account, Charge
 from lamina.engine import native
 from lamina.engine.batch import model_device
-from lamina.engine.noise import noise_version
+from lamina.engine.noise.source import noise_version
 from lamina.errors import BudgetExceeded, RunError
 from lamina.ledger.attempts import NoiseByStep
 from lamina.ledger.records import MAX_NOISE_VALUES

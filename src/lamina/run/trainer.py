@@ -17,10 +17,10 @@ from lamina.account.filters import PrivacyFilter
 from lamina.engine.batch import Batch, model_device, to_device
 from lamina.engine.distributed import Ranks, is_sharded_model, weights_digest
 from lamina.engine.engine import Engine
-from lamina.engine.noise import PLAIN_NOTE, NoiseSource, SecureNoise, SeededNoise
+from lamina.engine.noise.random_stream import StreamPurpose
+from lamina.engine.noise.source import PLAIN_NOTE, NoiseSource, SecureNoise, SeededNoise
 from lamina.engine.probe import preserve_global_generators
-from lamina.engine.proxy_shares import Proxy
-from lamina.engine.random_stream import StreamPurpose
+from lamina.engine.rules.proxy import Proxy
 from lamina.errors import EngineError, RankLost, RunError, StepsAbandoned
 from lamina.ledger.run_records import NoiseOrigin, SamplingScheme
 from lamina.ledger.schema import pluralize

@@ -34,8 +34,8 @@ from lamina.run.run_files import make_folder, remove_temporary_files, replacing,
 from lamina.validate import number
 
 if TYPE_CHECKING:
-    from lamina.engine.adaptive import Adaptation
-    from lamina.engine.correlated_noise import NoiseWindow
+    from lamina.engine.noise.correlated import NoiseWindow
+    from lamina.engine.rules.adaptation import Adaptation
     from lamina.plan.step_plan import StepPlan
 
 # **State.** Nested state, such as `optimizer.state_dict()`, becomes flat tensors and a tree that CBOR can carry, bit for

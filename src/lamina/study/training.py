@@ -23,8 +23,8 @@ from lamina.allocate.measure.measure import Measure, measure
 from lamina.allocate.problem import untuned_clip_norm
 from lamina.engine.batch import Batch
 from lamina.engine.engine import Engine
-from lamina.engine.noise import SeededNoise
-from lamina.engine.paper_step import ReproductionWarning
+from lamina.engine.execute.paper_step import ReproductionWarning
+from lamina.engine.noise.source import SeededNoise
 from lamina.errors import BudgetExceeded, LaminaError
 from lamina.plan.layer_stack import LayerStack
 from lamina.plan.policy import Policy

@@ -19,10 +19,10 @@ from lamina.account.accountants import find_accountant
 from lamina.account.filters import RenyiFilter
 from lamina.account.gaussian_rdp import choice_noise_multiplier
 from lamina.account.schedule import Event
-from lamina.engine.adaptive import OpenChoice, uniform_draw
 from lamina.engine.batch import Batch
 from lamina.engine.engine import Engine
-from lamina.engine.noise import SecureNoise, SeededNoise
+from lamina.engine.noise.source import SecureNoise, SeededNoise
+from lamina.engine.rules.adaptation import OpenChoice, uniform_draw
 from lamina.plan.rules import Choose, FollowBudget, FollowEnergy
 from lamina.plan.step_plan import StepPlan
 

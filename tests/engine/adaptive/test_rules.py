@@ -16,11 +16,11 @@ from refusals import raises_code
 from torch import Tensor, nn
 
 import lamina
-from lamina.engine.adaptive import Adaptation
 from lamina.engine.batch import Batch
 from lamina.engine.engine import Engine
-from lamina.engine.noise import SeededNoise
-from lamina.engine.step import COUNTS_TENSOR
+from lamina.engine.execute.step import COUNTS_TENSOR
+from lamina.engine.noise.source import SeededNoise
+from lamina.engine.rules.adaptation import Adaptation
 from lamina.errors import BudgetExceeded
 from lamina.plan.rules import FollowBudget, FollowEnergy, FollowQuantile
 from lamina.plan.step_plan import StepPlan

@@ -15,10 +15,10 @@ from refusals import raises_code
 from torch import nn
 
 from lamina.account.gaussian_rdp import step_rdp
-from lamina.engine.adaptive import Adaptation
 from lamina.engine.budget import Budget
 from lamina.engine.engine import Engine
-from lamina.engine.noise import SeededNoise
+from lamina.engine.noise.source import SeededNoise
+from lamina.engine.rules.adaptation import Adaptation
 from lamina.errors import BudgetExceeded, EngineError
 from lamina.plan.rules import Choose, FollowBudget, FollowEnergy, FollowQuantile
 from lamina.plan.step_plan import Clipping, StepPlan

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from lamina import Batch, Engine
-from lamina.engine.grads import SequenceProductGrads
+from lamina.engine.execute.grads import SequenceProductGrads
 
 N = 7
 
@@ -44,7 +44,7 @@ def test_hugging_face_conv1d(shape: tuple[int, ...]) -> None:
 
 
 def test_wide_enough_for_several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lamina.engine.grads.CHUNK_ELEMENTS", 64)
+    monkeypatch.setattr("lamina.engine.execute.grads.CHUNK_ELEMENTS", 64)
     with formed_in_chunks(SequenceProductGrads, monkeypatch):
         agree(nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 8)), torch.randn(N, 3, 5))
 

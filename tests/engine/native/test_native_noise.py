@@ -16,7 +16,8 @@ from lamina.audit.step_audit import Verdict, audit_step
 from lamina.audit.target import AuditTarget
 from lamina.engine import native
 from lamina.engine.batch import Batch
-from lamina.engine.noise import (
+from lamina.engine.noise.random_stream import CELL_ELEMENTS, KeyStream, step_key
+from lamina.engine.noise.source import (
     MAX_RADIUS,
     NATIVE_PIECE,
     NativeNoise,
@@ -25,7 +26,6 @@ from lamina.engine.noise import (
     native_noise,
     noise_version,
 )
-from lamina.engine.random_stream import CELL_ELEMENTS, KeyStream, step_key
 from lamina.run.segments import code_version
 
 KEY = bytes.fromhex("2b7e151628aed2a6abf7158809cf4f3c")

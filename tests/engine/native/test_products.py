@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from lamina.engine import native
 from lamina.engine.batch import RowLayout
-from lamina.engine.clipping import BoxClip, clip_layer
-from lamina.engine.grads import ClipWeights, DenseGrads, OuterProductGrads
+from lamina.engine.execute.clipping import BoxClip, clip_layer
+from lamina.engine.execute.grads import ClipWeights, DenseGrads, OuterProductGrads
 from lamina.engine.layers import layer_forward_for
 from lamina.engine.native.norm_sums import clip_dense_layer
 from lamina.engine.native.products import NativeBias, NativeGrads, NativeOuterGrads, OuterLayer, OuterLayers

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lamina.engine.batch import RowLayout
-from lamina.engine.grads import ContributionGrads
+from lamina.engine.execute.grads import ContributionGrads
 from lamina.errors import EngineError, OwnershipError, UnclippedGradient
 
 NO_INPUT = torch.empty(0)  # the input of a rule that has none

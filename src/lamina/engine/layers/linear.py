@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lamina.engine.batch import RowLayout
-from lamina.engine.grads import (
+from lamina.engine.execute.grads import (
     ContributionGrads,
     DenseGrads,
     OuterProductGrads,

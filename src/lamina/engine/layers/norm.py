@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lamina.engine.batch import RowLayout
-from lamina.engine.grads import DenseGrads, at_least_float32
+from lamina.engine.execute.grads import DenseGrads, at_least_float32
 from lamina.engine.layers.layer_rule import (
     ApplyRule,
     LayerForward,

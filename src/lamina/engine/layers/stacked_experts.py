@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lamina.engine import batch
 from lamina.engine.batch import RowLayout
-from lamina.engine.grads import ContributionGrads, StackedGrads
+from lamina.engine.execute.grads import ContributionGrads, StackedGrads
 from lamina.engine.layers.layer_rule import (
     ApplyRule,
     LayerForward,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lamina.engine import native
-from lamina.engine.grads import ClipFunction, ClipWeights, ContributionGrads, DenseGrads
+from lamina.engine.execute.grads import ClipFunction, ClipWeights, ContributionGrads, DenseGrads
 
 
 class _Norms(ctypes.Structure):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lamina.engine import native
 from lamina.engine.batch import RowLayout
-from lamina.engine.grads import (
+from lamina.engine.execute.grads import (
     AxisRanges,
     ClipFunction,
     ClipWeights,

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from lamina.engine.proxy_shares import Proxy
+from lamina.engine.rules.proxy import Proxy
 from lamina.errors import LaminaError
 from lamina.ledger.writer import Ledger
 from lamina.plan.step_plan import StepPlan

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from lamina.engine.batch import Batch
-from lamina.engine.correlated_noise import NoiseWindow
 from lamina.engine.distributed import ALONE, Ranks
-from lamina.engine.integer_noise import Grid, layer_grids, row_taxicab_sq
-from lamina.engine.noise import NoiseSource, widest_dtype
-from lamina.engine.safety_checks import CheckedBatch
+from lamina.engine.guards.safety_checks import CheckedBatch
+from lamina.engine.noise.correlated import NoiseWindow
+from lamina.engine.noise.integer import Grid, layer_grids, row_taxicab_sq
+from lamina.engine.noise.source import NoiseSource, widest_dtype
 from lamina.engine.slices import trained_tensors, unreached_ranges, zero_outside_slices
 from lamina.errors import EngineError, NoiseError
 from lamina.plan.rules import FollowQuantile, InjectionForm, NoiseKind

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lamina.engine import native
-from lamina.engine.grads import CHUNK_ELEMENTS, ClipWeights, ContributionGrads, row_norm_sq
-from lamina.engine.random_stream import BLOCK_BYTES, MAX_CALL_BYTES, KeyStream, Words
+from lamina.engine.execute.grads import CHUNK_ELEMENTS, ClipWeights, ContributionGrads, row_norm_sq
+from lamina.engine.noise.random_stream import BLOCK_BYTES, MAX_CALL_BYTES, KeyStream, Words
 from lamina.plan.rules import NoiseKind
 from lamina.plan.step_plan import StepPlan
 

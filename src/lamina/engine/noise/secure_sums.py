@@ -19,8 +19,8 @@ from torch import Tensor
 
 from lamina import validate
 from lamina.engine.budget import Budget
-from lamina.engine.integer_noise import LEAST_BITS, MOST_BITS, Grid, GridSums, layer_grids
-from lamina.engine.noise import NoiseSource
+from lamina.engine.noise.integer import LEAST_BITS, MOST_BITS, Grid, GridSums, layer_grids
+from lamina.engine.noise.source import NoiseSource
 from lamina.errors import NoiseError
 from lamina.plan.rules import NoiseKind
 from lamina.plan.step_plan import StepPlan

@@ -16,8 +16,8 @@ from typing import Any
 
 from torch import Tensor
 
-from lamina.engine.safety_checks import CheckedBatch
-from lamina.engine.step import ClippedSums, OpenStep, zero_sums
+from lamina.engine.execute.step import ClippedSums, OpenStep, zero_sums
+from lamina.engine.guards.safety_checks import CheckedBatch
 from lamina.errors import EngineError
 from lamina.plan.step_plan import Clipping, StepPlan
 

@@ -25,7 +25,6 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from lamina.engine.batch import Batch
-from lamina.engine.clipping import Collector, JointCollector
 from lamina.engine.distributed import (
     Ranks,
     as_shard,
@@ -35,10 +34,11 @@ from lamina.engine.distributed import (
     rank_lost,
     shard_like,
 )
-from lamina.engine.grads import release_buffers
-from lamina.engine.noise import NoiseSource, widest_dtype
-from lamina.engine.safety_checks import tensors_of_optimizer
-from lamina.engine.step import ClippedSums, LateSums, OpenStep, zero_sums
+from lamina.engine.execute.clipping import Collector, JointCollector
+from lamina.engine.execute.grads import release_buffers
+from lamina.engine.execute.step import ClippedSums, LateSums, OpenStep, zero_sums
+from lamina.engine.guards.safety_checks import tensors_of_optimizer
+from lamina.engine.noise.source import NoiseSource, widest_dtype
 from lamina.errors import EngineError
 from lamina.plan.rules import FollowProxy
 from lamina.plan.step_plan import Clipping, StepPlan

@@ -30,13 +30,13 @@ from torch.utils import _pytree as pytree
 from lamina.engine import native
 from lamina.engine.attach import Attachment, CopySafeHook
 from lamina.engine.batch import Batch, RowLayout, examples
-from lamina.engine.clipping import BoxClip, clip_layer, form, least_factor, safe_bounds
-from lamina.engine.grads import ClipWeights, ContributionGrads, DenseGrads, OuterProductGrads, SummedGrads
+from lamina.engine.execute.clipping import BoxClip, clip_layer, form, least_factor, safe_bounds
+from lamina.engine.execute.grads import ClipWeights, ContributionGrads, DenseGrads, OuterProductGrads, SummedGrads
+from lamina.engine.execute.step import zero_sums
+from lamina.engine.guards.safety_checks import LossGraph, walk_graph
 from lamina.engine.layers.layer_rule import LayerRule, RuleCall, hidden_backward_error
 from lamina.engine.layers.linear import LinearRule
 from lamina.engine.layers.norm import NormRule
-from lamina.engine.safety_checks import LossGraph, walk_graph
-from lamina.engine.step import zero_sums
 from lamina.plan.rules import InjectionForm, NoiseKind
 from lamina.plan.step_plan import Clipping, StepPlan
 

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from lamina.engine.distributed import is_sharded
-from lamina.engine.safety_checks import BITS, tensors_of_optimizer
+from lamina.engine.guards.safety_checks import BITS, tensors_of_optimizer
 
 _EVERY_TIME_UNTIL, _THEN_EVERY = 24, 64
 _GRADIENT_SAMPLE, _WEIGHT_SAMPLE, _CORNER = 64, 16, 4

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from lamina.engine.batch import RowLayout
 from lamina.engine.distributed import is_sharded
-from lamina.engine.grads import DenseGrads, at_least_float32
+from lamina.engine.execute.grads import DenseGrads, at_least_float32
 from lamina.engine.layers.layer_rule import (
     NO_INPUT,
     ApplyRule,

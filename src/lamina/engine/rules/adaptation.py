@@ -15,11 +15,11 @@ from torch import Tensor
 from lamina import validate
 from lamina.allocate.ladp import Candidate, draw, plan_candidates, utilities
 from lamina.allocate.measure.energy import EnergyEstimate
-from lamina.engine.clipping import nonempty_contributions
-from lamina.engine.grads import row_norm_sq
-from lamina.engine.noise import NoiseSource
-from lamina.engine.proxy_shares import ProxyShares
-from lamina.engine.safety_checks import CheckedBatch
+from lamina.engine.execute.clipping import nonempty_contributions
+from lamina.engine.execute.grads import row_norm_sq
+from lamina.engine.guards.safety_checks import CheckedBatch
+from lamina.engine.noise.source import NoiseSource
+from lamina.engine.rules.proxy import ProxyShares
 from lamina.errors import EngineError, LaminaError, PlanError
 from lamina.plan.rules import (
     LEAST_MAGNITUDE,

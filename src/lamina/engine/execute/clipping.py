@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lamina.engine.batch import Batch
-from lamina.engine.grads import (
+from lamina.engine.execute.grads import (
     NORM_SAFETY,
     AxisSliceGrads,
     ClipFunction,
@@ -22,13 +22,13 @@ from lamina.engine.grads import (
     MaskedGrads,
     SummedGrads,
 )
-from lamina.engine.integer_noise import Grid, GridGrads
+from lamina.engine.execute.step import ClippedSums
+from lamina.engine.guards.safety_checks import CheckedBatch
 from lamina.engine.layers.layer_rule import RuleCall, hidden_backward_error
 from lamina.engine.native.norm_sums import clip_dense_layer
 from lamina.engine.native.products import NativeBias, NativeGrads, OuterLayer, OuterLayers, is_plain
-from lamina.engine.safety_checks import CheckedBatch
+from lamina.engine.noise.integer import Grid, GridGrads
 from lamina.engine.slices import NO_MASKS, TensorMasks
-from lamina.engine.step import ClippedSums
 from lamina.plan.step_plan import Clipping, StepPlan
 
 # How a contribution's gradient is bounded: box and joint clip factors (docs/theory.md, "One step").

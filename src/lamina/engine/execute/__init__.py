@@ -1,0 +1,1 @@
+"""From losses to released gradients: per-contribution gradients, clipping, executors, placements."""

@@ -1,0 +1,1 @@
+"""The noise of a step: streams, draws, and the mechanisms that are made of them."""

@@ -1,0 +1,1 @@
+"""How the rules of a plan move C and S while it runs."""
