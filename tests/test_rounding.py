@@ -18,9 +18,7 @@ from lamina.admit.checks import SigningTerms
 from lamina.admit.resolver import resolve
 from lamina.allocate.make_plan import make_plan
 from lamina.cli.layer_figures import layer_figures, layer_table
-from lamina.cli.spend import AccountLine, spend_page
-from lamina.ledger.attempts import AccountTotal
-from lamina.ledger.spending import Limit
+from lamina.cli.spend import figures_of, spend_page
 from lamina.plan.layer_stack import LayerStack
 from lamina.plan.policy import Policy
 from lamina.plan.step_plan import StepPlan
@@ -130,9 +128,8 @@ def test_the_table_of_signed_bounds(policy: Policy, plan: StepPlan, z: int) -> N
 @pytest.mark.parametrize("below", [0.0, 1e-9, 1e-5, 0.3])
 def test_the_table_of_what_is_spent(bound: float, below: float) -> None:
     committed = bound - below
-    total = AccountTotal(spent=committed, committed=committed, runs=())
-    line = AccountLine(account=Account("a"), limit=Limit(epsilon=bound, delta=1e-5, accountant="pld"), total=total)
-    (row,) = rows(spend_page("t", [line]), "class")
+    figures = figures_of(committed, committed, bound) | {"delta": 1e-5, "accountant": "pld", "runs": []}
+    (row,) = rows(spend_page("t", [(Account("a"), figures)]), "class")
     assert committed <= float(row["ε spent"]) == float(row["committed"]) <= float(row["bound"])
     assert float(row["remains"]) <= bound - committed
 

@@ -16,7 +16,8 @@ from refusals import raises_code
 
 from lamina import __version__
 from lamina.allocate.make_plan import ALLOCATIONS
-from lamina.cli.app import COMMANDS, main
+from lamina.bench.benchmark import benchmark_json
+from lamina.cli.app import COMMANDS, main, summary
 from lamina.cli.explain import plan_notes
 from lamina.errors import LaminaError
 from lamina.plan.layer_stack import LayerStack
@@ -87,7 +88,7 @@ def test_help_imports_no_command() -> None:
 def test_every_command_teaches(command: str, lamina: Call) -> None:
     """It has an example, says what it spends or changes, takes --json; and the list of commands says the same of it."""
     text = " ".join(succeeded(lamina(command, "--help")).split())
-    assert COMMANDS[command] in text
+    assert summary(command) in text
     assert f"lamina {command}" in text.partition("Example")[2]
     assert any(word in text.lower() for word in ("spend", "spent"))
     assert "--json" in text
@@ -275,12 +276,13 @@ def test_a_defect_of_ours_names_no_line_of_ours(policy: str, monkeypatch: pytest
 
 
 def test_a_failed_benchmark_is_one_object(monkeypatch: pytest.MonkeyPatch, lamina: Call) -> None:
-    monkeypatch.setattr("lamina.bench.benchmark.run_benchmark", lambda settings, say: {"workloads": {}})
+    nothing = benchmark_json([], {"kernels": "none", "load": 0.0})
+    monkeypatch.setattr("lamina.bench.benchmark.run_benchmark", lambda settings, say: nothing)
     monkeypatch.setattr("lamina.bench.benchmark.lamina_failures", lambda result: ["mlp: no"])
     code, out, err = lamina("bench", "--quick", "--json")
     assert code == 1
     told = json.loads(out)
-    assert told.keys() == {"workloads", "refused", "remedy", "code", "family"}
+    assert {"workloads", "refused", "remedy", "code", "family"} <= told.keys()
     assert "mlp: no" in err
 
 

@@ -194,7 +194,7 @@ def test_show(call: Call, story: Story) -> None:
     assert len(answer(call("show", "ledger.db", "--limit", "3", "--json"))["records"]) == 3
     assert len(answer(call("show", "ledger.db", "--json"))["records"]) == 55
     assert "no record fits" in call("show", "ledger.db", "--class", "nobody")[1]
-    assert call("show", "ledger.db", "--kind", "nonsense")[0] == 1
+    assert call("show", "ledger.db", "--kind", "nonsense")[0] == 2
 
 
 def test_trace(call: Call, story: Story) -> None:

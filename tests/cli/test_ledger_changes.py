@@ -76,9 +76,9 @@ def test_the_policy_in_force(call: Call) -> None:
     printed = succeeded(call("policy", "ledger.db"))
     assert "clinic.example/ledger, rdp at δ = 1e-05\n" in printed
     rows = {line.split()[0]: line.split()[1:] for line in printed.splitlines()}
-    assert rows["clinical"] == ["1", "1", "4.3772", "1,000", "top=0.5"]
+    assert rows["clinical"] == ["top=0.5", "1", "1", "4.3772", "1,000"]
     assert 4.3771 < found["classes"]["clinical"]["epsilon"] < 4.3772
-    assert rows["open"] == ["public", "-", "-", "-", "all"]
+    assert rows["open"] == ["all", "public", "-", "-", "-"]
     assert found["classes"]["open"]["epsilon"] is None
 
 

@@ -152,18 +152,16 @@ class BenchSettings:
     compiled: bool = True
     processor_time: bool = False
 
-    @classmethod
-    def quick(cls, workloads: tuple[str, ...] = tuple(WORKLOADS), threads: int = 2) -> BenchSettings:
-        """Under five minutes for all six: fewer rounds, wider limits, memory of Lamina only, no compiled step."""
-        short: dict[str, Any] = {"rounds": 20, "minimum": 3, "seconds": 220.0, "peer_memory": False, "compiled": False}
-        return cls(workloads=workloads, threads=threads, **short)
-
     def variants(self, name: str) -> list[str]:
         """Everything timed on a workload, the baseline first."""
         routing = list(ROUTING) if name in ROUTING_WORKLOADS else []
         units = list(UNITS) if name in UNIT_WORKLOADS else []
         compiled = list(COMPILED) if self.compiled else []
         return [BASELINE, *LAMINA, *TORCH_RULES, *compiled, *units, *routing, *PEERS]
+
+
+QUICK: Mapping[str, Any] = {"rounds": 20, "minimum": 3, "seconds": 220.0, "peer_memory": False, "compiled": False}
+"""Under five minutes for all six: fewer rounds, wider limits, memory of Lamina only, no compiled step."""
 
 
 def run_benchmark(settings: BenchSettings, say: ReportProgress = lambda text: None) -> dict[str, Any]:
@@ -289,7 +287,7 @@ def _processor() -> str:
     return platform.processor() or platform.machine()
 
 
-_VARIANT_LABELS = {
+VARIANT_LABELS = {
     "box": "Lamina, box",
     "joint": "Lamina, joint",
     "box_torch": "Lamina, box, torch rules",
@@ -315,11 +313,11 @@ def draw_benchmark(result: dict[str, Any], path: Path) -> Path:
 
     workloads = list(result["workloads"])
     figure, axes = plt.subplots(2, 1, figsize=(9.5, 8.5), sharex=True, layout="constrained")
-    width = 0.8 / len(_VARIANT_LABELS)
+    width = 0.8 / len(VARIANT_LABELS)
     for row, axis in enumerate(axes):
-        for position, (variant, label) in enumerate(_VARIANT_LABELS.items()):
+        for position, (variant, label) in enumerate(VARIANT_LABELS.items()):
             heights = [_bar_height(result["workloads"][name], variant, row) for name in workloads]
-            places = [index + (position - (len(_VARIANT_LABELS) - 1) / 2) * width for index in range(len(workloads))]
+            places = [index + (position - (len(VARIANT_LABELS) - 1) / 2) * width for index in range(len(workloads))]
             bars = axis.bar(places, heights, width, label=label, color=_COLOURS[position])
             axis.bar_label(bars, [f"{h:.3g}" if h else "–" for h in heights], fontsize=6, padding=2, rotation=90)
         axis.axhline(1.0, color="black", linewidth=0.8)

@@ -2,40 +2,36 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
 from lamina import __version__
-from lamina.cli.options import PlainCommand, PlainGroup, help_text, option
+from lamina.cli.command import PlainGroup, alone, help_text
 from lamina.cli.terminal import out, print_json, print_refusal, refusal_json, stderr_is_terminal
 from lamina.errors import LaminaError, needs_torch
 
-# In the order of use, with the first sentence of the help. A command is `app` or the function NAME in lamina.cli.NAME.
-COMMANDS = {
-    "demo": "Sign, admit and train on simulated ECG under differential privacy; show its cost and its use.",
-    "keys": "Make signing keys, and maintain the ring of trusted keys. Spends nothing.",
-    "attest": "Sign contributions: who contributes, which data, for which corpus, under which bound, until when.",
-    "admit": "Check every contribution of a folder as a run would; show which are admitted, which are not, and why.",
-    "plan": "Show clipping, noise, sigma and ε of every class and layer, before the first step.",
-    "train": "Train a model privately, as a RUN.toml says. Run the same command again to go on after a stop or a crash.",
-    "spend": "Show ε spent by every class of every corpus, over all runs, retrainings and abandoned attempts.",
-    "ledger": "The record of what was admitted, spent, withdrawn and released: append-only, signed, and checkable.",
-    "certify": "Sign a certificate of a run: the privacy loss of every class, the assumptions, and what is not covered.",
-    "report": "Write a page about a run: is it private, what did each class spend and what remains, who reached which layer.",
-    "release": "Create and verify signed model releases, ask their gate, and write papers about them.",
-    "serve": "Serve a release: every query passes its gate first. Or a run: its ledger, with proofs. Spends nothing.",
-    "study": "Measure the tables and figures of the LSAB-zCDP document again, on simulated patients or on your data.",
-    "bench": "Measure time and peak memory of a private step on this machine, against an ordinary step and Opacus.",
-    "doctor": "Check this machine: versions, SQLite, randomness, cores, and whether the native kernels run.",
-}
+# In the order of use. A command is the function NAME, or the group `app`, in lamina.cli.NAME.
+COMMANDS = (
+    "demo", "keys", "attest", "admit", "plan", "train", "spend", "ledger", "certify", "report", "release", "serve", "study",
+    "bench", "doctor",
+)  # fmt: skip
+
+
+def summary(name: str) -> str:
+    """Return the first paragraph of a command's help, which its file begins with, without importing it."""
+    spec = find_spec(f"lamina.cli.{name}")
+    source = spec.loader.get_source(spec.name) if spec and spec.loader else ""  # type: ignore[attr-defined]
+    return inspect.cleandoc(source.split('"""')[1]).split("\n\n")[0].replace("\n", " ")
 
 
 class _LazyCommands(PlainGroup):
@@ -52,7 +48,7 @@ class _LazyCommands(PlainGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in COMMANDS:
             return None
-        return TyperCommand(cmd_name, help=COMMANDS[cmd_name]) if self._listing else _command(cmd_name)
+        return TyperCommand(cmd_name, help=summary(cmd_name)) if self._listing else _command(cmd_name)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         with self._only_listed():
@@ -75,12 +71,7 @@ class _LazyCommands(PlainGroup):
 @cache
 def _command(name: str) -> Any:
     home = import_module(f"lamina.cli.{name}")
-    found = getattr(home, "app", None) or getattr(home, name)
-    if not isinstance(found, typer.Typer):
-        only = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
-        only.command(name, cls=PlainCommand, help=help_text(found.__doc__))(found)
-        found = only
-    command = typer.main.get_command(found)
+    command = typer.main.get_command(home.app if hasattr(home, "app") else alone(getattr(home, name)))
     command.name = name
     return command
 
@@ -127,9 +118,11 @@ def _version(wanted: bool) -> None:
 @app.callback(help=help_text(_HELP))
 def _lamina(
     version: Annotated[
-        bool, option("show the version and exit", "--version", callback=_version, is_eager=True)
+        bool, typer.Option("--version", help="show the version and exit", callback=_version, is_eager=True)
     ] = False,
-    debug: Annotated[bool, option("show tracebacks; also after the command, or LAMINA_DEBUG=1", "--debug")] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="show tracebacks; also after the command, or LAMINA_DEBUG=1")
+    ] = False,
 ) -> None:
     pass
 

@@ -1,17 +1,40 @@
-"""`lamina certify`: the certificate of a run, as JSON, signed, and as a PDF; and its countersignature."""
+"""Sign a certificate of a run: the privacy loss of every class, the assumptions, and what is not covered.
+
+Spends no budget. Writes certificate.json, certificate.cose (the same, signed) and certificate.pdf. The command verifies the ledger
+first and computes every figure from its records. Times are the ledger's: the same run and ledger give the same bytes.
+
+Facts that no epoch contains (source of the noise, probe, digests of the weights) come from the end record of the run in the ledger.
+They are marked as stated by the trainer and compared with the files of the folder. A run without that record is refused; repeat the
+command that trained it to add the record.
+
+A run whose guarantee does not hold (noise from a chosen seed, not probed, raw figures written, a ledger that does not verify, …)
+gets no signature; the command prints `private: false` with the reasons, and the exit code is 1.
+
+--countersign adds the signature of a privacy officer to a certificate that a key in --trust has signed. It writes
+countersignature.cose, which `release make --countersignature` puts into a release. --name, --role and --valid-until are required;
+other omitted fields are "not stated". The key must not have another role.
+
+--profile nist-800-226 prints the 24 items of NIST SP 800-226 with the evidence for each, or "not stated". It claims no compliance.
+
+Examples:
+
+  lamina certify runs/first
+  lamina certify runs/first --key release.key --trust trusted.json --json
+  lamina certify runs/first --decision decision.pdf
+  lamina certify runs/first --profile nist-800-226
+  lamina certify --countersign certificate.cose --key officer.key --trust release.pub --name NAME --role ROLE --valid-until 2027-06-30
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Any
 
-import typer
-
+from lamina.cli.command import Answer, argument, command, misuse, option, time_option
 from lamina.cli.open_ledger import refuse_older
-from lamina.cli.options import JsonOption, PassphraseOption, argument, option
-from lamina.cli.terminal import existing_ledger, open_private_key, print_answer, print_note
+from lamina.cli.terminal import existing_ledger, open_private_key, print_note
 from lamina.errors import BadKey, LaminaError, RunError
 from lamina.ledger.corpus_terms import governing_key_path, ledger_key_path
 from lamina.ledger.reader import LedgerReader
@@ -24,105 +47,62 @@ from lamina.release.countersignature import Countersignature, countersign, other
 from lamina.release.manifest import release_keys
 from lamina.release.nist_profile import NIST_PROFILE, profile_dict, profile_text
 from lamina.release.typeset import import_typst
-from lamina.sign.keys import PrivateKey, parse_time, read_small, replace_file, write_new
+from lamina.sign.keys import PrivateKey, read_small, replace_file, write_new
 from lamina.sign.signed_json import read_cose
 
-RunArgument = Annotated[Path, argument("RUN", "folder of a run: runs/NAME")]
-_OFFICER = "Countersignature by a privacy officer"
-LedgerOption = Annotated[str | None, option("ledger of the run; default: RUN/ledger.db", "--ledger", metavar="LEDGER")]
-ReleaseKeyOption = Annotated[
-    Path | None, option("release key that signs; a ledger of your own has one beside it", "--key", metavar="FILE")
-]
-TrustOption = Annotated[Path | None, option("keys from elsewhere, as for lamina ledger verify", metavar="KEYS")]
+RUN = argument("RUN", "folder of a run: runs/NAME")
+RUN_LEDGER = option("ledger of the run; default: RUN/ledger.db", "--ledger", metavar="LEDGER")
+RELEASE_KEY = option("release key that signs; a ledger of your own has one beside it", "--key")
+TRUST = option("keys from elsewhere, as for lamina ledger verify", "--trust", metavar="KEYS", load=Trust.load)
+_OFFICER = {"panel": "Countersignature by a privacy officer"}
 
 
+@command(keys=True)
 def certify(
-    run: Annotated[Path | None, argument("RUN", "folder of a run: runs/NAME")] = None,
-    key: ReleaseKeyOption = None,
-    passphrase_file: PassphraseOption = None,
-    ledger: LedgerOption = None,
-    trust: TrustOption = None,
-    folder: Annotated[Path | None, option("output folder; default: RUN", "--output", "-o", metavar="DIR")] = None,
-    decision: Annotated[
-        Path | None, option("also write the release decision for a privacy officer, one page", metavar="FILE.pdf")
-    ] = None,
-    profile: Annotated[
-        str | None, option("print the evidence for each item of a checklist; write no file", choices=[NIST_PROFILE])
-    ] = None,
-    certificate: Annotated[
-        Path | None,
-        option("signed certificate to countersign, instead of RUN", "--countersign", metavar="FILE", panel=_OFFICER),
-    ] = None,
-    name: Annotated[str | None, option("name of the officer", panel=_OFFICER)] = None,
-    role: Annotated[str | None, option("role of the officer", panel=_OFFICER)] = None,
-    qualification: Annotated[str | None, option("qualification of the officer", panel=_OFFICER)] = None,
-    recipient: Annotated[str | None, option("recipient of the model", panel=_OFFICER)] = None,
-    purpose: Annotated[str | None, option("purpose of the release", panel=_OFFICER)] = None,
-    legal_basis: Annotated[str | None, option("legal basis of the release", panel=_OFFICER)] = None,
-    method: Annotated[str | None, option("method of the determination", panel=_OFFICER)] = None,
-    result: Annotated[str | None, option("result of the determination", panel=_OFFICER)] = None,
-    valid_until: Annotated[str | None, option("end of validity", metavar="TIME", panel=_OFFICER)] = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Sign a certificate of a run: the privacy loss of every class, the assumptions, and what is not covered.
-
-    Spends no budget. Writes certificate.json, certificate.cose (the same, signed) and certificate.pdf. The command verifies
-    the ledger first and computes every figure from its records. Times are the ledger's: the same run and ledger give the
-    same bytes.
-
-    Facts that no epoch contains (source of the noise, probe, digests of the weights) come from the end record of the run in
-    the ledger. They are marked as stated by the trainer and compared with the files of the folder. A run without that
-    record is refused; repeat the command that trained it to add the record.
-
-    A run whose guarantee does not hold (noise from a chosen seed, not probed, raw figures written, a ledger that does not
-    verify, …) gets no signature; the command prints `private: false` with the reasons, and the exit code is 1.
-
-    --countersign adds the signature of a privacy officer to a certificate that a key in --trust has signed. It writes
-    countersignature.cose, which `release make --countersignature` puts into a release. --name, --role and --valid-until are
-    required; other omitted fields are "not stated". The key must not have another role.
-
-    --profile nist-800-226 prints the 24 items of NIST SP 800-226 with the evidence for each, or "not stated". It claims no
-    compliance.
-
-    Examples:
-
-      lamina certify runs/first
-      lamina certify runs/first --key release.key --trust trusted.json --json
-      lamina certify runs/first --decision decision.pdf
-      lamina certify runs/first --profile nist-800-226
-      lamina certify --countersign certificate.cose --key officer.key --trust release.pub --name NAME --role ROLE --valid-until 2027-06-30
-    """
+    run: Path | None = argument("RUN", "folder of a run: runs/NAME", default=None),
+    key: Path | None = RELEASE_KEY,
+    ledger: str | None = RUN_LEDGER,
+    trust: Trust | None = TRUST,
+    folder: Path | None = option("output folder; default: RUN", "--output", "-o", metavar="DIR"),
+    decision: Path | None = option(
+        "also write the release decision for a privacy officer, one page", metavar="FILE.pdf"
+    ),
+    profile: str | None = option(
+        "print the evidence for each item of a checklist; write no file", choices=[NIST_PROFILE]
+    ),
+    certificate: Path | None = option("signed certificate to countersign, instead of RUN", "--countersign", **_OFFICER),
+    name: str | None = option("name of the officer", **_OFFICER),
+    role: str | None = option("role of the officer", **_OFFICER),
+    qualification: str | None = option("qualification of the officer", **_OFFICER),
+    recipient: str | None = option("recipient of the model", **_OFFICER),
+    purpose: str | None = option("purpose of the release", **_OFFICER),
+    legal_basis: str | None = option("legal basis of the release", **_OFFICER),
+    method: str | None = option("method of the determination", **_OFFICER),
+    result: str | None = option("result of the determination", **_OFFICER),
+    valid_until: int | None = time_option("end of validity", **_OFFICER),
+) -> Answer:
     if (run is None) == (certificate is None):
-        problem = "give the folder of a run, or --countersign with a signed certificate"
-        raise typer.BadParameter(problem, param_hint="RUN")
-    if profile not in (None, NIST_PROFILE):
-        raise typer.BadParameter(
-            f"there is no profile {profile!r}; the only profile is {NIST_PROFILE}", param_hint="--profile"
-        )
+        raise misuse("give the folder of a run, or --countersign with a signed certificate", "RUN")
     if certificate is not None:
         texts = {
             "name": name, "role": role, "qualification": qualification, "recipient": recipient, "purpose": purpose,
             "legal_basis": legal_basis, "method": method, "result": result,
         }  # fmt: skip
-        signer = None if key is None else open_private_key(key, passphrase_file)
-        made = _countersigned(certificate, signer, trust, ledger, texts, valid_until)
+        made = _countersigned(certificate, key, trust, ledger, texts, valid_until)
         path = (folder or certificate.parent) / "countersignature.cose"
         replace_file(path, made.data, "the countersignature", mode=0o644)
-        print_answer({**made.content, "file": str(path)}, f"countersigned by {made}\n  written: {path}", as_json)
-        return
+        return Answer({**made.content, "file": str(path)}, f"countersigned by {made}", f"  written: {path}")
     assert run is not None
     place = run_ledger(run, ledger)
-    trusted = None if trust is None else Trust.load(trust)
     with LedgerReader.read_only(place) as reader:
         refuse_older(reader, place)
-        found = make_certificate(run, reader, trust=trusted)
+        found = make_certificate(run, reader, trust=trust)
     if profile is not None:
-        print_answer(profile_dict(found.content), profile_text(found.content), as_json, ok=found.private)
-    else:
-        signer = release_key(place, key, passphrase_file) if found.private else None
-        written = _write(found, signer, run if folder is None else folder, decision)
-        text = "\n".join([str(found), *(f"  written: {path}" for path in written.values())])
-        print_answer({**found.content, "files": written}, text, as_json, ok=found.private)
+        return Answer(profile_dict(found.content), profile_text(found.content), ok=found.private)
+    signer = release_key(place, key) if found.private else None
+    written = _write(found, signer, run if folder is None else folder, decision)
+    paths = [f"  written: {path}" for path in written.values()]
+    return Answer({**found.content, "files": written}, str(found), *paths, ok=found.private)
 
 
 def _write(found: Certificate, signer: PrivateKey | None, out: Path, decision: Path | None) -> dict[str, str]:
@@ -145,25 +125,25 @@ def _write(found: Certificate, signer: PrivateKey | None, out: Path, decision: P
 
 
 def _countersigned(
-    file: Path, key: PrivateKey | None, trust: Path | None, ledger: str | None, texts: Mapping[str, str | None],
-    valid_until: str | None,
+    file: Path, key: Path | None, trust: Trust | None, ledger: str | None, texts: Mapping[str, str | None],
+    valid_until: int | None,
 ) -> Countersignature:  # fmt: skip
     """Return the countersignature of a certificate that a trusted release key has signed."""
     if key is None or trust is None or valid_until is None:
         problem = "a countersignature needs --key (the officer's), --trust (the release key) and --valid-until"
         raise BadKey("cli.countersign-incomplete", problem, "lamina keys new officer.key makes a key; give all three")
-    trusted, now, data = Trust.load(trust), int(time.time()), read_small(file, "the certificate")
-    keys = release_keys(trusted, now) or ()
+    officer, now, data = open_private_key(key), int(time.time()), read_small(file, "the certificate")
+    keys = release_keys(trust, now) or ()
     Certificate.read(data, keys)
     by = read_cose(data, CERTIFICATE_TYPE).by(keys)
     assert by is not None  # `read` has checked it
-    parties = None
+    parties: Any = None
     if ledger is not None:
         with LedgerReader.read_only(existing_ledger(ledger)) as reader:
             parties = reader.parties()
-    if named := role_of(key.public, by, trusted, parties):
-        raise other_role(key.public, named)
-    return Countersignature.read(countersign(data, key, texts, now=now, valid_until=parse_time(valid_until)))
+    if named := role_of(officer.public, by, trust, parties):
+        raise other_role(officer.public, named)
+    return Countersignature.read(countersign(data, officer, texts, now=now, valid_until=valid_until))
 
 
 def run_ledger(run: Path, ledger: str | None) -> str:
@@ -174,10 +154,10 @@ def run_ledger(run: Path, ledger: str | None) -> str:
     return existing_ledger(str(run / "ledger.db") if ledger is None else ledger)
 
 
-def release_key(place: str, given: Path | None, passphrase_file: Path | None) -> PrivateKey:
+def release_key(place: str, given: Path | None) -> PrivateKey:
     """The release key: as given; else the one beside a ledger of one's own, which is made when first needed."""
     if given is not None:
-        return open_private_key(given, passphrase_file)
+        return open_private_key(given)
     if is_postgres_url(place) or not governing_key_path(place).exists():
         problem = "this ledger has an owner elsewhere, and no release key was given"
         raise BadKey("cli.release-key-missing", problem, "give it: --key release.key (lamina keys new makes one)")

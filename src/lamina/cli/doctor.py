@@ -1,4 +1,14 @@
-"""`lamina doctor`: what this machine has of what Lamina needs, and which kernels a step will run with."""
+"""Check this machine: versions, SQLite, randomness, cores, and whether the native kernels run.
+
+Spends nothing and changes nothing. Without native kernels everything works, only slower.
+
+Exit code 1 if something that Lamina needs is missing.
+
+Examples:
+
+  lamina doctor
+  lamina doctor --json
+"""
 
 from __future__ import annotations
 
@@ -9,29 +19,18 @@ from importlib import metadata
 from typing import Any
 
 from lamina import __version__
-from lamina.cli.options import JsonOption
-from lamina.cli.terminal import columns, print_answer
+from lamina.cli.command import Answer, command, table
 
 _PACKAGES = ("torch", "numpy", "scipy", "cryptography", "dp-accounting")
 _LEAST_SQLITE = (3, 35)
 
 
-def doctor(as_json: JsonOption = False) -> None:
-    """Check this machine: versions, SQLite, randomness, cores, and whether the native kernels run.
-
-    Spends nothing and changes nothing. Without native kernels everything works, only slower.
-
-    Exit code 1 if something that Lamina needs is missing.
-
-    Examples:
-
-      lamina doctor
-      lamina doctor --json
-    """
+@command()
+def doctor() -> Answer:
     found = examine()
     rows = [[name, entry["found"], "" if entry["ok"] else "✗"] for name, entry in found["checks"].items()]
     state = "everything that is needed is there" if found["ok"] else "marked ✗: missing or not usable"
-    print_answer(found, f"{columns(rows, left=3)}\n{state}", as_json, ok=found["ok"])
+    return Answer(found, table(rows, left=3), state, ok=found["ok"])
 
 
 def examine() -> dict[str, Any]:

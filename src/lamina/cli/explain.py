@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from lamina.account.gaussian_rdp import epsilon_of_rho
 from lamina.account.schedule import rdp_order_of
 from lamina.cli import by_name
+from lamina.cli.command import table
 from lamina.cli.layer_figures import (
     LayerFigures,
     kept_norm,
@@ -22,7 +23,6 @@ from lamina.cli.layer_figures import (
     total_noise,
     whole_signal_to_noise,
 )
-from lamina.cli.terminal import columns
 from lamina.errors import AccountingError, PlanError
 from lamina.plan.correlation import best_bands, prefix_error_ratio
 from lamina.plan.policy import Policy
@@ -332,7 +332,7 @@ def comparison_text(
     sound, printed = ([row for row in ran if bool(row.plan.claimed) is claimed] for claimed in (False, True))
     if sound:
         parts.append(_comparison_table(sound, chosen, measure))
-        parts.append("when to use:\n" + columns([[f"  {row.allocation}", row.when] for row in sound], left=2))
+        parts.append("when to use:\n" + table([[f"  {row.allocation}", row.when] for row in sound], left=2))
     if printed:
         parts.append(_claims_table(printed))
     if refused:
@@ -376,7 +376,7 @@ def _comparison_table(rows: Sequence[ComparedAllocation], chosen: str, measure: 
         each = [(three_digits(plan.sigma(k)), epsilon_text(plan.epsilon(k))) for k in names]
         price.append([name, *(cell for pair in each for cell in pair)])
     notes = [_NOISE_NOTE, *([_KEPT_NOTE] if measure is not None else [])]
-    return "\n".join([columns(noise, left=3), "", *notes, "", columns(price)])
+    return "\n".join([table(noise, left=3), "", *notes, "", table(price)])
 
 
 _NOISE_NOTE = """\
@@ -395,7 +395,7 @@ def _claims_table(rows: Sequence[ComparedAllocation]) -> str:
             if not entry.public:
                 figures = [at_most(plan.claimed[k]), epsilon_text(plan.epsilon(k)), plan.accountant]
                 lines.append([f"  {row.allocation}", entry.name, *figures])
-    return "methods as published, which are not what they claim:\n" + columns(lines, left=2)
+    return "methods as published, which are not what they claim:\n" + table(lines, left=2)
 
 
 def _adaptive_rules(plan: StepPlan) -> str:
@@ -420,7 +420,7 @@ def _risk_lines(plan: StepPlan) -> list[str]:
         for of, risk in ({} if entry.public else risk_summary(plan, k)).items():
             rates = [None, None] if risk is None else [risk["tpr"]["0.01"], risk["accuracy"]]
             rows.append([entry.name, of, *("not proven" if rate is None else percent_text(rate) for rate in rates)])
-    return columns(rows, left=2).split("\n") if len(rows) > 1 else []
+    return table(rows, left=2).split("\n") if len(rows) > 1 else []
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,39 +1,50 @@
-"""`lamina keys`: make signing keys, and maintain the ring of trusted keys."""
+"""Make signing keys, and maintain the ring of trusted keys. Spends nothing.
+
+A contributor makes a key and hands out its .pub file. Whoever is responsible for the corpus adds it to a key ring, after checking
+whose it is: compare ids by telephone, not by the mail that brought the file. A ring is JSON and holds public keys only. Keep it
+apart from the data that it verifies.
+
+After rotate, earlier signatures of the old key stay valid. Revoke a key that was lost or stolen: from then on nothing that it
+signed is admitted, whatever its date, because a thief can write any date.
+
+Examples:
+
+  lamina keys new alice.key                     contributor: alice.key and alice.pub
+  lamina keys add alice.pub --label alice       gate: trust it
+  lamina keys list
+  lamina keys rotate alice alice2.pub           from now on
+  lamina keys revoke alice --at 2026-03-01
+  lamina keys export alice --format cose --output alice.cose
+"""
 
 from __future__ import annotations
 
 import secrets
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from lamina.cli.options import JsonOption, PassphraseOption, PlainCommand, PlainGroup, argument, help_text, option
-from lamina.cli.terminal import columns, print_answer, read_passphrase
+from lamina.cli.command import Answer, argument, as_json, command, group, misuse, option, passphrase_file, table
+from lamina.cli.terminal import read_passphrase
 from lamina.errors import BadKey
 from lamina.sign import keys
 from lamina.sign.key_ring import ROLES, KeyEntry, KeyRing
 from lamina.sign.keys import ALGORITHMS, P256Key, PrivateKey, PublicKey, format_utc, parse_time
 
-RingOption = Annotated[Path, option("file of the key ring", "--keys", metavar="FILE")]
+RING = option("file of the key ring", "--keys", default=Path("keys.json"))
+AT = option("when it takes effect: 2026-03-01, or 2026-03-01T12:00Z; default: now", "--at", metavar="TIME")
 
-DEFAULT_RING = Path("keys.json")
 
-
+@command("new", keys=True)
 def new_key(
-    path: Annotated[Path, argument("KEY", "the private key to write, such as alice.key")],
-    no_passphrase: Annotated[
-        bool, option("do not encrypt the key: whoever reads the file can sign", "--no-passphrase")
-    ] = False,
-    passphrase_file: PassphraseOption = None,
-    kind: Annotated[
-        str, option("ed25519; or p256, for model-signing bundles alone", "--type", choices=["ed25519", "p256"])
-    ] = "ed25519",
-    as_json: JsonOption = False,
-) -> None:
+    path: Path = argument("KEY", "the private key to write, such as alice.key"),
+    no_passphrase: bool = option("do not encrypt the key: whoever reads the file can sign"),
+    kind: str = option(
+        "ed25519; or p256, for model-signing bundles alone", "--type", choices=["ed25519", "p256"], default="ed25519"
+    ),
+) -> Answer:
     """Make a key: KEY (private, mode 0600, encrypted) and the same name with .pub (public).
 
     An existing file is never overwritten. The passphrase is asked for, or read from --passphrase-file or
@@ -45,10 +56,8 @@ def new_key(
       lamina keys new robot.key --passphrase-file /run/secrets/robot
       lamina keys new bundle.key --type p256          for lamina release make --bundle-key
     """
-    if kind not in ("ed25519", "p256"):
-        raise typer.BadParameter(f"{kind!r} is neither ed25519 nor p256", param_hint="--type")
-    if no_passphrase and passphrase_file is not None:
-        raise typer.BadParameter("a passphrase, or --no-passphrase", param_hint="--passphrase-file")
+    if no_passphrase and passphrase_file.get() is not None:
+        raise misuse("a passphrase, or --no-passphrase", "--passphrase-file")
     public = path.with_suffix(".pub")
     if public == path:
         raise BadKey("key.private-named-pub", f"'{path}' is the name of a public key", "name the private key .key")
@@ -56,23 +65,23 @@ def new_key(
         if file.exists():
             problem = f"'{file}' exists and is not overwritten"
             raise BadKey("key.file-exists", problem, "give another name, or move it away")
-    secret = None if no_passphrase else read_passphrase(passphrase_file, what=f"the new key '{path}'", new=True)
+    secret = None if no_passphrase else read_passphrase(f"the new key '{path}'", new=True)
     key = P256Key.generate() if kind == "p256" else PrivateKey.generate()
     key.save(path, secret)
     data, name = (key.public_pem, key.id) if isinstance(key, P256Key) else (key.public.pem(), key.public.name)
     keys.write_new(public, data, "the public key", mode=0o644)
     made = {"id": name, "private": str(path), "public": str(public), "sealed": not no_passphrase}
     secret_file = f"  private  {path}   keep it secret, with a copy in a safe place"
-    print_answer(made, f"key {name}\n{secret_file}\n  public   {public}   give this one to others", as_json)
+    return Answer(made, f"key {name}", secret_file, f"  public   {public}   give this one to others")
 
 
+@command("export")
 def export_key(
-    name: Annotated[str, argument("KEY", "a public key file, or id or label in the ring")],
-    form: Annotated[str, option("pem or cose", "--format", choices=["pem", "cose"])] = "pem",
-    output: Annotated[Path | None, option("file to write; default: standard output")] = None,
-    ring: RingOption = DEFAULT_RING,
-    as_json: JsonOption = False,
-) -> None:
+    name: str = argument("KEY", "a public key file, or id or label in the ring"),
+    form: str = option("pem or cose", "--format", choices=["pem", "cose"], default="pem"),
+    output: Path | None = option("file to write; default: standard output"),
+    ring: Path = RING,
+) -> Answer | None:
     """Write a public key for others: PEM (openssl reads it) or COSE_Key (RFC 9052).
 
     Private keys are not exported; copy the file.
@@ -82,26 +91,25 @@ def export_key(
       lamina keys export alice
       lamina keys export alice.pub --format cose --output alice.cose
     """
-    if form not in ("pem", "cose"):
-        raise typer.BadParameter(f"{form!r} is neither pem nor cose", param_hint="--format")
     key = PublicKey.load(name) if Path(name).is_file() else KeyRing.load(ring).find(name).key
     data = key.pem() if form == "pem" else key.cose()
     if output is not None:
         keys.write_new(output, data, "the public key", mode=0o644)
-    if as_json or output is not None:
-        shown_as = data.decode("ascii") if form == "pem" else data.hex()
-        made = {"id": key.name, "format": form, "key": shown_as, "output": None if output is None else str(output)}
-        print_answer(made, f"{output}: {key.name}", as_json)
-    elif form == "pem":
-        sys.stdout.write(data.decode("ascii"))
-    elif sys.stdout.isatty():
+    shown_as = data.decode("ascii") if form == "pem" else data.hex()
+    made = {"id": key.name, "format": form, "key": shown_as, "output": None if output is None else str(output)}
+    if output is not None or as_json.get():
+        return Answer(made, f"{output}: {key.name}")
+    if form == "pem":
+        return Answer(made, shown_as, raw=True)
+    if sys.stdout.isatty():
         problem = "a COSE key is binary, and standard output is a terminal"
         raise BadKey("key.cose-to-terminal", problem, "give --output FILE")
-    else:
-        sys.stdout.buffer.write(data)
+    sys.stdout.buffer.write(data)
+    return None
 
 
-def new_subject_key(path: Annotated[Path, argument("FILE", "the file to write")], as_json: JsonOption = False) -> None:
+@command("subject")
+def new_subject_key(path: Path = argument("FILE", "the file to write")) -> Answer:
     """Make a secret key for subject tags: 32 random bytes, mode 0600.
 
     `lamina attest --subject-key FILE` signs a keyed tag of the person that the data is about, so that two contributions
@@ -113,7 +121,7 @@ def new_subject_key(path: Annotated[Path, argument("FILE", "the file to write")]
       lamina keys subject subject.key
     """
     keys.write_new(path, (secrets.token_hex(32) + "\n").encode("ascii"), "the subject key", mode=0o600)
-    print_answer({"subject_key": str(path)}, f"{path}: keep it secret, and a copy", as_json)
+    return Answer({"subject_key": str(path)}, f"{path}: keep it secret, and a copy")
 
 
 def key_json(entry: KeyEntry, now: int) -> dict[str, Any]:
@@ -133,48 +141,22 @@ def key_json(entry: KeyEntry, now: int) -> dict[str, Any]:
     }
 
 
-def print_keys(ring: KeyRing, path: Path, entries: Iterable[KeyEntry], as_json: bool) -> None:
-    """Print these keys of a ring: one line each."""
+def _keys_answer(ring: KeyRing, path: Path, entries: Iterable[KeyEntry]) -> Answer:
+    """These keys of a ring, one line each."""
     rows = [key_json(each, int(time.time())) for each in entries]
-    table = [["id", "label", "role", "valid from", "now", "retired from", "revoked from"]]
-    for row in rows:
-        times = [field_text(row[name]) for name in ("retired_from", "revoked_from")]
-        table.append([row["id"][:16], row["label"], row["role"], row["valid_from"], row["standing"], *times])
-    text = columns(table, left=len(table[0])) if rows else f"'{path}' has no keys."
-    print_answer({"ring": str(path), "version": ring.version.hex(), "keys": rows}, text, as_json)
+    names = ("id", "label", "role", "valid_from", "standing", "retired_from", "revoked_from")
+    shown = [["id", "label", "role", "valid from", "now", "retired from", "revoked from"]]
+    shown += [[field_text(row[name])[: 16 if name == "id" else None] for name in names] for row in rows]
+    text = table(shown, left=len(names)) if rows else f"'{path}' has no keys."
+    return Answer({"ring": str(path), "version": ring.version.hex(), "keys": rows}, text)
 
 
 def field_text(value: Any) -> str:
     return ", ".join(map(str, value)) if isinstance(value, list) else "-" if value is None else str(value)
 
 
-_HELP = """Make signing keys, and maintain the ring of trusted keys. Spends nothing.
-
-A contributor makes a key and hands out its .pub file. Whoever is responsible for the corpus adds it to a key ring,
-after checking whose it is: compare ids by telephone, not by the mail that brought the file. A ring is JSON and holds
-public keys only. Keep it apart from the data that it verifies.
-
-After rotate, earlier signatures of the old key stay valid. Revoke a key that was lost or stolen: from then on nothing
-that it signed is admitted, whatever its date, because a thief can write any date.
-
-Examples:
-
-  lamina keys new alice.key                     contributor: alice.key and alice.pub
-  lamina keys add alice.pub --label alice       gate: trust it
-  lamina keys list
-  lamina keys rotate alice alice2.pub           from now on
-  lamina keys revoke alice --at 2026-03-01
-  lamina keys export alice --format cose --output alice.cose
-"""
-
-app = typer.Typer(cls=PlainGroup, no_args_is_help=True, help=help_text(_HELP))
-
-AtOption = Annotated[
-    str | None, option("when it takes effect: 2026-03-01, or 2026-03-01T12:00Z; default: now", "--at", metavar="TIME")
-]
-
-
-def list_keys(ring: RingOption = DEFAULT_RING, as_json: JsonOption = False) -> None:
+@command("list")
+def list_keys(ring: Path = RING) -> Answer:
     """Show the keys of a ring, and whether each is valid now.
 
     Examples:
@@ -183,14 +165,11 @@ def list_keys(ring: RingOption = DEFAULT_RING, as_json: JsonOption = False) -> N
       lamina keys list --keys trusted.json --json
     """
     opened = KeyRing.load(ring)
-    print_keys(opened, ring, opened, as_json)
+    return _keys_answer(opened, ring, opened)
 
 
-def show_key(
-    name: Annotated[str, argument("KEY", "a public key file, or id or label in the ring")],
-    ring: RingOption = DEFAULT_RING,
-    as_json: JsonOption = False,
-) -> None:
+@command("show")
+def show_key(name: str = argument("KEY", "a public key file, or id or label in the ring"), ring: Path = RING) -> Answer:
     """Show one key: its id (COSE key thumbprint, RFC 9679) and what the ring says of it.
 
     Examples:
@@ -207,25 +186,19 @@ def show_key(
     figures = None if known is None else key_json(known, int(time.time()))
     listed = {"id": key.name, "x": key.x.hex(), **(figures or {"ring": f"not in '{ring}'"})}
     lines = [[word.replace("_", " "), field_text(value)] for word, value in listed.items()]
-    print_answer({"id": key.name, "x": key.x.hex(), "ring": figures}, columns(lines, left=2), as_json)
+    return Answer({"id": key.name, "x": key.x.hex(), "ring": figures}, table(lines, left=2))
 
 
+@command("add")
 def add_key(
-    path: Annotated[Path, argument("FILE", "a public key, PEM or COSE")],
-    label: Annotated[str | None, option("name of the owner; default: the name of the file")] = None,
-    role: Annotated[str, option(f"what the key may sign: one of {', '.join(ROLES)}", choices=ROLES)] = ROLES[0],
-    valid_from: Annotated[
-        str | None, option("refuse signatures made before this time; default: 1970", "--valid-from", metavar="TIME")
-    ] = None,
-    algorithm: Annotated[
-        int | None, option("accept only this COSE algorithm: -8 (EdDSA) or -19 (Ed25519); default: both")
-    ] = None,
-    quorum: Annotated[
-        int | None, option("with role witness: how many witnesses must have cosigned; default: all", min=0)
-    ] = None,
-    ring: RingOption = DEFAULT_RING,
-    as_json: JsonOption = False,
-) -> None:
+    path: Path = argument("FILE", "a public key, PEM or COSE"),
+    label: str | None = option("name of the owner; default: the name of the file"),
+    role: str = option("what the key may sign", choices=ROLES, default=ROLES[0]),
+    valid_from: str | None = option("refuse signatures made before this time; default: 1970", metavar="TIME"),
+    algorithm: int | None = option("accept only this COSE algorithm: -8 (EdDSA) or -19 (Ed25519); default: both"),
+    quorum: int | None = option("with role witness: how many witnesses must have cosigned; default: all", min=0),
+    ring: Path = RING,
+) -> Answer:
     """Trust a public key. Makes the ring if there is none.
 
     Weak keys (points of small or mixed order) are refused. For a witness the label is the name under which it cosigns.
@@ -237,26 +210,26 @@ def add_key(
       lamina keys add owner.pub --role governing --keys trusted.json
     """
     if quorum is not None and role != "witness":
-        raise typer.BadParameter("is for witnesses", param_hint="--quorum")
+        raise misuse("is for witnesses", "--quorum")
     if algorithm is not None and algorithm not in ALGORITHMS:
-        raise typer.BadParameter(f"{algorithm} is not one of {', '.join(map(str, ALGORITHMS))}")
+        raise misuse(f"{algorithm} is not one of {', '.join(map(str, ALGORITHMS))}")
     key = PublicKey.load(path)
     since, algorithms = 0 if valid_from is None else parse_time(valid_from), (algorithm,) if algorithm else ALGORITHMS
     with KeyRing.editing(ring, create=True) as opened:
         named = path.stem if label is None else label
         entry = opened.add(key, label=named, role=role, valid_from=since, algorithms=algorithms)
         opened.quorum = opened.quorum if quorum is None else quorum
-    print_keys(opened, ring, [entry], as_json)
+    return _keys_answer(opened, ring, [entry])
 
 
+@command("rotate")
 def rotate_key(
-    old: Annotated[str, argument("OLD", "id or label of the key to replace")],
-    new: Annotated[Path, argument("NEW", "file of the new public key")],
-    at: AtOption = None,
-    label: Annotated[str | None, option("label of the new key; default: that of the old key")] = None,
-    ring: RingOption = DEFAULT_RING,
-    as_json: JsonOption = False,
-) -> None:
+    old: str = argument("OLD", "id or label of the key to replace"),
+    new: Path = argument("NEW", "file of the new public key"),
+    at: str | None = AT,
+    label: str | None = option("label of the new key; default: that of the old key"),
+    ring: Path = RING,
+) -> Answer:
     """Replace a key by a new one.
 
     What the old key signed before that time stays valid; what it signs later is refused. The new key is valid from then
@@ -271,15 +244,13 @@ def rotate_key(
     with KeyRing.editing(ring) as opened:
         retiring = opened.find(old)
         added = opened.rotate(retiring.id, key, at=_parse_time_or_now(at), label=label)
-    print_keys(opened, ring, [opened.find(retiring.key.name), added], as_json)
+    return _keys_answer(opened, ring, [opened.find(retiring.key.name), added])
 
 
+@command("revoke")
 def revoke_key(
-    name: Annotated[str, argument("KEY", "id or label in the ring")],
-    at: AtOption = None,
-    ring: RingOption = DEFAULT_RING,
-    as_json: JsonOption = False,
-) -> None:
+    name: str = argument("KEY", "id or label in the ring"), at: str | None = AT, ring: Path = RING
+) -> Answer:
     """Stop trusting a key from a time on, for good.
 
     Every admission and every epoch after that refuses all that the key ever signed. A revocation can be moved to an
@@ -292,16 +263,11 @@ def revoke_key(
     """
     with KeyRing.editing(ring) as opened:
         revoked = opened.revoke(opened.find(name).id, at=_parse_time_or_now(at))
-    print_keys(opened, ring, [revoked], as_json)
-
-
-_COMMANDS: dict[str, Callable[..., None]] = {
-    "new": new_key, "list": list_keys, "show": show_key, "add": add_key, "rotate": rotate_key, "revoke": revoke_key,
-    "export": export_key, "subject": new_subject_key,
-}  # fmt: skip
-for _name, _command in _COMMANDS.items():
-    app.command(_name, cls=PlainCommand, help=help_text(_command.__doc__))(_command)
+    return _keys_answer(opened, ring, [revoked])
 
 
 def _parse_time_or_now(at: str | None) -> int:
     return int(time.time()) if at is None else parse_time(at)
+
+
+app = group(__doc__, new_key, list_keys, show_key, add_key, rotate_key, revoke_key, export_key, new_subject_key)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from lamina.cli.terminal import columns
+from lamina.cli.command import table
 from lamina.errors import LaminaError, PlanError
 from lamina.plan.step_plan import Clipping, StepPlan
 from lamina.plan.table import at_least, at_most, clip_text, layer_shares
@@ -170,20 +170,20 @@ def layer_table(plan: StepPlan, rows: Sequence[LayerFigures]) -> str:
         cells += [clip_text(plan, k, i) for k in range(len(plan.classes))]
         noise = at_least(row.noise) if row.noise else "none"
         lines.append([*cells, noise, percent_text(row.share), three_digits(row.signal_to_noise)])
-    return columns(lines)
+    return table(lines)
 
 
 def layer_bars(rows: Sequence[LayerFigures]) -> str:
     """Bars from input to output: share of the budget, noise S, signal to noise, Δ where it was measured."""
-    table = [["layer", *(row.name for row in rows)]]
+    columns = [["layer", *(row.name for row in rows)]]
     for title, values, _ in _series(rows):
         texts = [
             percent_text(value or 0.0) if title == "share" else three_digits(value, up="Δ" in title) for value in values
         ]
         wide, most = max(map(len, texts)), max(value or 0.0 for value in values)
         bars = [text_bar(value or 0.0, most).ljust(_BAR_WIDTH) for value in values]
-        table.append([title, *(f"{text:>{wide}} {bar}" for text, bar in zip(texts, bars, strict=True))])
-    return columns(list(zip(*table, strict=True)), left=len(table))
+        columns.append([title, *(f"{text:>{wide}} {bar}" for text, bar in zip(texts, bars, strict=True))])
+    return table(list(zip(*columns, strict=True)), left=len(columns))
 
 
 def text_bar(value: float, most: float, wide: int = _BAR_WIDTH) -> str:

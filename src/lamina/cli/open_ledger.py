@@ -11,7 +11,8 @@ from typing import Any
 
 from lamina.admit.contribution_sources import DESCRIPTOR_FILE, Contribution, FolderContributions
 from lamina.admit.verdicts import EntryContext, RefusedRows, RegisterEntry
-from lamina.cli.terminal import existing_ledger, open_private_key, print_answer, print_note
+from lamina.cli.command import Answer, argument
+from lamina.cli.terminal import existing_ledger, open_private_key, print_note
 from lamina.errors import LedgerError, RunError
 from lamina.ledger.admission_batch import LedgerRegister
 from lamina.ledger.contribution_trace import leaf_differences
@@ -109,6 +110,7 @@ def _resolve_link(where: str) -> str:
 
 LEAF_HELP = "number of a leaf; or a contribution, by its folder or its digest (the first 8 digits or more)"
 DIGEST_HELP = "a contribution: digest of its descriptor or anchor (the first 8 digits or more), its folder, or its leaf"
+DIGEST = argument("DIGEST", DIGEST_HELP)
 
 
 def open_view(where: str) -> LedgerReader:
@@ -117,12 +119,10 @@ def open_view(where: str) -> LedgerReader:
 
 
 @contextmanager
-def open_ledger(
-    where: str, key: Path | None = None, passphrase_file: Path | None = None, *, signer: PrivateKey | None = None
-) -> Iterator[Ledger]:
+def open_ledger(where: str, key: Path | None = None, *, signer: PrivateKey | None = None) -> Iterator[Ledger]:
     """The ledger, to append to; with a key (a file, or an open one) also to sign."""
     place = existing_ledger(where)
-    with Ledger.open(place, signer if key is None else open_private_key(key, passphrase_file)) as ledger:
+    with Ledger.open(place, signer if key is None else open_private_key(key)) as ledger:
         if not ledger.signs:
             refuse_older(ledger, place)
         yield ledger
@@ -145,11 +145,11 @@ def contributor_folder(name: str | Path) -> Contribution | None:
     return FolderContributions(path.parent).get(path.name) if (path / DESCRIPTOR_FILE).is_file() else None
 
 
-def print_compared(machine: dict[str, Any], page: str, name: str | Path | None, record: object, as_json: bool) -> None:
-    """Print an answer about a contribution. Where it was given by its folder, also what differs there; then exit with 1."""
+def compared(facts: dict[str, Any], name: str | Path | None, record: object, *lines: str) -> Answer:
+    """Answer about a contribution. If it was given by its folder, what differs there is stated, and the answer is not ok."""
     given = None if name is None else contributor_folder(name)
-    differences = None
-    if given is not None and isinstance(record, ContributionRecord | KeptContribution):
-        differences = machine["differences"] = leaf_differences(record, given)
-        page += f"\n  folder     {'NOT equal: ' + ', '.join(differences) if differences else 'equal to the leaf'}"
-    print_answer(machine, page, as_json, ok=not differences)
+    if given is None or not isinstance(record, ContributionRecord | KeptContribution):
+        return Answer(facts, *lines)
+    differences = leaf_differences(record, given)
+    state = f"NOT equal: {', '.join(differences)}" if differences else "equal to the leaf"
+    return Answer(facts | {"differences": differences}, *lines, f"  folder     {state}", ok=not differences)

@@ -1,4 +1,31 @@
-"""`lamina plan`: what a policy costs on a model, before anything is trained."""
+"""Show clipping, noise, sigma and ε of every class and layer, before the first step.
+
+Spends nothing and reads no private data: the cost follows from the policy, the shape of the model, the batch and the number of
+steps. Try values until ε, noise and length suit you, then train. Writes only what --picture and --save-measure name.
+
+Examples:
+
+  lamina plan --template > policy.toml     a policy to edit
+  lamina plan policy.toml --epochs 20
+  lamina plan policy.toml --model nets:build --batch 512 --steps 2000
+  lamina plan RUN.toml                     the model, batch and length of that run; options change them
+
+Which allocation? Look at the layers, then compare all at the same ε:
+
+  lamina plan policy.toml --epochs 20 --explain
+  lamina plan policy.toml --epochs 20 --compare
+  lamina plan policy.toml --epochs 20 --among flat,pareto,ladp:mode=budget
+
+Some allocations need measured layers. Measure once, on made-up inputs:
+
+  lamina plan policy.toml --epochs 20 --proxy gaussian --save-measure m.json
+  lamina plan policy.toml --epochs 20 --measure m.json --compare
+  lamina plan policy.toml --epochs 20 --measure m.json --allocate lsab
+
+S/N, the signal to noise of a layer, is b·n̂/(S·√d): b contributions expected in a step, n̂ the norm of a typical one after clipping
+(the threshold C where nothing was measured), S·√d the norm of the noise. It is an upper bound: as if all gradients pointed the same
+way.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +33,11 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from lamina.cli import by_name
 from lamina.cli.by_name import BUILT_IN_MODELS
+from lamina.cli.command import Answer, argument, command, misuse, option
 from lamina.cli.explain import (
     WHEN_TO_USE,
     PlanExplanation,
@@ -21,8 +47,7 @@ from lamina.cli.explain import (
     requested_epsilon,
 )
 from lamina.cli.layer_figures import check_picture, draw_plan
-from lamina.cli.options import JsonOption, argument, option
-from lamina.cli.terminal import print_json, print_line, print_template, results_only
+from lamina.cli.terminal import results_only
 from lamina.errors import LaminaError
 from lamina.plan.policy import Policy
 from lamina.sign.keys import read_small
@@ -40,107 +65,59 @@ _ALLOCATE_HELP = (
 )
 
 
+@command()
 def plan(
-    policy: Annotated[
-        Path | None, argument("policy.toml", "classes, populations, budgets, depth profiles; or a RUN.toml: that run")
-    ] = None,
-    model: Annotated[str | None, option(_MODEL_HELP, choices=BUILT_IN_MODELS)] = None,
-    batch: Annotated[int | None, option("expected contributions per step, all classes together; default: 256")] = None,
-    steps: Annotated[int | None, option("number of steps; or give --epochs")] = None,
-    epochs: Annotated[float | None, option("passes over the declared populations")] = None,
-    allocate: Annotated[str | None, option(_ALLOCATE_HELP, choices=WHEN_TO_USE)] = None,
-    clipping: Annotated[
-        str | None, option("box or joint; default: what the allocation prefers", choices=("box", "joint"))
-    ] = None,
-    rho: Annotated[float | None, option("zCDP budget of every class, ρ/T per step, instead of the policy's ε")] = None,
-    explain: Annotated[
-        bool, option("figures and bars of every layer, and why this plan", "--explain", panel=_EXPLAIN)
-    ] = False,
-    compare_all: Annotated[
-        bool, option("every allocation side by side at the same ε", "--compare", panel=_EXPLAIN)
-    ] = False,
-    among: Annotated[
-        str | None, option("compare only these: flat,pareto,ladp:mode=budget", panel=_EXPLAIN, metavar="NAMES")
-    ] = None,
-    picture: Annotated[
-        Path | None, option("draw the layers: FILE.html, or .png, .svg with matplotlib", panel=_EXPLAIN)
-    ] = None,
-    measure: Annotated[Path | None, option("a saved measure", panel=_MEASURE, metavar="FILE")] = None,
-    proxy: Annotated[
-        str | None,
-        option("measure now on: gaussian, public:nets:data, simulated:nets:data", panel=_MEASURE, metavar="PROXY"),
-    ] = None,
-    shape: Annotated[
-        str | None, option("shape of one example, for gaussian: 12,256", "--input", panel=_MEASURE, metavar="SHAPE")
-    ] = None,
-    loss: Annotated[
-        str | None, option("as in RUN.toml; default: squared error to the input (autoencoders)", panel=_MEASURE)
-    ] = None,
-    passes: Annotated[int, option("how many examples to measure", panel=_MEASURE, min=1)] = 1000,
-    radius: Annotated[
-        float | None, option("public L2 bound on an example, for Δ; default: that of the proxy", panel=_MEASURE)
-    ] = None,
-    influences: Annotated[bool, option("also influence functions", "--influence", panel=_MEASURE)] = False,
-    reinitialise: Annotated[
-        int, option("Δ over so many copies with weights drawn anew; 0: at these weights", panel=_MEASURE, min=0)
-    ] = 0,
-    gamma: Annotated[
-        str,
-        option(
-            "where Δ as printed has γ: all, norm, elsewhere, none; epsilon: all, with ε/σ at norm layers",
-            panel=_MEASURE,
-            choices=("all", "norm", "elsewhere", "epsilon", "none"),
-        ),
-    ] = "all",
-    slopes: Annotated[
-        str,
-        option(
-            "local constants over the inputs seen, or over a Gaussian fit",
-            panel=_MEASURE,
-            choices=("empirical", "gaussian"),
-        ),
-    ] = "empirical",
-    seed: Annotated[int, option("seed of weights and proxy inputs", panel=_MEASURE, min=0)] = 0,
-    save_measure: Annotated[Path | None, option("save the measure", panel=_MEASURE, metavar="FILE")] = None,
-    template: Annotated[bool, option("print an annotated policy.toml to start from, and exit", "--template")] = False,
-    as_json: JsonOption = False,
-) -> None:
-    """Show clipping, noise, sigma and ε of every class and layer, before the first step.
-
-    Spends nothing and reads no private data: the cost follows from the policy, the shape of the model, the batch and the
-    number of steps. Try values until ε, noise and length suit you, then train. Writes only what --picture and
-    --save-measure name.
-
-    Examples:
-
-      lamina plan --template > policy.toml     a policy to edit
-      lamina plan policy.toml --epochs 20
-      lamina plan policy.toml --model nets:build --batch 512 --steps 2000
-      lamina plan RUN.toml                     the model, batch and length of that run; options change them
-
-    Which allocation? Look at the layers, then compare all at the same ε:
-
-      lamina plan policy.toml --epochs 20 --explain
-      lamina plan policy.toml --epochs 20 --compare
-      lamina plan policy.toml --epochs 20 --among flat,pareto,ladp:mode=budget
-
-    Some allocations need measured layers. Measure once, on made-up inputs:
-
-      lamina plan policy.toml --epochs 20 --proxy gaussian --save-measure m.json
-      lamina plan policy.toml --epochs 20 --measure m.json --compare
-      lamina plan policy.toml --epochs 20 --measure m.json --allocate lsab
-
-    S/N, the signal to noise of a layer, is b·n̂/(S·√d): b contributions expected in a step, n̂ the norm of a typical
-    one after clipping (the threshold C where nothing was measured), S·√d the norm of the noise. It is an upper bound:
-    as if all gradients pointed the same way.
-    """
+    policy: Path | None = argument(
+        "policy.toml", "classes, populations, budgets, depth profiles; or a RUN.toml: that run", default=None
+    ),
+    model: str | None = option(_MODEL_HELP, suggest=BUILT_IN_MODELS),
+    batch: int | None = option("expected contributions per step, all classes together; default: 256"),
+    steps: int | None = option("number of steps; or give --epochs"),
+    epochs: float | None = option("passes over the declared populations"),
+    allocate: str | None = option(_ALLOCATE_HELP, suggest=WHEN_TO_USE),
+    clipping: str | None = option("box or joint; default: what the allocation prefers", choices=("box", "joint")),
+    rho: float | None = option("zCDP budget of every class, ρ/T per step, instead of the policy's ε"),
+    explain: bool = option("figures and bars of every layer, and why this plan", panel=_EXPLAIN),
+    compare_all: bool = option("every allocation side by side at the same ε", "--compare", panel=_EXPLAIN),
+    among: str | None = option("compare only these: flat,pareto,ladp:mode=budget", panel=_EXPLAIN, metavar="NAMES"),
+    picture: Path | None = option("draw the layers: FILE.html, or .png, .svg with matplotlib", panel=_EXPLAIN),
+    measure: Path | None = option("a saved measure", panel=_MEASURE),
+    proxy: str | None = option(
+        "measure now on: gaussian, public:nets:data, simulated:nets:data", panel=_MEASURE, metavar="PROXY"
+    ),
+    shape: str | None = option(
+        "shape of one example, for gaussian: 12,256", "--input", panel=_MEASURE, metavar="SHAPE"
+    ),
+    loss: str | None = option("as in RUN.toml; default: squared error to the input (autoencoders)", panel=_MEASURE),
+    passes: int = option("how many examples to measure", panel=_MEASURE, min=1, default=1000),
+    radius: float | None = option("public L2 bound on an example, for Δ; default: that of the proxy", panel=_MEASURE),
+    influences: bool = option("also influence functions", "--influence", panel=_MEASURE),
+    reinitialise: int = option(
+        "Δ over so many copies with weights drawn anew; 0: at these weights", panel=_MEASURE, min=0, default=0
+    ),
+    gamma: str = option(
+        "where Δ as printed has γ: all, norm, elsewhere, none; epsilon: all, with ε/σ at norm layers",
+        panel=_MEASURE,
+        choices=("all", "norm", "elsewhere", "epsilon", "none"),
+        default="all",
+    ),
+    slopes: str = option(
+        "local constants over the inputs seen, or over a Gaussian fit",
+        panel=_MEASURE,
+        choices=("empirical", "gaussian"),
+        default="empirical",
+    ),
+    seed: int = option("seed of weights and proxy inputs", panel=_MEASURE, min=0, default=0),
+    save_measure: Path | None = option("save the measure", panel=_MEASURE),
+    template: bool = option("print an annotated policy.toml to start from, and exit"),
+) -> Answer:
     if template:
-        print_template(Policy.template_text(), as_json)
-        return
+        text = Policy.template_text()
+        return Answer({"template": text}, text, raw=True)
     if policy is None:
-        raise typer.BadParameter("give the policy, or --template to get one", param_hint="policy.toml")
+        raise misuse("give the policy, or --template to get one", "policy.toml")
     if steps is not None and epochs is not None:
-        raise typer.BadParameter("give one of --steps and --epochs", param_hint="--steps")
+        raise misuse("give one of --steps and --epochs", "--steps")
     from lamina.allocate.make_plan import ALLOCATIONS, DEFAULT_ALLOCATION, explained_plan
     from lamina.cli.planned_run import PlannedRun, plan_arguments
     from lamina.cli.proxy_measure import MeasureOptions
@@ -158,8 +135,8 @@ def plan(
     file, beside = run_file_or_none(policy), policy.resolve().parent
     if file is None and steps is None and epochs is None:
         if not policy.exists():
-            raise typer.BadParameter(f"there is no file '{policy}'", param_hint="policy.toml")
-        raise typer.BadParameter("give one of --steps and --epochs", param_hint="--steps")
+            raise misuse(f"there is no file '{policy}'", "policy.toml")
+        raise misuse("give one of --steps and --epochs", "--steps")
     rules = Policy.load(policy if file is None else beside / file.policy)
     if file is not None:
         wanted = replace(wanted, run=file, beside=beside)
@@ -204,13 +181,8 @@ def plan(
     )  # fmt: skip
     if picture is not None:
         draw_plan(made, answer.layers, answer.why, picture)
-    if as_json:
-        print_json(answer.to_dict())
-        return
-    print_line(str(answer))
-    for written in (picture, save_measure):
-        if written is not None:
-            print_line(f"written: {written}")
+    written = [f"written: {path}" for path in (picture, save_measure) if path is not None]
+    return Answer(answer.to_dict(), str(answer), *written)
 
 
 def run_file_or_none(path: Path) -> RunFile | None:

@@ -72,7 +72,7 @@ class PlannedRun:
     def private_key(self, name: str, key: str) -> PrivateKey:
         """Open a private key that a key of the file names."""
         path = _existing_file(self.beside, key, name, f"; make a key: lamina keys new {name}")
-        return open_private_key(path, None)
+        return open_private_key(path)
 
     def option(self, name: str) -> Any:
         """Return an option of the trainer, as the file gives it; None if it does not."""

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import typer
 from torch import Tensor, nn
 
 from lamina.allocate.measure.measure import Measure, measure
 from lamina.cli import by_name
+from lamina.cli.command import misuse
 from lamina.cli.run_file import RunFile
 from lamina.cli.terminal import print_note
 from lamina.engine.rules.proxy import Proxy
@@ -50,14 +50,14 @@ class MeasureOptions:
     def check(self) -> None:
         """Refuse options that do not go together."""
         if self.file is not None and self.proxy is not None:
-            raise typer.BadParameter("give --measure or --proxy, not both", param_hint="--measure")
+            raise misuse("give --measure or --proxy, not both", "--measure")
         if self.proxy is None:
             asked: dict[str, object] = {"--input": self.shape, "--loss": self.loss, "--save-measure": self.save}
             asked |= {"--influence": self.influences, "--reinitialise": self.reinitialise}
             asked |= {"--gamma": self.gamma != "all", "--slopes": self.slopes != "empirical"}
             for hint, value in asked.items():
                 if value:
-                    raise typer.BadParameter("needs --proxy", param_hint=hint)
+                    raise misuse("needs --proxy", hint)
 
     def of(self, name: str, model: nn.Module, stack: LayerStack) -> Measure | None:
         """The measure of this model; None if no option asks for one."""

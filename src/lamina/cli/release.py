@@ -1,4 +1,13 @@
-"""`lamina release make, verify, ask, papers, log`: signed release folders, decisions of their gate, and papers about them."""
+"""Create and verify signed model releases, ask their gate, and write papers about them.
+
+In this order:
+
+  lamina release make runs/first -o release-1                  make it
+  lamina release verify release-1 --trust release.pub          check it; with --ledger, every figure
+  lamina release ask release-1 query.json --trust release.pub  may this query draw on it
+  lamina release papers release-1 --trust release.pub -o out   write papers for registries, auditors and output checkers
+  lamina release log decisions.jsonl --trust log.pub           check what its service decided
+"""
 
 from __future__ import annotations
 
@@ -6,14 +15,12 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from lamina.cli.certify import LedgerOption, ReleaseKeyOption, TrustOption, can_typeset, release_key, run_ledger
+from lamina.cli.certify import RELEASE_KEY, RUN_LEDGER, TRUST, can_typeset, release_key, run_ledger
+from lamina.cli.command import Answer, argument, command, group, misuse, option, time_option
 from lamina.cli.open_ledger import open_ledger
-from lamina.cli.options import JsonOption, PassphraseOption, PlainCommand, PlainGroup, argument, help_text, option
-from lamina.cli.terminal import existing_ledger, passphrase_if_sealed, print_answer
+from lamina.cli.terminal import existing_ledger, passphrase_if_sealed
 from lamina.errors import PlanError
 from lamina.ledger.corpus_terms import ledger_key_path
 from lamina.ledger.reader import LedgerReader
@@ -27,52 +34,39 @@ from lamina.release.gate import Query, ReleaseGate
 from lamina.release.manifest import GatePolicy, ReleaseVerification, make_release, verify_release
 from lamina.release.papers import TRAINING_WARNING, write_papers
 from lamina.sign.key_ring import KeyRing
-from lamina.sign.keys import P256Key, PrivateKey, PublicKey, format_utc, parse_time, read_small
+from lamina.sign.keys import P256Key, PrivateKey, PublicKey, format_utc, read_small
 from lamina.sign.model_signing import MODEL_SIGNATURE
 from lamina.sign.signed_json import parse_json
 
-_HELP = """Create, verify and query signed model releases.
-
-In this order:
-
-  lamina release make runs/first -o release-1                  make it
-  lamina release verify release-1 --trust release.pub          check it; with --ledger, every figure
-  lamina release ask release-1 query.json --trust release.pub  may this query draw on it
-  lamina release papers release-1 --trust release.pub -o out   write papers for registries, auditors and output checkers
-  lamina release log decisions.jsonl --trust log.pub           check what its service decided
-"""
-
-app = typer.Typer(cls=PlainGroup, no_args_is_help=True, add_completion=False, help=help_text(_HELP))
-ReleaseArgument = Annotated[Path, argument("DIR", "folder of a release")]
+RELEASE = argument("DIR", "folder of a release")
+TRUSTS = option(
+    "trusted keys: a key ring, or public keys of releases and of the owner of the ledger; repeatable",
+    "--trust",
+    metavar="KEYS",
+)
+COMPARED_LEDGER = option("ledger of the release; every figure is computed again from it", "--ledger", metavar="LEDGER")
 
 
+@command(keys=True)
 def make(
-    runs: Annotated[list[Path], argument("RUN...", "folders of the runs in the model, in their order: runs/NAME")],
-    out: Annotated[Path, option("the new folder", "--output", "-o", metavar="DIR")],
-    key: ReleaseKeyOption = None,
-    passphrase_file: PassphraseOption = None,
-    ledger: LedgerOption = None,
-    ledger_key: Annotated[Path | None, option("key of the ledger, if it is not beside it", metavar="FILE")] = None,
-    trust: TrustOption = None,
-    name: Annotated[str, option("what the model is called")] = "model",
-    not_after: Annotated[str | None, option("until when it may be served; default: a year", metavar="TIME")] = None,
-    max_age: Annotated[
-        int, option("days after the newest signed time of its ledger until a gate denies everything", metavar="DAYS")
-    ] = 7,
-    any_purpose: Annotated[
-        bool, option("serve classes whose policy names no purpose for any purpose", "--any-purpose")
-    ] = False,
-    generation_class: Annotated[
-        list[str] | None, option("name what queries draw on: head=layers:head.*,norm; repeatable", metavar="NAME=…")
-    ] = None,
-    bundle_key: Annotated[
-        Path | None, option("P-256 key for an OpenSSF model-signing bundle, model.sig", metavar="FILE")
-    ] = None,
-    countersignature: Annotated[
-        list[Path] | None, option("countersignature of a privacy officer; at most one for each run", metavar="FILE")
-    ] = None,
-    as_json: JsonOption = False,
-) -> None:
+    runs: list[Path] = argument("RUN...", "folders of the runs in the model, in their order: runs/NAME"),
+    out: Path = option("the new folder", "--output", "-o", metavar="DIR", default=...),
+    key: Path | None = RELEASE_KEY,
+    ledger: str | None = RUN_LEDGER,
+    ledger_key: Path | None = option("key of the ledger, if it is not beside it"),
+    trust: Trust | None = TRUST,
+    name: str = option("what the model is called", default="model"),
+    not_after: int | None = time_option("until when it may be served; default: a year"),
+    max_age: int = option(
+        "days after the newest signed time of its ledger until a gate denies everything", metavar="DAYS", default=7
+    ),
+    any_purpose: bool = option("serve classes whose policy names no purpose for any purpose"),
+    generation_class: list[str] = option(
+        "name what queries draw on: head=layers:head.*,norm; repeatable", metavar="NAME=…"
+    ),
+    bundle_key: Path | None = option("P-256 key for an OpenSSF model-signing bundle, model.sig"),
+    countersignature: list[Path] = option("countersignature of a privacy officer; at most one for each run"),
+) -> Answer:
     """Put the weights of a run into a folder with certificates, model card, inventory and a signed manifest.
 
     The runs are certified first: one that is not private cannot be released. The manifest (in-toto, in a DSSE envelope)
@@ -88,21 +82,20 @@ def make(
       lamina release make runs/first -o release-1 --countersignature runs/first/countersignature.cose
     """
     place = run_ledger(runs[-1], ledger)
-    signer = release_key(place, key, passphrase_file)
-    second = None if bundle_key is None else P256Key.load(bundle_key, passphrase_if_sealed(bundle_key, passphrase_file))
+    signer = release_key(place, key)
+    second = None if bundle_key is None else P256Key.load(bundle_key, passphrase_if_sealed(bundle_key))
     gate = GatePolicy(
         unstated_purposes=any_purpose,
         max_age=max_age * 86_400,
-        generation_classes=dict(map(_generation_class, generation_class or ())),
+        generation_classes=dict(map(_generation_class, generation_class)),
     )
     beside = None if is_postgres_url(place) else ledger_key_path(place)
     own = PrivateKey.load(beside, None) if ledger_key is None and beside is not None and beside.exists() else None
-    officers = [read_small(path, "the countersignature") for path in countersignature or ()]
-    with open_ledger(place, ledger_key, passphrase_file, signer=own) as opened:
+    officers = [read_small(path, "the countersignature") for path in countersignature]
+    with open_ledger(place, ledger_key, signer=own) as opened:
         manifest = make_release(
-            out, runs, opened, signer, name=name, gate=gate, trust=None if trust is None else Trust.load(trust),
-            not_after=None if not_after is None else parse_time(not_after),
-            pdf=can_typeset(), bundle_key=second, countersignatures=officers,
+            out, runs, opened, signer, name=name, gate=gate, trust=trust, not_after=not_after, pdf=can_typeset(),
+            bundle_key=second, countersignatures=officers,
         )  # fmt: skip
         ring = KeyRing()
         for each in {each.signer for each in map(Countersignature.read, officers)}:
@@ -110,16 +103,16 @@ def make(
         found = verify_release(out, trust=Trust(plain=(signer.public,), ring=ring), ledger=opened)
     told = {"folder": str(out), "manifest": str(manifest), **found.to_dict(), "signer": signer.public.name}
     where = "LEDGER" if is_postgres_url(place) else place  # the address of a server is printed nowhere
-    lines = [
-        f"release in {out}: {len(found.to_dict()['files'])} files, signed with release key {signer.public.name[:16]}",
+    bundle = "without an OpenSSF model-signing bundle; for one: lamina keys new bundle.key --type p256, then --bundle-key bundle.key"
+    if bundle_key is not None:
+        files = f"--signature {out}/{MODEL_SIGNATURE} --public_key {bundle_key.with_suffix('.pub')}"
+        bundle = f"with OpenSSF's tool: model_signing verify key {out} {files}"
+    return Answer(
+        told,
+        f"release in {out}: {len(told['files'])} files, signed with release key {signer.public.name[:16]}",
         f"  check it: lamina release verify {out} --trust {_public_part(place, key)} --ledger {where}",
-        f"  with OpenSSF's tool: model_signing verify key {out} --signature {out}/{MODEL_SIGNATURE}"
-        f" --public_key {bundle_key.with_suffix('.pub')}"
-        if bundle_key is not None
-        else "  without an OpenSSF model-signing bundle; for one: lamina keys new bundle.key --type p256,"
-        " then --bundle-key bundle.key",
-    ]
-    print_answer(told, "\n".join(lines), as_json)
+        f"  {bundle}",
+    )
 
 
 def _public_part(place: str, key: Path | None) -> str:
@@ -148,28 +141,19 @@ def _generation_class(text: str) -> tuple[str, dict[str, Any]]:
     raise PlanError("cli.generation-class", problem, remedy)
 
 
-TrustsOption = Annotated[
-    list[Path] | None,
-    option("trusted keys: a key ring, or public keys of releases and of the owner of the ledger; repeatable", "--trust",
-           metavar="KEYS"),
-]  # fmt: skip
-
-ComparedLedgerOption = Annotated[
-    str | None, option("ledger of the release; every figure is computed again from it", metavar="LEDGER")
-]
-
-
 def _reader_or_none(ledger: str | None) -> AbstractContextManager[LedgerReader | None]:
     return nullcontext() if ledger is None else LedgerReader.read_only(existing_ledger(ledger))
 
 
+@command()
 def verify(
-    folder: ReleaseArgument,
-    trust: TrustsOption = None,
-    ledger: ComparedLedgerOption = None,
-    seen: Annotated[list[Path] | None, option("a checkpoint of its ledger that you kept", metavar="CHECKPOINT")] = None,
-    as_json: JsonOption = False,
-) -> None:
+    folder: Path = RELEASE,
+    trust: list[Path] = TRUSTS,
+    ledger: str | None = COMPARED_LEDGER,
+    seen: list[KnownCheckpoint] = option(
+        "a checkpoint of its ledger that you kept", metavar="CHECKPOINT", load=KnownCheckpoint.load
+    ),
+) -> Answer:
     """Check the files, signatures, certificates and dates of a release; with --ledger, also all figures.
 
     Without --trust a release can only be self-consistent, which anybody can achieve. With --trust, the release key must be
@@ -184,28 +168,26 @@ def verify(
       lamina release verify release-1 --trust release.pub --trust owner.pub --ledger runs/ecg.ledger.db
       lamina release verify release-1 --trust trusted.json --seen last.checkpoint --json
     """
-    known = [KnownCheckpoint.load(path) for path in seen or ()]
     given = Trust.load_all(trust) if trust else None
     with _reader_or_none(ledger) as reader:
-        found = verify_release(folder, trust=given, seen=known, ledger=reader)
+        found = verify_release(folder, trust=given, seen=seen, ledger=reader)
     lines = [f"{folder}: {found.verdict}", *(f"  {each} [{each.code}]" for each in found.problems)]
     if found.verified and (said := found.manifest) is not None:
-        at = said.ledger
+        at, runs = said.ledger, pluralize(len(said.predicate["runs"]), "run")
         lines += [
-            f"  model   {said.predicate['name']}, of {pluralize(len(said.predicate['runs']), 'run')}; "
-            f"may be served until {format_utc(said.not_after)}",
+            f"  model   {said.predicate['name']}, of {runs}; may be served until {format_utc(said.not_after)}",
             f"  key     {said.signer.name}",
             f"  files   {len(said.subjects)}, as the manifest names them",
             *(f"  officer {each}" for each in found.countersignatures),
             f"  ledger  {at['origin']}, {at['size']} leaves, root {at['root']}",
         ]
-        lines += [
-            f"  since   {name}: {len(seqs)}, {'leaf' if len(seqs) == 1 else 'leaves'} "
-            f"{', '.join(map(str, seqs[:8]))}{', …' * (len(seqs) > 8)}"
-            for name, seqs in found.since.items()
-        ]
+        for name, seqs in found.since.items():
+            leaves = (
+                f"{'leaf' if len(seqs) == 1 else 'leaves'} {', '.join(map(str, seqs[:8]))}{', …' * (len(seqs) > 8)}"
+            )
+            lines.append(f"  since   {name}: {len(seqs)}, {leaves}")
         lines += [f"  note    {each}" for each in _what_was_not_checked(found)]
-    print_answer({"folder": str(folder), **found.to_dict()}, "\n".join(lines), as_json, ok=found.verified)
+    return Answer({"folder": str(folder), **found.to_dict()}, *lines, ok=found.verified)
 
 
 def _what_was_not_checked(found: ReleaseVerification) -> Iterator[str]:
@@ -218,18 +200,15 @@ def _what_was_not_checked(found: ReleaseVerification) -> Iterator[str]:
         yield "anybody can make such a ledger: give --trust also with the public key of its owner, from elsewhere"
 
 
+@command()
 def ask(
-    folder: ReleaseArgument,
-    query: Annotated[Path, argument("QUERY", "JSON: what is drawn on, and under which rights")],
-    trust: Annotated[list[Path], option("trusted release key, or a key ring; repeatable", metavar="KEYS")],
-    ledger: Annotated[
-        str | None,
-        option(
-            "ledger of the release; figures are compared with it, and withdrawals count up to now", metavar="LEDGER"
-        ),
-    ] = None,
-    as_json: JsonOption = False,
-) -> None:
+    folder: Path = RELEASE,
+    query: Path = argument("QUERY", "JSON: what is drawn on, and under which rights"),
+    trust: list[Path] = option("trusted release key, or a key ring; repeatable", metavar="KEYS", default=...),
+    ledger: str | None = option(
+        "ledger of the release; figures are compared with it, and withdrawals count up to now", metavar="LEDGER"
+    ),
+) -> Answer:
     """Ask the gate of a release whether a query is allowed, and why not.
 
     The query is JSON. All fields of `rights` are required except accept_withdrawn and max_tpr (max_epsilon null: any ε):
@@ -254,25 +233,18 @@ def ask(
     with _reader_or_none(ledger) as reader:
         decision = ReleaseGate(folder, Trust.load_all(trust), ledger=reader, clock=time.time).decide(asked)
     lines = ["allowed" if decision.allowed else "denied", *(f"  {r.text} [{r.code}]" for r in decision.reasons)]
-    print_answer(decision.to_dict(), "\n".join(lines), as_json, ok=decision.allowed)
+    return Answer(decision.to_dict(), *lines, ok=decision.allowed)
 
 
+@command()
 def papers(
-    folder: ReleaseArgument,
-    out: Annotated[
-        Path | None, option("new folder; default: DIR-papers in the same place", "--output", "-o", metavar="OUT")
-    ] = None,
-    trust: TrustsOption = None,
-    ledger: ComparedLedgerOption = None,
-    predictions: Annotated[
-        list[Path] | None, option("CSV with the model's probabilities for sacro/; repeatable", metavar="FILE")
-    ] = None,
-    on: Annotated[
-        list[str] | None,
-        option("kind of records in each FILE, in the same order: public, simulated or training", "--on"),
-    ] = None,
-    as_json: JsonOption = False,
-) -> None:
+    folder: Path = RELEASE,
+    out: Path | None = option("new folder; default: DIR-papers in the same place", "--output", "-o", metavar="OUT"),
+    trust: list[Path] = TRUSTS,
+    ledger: str | None = COMPARED_LEDGER,
+    predictions: list[Path] = option("CSV with the model's probabilities for sacro/; repeatable"),
+    on: list[str] = option("kind of records in each FILE, in the same order: public, simulated or training"),
+) -> Answer:
     """Write papers about a release: OpenDP registry entry, SPDX 3, EDPB documentation, SACRO-ML target.
 
     The command first verifies the release like lamina release verify. Missing texts are printed as "not stated"; the owner
@@ -286,42 +258,41 @@ def papers(
       lamina release papers release-1 --trust release.pub -o papers-1
       lamina release papers release-1 --predictions held-out.csv --on simulated
     """
-    if len(predictions or ()) != len(on or ()) or len(set(on or ())) != len(on or ()):
-        raise typer.BadParameter("give one kind of records for each file of predictions", param_hint="--on")
+    if len(predictions) != len(on) or len(set(on)) != len(on):
+        raise misuse("give one kind of records for each file of predictions", "--on")
     out = folder.with_name(f"{folder.resolve().name}-papers") if out is None else out
-    given = dict(zip(on or (), predictions or (), strict=True))
+    given = dict(zip(on, predictions, strict=True))
     trusted = Trust.load_all(trust) if trust else None
     with _reader_or_none(ledger) as reader:
         found = write_papers(folder, out, trust=trusted, ledger=reader, predictions=given)
     files = sorted(str(path.relative_to(out)) for path in out.rglob("*") if path.is_file())
     unstated = sorted(AboutPolicy.model_fields.keys() - found.certificates[-1].content["about"].keys())
     verdict = found.facts["verdict"]
-    lines = [f"papers in {out}: {', '.join(files)}", f"  release    {verdict}"]
-    lines += [f"  not stated {', '.join(f'about.{name}' for name in unstated)}"] if unstated else []
     warnings = [TRAINING_WARNING] if "training" in given else []
     told = {"folder": str(out), "files": files, "verdict": verdict, "not_stated": unstated, "warnings": warnings}
-    print_answer(told, "\n".join([*lines, *(f"  warning    {each}" for each in warnings)]), as_json)
+    missing = f"  not stated {', '.join(f'about.{name}' for name in unstated)}" if unstated else None
+    lines = (f"papers in {out}: {', '.join(files)}", f"  release    {verdict}", missing)
+    return Answer(told, *lines, *(f"  warning    {each}" for each in warnings))
 
 
+@command()
 def log(
-    file: Annotated[Path, argument("LOG", "decision log of lamina serve")],
-    trust: Annotated[list[Path], option("public key of the log; repeatable, after a change of keys", metavar="KEY")],
-    seen: Annotated[
-        str | None, option("head of the log at an earlier time, which it must hold", metavar="HASH")
-    ] = None,
-    as_json: JsonOption = False,
-) -> None:
+    file: Path = argument("LOG", "decision log of lamina serve"),
+    trust: list[PublicKey] = option(
+        "public key of the log; repeatable, after a change of keys", metavar="KEY", default=..., load=PublicKey.load
+    ),
+    seen: str | None = option("head of the log at an earlier time, which it must hold", metavar="HASH"),
+) -> Answer:
     """Check a decision log: every signature, and that no record is missing. Keep the head that it prints.
 
     Example:
 
       lamina release log decisions.jsonl --trust log.pub --seen 9f86d081…
     """
-    found = verify_log(file, [PublicKey.load(path) for path in trust], seen=seen)
+    found = verify_log(file, trust, seen=seen)
     told = {"log": str(file), "decisions": found.decisions, "allowed": found.allowed, "head": found.head}
     text = f"{file}: {found.decisions} decisions, {found.allowed} allowed, each signed, none missing"
-    print_answer(told, f"{text}\n  head {found.head}", as_json)
+    return Answer(told, text, f"  head {found.head}")
 
 
-for _command in (make, verify, ask, papers, log):
-    app.command(_command.__name__, cls=PlainCommand, help=help_text(_command.__doc__))(_command)
+app = group(__doc__, make, verify, ask, papers, log)

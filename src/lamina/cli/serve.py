@@ -1,4 +1,23 @@
-"""`lamina serve`: a released model behind its gate, and its ledger, over HTTP."""
+"""Serve a release: every query passes its gate first. Or a run: its ledger, with proofs. Spends nothing.
+
+POST /v1/infer takes {"query": {"draws_on": …, "rights": …}, "inputs": [[…]]}; a query that the gate denies is answered with 403 and
+every reason. POST /v1/decide asks the gate alone. Where things are: GET /v1/openapi.json, docs/service.md.
+
+The model is loaded with the bytes that the manifest names. All of it answers, so a query must draw on all layers. With --ledger a
+withdrawal counts within a second. Every query is denied if the newest signed time of the ledger (without a ledger, of the release)
+is too old, so run lamina ledger heartbeat by a timer.
+
+Ctrl-C stops it. It listens on this machine alone. Any other --host needs --keys, or certificates of clients (--tls-clients). A key
+is any secret text, such as openssl rand -hex 32 prints; its line in --keys is a name and printf %s KEY | sha256sum.
+
+Examples:
+
+  lamina serve release-1 --trust release.pub --ledger runs/ecg.ledger.db --model nets:triage --inputs float32:12,256
+  lamina serve release-1 --trust release.pub --model residual --log decisions.jsonl --log-key log.key
+  lamina serve release-1 --trust release.pub --host 0.0.0.0 --keys apikeys.txt --tls-cert c.pem --tls-key k.pem
+  lamina serve release-1 --trust release.pub --host 0.0.0.0 --tls-clients ca.pem --tls-cert c.pem --tls-key k.pem
+  lamina serve runs/first
+"""
 
 from __future__ import annotations
 
@@ -10,11 +29,11 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-from lamina.cli.certify import TrustOption
-from lamina.cli.options import JsonOption, PassphraseOption, argument, option
-from lamina.cli.terminal import existing_ledger, open_private_key, print_answer, print_note, results_only
+from lamina.cli.certify import TRUST
+from lamina.cli.command import Answer, argument, command, option, print_answer
+from lamina.cli.terminal import existing_ledger, open_private_key, print_note, results_only
 from lamina.errors import MissingPackage, PlanError
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.verify.tree_checks import Trust
@@ -28,62 +47,33 @@ if TYPE_CHECKING:
 _MODEL, _DOOR, _LIMITS = "The model", "Who may ask", "Limits"
 
 
+@command(keys=True)
 def serve(
-    folder: Annotated[Path, argument("DIR", "folder of a release, or of a run: then its ledger and pages alone")],
-    trust: TrustOption = None,
-    ledger: Annotated[
-        str | None, option("ledger: withdrawals count at once, and its leaves are served", metavar="LEDGER")
-    ] = None,
-    model: Annotated[
-        str | None, option("built-in name, or package.module:factory, as in RUN.toml", panel=_MODEL, metavar="NAME")
-    ] = None,
-    inputs: Annotated[
-        str | None, option("type and shape of one input: float32:12,256", panel=_MODEL, metavar="FORM")
-    ] = None,
-    keys: Annotated[
-        Path | None, option("API keys: lines of NAME and SHA-256 of the key", panel=_DOOR, metavar="FILE")
-    ] = None,
-    host: Annotated[str, option("address to listen on", panel=_DOOR)] = "127.0.0.1",
-    port: Annotated[int, option("0 for any that is free", panel=_DOOR, min=0, max=65535)] = 8000,
-    tls_cert: Annotated[Path | None, option("certificate of the server (PEM)", panel=_DOOR, metavar="FILE")] = None,
-    tls_key: Annotated[Path | None, option("its private key (PEM)", panel=_DOOR, metavar="FILE")] = None,
-    tls_clients: Annotated[
-        Path | None, option("mutual TLS: who signs the certificates of clients (PEM)", panel=_DOOR, metavar="FILE")
-    ] = None,
-    log: Annotated[Path | None, option("decision log, signed with --log-key", metavar="FILE")] = None,
-    log_key: Annotated[Path | None, option("private key for the log alone", metavar="FILE")] = None,
-    passphrase_file: PassphraseOption = None,
-    withdrawals: Annotated[
-        Path | None, option("folder that lamina ledger withdraw --folder watches: take signed requests", metavar="DIR")
-    ] = None,
-    rate: Annotated[float, option("requests a second of one key", panel=_LIMITS, min=0.01)] = 500.0,
-    max_body: Annotated[int, option("bytes of a request", panel=_LIMITS, min=1024)] = 1 << 20,
-    max_inputs: Annotated[int, option("inputs of a request", panel=_LIMITS, min=1)] = 256,
-    timeout: Annotated[float, option("seconds for a request", panel=_LIMITS, min=0.1)] = 10.0,
-    concurrent: Annotated[int, option("requests at a time", panel=_LIMITS, min=1)] = 64,
-    concurrent_per_key: Annotated[int, option("requests of one key at a time", panel=_LIMITS, min=1)] = 16,
-    as_json: JsonOption = False,
+    folder: Path = argument("DIR", "folder of a release, or of a run: then its ledger and pages alone"),
+    trust: Trust | None = TRUST,
+    ledger: str | None = option("ledger: withdrawals count at once, and its leaves are served", metavar="LEDGER"),
+    model: str | None = option(
+        "built-in name, or package.module:factory, as in RUN.toml", panel=_MODEL, metavar="NAME"
+    ),
+    inputs: str | None = option("type and shape of one input: float32:12,256", panel=_MODEL, metavar="FORM"),
+    keys: Path | None = option("API keys: lines of NAME and SHA-256 of the key", panel=_DOOR),
+    host: str = option("address to listen on", panel=_DOOR, default="127.0.0.1"),
+    port: int = option("0 for any that is free", panel=_DOOR, min=0, max=65535, default=8000),
+    tls_cert: Path | None = option("certificate of the server (PEM)", panel=_DOOR),
+    tls_key: Path | None = option("its private key (PEM)", panel=_DOOR),
+    tls_clients: Path | None = option("mutual TLS: who signs the certificates of clients (PEM)", panel=_DOOR),
+    log: Path | None = option("decision log, signed with --log-key"),
+    log_key: Path | None = option("private key for the log alone"),
+    withdrawals: Path | None = option(
+        "folder that lamina ledger withdraw --folder watches: take signed requests", metavar="DIR"
+    ),
+    rate: float = option("requests a second of one key", panel=_LIMITS, min=0.01, default=500.0),
+    max_body: int = option("bytes of a request", panel=_LIMITS, min=1024, default=1 << 20),
+    max_inputs: int = option("inputs of a request", panel=_LIMITS, min=1, default=256),
+    timeout: float = option("seconds for a request", panel=_LIMITS, min=0.1, default=10.0),
+    concurrent: int = option("requests at a time", panel=_LIMITS, min=1, default=64),
+    concurrent_per_key: int = option("requests of one key at a time", panel=_LIMITS, min=1, default=16),
 ) -> None:
-    """Serve a release: every query passes its gate first. Or a run: its ledger, with proofs. Spends nothing.
-
-    POST /v1/infer takes {"query": {"draws_on": …, "rights": …}, "inputs": [[…]]}; a query that the gate denies is answered
-    with 403 and every reason. POST /v1/decide asks the gate alone. Where things are: GET /v1/openapi.json, docs/service.md.
-
-    The model is loaded with the bytes that the manifest names. All of it answers, so a query must draw on all layers. With
-    --ledger a withdrawal counts within a second. Every query is denied if the newest signed time of the ledger (without a
-    ledger, of the release) is too old, so run lamina ledger heartbeat by a timer.
-
-    Ctrl-C stops it. It listens on this machine alone. Any other --host needs --keys, or certificates of clients (--tls-clients).
-    A key is any secret text, such as openssl rand -hex 32 prints; its line in --keys is a name and printf %s KEY | sha256sum.
-
-    Examples:
-
-      lamina serve release-1 --trust release.pub --ledger runs/ecg.ledger.db --model nets:triage --inputs float32:12,256
-      lamina serve release-1 --trust release.pub --model residual --log decisions.jsonl --log-key log.key
-      lamina serve release-1 --trust release.pub --host 0.0.0.0 --keys apikeys.txt --tls-cert c.pem --tls-key k.pem
-      lamina serve release-1 --trust release.pub --host 0.0.0.0 --tls-clients ca.pem --tls-cert c.pem --tls-key k.pem
-      lamina serve runs/first
-    """
     try:
         import uvicorn
 
@@ -120,21 +110,21 @@ def serve(
             if trust is None:
                 problem = "a release is served only under a key from elsewhere"
                 raise PlanError("cli.trust-missing", problem, "give --trust")
-            service.gate = ReleaseGate(folder, Trust.load(trust), ledger=reader())
+            service.gate = ReleaseGate(folder, trust, ledger=reader())
             if model is not None:
                 _load_model(service, model, inputs, max_inputs)
             if log is not None and log_key is not None:
-                service.log = DecisionLog(log, open_private_key(log_key, passphrase_file), service.gate.manifest)
+                service.log = DecisionLog(log, open_private_key(log_key), service.gate.manifest)
         elif model is not None or log is not None:
             problem = f"'{folder}' is a run, which has no gate"
             raise PlanError("cli.not-a-release", problem, "make a release of it first")
-        app = make_app(service, pages(service, None if trust is None else Trust.load(trust)))
+        app = make_app(service, pages(service, trust))
         listening = opened.enter_context(_listen(host, port))
         address = listening.getsockname()[1]
         scheme = "http" if tls_cert is None else "https"
         url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{address}"
         told = {"url": url, "folder": str(folder), "release": is_release, "model": model, "ledger": place is not None}
-        print_answer(told, f"serving {'release' if is_release else 'run'} '{folder}' at {url}", as_json)
+        print_answer(Answer(told, f"serving {'release' if is_release else 'run'} '{folder}' at {url}"))
         sys.stdout.flush()
         config = uvicorn.Config(
             app, http=BoundedHttp.within(timeout), lifespan="off", ws="none", access_log=False, server_header=False, proxy_headers=False,

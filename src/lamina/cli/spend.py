@@ -1,28 +1,46 @@
-"""`lamina spend`: what the classes of a corpus have lost over all runs, and which runs hold the rest."""
+"""Show ε spent by every class of every corpus, over all runs, retrainings and abandoned attempts.
+
+A run reserves its whole plan before its first step. It is charged segment by segment, before each is trained. What is charged is
+spent for good: neither deleting the run nor --release gives it back. What is reserved counts against the bound too, until the run
+ends or is released.
+
+The ε of several runs is computed jointly and is usually less than the sum. Committed: spent and reserved ε. Bound: the strictest of
+the ledger's limits, the signed bounds and the limit of the last run. Remains: the bound minus the committed ε, rounded down; the
+other figures are rounded up. The risk bound of a class is shown below the table: the share that an attack finds, computed for all
+charges together, and the rest of the bound.
+
+Ledgers in neighbouring folders are listed at the end, with the statements of their owners.
+
+Charges are read from the leaves under the newest checkpoint; lamina ledger verify recomputes every figure.
+
+Examples:
+
+  lamina spend
+  lamina spend runs/cardiology.ledger.db
+  lamina spend --release 3f9c21aa
+  lamina spend --release 3f9c21aa --lost    if its folder is gone
+"""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from shlex import quote
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from lamina.account.charges import Account
+from lamina.cli.command import Answer, argument, command, misuse, option, table
 from lamina.cli.open_ledger import find_ledgers, read_spend, write_spend
-from lamina.cli.options import JsonOption, PassphraseOption, argument, option
-from lamina.cli.terminal import columns, open_private_key, print_json, print_line
+from lamina.cli.terminal import open_private_key
 from lamina.errors import RunError
-from lamina.ledger.attempts import AccountTotal, RunSpend, SpendView, run_name
+from lamina.ledger.attempts import SpendView, run_name
 from lamina.ledger.neighbours import NeighbourLedger, neighbour_ledgers
 from lamina.ledger.schema import pluralize
 from lamina.ledger.spend_ledger import SpendLedger
 from lamina.ledger.spend_limits import SpendLimits
-from lamina.ledger.spending import Limit, Spending
+from lamina.ledger.spending import Spending
 from lamina.ledger.store.rows import head_of
 from lamina.ledger.store.sqlite import printable_location
 from lamina.plan.risk import RiskBound
@@ -32,30 +50,49 @@ from lamina.sign.keys import PrivateKey
 _MAX_ACCOUNTS_NAMED = 3  # above a table of runs that several accounts share
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AccountLine:
-    """An account with its limit over all runs and its spending."""
+@command(keys=True)
+def spend(
+    where: str = argument("WHERE", "a ledger (file or postgresql://…), or a folder that holds ledgers", default="runs"),
+    release: str | None = option(
+        "give back what this run has reserved; its id, the first digits of it, or its label", metavar="RUN"
+    ),
+    lost: bool = option("with --release: the run will never go on; record what it had begun as abandoned"),
+    key: Path | None = option(
+        "with --release: key of the ledger, which signs what stays open; default: the key beside the ledger file"
+    ),
+    origin: str | None = option("only this corpus"),
+) -> Answer:
+    if lost and release is None:
+        raise misuse("give --release RUN too", "--lost")
+    places = _by_origin(find_ledgers(where), where, origin)
+    signer = None if key is None else open_private_key(key)
+    facts: dict[str, Any] = {"ledger": printable_location(where)}
+    lines = []
+    if release is not None:
+        released, recorded = _release(list(places.values()), where, release, lost, signer)
+        facts |= {"released": released} | ({"recorded": recorded} if lost else {})
+        begun = f" What it had begun ({pluralize(recorded, 'attempt')}) is recorded as abandoned." if recorded else ""
+        goes_on = "" if lost else "; if it still trains, each further segment must fit under the bound"
+        told = f"Run {released[:8]} holds no reservation any more.{begun}"
+        lines = [f"{told} What it was charged stays charged{goes_on}."]
+    found, beside = {}, {}
+    for name, place in places.items():
+        with read_spend(place) as book:
+            found[name] = account_figures(book)
+            beside[book.ledger.name] = NeighbourLedger.read(book.ledger)
+        beside |= {each.name: each for each in neighbour_ledgers(place)}
+    together = [each for _, each in sorted(beside.items())] if len(beside) > 1 else []
+    facts["origins"] = {name: _by_class(each) for name, each in found.items()}
+    facts["beside_each_other"] = [each.to_dict() for each in together]
+    pages = [spend_page(name, each) for name, each in found.items()] + ["\n".join(_together(together))] * bool(together)
+    return Answer(facts, *lines, "\n\n".join(pages))
 
-    account: Account
-    limit: Limit
-    total: AccountTotal
-    risk: RiskBound | None = None  # of a class, over all runs
-    rates: AccountTotal | None = None  # the rates that `risk` limits
 
-    @property
-    def remaining(self) -> float:
-        """Return limit - committed, rounded down; 0 if the limit is passed."""
-        if math.isinf(self.limit.epsilon):
-            return math.inf
-        return max(0.0, math.nextafter(self.limit.epsilon - self.total.committed, -math.inf))
-
-    @property
-    def passed(self) -> bool:
-        return self.total.committed > self.limit.epsilon
+Figures = tuple[Account, dict[str, Any]]
 
 
-def account_lines(book: SpendLedger) -> list[AccountLine]:
-    """Every account of a ledger, in one view of it."""
+def account_figures(book: SpendLedger) -> list[Figures]:
+    """Every account of a ledger with its limit over all runs, its spending and its runs, in one view of the ledger."""
     header = book.ledger.header
     with book.ledger.store.read() as rows:
         head_of(rows)  # opens the snapshot in PostgreSQL; the reads below share it
@@ -65,183 +102,105 @@ def account_lines(book: SpendLedger) -> list[AccountLine]:
             wanted, name = limits.wanted(rows, account, *held.terms(account)), str(account)
             same = [t for t in wanted if (t.delta, t.accountant) == (asked.delta, asked.accountant)]
             terms: dict[str, Any] = {"delta": asked.delta, "accountant": asked.accountant}
-            limit = Limit(epsilon=min(each.epsilon for each in (asked, *same)), **terms)
+            bound, total = min(each.epsilon for each in (asked, *same)), book.total(name, **terms)
+            figures = figures_of(total.spent, total.committed, bound) | terms
             risk = min((t.risk for t in same if t.risk is not None), key=lambda each: each.tpr, default=None)
-            total, rates = book.total(name, **terms), book.total(name, **terms, risk=risk) if risk else None
-            found.append(AccountLine(account=account, limit=limit, total=total, risk=risk, rates=rates))
+            if risk is not None:
+                rates = book.total(name, **terms, risk=risk)
+                rest = {"remaining": max(0.0, risk.tpr - rates.committed)}
+                figures["risk"] = risk.model_dump() | {"spent": rates.spent, "committed": rates.committed} | rest
+            figures["runs"] = [
+                {"run": each.run, "label": each.label, "since": each.day, "steps": each.steps, "redone": each.redone}
+                | {"reserved": each.reserved, "finished": each.finished}
+                for each in total.runs
+            ]
+            found.append((account, figures))
     return found
 
 
-def spend_json(lines: Sequence[AccountLine]) -> dict[str, Any]:
+def figures_of(spent: float, committed: float, bound: float) -> dict[str, Any]:
+    """ε spent and committed, the bound, and what remains of it, rounded down; null where there is no bound."""
+    remaining = None if math.isinf(bound) else max(0.0, math.nextafter(bound - committed, -math.inf))
+    epsilon, held = finite_or_none(spent), finite_or_none(committed)
+    return {"epsilon": epsilon, "committed": held, "bound": finite_or_none(bound), "remaining": remaining}
+
+
+def _by_class(accounts: Sequence[Figures]) -> dict[str, Any]:
     """By class: figures at the terms of the last charge, others in `also`, stricter signed bounds in `bounds`."""
     found: dict[str, Any] = {}
-    for line in lines:
-        figures = {
-            "epsilon": finite_or_none(line.total.spent),
-            "committed": finite_or_none(line.total.committed),
-            "bound": finite_or_none(line.limit.epsilon),
-            "remaining": finite_or_none(line.remaining),
-            "delta": line.limit.delta,
-            "accountant": line.limit.accountant,
-            **_risk_json(line),
-        }
-        classes, name = found, str(line.account)
-        if line.account.signed:
-            owner = found.setdefault(line.account.cls, {"also": [], "bounds": {}})
+    for account, figures in accounts:
+        classes, name = found, str(account)
+        if account.signed:
+            owner = found.setdefault(account.cls, {"also": [], "bounds": {}})
             classes = owner.setdefault("bounds", {})
         if name in classes:
-            classes[name]["also"].append(figures)
-            continue
-        runs = [
-            {"run": each.run, "label": each.label, "since": each.day, "steps": each.steps, "redone": each.redone}
-            | {"reserved": each.reserved, "finished": each.finished}
-            for each in line.total.runs
-        ]
-        classes[name] = {**figures, "runs": runs, "also": []}
+            classes[name]["also"].append({key: value for key, value in figures.items() if key != "runs"})
+        else:
+            classes[name] = {**figures, "also": []}
     return found
 
 
-def _risk_json(line: AccountLine) -> dict[str, Any]:
-    if line.risk is None or line.rates is None:
-        return {}
-    figures = {"spent": line.rates.spent, "committed": line.rates.committed}
-    return {"risk": line.risk.model_dump() | figures | {"remaining": max(0.0, line.risk.tpr - line.rates.committed)}}
-
-
-def spend_page(origin: str, lines: Sequence[AccountLine]) -> str:
+def spend_page(origin: str, accounts: Sequence[Figures]) -> str:
     """A table of one corpus, ε of every account, then the runs of each."""
     head = f"corpus {printable(origin)}"
-    if not lines:
+    if not accounts:
         return f"{head}\n  nothing is spent or reserved"
-    rows = [["class (signed bound)", "ε spent", "committed", "bound", "remains", "at δ", "by"], *map(_table_row, lines)]
-    told = [head, *(f"  {line}" for line in columns(rows, left=1).split("\n"))]
-    for line in lines:
-        if line.risk is not None and line.rates is not None:
-            left = remaining_text(100 * max(0.0, line.risk.tpr - line.rates.committed), 2)
-            figures = f"{percent_text(line.rates.spent)} spent, {percent_text(line.rates.committed)} committed, {left} % remains"
-            told.append(f"  risk of {printable(str(line.account))}: {line.risk}: {figures}")
-        if line.passed:
-            over = f"{printable(str(line.account))} is over its bound at δ = {line.limit.delta:g}"
-            told.append(f"  note: {over}: no run may spend more of it")
-    alike: dict[tuple[RunSpend, ...], list[str]] = {}
-    for account, runs in {line.account: line.total.runs for line in lines}.items():
-        alike.setdefault(runs, []).append(printable(str(account)))
-    for runs, names in alike.items():
-        if runs:
-            more = f" and {len(names) - _MAX_ACCOUNTS_NAMED} more" if len(names) > _MAX_ACCOUNTS_NAMED else ""
-            told += ["", f"  runs of {', '.join(names[:_MAX_ACCOUNTS_NAMED])}{more}"]
-            told += [f"    {row}" for row in _run_lines(runs)]
-    return "\n".join(told)
+    rows = [["class (signed bound)", "ε spent", "committed", "bound", "remains", "at δ", "by"]]
+    lines = []
+    alike: dict[str, list[str]] = {}
+    runs: dict[str, list[dict[str, Any]]] = {}
+    for account, figures in accounts:
+        name = printable(str(account))
+        spent, committed = (_epsilon(figures[key]) for key in ("epsilon", "committed"))
+        bound, remaining = figures["bound"], figures["remaining"]
+        bounded = ["no bound", "-"] if bound is None else [epsilon_text(bound), remaining_text(remaining)]
+        rows.append([name, spent, committed, *bounded, f"{figures['delta']:g}", figures["accountant"]])
+        if risk := figures.get("risk"):
+            rates = f"{percent_text(risk['spent'])} spent, {percent_text(risk['committed'])} committed"
+            what = RiskBound(**{key: risk[key] for key in RiskBound.model_fields})
+            lines.append(f"  risk of {name}: {what}: {rates}, {remaining_text(100 * risk['remaining'], 2)} % remains")
+        if bound is not None and (figures["committed"] is None or figures["committed"] > bound):
+            over = f"{name} is over its bound at δ = {figures['delta']:g}"
+            lines.append(f"  note: {over}: no run may spend more of it")
+        if figures["runs"]:
+            same = alike.setdefault(repr(figures["runs"]), [])
+            same += [] if name in same else [name]
+            runs[repr(figures["runs"])] = figures["runs"]
+    for each, names in alike.items():
+        more = f" and {len(names) - _MAX_ACCOUNTS_NAMED} more" if len(names) > _MAX_ACCOUNTS_NAMED else ""
+        lines += ["", f"  runs of {', '.join(names[:_MAX_ACCOUNTS_NAMED])}{more}", _run_table(runs[each])]
+    return "\n".join([head, table(rows, indent=2), *lines])
 
 
-def _table_row(line: AccountLine) -> list[str]:
-    bounded = math.isfinite(line.limit.epsilon)
-    return [
-        printable(str(line.account)),
-        epsilon_text(line.total.spent),
-        epsilon_text(line.total.committed),
-        epsilon_text(line.limit.epsilon) if bounded else "no bound",
-        remaining_text(line.remaining) if bounded else "-",
-        f"{line.limit.delta:g}",
-        line.limit.accountant,
-    ]
+def _epsilon(value: float | None) -> str:
+    return "∞" if value is None else epsilon_text(value)
 
 
-def _run_lines(runs: Sequence[RunSpend]) -> list[str]:
+def _run_table(runs: Sequence[Mapping[str, Any]]) -> str:
     rows = [["run", "label", "state", "steps", "redone", "reserved"]]
     for each in runs:
-        counts = [f"{count:,}" for count in (each.steps, each.redone, each.reserved)]
-        state = "ended" if each.finished else "open"
-        rows.append([printable(each.run[:8]), printable(each.label), state, *counts])
-    return columns(rows, left=3).split("\n")
+        counts = [f"{each[name]:,}" for name in rows[0][3:]]
+        state = "ended" if each["finished"] else "open"
+        rows.append([printable(each["run"][:8]), printable(each["label"]), state, *counts])
+    return table(rows, left=3, indent=4)
 
 
-def spend(
-    where: Annotated[
-        str, argument("WHERE", "a ledger (file or postgresql://…), or a folder that holds ledgers")
-    ] = "runs",
-    release: Annotated[
-        str | None,
-        option("give back what this run has reserved; its id, the first digits of it, or its label", metavar="RUN"),
-    ] = None,
-    lost: Annotated[
-        bool, option("with --release: the run will never go on; record what it had begun as abandoned", "--lost")
-    ] = False,
-    key: Annotated[
-        Path | None,
-        option(
-            "with --release: key of the ledger, which signs what stays open; default: the key beside the ledger file"
-        ),
-    ] = None,
-    passphrase_file: PassphraseOption = None,
-    origin: Annotated[str | None, option("only this corpus")] = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Show ε spent by every class of every corpus, over all runs, retrainings and abandoned attempts.
-
-    A run reserves its whole plan before its first step. It is charged segment by segment, before each is trained. What
-    is charged is spent for good: neither deleting the run nor --release gives it back. What is reserved counts against
-    the bound too, until the run ends or is released.
-
-    The ε of several runs is computed jointly and is usually less than the sum. Committed: spent and reserved ε. Bound:
-    the strictest of the ledger's limits, the signed bounds and the limit of the last run. Remains: the bound minus the
-    committed ε, rounded down; the other figures are rounded up. The risk bound of a class is shown below the table: the
-    share that an attack finds, computed for all charges together, and the rest of the bound.
-
-    Ledgers in neighbouring folders are listed at the end, with the statements of their owners.
-
-    Charges are read from the leaves under the newest checkpoint; lamina ledger verify recomputes every figure.
-
-    Examples:
-
-      lamina spend
-      lamina spend runs/cardiology.ledger.db
-      lamina spend --release 3f9c21aa
-      lamina spend --release 3f9c21aa --lost    if its folder is gone
-    """
-    if lost and release is None:
-        raise typer.BadParameter("give --release RUN too", param_hint="--lost")
-    places = _by_origin(find_ledgers(where), where, origin)
-    signer = None if key is None else open_private_key(key, passphrase_file)
-    released, recorded = ("", 0) if release is None else _release(list(places.values()), where, release, lost, signer)
-    found, beside = {}, {}
-    for name, place in places.items():
-        with read_spend(place) as book:
-            found[name] = account_lines(book)
-            beside[book.ledger.name] = NeighbourLedger.read(book.ledger)
-        beside |= {each.name: each for each in neighbour_ledgers(place)}
-    together = [each for _, each in sorted(beside.items())] if len(beside) > 1 else []
-    if as_json:
-        done = ({"released": released} if released else {}) | ({"recorded": recorded} if lost else {})
-        origins = {name: spend_json(each) for name, each in found.items()}
-        listed = [each.to_dict() for each in together]
-        print_json({"ledger": printable_location(where), **done, "origins": origins, "beside_each_other": listed})
-        return
-    if released:
-        attempts = pluralize(recorded, "attempt")
-        begun = f" What it had begun ({attempts}) is recorded as abandoned." if recorded else ""
-        goes_on = "" if lost else "; if it still trains, each further segment must fit under the bound"
-        told = f"Run {released[:8]} holds no reservation any more.{begun}"
-        print_line(f"{told} What it was charged stays charged{goes_on}.")
-    print_line("\n\n".join([*(spend_page(name, each) for name, each in found.items()), *_together(together)]))
-
-
-def _together(ledgers: Sequence[NeighbourLedger]) -> list[str]:
-    """Return the table of neighbouring ledgers, or nothing if there is only one."""
-    if not ledgers:
-        return []
+def _together(ledgers: Sequence[NeighbourLedger]) -> Iterator[str]:
+    """Yield the table of neighbouring ledgers, and what their owners state."""
     rows = [["ledger", "origin", "class", "per", "at δ", "runs", "ε"]]
-    stated = []
     for each in ledgers:
         name = printable(os.path.basename(each.name))
         for cls, epsilon in sorted(each.epsilon.items()) or [("-", 0.0)]:
-            spent = "∞" if epsilon is None else epsilon_text(epsilon)
             unit = printable(each.units.get(cls, "-"))
-            rows.append([name, printable(each.origin), cls, unit, f"{each.delta:g}", f"{each.runs:,}", spent])
+            rows.append(
+                [name, printable(each.origin), cls, unit, f"{each.delta:g}", f"{each.runs:,}", _epsilon(epsilon)]
+            )
+    yield f"{len(ledgers)} ledgers lie beside each other; a person in several has lost the sum"
+    yield table(rows, left=4, indent=2)
+    for each in ledgers:
         if each.other_people is not None:
-            stated.append(f"  {name}: its owner states that it holds other people: {each.other_people}")
-    head = f"{len(ledgers)} ledgers lie beside each other; a person in several has lost the sum"
-    return ["\n".join([head, *(f"  {line}" for line in columns(rows, left=4).split("\n")), *stated])]
+            name = printable(os.path.basename(each.name))
+            yield f"  {name}: its owner states that it holds other people: {each.other_people}"
 
 
 def _by_origin(ledgers: list[str], where: str, wanted: str | None) -> dict[str, str]:

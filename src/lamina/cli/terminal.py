@@ -1,4 +1,4 @@
-"""What every command prints and asks for: JSON, refusals, tables, progress bars, passphrases, ledgers.
+"""What commands print and ask for: lines, JSON, refusals, progress bars, passphrases, ledgers.
 
 `lamina --help` imports this module, so it imports nothing of Lamina but errors and validate; the rest is imported where it is used.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from lamina.cli.options import PASSPHRASE_VARIABLE
+from lamina.cli.command import PASSPHRASE_VARIABLE, as_json, misuse, passphrase_file
 from lamina.errors import BadKey, LaminaError
 from lamina.validate import INVISIBLE, visible
 
@@ -38,22 +38,15 @@ def print_note(text: str) -> None:
     err.print(visible(text), markup=False, soft_wrap=True)
 
 
-def print_json(value: dict[str, Any]) -> None:
+def say(text: str) -> None:
+    """Print a line before the answer: to standard error where --json keeps standard output for one object."""
+    (print_note if as_json.get() else print_line)(text)
+
+
+def print_json(value: Mapping[str, Any]) -> None:
     """One strict JSON object (no NaN, no Infinity) on standard output."""
     text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False)
     sys.stdout.write(INVISIBLE.sub(lambda found: f"\\u{ord(found[0]):04x}", text) + "\n")
-
-
-def print_template(text: str, as_json: bool) -> None:
-    """Print a file to start from."""
-    print_json({"template": text}) if as_json else sys.stdout.write(text)
-
-
-def print_answer(value: dict[str, Any], text: str, as_json: bool, *, ok: bool = True) -> None:
-    """Print the result of a command as JSON or as text, and exit with 1 unless it is `ok`."""
-    print_json(value) if as_json else print_line(text)
-    if not ok:
-        raise typer.Exit(1)
 
 
 def refusal_json(error: LaminaError) -> dict[str, str]:
@@ -86,18 +79,6 @@ def results_only() -> Iterator[None]:
         yield
 
 
-def columns(rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
-    """Rows with columns of equal width; the first `left` are flush left, the others right.
-
-    >>> print(columns([["class", "ε"], ["clinical", "1.5"]]))
-    class       ε
-    clinical  1.5
-    """
-    from lamina.plan.table import align_columns
-
-    return "\n".join(align_columns(rows, left))
-
-
 @contextmanager
 def progress_bar(what: str, total: int | None = None) -> Iterator[Callable[..., None]]:
     """Yields a function of (done, total) that moves the bar."""
@@ -113,10 +94,10 @@ def progress_bar(what: str, total: int | None = None) -> Iterator[Callable[..., 
         yield update
 
 
-def read_passphrase(file: Path | None, *, what: str, new: bool = False) -> bytes:
-    """The passphrase from the file, else from the environment, else asked for (twice if it is `new`)."""
+def read_passphrase(what: str, *, new: bool = False) -> bytes:
+    """The passphrase from --passphrase-file, else from the environment, else asked for (twice if it is `new`)."""
     or_none = ", or --no-passphrase" if new else ""
-    if file is not None:
+    if (file := passphrase_file.get()) is not None:
         from lamina.sign.keys import read_small
 
         found = read_small(file, "the passphrase file", most=4096, pipe=True).partition(b"\n")[0].removesuffix(b"\r")
@@ -133,18 +114,18 @@ def read_passphrase(file: Path | None, *, what: str, new: bool = False) -> bytes
     return found
 
 
-def open_private_key(path: Path, passphrase_file: Path | None) -> PrivateKey:
+def open_private_key(path: Path) -> PrivateKey:
     """Load a private key; asks for the passphrase only if the file is encrypted."""
     from lamina.sign.keys import PrivateKey
 
-    return PrivateKey.load(path, passphrase_if_sealed(path, passphrase_file))
+    return PrivateKey.load(path, passphrase_if_sealed(path))
 
 
-def passphrase_if_sealed(path: Path, passphrase_file: Path | None) -> bytes | None:
+def passphrase_if_sealed(path: Path) -> bytes | None:
     """The passphrase of a private key; None if it has none."""
     from lamina.sign.keys import PrivateKey
 
-    return read_passphrase(passphrase_file, what=f"'{path}'") if PrivateKey.sealed(path) else None
+    return read_passphrase(f"'{path}'") if PrivateKey.sealed(path) else None
 
 
 def existing_ledger(where: str) -> str:
@@ -154,7 +135,7 @@ def existing_ledger(where: str) -> str:
     if is_postgres_url(where):
         return where
     if not Path(where).is_file():
-        raise typer.BadParameter(f"there is no ledger '{where}'", param_hint="LEDGER")
+        raise misuse(f"there is no ledger '{where}'", "LEDGER")
     return os.path.realpath(where)
 
 

@@ -1,20 +1,4 @@
-"""`lamina ledger`: read, check and keep the record of what was admitted, spent, withdrawn and released."""
-
-from __future__ import annotations
-
-from collections.abc import Callable
-
-import typer
-
-from lamina.cli.ledger.governing_commands import init, sign, submit, terms
-from lamina.cli.ledger.policy_key_commands import key, policy
-from lamina.cli.ledger.proof_commands import checkpoint, copy, heartbeat, prove, receipt, verify, witness
-from lamina.cli.ledger.reconcile_command import reconcile, statement
-from lamina.cli.ledger.record_commands import prune, show, trace
-from lamina.cli.ledger.withdraw_commands import request, withdraw
-from lamina.cli.options import PlainCommand, PlainGroup, help_text
-
-_HELP = """The record of what was admitted, spent, withdrawn and released: append-only, signed, and checkable.
+"""The record of what was admitted, spent, withdrawn and released: append-only, signed, and checkable.
 
 A ledger is one file (ledger.db) or a PostgreSQL database. It holds nobody's data: only digests, bounds, plans and ε. It
 never records who was sampled when.
@@ -57,10 +41,17 @@ DIGEST is that of a descriptor or of a content anchor: 64 hex digits, or the fir
 or the number of a leaf, works too. For the ε that every class has spent: lamina spend.
 """
 
-app = typer.Typer(cls=PlainGroup, no_args_is_help=True, add_completion=False, help=help_text(_HELP))
-_COMMANDS: tuple[Callable[..., None], ...] = (
-    show, verify, prove, receipt, trace, statement, reconcile, request, withdraw, prune, checkpoint, heartbeat, witness, copy, policy, key,
-    init,     terms, sign, submit,
+from __future__ import annotations
+
+from lamina.cli.command import group
+from lamina.cli.ledger.governing_commands import init, sign, submit, terms
+from lamina.cli.ledger.policy_key_commands import key, policy
+from lamina.cli.ledger.proof_commands import checkpoint, copy, heartbeat, prove, receipt, verify, witness
+from lamina.cli.ledger.reconcile_command import reconcile, statement
+from lamina.cli.ledger.record_commands import prune, show, trace
+from lamina.cli.ledger.withdraw_commands import request, withdraw
+
+app = group(
+    __doc__, show, verify, prove, receipt, trace, statement, reconcile, request, withdraw, prune, checkpoint, heartbeat, witness, copy,
+    policy, key, init, terms, sign, submit,
 )  # fmt: skip
-for _command in _COMMANDS:
-    app.command(_command.__name__, cls=PlainCommand, help=help_text(_command.__doc__))(_command)

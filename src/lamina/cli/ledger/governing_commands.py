@@ -10,14 +10,12 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from lamina import validate
+from lamina.cli.command import KEY, LEDGER, OUTPUT, Answer, argument, command, misuse, option
 from lamina.cli.open_ledger import open_ledger
-from lamina.cli.options import JsonOption, KeyOption, LedgerArgument, OutputOption, PassphraseOption, argument, option
-from lamina.cli.terminal import existing_ledger, open_private_key, print_answer
+from lamina.cli.terminal import existing_ledger, open_private_key
 from lamina.errors import EncodingError, LedgerError
 from lamina.ledger.corpus_terms import CorpusTerms, about_at, governing_key_path, ledger_key_path, load_or_make_key
 from lamina.ledger.governance_records import (
@@ -42,15 +40,9 @@ from lamina.plan.policy import Policy
 from lamina.sign import keys as files
 from lamina.sign.keys import PrivateKey, PublicKey, format_utc
 
-KeysOption = Annotated[
-    list[Path] | None,
-    option("private key: governing keys authorise, the ledger's own signs the checkpoint; repeatable", "--key",
-           metavar="FILE"),
-]  # fmt: skip
-ProposeOption = Annotated[
-    Path | None, option("write the change, for governing keys to sign elsewhere; change nothing", metavar="FILE")
-]
-DaysOption = Annotated[int, option("days for which the proposal may be signed and submitted", "--days", min=1)]
+KEYS = option("private key: governing keys authorise, the ledger's own signs the checkpoint; repeatable", "--key")
+PROPOSE = option("write the change, for governing keys to sign elsewhere; change nothing", "--propose")
+DAYS = option("days for which the proposal may be signed and submitted", "--days", default=7, min=1)
 _MAX_FILE_BYTES = 1 << 20
 _SIGNATURE_BYTES = 64
 
@@ -58,9 +50,9 @@ _SIGNATURE_BYTES = 64
 # ------------------------------------------------------------------------------ one way for every change
 
 
-def keys_at_hand(ledger: str, given: Sequence[Path], passphrase_file: Path | None) -> list[PrivateKey]:
+def keys_at_hand(ledger: str, given: Sequence[Path]) -> list[PrivateKey]:
     """The keys that were given, and those that lie beside a ledger that is its user's own."""
-    found = [open_private_key(path, passphrase_file) for path in given]
+    found = [open_private_key(path) for path in given]
     if not is_postgres_url(ledger):
         beside = (governing_key_path(ledger), ledger_key_path(ledger))
         found += [PrivateKey.load(path, None) for path in beside if path.exists() and not PrivateKey.sealed(path)]
@@ -128,30 +120,20 @@ def outcome(result: dict[str, Any]) -> str:
 # ------------------------------------------------------------------------------ init
 
 
+@command(keys=True)
 def init(
-    ledger: Annotated[str, argument("LEDGER", "ledger.db, or postgresql://…/database#schema; must not exist yet")],
-    file: Annotated[Path, argument("POLICY", "policy.toml of the corpus")],
-    governing_key: Annotated[
-        list[Path],
-        option("key of an owner: private to sign now, or public; repeatable", "--governing-key", metavar="FILE"),
-    ],
-    witness: Annotated[
-        list[Path] | None, option("public key of a witness, NAME.pub; repeatable", metavar="FILE")
-    ] = None,
-    quorum: Annotated[
-        int | None, option("cosignatures that a checkpoint needs; default: as POLICY says, or all witnesses", min=0)
-    ] = None,
-    retention: Annotated[
-        int | None, option("days for which contributions are kept; default: as POLICY says, or 365", min=1)
-    ] = None,
-    key: KeyOption = None,
-    propose: Annotated[Path | None, option("write the header, for owners to sign elsewhere", metavar="FILE")] = None,
-    write: Annotated[
-        bool, option("write the ledger's name into POLICY, so that attestations name it", "--write")
-    ] = False,
-    passphrase_file: PassphraseOption = None,
-    as_json: JsonOption = False,
-) -> None:
+    ledger: str = argument("LEDGER", "ledger.db, or postgresql://…/database#schema; must not exist yet"),
+    file: Path = argument("POLICY", "policy.toml of the corpus"),
+    governing_key: list[Path] = option("key of an owner: private to sign now, or public; repeatable", default=...),
+    witness: list[Path] = option("public key of a witness, NAME.pub; repeatable"),
+    quorum: int | None = option(
+        "cosignatures that a checkpoint needs; default: as POLICY says, or all witnesses", min=0
+    ),
+    retention: int | None = option("days for which contributions are kept; default: as POLICY says, or 365", min=1),
+    key: Path | None = KEY,
+    propose: Path | None = option("write the header, for owners to sign elsewhere"),
+    write: bool = option("write the ledger's name into POLICY, so that attestations name it"),
+) -> Answer:
     """Make a ledger that has an owner: whoever holds its governing keys decides about keys, policy and terms.
 
     The trainer's machine has the ledger's key, which signs checkpoints (--key; without it one is made beside the
@@ -170,18 +152,18 @@ def init(
       lamina ledger init ledger.db policy.toml --governing-key owner.key --witness w1.pub --witness w2.pub --quorum 1
     """
     if ledger_exists(ledger):
-        raise typer.BadParameter(f"'{printable_location(ledger)}' exists already", param_hint="LEDGER")
-    terms, owners = CorpusTerms.of_policy(Policy.load(file)), [_owner(path, passphrase_file) for path in governing_key]
+        raise misuse(f"'{printable_location(ledger)}' exists already", "LEDGER")
+    terms, owners = CorpusTerms.of_policy(Policy.load(file)), [_owner(path) for path in governing_key]
     if terms.ledger is not None:
         problem = f"'{file}' names the ledger {terms.ledger.hex()[:16]} already, and this would be a second one of {terms.origin!r}"
         raise LedgerError("cli.policy-names-ledger", problem, "use that ledger, or remove the line ledger of [corpus]")
     if write and propose is not None:
         problem = "the ledger has no name before it is made: add the line that submit prints"
-        raise typer.BadParameter(problem, param_hint="--write")
+        raise misuse(problem, "--write")
     named_in = _with_ledger_line(file, "0" * 64) if write else ""
     named = [Key(name=name, x=public.x, role=Role.GOVERNING) for name, public, _ in owners]
-    seen = [Key(name=path.stem, x=PublicKey.load(path).x, role=Role.WITNESS) for path in witness or ()]
-    signer = _signing_key(ledger, key, passphrase_file)
+    seen = [Key(name=path.stem, x=PublicKey.load(path).x, role=Role.WITNESS) for path in witness]
+    signer = _signing_key(ledger, key)
     asked = {"retention": None if retention is None else retention * DAY_SECONDS, "witnesses": quorum}
     given = {name: value for name, value in asked.items() if value is not None}
     header = terms.header(signer.public, [*named, *seen], **given)
@@ -190,12 +172,12 @@ def init(
     if propose is not None:
         files.replace_file(propose, header.message(), "the proposal", mode=0o644)
         text = f"{propose}: have every owner sign it: lamina ledger sign {propose} --key GOVERNING.key"
-        print_answer(result | {"proposal": str(propose)}, text, as_json)
-        return
-    name = _create(ledger, header, signer, result, as_json)
+        return Answer(result | {"proposal": str(propose)}, text)
+    made = _create(ledger, header, signer, result)
     if named_in:
-        text = named_in.replace("0" * 64, name, 1)
+        text = named_in.replace("0" * 64, made.facts["header"], 1)
         files.replace_file(file, text.encode(), "the policy", mode=file.stat().st_mode & 0o777)
+    return made
 
 
 def _with_ledger_line(file: Path, name: str) -> str:
@@ -210,30 +192,32 @@ def _with_ledger_line(file: Path, name: str) -> str:
     return text
 
 
-def _owner(path: Path, passphrase_file: Path | None) -> tuple[str, PublicKey, PrivateKey | None]:
+def _owner(path: Path) -> tuple[str, PublicKey, PrivateKey | None]:
     private = None
     if b"PRIVATE KEY-----" in files.read_small(path, "the governing key", most=_MAX_FILE_BYTES):
-        private = open_private_key(path, passphrase_file)
+        private = open_private_key(path)
     return path.stem, PublicKey.load(path) if private is None else private.public, private
 
 
-def _signing_key(ledger: str, key: Path | None, passphrase_file: Path | None) -> PrivateKey:
+def _signing_key(ledger: str, key: Path | None) -> PrivateKey:
     if key is not None:
-        return open_private_key(key, passphrase_file)
+        return open_private_key(key)
     if is_postgres_url(ledger):
-        raise typer.BadParameter("give the key that signs checkpoints of the database", param_hint="--key")
+        raise misuse("give the key that signs checkpoints of the database", "--key")
     return load_or_make_key(ledger_key_path(ledger))
 
 
-def _create(ledger: str, header: Header, signer: PrivateKey, result: dict[str, Any], as_json: bool) -> str:
-    """Make it; its name, which is the hash of the header leaf."""
+def _create(ledger: str, header: Header, signer: PrivateKey, result: dict[str, Any]) -> Answer:
+    """Make it, and say its name, which is the hash of the header leaf."""
     with Ledger.create(ledger, header, signer) as book:
-        name = book.header_hash.hex()
-        owners = [each.key.hex() for each in header.signatures]
-        text = f"{result['ledger']}: {header.origin}, governed by {', '.join(each[:16] for each in owners)}"
-        text += f'\nin policy.toml, so that attestations name this ledger and no other admits them:\n  [corpus]\n  ledger = "{name}"'
-        print_answer(result | {"governing": owners, "header": name, "checkpoint": book.latest()}, text, as_json)
-    return name
+        name, signed = book.header_hash.hex(), book.latest()
+    owners = [each.key.hex() for each in header.signatures]
+    return Answer(
+        result | {"governing": owners, "header": name, "checkpoint": signed},
+        f"{result['ledger']}: {header.origin}, governed by {', '.join(each[:16] for each in owners)}",
+        "in policy.toml, so that attestations name this ledger and no other admits them:",
+        f'  [corpus]\n  ledger = "{name}"',
+    )
 
 
 # ------------------------------------------------------------------------------ terms
@@ -241,22 +225,17 @@ def _create(ledger: str, header: Header, signer: PrivateKey, result: dict[str, A
 _WITHDRAWAL_RULES = {rule.name.lower(): rule for rule in WithdrawalRule}
 
 
+@command(keys=True)
 def terms(
-    ledger: LedgerArgument,
-    quorum: Annotated[int | None, option("cosignatures that a checkpoint needs from now on", min=0)] = None,
-    retention: Annotated[int | None, option("days for which contributions are kept from now on", min=1)] = None,
-    withdraw: Annotated[
-        str | None, option("who may withdraw from now on: signed or keeper", choices=_WITHDRAWAL_RULES)
-    ] = None,
-    about: Annotated[
-        Path | None, option("policy.toml whose [about] replaces the present one", "--about", metavar="POLICY")
-    ] = None,
-    key: KeysOption = None,
-    propose: ProposeOption = None,
-    days: DaysOption = 7,
-    passphrase_file: PassphraseOption = None,
-    as_json: JsonOption = False,
-) -> None:
+    ledger: str = LEDGER,
+    quorum: int | None = option("cosignatures that a checkpoint needs from now on", min=0),
+    retention: int | None = option("days for which contributions are kept from now on", min=1),
+    withdraw: str | None = option("who may withdraw from now on", choices=_WITHDRAWAL_RULES),
+    about: Path | None = option("policy.toml whose [about] replaces the present one", metavar="POLICY"),
+    key: list[Path] = KEYS,
+    propose: Path | None = PROPOSE,
+    days: int = DAYS,
+) -> Answer:
     """Show or change the terms of a ledger: required witnesses, retention, who may withdraw, and the texts of [about].
 
     A governing key authorises it; fewer cosignatures, a shorter time, or leave for the keeper to withdraw without a signed
@@ -270,17 +249,14 @@ def terms(
       lamina ledger terms ledger.db --withdraw signed --key owner.key
       lamina ledger terms ledger.db --about policy.toml --key owner.key --key ledger.key
     """
-    if withdraw is not None and withdraw not in _WITHDRAWAL_RULES:
-        raise typer.BadParameter(f"{withdraw!r} is not one of {', '.join(_WITHDRAWAL_RULES)}", param_hint="--withdraw")
     if all(each is None for each in (quorum, retention, withdraw, about)):
         with open_ledger(ledger) as book:
             now, stated = book.parties(), about_at(book, book.size)
         found = {"quorum": now.witnesses, "retention": now.retention, "withdraw": now.withdraw.name.lower()}
-        text = f"{pluralize(now.witnesses, 'cosignature')} of witnesses, kept {now.retention / DAY_SECONDS:g} days"
-        text += f", {describe_rule(now.withdraw)}"
-        text += "".join(f"\nabout.{name} (leaf {each['leaf']}): {each['text']}" for name, each in stated.items())
-        print_answer({"ledger": printable_location(ledger), **found, "about": stated}, text, as_json)
-        return
+        asked = f"{pluralize(now.witnesses, 'cosignature')} of witnesses, kept {now.retention / DAY_SECONDS:g} days"
+        texts = [f"about.{name} (leaf {each['leaf']}): {each['text']}" for name, each in stated.items()]
+        facts = {"ledger": printable_location(ledger), **found, "about": stated}
+        return Answer(facts, f"{asked}, {describe_rule(now.withdraw)}", *texts)
     seconds, rule = None if retention is None else retention * DAY_SECONDS, _WITHDRAWAL_RULES.get(withdraw or "")
     wanted = None if about is None else Policy.load(about).about.stated
 
@@ -289,24 +265,22 @@ def terms(
         given = {"witnesses": quorum, "retention": seconds, "withdraw": rule, "about": texts}
         return None if all(each is None for each in given.values()) else TermsChange(**given)  # type: ignore[arg-type]
 
-    _, result = make_change(ledger, change, keys_at_hand(ledger, key or (), passphrase_file), propose, days)
-    print_answer(result, outcome(result), as_json)
+    _, result = make_change(ledger, change, keys_at_hand(ledger, key), propose, days)
+    return Answer(result, outcome(result))
 
 
 # ------------------------------------------------------------------------------ sign, submit
 
 
+@command(keys=True)
 def sign(
-    proposal: Annotated[Path, argument("PROPOSAL", "a file that --propose wrote")],
-    key: Annotated[Path, option("your governing key; asks for its passphrase", "--key", metavar="FILE")],
-    ledger: Annotated[
-        str | None,
-        option("the ledger or a copy: check that the change follows it, and show what it changes", metavar="LEDGER"),
-    ] = None,
-    output: OutputOption = None,
-    passphrase_file: PassphraseOption = None,
-    as_json: JsonOption = False,
-) -> None:
+    proposal: Path = argument("PROPOSAL", "a file that --propose wrote"),
+    key: Path = option("your governing key; asks for its passphrase", default=...),
+    ledger: str | None = option(
+        "the ledger or a copy: check that the change follows it, and show what it changes", metavar="LEDGER"
+    ),
+    output: Path | None = OUTPUT,
+) -> Answer:
     """As an owner: read a proposal, and sign it with a governing key.
 
     The signature is 64 bytes, Ed25519, over the bytes of the file; openssl pkeyutl -sign -rawin makes the same. It counts
@@ -320,7 +294,7 @@ def sign(
     """
     data = files.read_small(proposal, "the proposal", most=_MAX_FILE_BYTES)
     record, lines = _read_proposal(proposal, data), []
-    private = open_private_key(key, passphrase_file)
+    private = open_private_key(key)
     if isinstance(record, Header):
         known = [each for each in record.keys if each.role is Role.GOVERNING and each.id == private.public.id]
         if not known:
@@ -330,22 +304,19 @@ def sign(
         lines = _check_proposal(ledger, record, private)
     output = output or proposal.with_name(f"{proposal.name}.sig")
     files.write_new(output, private.sign(data), "the signature", mode=0o644)
-    made, change = {"proposal": str(proposal), "signature": str(output)}, describe_change(record)
-    told = [*(f"  {line}" for line in [*change, *lines]), f"{output}: signed by {private.public.name[:16]}"]
-    facts = {**made, "key": private.public.name, "change": change, "needs": lines}
-    print_answer(facts, "\n".join(told), as_json)
+    change = describe_change(record)
+    facts = {"proposal": str(proposal), "signature": str(output), "key": private.public.name}
+    told = (f"  {line}" for line in [*change, *lines])
+    return Answer(facts | {"change": change, "needs": lines}, *told, f"{output}: signed by {private.public.name[:16]}")
 
 
+@command(keys=True)
 def submit(
-    ledger: Annotated[str, argument("LEDGER", "ledger.db, or postgresql://…/database#schema; of a header: to be made")],
-    proposal: Annotated[Path, argument("PROPOSAL", "a file that --propose wrote")],
-    signature: Annotated[
-        list[Path] | None, option("a signature of lamina ledger sign; repeatable", metavar="FILE")
-    ] = None,
-    key: KeysOption = None,
-    passphrase_file: PassphraseOption = None,
-    as_json: JsonOption = False,
-) -> None:
+    ledger: str = argument("LEDGER", "ledger.db, or postgresql://…/database#schema; of a header: to be made"),
+    proposal: Path = argument("PROPOSAL", "a file that --propose wrote"),
+    signature: list[Path] = option("a signature of lamina ledger sign; repeatable"),
+    key: list[Path] = KEYS,
+) -> Answer:
     """Append a proposal that governing keys signed; of a header: make the ledger.
 
     Examples:
@@ -355,23 +326,21 @@ def submit(
     """
     data = files.read_small(proposal, "the proposal", most=_MAX_FILE_BYTES)
     record = _read_proposal(proposal, data)
-    given = [(path, files.read_small(path, "the signature", most=_MAX_FILE_BYTES)) for path in signature or ()]
+    given = [(path, files.read_small(path, "the signature", most=_MAX_FILE_BYTES)) for path in signature]
     if isinstance(record, Header):
         made = tuple(_signature(path, data, each, record.keys) for path, each in given)
-        at_hand = [open_private_key(path, passphrase_file) for path in key or ()] or [_signing_key(ledger, None, None)]
+        signer = open_private_key(key[0]) if key else _signing_key(ledger, None)
         result = {"ledger": printable_location(ledger), "origin": record.origin}
-        _create(ledger, replace(record, signatures=made), at_hand[0], result, as_json)
-        return
+        return _create(ledger, replace(record, signatures=made), signer, result)
     existing_ledger(ledger)
     with open_ledger(ledger) as book:
         state = book.governance()
     assert record.authorization is not None
     made = tuple(_signature(path, data, each, state.all()) for path, each in given)
     record = replace(record, authorization=replace(record.authorization, signatures=made))
-    at_hand = keys_at_hand(ledger, key or (), passphrase_file)
-    result = {"ledger": printable_location(ledger), **_append(ledger, state, record, at_hand)}
-    text = "\n".join([*(f"  {line}" for line in describe_change(record)), outcome(result)])
-    print_answer(result | {"change": describe_change(record)}, text, as_json)
+    result = {"ledger": printable_location(ledger), **_append(ledger, state, record, keys_at_hand(ledger, key))}
+    change = describe_change(record)
+    return Answer(result | {"change": change}, *(f"  {line}" for line in change), outcome(result))
 
 
 def _read_proposal(path: Path, data: bytes) -> Header | GoverningRecord:

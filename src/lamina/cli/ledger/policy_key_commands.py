@@ -5,22 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
+from lamina.cli.command import LEDGER, Answer, argument, command, misuse, option, table, time_option
 from lamina.cli.keys import field_text
-from lamina.cli.ledger.governing_commands import (
-    DaysOption,
-    KeysOption,
-    ProposeOption,
-    keys_at_hand,
-    make_change,
-    outcome,
-)
+from lamina.cli.ledger.governing_commands import DAYS, KEYS, PROPOSE, keys_at_hand, make_change, outcome
 from lamina.cli.open_ledger import open_ledger
-from lamina.cli.options import JsonOption, LedgerArgument, PassphraseOption, argument, option
-from lamina.cli.terminal import columns, existing_ledger, print_answer, print_json, print_line
+from lamina.cli.terminal import existing_ledger
 from lamina.errors import LedgerError
 from lamina.ledger import show
 from lamina.ledger.admission_batch import missing_key_events
@@ -44,7 +35,7 @@ from lamina.ledger.store.sqlite import is_postgres_url, printable_location
 from lamina.ledger.writer import Ledger
 from lamina.plan.policy import Policy as PolicyFile
 from lamina.sign.key_ring import KeyRing
-from lamina.sign.keys import PublicKey, format_utc, parse_time
+from lamina.sign.keys import PublicKey, format_utc
 
 RecordedPolicy = Header | PolicyChange
 
@@ -91,18 +82,15 @@ def amount_or_none(micro: int) -> str:
     return show.format_micro(micro) if micro else "none"
 
 
+@command(keys=True)
 def policy(
-    ledger: LedgerArgument,
-    file: Annotated[
-        Path | None, argument("POLICY", "policy.toml to adopt; without it: show the policy in force")
-    ] = None,
-    key: KeysOption = None,
-    dry_run: Annotated[bool, option("show what would change, and change nothing", "--dry-run")] = False,
-    propose: ProposeOption = None,
-    days: DaysOption = 7,
-    passphrase_file: PassphraseOption = None,
-    as_json: JsonOption = False,
-) -> None:
+    ledger: str = LEDGER,
+    file: Path | None = argument("POLICY", "policy.toml to adopt; without it: show the policy in force", default=None),
+    key: list[Path] = KEYS,
+    dry_run: bool = option("show what would change, and change nothing"),
+    propose: Path | None = PROPOSE,
+    days: int = DAYS,
+) -> Answer:
     """Adopt a policy: its floors and classes apply to all admissions and runs from now on.
 
     A governing key of the ledger authorises it. A policy that protects less (a floor or a noise multiplier falls, a clip
@@ -121,23 +109,22 @@ def policy(
       lamina ledger policy ledger.db policy.toml --propose change.msg
     """
     if file is None and (key or dry_run or propose):
-        raise typer.BadParameter("give policy.toml", param_hint="POLICY")
+        raise misuse("give policy.toml", "POLICY")
     if file is not None and not file.is_file():
-        raise typer.BadParameter(f"there is no policy '{file}'", param_hint="POLICY")
+        raise misuse(f"there is no policy '{file}'", "POLICY")
     if dry_run and propose:
-        raise typer.BadParameter("give --dry-run or --propose, not both", param_hint="--dry-run")
+        raise misuse("give --dry-run or --propose, not both", "--dry-run")
     with open_ledger(ledger) as book:
         before, header = policy_in_force(book), book.header
         contract = None if file is None else _terms_of_policy(book, file)
     if contract is None:
-        _print_policy(ledger, before, header, as_json)
-        return
+        return _policy_answer(ledger, before, header)
     change = contract.change(before)
     result: dict[str, Any] = {"ledger": printable_location(ledger), "changed": False, "checkpoint": None}
     if change is not None and not dry_run:
-        keys = keys_at_hand(ledger, key or (), passphrase_file)
+        keys = keys_at_hand(ledger, key)
         _, result = make_change(ledger, lambda book: contract.change(policy_in_force(book)), keys, propose, days)
-    _print_change(result, before, change, contract.delta, as_json)
+    return _change_answer(result, before, change, contract.delta)
 
 
 def _terms_of_policy(book: Ledger, file: Path) -> CorpusTerms:
@@ -157,25 +144,23 @@ def _terms_of_policy(book: Ledger, file: Path) -> CorpusTerms:
     return contract
 
 
-def _print_policy(ledger: str, found: RecordedPolicy, header: Header, as_json: bool) -> None:
-    if as_json:
-        terms = {"origin": header.origin, "delta": header.delta, "accountant": header.accountant}
-        print_json({"ledger": printable_location(ledger), **terms, **policy_json(found, header.delta)})
-        return
-    clip, noise = amount_or_none(found.floors.clip_norm), amount_or_none(found.floors.noise_multiplier)
-    print_line(f"{header.origin}, {header.accountant} at δ = {header.delta:g}")
-    print_line(f"floors: clip norm {clip}, noise multiplier {noise}")
-    rows = [["class", "clip norm ≤", "noise multiplier ≥", "ε ≤", "contributions", "depth"]]
+def _policy_answer(ledger: str, found: RecordedPolicy, header: Header) -> Answer:
+    facts = {"ledger": printable_location(ledger), "origin": header.origin, "delta": header.delta}
+    facts |= {"accountant": header.accountant, **policy_json(found, header.delta)}
+    rows = [["class", "depth", "clip norm ≤", "noise multiplier ≥", "ε ≤", "contributions"]]
     for each in found.presets:
-        clip = "public" if each.public else amount_or_none(each.clip_norm)
-        noise = "-" if each.public else amount_or_none(each.noise_multiplier)
+        amounts = [amount_or_none(each.clip_norm), amount_or_none(each.noise_multiplier)]
         people = "-" if each.population is None else f"{each.population:,}"
-        rows.append([each.cls, clip, noise, _class_epsilon(each, header.delta), people, each.profile])
-    figures = columns([row[:-1] for row in rows]).split("\n")
-    print_line("\n".join(f"{line}  {row[-1]}" for line, row in zip(figures, rows, strict=True)))
-    for each in found.presets:
-        if each.risk is not None:
-            print_line(f"risk of {each.cls}: {each.risk}")
+        bound = ["public", "-"] if each.public else amounts
+        rows.append([each.cls, each.profile, *bound, _class_epsilon(each, header.delta), people])
+    clip, noise = amount_or_none(found.floors.clip_norm), amount_or_none(found.floors.noise_multiplier)
+    return Answer(
+        facts,
+        f"{header.origin}, {header.accountant} at δ = {header.delta:g}",
+        f"floors: clip norm {clip}, noise multiplier {noise}",
+        table(rows, left=2),
+        *(f"risk of {each.cls}: {each.risk}" for each in found.presets if each.risk is not None),
+    )
 
 
 def _class_epsilon(preset: ClassBounds, delta: float) -> str:
@@ -185,15 +170,13 @@ def _class_epsilon(preset: ClassBounds, delta: float) -> str:
     return format_epsilon(signed_spend(preset.noise_multiplier, delta)) if preset.noise_multiplier else "no bound"
 
 
-def _print_change(
-    result: dict[str, Any], before: RecordedPolicy, change: PolicyChange | None, delta: float, as_json: bool
-) -> None:
+def _change_answer(result: dict[str, Any], before: RecordedPolicy, change: PolicyChange | None, delta: float) -> Answer:
     lines = [] if change is None else policy_differences(before, change, delta)
     less = [] if change is None else loosened(before.floors, before.presets, change.floors, change.presets)
     done = outcome(result) if change is not None else "this policy is already in force: nothing changes"
     needs = "; it needs two governing keys" if less and not result["changed"] else ""
-    text = "\n".join([*(f"  {line}" for line in lines), *(f"  protects less: {each}" for each in less), done + needs])
-    print_answer({"signatures": [], **result, "differences": lines, "looser": less}, text, as_json)
+    told = [f"  {line}" for line in lines] + [f"  protects less: {each}" for each in less]
+    return Answer({"signatures": [], **result, "differences": lines, "looser": less}, *told, done + needs)
 
 
 _ROLE_BY_NAME = {role.name.lower(): role for role in Role}
@@ -201,26 +184,20 @@ _KEYS_TAKEN = {"list": 0, "add": 1, "rotate": 2, "revoke": 1, "enrol": 1}  # of 
 _MIN_ID_DIGITS = 8  # hex digits of an id that are enough to name a key
 
 
+@command(keys=True)
 def key(
-    ledger: LedgerArgument,
-    action: Annotated[
-        str, argument("ACTION", "list, add, rotate, revoke or enrol", choices=list(_KEYS_TAKEN))
-    ] = "list",
-    names: Annotated[
-        list[str] | None,
-        argument("KEY", "add: NEW.pub; rotate: OLD NEW.pub; revoke: OLD, by id, name or file; enrol: keys.json"),
-    ] = None,
-    role: Annotated[str | None, option(f"with add: {', '.join(_ROLE_BY_NAME)}", choices=_ROLE_BY_NAME)] = None,
-    name: Annotated[
-        str | None, option("name of the new key; default: the ledger's, the old key's, or that of the file")
-    ] = None,
-    at: Annotated[str | None, option("from then on; default: now", metavar="TIME")] = None,
-    key: KeysOption = None,
-    propose: ProposeOption = None,
-    days: DaysOption = 7,
-    passphrase_file: PassphraseOption = None,
-    as_json: JsonOption = False,
-) -> None:
+    ledger: str = LEDGER,
+    action: str = argument("ACTION", "list, add, rotate, revoke or enrol", choices=_KEYS_TAKEN, default="list"),
+    names: list[str] = argument(
+        "KEY", "add: NEW.pub; rotate: OLD NEW.pub; revoke: OLD, by id, name or file; enrol: keys.json", default=None
+    ),
+    role: str | None = option("with add: what it may sign", choices=_ROLE_BY_NAME),
+    name: str | None = option("name of the new key; default: the ledger's, the old key's, or that of the file"),
+    at: int | None = time_option("from then on; default: now"),
+    key: list[Path] = KEYS,
+    propose: Path | None = PROPOSE,
+    days: int = DAYS,
+) -> Answer:
     """List, add, rotate or revoke keys of a ledger. A governing key authorises a change.
 
     add: the key is valid from now on, in one role. A ledger key signs checkpoints, a contributor attestations, an
@@ -245,28 +222,22 @@ def key(
       lamina ledger key ledger.db rotate 3f9c21aa new.pub --key ledger.key
       lamina ledger key ledger.db enrol keys.json --propose contributors.msg
     """
-    given = names or []
-    if action not in _KEYS_TAKEN:
-        raise typer.BadParameter(f"{action!r} is not one of {', '.join(_KEYS_TAKEN)}", param_hint="ACTION")
-    if len(given) != _KEYS_TAKEN[action]:
+    if len(names) != _KEYS_TAKEN[action]:
         takes = {"list": "no key", "add": "NEW.pub", "rotate": "OLD NEW.pub", "revoke": "OLD", "enrol": "keys.json"}
-        raise typer.BadParameter(f"{action} takes {takes[action]}", param_hint="KEY")
-    if (action == "add") != (role is not None) or (role is not None and role not in _ROLE_BY_NAME):
-        raise typer.BadParameter(f"with add, one of {', '.join(_ROLE_BY_NAME)}; else none", param_hint="--role")
+        raise misuse(f"{action} takes {takes[action]}", "KEY")
+    if (action == "add") != (role is not None):
+        raise misuse(f"with add, one of {', '.join(_ROLE_BY_NAME)}; else none", "--role")
     if action == "list":
         with open_ledger(ledger) as book:
-            _print_keys(ledger, book, as_json)
-        return
+            return _keys_answer(ledger, book)
     existing_ledger(ledger)
 
     def decide(book: Ledger) -> KeyEvents | None:
-        when = book.now() if at is None else parse_time(at)
-        events = _key_events(book, action, given, role, name, when)
+        events = _key_events(book, action, names, role, name, book.now() if at is None else at)
         return KeyEvents(events=tuple(events)) if events else None
 
-    keys = keys_at_hand(ledger, key or (), passphrase_file)
-    record, result = make_change(ledger, decide, keys, propose, days)
-    _print_events(ledger, () if record is None else record.events, result, as_json)
+    record, result = make_change(ledger, decide, keys_at_hand(ledger, key), propose, days)
+    return _events_answer(ledger, () if record is None else record.events, result)
 
 
 def _key_events(
@@ -307,21 +278,21 @@ def find_ledger_key(parties: KeyState, name: str) -> Key:
     return found[0]
 
 
-def _print_keys(ledger: str, book: Ledger, as_json: bool) -> None:
+def _keys_answer(ledger: str, book: Ledger) -> Answer:
     parties, now = book.parties(), book.reading_time()
     found = [(each, parties.problem_with(each.id, now)) for each in parties.all()]
     keys = [{**_key_json(each), "counts": wrong is None, "why_not": wrong} for each, wrong in found]
     rows = [["id", "role", "name", "state"]]
     rows += [[each["id"][:16], each["role"], each["name"], each["why_not"] or "counts"] for each in keys]
     machine = {"ledger": printable_location(ledger), "origin": book.origin, "keys": keys}
-    print_answer(machine, columns(rows, left=4), as_json)
+    return Answer(machine, table(rows, left=4))
 
 
 def _key_json(found: Key) -> dict[str, Any]:
     return {"id": found.id.hex(), "name": found.name, "role": found.role.name.lower(), "x": found.x.hex()}
 
 
-def _print_events(ledger: str, events: Sequence[KeyEvent], result: dict[str, Any], as_json: bool) -> None:
+def _events_answer(ledger: str, events: Sequence[KeyEvent], result: dict[str, Any]) -> Answer:
     told = [
         {
             "change": event.change.name.lower(),
@@ -339,4 +310,4 @@ def _print_events(ledger: str, events: Sequence[KeyEvent], result: dict[str, Any
         if not is_postgres_url(ledger) and (path := ledger_key_path(ledger)).exists():
             hint = f", and replace {os.path.relpath(path)}, where runs look for it"
         lines.append(f"the new key signs from now on: give it to everyone who admits, trains and signs{hint}")
-    print_answer({**result, "events": told}, "\n".join(lines), as_json)
+    return Answer({**result, "events": told}, *lines)

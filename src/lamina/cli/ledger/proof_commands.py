@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
+from lamina.cli.command import KEY, LEDGER, LEDGER_HELP, OUTPUT, Answer, argument, as_json, command, misuse, option
 from lamina.cli.ledger.reconcile_command import letter_text
-from lamina.cli.open_ledger import LEAF_HELP, contribution_digest, open_ledger, open_view, print_compared
-from lamina.cli.options import (
-    LEDGER_HELP,
-    JsonOption,
-    KeyOption,
-    LedgerArgument,
-    OutputOption,
-    PassphraseOption,
-    argument,
-    option,
-)
+from lamina.cli.open_ledger import LEAF_HELP, compared, contribution_digest, open_ledger, open_view
 from lamina.cli.terminal import (
     existing_ledger,
     open_private_key,
-    print_answer,
     print_finding,
     print_json,
     print_note,
@@ -63,16 +52,19 @@ from lamina.sign.signed_json import MAX_STATEMENT_BYTES
 _PLURALS = {"policy": "policies", "pruned": "pruned"}
 
 
+@command()
 def verify(
-    ledger: LedgerArgument,
-    trust: Annotated[
-        Path | None,
-        option("keys from elsewhere: a key ring, an owner's public key, or verifier keys, one a line", metavar="KEYS"),
-    ] = None,
-    seen: Annotated[list[Path] | None, option("a checkpoint that you kept; repeatable", metavar="CHECKPOINT")] = None,
-    no_signatures: Annotated[bool, option("do not check attestations: much faster", "--no-signatures")] = False,
-    as_json: JsonOption = False,
-) -> None:
+    ledger: str = LEDGER,
+    trust: Trust | None = option(
+        "keys from elsewhere: a key ring, an owner's public key, or verifier keys, one a line",
+        metavar="KEYS",
+        load=Trust.load,
+    ),
+    seen: list[KnownCheckpoint] = option(
+        "a checkpoint that you kept; repeatable", metavar="CHECKPOINT", load=KnownCheckpoint.load
+    ),
+    no_signatures: bool = option("do not check attestations: much faster"),
+) -> Answer:
     """Replay a ledger from its first leaf; report the first record that is wrong, and why.
 
     Checks form, order, hashes and times; every checkpoint and its signature; every attestation; bounds against floors
@@ -95,19 +87,16 @@ def verify(
       lamina ledger verify ledger.db --no-signatures --json
     """
     place = existing_ledger(ledger)
-    trusted = None if trust is None else Trust.load(trust)
-    known = [KnownCheckpoint.load(path) for path in seen or ()]
-    _check_reachable(place, as_json)
+    _check_reachable(place)
     with progress_bar("replaying") as tick:
-        found = audit(place, trust=trusted, seen=known, signatures=not no_signatures, progress=tick)
-    name = printable_location(ledger)
-    print_answer({"ledger": name, **found.to_dict()}, verification_page(name, found), as_json)
+        found = audit(place, trust=trust, seen=seen, signatures=not no_signatures, progress=tick)
     if found.problem is not None:
         print_finding("not verified:", str(found.problem))
-        raise typer.Exit(1)
+    name = printable_location(ledger)
+    return Answer({"ledger": name, **found.to_dict()}, *_verification(name, found), ok=found.problem is None)
 
 
-def _check_reachable(place: str, as_json: bool) -> None:
+def _check_reachable(place: str) -> None:
     """Exit with 2 if the database cannot be reached, or nothing is there: that does not make a ledger wrong."""
     try:
         make_store(place, readonly=True).close()
@@ -115,13 +104,12 @@ def _check_reachable(place: str, as_json: bool) -> None:
         if not is_postgres_url(place) and error.code != "store.no-ledger":
             return
         print_refusal(error)
-        if as_json:
+        if as_json.get():
             print_json(refusal_json(error))
         raise typer.Exit(2) from None
 
 
-def verification_page(name: str, found: Verification) -> str:
-    """For people."""
+def _verification(name: str, found: Verification) -> list[str]:
     state = {"trusted": "verified and trusted", "self-consistent": "self-consistent, not trusted"}
     lines = [f"{printable(name)}: {state.get(found.verdict, found.verdict)}"]
     if found.origin is not None:
@@ -135,7 +123,7 @@ def verification_page(name: str, found: Verification) -> str:
         checked = f"{pluralize(found.attestations, 'attestation')}, {pluralize(found.spends, 'figure')} of ε"
         lines += [f"  checkpoints  {found.checkpoints:,}{newest}", f"  checked      {checked}"]
     lines += [f"  keys         {line}" for line in key_lines(found)]
-    return "\n".join([*lines, *(f"  note         {note}" for note in found.notes)])
+    return [*lines, *(f"  note         {note}" for note in found.notes)]
 
 
 def key_lines(found: Verification) -> list[str]:
@@ -158,28 +146,19 @@ def key_lines(found: Verification) -> list[str]:
 _MAX_FILE_BYTES = 1 << 20
 
 
+@command(keys=True)
 def checkpoint(
-    ledger: LedgerArgument,
-    key: KeyOption = None,
-    cosigned: Annotated[
-        Path | None, option("add the signatures of this copy, back from a witness", metavar="FILE")
-    ] = None,
-    size: Annotated[int | None, option("the checkpoint of so many leaves; default: newest", min=0)] = None,
-    witnessed: Annotated[
-        bool, option("the newest that as many witnesses cosigned as the ledger asks for", "--witnessed")
-    ] = False,
-    accept: Annotated[
-        bool,
-        option(
-            "with --key: accept this ledger as it is, although a newer state is kept beside the key or open charges "
-            "differ from those that were signed",
-            "--accept",
-        ),
-    ] = False,
-    output: OutputOption = None,
-    passphrase_file: PassphraseOption = None,
-    as_json: JsonOption = False,
-) -> None:
+    ledger: str = LEDGER,
+    key: Path | None = KEY,
+    cosigned: Path | None = option("add the signatures of this copy, back from a witness"),
+    size: int | None = option("the checkpoint of so many leaves; default: newest", min=0),
+    witnessed: bool = option("the newest that as many witnesses cosigned as the ledger asks for"),
+    accept: bool = option(
+        "with --key: accept this ledger as it is, although a newer state is kept beside the key or open charges differ from "
+        "those that were signed"
+    ),
+    output: Path | None = OUTPUT,
+) -> Answer:
     """Print a checkpoint: size and root of the ledger, signed. With --key, sign a new one first.
 
     Keep one outside the ledger: later, lamina ledger verify --seen shows that nothing before it was changed or removed.
@@ -192,7 +171,7 @@ def checkpoint(
       lamina ledger checkpoint ledger.db --cosigned from-witness.txt
     """
     if key is not None or cosigned is not None:
-        with open_ledger(ledger, key, passphrase_file) as book:
+        with open_ledger(ledger, key) as book:
             if key is not None:
                 if accept:
                     print_note(f"kept beside the key: {book.accept()}")
@@ -207,15 +186,13 @@ def checkpoint(
     facts = {"ledger": printable_location(ledger), "origin": head.origin, "size": head.size}
     facts |= {"root": head.root.hex(), "unsigned": leaves - head.size if size is None else None}
     written = f"{pluralize(head.size, 'leaf', 'leaves')}, signed by {', '.join(signers)}"
-    _print_text({**facts, "signers": signers, "checkpoint": text}, text, output, "the checkpoint", written, as_json)
+    return _text_answer({**facts, "signers": signers, "checkpoint": text}, text, output, "the checkpoint", written)
 
 
+@command(keys=True)
 def heartbeat(
-    ledger: LedgerArgument,
-    key: Annotated[Path, option("private key of the ledger, or of one of its witnesses", metavar="FILE")],
-    passphrase_file: PassphraseOption = None,
-    as_json: JsonOption = False,
-) -> None:
+    ledger: str = LEDGER, key: Path = option("private key of the ledger, or of one of its witnesses", default=...)
+) -> Answer:
     """Sign the present time under the newest checkpoint. Run it by a timer, more often than --max-age of your releases.
 
     Gates use signed times. Without a heartbeat, an idle ledger becomes stale and its releases are no longer served. The
@@ -230,7 +207,7 @@ def heartbeat(
       lamina ledger heartbeat ledger.db --key ledger.key
       lamina ledger heartbeat postgresql:///clinic#ward --key witness.key
     """
-    signer = open_private_key(key, passphrase_file)
+    signer = open_private_key(key)
     with open_ledger(ledger, signer=signer) as book:
         known = book.parties().get(signer.public.id)
         witness = signer if known is not None and known.role is Role.WITNESS else None
@@ -238,26 +215,22 @@ def heartbeat(
     size = parse_checkpoint(text)[0].size
     facts = {"ledger": printable_location(ledger), "size": size, "time": format_utc(time), "checkpoint": text}
     leaves = pluralize(size, "leaf", "leaves")
-    print_answer(facts, f"{printable_location(ledger)}: {leaves}, up to date at {format_utc(time)}", as_json)
+    return Answer(facts, f"{printable_location(ledger)}: {leaves}, up to date at {format_utc(time)}")
 
 
+@command(keys=True)
 def witness(
-    checkpoints: Annotated[
-        list[Path] | None, argument("CHECKPOINT…", "checkpoints, or output files of lamina ledger prove --from")
-    ] = None,
-    *,
-    key: Annotated[Path, option("private key of the witness", metavar="FILE")],
-    state: Annotated[Path, option("file with the last cosigned checkpoints; back it up", metavar="FILE")],
-    trust: Annotated[Path, option("the ledger's own keys, from another source", metavar="KEYS")],
-    name: Annotated[str | None, option("name of the witness key; default: its name in --ledger")] = None,
-    proof: Annotated[Path | None, option("consistency proof from the last checkpoint", metavar="FILE")] = None,
-    ledger: Annotated[str | None, option("read the proof, and by default the checkpoint, from this ledger")] = None,
-    output: Annotated[
-        Path | None, option("output file; output folder for several checkpoints", "--output", "-o")
-    ] = None,
-    passphrase_file: PassphraseOption = None,
-    as_json: JsonOption = False,
-) -> None:
+    checkpoints: list[Path] = argument(
+        "CHECKPOINT…", "checkpoints, or output files of lamina ledger prove --from", default=None
+    ),
+    key: Path = option("private key of the witness", default=...),
+    state: Path = option("file with the last cosigned checkpoints; back it up", default=...),
+    trust: Trust = option("the ledger's own keys, from another source", metavar="KEYS", default=..., load=Trust.load),
+    name: str | None = option("name of the witness key; default: its name in --ledger"),
+    proof: Path | None = option("consistency proof from the last checkpoint"),
+    ledger: str | None = option("read the proof, and by default the checkpoint, from this ledger"),
+    output: Path | None = option("output file; output folder for several checkpoints", "--output", "-o"),
+) -> Answer:
     """Cosign a checkpoint as a witness, if it continues the last cosigned one.
 
     A witness keeps the newest checkpoint of each ledger in its state file and requires a proof that the next one continues
@@ -272,18 +245,16 @@ def witness(
       lamina ledger witness request.txt --key witness.key --state witness.json --trust ledger.pub --name w.example
       lamina ledger witness --ledger copy.db --key witness.key --state witness.json --trust ledger.pub -o cosigned.txt
     """
-    given = list(checkpoints or ())
-    if (proof is not None and len(given) != 1) or not (given or ledger) or (ledger and proof):
+    if (proof is not None and len(checkpoints) != 1) or not (checkpoints or ledger) or (ledger and proof):
         problem = "give checkpoints or --ledger; give --proof only with a single checkpoint"
-        raise typer.BadParameter(problem, param_hint="CHECKPOINT")
-    if output is not None and len({path.name for path in given}) < len(given):
+        raise misuse(problem, "CHECKPOINT")
+    if output is not None and len({path.name for path in checkpoints}) < len(checkpoints):
         problem = "two checkpoint files have the same name, so their outputs in --output would too"
-        raise typer.BadParameter(problem, param_hint="CHECKPOINT")
-    signer, trusted = open_private_key(key, passphrase_file), Trust.load(trust)
-    requests = [WitnessRequest.parse(keys.read_small(path, "the checkpoint", most=_MAX_FILE_BYTES)) for path in given]
+        raise misuse(problem, "CHECKPOINT")
+    signer = open_private_key(key)
+    requests = [_read_request(path, "the checkpoint") for path in checkpoints]
     if proof is not None:
-        read = WitnessRequest.parse(keys.read_small(proof, "the proof", most=_MAX_FILE_BYTES))
-        requests = [replace(read, checkpoint=requests[0].checkpoint)]
+        requests = [replace(_read_request(proof, "the proof"), checkpoint=requests[0].checkpoint)]
     with nullcontext() if ledger is None else open_view(ledger) as book:
         if book is not None:
             requests = requests or [WitnessRequest(_checkpoint_text(book, None))]
@@ -296,9 +267,9 @@ def witness(
         for at, request in enumerate(requests):
             origin = parse_checkpoint(request.checkpoint)[0].origin
             cosigner = Witness(signer, name, state)
-            text, before = cosigner.cosign(request, trusted.keys(origin), None if book is None else book.consistent)
+            text, before = cosigner.cosign(request, trust.keys(origin), None if book is None else book.consistent)
             if output is not None:
-                path = output / given[at].name if several else output
+                path = output / checkpoints[at].name if several else output
                 keys.replace_file(path, text.encode("utf-8"), "the checkpoint", mode=0o644)
             head, first = parse_checkpoint(text)[0], before is None
             facts = {"origin": origin, "size": head.size, "root": head.root.hex()}
@@ -306,22 +277,20 @@ def witness(
             if first:
                 print_note(f"note: {origin} was never cosigned before, so nothing was compared")
     shown = "\n".join(f"{each['origin']}: cosigned {pluralize(each['size'], 'leaf', 'leaves')}" for each in made)
-    if as_json or output is not None:
-        print_answer({"name": name, "cosigned": made}, shown, as_json)
-    else:
-        sys.stdout.write("\n".join(each["checkpoint"] for each in made))
+    facts = {"name": name, "cosigned": made}
+    return Answer(facts, shown) if output else Answer(facts, *(each["checkpoint"] for each in made), raw=True)
 
 
-def _print_text(
-    machine: dict[str, Any], text: str, output: Path | None, what: str, written: str, as_json: bool
-) -> None:
-    """Write the text to the file, or print it as it is; `written` is said of the file."""
-    if output is not None:
-        keys.replace_file(output, text.encode("utf-8"), what, mode=0o644)
-    if as_json or output is not None:
-        print_answer(machine, f"{output}: {written}", as_json)
-    else:
-        sys.stdout.write(text)
+def _read_request(path: Path, what: str) -> WitnessRequest:
+    return WitnessRequest.parse(keys.read_small(path, what, most=_MAX_FILE_BYTES))
+
+
+def _text_answer(facts: dict[str, Any], text: str, output: Path | None, what: str, written: str) -> Answer:
+    """Write the text to the file, of which `written` is said, or print it as it is."""
+    if output is None:
+        return Answer(facts, text, raw=True)
+    keys.replace_file(output, text.encode("utf-8"), what, mode=0o644)
+    return Answer(facts, f"{output}: {written}")
 
 
 def _checkpoint_text(book: LedgerReader, size: int | None) -> str:
@@ -346,14 +315,14 @@ def _witnessed_checkpoint(book: LedgerReader) -> str:
     raise LedgerError("cli.checkpoint-not-witnessed", problem, "send it to the witnesses, and add theirs: --cosigned")
 
 
+@command()
 def prove(
-    ledger: LedgerArgument,
-    name: Annotated[str | None, argument("LEAF", LEAF_HELP)] = None,
-    old: Annotated[int | None, option("prove that the ledger goes on from this size", "--from", metavar="SIZE")] = None,
-    size: Annotated[int | None, option("in the checkpoint of so many leaves; default: newest", metavar="SIZE")] = None,
-    output: OutputOption = None,
-    as_json: JsonOption = False,
-) -> None:
+    ledger: str = LEDGER,
+    name: str | None = argument("LEAF", LEAF_HELP, default=None),
+    old: int | None = option("prove that the ledger goes on from this size", "--from", metavar="SIZE"),
+    size: int | None = option("in the checkpoint of so many leaves; default: newest", metavar="SIZE"),
+    output: Path | None = OUTPUT,
+) -> Answer:
     """Prove that a leaf is in the ledger, or that a later checkpoint continues an earlier one.
 
     An inclusion proof is C2SP tlog-proof text, with its checkpoint. A consistency proof (--from) has the form that a
@@ -366,13 +335,13 @@ def prove(
       lamina ledger prove ledger.db --from 1000
     """
     if (name is None) == (old is None):
-        raise typer.BadParameter("give a leaf, or --from SIZE", param_hint="LEAF")
+        raise misuse("give a leaf, or --from SIZE", "LEAF")
     with open_view(ledger) as book:
         signed = _checkpoint_text(book, size)
         found = _consistency_proof(book, old, signed) if old is not None else _inclusion_proof(book, str(name), signed)
     hashes, of = pluralize(len(found["path"]), "hash", "hashes"), pluralize(found["size"], "leaf", "leaves")
     machine, written = {"ledger": printable_location(ledger), **found}, f"{hashes}, under the checkpoint of {of}"
-    _print_text(machine, found["text"], output, "the proof", written, as_json)
+    return _text_answer(machine, found["text"], output, "the proof", written)
 
 
 def _inclusion_proof(book: LedgerReader, name: str, signed: str) -> dict[str, Any]:
@@ -412,19 +381,15 @@ def _consistency_proof(book: LedgerReader, old: int, signed: str) -> dict[str, A
 _LEAF_SUFFIX, _BODY_SUFFIX, _COSE_SUFFIX, _TEXT_SUFFIX = ".leaf", ".body", ".cose", ".tlog-proof"
 
 
+@command()
 def receipt(
-    ledger: Annotated[str | None, argument("LEDGER", LEDGER_HELP)] = None,
-    name: Annotated[str | None, argument("LEAF", LEAF_HELP)] = None,
-    output: Annotated[Path, option("beginning of the file names", "--output", "-o", metavar="PREFIX")] = Path(
-        "receipt"
-    ),
-    check: Annotated[
-        Path | None, option("check this receipt or statement.cose instead; needs --trust", metavar="PREFIX")
-    ] = None,
-    trust: Annotated[Path | None, option("for --check: the ledger's own keys, from elsewhere", metavar="KEYS")] = None,
-    folder: Annotated[Path | None, option("for --check: compare the record with this contribution")] = None,
-    as_json: JsonOption = False,
-) -> None:
+    ledger: str | None = argument("LEDGER", LEDGER_HELP, default=None),
+    name: str | None = argument("LEAF", LEAF_HELP, default=None),
+    output: Path = option("beginning of the file names", "--output", "-o", metavar="PREFIX", default=Path("receipt")),
+    check: Path | None = option("check this receipt or statement.cose instead; needs --trust", metavar="PREFIX"),
+    trust: Trust | None = option("for --check: the ledger's own keys, from elsewhere", metavar="KEYS", load=Trust.load),
+    folder: Path | None = option("for --check: compare the record with this contribution"),
+) -> Answer:
     """Write a receipt: proof, under the newest checkpoint, that a record is in the ledger.
 
     Four files: PREFIX.leaf, which is proven; PREFIX.body, the rest of the record, whose hash the leaf holds (not if it is
@@ -448,13 +413,12 @@ def receipt(
     """
     if check is not None:
         if trust is None:
-            raise typer.BadParameter("give the ledger's keys", param_hint="--trust")
+            raise misuse("give the ledger's keys", "--trust")
         with nullcontext() if ledger is None else open_view(ledger) as reader:
             examine = _check_statement if check.is_file() else _check_receipt
-            examine(check, Trust.load(trust), reader, folder, as_json)
-        return
+            return examine(check, trust, reader, folder)
     if ledger is None or name is None:
-        raise typer.BadParameter("give a ledger and a leaf, or --check", param_hint="LEDGER")
+        raise misuse("give a ledger and a leaf, or --check", "LEDGER")
     with open_view(ledger) as book:
         seq = find_leaf(book, contribution_digest(name))
         leaf, body = book.raw(seq)
@@ -466,10 +430,10 @@ def receipt(
     size = Receipt.decode(parts[_COSE_SUFFIX]).size
     made = {"ledger": printable_location(ledger), "index": seq, "size": size, "files": written}
     said = f"receipt of leaf {seq} of {size:,}: {', '.join(written.values())}"
-    print_compared(made, said, name, leaves.decode_leaf(StoredLeaf(leaf, body)).record, as_json)
+    return compared(made, name, leaves.decode_leaf(StoredLeaf(leaf, body)).record, said)
 
 
-def _check_statement(path: Path, trust: Trust, book: LedgerReader | None, folder: Path | None, as_json: bool) -> None:
+def _check_statement(path: Path, trust: Trust, book: LedgerReader | None, folder: Path | None) -> Answer:
     """Check the statement of a contributor, and print its letter."""
     data = keys.read_small(path, "the statement", most=MAX_STATEMENT_BYTES)
     content, note, record = read_statement(data, trust)
@@ -481,7 +445,7 @@ def _check_statement(path: Path, trust: Trust, book: LedgerReader | None, folder
         more = pluralize(since, "leaf", "leaves")
         lines.append(f"  every fact agrees with the ledger at that checkpoint; the ledger has {more} more now")
     made = {"verified": True, "compared": since is not None, "witnesses": counted, "statement": content}
-    print_compared(made, "\n".join([*lines, letter_text(letter(content))]), folder, record, as_json)
+    return compared(made, folder, record, *lines, letter_text(letter(content)))
 
 
 def _count_witnesses(note: Note, time: int, trust: Trust, required: int | None) -> tuple[dict[str, int | None], str]:
@@ -500,7 +464,7 @@ def _count_witnesses(note: Note, time: int, trust: Trust, required: int | None) 
     return {"cosigned": counted, "required": wanted}, f"witnesses: {counted} cosigned, of {wanted} required"
 
 
-def _check_receipt(prefix: Path, trust: Trust, book: LedgerReader | None, folder: Path | None, as_json: bool) -> None:
+def _check_receipt(prefix: Path, trust: Trust, book: LedgerReader | None, folder: Path | None) -> Answer:
     """Check both proofs by the trusted keys of their origin."""
     leaf, cose, text = (
         keys.read_small(_with_suffix(prefix, s), "the receipt", most=_MAX_FILE_BYTES)
@@ -537,7 +501,7 @@ def _check_receipt(prefix: Path, trust: Trust, book: LedgerReader | None, folder
     made = {"verified": True, "origin": found.origin, "index": found.index, "size": head.size, "witnesses": counted}
     said = f"verified: leaf {found.index} of {head.size:,} in {found.origin}, {format_utc(kept.time)}\n  {line}"
     told = KIND_NAMES[kept.kind] if record is None else describe_leaf(record)
-    print_compared(made, f"{said}\n  {told}", folder, record and record.record, as_json)
+    return compared(made, folder, record and record.record, said, f"  {told}")
 
 
 _ASK_AGAIN = "get the receipt again, and the keys from the owner of the ledger"
@@ -550,12 +514,12 @@ def _with_suffix(prefix: Path, suffix: str) -> Path:
     return prefix.with_name(prefix.name + suffix)
 
 
+@command()
 def copy(
-    ledger: LedgerArgument,
-    target: Annotated[Path, argument("FILE", "the copy; must not exist yet")],
-    signed: Annotated[bool, option("leave out the leaves that nobody signed or vouched for", "--signed")] = False,
-    as_json: JsonOption = False,
-) -> None:
+    ledger: str = LEDGER,
+    target: Path = argument("FILE", "the copy; must not exist yet"),
+    signed: bool = option("leave out the leaves that nobody signed or vouched for"),
+) -> Answer:
     """Copy a ledger as it is at one moment, also while runs write to it.
 
     cp may miss the last records, which are in a second file (-wal) until SQLite moves them.
@@ -587,4 +551,4 @@ def copy(
     made = {"ledger": printable_location(ledger), "copy": str(target), "size": size}
     made |= {"left_out": [{"index": seq, "kind": kind} for seq, kind in cut]} if signed else {}
     left_out = "".join(f"\n  left out: leaf {seq} ({kind})" for seq, kind in cut)
-    print_answer(made, f"{target}: {pluralize(size, 'leaf', 'leaves')}{left_out}", as_json)
+    return Answer(made, f"{target}: {pluralize(size, 'leaf', 'leaves')}{left_out}")

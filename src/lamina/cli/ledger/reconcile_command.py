@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from lamina.cli.ledger.record_commands import DigestArgument
-from lamina.cli.open_ledger import contribution_digest, open_ledger, open_view
-from lamina.cli.options import JsonOption, KeyOption, LedgerArgument, PassphraseOption, option
-from lamina.cli.terminal import existing_ledger, print_answer, print_note
+from lamina.cli.command import KEY, LEDGER, Answer, command, option
+from lamina.cli.open_ledger import DIGEST, contribution_digest, open_ledger, open_view
+from lamina.cli.terminal import existing_ledger, print_note
 from lamina.errors import LaminaError
 from lamina.ledger.corpus_terms import ledger_key_path
 from lamina.ledger.reader import find_contributions, find_leaf
@@ -23,14 +22,13 @@ from lamina.sign.keys import replace_file
 from lamina.sign.signed_json import canonical_json, sign_json
 
 
+@command(keys=True)
 def statement(
-    ledger: LedgerArgument,
-    name: DigestArgument,
-    key: KeyOption = None,
-    out: Annotated[Path, option("folder for the files", "--output", "-o", metavar="DIR")] = Path("statement"),
-    passphrase_file: PassphraseOption = None,
-    as_json: JsonOption = False,
-) -> None:
+    ledger: str = LEDGER,
+    name: str = DIGEST,
+    key: Path | None = KEY,
+    out: Path = option("folder for the files", "--output", "-o", metavar="DIR", default=Path("statement")),
+) -> Answer:
     """Write a contributor's statement: the uses of one contribution, its privacy loss, and how to withdraw it.
 
     Writes statement.cose, signed by the ledger's key (default: the key beside the ledger), and its content as a letter of one
@@ -49,7 +47,7 @@ def statement(
     place = existing_ledger(ledger)
     if key is None and not is_postgres_url(place) and (beside := ledger_key_path(place)).exists():
         key = beside
-    with open_ledger(ledger, key, passphrase_file) as book:
+    with open_ledger(ledger, key) as book:
         signer, size = book.signing_key(), signed_size(book)
         (leaf,) = find_contributions(book, str(find_leaf(book, contribution_digest(name))))
         content = statement_content(book, leaf.seq, size)
@@ -63,7 +61,7 @@ def statement(
     except LaminaError as error:
         print_note(f"no PDF: {error.problem}; {error.remedy}")
     written = _write(out, files)
-    print_answer({**content, "files": written}, "\n".join([letter_text(page), *_listed(written)]), as_json)
+    return Answer({**content, "files": written}, letter_text(page), *_listed(written))
 
 
 def letter_text(page: dict[str, Any]) -> str:
@@ -85,16 +83,13 @@ def _listed(written: list[str]) -> list[str]:
     return [f"  written: {each}" for each in written]
 
 
+@command(keys=True)
 def reconcile(
-    ledger: LedgerArgument,
-    name: DigestArgument,
-    key: KeyOption = None,
-    out: Annotated[
-        Path | None, option("folder for the files; default: none are written", "--output", "-o", metavar="DIR")
-    ] = None,
-    passphrase_file: PassphraseOption = None,
-    as_json: JsonOption = False,
-) -> None:
+    ledger: str = LEDGER,
+    name: str = DIGEST,
+    key: Path | None = KEY,
+    out: Path | None = option("folder for the files; default: none are written", "--output", "-o", metavar="DIR"),
+) -> Answer:
     """Reconcile a deletion request: every event, every released model and the ε attributable to one contribution.
 
     With --output it writes reconciliation.json, reconciliation.html (for the person who asked), and anchor.json: the content
@@ -107,7 +102,7 @@ def reconcile(
       lamina ledger reconcile ledger.db 9f86d081 -o request-17 --key ledger.key
       lamina ledger reconcile ledger.db anchor.json --json
     """
-    with open_ledger(ledger, key, passphrase_file) if key is not None else open_view(ledger) as book:
+    with open_ledger(ledger, key) if key is not None else open_view(ledger) as book:
         size = signed_size(book) if isinstance(book, Ledger) else None
         leaf, *_ = find_contributions(book, contribution_digest(name))
         found, anchor = reconciled(book, leaf, size), anchor_record(book, leaf)
@@ -118,12 +113,8 @@ def reconcile(
         files = {"reconciliation.json": canonical_json(found), "reconciliation.html": page}
         files |= {"anchor.json": canonical_json(anchor)} | ({} if signed is None else {"reconciliation.cose": signed})
         written = _write(out, files)
-    lines = [
-        found["statement"],
-        *(
-            f"  run {each['run'][:8]}: {each['steps']} steps, "
-            + ("no ε is proven" if each["epsilon"] is None else f"ε {each['epsilon']}")
-            for each in found["runs"]
-        ),
-    ]
-    print_answer({**found, "anchor": anchor, "files": written}, "\n".join([*lines, *_listed(written)]), as_json)
+    lines = [found["statement"]]
+    for each in found["runs"]:
+        spent = "no ε is proven" if each["epsilon"] is None else f"ε {each['epsilon']}"
+        lines.append(f"  run {each['run'][:8]}: {each['steps']} steps, {spent}")
+    return Answer({**found, "anchor": anchor, "files": written}, *lines, *_listed(written))

@@ -10,14 +10,12 @@ from collections import deque
 from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from lamina import cbor
-from lamina.cli.open_ledger import DIGEST_HELP, contribution_digest, open_view, print_compared
-from lamina.cli.options import JsonOption, KeyOption, LedgerArgument, PassphraseOption, argument, option
-from lamina.cli.terminal import columns, existing_ledger, open_private_key, out, print_answer, print_json, print_line
+from lamina.cli.command import KEY, LEDGER, Answer, as_json, command, misuse, option, table, time_option
+from lamina.cli.open_ledger import DIGEST, compared, contribution_digest, open_view
+from lamina.cli.terminal import existing_ledger, open_private_key, out
 from lamina.errors import EncodingError, LedgerError
 from lamina.ledger import records as leaves
 from lamina.ledger.contribution_trace import ContributionTrace, EpochExposure
@@ -43,33 +41,25 @@ from lamina.ledger.verify.verifier import verify
 from lamina.ledger.writer import Ledger
 from lamina.plan.table import at_least
 from lamina.sign import keys
-from lamina.sign.keys import PrivateKey, format_utc, parse_time
+from lamina.sign.keys import PrivateKey, format_utc
 
 _DEFAULT_LIMIT = 50
 _MIN_TEXT_WIDTH = 24  # columns for what a record says, however narrow the screen
 
-SinceOption = Annotated[
-    str | None, option("only records from this time on: 2026-03-01, or 2026-03-01T12:00Z", metavar="TIME")
-]
-UntilOption = Annotated[str | None, option("only records before this time", metavar="TIME")]
 
-
+@command()
 def show(
-    ledger: LedgerArgument,
-    kind: Annotated[
-        list[str] | None, option(f"only records of this kind: {', '.join(KINDS_BY_NAME)}", choices=KINDS_BY_NAME)
-    ] = None,
-    cls: Annotated[str | None, option("only records of this class", "--class")] = None,
-    run: Annotated[str | None, option("only records of this run; the first hex digits of its id are enough")] = None,
-    since: SinceOption = None,
-    until: UntilOption = None,
-    first: Annotated[int, option("begin with this leaf", min=0)] = 0,
-    limit: Annotated[
-        int | None,
-        option(f"show the last N records; 0 shows all; default: {_DEFAULT_LIMIT}, all with --json", metavar="N", min=0),
-    ] = None,
-    as_json: JsonOption = False,
-) -> None:
+    ledger: str = LEDGER,
+    kind: list[str] = option("only records of this kind", choices=KINDS_BY_NAME),
+    cls: str | None = option("only records of this class", "--class"),
+    run: str | None = option("only records of this run; the first hex digits of its id are enough"),
+    since: int | None = time_option("only records from this time on: 2026-03-01, or 2026-03-01T12:00Z"),
+    until: int | None = time_option("only records before this time"),
+    first: int = option("begin with this leaf", min=0, default=0),
+    limit: int | None = option(
+        f"show the last N records; 0 shows all; default: {_DEFAULT_LIMIT}, all with --json", metavar="N", min=0
+    ),
+) -> Answer:
     """Show the records of a ledger, one line each, with filters.
 
     Shows the last records. c is a clip norm, z a noise multiplier; segment 2.1 [20, 30) is the second attempt at segment
@@ -85,19 +75,16 @@ def show(
       lamina ledger show ledger.db --kind withdrawal --since 2026-01-01 --json
       lamina ledger show ledger.db --class clinical --limit 0
     """
-    begin, end = (None if text is None else parse_time(text) for text in (since, until))
-    wanted = RecordFilter(kinds=tuple(kind or ()), cls=cls, run=run, since=begin, until=end, first=first)
-    most = limit if limit is not None else 0 if as_json else _DEFAULT_LIMIT
+    wanted = RecordFilter(kinds=tuple(kind), cls=cls, run=run, since=since, until=until, first=first)
+    most = limit if limit is not None else 0 if as_json.get() else _DEFAULT_LIMIT
     with open_view(ledger) as book:
         found, left_out = _last_leaves(wanted.leaves(book), most)
-        if as_json:
-            facts = {"ledger": printable_location(ledger), "origin": book.origin, "size": book.size}
-            print_json({**facts, "records": [leaf_to_dict(leaf) for leaf in found]})
-            return
-        print_line(f"{book.origin}, {pluralize(book.size, 'leaf', 'leaves')}")
-    if left_out:
-        print_line(f"({pluralize(left_out, 'earlier one is', 'earlier ones are')} not shown: --limit 0 shows all)")
-    print_line(leaf_table(found, out.width if out.is_terminal else None))
+        facts: dict[str, Any] = {"ledger": printable_location(ledger), "origin": book.origin, "size": book.size}
+    if as_json.get():
+        return Answer({**facts, "records": [leaf_to_dict(leaf) for leaf in found]})
+    more = f"({pluralize(left_out, 'earlier one is', 'earlier ones are')} not shown: --limit 0 shows all)"
+    head = f"{facts['origin']}, {pluralize(facts['size'], 'leaf', 'leaves')}"
+    return Answer(facts, head, more if left_out else None, leaf_table(found, out.width if out.is_terminal else None))
 
 
 def _last_leaves(leaves: Iterable[Leaf], most: int) -> tuple[list[Leaf], int]:
@@ -122,7 +109,7 @@ def leaf_table(leaves: Iterable[Leaf], width: int | None = None) -> str:
         taken = sum(max(map(len, column)) + 2 for column in list(zip(*rows, strict=True))[:3])
         room = max(_MIN_TEXT_WIDTH, width - taken)
         rows = [line for row in rows for line in _wrapped_rows(row, room)]
-    return columns(rows, left=4)
+    return table(rows, left=4)
 
 
 def _wrapped_rows(row: list[str], room: int) -> list[list[str]]:
@@ -132,10 +119,8 @@ def _wrapped_rows(row: list[str], room: int) -> list[list[str]]:
     return [[*row[:3], first], *(["", "", "", line] for line in more)]
 
 
-DigestArgument = Annotated[str, argument("DIGEST", DIGEST_HELP)]
-
-
-def trace(ledger: LedgerArgument, name: DigestArgument, as_json: JsonOption = False) -> None:
+@command()
+def trace(ledger: str = LEDGER, name: str = DIGEST) -> Answer:
     """Show the history of a contribution: admission, depth, noise and ε of every epoch, withdrawal, releases.
 
     Lists the epochs in which it was eligible: admitted, neither withdrawn nor expired, when the members of a segment
@@ -153,7 +138,7 @@ def trace(ledger: LedgerArgument, name: DigestArgument, as_json: JsonOption = Fa
     with open_view(ledger) as book:
         found = [traced(book, leaf) for leaf in find_contributions(book, contribution_digest(name))]
     machine = {"ledger": printable_location(ledger), "contributions": [each.to_dict() for each in found]}
-    print_compared(machine, "\n\n".join(map(trace_page, found)), name, found[0].record, as_json)
+    return compared(machine, name, found[0].record, "\n\n".join(map(trace_page, found)))
 
 
 def trace_page(found: ContributionTrace) -> str:
@@ -206,7 +191,7 @@ def _epoch_lines(epochs: tuple[EpochExposure, ...]) -> list[str]:
         epsilon = format_epsilon(each.spend) + ("" if each.own else "*")
         figures = [str(each.steps), sigma, _variance_range(each), epsilon]
         rows.append([str(each.leaf.seq), hour, epoch.run.hex()[:8], *figures])
-    return columns(rows, left=3).split("\n") if epochs else []
+    return table(rows, left=3).split("\n") if epochs else []
 
 
 def _variance_range(each: EpochExposure) -> str:
@@ -253,21 +238,16 @@ def _withdrawal_text(found: ContributionTrace) -> str:
 _MAX_PROPOSAL_BYTES = 1 << 20
 
 
+@command(keys=True)
 def prune(
-    ledger: LedgerArgument,
-    key: KeyOption = None,
-    before: Annotated[
-        str | None, option("only what was admitted before; default: all that is old", metavar="TIME")
-    ] = None,
-    save: Annotated[Path | None, option("write the proposal, for auditors to countersign", metavar="FILE")] = None,
-    countersign: Annotated[
-        Path | None, option("as an auditor, with --key: check a proposal and sign it", metavar="FILE")
-    ] = None,
-    apply: Annotated[Path | None, option("prune by this proposal and its countersignatures", metavar="FILE")] = None,
-    yes: Annotated[bool, option("prune; without it, only show what would go", "--yes")] = False,
-    passphrase_file: PassphraseOption = None,
-    as_json: JsonOption = False,
-) -> None:
+    ledger: str = LEDGER,
+    key: Path | None = KEY,
+    before: int | None = time_option("only what was admitted before; default: all that is old"),
+    save: Path | None = option("write the proposal, for auditors to countersign"),
+    countersign: Path | None = option("as an auditor, with --key: check a proposal and sign it"),
+    apply: Path | None = option("prune by this proposal and its countersignatures"),
+    yes: bool = option("prune; without it, only show what would go"),
+) -> Answer:
     """Drop the bodies and attestations of old contributions, and sum them up. Without --yes, only show it.
 
     What is expired and older than the retention time is summed up by class: how many, how many withdrawn, the largest ε
@@ -286,24 +266,20 @@ def prune(
       lamina ledger prune ledger.db --key ledger.key --apply proposal.cbor --yes
     """
     if key is None:
-        raise typer.BadParameter("give the ledger's, or an auditor's with --countersign", param_hint="--key")
+        raise misuse("give the ledger's, or an auditor's with --countersign", "--key")
     place = existing_ledger(ledger)
-    private = open_private_key(key, passphrase_file)
+    private = open_private_key(key)
     with Ledger.open(place, private) as book:
         keeper = Retention(book)
         if countersign is not None:
-            found = _countersign(keeper, book, countersign, private)
-            _print_aggregate(ledger, found, None, as_json)
-            return
-        proposal = (
-            keeper.propose(None if before is None else parse_time(before)) if apply is None else _load_aggregate(apply)
-        )
+            return _aggregate_answer(ledger, _countersign(keeper, book, countersign, private), None)
+        proposal = keeper.propose(before) if apply is None else _load_aggregate(apply)
         if proposal is not None and save is not None:
             keys.replace_file(save, leaves.encode_body(proposal), "the proposal", mode=0o644)
         seq = keeper.prune(proposal) if proposal is not None and yes else None
         if seq is not None:
             book.store.compact()
-    _print_aggregate(ledger, proposal, seq, as_json)
+    return _aggregate_answer(ledger, proposal, seq)
 
 
 def _countersign(keeper: Retention, book: Ledger, path: Path, key: PrivateKey) -> Aggregate:
@@ -334,27 +310,11 @@ def _load_aggregate(path: Path) -> Aggregate:
     return found
 
 
-def _print_aggregate(ledger: str, found: Aggregate | None, seq: int | None, as_json: bool) -> None:
+def _aggregate_answer(ledger: str, found: Aggregate | None, seq: int | None) -> Answer:
     facts = {"ledger": printable_location(ledger), "pruned": seq is not None, "index": seq}
-    text = "nothing is old enough to prune" if found is None else _aggregate_page(found, seq)
-    print_answer({**facts, "proposal": _aggregate_json(found)}, text, as_json)
-
-
-def _aggregate_page(found: Aggregate, seq: int | None) -> str:
-    one = found.count == 1
-    done = ("was" if one else "were") if seq is not None else "would be"
-    where = "" if seq is None else f", in leaf {seq}"
-    old = f"{pluralize(found.count, 'contribution')}, admitted before {format_utc(found.horizon)}"
-    rows = [["class", "contributions", "withdrawn", "ε at most"]]
-    rows += [[each.cls, f"{each.count:,}", f"{each.withdrawn:,}", format_epsilon(each.spend)] for each in found.classes]
-    signed = f"countersigned by {len(found.signatures)}" + ("" if seq is not None else "; --yes does it")
-    return "\n".join([f"{old}, {done} replaced by totals{where}", columns(rows), signed])
-
-
-def _aggregate_json(found: Aggregate | None) -> dict[str, Any] | None:
     if found is None:
-        return None
-    return {
+        return Answer({**facts, "proposal": None}, "nothing is old enough to prune")
+    proposal = {
         "count": found.count,
         "horizon": format_utc(found.horizon),
         "spans": [[span.first, span.stop] for span in found.spans],
@@ -365,3 +325,13 @@ def _aggregate_json(found: Aggregate | None) -> dict[str, Any] | None:
         "countersigned": [each.key.hex() for each in found.signatures],
         "digest": found.digest.hex(),
     }
+    done = "would be" if seq is None else "was" if found.count == 1 else "were"
+    rows = [["class", "contributions", "withdrawn", "ε at most"]]
+    rows += [[each.cls, f"{each.count:,}", f"{each.withdrawn:,}", format_epsilon(each.spend)] for each in found.classes]
+    return Answer(
+        {**facts, "proposal": proposal},
+        f"{pluralize(found.count, 'contribution')}, admitted before {format_utc(found.horizon)}, {done} replaced by totals"
+        f"{'' if seq is None else f', in leaf {seq}'}",
+        table(rows),
+        f"countersigned by {len(found.signatures)}{'; --yes does it' if seq is None else ''}",
+    )

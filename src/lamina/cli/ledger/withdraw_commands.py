@@ -5,14 +5,11 @@ from __future__ import annotations
 import hashlib
 import time
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from lamina.admit.attestation import Attestation
+from lamina.cli.command import LEDGER, OUTPUT, Answer, argument, command, misuse, option
 from lamina.cli.open_ledger import DIGEST_HELP, contribution_digest, contributor_folder, open_ledger, open_view
-from lamina.cli.options import JsonOption, LedgerArgument, OutputOption, PassphraseOption, argument, option
-from lamina.cli.terminal import open_private_key, print_answer, print_json, print_line
+from lamina.cli.terminal import open_private_key, say
 from lamina.errors import LedgerError
 from lamina.ledger.governance_records import Withdrawal
 from lamina.ledger.records import ContributionRecord, KeptContribution
@@ -36,34 +33,28 @@ from lamina.sign.keys import PrivateKey, read_small, replace_file
 _MAX_HANDED_IN_BYTES = 1 << 24
 _COSE_SIGN1 = b"\xd2"  # how a signed request begins; no text and no PDF does
 
-ReasonOption = Annotated[str | None, option(f"one of {', '.join(WITHDRAWAL_REASONS)}", choices=WITHDRAWAL_REASONS)]
-EffectOption = Annotated[str, option("finish or abandon an open segment; it is charged in both cases")]
+REASON = option("why it is withdrawn", "--reason", choices=WITHDRAWAL_REASONS)
+EFFECT = option(
+    "finish or abandon an open segment; it is charged in both cases",
+    "--effect",
+    default="finish",
+    choices=WITHDRAWAL_EFFECTS,
+)
 
 
-def _check_words(reason: str | None, effect: str) -> None:
-    if effect not in WITHDRAWAL_EFFECTS:
-        raise typer.BadParameter(f"{effect!r} is not one of {', '.join(WITHDRAWAL_EFFECTS)}", param_hint="--effect")
-    if reason not in WITHDRAWAL_REASONS:
-        raise typer.BadParameter(f"give one of {', '.join(WITHDRAWAL_REASONS)}", param_hint="--reason")
-
-
+@command(keys=True)
 def request(
-    name: Annotated[str, argument("DIGEST", "your contribution: its folder, or the whole digest of its descriptor")],
-    key: Annotated[Path, option("the key that signed the contribution; asks for its passphrase", metavar="FILE")],
-    reason: ReasonOption = None,
-    effect: EffectOption = "finish",
-    ledger: Annotated[
-        str | None,
-        option("the ledger, a copy, or the hash of its header; default: the one that the folder's attestation names",
-               metavar="LEDGER"),
-    ] = None,
-    handed_in: Annotated[
-        Path | None, option("as an operator of the ledger: what the contributor handed in", metavar="FILE")
-    ] = None,
-    output: OutputOption = None,
-    passphrase_file: PassphraseOption = None,
-    as_json: JsonOption = False,
-) -> None:  # fmt: skip
+    name: str = argument("DIGEST", "your contribution: its folder, or the whole digest of its descriptor"),
+    key: Path = option("the key that signed the contribution; asks for its passphrase", default=...),
+    reason: str | None = REASON,
+    effect: str = EFFECT,
+    ledger: str | None = option(
+        "the ledger, a copy, or the hash of its header; default: the one that the folder's attestation names",
+        metavar="LEDGER",
+    ),
+    handed_in: Path | None = option("as an operator of the ledger: what the contributor handed in"),
+    output: Path | None = OUTPUT,
+) -> Answer:
     """Sign a request to withdraw your contribution, without a network; send the file to the operator of the ledger.
 
     The keeper records it with lamina ledger withdraw LEDGER --request FILE, or puts it into the folder of --folder; a
@@ -76,19 +67,20 @@ def request(
       lamina ledger request DIGEST --reason consent --key alice.key --ledger copy.db -o mine.cose
       lamina ledger request DIGEST --reason consent --key operator.key --ledger ledger.db --handed-in letter.pdf
     """
-    _check_words(reason, effect)
+    if reason is None:
+        raise misuse("say why it is withdrawn", "--reason")
     digest = contribution_digest(name)
     if not is_hex_digest(digest):
-        raise typer.BadParameter("give a folder of lamina attest, or all 64 hex digits", param_hint="DIGEST")
-    header, private = _header_hash(name, ledger), open_private_key(key, passphrase_file)
+        raise misuse("give a folder of lamina attest, or all 64 hex digits", "DIGEST")
+    header, private = _header_hash(name, ledger), open_private_key(key)
     letter, target = _read_handed_in(handed_in), bytes.fromhex(digest)
     asked = None if letter is None else hashlib.sha256(letter).digest()
-    data = sign_withdrawal(target, str(reason), private, ledger=header, effect=effect, request=asked)
+    data = sign_withdrawal(target, reason, private, ledger=header, effect=effect, request=asked)
     output = output or Path(f"withdrawal-{digest[:8]}.cose")
     replace_file(output, data, "the request", mode=0o644)
     made = {"request": str(output), "withdraw": digest, "reason": reason, "effect": effect, "ledger": header.hex()}
     text = f"{output}: signed by {private.public.name[:16]}, to withdraw {digest[:16]} from ledger {header.hex()[:16]}"
-    print_answer(made | {"key": private.public.name, "digest": hashlib.sha256(data).hexdigest()}, text, as_json)
+    return Answer(made | {"key": private.public.name, "digest": hashlib.sha256(data).hexdigest()}, text)
 
 
 def _header_hash(name: str, ledger: str | None) -> bytes:
@@ -110,25 +102,21 @@ def _read_handed_in(path: Path | None) -> bytes | None:
     return None if path is None else read_small(path, "the request", most=_MAX_HANDED_IN_BYTES)
 
 
+@command(keys=True)
 def withdraw(
-    ledger: LedgerArgument,
-    name: Annotated[str | None, argument("DIGEST", DIGEST_HELP)] = None,
-    reason: ReasonOption = None,
-    effect: EffectOption = "finish",
-    request: Annotated[
-        Path | None,
-        option("a signed request; or, with a DIGEST, what was handed in: the record holds its digest", metavar="FILE"),
-    ] = None,
-    folder: Annotated[Path | None, option("record the withdrawals in its files", metavar="FOLDER")] = None,
-    watch: Annotated[float | None, option("with --folder: look again every so often", metavar="SECONDS")] = None,
-    key: Annotated[
-        list[Path] | None,
-        option("private key: the ledger's own signs a checkpoint, an operator's the withdrawal; repeatable", "--key",
-               metavar="FILE"),
-    ] = None,
-    passphrase_file: PassphraseOption = None,
-    as_json: JsonOption = False,
-) -> None:  # fmt: skip
+    ledger: str = LEDGER,
+    name: str | None = argument("DIGEST", DIGEST_HELP, default=None),
+    reason: str | None = REASON,
+    effect: str = EFFECT,
+    request: Path | None = option(
+        "a signed request; or, with a DIGEST, what was handed in: the record holds its digest"
+    ),
+    folder: Path | None = option("record the withdrawals in its files", metavar="FOLDER"),
+    watch: float | None = option("with --folder: look again every so often", metavar="SECONDS"),
+    key: list[Path] = option(
+        "private key: the ledger's own signs a checkpoint, an operator's the withdrawal; repeatable"
+    ),
+) -> Answer:
     """Withdraw a contribution: no segment that opens after this uses it. Nothing is erased.
 
     Shows the ε that it has lost so far, and the releases that it is in. A withdrawal stops further loss; models do not
@@ -152,19 +140,18 @@ def withdraw(
     data = _read_handed_in(request)
     signed = data is not None and data.startswith(_COSE_SIGN1)
     if sum((name is not None, folder is not None, signed)) != 1:
-        raise typer.BadParameter("give a digest, a signed request alone, or --folder", param_hint="DIGEST")
-    if name is not None:
-        _check_words(reason, effect)
-    signer, operator = _keys(ledger, [open_private_key(path, passphrase_file) for path in key or ()])
+        raise misuse("give a digest, a signed request alone, or --folder", "DIGEST")
+    if name is not None and reason is None:
+        raise misuse("say why it is withdrawn", "--reason")
+    signer, operator = _keys(ledger, [open_private_key(path) for path in key])
     if operator is not None and (name is None or data is None):
         problem = "an operator signs for one contributor who asked: give DIGEST and --request"
-        raise typer.BadParameter(problem, param_hint="--key")
+        raise misuse(problem, "--key")
     with open_ledger(ledger, signer=signer) as book:
         if signer is not None:
             book.check_signs()
         if folder is not None:
-            _take_from_folder(WithdrawalInbox(book, folder), ledger, watch, as_json)
-            return
+            return _take_from_folder(WithdrawalInbox(book, folder), ledger, watch)
         if signed and data is not None:
             found = withdraw_signed(book, data)
         else:
@@ -185,7 +172,7 @@ def withdraw(
         )
     withdrawn = [each.to_dict() for each in found]
     machine = {"ledger": printable_location(ledger), "signed": covered, "withdrawn": withdrawn}
-    print_answer(machine, "\n".join(lines), as_json)
+    return Answer(machine, *lines)
 
 
 def _keys(ledger: str, given: list[PrivateKey]) -> tuple[PrivateKey | None, PrivateKey | None]:
@@ -198,7 +185,7 @@ def _keys(ledger: str, given: list[PrivateKey]) -> tuple[PrivateKey | None, Priv
     operators = [each for each, role in zip(given, roles, strict=True) if role in OPERATOR_ROLES]
     others = [each for each in given if each not in operators]
     if len(operators) > 1 or len(others) > 1:
-        raise typer.BadParameter("give the ledger's key, an operator's, or one of each", param_hint="--key")
+        raise misuse("give the ledger's key, an operator's, or one of each", "--key")
     return next(iter(others), None), next(iter(operators), None)
 
 
@@ -220,22 +207,19 @@ def _withdrawal_page(found: WithdrawnContribution) -> str:
     return "\n".join(lines)
 
 
-def _take_from_folder(inbox: WithdrawalInbox, ledger: str, watch: float | None, as_json: bool) -> None:
+def _take_from_folder(inbox: WithdrawalInbox, ledger: str, watch: float | None) -> Answer:
     taken: list[InboxResult] = []
     try:
         while True:
             for each in inbox.take():
                 taken.append(each)
-                if not as_json:
-                    leaves = ", ".join(str(one.leaf.seq) for one in each.withdrawn)
-                    done = f"refused: {each.refused}" if each.refused else f"withdrawn in leaf {leaves}"
-                    print_line(f"{printable(each.name)}: {done}")
+                leaves = ", ".join(str(one.leaf.seq) for one in each.withdrawn)
+                done = f"refused: {each.refused}" if each.refused else f"withdrawn in leaf {leaves}"
+                say(f"{printable(each.name)}: {done}")
             if watch is None:
                 break
             time.sleep(watch)
     except KeyboardInterrupt:
         pass
-    if as_json:
-        print_json({"ledger": printable_location(ledger), "files": [each.to_dict() for each in taken]})
-    if any(each.refused for each in taken):
-        raise typer.Exit(1)
+    facts = {"ledger": printable_location(ledger), "files": [each.to_dict() for each in taken]}
+    return Answer(facts, ok=not any(each.refused for each in taken))
