@@ -56,7 +56,7 @@ from lamina.sign.signed_json import canonical_json, parse_json, read_cose, sign_
 from lamina.validate import bounded_number, bounded_whole, is_short_text, short_repr
 
 CERTIFICATE_TYPE = "application/lamina-certificate+json"
-CERTIFICATE_VERSION = 2
+CERTIFICATE_VERSION = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
