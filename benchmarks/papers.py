@@ -71,7 +71,7 @@ def curves(rounds: int) -> dict[str, Any]:
             for of in ("membership", "content"):
 
                 def price(of: Any = of, events: Any = events, accountant: str = accountant) -> None:
-                    risk_statements.risk_figures(events, accountant=accountant, of=of, drawn=True)
+                    risk_statements.risk_figures(events, accountant=accountant, of=of)
 
                 price()  # composes the losses, of which the price of ε needs the add/remove ones only
                 times = []

@@ -1,4 +1,4 @@
-"""Write what docs can take from the code: docs/errors/ and the file table of docs/architecture.md.
+"""Write what docs can take from the code: docs/errors/, docs/run-options.md and tables of other pages.
 
 `make docs` runs it; tests/test_docs.py fails when a page is not what this would write.
 """
@@ -15,6 +15,7 @@ from pathlib import Path
 
 from lamina.admit.verdicts import Reason
 from lamina.errors import family_of
+from lamina.run.options import OPTIONS
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "lamina"
@@ -58,6 +59,17 @@ family of its first part (`acme`). [Admission](../admission.md) lists the reason
 
 | family | topic | codes |
 |---|---|---|
+"""
+
+
+OPTIONS_PAGE = """# Options of a run
+
+Keywords of `lamina.Trainer`, and keys of the same names in RUN.toml. `lamina train --template` prints a RUN.toml with every key.
+`make docs` writes this page from `lamina/run/options.py`, where each option is declared once: its help, default, type and checks.
+
+A program can add an option with `lamina.run.options.declare(name, Option(…))` before it reads a RUN.toml or makes a trainer.
+`apply` is called with the trainer and the value, and `steps=True` says that a run which is resumed must have the same value.
+It cannot replace a key that exists.
 """
 
 
@@ -163,6 +175,16 @@ def admission_page() -> str:
     return f"{before}{REASONS_BEGIN}\n{table}{REASONS_END}{rest.split(REASONS_END)[1]}"
 
 
+def options_page() -> str:
+    """The options of a run."""
+    rows = [
+        f"| `{name}` | {f'`{_cell(option.example)}`' if option.example else '`[' + name + ']`' if option.toml else '–'} "
+        f"| {_cell(option.help)} |"
+        for name, option in OPTIONS.items()
+    ]
+    return "\n".join([OPTIONS_PAGE, "| option | in RUN.toml | effect |", "|---|---|---|", *rows, ""])
+
+
 def _head(path: Path) -> str:
     """The first paragraph of a module's docstring."""
     doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
@@ -171,7 +193,8 @@ def _head(path: Path) -> str:
 
 def pages() -> dict[str, str]:
     """Every page that is written from the code, by its path in docs/."""
-    return {**error_pages(), "admission.md": admission_page(), "architecture.md": architecture_page()}
+    ours = {"admission.md": admission_page(), "architecture.md": architecture_page(), "run-options.md": options_page()}
+    return {**error_pages(), **ours}
 
 
 if __name__ == "__main__":

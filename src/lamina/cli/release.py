@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lamina.cli.certify import LedgerOption, ReleaseKeyOption, TrustOption, pdfs_or_note, release_key, run_ledger
+from lamina.cli.certify import LedgerOption, ReleaseKeyOption, TrustOption, can_typeset, release_key, run_ledger
 from lamina.cli.open_ledger import open_ledger
 from lamina.cli.options import JsonOption, PassphraseOption, PlainCommand, PlainGroup, argument, help_text, option
 from lamina.cli.terminal import existing_ledger, passphrase_if_sealed, print_answer
@@ -102,8 +102,7 @@ def make(
         manifest = make_release(
             out, runs, opened, signer, name=name, gate=gate, trust=None if trust is None else Trust.load(trust),
             not_after=None if not_after is None else parse_time(not_after),
-            pdf=lambda certificate, officer: pdfs_or_note(certificate, signer.public.name, officer), bundle_key=second,
-            countersignatures=officers,
+            pdf=can_typeset(), bundle_key=second, countersignatures=officers,
         )  # fmt: skip
         ring = KeyRing()
         for each in {each.signer for each in map(Countersignature.read, officers)}:

@@ -235,7 +235,7 @@ def _check_figures(name: str, each: Mapping[str, Any]) -> None:
     if each["public"] and any(each[key] is not None for key in ("delta", "epsilon", *_RISKS)):
         raise ValueError(f"class {name[:80]!r} is public but states ε, δ or a risk; public data is not protected")
     for key in _RISKS:
-        risk_statements.check_risk(key, each[key], drawn=True)
+        risk_statements.check_risk(key, each[key])
     if (profile := each["epsilon_at"]) is not None and (each["public"] or [*profile] != [*_PROFILE]):
         raise ValueError(f"class {name[:80]!r} states ε at other δ than {', '.join(_PROFILE)}, or is public")
     for value in (profile or {}).values():
@@ -399,7 +399,7 @@ def _class_figures(evidence: RunEvidence, header: Header, entry: PlannedClass) -
     exposed = entry.name in evidence.exposed
     total = epsilon_or_none(evidence.spending.spend(whole)) if known and not exposed else None
     common |= {"delta": header.delta, "epsilon_total": total}
-    risks = _risks(evidence, header, whole, drawn=True) if known else dict.fromkeys(_RISKS)
+    risks = _risks(evidence, header, whole) if known else dict.fromkeys(_RISKS)
     risks |= dict.fromkeys(_RISKS[2:]) if exposed else {}
     if not took_part:  # it has lost nothing
         return common | dict.fromkeys(_FIGURES, 0.0) | risks | nothing
@@ -440,13 +440,13 @@ def _epsilon(events: EventCounts, header: Header, delta: float) -> float | None:
     return epsilon_or_none(nano_epsilon(pooled_epsilon(events, delta=delta, name=header.accountant)))
 
 
-def _risks(evidence: RunEvidence, header: Header, bound: Account, *, drawn: bool) -> dict[str, Any]:
+def _risks(evidence: RunEvidence, header: Header, bound: Account) -> dict[str, Any]:
     """Return the risk figures of an account: of this run, and of all runs up to the checkpoint."""
     here, every = [evidence.run], evidence.runs(bound)
     found: list[dict[str, Any] | None] = []
     for runs, events in ((here, evidence.events(bound)), (every, evidence.spending.events(bound))):
         marks = evidence.marks(runs)
-        price = partial(risk_figures, events, accountant=header.accountant, marks=marks, drawn=drawn)
+        price = partial(risk_figures, events, accountant=header.accountant, marks=marks)
         found += [price(of="membership"), price(of="content")]
     return dict(zip(_RISKS, found, strict=True))
 
@@ -466,6 +466,9 @@ def _figures(events: Mapping[EventKey, int], header: Header, most: int | None, *
     }
 
 
+_SCALE_TOLERANCE = 1e-9  # scales are quotients of floats
+
+
 def _bound_figures(evidence: RunEvidence, header: Header, bound: Account) -> dict[str, Any]:
     """Return the figures of contributions that signed this bound. `scale` is the largest scale at which they took part."""
     scales = evidence.scales(bound)
@@ -475,12 +478,12 @@ def _bound_figures(evidence: RunEvidence, header: Header, bound: Account) -> dic
         "contributions": evidence.signed[bound],
         "epochs": len(scales),
         "epochs_left_out": scales.count(0.0),
-        "epochs_scaled": sum(0 < scale < 1 for scale in scales),
+        "epochs_scaled": sum(0 < scale < 1 - _SCALE_TOLERANCE for scale in scales),
         "scale": max(scales),
         "epsilon": _epsilon(evidence.events(bound), header, header.delta),
         "epsilon_total": epsilon_or_none(evidence.spending.spend(bound)),
         "epsilon_signed": epsilon_or_none(signed_spend(bound[2], header.delta)),
-    } | _risks(evidence, header, bound, drawn=False)
+    } | _risks(evidence, header, bound)
 
 
 def _layers(evidence: RunEvidence) -> list[dict[str, Any]]:

@@ -3,7 +3,7 @@
     model.safetensors    the weights
     certificate.*        JSON, the same signed (COSE), and a PDF where typst is installed; -2, -3, … for further runs
     evaluation.json      the figures under `utility` of the certificate, if the run was evaluated; -2, -3, … likewise
-    decision.pdf         one page for the privacy officer, beside each certificate.pdf
+    decision.pdf         one page for the privacy officer about the weights, where typst is installed
     countersignature.cose  if there is one: a privacy officer's signature over certificate.cose
     checkpoint.txt       the signed head of the ledger
     README.md            model card
@@ -22,7 +22,7 @@ import re
 import shutil
 import stat
 import time as system
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
@@ -41,6 +41,7 @@ from lamina.ledger.verify.tree_checks import KnownCheckpoint, Trust
 from lamina.ledger.verify.verifier import verify
 from lamina.ledger.writer import Ledger
 from lamina.release.certificate import Certificate, certify, ledger_reference
+from lamina.release.certificate_pdf import certificate_pdf, decision_pdf
 from lamina.release.comparison import Note, changes_since, check_parents, check_purposes, compare_with_ledger
 from lamina.release.countersignature import Countersignature
 from lamina.release.model_card import ml_bom, model_card
@@ -132,8 +133,6 @@ def _draws_on(plain: object) -> bool:
 
 # ------------------------------------------------------------------------------------------ making
 
-PdfMaker = Callable[[Certificate, Countersignature | None], Mapping[str, bytes]]
-
 
 def make_release(
     out: str | os.PathLike[str],
@@ -145,7 +144,7 @@ def make_release(
     not_after: int | None = None,
     gate: GatePolicy | None = None,
     trust: Trust | None = None,
-    pdf: PdfMaker | None = None,
+    pdf: bool = False,
     bundle_key: P256Key | None = None,
     countersignatures: Sequence[bytes] = (),
 ) -> Path:
@@ -155,7 +154,7 @@ def make_release(
     ledger     the one in which they were charged, opened with its key
     key        the release key
     not_after  until when it may be served; a year after the newest checkpoint if not given, or less if an officer says so
-    pdf        makes the PDFs of a certificate: {"certificate": …, "decision": …}
+    pdf        whether to set certificates, and the release decision about the released weights, as PDFs; needs typst
     bundle_key signs the OpenSSF model-signing bundle; without it there is none
     countersignatures  of privacy officers, at most one for each certificate
     """
@@ -195,9 +194,11 @@ def make_release(
             if (officer := countersigned.get(cose)) is not None:
                 entry["countersignature"] = f"{stem.replace('certificate', 'countersignature')}.cose"
                 papers[entry["countersignature"]] = officer.data
-            pages = {} if pdf is None else pdf(certificate, officer)
-            papers |= {f"{stem.replace('certificate', kind)}.pdf": page for kind, page in pages.items()}
             entries.append(entry)
+            if pdf:
+                papers[f"{stem}.pdf"] = certificate_pdf(certificate, key.public.name, officer)
+            if pdf and certificate is certificates[-1]:  # its weights are those of the release
+                papers["decision.pdf"] = decision_pdf(certificate, officer)
         papers["README.md"] = model_card(name, certificates, posture, not_after=format_utc(not_after))
         digests = {each: hashlib.sha256(data).hexdigest() for each, data in papers.items()}
         digests[WEIGHTS] = certificates[-1].content["model"]["sha256"]

@@ -87,7 +87,7 @@ def _facts(manifest: Manifest, certificates: tuple[Certificate, ...], verdict: s
         "units": ", ".join(dict.fromkeys(each.unit for each in private)) or "none: all data is declared public",
         "published": facts.get("about.publication_date", predicate["created"][:10]),
         "created": predicate["created"], "not after": predicate["not_after"], "manifest": manifest.digest,
-        "verdict": verdict, "withdrawn": str(sum(posture.withdrawn.values())), "leaf": str(posture.as_of_size),
+        "verdict": verdict, "withdrawn": str(sum(posture.withdrawn.values())), "leaf": str(posture.as_of_size - 1),
     }  # fmt: skip
     if start is not None:
         facts["start"] = f"origin {start['origin']}, SHA-256 {start['sha256']}"

@@ -11,7 +11,8 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import groupby
+from typing import Any, TypeVar
 
 from lamina.account.accountants import pooled_epsilon
 from lamina.account.charges import Account
@@ -27,6 +28,7 @@ from lamina.plan.risk import STATED_RATES, UNPROVEN, stated_rates
 from lamina.release.run_evidence import RunEvidence, in_model
 from lamina.validate import bounded_number, bounded_whole, is_short_text
 
+_Layer = TypeVar("_Layer")
 MAX_NOISE = 1e15  # no plan adds more
 
 NOT_REACHED = (
@@ -237,6 +239,13 @@ def layer_postures(runs: Sequence[RunEvidence]) -> tuple[LayerPosture, ...]:
         )
         for name in dict.fromkeys((*order, *known))
     )  # fmt: skip
+
+
+def merge_neighbours(layers: Sequence[_Layer], same: Callable[[_Layer], object], most: int) -> list[list[_Layer]]:
+    """Return groups of adjacent layers that are drawn as one: equal ones, and more of them if there are more than `most`."""
+    equal = [list(group) for _, group in groupby(layers, same)]
+    size = max(1, -(-len(equal) // most))
+    return [[each for group in equal[at : at + size] for each in group] for at in range(0, len(equal), size)]
 
 
 def _adapters(ledger: LedgerReader, layers: Sequence[LayerPosture], size: int) -> Iterable[AdapterPosture]:

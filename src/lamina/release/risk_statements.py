@@ -62,18 +62,15 @@ ADJACENCIES = ("add-remove", "replace-one", TWO_STEPS)
 
 
 def risk_figures(
-    events: EventCounts, *, accountant: str, of: RiskOf, marks: frozenset[str] = frozenset(), drawn: bool = False
+    events: EventCounts, *, accountant: str, of: RiskOf, marks: frozenset[str] = frozenset()
 ) -> dict[str, Any] | None:
     """Return bounds on what an attacker can learn from all events together; None if no bound is proven.
 
     `events` are charges as the ledger records them. No cap on occurrences is credited, because the ledger does not prove
     one. `marks` state what limits the curves of the plans that made the events. Where no replace-one curve is proven, the
-    content is bounded by the add/remove curve composed with itself. With `drawn`, the figures include points of the curve.
+    content is bounded by the add/remove curve composed with itself. The figures include points of the curve.
     """
-    found = copy.deepcopy(_figures(tuple(sorted(events.items())), accountant, of, marks))
-    if found is not None and not drawn:
-        del found["curve"]
-    return found
+    return copy.deepcopy(_figures(tuple(sorted(events.items())), accountant, of, marks))
 
 
 @lru_cache(maxsize=4096)
@@ -177,18 +174,17 @@ def short_figure(value: float) -> str:
 _FIELDS = {"adjacency", "bound", "tpr", "accuracy", "advantage", "mu", "mu_least_rate"}
 
 
-def check_risk(of: str, risk: Any, *, drawn: bool = False) -> None:
+def check_risk(of: str, risk: Any) -> None:
     """Raise ValueError, TypeError or KeyError unless this is None or figures as `risk_figures` returns them.
 
-    `of` is the name of the field: membership or content, of this run or in total. `drawn`: with points of the curve.
+    `of` is the name of the field: membership or content, of this run or in total.
     """
     if risk is None:
         return
     if risk["adjacency"] not in ADJACENCIES or risk["bound"] not in (BY_LOSSES, BY_GAUSSIAN, BY_RENYI):
         raise ValueError("a risk has an unknown adjacency or bound")
-    rates: dict[str, Sequence[float]] = {"tpr": STATED_RATES}
+    rates: dict[str, Sequence[float]] = {"tpr": STATED_RATES, "curve": CURVE_RATES}
     rates |= {"success": BASELINES} if of.startswith("content") else {}
-    rates |= {"curve": CURVE_RATES} if drawn else {}
     other_rates = any([*risk[name]] != [f"{rate:g}" for rate in rates[name]] for name in rates)
     if other_rates or risk.keys() != _FIELDS | rates.keys():
         raise ValueError("a risk is not stated at the rates of every certificate, or has other fields")
@@ -331,7 +327,8 @@ def _class_statements(
         "several": len(runs) > 1 or bool(runs and here not in runs),
         "zero-out": ZERO_OUT in evidence.marks([here]),
     }
-    facts["alone"] = ", counting this run alone" if facts["several"] else ""
+    facts["alone"] = not (evidence.continued and facts["several"])  # this run alone bounds what its model learned
+    facts["scope"] = ", counting this run alone" if facts["several"] else ""
     for of in ("membership", "content", "membership_total", "content_total"):
         text = "" if figures[of] is None else risk_sentence(of, unit, figures[of])
         facts[of] = text[:1].lower() + text[1:]

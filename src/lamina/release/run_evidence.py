@@ -153,7 +153,13 @@ class RunEvidence:
         covered = tuple((seq, epoch) for seq, epoch in mine if seq < head.size)
         if not covered:
             problem = f"the ledger {ledger.name} has no signed record of run {run.hex()[:8]}"
-            raise RunError("release.run-not-in-ledger", problem, "name the ledger in which it was charged: --ledger")
+            remedy = "name the ledger in which it was charged: --ledger"
+            if began := [seq for seq, each in firsts if each == run]:
+                problem = (
+                    f"run {run.hex()[:8]} began in leaf {began[0]} of the ledger, which has no signed segment of it"
+                )
+                remedy = "repeat the command that trained it: this ends or continues the run"
+            raise RunError("release.run-not-in-ledger", problem, remedy)
         plans: dict[bytes, StepPlan] = {}
         for owner, digest in ((owner, digest) for owner, digests in planned.items() for digest in digests):
             data = ledger.blob(digest)
