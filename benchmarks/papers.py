@@ -35,7 +35,8 @@ from lamina.ledger.verify.tree_checks import Trust
 from lamina.ledger.verify.verifier import verify
 from lamina.ledger.writer import Ledger
 from lamina.release import risk_statements
-from lamina.release.manifest import make_release, verify_release
+from lamina.release.maker import make_release
+from lamina.release.verifier import verify_release
 from lamina.sign.keys import PrivateKey
 
 POLICY = """
@@ -71,7 +72,7 @@ def curves(rounds: int) -> dict[str, Any]:
             for of in ("membership", "content"):
 
                 def price(of: Any = of, events: Any = events, accountant: str = accountant) -> None:
-                    risk_statements.risk_figures(events, accountant=accountant, of=of, drawn=True)
+                    risk_statements.risk_figures(events, accountant=accountant, of=of)
 
                 price()  # composes the losses, of which the price of ε needs the add/remove ones only
                 times = []

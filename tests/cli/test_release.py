@@ -104,7 +104,7 @@ def test_no_page_of_an_earlier_certificate_stays(
     assert (trained.folder / "certificate.pdf").exists()
     path = trained.folder / "metrics.json"
     path.write_text(path.read_text().replace('"probed": true', '"probed": false'))
-    monkeypatch.setattr("lamina.cli.certify.pdfs_or_note", lambda certificate, signer: {})
+    monkeypatch.setattr("lamina.cli.certify.can_typeset", lambda: False)
     assert lamina("certify", str(trained.folder))[0] == 1
     assert not (trained.folder / "certificate.pdf").exists()
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 from refusals import raises_code
 
-from lamina.cli.run_file import AdmitTable, DataTable, EvaluateTable, ModelTable, NamedTable, ProxyTable, RunFile
+from lamina.cli.run_file import AdmitTable, DataTable, ModelTable, NamedTable, RunFile, run_template
 from lamina.errors import LaminaError
-from lamina.validate import packaged_text
+from lamina.run.options import EvaluateTable, ProxyTable
 
 LEAST = """
 policy = "policy.toml"
@@ -51,7 +51,7 @@ def test_the_least_is_enough() -> None:
     assert run.model == ModelTable(factory="nets:build")
     assert run.optimizer.name == "sgd"
     assert run.optimizer.arguments == {}
-    assert (run.allocate, run.microbatches, run.hardened, run.output) == (None, 1, None, None)
+    assert (run.allocate, run.output, run.options) == (None, None, {})
 
 
 def test_text_stands_for_a_table() -> None:
@@ -67,7 +67,7 @@ def test_numbers_may_be_one_or_by_class() -> None:
     assert parse("batch = { a = 3, b = 0 }").batch == {"a": 3, "b": 0}
     assert parse("epsilon = 2").epsilon == 2
     assert parse("epsilon = { a = 1.5 }").epsilon == {"a": 1.5}
-    assert parse("max_occurrences = { a = 5 }").max_occurrences == {"a": 5}
+    assert parse("max_occurrences = { a = 5 }").options == {"max_occurrences": {"a": 5}}
 
 
 @pytest.mark.parametrize("key", ["policy", "model", "loss", "batch"])
@@ -118,6 +118,7 @@ def test_one_length(length: str, words: str) -> None:
         ("microbatches = 0", "microbatches is 0"),
         ("ema = 1.0", "ema is 1.0, must be < 1"),
         ("ema = nan", "ema is nan"),
+        ('on_withdrawal = "ignore"', "on_withdrawal is 'ignore'"),
         ("threads = 0", "threads is 0"),
         ("max_occurrences = 0", "max_occurrences is 0"),
         ('hardened = "yes"', "hardened is 'yes', must be true or false"),
@@ -191,7 +192,7 @@ def test_what_is_kept_of_a_file_has_no_password() -> None:
 @given(st.sampled_from(["", "data", "evaluate", "model"]), st.from_regex(r"[a-z]{1,12}", fullmatch=True))
 def test_no_unknown_key_passes(table: str, key: str) -> None:
     schema: dict[str, type[BaseModel]] = {
-        "": RunFile,
+        "": RunFile.schema_with_options(),
         "data": DataTable,
         "evaluate": EvaluateTable,
         "proxy": ProxyTable,
@@ -237,23 +238,26 @@ def test_an_allocation_with_options_is_the_policy_with_them() -> None:
 
 
 def test_the_template_is_a_run_file() -> None:
-    run = RunFile.parse(packaged_text("lamina.cli", "run_template.toml"))
+    run = RunFile.parse(run_template())
     assert run.data.kind == "npz"
 
 
 def test_the_template_shows_every_key() -> None:
-    text = packaged_text("lamina.cli", "run_template.toml")
-    for schema in (RunFile, DataTable, AdmitTable, EvaluateTable, ProxyTable, ModelTable):
+    text = run_template()
+    for schema in (RunFile.schema_with_options(), DataTable, AdmitTable, EvaluateTable, ProxyTable, ModelTable):
         for name, entry in schema.model_fields.items():
             key = entry.alias or name
             assert re.search(rf"\b{key} = |\[{key}\]", text), f"{schema.__name__}.{key}"
+            assert entry.description or schema is ModelTable or f"[{key}]" in text, (
+                f"{schema.__name__}.{key} has no help"
+            )
     assert set(NamedTable.model_fields) == {"name"}
 
 
 def shown() -> list[tuple[str, str]]:
     """(table, line) of every key that the template shows in a comment."""
     table, found = "", []
-    for line in packaged_text("lamina.cli", "run_template.toml").splitlines():
+    for line in run_template().splitlines():
         if head := re.match(r"(?:# )?\[(\w+)\]", line):
             table = head[1]
         elif re.match(r"# \w+ = ", line):
@@ -263,7 +267,7 @@ def shown() -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(("table", "line"), shown())
 def test_what_the_template_shows_is_valid(table: str, line: str) -> None:
-    data = tomllib.loads(packaged_text("lamina.cli", "run_template.toml"))
+    data = tomllib.loads(run_template())
     value = tomllib.loads(line)
     if table == "evaluate":
         value = {"evaluate": {"function": "a:b", "on": "public", "best": "auc"} | value}
@@ -277,7 +281,7 @@ def test_what_the_template_shows_is_valid(table: str, line: str) -> None:
         value = {"data": {"kind": kind} | base | value}
     elif "scheduler" in value:
         value |= {"optimizer": "adam"}  # "auto" has a schedule of its own
-    RunFile.model_validate(data | value)
+    RunFile.schema_with_options().model_validate(data | value)
 
 
 def test_a_misspelt_key_is_named_with_the_nearest() -> None:

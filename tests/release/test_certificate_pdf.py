@@ -6,15 +6,21 @@ from typing import Any
 
 import pytest
 from pdf_text import read_pdf
-from sample_certificate import private_class, public_class, sample_content
+from sample_certificate import BY_TRAINER, private_class, public_class, risk, sample_content
 
 from lamina.release.certificate import Certificate
-from lamina.release.certificate_pdf import certificate_papers, certificate_pdf, decision_pdf
+from lamina.release.certificate_pdf import certificate_pdf, decision_pdf
 from lamina.release.countersignature import Countersignature, countersign
 from lamina.sign.keys import PrivateKey
 
 LONG = "contributions-of-people-on-the-cardiology-ward-of-a-hospital-{}"
 A4_WIDTH = 595.3
+
+
+def papers_of(content: dict[str, Any], officer: Countersignature | None = None) -> dict[str, bytes]:
+    certificate = Certificate(content=content)
+    signed = certificate_pdf(certificate, "ab" * 32, officer)
+    return {"certificate": signed, "decision": decision_pdf(certificate, officer)}
 
 
 def many(number: int, name: str = LONG) -> dict[str, dict[str, Any]]:
@@ -55,7 +61,7 @@ def plain(text: str) -> str:
 def test_the_decision_is_one_page_of_readable_text(content: dict[str, Any]) -> None:
     found = read_pdf(decision_pdf(Certificate(content=content)))
     assert found.pages == 1 and found.least_size >= 7 and found.lowest > 20 and found.rightmost < A4_WIDTH - 20
-    assert plain("lamina release verify RELEASE") in plain(found.text)
+    assert (plain("lamina release verify RELEASE") in plain(found.text)) is content["private"]
 
 
 @pytest.mark.parametrize("content", CONTENTS.values(), ids=CONTENTS.keys())
@@ -66,7 +72,7 @@ def test_the_certificate_has_readable_text(content: dict[str, Any]) -> None:
 
 
 def words(content: dict[str, Any]) -> str:
-    papers = certificate_papers(Certificate(content=content), None)
+    papers = papers_of(content)
     return plain("".join(read_pdf(papers[kind]).text for kind in ("decision", "certificate")))
 
 
@@ -106,12 +112,35 @@ def test_the_six_classes_with_the_largest_risk_are_on_the_decision() -> None:
     assert [f"ward-{at}" in table for at in range(7)] == [False, *[True] * 6] and "and3" in table
 
 
+def test_a_badge_that_is_too_long_counts_the_classes_instead_of_ending_before_the_unprotected_ones() -> None:
+    classes = many(7) | {LONG.format("open"): public_class()}
+    content = sample_content(classes)
+    content["protects"]["not_protected"] = [
+        {"class": LONG.format("open"), "population": 60, "unit": "patient", "reason": "x"}
+    ]
+    assert len(content["protects"]["badge"]) > 300
+    found = plain(read_pdf(decision_pdf(Certificate(content=content))).text)
+    assert plain("private for: 7 classes; NOT protected: 1 class") in found
+    assert plain(content["protects"]["badge"]) in plain(read_pdf(certificate_pdf(Certificate(content=content))).text)
+
+
+def test_purposes_are_whole_sentences() -> None:
+    content = sample_content(many(9, "ward-{}"))
+    for name in content["classes"]:
+        text = f"Class {name} may be used for: care of patients, research at the hospital, teaching, quality control."
+        content["statements"].append(
+            {"topic": "purpose", "class": name, "text": text, "source": BY_TRAINER, "leaves": None, "digest": None}
+        )
+    found = plain(read_pdf(decision_pdf(Certificate(content=content))).text)
+    assert found.count("qualitycontrol.") == 4 and plain("Purposes of 5 more classes: see certificate.") in found
+
+
 def test_figures_are_rounded_up() -> None:
     found = private_class(0.71) | {"epsilon": 2.0000001, "epsilon_total": 1234.5671, "rho": 0.0, "delta": 2.5e-7}
     found["membership"]["tpr"]["0.01"] = 0.05301
     text = words(sample_content({"ward": found}))
-    assert {"2.001", "1,234.568", "0.000", "2.5e-7", "5.4%"} <= {
-        each for each in ("2.001", "1,234.568", "0.000", "2.5e-7", "5.4%") if each in text
+    assert {"2.001", "1,234.568", "0.000", "2.5e-07", "5.4%"} <= {
+        each for each in ("2.001", "1,234.568", "0.000", "2.5e-07", "5.4%") if each in text
     }
 
 
@@ -134,6 +163,12 @@ def test_signed_bounds_and_other_deltas_are_on_the_certificate() -> None:
     row = text[text.index("Signedbounds") : text.index("Whichclass")]
     assert plain("4,321 77 11 13 0.5 1.235 3.400 4.000") in row
     assert plain("2.100 2.600 3.000 3.400 not proven") in text
+    assert "2.2%" not in row
+    bound |= {"membership": risk(0.3), "content": risk(0.6, content=True)}
+    page = certificate_pdf(Certificate(content=content))
+    assert plain("4.000 2.2 % 4.3 %") in plain(read_pdf(page).text)
+    bound["content"]["curve"]["0.35"] += 0.05  # the curve is drawn from its points
+    assert page != certificate_pdf(Certificate(content=content))
     content["classes"]["sensitive"]["bounds"] = [bound] * 60
     assert "and20more" in plain(read_pdf(certificate_pdf(Certificate(content=content))).text)
 
@@ -149,13 +184,13 @@ def test_the_countersignature_is_on_both() -> None:
     officer = Countersignature.read(
         countersign(b"certificate", key, texts, now=1_800_000_000, valid_until=1_900_000_000)
     )
-    for page in certificate_papers(Certificate(content=sample_content()), "ab" * 32, officer).values():
+    for page in papers_of(sample_content(), officer).values():
         text = plain(read_pdf(page).text)
         assert "A.Lovelace" in text and "2030-03-17" in text and key.public.name[:16] in text and "notstated" in text
 
 
 def test_the_same_content_gives_the_same_bytes() -> None:
-    one, two = (certificate_papers(Certificate(content=sample_content()), "ab" * 32) for _ in range(2))
+    one, two = (papers_of(sample_content()) for _ in range(2))
     assert one == two and one["decision"].startswith(b"%PDF-")
 
 

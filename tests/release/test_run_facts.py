@@ -16,6 +16,7 @@ import release_forger
 import torch
 from forger import Forger
 from hand_ledger import encoded
+from pdf_text import read_pdf
 from refusals import raises_code
 from release_forger import RUN_BEGIN, RUN_END, seed_of
 from safetensors.torch import load_file
@@ -38,9 +39,10 @@ from lamina.ledger.verify.verifier import verify
 from lamina.ledger.withdrawal import withdraw
 from lamina.ledger.writer import Ledger
 from lamina.release.certificate import Certificate, certify
-from lamina.release.manifest import make_release, verify_release
+from lamina.release.maker import make_release
 from lamina.release.risk_statements import texts
 from lamina.release.run_evidence import RunEvidence
+from lamina.release.verifier import verify_release
 from lamina.run import segments
 from lamina.sign.keys import PrivateKey
 
@@ -110,11 +112,24 @@ def test_a_release_names_the_runs_that_its_weights_continue(tmp_path: Path) -> N
     with Trained(first.folder, first, NAME).open() as ledger:
         with raises_code(NotVerified, "release.parent-missing"):
             make_release(tmp_path / "out", [second.folder], ledger, key, name="second")
-        make_release(tmp_path / "both", [first.folder, second.folder], ledger, key, name="both")
+        make_release(tmp_path / "both", [first.folder, second.folder], ledger, key, name="both", pdf=True)
         found = verify_release(tmp_path / "both", trust=Trust(plain=(key.public,)), ledger=ledger)
     assert found.verified, found.problems
     card = (tmp_path / "both" / "README.md").read_text()
     assert "| ε of this model |" in card and "ε of this run |" not in card
+    pages = {path.name for path in (tmp_path / "both").glob("*.pdf")}
+    assert pages == {"certificate.pdf", "certificate-2.pdf", "decision.pdf"}
+    weights = hashlib.sha256((tmp_path / "both" / "model.safetensors").read_bytes()).hexdigest()
+    assert f"{weights[:32]}…" in read_pdf((tmp_path / "both" / "decision.pdf").read_bytes()).text.replace(" ", "")
+
+
+def test_a_continued_run_states_no_risk_of_itself_alone(tmp_path: Path) -> None:
+    """Its model learned in the other run too."""
+    first = trainer(tmp_path).fit()
+    before = texts(first.certificate.content, "membership", "content")
+    after = texts(continued(tmp_path, first).fit().certificate.content, "membership", "content")
+    assert len(before) == len(after) > 0
+    assert all("counting all runs" in each for each in after) and not any("counting" in each for each in before)
 
 
 EDITS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {

@@ -24,10 +24,11 @@ from lamina.release.certificate_pdf import decision_pdf
 from lamina.release.contributor_statement import signed_size, statement_content
 from lamina.release.letter import letter
 from lamina.release.model_card import class_rows, model_badge, model_card, model_statements
-from lamina.release.posture import NOT_REACHED, Posture, read_posture
+from lamina.release.posture import Posture, read_posture
 from lamina.release.reconciliation import reconcile
 from lamina.release.risk_statements import protection, texts
 from lamina.release.run_evidence import RunEvidence
+from lamina.release.schema import NOT_REACHED
 from lamina.report.pages import reconciliation_page
 
 FIGURE = re.compile(r"lost at most|right in|at most ε|ε = \d")
@@ -196,9 +197,10 @@ def test_a_model_of_a_public_and_a_private_run_states_no_figure(
     assert "clinical (60 patients, declared public)" in model_badge([one, two], posture)
     assert "private for: sensitive" in model_badge([one, two], posture)
     row = class_rows([one, two], posture)["clinical"]
-    assert {row[name] for name in ("ε of this model", "ε over all runs", "found at 1 % false accusations")} == {
-        "not proven"
-    }
+    found = "found at 1 % false accusations, over all runs"
+    assert {
+        row[name] for name in ("ε of this model", "ε over all runs", f"membership, {found}", f"content, {found}")
+    } == {"not proven"}
     said = [each["text"] for each in model_statements([one, two], posture) if each["class"] == "clinical"]
     assert not any("at most" in each for each in said)
 
@@ -270,7 +272,7 @@ def test_the_card_of_public_data_claims_no_privacy(
     certificate, posture, _, _ = papers
     content = sample_content({"open": public_class()})
     content |= {name: certificate.content[name] for name in ("about", "model", "plan")}
-    opened = replace(posture, classes={"open": posture.classes["open"]}, withdrawn={"open": 0})
+    opened = posture.model_copy(update={"classes": {"open": posture.classes["open"]}, "withdrawn": {"open": 0}})
     card = model_card("ecg", [Certificate(content=content)], opened, not_after=None).decode()
     assert "differential" not in card and "| figure |" not in card and "private for: nobody" in card
     assert "- differential-privacy\n" in model_card("ecg", [certificate], posture, not_after=None).decode()

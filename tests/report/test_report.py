@@ -8,6 +8,7 @@ import re
 import threading
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 from browser import browse
@@ -19,8 +20,9 @@ from lamina.ledger.corpus_terms import ledger_key_path
 from lamina.ledger.governance_records import Release
 from lamina.ledger.reader import LedgerReader
 from lamina.release.certificate import certify
-from lamina.report.charts import budget_chart, evaluation_chart, house_of_layers, ticks
+from lamina.report.charts import budget_chart, evaluation_chart, house_of_layers
 from lamina.report.pages import run_report
+from lamina.report.svg import ticks
 from lamina.report.view import ClassView, LedgerView
 
 EVIL = "<script>alert(1)</script>\"'><img src=x onerror=alert(2)>{{7*7}}"
@@ -98,7 +100,25 @@ def test_charts_escape_names(trained: Trained) -> None:
     evil = ClassView(name=EVIL, public=False, profile="", population=1, bound=1.0, points=[(1, 0, 0.5)])
     for drawn in (budget_chart({EVIL: evil}), evaluation_chart([{"step": s, "figures": {EVIL: 0.1}} for s in (1, 2)])):
         assert "<script" not in drawn and "<img" not in drawn
-    assert house_of_layers(found[0]).count("<rect") == 3 * 3 + 3
+    assert house_of_layers(found[0]).count("<rect") == 2 * 3 + 2 + 3  # cells and noise of two rows, colours of names
+
+
+def test_no_name_of_a_class_is_cut(trained: Trained) -> None:
+    """Names stand below the picture, in as many rows as they need; no text is smaller than 12 pixels."""
+    names = [f"ward-{at}-of-a-hospital-that-has-a-very-long-name-for-each-ward" for at in range(12)]
+    one: dict[str, Any] = {"public": False, "profile": "", "population": 1, "bound": None, "points": [(1, 0, 0.5)]}
+    views = {name: ClassView(name=name, **one) for name in names}
+    with LedgerReader.read_only(trained.ledger) as ledger:
+        found = LedgerView(ledger).posture(trained.outcome.run)
+    assert found is not None
+    posture = found[0].model_copy(update={"classes": dict.fromkeys(names, found[0].classes["clinical"])})
+    for drawn in (budget_chart(views), house_of_layers(posture)):
+        width, height = (float(each) for each in re.findall(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', drawn)[0])
+        texts = re.findall(r'<text x="([\d.]+)" y="([\d.]+)"[^>]* font-size="(\d+)"[^>]*>([^<]*)<', drawn)
+        assert all(any(text.endswith(name) for *_, text in texts) for name in names)
+        assert all(float(y) < height and int(size) >= 12 for _, y, size, _ in texts)
+        ends = [float(x) + 7 * len(text) for x, _, _, text in texts if any(map(text.endswith, names))]
+        assert max(ends) < width
 
 
 @pytest.mark.parametrize(("epochs", "marks"), [(1, "01"), (3, "0123"), (7, "0246"), (10, "0246810"), (12, "0510")])
@@ -107,10 +127,10 @@ def test_epochs_are_marked_where_they_are(epochs: int, marks: str) -> None:
     one = ClassView(name="c", public=False, profile="", population=1, bound=None, points=points)
     drawn = budget_chart({"c": one})
     texts = re.findall(
-        r'<text x="([\d.]+)" y="[\d.]+" class="quiet" font-size="11" text-anchor="middle">([^<]*)<', drawn
+        r'<text x="([\d.]+)" y="[\d.]+" class="quiet" font-size="12" text-anchor="middle">([^<]*)<', drawn
     )
     assert "".join(text for _, text in texts) == marks
-    assert all(float(x) == pytest.approx(52 + 520 * int(text) / epochs, abs=0.06) for x, text in texts)
+    assert all(float(x) == pytest.approx(52 + 560 * int(text) / epochs, abs=0.06) for x, text in texts)
 
 
 def test_leaves_count_once_however_many_pages_are_made(trained: Trained) -> None:

@@ -57,7 +57,7 @@ def options_of(where: str, folder: Path) -> dict[str, Any]:
     (folder / "keys").mkdir()
     PrivateKey.generate().save(folder / "keys" / "ledger.pem", None)
     key = PrivateKey.load(folder / "keys" / "ledger.pem", None)
-    return {"ledger": where, "key": key, "governing": GOVERNING}
+    return {"ledger": where, "ledger_key": key, "governing_key": GOVERNING}
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def ward(tmp_path: Path) -> hospital.Hospital:
 
 def opened(ward: hospital.Hospital, options: dict[str, Any]) -> Ledger:
     return open_or_create(
-        options["ledger"], CorpusTerms.of_policy(ward.policy), options["key"], governing=options["governing"]
+        options["ledger"], CorpusTerms.of_policy(ward.policy), options["ledger_key"], governing=options["governing_key"]
     )
 
 
@@ -259,13 +259,13 @@ def test_open_rows_of_an_earlier_moment_are_refused(tmp_path: Path, options: dic
     where, kept = options["ledger"], dict[str, Any]()
 
     def accept() -> None:
-        with Ledger.open(where, options["key"]) as ledger:
+        with Ledger.open(where, options["ledger_key"]) as ledger:
             ledger.accept()
 
     save = During({3: lambda: kept.update(tables_of(where, *open_charges.TABLES)), 4: die})
     with pytest.raises(Killed):
         problem.trainer(tmp_path / "a", progress=save, bounds=LOOSE, **options).fit()
-    with Ledger.open(where, options["key"]) as ledger:
+    with Ledger.open(where, options["ledger_key"]) as ledger:
         SpendLedger(ledger).finish(next(iter(SpendLedger(ledger).labels())))
     put_back(where, kept)
     with raises_code("ledger.open-rows-replayed"):
@@ -291,7 +291,7 @@ def test_a_head_from_before_an_epoch_is_refused_without_the_file(tmp_path: Path,
         problem.trainer(tmp_path / "b", **options).fit()
     found = verify(where, signatures=False).problem
     assert found is not None and found.code == "verify.open-rows-differ" and "leaf 2 records an epoch" in found.reason
-    with Ledger.open(where, options["key"]) as ledger:
+    with Ledger.open(where, options["ledger_key"]) as ledger:
         ledger.accept()  # the holder of the key reviews the rows and signs them
 
 
@@ -456,7 +456,7 @@ def at_server(server: postgres.Server, tmp_path: Path) -> dict[str, Any]:
 
 
 def accept(options: dict[str, Any]) -> None:
-    with Ledger.open(options["ledger"], options["key"]) as ledger:
+    with Ledger.open(options["ledger"], options["ledger_key"]) as ledger:
         ledger.accept()
 
 

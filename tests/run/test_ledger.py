@@ -395,7 +395,9 @@ def test_a_server_that_restarts_is_waited_for(tmp_path: Path, server: postgres.S
         threading.Timer(0.5, server.start).start()
 
     away = During({3: restart, 14: restart})
-    outcome = problem.trainer(tmp_path / "a", ledger=where, key=key, governing=GOVERNING, progress=away).fit()
+    outcome = problem.trainer(
+        tmp_path / "a", ledger=where, ledger_key=key, governing_key=GOVERNING, progress=away
+    ).fit()
     assert outcome.steps == 24 and outcome.notes == ()
     found = sound(where)
     assert found.counts["epoch"] == 5 and found.signed == found.size
@@ -405,13 +407,13 @@ def test_a_server_that_restarts_is_waited_for(tmp_path: Path, server: postgres.S
 
 def test_a_server_that_stays_away_stops_the_run_and_loses_nothing(tmp_path: Path, server: postgres.Server) -> None:
     where, key = server.database("run_away"), PrivateKey.generate()
-    problem.trainer(tmp_path / "x", ledger=where, key=key, governing=GOVERNING).ledger.close()
+    problem.trainer(tmp_path / "x", ledger=where, ledger_key=key, governing_key=GOVERNING).ledger.close()
 
     away = During({8: lambda: server.stop("immediate")})
     with Ledger.open(where, key, patience=0.3) as ledger, raises_code("store.server-lost"):
         problem.trainer(tmp_path / "a", ledger=ledger, progress=away).fit()
     server.start()
-    outcome = problem.trainer(tmp_path / "a", ledger=where, key=key, governing=GOVERNING).fit()
+    outcome = problem.trainer(tmp_path / "a", ledger=where, ledger_key=key, governing_key=GOVERNING).fit()
     assert outcome.steps == 24 and outcome.notes == ()
     assert outcome.total == outcome.epsilon
     assert sound(where).counts["epoch"] == 5

@@ -26,7 +26,7 @@ def options(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
     where = str(tmp_path / "ward.ledger.db")
     if request.param == "postgres":
         where = f"{request.getfixturevalue('server').database(f'rotated_{os.getpid()}')}#ward"
-    return {"ledger": where, "key": key(tmp_path / "first.pem"), "governing": GOVERNING, "bounds": LOOSE}
+    return {"ledger": where, "ledger_key": key(tmp_path / "first.pem"), "governing_key": GOVERNING, "bounds": LOOSE}
 
 
 def key(path: Path) -> PrivateKey:
@@ -35,10 +35,10 @@ def key(path: Path) -> PrivateKey:
 
 
 def rotate(options: dict[str, Any], new: PrivateKey) -> None:
-    with Ledger.open(options["ledger"], options["key"], governing=GOVERNING) as ledger:
+    with Ledger.open(options["ledger"], options["ledger_key"], governing=GOVERNING) as ledger:
         now = ledger.now()
         named = Key(name=ledger.origin, x=new.public.x, role=Role.LEDGER, valid_from=now)
-        event = KeyEvent(change=KeyChange.ROTATE, key=named, target=options["key"].public.id, effective=now)
+        event = KeyEvent(change=KeyChange.ROTATE, key=named, target=options["ledger_key"].public.id, effective=now)
         ledger.govern(KeyEvents(events=(event,)))
 
 
@@ -50,9 +50,9 @@ def test_a_run_goes_on_with_the_next_ledger_key(tmp_path: Path, options: dict[st
     rotate(options, new)
     with raises_code("ledger.key-may-not-sign"):
         problem.trainer(tmp_path / "a", **options).fit()
-    outcome = problem.trainer(tmp_path / "a", **{**options, "key": new}).fit()
+    outcome = problem.trainer(tmp_path / "a", **{**options, "ledger_key": new}).fit()
     assert outcome.steps == 24
-    problem.trainer(tmp_path / "b", **{**options, "key": new}).fit()
+    problem.trainer(tmp_path / "b", **{**options, "ledger_key": new}).fit()
     found = verify(options["ledger"], signatures=False)
     assert found.verified and found.counts["run-end"] == 2 and not found.held
     assert not any(note.startswith("not checked: open charges") for note in found.notes)
@@ -63,15 +63,15 @@ def test_the_replaced_key_hides_no_open_charge(tmp_path: Path, options: dict[str
     new = key(tmp_path / "second.pem")
     rotate(options, new)
     with pytest.raises(Killed):
-        problem.trainer(tmp_path / "b", progress=During({3: die}), **{**options, "key": new}).fit()
+        problem.trainer(tmp_path / "b", progress=During({3: die}), **{**options, "ledger_key": new}).fit()
     for kept in tmp_path.glob("*.seen"):
         kept.unlink()
     with Ledger.open(options["ledger"]) as ledger:
         assert open_charges(ledger)
         edit(options["ledger"], DELETE_OPEN)
-        sign_open_rows(options["ledger"], ledger.origin, options["key"], 999, ledger.size, ledger.root)
+        sign_open_rows(options["ledger"], ledger.origin, options["ledger_key"], 999, ledger.size, ledger.root)
     with raises_code("ledger.open-rows-differ"):
-        problem.trainer(tmp_path / "c", **{**options, "key": new}).fit()
+        problem.trainer(tmp_path / "c", **{**options, "ledger_key": new}).fit()
     found = verify(options["ledger"], signatures=False).problem
     assert found is not None and found.code == "verify.open-rows-differ"
     with Ledger.open(options["ledger"], new) as ledger:

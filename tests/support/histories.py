@@ -160,8 +160,8 @@ class World:
             augment=more if spec.augment else None,
             filters=spec.filters,
             ledger=self.where,
-            key=self.key,
-            governing=None if self.key is None else GOVERNING,
+            ledger_key=self.key,
+            governing_key=None if self.key is None else GOVERNING,
             probe=False,
             **options,
         )

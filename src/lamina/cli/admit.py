@@ -131,7 +131,7 @@ def _plan_for_bounds(
         if planned.policy != policy:
             problem = f"'{run}' uses the policy '{planned.file.policy}', which differs from '{path}'"
             raise AdmissionError("cli.run-of-other-policy", problem, "give the policy of the run")
-        return planned.plan, planned.file.max_occurrences
+        return planned.plan, planned.option("max_occurrences")
     if not any(by_hand):
         return None
     if batch is None or (steps is None) == (epochs is None):

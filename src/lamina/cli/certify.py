@@ -19,10 +19,11 @@ from lamina.ledger.store.sqlite import is_postgres_url
 from lamina.ledger.verify.tree_checks import Trust
 from lamina.release.certificate import CERTIFICATE_TYPE, Certificate
 from lamina.release.certificate import certify as make_certificate
-from lamina.release.certificate_pdf import certificate_papers
+from lamina.release.certificate_pdf import certificate_pdf, decision_pdf
 from lamina.release.countersignature import Countersignature, countersign, other_role, role_of
-from lamina.release.manifest import release_keys
 from lamina.release.nist_profile import NIST_PROFILE, profile_dict, profile_text
+from lamina.release.typeset import import_typst
+from lamina.release.verifier import release_keys
 from lamina.sign.keys import PrivateKey, parse_time, read_small, replace_file, write_new
 from lamina.sign.signed_json import read_cose
 
@@ -127,13 +128,13 @@ def certify(
 def _write(found: Certificate, signer: PrivateKey | None, out: Path, decision: Path | None) -> dict[str, str]:
     """Write the certificate and its papers, and remove earlier ones. Return the paths by kind."""
     signed = None if signer is None else found.signed(signer)  # before anything is written
-    pages = pdfs_or_note(found, None if signer is None else signer.public.name)
+    pdf, by = can_typeset(), None if signer is None else signer.public.name
     out.mkdir(parents=True, exist_ok=True)
     papers = {
         "json": (out / "certificate.json", found.json()),
         "cose": (out / "certificate.cose", signed),
-        "pdf": (out / "certificate.pdf", pages.get("certificate")),
-        **({} if decision is None else {"decision": (decision, pages.get("decision"))}),
+        "pdf": (out / "certificate.pdf", certificate_pdf(found, by) if pdf else None),
+        **({} if decision is None else {"decision": (decision, decision_pdf(found) if pdf else None)}),
     }
     for path, data in papers.values():
         if data is None:
@@ -189,12 +190,11 @@ def release_key(place: str, given: Path | None, passphrase_file: Path | None) ->
     return PrivateKey.load(path, None)
 
 
-def pdfs_or_note(
-    certificate: Certificate, signer: str | None, officer: Countersignature | None = None
-) -> dict[str, bytes]:
-    """Return the PDFs of a certificate by kind; print a note if typst is not installed."""
+def can_typeset() -> bool:
+    """Return whether PDFs can be set; print a note if not."""
     try:
-        return certificate_papers(certificate, signer, officer)
+        import_typst()
     except LaminaError as error:
         print_note(f"no PDF: {error.problem}; {error.remedy}")
-        return {}
+        return False
+    return True

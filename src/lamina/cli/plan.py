@@ -142,7 +142,7 @@ def plan(
     if steps is not None and epochs is not None:
         raise typer.BadParameter("give one of --steps and --epochs", param_hint="--steps")
     from lamina.allocate.make_plan import ALLOCATIONS, DEFAULT_ALLOCATION, explained_plan
-    from lamina.cli.planned_run import plan_arguments, read_proxy
+    from lamina.cli.planned_run import PlannedRun, plan_arguments
     from lamina.cli.proxy_measure import MeasureOptions
     from lamina.plan.layer_stack import LayerStack
     from lamina.plan.selection import planned_noised_sizes
@@ -186,9 +186,8 @@ def plan(
     notes = () if common.get("noise_multiplier") else (*plan_notes(made, rules, asked), *bands_note(made))
     with results_only():
         labelled = wanted.labelled()
-        if labelled is None and file is not None and file.proxy is not None:
-            loss_fn = by_name.make_loss(file.loss.name, file.loss.arguments, beside=beside)
-            labelled = read_proxy(file.proxy, loss_fn, beside)
+        if labelled is None and file is not None:
+            labelled = PlannedRun(file=file, beside=beside, policy=rules, model=net, plan=made).option("proxy")
         notes = (*notes, *restricted_notes(net, made, labelled))
     if model is None and file is None:
         notes = (

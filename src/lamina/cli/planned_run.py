@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,12 @@ from lamina.allocate.measure.measure import Measure
 from lamina.cli import by_name
 from lamina.cli.by_name import make_loss, make_optimizer, make_scheduler
 from lamina.cli.open_ledger import read_only_register
-from lamina.cli.run_file import AdmitTable, DataTable, EvaluateTable, ProxyTable, RunFile
+from lamina.cli.run_file import AdmitTable, DataTable, RunFile
 from lamina.cli.terminal import open_private_key, progress_bar
 from lamina.engine.distributed import Ranks
-from lamina.engine.rules.proxy import Proxy
 from lamina.errors import CorpusError, RunError
 from lamina.ledger.corpus_terms import CorpusTerms, open_or_create
-from lamina.ledger.store.sqlite import is_postgres_url, ledger_exists
+from lamina.ledger.store.sqlite import ledger_exists
 from lamina.ledger.writer import Ledger
 from lamina.plan.correlation import AUTO_BANDS
 from lamina.plan.layer_stack import LayerStack
@@ -29,11 +29,11 @@ from lamina.plan.policy import Policy
 from lamina.plan.step_plan import StepPlan
 from lamina.run.admitted import Gate
 from lamina.run.corpus import Corpus
-from lamina.run.publisher import Evaluation
+from lamina.run.options import OPTIONS
 from lamina.run.run_ledger import default_ledger_path, refuse_second_ledger
 from lamina.run.run_output import user_code
 from lamina.run.trainer import Trainer
-from lamina.run.trainer_checks import declared_start, steps_per_interval
+from lamina.run.trainer_checks import steps_per_interval
 from lamina.sign.keys import PrivateKey
 from lamina.signals import presets
 
@@ -56,14 +56,37 @@ class PlannedRun:
         plan = make_plan(LayerStack.from_model(model), policy, **plan_arguments(file, beside, policy))
         return cls(file=file, beside=beside, policy=policy, model=model, plan=plan)
 
+    @cached_property
+    def loss_fn(self) -> Any:
+        """The loss that the file names."""
+        return make_loss(self.file.loss.name, self.file.loss.arguments, beside=self.beside)
+
+    def imported(self, name: str, key: str) -> Any:
+        """Import what a key of the file names."""
+        return by_name.import_by_name(name, key, beside=self.beside)
+
+    def called(self, name: str, key: str) -> Any:
+        """Import a function that a key of the file names, and return what it returns."""
+        return by_name.call_factory(self.imported(name, key), f"{key} '{name}'")
+
+    def private_key(self, name: str, key: str) -> PrivateKey:
+        """Open a private key that a key of the file names."""
+        path = _existing_file(self.beside, key, name, f"; make a key: lamina keys new {name}")
+        return open_private_key(path, None)
+
+    def option(self, name: str) -> Any:
+        """Return an option of the trainer, as the file gives it; None if it does not."""
+        value = self.file.options.get(name)
+        return None if value is None else OPTIONS[name].read(value, self)
+
     def output(self, name: str) -> Path:
         """The folder of the run; `name` is that of the run file."""
         return self.beside / (self.file.output or f"runs/{name}")
 
     def ledger(self, output: Path) -> str:
         """The ledger of the corpus: a path, or the address of a database."""
-        if (given := self.file.ledger) is not None:
-            return given if is_postgres_url(given) else str(self.beside / given)
+        if (given := self.option("ledger")) is not None:
+            return str(given)
         place = default_ledger_path(self.policy.corpus.origin, output.parent)
         refuse_second_ledger(place, self.policy.corpus.origin, self.beside)
         return str(place)
@@ -71,13 +94,6 @@ class PlannedRun:
     def contract(self) -> CorpusTerms:
         """What the ledger will say of the corpus."""
         return CorpusTerms.of_policy(self.policy)
-
-    def key(self) -> PrivateKey | None:
-        """The key that signs the ledger, if the file names one; else it lies beside the ledger."""
-        if (given := self.file.ledger_key) is None:
-            return None
-        path = _existing_file(self.beside, "ledger_key", given, f"; make a key: lamina keys new {given}")
-        return open_private_key(path, None)
 
     def corpus(self, ledger: str, *, look: bool = False) -> tuple[Corpus, Ledger | None]:
         """The contributions of the run; and the ledger that records them, if they are admitted by signature.
@@ -91,7 +107,7 @@ class PlannedRun:
         if look or not ledger_exists(ledger):
             with read_only_register(ledger, self.contract()) as register:
                 return admit_corpus(data, table, self.policy, self.beside, register), None
-        opened = open_or_create(ledger, self.contract(), self.key())
+        opened = open_or_create(ledger, self.contract(), self.option("ledger_key"))
         try:
             return admit_corpus(data, table, self.policy, self.beside, opened), opened
         except BaseException:
@@ -104,7 +120,6 @@ class PlannedRun:
         Of several ranks rank 0 admits, and the others look at what it recorded.
         """
         file, ranks = self.file, Ranks.current()
-        loss_fn = make_loss(file.loss.name, file.loss.arguments, beside=self.beside)
         optimizer = make_optimizer(file.optimizer.name, file.optimizer.arguments, self.model)
         table = file.scheduler
         given = {} if table is None else table.arguments
@@ -115,27 +130,13 @@ class PlannedRun:
             schedule = make_scheduler(table.name, given, optimizer, max(1, times))
         with ranks.first_alone():
             corpus, opened = self.corpus(ledger, look=look or not ranks.first)
-        return Trainer(
-            self.model, optimizer, loss_fn, corpus, self.plan,
-            folder=folder, ledger=ledger if opened is None else opened,
-            key=None if look or opened is not None or not ranks.first else self.key(),
-            scheduler=schedule, interval=interval, microbatches=file.microbatches, ema=file.ema, log=file.log,
-            augment=None if file.augment is None else by_name.import_by_name(file.augment, "augment", beside=self.beside),
-            views=file.views,
-            evaluate=None if file.evaluate is None else make_evaluation(file.evaluate, self.beside),
-            proxy=None if file.proxy is None else read_proxy(file.proxy, loss_fn, self.beside),
-            segment=file.segment, max_occurrences=self._caps(), hardened=file.hardened, inside=inside,
-            seed=file.seed, starting_weights=declared_start(file.starting_weights, self.beside),
-        )  # fmt: skip
-
-    def _caps(self) -> Mapping[str, int] | None:
-        """Occurrences by class; one number holds for every private class."""
-        given = self.file.max_occurrences
-        if isinstance(given, int):
-            return {entry.name: given for entry in self.plan.classes if not entry.public}
-        for name in given or ():
-            self.plan.index(name)
-        return given
+        own = {"ledger": ledger, "scheduler": schedule, "interval": interval, "inside": inside}
+        if opened is not None:
+            own["ledger"] = opened
+        keyless = look or opened is not None or not ranks.first
+        names = [name for name in file.options if name != "ledger" and not (keyless and name == "ledger_key")]
+        options: Any = {name: self.option(name) for name in names} | own
+        return Trainer(self.model, optimizer, self.loss_fn, corpus, self.plan, folder=folder, **options)
 
 
 def plan_arguments(file: RunFile, beside: Path, policy: Policy) -> dict[str, Any]:
@@ -155,7 +156,7 @@ def plan_arguments(file: RunFile, beside: Path, policy: Policy) -> dict[str, Any
 def _bands(file: RunFile) -> int | str | None:
     """Return over how many steps the noise is correlated; "auto" is 1 if ids may be unstable or several ranks share a step."""
     named = file.data.kind == "folder" or file.data.unit not in (None, "each")
-    proven = named and file.max_occurrences is None and Ranks.current().alone
+    proven = named and "max_occurrences" not in file.options and Ranks.current().alone
     return None if file.bands == AUTO_BANDS and not proven else file.bands
 
 
@@ -227,24 +228,3 @@ def _corpus_of_factory(name: str, data: DataTable, common: Mapping[str, Any], be
 
 
 _FACTORY_RETURNS = "return a lamina.Corpus, a torch Dataset, or (x, y)"
-
-
-def read_proxy(table: ProxyTable, loss_fn: Callable[[Any, Any], Any], beside: Path) -> Proxy:
-    """The examples of a [proxy] table, with the run's own loss."""
-    name = f"proxy.function '{table.function}'"
-    found = by_name.call_factory(by_name.import_by_name(table.function, "proxy.function", beside=beside), name)
-    x, y = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
-    return Proxy(source=f"{table.on}: {table.function}", x=x, y=y, loss_fn=loss_fn)
-
-
-def make_evaluation(table: EvaluateTable, beside: Path) -> Evaluation:
-    """The rule of an [evaluate] table. Errors of its function are shown in full: it sees no private data."""
-    function = by_name.import_by_name(table.function, "evaluate.function", beside=beside)
-    failed = f"evaluate.function '{table.function}' failed"
-
-    def figures(model: nn.Module) -> Mapping[str, float]:
-        with user_code(failed, "correct the line, then go on with the same command"):
-            found: Mapping[str, float] = function(model)
-            return found
-
-    return Evaluation(function=figures, on=table.on, every=table.every, best=table.best, patience=table.patience)

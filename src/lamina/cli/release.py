@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lamina.cli.certify import LedgerOption, ReleaseKeyOption, TrustOption, pdfs_or_note, release_key, run_ledger
+from lamina.cli.certify import LedgerOption, ReleaseKeyOption, TrustOption, can_typeset, release_key, run_ledger
 from lamina.cli.open_ledger import open_ledger
 from lamina.cli.options import JsonOption, PassphraseOption, PlainCommand, PlainGroup, argument, help_text, option
 from lamina.cli.terminal import existing_ledger, passphrase_if_sealed, print_answer
@@ -23,9 +23,11 @@ from lamina.ledger.verify.tree_checks import KnownCheckpoint, Trust
 from lamina.plan.policy import AboutPolicy
 from lamina.release.countersignature import OFFICER, Countersignature
 from lamina.release.decision_log import verify_log
-from lamina.release.gate import Query, ReleaseGate
-from lamina.release.manifest import GatePolicy, ReleaseVerification, make_release, verify_release
+from lamina.release.gate import ReleaseGate
+from lamina.release.maker import make_release
 from lamina.release.papers import TRAINING_WARNING, write_papers
+from lamina.release.query import GatePolicy, Query
+from lamina.release.verifier import ReleaseVerification, verify_release
 from lamina.sign.key_ring import KeyRing
 from lamina.sign.keys import P256Key, PrivateKey, PublicKey, format_utc, parse_time, read_small
 from lamina.sign.model_signing import MODEL_SIGNATURE
@@ -102,8 +104,7 @@ def make(
         manifest = make_release(
             out, runs, opened, signer, name=name, gate=gate, trust=None if trust is None else Trust.load(trust),
             not_after=None if not_after is None else parse_time(not_after),
-            pdf=lambda certificate, officer: pdfs_or_note(certificate, signer.public.name, officer), bundle_key=second,
-            countersignatures=officers,
+            pdf=can_typeset(), bundle_key=second, countersignatures=officers,
         )  # fmt: skip
         ring = KeyRing()
         for each in {each.signer for each in map(Countersignature.read, officers)}:
@@ -193,12 +194,12 @@ def verify(
     if found.verified and (said := found.manifest) is not None:
         at = said.ledger
         lines += [
-            f"  model   {said.predicate['name']}, of {pluralize(len(said.predicate['runs']), 'run')}; "
+            f"  model   {said.predicate.name}, of {pluralize(len(said.predicate.runs), 'run')}; "
             f"may be served until {format_utc(said.not_after)}",
             f"  key     {said.signer.name}",
             f"  files   {len(said.subjects)}, as the manifest names them",
             *(f"  officer {each}" for each in found.countersignatures),
-            f"  ledger  {at['origin']}, {at['size']} leaves, root {at['root']}",
+            f"  ledger  {at.origin}, {at.size} leaves, root {at.root}",
         ]
         lines += [
             f"  since   {name}: {len(seqs)}, {'leaf' if len(seqs) == 1 else 'leaves'} "

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import glob
 import json
-from collections.abc import Mapping
+import textwrap
+import typing
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model, model_validator
+from pydantic.fields import FieldInfo
 
 from lamina.cli import by_name
 from lamina.errors import LaminaError, PlanError, RunError
 from lamina.ledger.store.sqlite import printable_location
 from lamina.plan.policy import explain_validation_error
 from lamina.plan.selection import did_you_mean
+from lamina.run.options import OPTIONS, STRICT, Count, Text, per_class
 from lamina.run.run_files import make_folder, write_atomically
 from lamina.signals import presets
 from lamina.validate import parse_toml, read_text_file, short_repr
@@ -23,41 +27,32 @@ from lamina.validate import parse_toml, read_text_file, short_repr
 if TYPE_CHECKING:
     from lamina.allocate.problem import Allocator
 
-_REQUIRED_KEYS = {
-    "policy": 'policy = "policy.toml"',
-    "model": 'model = "package.module:factory"',
-    "data": '[data] with kind = "npz" and path = "data.npz"',
-    "loss": 'loss = "cross_entropy"',
-    "batch": "batch = 256",
-}
 
-
-def check_required_keys(data: Mapping[str, Any], source: str) -> None:
+def check_required_keys(data: Mapping[str, Any], source: str, schema: type[BaseModel]) -> None:
     """Refuse a run file that lacks a key, perhaps because it is misspelt, or gives its length or budget twice."""
-    missing = [key for key in _REQUIRED_KEYS if key not in data and not (key == "batch" and "preset" in data)]
+    needed = {name: field for name, field in schema.model_fields.items() if field.is_required() or name == "batch"}
+    missing = [name for name in needed if name not in data and not (name == "batch" and "preset" in data)]
     if missing:
-        if unknown := [key for key in data if key not in RunFile.model_fields]:
-            told = ", ".join(
-                f"{key} is not a known key{did_you_mean(key, list(RunFile.model_fields))}" for key in unknown
-            )
+        if unknown := [name for name in data if name not in schema.model_fields]:
+            known = list(schema.model_fields)
+            told = ", ".join(f"{name} is not a known key{did_you_mean(name, known)}" for name in unknown)
             problem = f"{source} lacks {', '.join(missing)}: {told}"
             raise PlanError("cli.run-keys-unknown", problem, "correct the name")
-        tables = [key for key, value in data.items() if isinstance(value, dict)]
-        strayed = [f"[{t}]" for t in tables for key in missing if key in data[t]]
+        tables = [name for name, value in data.items() if isinstance(value, dict)]
+        strayed = [f"[{t}]" for t in tables for name in missing if name in data[t]]
         hint = f" (a key below {strayed[0]} belongs to that table)" if strayed else ""
         problem = f"{source} lacks {', '.join(missing)}{hint}"
-        remedy = "add " + "; ".join(_REQUIRED_KEYS[key] for key in missing) + "; keys go above the first [table]"
-        raise PlanError("cli.run-keys-missing", problem, remedy)
+        shown = [(needed[name].examples or ['[data] with kind = "npz" and path = "data.npz"'])[0] for name in missing]
+        raise PlanError("cli.run-keys-missing", problem, f"add {'; '.join(shown)}; keys go above the first [table]")
     if ("steps" in data) == ("epochs" in data):
         problem = f"{source}: steps is {data.get('steps', 'missing')} and epochs is {data.get('epochs', 'missing')}"
         raise PlanError("cli.steps-or-epochs", problem, "give exactly one of them: steps = 1000, or epochs = 20")
-    said = [f"{key} is {data[key]}" for key in ("epsilon", "rho", "noise_multiplier") if key in data]
+    said = [f"{name} is {data[name]}" for name in ("epsilon", "rho", "noise_multiplier") if name in data]
     if len(said) > 1:
-        problem = f"{source}: {' and '.join(said)}"
         remedy = (
             "give one of them: epsilon for the policy's accountant, rho for zCDP, noise_multiplier for a fixed sigma"
         )
-        raise PlanError("cli.epsilon-or-rho", problem, remedy)
+        raise PlanError("cli.epsilon-or-rho", f"{source}: {' and '.join(said)}", remedy)
 
 
 def with_preset(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -90,8 +85,8 @@ def check_admit_table(data: Mapping[str, Any], source: str) -> None:
             raise PlanError("cli.data-key-with-admit", problem, f"remove data.{key}")
 
 
-_STRICT = ConfigDict(strict=True, extra="forbid", frozen=True, populate_by_name=True, allow_inf_nan=False)
-_EXTRA_ALLOWED = ConfigDict(strict=True, extra="allow", frozen=True)
+Positive = Annotated[float, Field(gt=0)]
+Arguments = dict[str, Any]
 
 
 def _as_table(key: str) -> BeforeValidator:
@@ -107,28 +102,6 @@ def _as_table(key: str) -> BeforeValidator:
     return BeforeValidator(widen)
 
 
-def _per_class(kind: type, least: str) -> BeforeValidator:
-    """One number for all classes, or a table with one for each."""
-    word = "a whole number" if kind is int else "a number"
-
-    def check(value: Any) -> Any:
-        for item in value.values() if isinstance(value, dict) else (value,):
-            fits = isinstance(item, int if kind is int else int | float) and not isinstance(item, bool)
-            if not fits or not (item >= 0 if least == ">= 0" else item > 0):
-                raise ValueError(f"must be {word} {least}, or a table of them: {{ class = {word} }}")
-        return value
-
-    return BeforeValidator(check)
-
-
-def _not_private(value: Any) -> Any:
-    if value == "private":
-        raise ValueError(
-            'no budget pays for evaluating on private data, nor for early stopping by it; use "public" or "simulated"'
-        )
-    return value
-
-
 def _column_names(value: Any) -> Any:
     if isinstance(value, list) and value and all(isinstance(name, str) for name in value):
         return tuple(value)
@@ -137,43 +110,48 @@ def _column_names(value: Any) -> Any:
     raise ValueError('must be a name, or a list of names: "x" or ["a", "b"]')
 
 
-Text = Annotated[str, Field(min_length=1)]
-Count = Annotated[int, Field(ge=1)]
-Positive = Annotated[float, Field(gt=0)]
-Arguments = dict[str, Any]
+def key(default: Any, help: str, *lines: str, alias: str | None = None) -> Any:
+    """Declare a key: its default (`...`: it must be given), its help, and its lines in the template."""
+    return Field(default, description=help, examples=list(lines), alias=alias)
 
 
 class ModelTable(BaseModel):
     """`package.module:factory` or a built-in name, and its arguments."""
 
-    model_config = _STRICT
+    model_config = STRICT
     factory: Text
     args: Arguments = {}
 
 
 class DataTable(BaseModel):
-    """Where examples come from, and whose they are.
+    """Where examples come from, and whose they are."""
 
-    npz, csv   `path`; x, y, unit, class and subject name arrays or columns
-    folder     `path`: one folder per contribution, and perhaps a contributions.csv
-    factory    `package.module:factory` that returns a lamina.Corpus, a torch Dataset, or (x, y)
-
-    `class` may also be the name of one class of the policy, for all.
-    """
-
-    model_config = _STRICT
-    kind: Literal["npz", "csv", "folder", "factory"]
-    path: Text | None = None
-    factory: Text | None = None
-    args: Arguments = {}
-    x: Annotated[str | tuple[str, ...] | None, BeforeValidator(_column_names)] = None
-    y: Annotated[str | tuple[str, ...] | None, BeforeValidator(_column_names)] = None
-    unit: Text | None = None
-    cls: Annotated[Text | None, Field(alias="class")] = None
-    subject: Text | None = None
-    delimiter: Text | None = None
-    examples_per_unit: Count | None = None
-    version: Text | None = None
+    model_config = STRICT
+    kind: Literal["npz", "csv", "folder", "factory"] = key(..., "npz, csv, folder, factory", 'kind = "npz"')
+    path: Text | None = key(None, "the file; or the folder that holds one folder per contribution", 'path = "data.npz"')
+    x: Annotated[str | tuple[str, ...] | None, BeforeValidator(_column_names)] = key(
+        None, "arrays of the npz, columns of the csv (a list of names for several columns)", 'x = "x"'
+    )
+    y: Annotated[str | tuple[str, ...] | None, BeforeValidator(_column_names)] = key(
+        None, "leave out for an autoencoder", 'y = "y"'
+    )
+    unit: Text | None = key(
+        None, 'whose example it is: what ε protects; "each": every example is somebody else\'s', '# unit = "patient"'
+    )
+    cls: Text | None = key(
+        None, "the class of each; or the name of one class for all; leave out if there is one", '# class = "class"',
+        alias="class",
+    )  # fmt: skip
+    subject: Text | None = key(None, "refuses one person in two contributions", '# subject = "person"')
+    delimiter: Text | None = key(None, "of the csv, if not a comma", '# delimiter = ";"')
+    examples_per_unit: Count | None = key(
+        None, "at most so many examples of one contribution per step, drawn afresh", "# examples_per_unit = 8"
+    )
+    version: Text | None = key(None, "names the data instead of hashing all of it", '# version = "2024-03"')
+    factory: Text | None = key(
+        None, 'with kind = "factory": returns a lamina.Corpus, a torch Dataset, or (x, y)', '# factory = "nets:data"'
+    )
+    args: Arguments = key({}, "what the factory is called with", "# args = { year = 2024 }")
 
     @model_validator(mode="after")
     def _has_what_its_kind_takes(self) -> Self:
@@ -201,23 +179,20 @@ _WHERE_INSTEAD = {
 
 
 class AdmitTable(BaseModel):
-    """Admit only signed contributions, by `lamina.Gate`.
+    """With kind = "folder": only signed contributions are admitted (lamina keys, lamina attest)."""
 
-    keys        the key ring of trusted keys
-    processes   processes that check signatures
-    on_refusal  "skip" refused contributions, or "stop" before anything is spent
-    """
-
-    model_config = _STRICT
-    keys: Text
-    processes: Count = 1
-    on_refusal: Literal["skip", "stop"] = "skip"
+    model_config = STRICT
+    keys: Text = key(..., "whose signatures count; read again at the start of every segment", 'keys = "keys.json"')
+    processes: Count = key(1, "how many check signatures at once", "processes = 1")
+    on_refusal: Literal["skip", "stop"] = key(
+        "skip", 'or "stop": refuse to begin if a single contribution is refused', 'on_refusal = "skip"'
+    )
 
 
 class NamedTable(BaseModel):
     """A loss, an optimiser or a schedule: its name and its arguments."""
 
-    model_config = _EXTRA_ALLOWED
+    model_config = ConfigDict(strict=True, extra="allow", frozen=True)
     name: Text
 
     @property
@@ -242,70 +217,79 @@ class AllocateTable(NamedTable):
         return by_name.allocation_with_options(self.name, self.arguments)
 
 
-class EvaluateTable(BaseModel):
-    """A function of the model alone, called between segments, on data that is not protected."""
-
-    model_config = _STRICT
-    function: Text
-    on: Annotated[Literal["public", "simulated"], BeforeValidator(_not_private)]
-    every: Count = 1
-    best: Text | None = None
-    patience: Count | None = None
-
-    @model_validator(mode="after")
-    def _patience_needs_a_figure(self) -> Self:
-        if self.patience is not None and self.best is None:
-            raise ValueError('patience needs best: the figure to watch, as in best = "auc"')
-        return self
-
-
-class ProxyTable(BaseModel):
-    """Data that is not protected, on which `allocate = { name = "ladp", estimator = "fisher" }` measures the layers."""
-
-    model_config = _STRICT
-    function: Text
-    on: Annotated[Literal["public", "simulated"], BeforeValidator(_not_private)]
+PerClass = Annotated[float | dict[str, float], per_class(float, "> 0")]
 
 
 class RunFile(BaseModel):
-    """The tables and keys of a RUN.toml; run_template.toml explains each. Paths are relative to the file."""
+    """The keys of a RUN.toml; those that are options of `Trainer` are declared in lamina/run/options.py.
 
-    model_config = _STRICT
-    policy: Text
-    model: Annotated[ModelTable, _as_table("factory")]
-    data: DataTable
-    admit: AdmitTable | None = None
-    loss: Annotated[NamedTable, _as_table("name")]
-    optimizer: Annotated[NamedTable, _as_table("name")] = NamedTable(name=presets.AUTO)
-    scheduler: Annotated[NamedTable, _as_table("name")] | None = None
-    preset: Text | None = None
-    batch: Annotated[int | dict[str, int], _per_class(int, ">= 0")] | None = None
-    steps: Count | None = None
-    epochs: Positive | None = None
-    allocate: Annotated[AllocateTable, _as_table("name")] | None = None
-    measure: Text | None = None
-    clipping: Literal["box", "joint"] | None = None
-    bands: Count | Literal["auto"] | None = None
-    epsilon: Annotated[float | dict[str, float], _per_class(float, "> 0")] | None = None
-    rho: Annotated[float | dict[str, float], _per_class(float, "> 0")] | None = None
-    noise_multiplier: Annotated[float | dict[str, float], _per_class(float, "> 0")] | None = None
-    clip_norm: Annotated[float | dict[str, float], _per_class(float, "> 0")] | None = None
-    segment: Count | None = None
-    microbatches: Count = 1
-    ema: Annotated[float, Field(gt=0, lt=1)] | None = None
-    augment: Text | None = None
-    views: Count = 1
-    threads: Count | None = None
-    max_occurrences: Annotated[int | dict[str, int], _per_class(int, "> 0")] | None = None
-    hardened: bool | None = None
-    seed: Annotated[int, Field(ge=0)] | None = None
-    starting_weights: Text | None = None
-    evaluate: EvaluateTable | None = None
-    proxy: ProxyTable | None = None
-    log: Literal["csv", "jsonl"] | None = None
-    output: Text | None = None
-    ledger: Text | None = None
-    ledger_key: Text | None = None
+    Paths are relative to the file.
+    """
+
+    model_config = STRICT
+    policy: Text = key(
+        ..., "classes, populations, ε and δ; lamina plan policy.toml shows what it costs", 'policy = "policy.toml"'
+    )
+    model: Annotated[ModelTable, _as_table("factory")] = key(
+        ..., "package.module:factory, or built in: residual, transformer, mlp, and those of docs/signals.md: stacked-ae, "
+        "conv-ae, res-ae, trans-ae, vae",
+        'model = "nets:build"', '# model = { factory = "nets:build", args = { width = 64 } }',
+    )  # fmt: skip
+    loss: Annotated[NamedTable, _as_table("name")] = key(
+        ..., "cross_entropy, bce (logits), mse, l1, huber; or package.module:function of (output, y) that returns one loss "
+        "per example; without y it gets (output, x)",
+        'loss = "cross_entropy"',
+    )  # fmt: skip
+    optimizer: Annotated[NamedTable, _as_table("name")] = key(
+        NamedTable(name=presets.AUTO),
+        "Adam, whose rate and schedule follow from the plan (docs/utility.md); or adam, adamw, sgd, rmsprop, … with any "
+        "argument that it takes",
+        'optimizer = "auto"', '# optimizer = { name = "adam", lr = 1e-3 }',
+    )  # fmt: skip
+    scheduler: Annotated[NamedTable, _as_table("name")] | None = key(
+        None, "cosine, one_cycle, linear, step, …; stepped once per private step, or once per pass over the populations",
+        '# scheduler = { name = "cosine" }', '# scheduler = { name = "step", step_size = 5, interval = "epoch" }',
+    )  # fmt: skip
+    preset: Text | None = key(
+        None, "clip_norm, optimizer, scheduler, batch and steps for a task, chosen on simulated or public data "
+        "(docs/utility.md); what the file says itself comes first",
+        '\n# preset = "ecg-linear"',
+    )  # fmt: skip
+    batch: Annotated[int | dict[str, int], per_class(int, ">= 0")] | None = key(
+        None, "contributions expected per step, all classes together; or { clinical = 200, … }", "batch = 256"
+    )
+    epochs: Positive | None = key(None, "passes over the declared populations; or steps = 1000", "epochs = 20")
+    steps: Count | None = key(None, "instead of epochs")
+    allocate: Annotated[AllocateTable, _as_table("name")] | None = key(
+        None, "how clipping and noise are shared out; lamina plan policy.toml --compare shows all: flat, uniform, "
+        "proportional, pareto, lsab, ladp, ladp-budget, quantile, automatic",
+        '# allocate = "pareto"', '# allocate = { name = "ladp", sensitive = ["head"], every = 20 }',
+    )  # fmt: skip
+    measure: Text | None = key(
+        None, "what is known of the layers; lamina plan … --proxy gaussian --save-measure makes it",
+        '# measure = "measure.json"',
+    )  # fmt: skip
+    clipping: Literal["box", "joint"] | None = key(
+        None, "box or joint; default: what the allocation prefers", '# clipping = "joint"'
+    )
+    bands: Count | Literal["auto"] | None = key(
+        None, "correlate the noise over the best number of steps, or a given number; contributions need a unit",
+        '# bands = "auto"',
+    )  # fmt: skip
+    epsilon: PerClass | None = key(None, "spend less than the policy allows", "# epsilon = { clinical = 1.0 }")
+    rho: PerClass | None = key(
+        None, "instead of epsilon: a zCDP budget, rho/steps for each step, no credit for sampling", "# rho = 0.1"
+    )
+    noise_multiplier: PerClass | None = key(
+        None, "or sigma itself, the same at every step: ε is what the steps cost at it", "# noise_multiplier = 1.1"
+    )
+    clip_norm: PerClass | None = key(
+        None, "of a contribution's whole gradient, at most the policy's; or { clinical = 0.1 }", "clip_norm = 0.1"
+    )
+    threads: Count | None = key(None, "torch threads; a resumed run should have as many as before", "\n# threads = 2")
+    output: Text | None = key(None, "default: runs/ and the name of this file", '# output = "runs/RUN"')
+    data: DataTable = key(..., "the examples")
+    admit: AdmitTable | None = key(None, "")
 
     @model_validator(mode="after")
     def _auto_has_a_schedule(self) -> Self:
@@ -331,18 +315,77 @@ class RunFile(BaseModel):
             data = parse_toml(text)
         except ValueError as error:
             raise PlanError("cli.run-file-not-toml", f"{source} is not TOML: {error}", "correct that line") from None
-        data = with_preset(data)
-        check_required_keys(data, source)
+        data, schema = with_preset(data), cls.schema_with_options()
+        check_required_keys(data, source, schema)
         check_admit_table(data, source)
         try:
-            return cls.model_validate(data)
+            return schema.model_validate(data)
         except ValidationError as error:
-            raise explain_validation_error(error, cls, source) from None
+            raise explain_validation_error(error, schema, source) from None
+
+    @classmethod
+    def schema_with_options(cls) -> type[RunFile]:
+        """Return the schema with a key for every option of a trainer that has one."""
+        keys: Any = {
+            name: (option.toml | None, key(None, option.help, f"# {name} = {option.example}"))
+            for name, option in OPTIONS.items()
+            if option.toml is not None
+        }
+        if taken := sorted(keys.keys() & cls.model_fields.keys()):
+            problem = f"the option {taken[0]!r} was declared, which is another key of a RUN.toml"
+            raise RunError("train.option-not-declared", problem, "choose another name")
+        return create_model("RunFile", __base__=cls, **keys)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of a trainer that the file gives, as it gives them."""
+        found = {name: getattr(self, name) for name in OPTIONS if name in self.model_fields_set}
+        return {name: value for name, value in found.items() if OPTIONS[name].toml is not None and value is not None}
 
     def settings(self) -> dict[str, Any]:
         """The file's contents, to keep beside the run; without passwords in addresses."""
         found = self.model_dump(mode="json", by_alias=True, exclude_unset=True)
-        return found | ({} if self.ledger is None else {"ledger": printable_location(self.ledger)})
+        ledger = self.options.get("ledger")
+        return found | ({} if ledger is None else {"ledger": printable_location(ledger)})
+
+
+_INTRODUCTION = """\
+# A training run: lamina train RUN.toml. Copy this file, change what is yours, delete what you do not need.
+# Lines that begin with "# " and a key show the default, or what could stand there.
+# Paths are relative to this file; package.module:name is looked up beside it, then in the current folder.
+"""
+_WIDTH, _HELP_AT = 120, 35
+
+
+def run_template() -> str:
+    """Return an annotated RUN.toml with every key, made from their declarations."""
+    fields = RunFile.schema_with_options().model_fields
+    tables = {name: table for name, field in fields.items() if (table := _table_of(field)) is not None}
+    lines = [_INTRODUCTION, *(line for name, field in fields.items() if name not in tables for line in _shown(field))]
+    for name, table in tables.items():
+        mark = "" if fields[name].is_required() else "# "
+        lines += ["", f"{mark}[{name}]", *(f"# {line}" for line in textwrap.wrap(str(table.__doc__), _WIDTH - 2))]
+        lines += [line for field in table.model_fields.values() for line in _shown(field, mark)]
+    return "\n".join(lines) + "\n"
+
+
+def _table_of(field: FieldInfo) -> type[BaseModel] | None:
+    """Return the model of a key that is always written as a table."""
+    kinds = (field.annotation, *typing.get_args(field.annotation))
+    found = (kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel))
+    return None if any(isinstance(each, BeforeValidator) for each in field.metadata) else next(found, None)
+
+
+def _shown(field: FieldInfo, mark: str = "") -> Iterator[str]:
+    """Yield the lines of a key in the template; its help begins beside the first."""
+    texts = textwrap.wrap(field.description or "", _WIDTH - _HELP_AT - 2)
+    for line in field.examples or ():
+        *space, line = line.split("\n")
+        yield from space
+        first, *more = texts or [""]
+        yield f"{mark + line:<{_HELP_AT}}# {first}" if first else mark + line
+        yield from (f"{'':<{_HELP_AT}}# {part}" for part in more)
+        texts = []
 
 
 # The folders of a run file are runs/NAME, runs/NAME-2, runs/NAME-3, …: one per fresh run. A folder counts once its run
@@ -380,10 +423,11 @@ def check_settings_of_finished_run(folder: Path, settings: Mapping[str, Any]) ->
         trained = json.loads((folder / _SETTINGS_FILE).read_text(encoding="utf-8"))["settings"]
     except (OSError, ValueError, KeyError, TypeError):
         return
-    for key in ("model", "data", "loss", "optimizer", "scheduler", "ema", "microbatches", "augment", "views"):
-        if (then := trained.get(key)) != (now := settings.get(key)):
+    steps = (name for name, option in OPTIONS.items() if option.steps)
+    for name in ("model", "data", "loss", "optimizer", "scheduler", "augment", *steps):
+        if (then := trained.get(name)) != (now := settings.get(name)):
             problem = (
-                f"the run in '{folder}' has finished with {key} = {short_repr(then)}; {short_repr(now)} has no effect"
+                f"the run in '{folder}' has finished with {name} = {short_repr(then)}; {short_repr(now)} has no effect"
             )
             remedy = "--fresh begins another run with it, charged anew; or put it back"
             raise RunError("cli.finished-run-settings", problem, remedy)

@@ -35,7 +35,6 @@ from lamina.ledger.spend_ledger import SpendLedger
 from lamina.ledger.store.sqlite import is_postgres_url, ledger_exists, printable_location
 from lamina.plan.charges import plan_charges
 from lamina.plan.table import at_most, epsilon_text, finite_or_none, remaining_text
-from lamina.validate import packaged_text
 
 if TYPE_CHECKING:
     from lamina.cli.planned_run import PlannedRun
@@ -266,7 +265,7 @@ def train(
                                              with two processes: docs/distributed.md
     """
     if template:
-        print_template(packaged_text("lamina.cli", "run_template.toml"), as_json)
+        print_template(run_file.run_template(), as_json)
         return
     if run is None:
         raise typer.BadParameter("give the run file, or --template to get one", param_hint="RUN.toml")

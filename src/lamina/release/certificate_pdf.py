@@ -6,35 +6,25 @@ The templates read the content of the certificate itself. The same inputs give t
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import groupby
 from typing import Any
 
 from lamina.release.certificate import Certificate
 from lamina.release.countersignature import Countersignature
+from lamina.release.posture import merge_neighbours
 from lamina.release.typeset import typeset
 
 _MAX_LAYERS = 24  # of the picture; more are drawn as groups of neighbours
 
 
-def certificate_papers(
-    certificate: Certificate, signer: str | None, countersignature: Countersignature | None = None
-) -> dict[str, bytes]:
-    """Return the PDFs of a certificate by kind: `certificate` and `decision`."""
-    return {
-        "certificate": certificate_pdf(certificate, signer=signer, countersignature=countersignature),
-        "decision": decision_pdf(certificate, countersignature=countersignature),
-    }
-
-
 def certificate_pdf(
-    certificate: Certificate, *, signer: str | None = None, countersignature: Countersignature | None = None
+    certificate: Certificate, signer: str | None = None, countersignature: Countersignature | None = None
 ) -> bytes:
     """Return the PDF of a certificate; `signer` is the id of the key that signed it."""
     content = certificate.content
     return _compiled("certificate.typ", content, countersignature, signer=signer, layers=_merged_layers(content))
 
 
-def decision_pdf(certificate: Certificate, *, countersignature: Countersignature | None = None) -> bytes:
+def decision_pdf(certificate: Certificate, countersignature: Countersignature | None = None) -> bytes:
     """Return the page on which a privacy officer decides about a release."""
     return _compiled("decision.typ", certificate.content, countersignature)
 
@@ -46,11 +36,8 @@ def _compiled(template: str, content: Mapping[str, Any], officer: Countersignatu
 
 def _merged_layers(content: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the layers from the output down. Adjacent equal layers are one row; many rows are merged with their neighbours."""
-    equal = [list(group) for _, group in groupby(content["layers"], lambda each: (each["classes"], each["noise_std"]))]
-    size = max(1, -(-len(equal) // _MAX_LAYERS))
     rows = []
-    for at in range(0, len(equal), size):
-        group = [layer for layers in equal[at : at + size] for layer in layers]
+    for group in merge_neighbours(content["layers"], lambda each: (each["classes"], each["noise_std"]), _MAX_LAYERS):
         first, last = group[0]["name"], group[-1]["name"]
         label = first[-44:] if len(group) == 1 else f"{first[-24:]} … {last[-24:]} ({len(group)} layers)"
         classes = sorted({name for each in group for name in each["classes"]})

@@ -13,8 +13,6 @@ from typing import Any
 from lamina.release.certificate import Certificate
 from lamina.release.posture import Posture
 from lamina.release.risk_statements import (
-    BY_LEDGER,
-    BY_TRAINER,
     FIGURE_NAMES,
     JOINT_EPSILON,
     per_hundred,
@@ -25,6 +23,7 @@ from lamina.release.risk_statements import (
     stated,
     withdrawn_text,
 )
+from lamina.release.schema import BY_LEDGER, BY_TRAINER
 from lamina.release.typeset import NOT_STATED, filled
 from lamina.sign.signed_json import canonical_json
 
@@ -37,12 +36,19 @@ def about(content: Mapping[str, Any], name: str) -> str:
     return str(content["about"][name]["text"]) if name in content["about"] else NOT_STATED
 
 
-# The figures of a class by the names that every page uses; the last three are figures of its membership.
-RISK_NAMES = {"tpr": "found at 1 % false accusations", "accuracy": "right answers from a coin toss", "mu": "μ"}
-FIGURES = {**FIGURE_NAMES, **RISK_NAMES}
-FIGURE_LABELS = (*FIGURES.values(), JOINT_EPSILON)  # in rows of one run ε of this run, in rows of several the joint one
 _RISKS = ("membership", "content")
+_RISK_NAMES = {"tpr": "found at 1 % false accusations", "accuracy": "right answers from a coin toss", "mu": "μ"}
 _OF_ONE_RUN = ("epsilon_replace_one", "epsilon_unamplified", "rho")
+
+
+def figure_labels(several: bool) -> dict[str, str]:
+    """Return the names of the figures of a class. Of a model of several runs, risks are those over all runs."""
+    scope = ", over all runs" if several else ""
+    risks = {f"{of} {key}": f"{of}, {label}{scope}" for of in _RISKS for key, label in _RISK_NAMES.items()}
+    return FIGURE_NAMES | ({"epsilon": JOINT_EPSILON} if several else {}) | risks
+
+
+FIGURE_LABELS = {label for several in (False, True) for label in figure_labels(several).values()}
 
 
 def class_rows(certificates: Sequence[Certificate], posture: Posture) -> dict[str, dict[str, str]]:
@@ -51,21 +57,23 @@ def class_rows(certificates: Sequence[Certificate], posture: Posture) -> dict[st
     A model of several runs has no curve of its own; the figures over all runs of the ledger, which bound it, stand for it.
     """
     rows, several = {}, len(certificates) > 1
-    labels = FIGURES | ({"epsilon": JOINT_EPSILON} if several else {})
+    labels = figure_labels(several)
     for name, each in posture.classes.items():
         if each.public:
             continue
         known = [dict(found.classes[name]) for found in certificates if name in found.classes]
         charges = [one for figures in known for one in figures["charges"]]
-        risk = known[-1]["membership_total" if several else "membership"] or {}
         values = known[-1] | dict.fromkeys(_OF_ONE_RUN if several else ())
-        values |= {"epsilon": each.epsilon, "delta": each.delta, "tpr": risk.get("tpr", {}).get("0.01")}
-        values |= {"accuracy": risk.get("accuracy"), "mu": risk.get("mu")}
+        values |= {"epsilon": each.epsilon, "delta": each.delta}
+        for of in _RISKS:
+            risk = known[-1][f"{of}_total" if several else of] or {}
+            rates = {"tpr": risk.get("tpr", {}).get("0.01"), "accuracy": risk.get("accuracy"), "mu": risk.get("mu")}
+            values |= {f"{of} {key}": value for key, value in rates.items()}
         steps = (f"σ {c['noise_multiplier']:.6g}, q {c['sampling_rate']:.6g}, {c['steps']} steps" for c in charges)
         rows[name] = {
             "unit": each.unit,
             "neighbouring relation": known[-1]["adjacency"],
-            **{labels[key]: _figure(key, values[key]) for key in FIGURES},
+            **{label: _figure(key.rpartition(" ")[2], values[key]) for key, label in labels.items()},
             "noise multiplier σ, sampling rate q, steps": "; ".join(steps) or "not used",
             "declared population": NOT_STATED if (count := known[-1]["population"]) is None else f"{count:,}",
             "purposes": ", ".join(each.purposes) or NOT_STATED,

@@ -47,14 +47,20 @@ def stated_rows(rows: Iterable[Mapping[str, Any]], facts: Mapping[str, Any]) -> 
             yield row
 
 
-def typeset(data: Mapping[str, Any], *templates: str) -> bytes:
-    """Return the PDF of templates that read `data` as JSON, set by typst; the same bytes each time."""
+def import_typst() -> Any:
+    """Return the module that sets PDFs; LaminaError if it is not installed."""
     try:
         import typst
     except ImportError:
         problem = "the PDF needs typst, which is not installed"
         remedy = "pip install 'lamina[report]', or use the JSON or HTML"
         raise LaminaError("release.typst-missing", problem, remedy) from None
+    return typst
+
+
+def typeset(data: Mapping[str, Any], *templates: str) -> bytes:
+    """Return the PDF of templates that read `data` as JSON, set by typst; the same bytes each time."""
+    typst = import_typst()
     folder = resources.files("lamina.release")
     source = b"".join(folder.joinpath(name).read_bytes() for name in templates)
     text = json.dumps(data, ensure_ascii=False, allow_nan=False)

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from lamina.ledger.governance_records import Header, PolicyChange, Release, Withdrawal
+from lamina.errors import LaminaError
+from lamina.ledger.governance_records import Header, PolicyChange, Release, Withdrawal, parse_profile
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.records import (
     KIND_NAMES,
@@ -56,6 +57,14 @@ class ClassView:
     def remaining(self) -> float | None:
         """Of the bound; None without one."""
         return None if self.bound is None else max(0.0, self.bound - self.epsilon)
+
+
+def _reach(profile: str) -> str:
+    """Return a depth profile in words; a digest of a long one, and a profile that this version does not know, as they are."""
+    try:
+        return parse_profile(profile).words()
+    except (LaminaError, ValueError, TypeError, ArithmeticError, RecursionError):  # whatever its signer wrote
+        return profile
 
 
 class LedgerView:
@@ -112,7 +121,7 @@ class LedgerView:
             bound = signed_spend(preset.noise_multiplier, self.ledger.header.delta) if preset.noise_multiplier else None
             new = ClassView(name=preset.cls, public=preset.public, profile="", population=None, bound=None)
             made = self.classes.setdefault(preset.cls, new)
-            made.public, made.profile, made.population = preset.public, preset.profile, preset.population
+            made.public, made.profile, made.population = preset.public, _reach(preset.profile), preset.population
             made.bound = None if bound is None or bound == UNBOUNDED else epsilon_or_none(bound)
 
     def _see_epoch(self, leaf: Leaf, epoch: Epoch) -> None:

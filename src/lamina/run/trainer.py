@@ -3,48 +3,45 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lamina.account.filters import PrivacyFilter
 from lamina.engine.batch import Batch, model_device, to_device
 from lamina.engine.distributed import Ranks, is_sharded_model, weights_digest
 from lamina.engine.engine import Engine
 from lamina.engine.noise.random_stream import StreamPurpose
 from lamina.engine.noise.source import PLAIN_NOTE, NoiseSource, SecureNoise, SeededNoise
 from lamina.engine.probe import preserve_global_generators
-from lamina.engine.rules.proxy import Proxy
 from lamina.errors import EngineError, RankLost, RunError, StepsAbandoned
 from lamina.ledger.run_records import NoiseOrigin, SamplingScheme
 from lamina.ledger.schema import pluralize
 from lamina.ledger.spend_ledger import SpendLedger
 from lamina.ledger.writer import Ledger
-from lamina.plan.charges import SignedAccount, check_accounts
+from lamina.plan.charges import check_accounts
 from lamina.plan.rules import FollowProxy
 from lamina.plan.step_plan import StepPlan
 from lamina.run.code_fingerprint import SettingsFingerprint, settings_fingerprint
-from lamina.run.corpus import Corpus, ProbeArgument
+from lamina.run.corpus import Corpus
 from lamina.run.distributed import LedSegment, RunLead, follow
 from lamina.run.example_sources import seed_step
 from lamina.run.journal import AttemptOpened
 from lamina.run.membership import AdmissionRenewal, LedgerMembership, remember_withdrawals
 from lamina.run.optimizer import resolve_optimizer
+from lamina.run.options import OPTIONS, TrainOptions, options_help, settled
 from lamina.run.payloads import PayloadChanged
-from lamina.run.publisher import Evaluation, Outcome, Publisher
+from lamina.run.publisher import Outcome, Publisher
 from lamina.run.restricted import restricted_notes
 from lamina.run.run import Run, keep_charging_bounds
 from lamina.run.run_files import Lease, make_folder
-from lamina.run.run_ledger import LedgerArgument, link_ledger, neighbours_of_run, open_run_ledger
+from lamina.run.run_ledger import link_ledger, neighbours_of_run, open_run_ledger
 from lamina.run.run_output import (
-    Callback,
-    LogFile,
     Progress,
     TerminalProgress,
     WithheldError,
@@ -76,8 +73,6 @@ from lamina.run.trainer_checks import (
     unwrap_prepared,
 )
 from lamina.run.training_checkpoint import MovingAverage, TrainingState
-from lamina.sign.keys import PrivateKey
-from lamina.validate import one_of, whole
 
 _TRIED_TOGETHER = 32  # contributions
 
@@ -89,128 +84,83 @@ RANKS_KNOW = ("engine.rank-failed", "engine.ranks-out-of-step")  # errors that e
 class Trainer:
     """Train `model` on `corpus` as `plan` says, and leave evidence of what it cost.
 
-    Formal guarantee. Under the conditions of `Engine`, with coins, noise and dropout from secret streams, the
-    weights that leave the process (files, callbacks, evaluations) are (ε_k, δ_k)-differentially private for every
-    class k, ε_k being the price of every step *charged* to the run: killed, resumed, redone or given up. Nothing of
-    a segment leaves before its charge is durable in journal and ledger, its checkpoint is, and the leaf that
-    records it.
+        Formal guarantee. Under the conditions of `Engine`, with coins, noise and dropout from secret streams, the
+        weights that leave the process (files, callbacks, evaluations) are (ε_k, δ_k)-differentially private for every
+        class k, ε_k being the price of every step *charged* to the run: killed, resumed, redone or given up. Nothing of
+        a segment leaves before its charge is durable in journal and ledger, its checkpoint is, and the leaf that
+        records it.
 
-        run = lamina.Trainer(model, "auto", loss_fn, corpus, plan, folder="runs/first")
-        outcome = run.fit()          # again after a crash: goes on where it was
+            run = lamina.Trainer(model, "auto", loss_fn, corpus, plan, folder="runs/first")
+            outcome = run.fit()          # again after a crash: goes on where it was
 
-    Under torch.distributed every rank makes the same trainer and calls `fit`: docs/distributed.md. Rank 0 alone writes.
+        Under torch.distributed every rank makes the same trainer and calls `fit`: docs/distributed.md. Rank 0 alone writes.
 
-    loss_fn(output, y) gives one loss per example; without y it gets x. A mapping x is passed as keywords, a tuple as
-    arguments.
+        loss_fn(output, y) gives one loss per example; without y it gets x. A mapping x is passed as keywords, a tuple as
+        arguments.
 
-    optimizer        "auto": that of the plan, with its schedule (`private_optimizer`); or a torch optimiser
-    folder           where the run lives; the same folder again resumes it
-    ledger           an open `Ledger`, the path of one, or "postgresql://…#schema"; made if there is none. Default: the
-                     corpus's own beside the folder, ORIGIN.ledger.db, which all runs on it share
-    key              signs the ledger's checkpoints; default: ORIGIN.ledger.pem, made with the ledger
-    governing        authorises other policies and contributors; default: ORIGIN.ledger.governing.pem, in the same way
-    bounds           ε that each class may spend over all runs of the ledger; default: the corpus's policy, whose
-                     promise holds in any case
-    accounts         further bounds, each held to over all runs by itself, beside what the corpus was admitted with
-    scheduler        fixed in advance; stepped once per private step
-    interval         "epoch": the scheduler is stepped once per pass over the declared populations instead
-    microbatches     forward and backward in so many parts: less memory, the same result
-    ema              decay of a moving average of the weights, kept beside them; less in the first steps
-    evaluate         an `Evaluation` on public or simulated data
-    callbacks        `Callback`s, told ε and evaluations between segments
-    log              "csv" or "jsonl": the same figures in the folder's log.csv or log.jsonl
-    segment          steps between two checkpoints
-    max_occurrences  by class: how often one contribution may be used in all
-    filters          by class: asked for a whole segment before it begins
-    augment          x -> x, one example by itself, drawing from the global generators
-    views            so many random views of every example in each step (augmentation multiplicity): their gradients are
-                     averaged within the contribution before it is clipped, so ε is the same
-    on_withdrawal    "finish" the segment in which somebody withdrew, or "abandon" it; both are charged
-    hardened         noise added in float64 and rounded to a public grid, so that the bits of a released gradient do not
-                     show what was summed (docs/decisions/noise.md); False: plain noise, and the certificate says so.
-                     Default: hardened, and a run that is resumed keeps what it began with
-    probe            check on simulated input, or on public examples (x, y), that examples do not influence each other
-    proxy            public or simulated examples for a plan whose shares follow them (`LADP(estimator="fisher")`); or, with a
-                     class that reaches a part of the model, to try whether it helps, which a note and `restricted` say
-    inside           show the raw loss on the terminal; it is never written
-    seed             draw samples, noise and dropout from this number, so that the run can be repeated. It is then **not
-                     private**: whoever knows the number can subtract the noise
-    starting_weights what you declare about the weights that the model has now: "untrained", "public" (trained on public
-                     data only), or another run of the ledger, by its folder or id. Default: not declared. Ledger and
-                     certificate state it. Weights that a run of the ledger wrote are recognised without it
+        optimizer  "auto": that of the plan, with its schedule (`private_optimizer`); or a torch optimiser
+        folder     where the run lives; the same folder again resumes it
+        options    declared in lamina/run/options.py; those that a RUN.toml can give have the same names there:
+
+    {options}
     """
 
     def __init__(
         self, model: nn.Module, optimizer: Optimizer | Literal["auto"], loss_fn: Callable[[Any, Any], Tensor], corpus: Corpus,
-        plan: StepPlan, *, folder: str | Path, ledger: LedgerArgument = None, key: PrivateKey | None = None,
-        governing: PrivateKey | None = None,
-        bounds: Mapping[str, float] | None = None, accounts: Sequence[SignedAccount] | None = None,
-        engine: Engine | None = None, scheduler: Any = None, interval: str = "step", microbatches: int = 1,
-        ema: float | None = None, evaluate: Evaluation | None = None, callbacks: Sequence[Callback] = (),
-        log: str | None = None, segment: int | None = None,
-        max_occurrences: Mapping[str, int] | None = None, filters: Mapping[str, PrivacyFilter] | None = None,
-        augment: Callable[[Any], Any] | None = None, views: int = 1, on_withdrawal: str = "finish", hardened: bool | None = None,
-        probe: ProbeArgument = True, proxy: Proxy | None = None, inside: bool = False, progress: bool | Progress = True,
-        seed: int | None = None, starting_weights: str | Path | None = None,
+        plan: StepPlan, folder: str | Path, **options: Unpack[TrainOptions],
     ) -> None:  # fmt: skip
         check_trainer_arguments(model, loss_fn, corpus, plan)
-        chosen, scheduler = resolve_optimizer(model, plan, unwrap_prepared(optimizer), unwrap_prepared(scheduler))
+        self.options = o = settled(options)
+        engine, evaluate, proxy = o["engine"], o["evaluate"], o["proxy"]
+        chosen, scheduler = resolve_optimizer(model, plan, unwrap_prepared(optimizer), unwrap_prepared(o["scheduler"]))
         check_optimizer(model, chosen)
-        self.interval = check_scheduler(scheduler, plan, interval)
-        check_trainer_options(folder, evaluate, max_occurrences, callbacks)
+        self.interval = check_scheduler(scheduler, plan, o["interval"])
+        check_trainer_options(folder, evaluate, o["max_occurrences"], o["callbacks"])
         corpus.check(plan)
         self._notes = [note for note in (check_depth_profiles(model, corpus.policy, plan),) if note is not None]
-        one_of(RunError, "train.on-withdrawal-unknown", ("finish", "abandon"), on_withdrawal=on_withdrawal)
         self._ranks = Ranks.current() if engine is None else engine.ranks
         self._ranks.share_weights(model)
         self._lead = RunLead(self._ranks)
         self.model, self.optimizer, self.loss_fn = model, chosen, loss_fn
         self.corpus, self.plan, self.scheduler = corpus, plan, scheduler
         self.folder = Path(folder)
-        self._ledger_argument, self._key, self._governing = ledger, key, governing
         self._ledger: Ledger | None = None
         self._policy_changed = False  # the ledger's policy, by opening it
         self._settings_of_rank = b""
         self._spend: SpendLedger | None = None
         self._noise_applied: list[tuple[int, tuple[float, ...]]] = []  # of a segment: from which step on, S² per layer
-        self.bounds = epsilon_bounds_of_policy(corpus, plan) if bounds is None else dict(bounds)
-        check_class_names(plan, bounds=self.bounds, filters=filters or {})
-        check_filters(plan, filters or {})
-        self.microbatches = whole(RunError, "train.not-a-count", microbatches=microbatches)
-        segment = min(1000, math.ceil(plan.steps / 10)) if segment is None else segment
-        self.segment = whole(RunError, "train.not-a-count", segment=segment)
-        self.views = whole(RunError, "train.not-a-count", views=views)
-        if self.views > 1 and augment is None:
-            problem = f"views is {views} without an augmentation, so all of them would be alike"
+        self.bounds = epsilon_bounds_of_policy(corpus, plan) if o["bounds"] is None else dict(o["bounds"])
+        filters = dict(o["filters"] or {})
+        check_class_names(plan, bounds=self.bounds, filters=filters)
+        check_filters(plan, filters)
+        self.segment = min(1000, math.ceil(plan.steps / 10)) if o["segment"] is None else o["segment"]
+        self.microbatches, self.views = o["microbatches"], o["views"]
+        self.evaluate, self.augment, self.probe, self.inside = evaluate, o["augment"], o["probe"], o["inside"]
+        if self.views > 1 and self.augment is None:
+            problem = f"views is {self.views} without an augmentation, so all of them would be alike"
             raise RunError("train.views-without-augment", problem, "give augment, or leave views out")
-        self.evaluate, self.augment, self.probe, self.inside = evaluate, augment, probe, inside
-        logs = [LogFile(self.folder, log)] if log is not None and self._ranks.first else []
-        self.callbacks = (*callbacks, *logs)
-        self.max_occurrences = dict(occurrence_caps(plan, max_occurrences) or {})
+        self.callbacks = tuple(o["callbacks"])
+        self.max_occurrences = dict(occurrence_caps(plan, o["max_occurrences"]) or {})
         self._targets = TargetCheck(model, loss_fn, self._output, corpus.source)
         if len(unfit := self._targets.unfit_contributions(corpus)):
             corpus.refuse_untrainable(unfit)
             self._notes.append("contributions whose targets model and loss cannot take are left out")
         if self._targets.unknown:
             self._notes.append(TARGETS_NOT_COMPARED)
-        signed = corpus.accounts(plan, self.max_occurrences)
-        self.accounts = check_accounts(plan, (*signed, *(accounts or ())))
-        check_accounts_signed(signed, accounts or ())
-        self.factors = remaining_factors(corpus, plan, accounts or ())
+        signed, further = corpus.accounts(plan, self.max_occurrences), o["accounts"] or ()
+        self.accounts = check_accounts(plan, (*signed, *further))
+        check_accounts_signed(signed, further)
+        self.factors = remaining_factors(corpus, plan, further)
         check_caps(corpus, plan, self.max_occurrences)
-        self.on_withdrawal, self._hardened_argument, self.hardened = on_withdrawal, hardened, hardened is not False
-        self.seed = None if seed is None else whole(RunError, "train.not-a-count", least=0, seed=seed)
-        self._notes += [] if seed is None else [SEEDED_NOTE]
-        if not self._ranks.first:
-            progress = Progress()
-        self.progress = make_progress(wanted=progress, inside=inside) if isinstance(progress, bool) else progress
+        self.on_withdrawal, self.hardened, self.seed = o["on_withdrawal"], o["hardened"] is not False, o["seed"]
+        self._notes += [] if self.seed is None else [SEEDED_NOTE]
+        progress, ema = o["progress"] if self._ranks.first else Progress(), o["ema"]
+        self.progress = make_progress(wanted=progress, inside=self.inside) if isinstance(progress, bool) else progress
         if is_sharded_model(model) and (ema is not None or evaluate is not None):
             problem = "the model is under fully_shard, and ema or evaluate is given, which need all of it on rank 0"
             raise RunError("train.sharded-model", problem, "leave them out, and evaluate the checkpoint or the outcome")
         average = None if ema is None else MovingAverage(model, ema)
-        self.state = TrainingState(
-            model=model, optimizer=chosen, scheduler=scheduler, ema=average, filters=dict(filters or {})
-        )
+        self.state = TrainingState(model=model, optimizer=chosen, scheduler=scheduler, ema=average, filters=filters)
         self.restricted = () if engine is not None or plan.rule(FollowProxy) else restricted_notes(model, plan, None)
         mine = None if self.restricted else proxy  # for the plan's rule; or else restricted classes are tried on it
         if self.restricted and proxy is not None:
@@ -221,7 +171,8 @@ class Trainer:
         if engine is not None and engine.budget.taken and self._ranks.first and not (self.folder / "journal").exists():
             problem = f"the engine has taken {pluralize(engine.budget.taken, 'step')}, which this run would not be charged for"
             raise RunError("train.engine-used", problem, "make the model anew, with a new engine")
-        self._declared = declared_start(self._engine.starting_weights if starting_weights is None else starting_weights)
+        starting = o["starting_weights"]
+        self._declared = declared_start(self._engine.starting_weights if starting is None else starting)
         self._engine.placement.check()
         if self._engine.placement.sharded and self._ranks.first:
             self.state.before_capture = self._lead.capture
@@ -233,26 +184,30 @@ class Trainer:
         if self._engine.model is not model or self._engine.plan.digest() != plan.digest():
             problem = "the engine belongs to another model or plan"
             raise RunError("train.engine-of-other-model", problem, "leave engine out, or give the matching one")
+        for name, option in OPTIONS.items():
+            if option.apply is not None:
+                option.apply(self, self.options[name])  # type: ignore[literal-required]
+
+    @property
+    def writes(self) -> bool:
+        """Return whether this process writes files: of several ranks, rank 0 alone."""
+        return self._ranks.first
 
     def keep_hardened(self, hardened: bool) -> None:
         """Use the kind of noise with which the run began, unless the caller chose one."""
-        if self._hardened_argument is None:
+        if self.options["hardened"] is None:
             self.hardened = hardened
 
     def _settings(self, *, hardened: bool | None = None) -> SettingsFingerprint:
         """Return a digest of what a step depends on beside plan, data and seed, and the values that it does not cover."""
         functions, where = {"loss": self.loss_fn, "augment": self.augment}, model_device(self.model).type
         options = {
-            "microbatches": self.microbatches,
-            "views": self.views,
-            "interval": self.interval,
-            "ema": None if self.state.ema is None else self.state.ema.decay,
+            **{name: value for name, value in self.options.items() if OPTIONS[name].steps},
             "hardened": self.hardened if hardened is None else hardened,
             "max_occurrences": self.max_occurrences,
             "filters": {name: getattr(f, "budget", None) for name, f in self.state.filters.items()},
             "autocast": [torch.is_autocast_enabled(where), str(torch.get_autocast_dtype(where))],
             "engine": self._engine.options,
-            **({} if self.seed is None else {"seed": self.seed}),
         }
         state = self.state
         return settings_fingerprint(
@@ -263,15 +218,15 @@ class Trainer:
     def ledger(self) -> Ledger:
         """The ledger; opened, or made, when it is first asked for."""
         if self._ledger is None:
-            keys = {"key": self._key, "governing": self._governing}
+            keys = {"key": self.options["ledger_key"], "governing": self.options["governing_key"]}
             self._ledger, self._policy_changed = open_run_ledger(
-                self._ledger_argument, self.corpus, self.plan, folder=self.folder, **keys
+                self.options["ledger"], self.corpus, self.plan, folder=self.folder, **keys
             )
         return self._ledger
 
     def _close_ledger(self) -> None:
         """Close the ledger if it was opened here; it is opened again when it is asked for."""
-        if self._ledger is not None and self._ledger is not self._ledger_argument:
+        if self._ledger is not None and self._ledger is not self.options["ledger"]:
             self._ledger.close()
             self._ledger = self._spend = None
 
@@ -604,3 +559,6 @@ class Trainer:
         if isinstance(x, Mapping):
             return self.model(**x)
         return self.model(*x) if isinstance(x, tuple | list) else self.model(x)
+
+
+Trainer.__doc__ = str(Trainer.__doc__).replace("{options}", options_help())

@@ -11,9 +11,10 @@ from typing import Any
 from lamina.ledger.corpus_terms import ledger_key_path
 from lamina.ledger.writer import Ledger
 from lamina.release.certificate import certify
-from lamina.release.certificate_pdf import certificate_papers, certificate_pdf
-from lamina.release.gate import Decision, Query, ReleaseGate
-from lamina.release.manifest import make_release
+from lamina.release.certificate_pdf import certificate_pdf
+from lamina.release.gate import Decision, ReleaseGate
+from lamina.release.maker import make_release
+from lamina.release.query import Query
 from lamina.report.pages import run_report
 from lamina.sign.keys import PrivateKey
 
@@ -69,14 +70,11 @@ def leave(place: Path, ledger_path: Path) -> Leaving:
         papers = {
             "certificate.json": certificate.json(),
             "certificate.cose": certificate.signed(key),
-            "certificate.pdf": certificate_pdf(certificate, signer=key.public.name),
+            "certificate.pdf": certificate_pdf(certificate, key.public.name),
         }
         for name, data in papers.items():
             (place / name).write_bytes(data)
-        make_release(
-            release, [run], ledger, key, name="ECG demo",
-            pdf=lambda each, officer: certificate_papers(each, key.public.name, officer),
-        )  # fmt: skip
+        make_release(release, [run], ledger, key, name="ECG demo", pdf=True)
         page = place / "run.html"
         page.write_text(run_report(run, ledger), encoding="utf-8")
         (place / "queries").mkdir()
