@@ -7,7 +7,7 @@ NODE   := tests/interop/node_modules
 PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint format docs bench wheels interop clean
+.PHONY: help demo test test-all lint format docs site bench wheels interop clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -31,8 +31,11 @@ format: $(VENV)/.test  ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(VENV)/.test  ## write the pages that are made from the code: docs/errors/, the files of docs/architecture.md
+docs: $(VENV)/.test  ## write the pages that are made from the code
 	$(BIN)/python docs/make_pages.py
+
+site: $(VENV)/.test  ## build the documentation site: build/site/index.html, which needs no server and no network
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 bench: $(VENV)/.bench  ## time and memory of a private step against the plain step and Opacus
 	$(BIN)/python benchmarks/step.py

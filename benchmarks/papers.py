@@ -35,7 +35,8 @@ from lamina.ledger.verify.tree_checks import Trust
 from lamina.ledger.verify.verifier import verify
 from lamina.ledger.writer import Ledger
 from lamina.release import risk_statements
-from lamina.release.manifest import make_release, verify_release
+from lamina.release.maker import make_release
+from lamina.release.verifier import verify_release
 from lamina.sign.keys import PrivateKey
 
 POLICY = """

@@ -53,7 +53,7 @@ def make_folder(folder: Path) -> Path:
     import lamina
     from lamina.ledger.corpus_terms import ledger_key_path
     from lamina.ledger.writer import Ledger
-    from lamina.release.manifest import make_release
+    from lamina.release.maker import make_release
     from lamina.sign.keys import PrivateKey, write_new
 
     (folder / "nets.py").write_text(NETS)

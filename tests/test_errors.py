@@ -16,7 +16,7 @@ import lamina.serve.inference
 import lamina.signals.signal
 from lamina.cli.terminal import refusal_json
 from lamina.errors import LaminaError
-from lamina.release.manifest import ReleaseProblem
+from lamina.release.verifier import ReleaseProblem
 from lamina.serve.limits import RequestRefused
 
 SOURCE = Path(__file__).parents[1] / "src" / "lamina"

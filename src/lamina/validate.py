@@ -183,23 +183,6 @@ def one_of(error: type[LaminaError], code: str, choices: Collection[Any], *, rem
     return value
 
 
-# Range checks of figures in signed JSON. A signer may have written anything.
-
-
-def bounded_whole(name: str, value: object, least: int, most: int) -> int:
-    """Return a whole number in [least, most]; raise ValueError for anything else."""
-    if type(value) is not int or not least <= value <= most:
-        raise ValueError(f"{name} is {short_repr(value)}, must be a whole number in [{least}, {most}]")
-    return value
-
-
-def bounded_number(name: str, value: object, least: float, most: float) -> float:
-    """Return a number in [least, most]; raise ValueError for anything else, also for an integer that no float holds."""
-    if type(value) not in (int, float) or not least <= value <= most:  # type: ignore[operator]
-        raise ValueError(f"{name} is {short_repr(value)}, must be a number in [{least:g}, {most:g}]")
-    return float(value)  # type: ignore[arg-type]
-
-
 def is_short_text(value: object) -> bool:
     """Return whether the value is a text of 1 to 512 printable characters."""
     return type(value) is str and 0 < len(value) <= 512 and value.isprintable()

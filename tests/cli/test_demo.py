@@ -31,7 +31,7 @@ from lamina.ledger.verify.tree_checks import Trust
 from lamina.ledger.writer import Ledger
 from lamina.plan.policy import Policy
 from lamina.plan.step_plan import StepPlan
-from lamina.release.manifest import verify_release
+from lamina.release.verifier import verify_release
 from lamina.run.admitted import Gate
 from lamina.sign.key_ring import KeyRing
 from lamina.signals.demo import result as demo

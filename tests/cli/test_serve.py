@@ -25,7 +25,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from trained_run import Trained, copied_run
 
-from lamina.release.manifest import make_release
+from lamina.release.maker import make_release
 from lamina.sign.keys import PrivateKey, write_new
 
 NETS = """

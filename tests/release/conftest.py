@@ -8,7 +8,8 @@ import pytest
 from release_fixtures import key, release, trained
 from trained_run import Trained, copied_hospital_run
 
-from lamina.release.manifest import GatePolicy, make_release
+from lamina.release.maker import make_release
+from lamina.release.query import GatePolicy
 from lamina.sign.keys import PrivateKey
 
 __all__ = ["key", "release", "trained"]

@@ -22,7 +22,8 @@ from lamina.ledger.verify.tree_checks import Trust
 from lamina.release.certificate import certify
 from lamina.release.countersignature import Countersignature, countersign
 from lamina.release.gate import ReleaseGate
-from lamina.release.manifest import make_release, verify_release
+from lamina.release.maker import make_release
+from lamina.release.verifier import verify_release
 from lamina.sign.key_ring import KeyRing
 from lamina.sign.keys import PrivateKey, format_utc
 

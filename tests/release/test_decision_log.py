@@ -14,7 +14,8 @@ from securesystemslib.dsse import Envelope
 from securesystemslib.signer import SSlibKey
 
 from lamina.release.decision_log import FIRST, DecisionLog, read_log, verify_log
-from lamina.release.gate import Query, ReleaseGate, Rights
+from lamina.release.gate import ReleaseGate
+from lamina.release.query import Query, Rights
 from lamina.sign.keys import PrivateKey
 
 LOG_KEY = PrivateKey.generate()

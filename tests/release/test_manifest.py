@@ -24,8 +24,10 @@ from lamina.ledger.corpus_terms import ledger_key_path
 from lamina.ledger.governance_records import Release
 from lamina.ledger.verify.tree_checks import KnownCheckpoint, Trust
 from lamina.ledger.verify.verifier import verify
-from lamina.release.manifest import make_release, open_inside, read_manifest, verify_release
+from lamina.release.maker import make_release
+from lamina.release.manifest import open_inside, read_manifest
 from lamina.release.model_card import model_card
+from lamina.release.verifier import verify_release
 from lamina.sign.dsse import sign_statement
 from lamina.sign.key_ring import KeyRing
 from lamina.sign.keys import PrivateKey, parse_utc
@@ -288,7 +290,7 @@ FORGED: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "other ledger": (lambda p: p["ledger"].update(header="00" * 32), "release.certificate-wrong"),
     "text as ε": (lambda p: p["posture"]["classes"]["clinical"].update(epsilon="0.1"), "release.manifest-malformed"),
     "text as noise": (lambda p: p["posture"]["layers"][0].update(noise_std="9"), "release.manifest-malformed"),
-    "text as certificates": (lambda p: p.update(certificates="x"), "release.certificate-missing"),
+    "text as certificates": (lambda p: p.update(certificates="x"), "release.manifest-malformed"),
     "more noise of a class": (
         lambda p: p["posture"]["classes"]["clinical"].update(noise_multiplier=99.0),
         "release.posture-differs",
@@ -371,7 +373,7 @@ def test_what_a_certificate_says_is_text_in_the_model_card(
         content = {**last.content, "statements": statements, "protects": {**last.content["protects"], "badge": evil}}
         return whole(name, [dataclasses.replace(last, content=content)], *rest, **more)
 
-    monkeypatch.setattr("lamina.release.manifest.model_card", with_evil_words)
+    monkeypatch.setattr("lamina.release.maker.model_card", with_evil_words)
     with trained.open() as ledger:
         make_release(tmp_path / "release", [trained.folder], ledger, key)
     card = (tmp_path / "release" / "README.md").read_text()

@@ -17,7 +17,8 @@ from refusals import raises_code
 from trained_run import Trained
 
 from lamina.ledger.verify.tree_checks import Trust
-from lamina.release.manifest import make_release, verify_release
+from lamina.release.maker import make_release
+from lamina.release.verifier import verify_release
 from lamina.sign.keys import P256Key, PrivateKey
 
 

@@ -25,9 +25,10 @@ from lamina.ledger.reader import LedgerReader
 from lamina.ledger.verify.tree_checks import Trust
 from lamina.ledger.writer import Ledger
 from lamina.plan.policy import AboutPolicy
-from lamina.release.manifest import make_release, verify_release
+from lamina.release.maker import make_release
 from lamina.release.papers import read_release, write_papers
-from lamina.release.risk_statements import TOPICS
+from lamina.release.schema import TOPICS
+from lamina.release.verifier import verify_release
 from lamina.sign.keys import PrivateKey
 
 STATED = {

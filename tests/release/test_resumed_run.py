@@ -14,9 +14,12 @@ from trained_run import Trained
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.verify.tree_checks import Trust
 from lamina.release.certificate import Certificate, certify
-from lamina.release.gate import Query, ReleaseGate, Rights
-from lamina.release.manifest import PREDICATE_TYPE, GatePolicy, make_release, verify_release
+from lamina.release.gate import ReleaseGate
+from lamina.release.maker import make_release
+from lamina.release.manifest import PREDICATE_TYPE
+from lamina.release.query import GatePolicy, Query, Rights
 from lamina.release.risk_statements import texts
+from lamina.release.verifier import verify_release
 from lamina.sign.dsse import read_statement, sign_statement
 from lamina.sign.keys import PrivateKey
 

@@ -22,15 +22,8 @@ from lamina.ledger.reader import LedgerReader
 from lamina.plan.risk import COMPOSED
 from lamina.release import risk_statements
 from lamina.release.certificate import certify
-from lamina.release.risk_statements import (
-    SOURCES,
-    TOPICS,
-    content_sentence,
-    membership_sentence,
-    per_hundred,
-    protection,
-    risk_figures,
-)
+from lamina.release.risk_statements import content_sentence, membership_sentence, per_hundred, protection, risk_figures
+from lamina.release.schema import SOURCES, TOPICS
 from lamina.release.typeset import read_template
 
 TWO_STEPS = "replace-one, as two add/remove steps"
@@ -141,7 +134,7 @@ def test_each_class_has_the_figures_of_its_charges(tmp_path: Path) -> None:
     """One loss distribution of dp-accounting, from the charges that the certificate lists."""
     problem.trainer(tmp_path / "a").fit()
     content = certified(tmp_path / "a")
-    assert content["version"] == 2 and not {"assumptions", "not_covered", "statement"} & content.keys()
+    assert content["version"] == 3 and not {"assumptions", "not_covered", "statement"} & content.keys()
     for name in ("clinical", "sensitive"):
         found = content["classes"][name]
         (charge,) = found["charges"]

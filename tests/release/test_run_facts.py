@@ -39,9 +39,10 @@ from lamina.ledger.verify.verifier import verify
 from lamina.ledger.withdrawal import withdraw
 from lamina.ledger.writer import Ledger
 from lamina.release.certificate import Certificate, certify
-from lamina.release.manifest import make_release, verify_release
+from lamina.release.maker import make_release
 from lamina.release.risk_statements import texts
 from lamina.release.run_evidence import RunEvidence
+from lamina.release.verifier import verify_release
 from lamina.run import segments
 from lamina.sign.keys import PrivateKey
 

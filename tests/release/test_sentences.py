@@ -24,10 +24,11 @@ from lamina.release.certificate_pdf import decision_pdf
 from lamina.release.contributor_statement import signed_size, statement_content
 from lamina.release.letter import letter
 from lamina.release.model_card import class_rows, model_badge, model_card, model_statements
-from lamina.release.posture import NOT_REACHED, Posture, read_posture
+from lamina.release.posture import Posture, read_posture
 from lamina.release.reconciliation import reconcile
 from lamina.release.risk_statements import protection, texts
 from lamina.release.run_evidence import RunEvidence
+from lamina.release.schema import NOT_REACHED
 from lamina.report.pages import reconciliation_page
 
 FIGURE = re.compile(r"lost at most|right in|at most ε|ε = \d")
@@ -271,7 +272,7 @@ def test_the_card_of_public_data_claims_no_privacy(
     certificate, posture, _, _ = papers
     content = sample_content({"open": public_class()})
     content |= {name: certificate.content[name] for name in ("about", "model", "plan")}
-    opened = replace(posture, classes={"open": posture.classes["open"]}, withdrawn={"open": 0})
+    opened = posture.model_copy(update={"classes": {"open": posture.classes["open"]}, "withdrawn": {"open": 0}})
     card = model_card("ecg", [Certificate(content=content)], opened, not_after=None).decode()
     assert "differential" not in card and "| figure |" not in card and "private for: nobody" in card
     assert "- differential-privacy\n" in model_card("ecg", [certificate], posture, not_after=None).decode()

@@ -26,9 +26,10 @@ from lamina.ledger.reader import LedgerReader
 from lamina.ledger.run_records import FileDigest, RunEnd
 from lamina.ledger.verify.tree_checks import Trust
 from lamina.ledger.writer import Ledger
-from lamina.release.manifest import make_release, verify_release
+from lamina.release.maker import make_release
 from lamina.release.run_evidence import RunEvidence
 from lamina.release.utility import utility_section
+from lamina.release.verifier import verify_release
 from lamina.sign.keys import PrivateKey
 
 NAME = "example.org-resumed.ledger.db"

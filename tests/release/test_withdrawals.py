@@ -18,9 +18,10 @@ from lamina.ledger.reader import LedgerReader
 from lamina.ledger.withdrawal import withdraw
 from lamina.ledger.writer import Ledger
 from lamina.release.decision_log import DecisionLog, read_log
-from lamina.release.gate import REFRESH_SECONDS, Query, ReleaseGate, Rights
-from lamina.release.manifest import GatePolicy, make_release
+from lamina.release.gate import REFRESH_SECONDS, ReleaseGate
+from lamina.release.maker import make_release
 from lamina.release.posture import WithdrawalCounter
+from lamina.release.query import GatePolicy, Query, Rights
 from lamina.sign.keys import PrivateKey, format_utc
 
 CLASSES = ("open", "clinical", "sensitive")

@@ -6,7 +6,6 @@ import hashlib
 import json
 import re
 import threading
-from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -112,7 +111,7 @@ def test_no_name_of_a_class_is_cut(trained: Trained) -> None:
     with LedgerReader.read_only(trained.ledger) as ledger:
         found = LedgerView(ledger).posture(trained.outcome.run)
     assert found is not None
-    posture = replace(found[0], classes={name: replace(found[0].classes["clinical"], name=name) for name in names})
+    posture = found[0].model_copy(update={"classes": dict.fromkeys(names, found[0].classes["clinical"])})
     for drawn in (budget_chart(views), house_of_layers(posture)):
         width, height = (float(each) for each in re.findall(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', drawn)[0])
         texts = re.findall(r'<text x="([\d.]+)" y="([\d.]+)"[^>]* font-size="(\d+)"[^>]*>([^<]*)<', drawn)

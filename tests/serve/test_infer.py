@@ -23,7 +23,8 @@ from lamina.ledger.reader import LedgerReader
 from lamina.ledger.withdrawal import withdraw
 from lamina.release.decision_log import DecisionLog, read_log, verify_log
 from lamina.release.gate import REFRESH_SECONDS, ReleaseGate
-from lamina.release.manifest import GatePolicy, make_release
+from lamina.release.maker import make_release
+from lamina.release.query import GatePolicy
 from lamina.serve.app import Service, make_app
 from lamina.serve.inference import Inference, InputForm
 from lamina.serve.limits import Limits

@@ -20,7 +20,8 @@ from lamina.ledger.reader import LedgerReader
 from lamina.ledger.verify.tree_checks import Trust
 from lamina.ledger.withdrawal import withdraw
 from lamina.release.gate import ReleaseGate
-from lamina.release.manifest import GatePolicy, make_release
+from lamina.release.maker import make_release
+from lamina.release.query import GatePolicy
 from lamina.serve.app import Service, make_app
 from lamina.serve.pages import pages
 from lamina.sign.keys import PrivateKey

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from trained_run import Trained, copied_run
 
-from lamina.release.manifest import GatePolicy, make_release
+from lamina.release.maker import make_release
+from lamina.release.query import GatePolicy
 from lamina.sign.keys import PrivateKey
 
 

@@ -44,9 +44,9 @@ from lamina.release.certificate import CERTIFICATE_TYPE, Certificate
 from lamina.release.certificate import certify as make_certificate
 from lamina.release.certificate_pdf import certificate_pdf, decision_pdf
 from lamina.release.countersignature import Countersignature, countersign, other_role, role_of
-from lamina.release.manifest import release_keys
 from lamina.release.nist_profile import NIST_PROFILE, profile_dict, profile_text
 from lamina.release.typeset import import_typst
+from lamina.release.verifier import release_keys
 from lamina.sign.keys import PrivateKey, read_small, replace_file, write_new
 from lamina.sign.signed_json import read_cose
 

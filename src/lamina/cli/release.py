@@ -30,9 +30,11 @@ from lamina.ledger.verify.tree_checks import KnownCheckpoint, Trust
 from lamina.plan.policy import AboutPolicy
 from lamina.release.countersignature import OFFICER, Countersignature
 from lamina.release.decision_log import verify_log
-from lamina.release.gate import Query, ReleaseGate
-from lamina.release.manifest import GatePolicy, ReleaseVerification, make_release, verify_release
+from lamina.release.gate import ReleaseGate
+from lamina.release.maker import make_release
 from lamina.release.papers import TRAINING_WARNING, write_papers
+from lamina.release.query import GatePolicy, Query
+from lamina.release.verifier import ReleaseVerification, verify_release
 from lamina.sign.key_ring import KeyRing
 from lamina.sign.keys import P256Key, PrivateKey, PublicKey, format_utc, read_small
 from lamina.sign.model_signing import MODEL_SIGNATURE
@@ -173,13 +175,13 @@ def verify(
         found = verify_release(folder, trust=given, seen=seen, ledger=reader)
     lines = [f"{folder}: {found.verdict}", *(f"  {each} [{each.code}]" for each in found.problems)]
     if found.verified and (said := found.manifest) is not None:
-        at, runs = said.ledger, pluralize(len(said.predicate["runs"]), "run")
+        at, runs = said.ledger, pluralize(len(said.predicate.runs), "run")
         lines += [
-            f"  model   {said.predicate['name']}, of {runs}; may be served until {format_utc(said.not_after)}",
+            f"  model   {said.predicate.name}, of {runs}; may be served until {format_utc(said.not_after)}",
             f"  key     {said.signer.name}",
             f"  files   {len(said.subjects)}, as the manifest names them",
             *(f"  officer {each}" for each in found.countersignatures),
-            f"  ledger  {at['origin']}, {at['size']} leaves, root {at['root']}",
+            f"  ledger  {at.origin}, {at.size} leaves, root {at.root}",
         ]
         for name, seqs in found.since.items():
             leaves = (

@@ -31,13 +31,13 @@ from typing import Any
 from lamina.account.accountants import cost, pooled_epsilon
 from lamina.account.charges import Account
 from lamina.account.schedule import Event, EventCounts, EventKey
-from lamina.errors import BadKey, EncodingError, NotVerified
+from lamina.errors import BadKey, NotVerified
 from lamina.ledger.corpus_terms import about_at
-from lamina.ledger.governance_records import ABOUT, Header, Role
+from lamina.ledger.governance_records import Header, Role
 from lamina.ledger.neighbours import NeighbourLedger, neighbour_ledgers
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.run_records import WEIGHTS
-from lamina.ledger.schema import MAX_EPSILON, nano_epsilon
+from lamina.ledger.schema import nano_epsilon
 from lamina.ledger.show import epsilon_or_none
 from lamina.ledger.spending import signed_spend
 from lamina.ledger.verify.report import Verification
@@ -47,34 +47,26 @@ from lamina.plan.correlation import correlation_summary
 from lamina.plan.risk import COMPOSED
 from lamina.plan.step_plan import Clipping, PlannedClass
 from lamina.release import risk_statements
-from lamina.release.posture import MAX_NOISE, layer_postures, model_withdrawals, plain
-from lamina.release.risk_statements import BY_ISSUER, BY_LEDGER, BY_TRAINER, FIGURE_NAMES, risk_figures
-from lamina.release.run_evidence import RunEvidence, RunMetrics, check_run_facts, file_digest
-from lamina.release.utility import check_utility, read_evaluation, utility_section
+from lamina.release.posture import layer_postures, model_withdrawals
+from lamina.release.risk_statements import FIGURE_NAMES, risk_figures
+from lamina.release.run_evidence import RunEvidence, RunMetrics, file_digest
+from lamina.release.schema import (
+    BY_ISSUER,
+    BY_LEDGER,
+    BY_TRAINER,
+    CERTIFICATE_VERSION,
+    EPSILON_AT,
+    CertificateContent,
+    Condition,
+    Risks,
+    read_document,
+)
+from lamina.release.utility import read_evaluation, utility_section
 from lamina.sign.keys import PrivateKey, PublicKey, format_utc
 from lamina.sign.signed_json import canonical_json, parse_json, read_cose, sign_cose
-from lamina.validate import bounded_number, bounded_whole, is_short_text, short_repr
+from lamina.validate import short_repr
 
 CERTIFICATE_TYPE = "application/lamina-certificate+json"
-CERTIFICATE_VERSION = 2
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Condition:
-    """A condition of the guarantee of a run.
-
-    `reason` states why it does not hold, `source` where that is known from, `leaves` in which leaves of the ledger.
-    """
-
-    name: str
-    holds: bool
-    reason: str
-    source: str
-    leaves: tuple[int, ...] = ()
-
-    def to_dict(self) -> dict[str, Any]:
-        reason, leaves = None if self.holds else self.reason, list(self.leaves) or None
-        return {"name": self.name, "holds": self.holds, "reason": reason, "source": self.source, "leaves": leaves}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,11 +124,7 @@ class Certificate:
         if type(version) is not int or version != CERTIFICATE_VERSION:
             problem = f"the certificate has version {short_repr(version)}"
             raise NotVerified("release.certificate-version", problem, "read it with a newer version of lamina")
-        try:
-            _check_content(content)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            problem = f"the certificate has a field that is out of range: {error}"
-            raise EncodingError("release.certificate-malformed", problem, "fetch it again") from None
+        read_document(CertificateContent, content, "the certificate", "release.certificate-malformed")
         return cls(content=content)
 
     def __str__(self) -> str:
@@ -147,117 +135,6 @@ def in_other_role(key: PublicKey) -> BadKey:
     """Return the error for a key that the ledger names in another role than release."""
     problem = f"the ledger names key {key.name[:16]} in another role than release"
     return BadKey("release.key-in-other-role", problem, "sign with a key of its own: lamina keys new release.key")
-
-
-def _check_content(content: Mapping[str, Any]) -> None:
-    """Raise ValueError, TypeError or KeyError unless every field has its type and every figure is in range."""
-    if content.keys() != _FIELDS or content["private"] not in (True, False):
-        raise ValueError(f"it must have the fields {', '.join(sorted(_FIELDS))}")
-    run, model, plan, ledger = content["run"], content["model"], content["plan"], content["ledger"]
-    for name, value in (("steps", run["steps"]), ("planned_steps", run["planned_steps"]), ("steps", plan["steps"])):
-        bounded_whole(name, value, 1, 2**53)
-    bounded_whole("parameters", model["parameters"], 0, 2**63)
-    bounded_whole("size", ledger["size"], 1, 2**63 - 1)
-    bounded_number("expected_batch", plan["expected_batch"], 0.0, 2.0**53)
-    for digits in (run["id"], model["sha256"], plan["sha256"], ledger["root"], ledger["header"]):
-        bytes.fromhex(digits)
-    start, conditions = content["trainer"]["starting_weights"], content["conditions"]
-    texts = [content["issued"], model["file"], ledger["origin"], ledger["verdict"], *content["accountant"].values()]
-    texts += [plan[name] for name in ("allocation", "clipping", "noise")] + [each["name"] for each in conditions]
-    texts += [] if start is None else [start["origin"], start["sha256"]]
-    if not all(map(is_short_text, texts)) or content["accountant"].keys() != {"name", "version"}:
-        raise ValueError("the accountant, the plan or another part has a name that is not a short text")
-    for name, each in content["classes"].items():
-        _check_figures(name, each)
-    for layer in content["layers"]:
-        bounded_number("depth", layer["depth"], 0.0, 1.0)
-        bounded_number("noise_std", layer["noise_std"], 0.0, MAX_NOISE)
-        bounded_whole("parameters", layer["parameters"], 0, 2**53)
-        if set(layer["classes"]) - content["classes"].keys():
-            raise ValueError(f"layer {str(layer['name'])[:80]!r} names a class that has no figures")
-    for each in content["conditions"]:
-        if type(each["holds"]) is not bool or each["source"] not in risk_statements.SOURCES:
-            raise ValueError(f"condition {str(each['name'])[:80]!r} is neither true nor false, or has no source")
-        _check_leaves(each["leaves"])
-    for each in content["statements"]:
-        _check_statement(each, content["classes"])
-    protects, classes = content["protects"], content["classes"]
-    for each in protects["not_protected"]:
-        if each["population"] != classes[each["class"]]["population"]:
-            raise ValueError("the field protects names another population than the class has")
-    if not {*protects["private_for"], *protects["weak"]} <= classes.keys() or type(protects["badge"]) is not str:
-        raise ValueError("the field protects names a class that has no figures, or its badge is no text")
-    for name, each in content["about"].items():
-        bounded_whole("leaf", each["leaf"], 0, 2**63 - 1)
-        if each.keys() != {"text", "leaf"} or not ABOUT.fits(((name, each["text"]),)):
-            raise ValueError(f"about.{name[:80]} is no text of the owner")
-    for each in content["ledgers_beside"]:
-        bounded_whole("runs", each["runs"], 0, 2**53)
-        if not is_short_text(each["origin"]):
-            raise ValueError("the origin of a ledger beside it is not a short text")
-    check_run_facts(content)
-    check_utility(content["utility"])
-    if content["private"] != all(each["holds"] for each in content["conditions"]) or not content["conditions"]:
-        raise ValueError("the field private contradicts the conditions")
-
-
-def _check_leaves(leaves: list[int] | None) -> None:
-    for leaf in leaves or ():
-        bounded_whole("leaf", leaf, 0, 2**63 - 1)
-
-
-def _check_statement(each: Mapping[str, Any], classes: Mapping[str, Any]) -> None:
-    if each.keys() != {"topic", "class", "text", "source", "leaves", "digest"} or type(each["text"]) is not str:
-        raise ValueError("a statement has other fields than topic, class, text, source, leaves and digest")
-    known = each["topic"] in risk_statements.TOPICS and each["source"] in risk_statements.SOURCES
-    if not known or each["class"] not in (None, *classes):
-        raise ValueError(f"the statement {each['text'][:80]!r} has an unknown topic, source or class")
-    _check_leaves(each["leaves"])
-    if each["digest"] is not None:
-        bytes.fromhex(each["digest"])
-
-
-def _check_figures(name: str, each: Mapping[str, Any]) -> None:
-    """Raise ValueError unless the figures of a class are in range."""
-    if not is_short_text(name) or type(each["public"]) is not bool or not is_short_text(each["unit"]):
-        raise ValueError(f"class {name[:80]!r} has a name, a unit or a field public of a wrong type")
-    charged = ({"noise_multiplier", "sampling_rate", "steps", "order"}, {"order"})
-    for part in each["charges"]:
-        if part.keys() != charged[0] or {key for key in part if part[key] is None} - charged[1]:
-            raise ValueError(f"class {name!r} has a charge without noise multiplier, sampling rate or steps")
-    if not is_short_text(each["adjacency"]) or "population" not in each:
-        raise ValueError(f"class {name!r} has no adjacency or no population")
-    for key in ("epsilon_total", *_FIGURES):
-        if each[key] is not None:
-            bounded_number(key, each[key], 0.0, MAX_EPSILON)
-    if each["delta"] is not None:
-        bounded_number("delta", each["delta"], 0.0, 1.0)
-    if each["public"] and any(each[key] is not None for key in ("delta", "epsilon", *_RISKS)):
-        raise ValueError(f"class {name[:80]!r} is public but states ε, δ or a risk; public data is not protected")
-    for key in _RISKS:
-        risk_statements.check_risk(key, each[key])
-    if (profile := each["epsilon_at"]) is not None and (each["public"] or [*profile] != [*_PROFILE]):
-        raise ValueError(f"class {name[:80]!r} states ε at other δ than {', '.join(_PROFILE)}, or is public")
-    for value in (profile or {}).values():
-        if value is not None:
-            bounded_number("epsilon_at", value, 0.0, MAX_EPSILON)
-    for key, most in (("noise_multiplier", MAX_NOISE), ("clip_norm", MAX_NOISE), ("sampling_rate", 1.0)):
-        if each[key] is not None:
-            bounded_number(key, each[key], 0.0, most)
-    for key in ("population", "max_occurrences"):
-        if each.get(key) is not None:
-            bounded_whole(key, each[key], 0, 2**53)
-    for part in (*each["bounds"], *each["charges"]):
-        for key, value in part.items():
-            if key in _RISKS:
-                risk_statements.check_risk(key, value)
-            elif value is not None:
-                bounded_number(key, value, 0.0, max(MAX_EPSILON, 1e15))
-
-
-_FIELDS = {
-    "version", "private", "issued", "run", "model", "ledger", "accountant", "plan", "trainer", "classes", "layers",
-    "conditions", "other_people", "about", "ledgers_beside", "protects", "statements", "program", "tuning", "utility",}  # fmt: skip
 
 
 def certify(
@@ -311,7 +188,7 @@ def certificate_content(
     (`_OBSERVED`) that do not hold, and the other ledgers beside it.
     """
     plan, header, end = evidence.plan, ledger.header, evidence.ended
-    stated_conditions = [each.to_dict() for each in _conditions(evidence, header.delta, failed)]
+    stated_conditions = [each.model_dump() for each in _conditions(evidence, header.delta, failed)]
     private = all(each["holds"] for each in stated_conditions)
     classes = {entry.name: _class_figures(evidence, header, entry) for entry in evidence.classes()}
     return {
@@ -416,7 +293,7 @@ def _class_figures(evidence: RunEvidence, header: Header, entry: PlannedClass) -
         | figures
         | risks
         | {
-            "epsilon_at": {delta: _epsilon(events, header, float(delta)) if known else None for delta in _PROFILE},
+            "epsilon_at": {delta: _epsilon(events, header, float(delta)) if known else None for delta in EPSILON_AT},
             "noise_multiplier": min((sigma for sigma, _, _ in events), default=None),
             "sampling_rate": entry.sampling_rate,
             "clip_norm": max(norms, default=None),
@@ -431,8 +308,7 @@ def _class_figures(evidence: RunEvidence, header: Header, entry: PlannedClass) -
 
 
 _FIGURES = ("epsilon", "epsilon_replace_one", "rho", "epsilon_unamplified")
-_RISKS = ("membership", "content", "membership_total", "content_total")
-_PROFILE = ("0.001", "0.0001", "1e-05", "1e-06", "1e-08")  # δ at which ε is stated as well
+_RISKS = tuple(Risks.model_fields)
 
 
 def _epsilon(events: EventCounts, header: Header, delta: float) -> float | None:
@@ -489,7 +365,7 @@ def _bound_figures(evidence: RunEvidence, header: Header, bound: Account) -> dic
 def _layers(evidence: RunEvidence) -> list[dict[str, Any]]:
     """Noise and classes by layer, as the steps in the model had them."""
     ratio = min(plan.noise_kind.std_ratio for plan in evidence.plans.values())
-    return [plain(each) | {"noise_std": each.noise_std * ratio} for each in layer_postures([evidence])]
+    return [{**each.model_dump(), "noise_std": each.noise_std * ratio} for each in layer_postures([evidence])]
 
 
 # ------------------------------------------------------------------------------------------ conditions
@@ -509,14 +385,16 @@ _OBSERVED = ("ledger", "recorded", "weights", "metrics")  # conditions about led
 def _conditions(evidence: RunEvidence, delta: float, failed: Mapping[str, str]) -> list[Condition]:
     assert evidence.end is not None
     stated, ended = evidence.ended.conditions(evidence.plan.adjacency), (evidence.end[0],)
+
+    def condition(name: str, holds: bool, why: str, source: str, leaves: Sequence[int] = ()) -> Condition:
+        reason, shown = None if holds else why, list(leaves) or None
+        return Condition(name=name, holds=holds, reason=reason, source=source, leaves=shown)
+
     found = [
-        Condition(name=name, holds=stated[name] == wanted, reason=why, source=BY_TRAINER, leaves=ended)
+        condition(name, stated[name] == wanted, why, BY_TRAINER, ended)
         for name, (wanted, why) in RUN_CONDITIONS.items()
     ]
-    found += [
-        Condition(name=name, holds=name not in failed, reason=failed.get(name, ""), source=BY_ISSUER)
-        for name in _OBSERVED
-    ]
+    found += [condition(name, name not in failed, failed.get(name, ""), BY_ISSUER) for name in _OBSERVED]
     printed = any(p.claimed or p.clipping is Clipping.ELEMENTWISE for p in evidence.plans.values())
     checks = {
         "sound_plan": (not printed, PRINTED_PLAN),
@@ -526,11 +404,8 @@ def _conditions(evidence: RunEvidence, delta: float, failed: Mapping[str, str]) 
             "δ is not below one over the population: publishing somebody's data whole would be within the promise",
         ),
     }
-    epochs = tuple(risk_statements.shown_leaves(evidence.leaves[evidence.run]))
-    return found + [
-        Condition(name=name, holds=holds, reason=why, source=BY_LEDGER, leaves=epochs)
-        for name, (holds, why) in checks.items()
-    ]
+    epochs = risk_statements.shown_leaves(evidence.leaves[evidence.run])
+    return found + [condition(name, holds, why, BY_LEDGER, epochs) for name, (holds, why) in checks.items()]
 
 
 def _all_finite(evidence: RunEvidence) -> bool:

@@ -63,9 +63,9 @@ def compare_with_ledger(
         note("release.ledger-not-verified", f"the ledger does not verify: {problem}", None)
         if problem.kind != KIND_NAMES[Release]:
             return None  # a ledger that does not verify is no evidence
-    signers = [each.public for each in ledger.parties(manifest.ledger["size"]).histories(Role.LEDGER)]
+    signers = [each.public for each in ledger.parties(manifest.ledger.size).histories(Role.LEDGER)]
     try:
-        verify_checkpoint(manifest.ledger["checkpoint"], [NoteKey(ledger.origin, key) for key in signers])
+        verify_checkpoint(manifest.ledger.checkpoint, [NoteKey(ledger.origin, key) for key in signers])
     except LaminaError as error:
         note("release.ledger-head-not-verified", error.problem, _CHECKPOINT)
     # 3. The signer has no other role in the ledger.
@@ -78,7 +78,7 @@ def compare_with_ledger(
     _check_record(manifest, ledger, note)
     # 5. Every certificate, and 6. the posture, follow from the leaves up to that checkpoint.
     try:
-        at, runs = manifest.ledger["checkpoint"], map(bytes.fromhex, manifest.predicate["runs"])
+        at, runs = manifest.ledger.checkpoint, map(bytes.fromhex, manifest.predicate.runs)
         evidence = [RunEvidence.read(ledger, run, at) for run in runs]
         for run, (file, certificate) in zip(evidence, certificates.items(), strict=False):
             _compare_certificate(replace(run, evaluation=evaluations.get(file)), certificate, file, ledger, note)
@@ -96,7 +96,7 @@ def changes_since(manifest: Manifest, ledger: LedgerReader) -> dict[str, list[in
     classes = manifest.posture.classes.keys()
     found: dict[str, list[int]] = {}
     for kind, name in _CHANGES.items():
-        for leaf in ledger.of_kind(kind, manifest.ledger["size"]):
+        for leaf in ledger.of_kind(kind, manifest.ledger.size):
             record = leaf.record
             if isinstance(record, Epoch) and not classes & {each.cls for each in record.accounts}:
                 continue
@@ -118,13 +118,13 @@ _CHANGES: dict[type[Record], str] = {
 
 def _is_ledger_of(manifest: Manifest, ledger: LedgerReader, note: Note) -> bool:
     at = manifest.ledger
-    if ledger.origin != at["origin"] or ledger.header_hash.hex() != at["header"]:
-        note("release.other-ledger", f"{ledger.name} is not its ledger, which has origin {at['origin']!r}", _CHECKPOINT)
-    elif ledger.size < at["size"]:
-        reason = f"the ledger has {ledger.size} leaves, but the release refers to {at['size']}"
+    if ledger.origin != at.origin or ledger.header_hash.hex() != at.header:
+        note("release.other-ledger", f"{ledger.name} is not its ledger, which has origin {at.origin!r}", _CHECKPOINT)
+    elif ledger.size < at.size:
+        reason = f"the ledger has {ledger.size} leaves, but the release refers to {at.size}"
         note("release.ledger-older", reason, _CHECKPOINT)
-    elif ledger.root_at(at["size"]).hex() != at["root"]:
-        note("release.ledger-forked", f"the first {at['size']} leaves of the ledger have another root", _CHECKPOINT)
+    elif ledger.root_at(at.size).hex() != at.root:
+        note("release.ledger-forked", f"the first {at.size} leaves of the ledger have another root", _CHECKPOINT)
     else:
         return True
     return False
@@ -132,11 +132,11 @@ def _is_ledger_of(manifest: Manifest, ledger: LedgerReader, note: Note) -> bool:
 
 def _check_record(manifest: Manifest, ledger: LedgerReader, note: Note) -> None:
     """Check that a release record after the checkpoint of the release states the same as the manifest."""
-    records = (leaf.record for leaf in ledger.of_kind(Release, manifest.ledger["size"]))
+    records = (leaf.record for leaf in ledger.of_kind(Release, manifest.ledger.size))
     mine = [each for each in records if isinstance(each, Release) and each.manifest.hex() == manifest.digest]
     if not mine:
         note("release.not-recorded", "the ledger has no record of this release", _MANIFEST)
-    stated = (manifest.predicate["runs"], manifest.not_after)
+    stated = (manifest.predicate.runs, manifest.not_after)
     for each in mine:
         if ([run.hex() for run in each.runs], each.not_after) != stated:
             reason = "its record in the ledger names other runs, or another date until which it may be served"
@@ -170,12 +170,12 @@ def _compare_certificate(
 
 
 def _compare_posture(manifest: Manifest, expected: Posture, runs: Sequence[RunEvidence], note: Note) -> None:
-    found = differences(manifest.posture.to_dict(), expected.to_dict(), "posture")
+    found = differences(manifest.posture.model_dump(), expected.model_dump(), "posture")
     for path, one, two in islice(found, _MOST_DIFFERENCES):
         reason = f"{path} is {short_repr(one)} in the manifest, but {short_repr(two)} by the ledger"
         note("release.posture-differs", reason, _MANIFEST)
-    if manifest.predicate["created"] != format_utc(runs[-1].time):
-        reason = f"it states the date {manifest.predicate['created']}, but its checkpoint {format_utc(runs[-1].time)}"
+    if manifest.predicate.created != format_utc(runs[-1].time):
+        reason = f"it states the date {manifest.predicate.created}, but its checkpoint {format_utc(runs[-1].time)}"
         note("release.ledger-head-differs", reason, _MANIFEST)
     try:
         check_parents(runs)

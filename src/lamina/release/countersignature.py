@@ -11,22 +11,40 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from lamina.errors import BadKey, EncodingError, LaminaError, NotVerified, PlanError
 from lamina.ledger.key_state import KeyState
 from lamina.ledger.verify.tree_checks import Trust
 from lamina.release.comparison import Note
+from lamina.release.schema import Digest, Document, Text, read_document
 from lamina.sign.key_ring import KeyStatus
 from lamina.sign.keys import CLOCK_SKEW, PrivateKey, PublicKey, format_utc, parse_utc
 from lamina.sign.signed_json import canonical_json, parse_json, read_cose, sign_json
-from lamina.validate import is_short_text, short_repr
 
 COUNTERSIGNATURE_TYPE = "application/lamina-countersignature+json"
 OFFICER = "officer"  # role in a key ring; a ledger has no such role
-TEXTS = ("name", "role", "qualification", "recipient", "purpose", "legal_basis", "method", "result")
-_REQUIRED = ("name", "role")
-_FIELDS = ("version", "certificate", "signer", "signed", "valid_until", *TEXTS)
+
+
+class Determination(Document):
+    """What an officer states, in the order of its bytes: the certificate that it is about, dates, and texts."""
+
+    version: Literal[1]
+    certificate: Digest
+    signer: Digest
+    signed: str
+    valid_until: str
+    name: Text
+    role: Text
+    qualification: Text | None
+    recipient: Text | None
+    purpose: Text | None
+    legal_basis: Text | None
+    method: Text | None
+    result: Text | None
+
+
+TEXTS = tuple(Determination.model_fields)[5:]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,19 +62,17 @@ class Countersignature:
         """Read a countersignature strictly and check its signature with the key that it names."""
         found = read_cose(data, COUNTERSIGNATURE_TYPE)
         content = parse_json(found.payload, "the countersignature")
+        code = "release.countersignature-malformed"
+        stated = read_document(Determination, content, "the countersignature", code)
         try:
-            if canonical_json(content) != found.payload or tuple(content) != _FIELDS:
-                raise ValueError(f"it must be canonical JSON with the fields {', '.join(_FIELDS)}")
-            if type(content["version"]) is not int or content["version"] != 1:
-                raise ValueError(f"it has version {short_repr(content['version'])}, this program reads 1")
-            if len(bytes.fromhex(content["certificate"])) != 32:
-                raise ValueError("it names no SHA-256 of a certificate")
-            _check_texts(content)
-            signer = PublicKey(bytes.fromhex(content["signer"]))
-            signed, until = parse_utc(content["signed"]), parse_utc(content["valid_until"])
-        except (KeyError, TypeError, ValueError, AttributeError, LaminaError) as error:
-            problem = f"the countersignature cannot be read: {error}"
-            raise EncodingError("release.countersignature-malformed", problem, "fetch it again") from None
+            if canonical_json(stated.model_dump()) != found.payload:
+                raise EncodingError(code, "it is not canonical JSON with its fields in their order")
+            signer = PublicKey(bytes.fromhex(stated.signer))
+            signed, until = parse_utc(stated.signed), parse_utc(stated.valid_until)
+        except LaminaError as error:
+            raise EncodingError(
+                code, f"the countersignature cannot be read: {error.problem}", "fetch it again"
+            ) from None
         if found.by((signer,)) is None:
             problem = "the key that the countersignature names did not sign it"
             raise NotVerified("release.countersignature-wrong", problem, "fetch it again")
@@ -102,28 +118,22 @@ class Countersignature:
         return f"{self.content['name']}, {self.content['role']}, valid until {self.content['valid_until']}"
 
 
-def _check_texts(content: Mapping[str, Any]) -> None:
-    for name in TEXTS:
-        if not is_short_text(content[name]) and (content[name] is not None or name in _REQUIRED):
-            raise ValueError(f"{name} is {short_repr(content[name])}, must be 1 to 512 printable characters")
-
-
 def countersign(
     certificate: bytes, key: PrivateKey, texts: Mapping[str, str | None], *, now: int, valid_until: int
 ) -> bytes:
     """Return the countersignature of a signed certificate. `texts` are the officer's statements by name (`TEXTS`)."""
-    stated = {name: texts.get(name) for name in TEXTS}
-    try:
-        _check_texts(stated)
-    except ValueError as error:
-        remedy = "give --name, --role and your statements"
-        raise PlanError("release.countersignature-field", str(error), remedy) from None
     if valid_until <= now:
         problem = f"valid until {format_utc(valid_until)} is not after its date, {format_utc(now)}"
         raise PlanError("release.countersignature-expired", problem, "give a later date: --valid-until 2027-12-31")
     about = {"version": 1, "certificate": hashlib.sha256(certificate).hexdigest(), "signer": key.public.x.hex()}
     times = {"signed": format_utc(now), "valid_until": format_utc(valid_until)}
-    return sign_json({**about, **times, **stated}, key, COUNTERSIGNATURE_TYPE)
+    content = about | times | {name: texts.get(name) for name in TEXTS}
+    try:
+        read_document(Determination, content, "the countersignature", "release.countersignature-field")
+    except EncodingError as error:
+        remedy = "give --name, --role and your statements, each of 1 to 512 printable characters"
+        raise PlanError(error.code, error.problem, remedy) from None
+    return sign_json(content, key, COUNTERSIGNATURE_TYPE)
 
 
 def role_of(key: PublicKey, release: PublicKey, trust: Trust | None, parties: KeyState | None) -> str | None:

@@ -21,8 +21,9 @@ from typing import Any, BinaryIO
 
 from lamina.errors import EncodingError, LedgerError, NotVerified
 from lamina.ledger.run_records import WEIGHTS
-from lamina.release.gate import Decision, Query
+from lamina.release.gate import Decision
 from lamina.release.manifest import MANIFEST, Manifest
+from lamina.release.query import Query
 from lamina.sign.dsse import make_statement, read_statement, sign_line
 from lamina.sign.keys import PrivateKey, PublicKey, format_utc
 from lamina.validate import open_regular

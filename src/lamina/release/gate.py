@@ -19,14 +19,14 @@ import re
 import threading
 import time as system
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import translate
 from functools import lru_cache, reduce
 from operator import or_
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lamina.errors import EncodingError, LaminaError, NotVerified, StoreBusy, StoreError
+from lamina.errors import LaminaError, NotVerified, StoreBusy, StoreError
 from lamina.ledger.following import LedgerFollower
 from lamina.ledger.merkle import leaf_hash, root_from_inclusion
 from lamina.ledger.reader import LedgerReader
@@ -34,134 +34,18 @@ from lamina.ledger.records import Leaf, decode_leaf
 from lamina.ledger.run_records import WEIGHTS
 from lamina.ledger.signed_checkpoint import LedgerCheckpoint
 from lamina.ledger.verify.tree_checks import KnownCheckpoint, Trust
-from lamina.plan.risk import STATED_RATES, RiskBound
+from lamina.plan.risk import RiskBound
 from lamina.plan.table import percent_text
-from lamina.release.manifest import Manifest, open_inside, verify_release
-from lamina.release.posture import NOT_REACHED, AdapterPosture, WithdrawalCounter
+from lamina.release.manifest import Manifest, open_inside
+from lamina.release.posture import AdapterPosture, WithdrawalCounter
+from lamina.release.query import Query, Rights, draws_of
+from lamina.release.schema import NOT_REACHED
+from lamina.release.verifier import verify_release
 from lamina.sign.keys import CLOCK_SKEW, PublicKey, format_utc
-from lamina.validate import number
 
-MAX_PATTERNS = 64
-MAX_PATTERN_CHARACTERS = 4096  # of all patterns together: each is tried on every layer
-_MAX_NAME, _MAX_RIGHTS = 512, 1 << 16  # characters, of one and of all together: a line of the log must hold them
 _MAX_REMEMBERED = 4096  # of what queries draw on, if all of them differ
 REFRESH_SECONDS = 0.25  # between two looks at the ledger: a fresh withdrawal counts within a second
 RETRY_SECONDS = 1.0  # seconds between looks after one that failed
-
-_DRAWS_ON = ("layers", "depth", "adapter", "generation_class")
-_RIGHTS = ("classes", "max_epsilon", "min_noise_multiplier", "purpose", "accept_withdrawn", "max_tpr")
-_MAX_TPR = (
-    "max_tpr must state of (membership or content), "
-    f"fpr ({', '.join(f'{rate:g}' for rate in STATED_RATES)}) and tpr (above fpr, below 1)"
-)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Rights:
-    """The rights envelope of a query: under which privacy posture whoever asks may use the model.
-
-    classes               the classes whose data may be drawn on
-    max_epsilon           the largest ε that a class may have; inf for any
-    min_noise_multiplier  the least sigma that a class must have had in every step; 0 for any
-    purpose               what the answer is for
-    accept_withdrawn      whether contributions that were withdrawn since may be in it
-    max_tpr               what an attack on a class may find at most, at a stated false-positive rate; None for any
-    """
-
-    classes: frozenset[str]
-    max_epsilon: float
-    min_noise_multiplier: float
-    purpose: str
-    accept_withdrawn: bool = False
-    max_tpr: RiskBound | None = None
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "classes", frozenset(self.classes))
-        texts = (*self.classes, self.purpose)
-        if not all(isinstance(each, str) and len(each) <= _MAX_NAME for each in texts) or len(self.classes) > 1024:
-            raise _invalid(f"classes and purpose must be texts of at most {_MAX_NAME} characters, 1024 classes at most")
-        if sum(map(len, texts)) > _MAX_RIGHTS:
-            raise _invalid(f"classes and purpose have more than {_MAX_RIGHTS} characters together")
-        if type(self.accept_withdrawn) is not bool:
-            raise _invalid(f"accept_withdrawn is {self.accept_withdrawn!r}, must be true or false")
-        if self.max_tpr is not None and not (isinstance(self.max_tpr, RiskBound) and self.max_tpr.fpr in STATED_RATES):
-            raise _invalid(_MAX_TPR)
-        for name in ("max_epsilon", "min_noise_multiplier"):
-            value = getattr(self, name)
-            if isinstance(value, bool):
-                raise _invalid(f"{name} is {value!r}, must be a number")
-            checked = number(EncodingError, "release.query-invalid", least=0, infinite=True, **{name: value})
-            object.__setattr__(self, name, checked)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Query:
-    """What a query draws on, and under which rights.
-
-    layers            names or patterns of layers; all of the model if neither this nor `depth` is given
-    depth             a band (low, high) of the depth, ends included: 0 is the input, 1 the output
-    adapter           the adapter that is switched on; None for the base alone
-    generation_class  a name that the manifest gives to one of these; instead of them
-    scope             where the answer is used: an adapter may be bound to one
-    """
-
-    rights: Rights
-    layers: tuple[str, ...] = ()
-    depth: tuple[float, float] | None = None
-    adapter: str | None = None
-    generation_class: str | None = None
-    scope: str | None = None
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "layers", tuple(self.layers))
-        texts = (*self.layers, *(t for t in (self.adapter, self.generation_class, self.scope) if t is not None))
-        if len(self.layers) > MAX_PATTERNS or not all(isinstance(t, str) and 0 < len(t) <= _MAX_NAME for t in texts):
-            raise _invalid(f"it names more than {MAX_PATTERNS} layers, or something that is no name")
-        if sum(map(len, self.layers)) > MAX_PATTERN_CHARACTERS:
-            raise _invalid(f"its patterns have more than {MAX_PATTERN_CHARACTERS} characters: name a generation class")
-        if self.depth is not None:
-            low, high = (number(EncodingError, "release.query-invalid", depth=each) for each in self.depth)
-            object.__setattr__(self, "depth", (low, high))
-        if self.generation_class is not None and (self.layers or self.depth or self.adapter):
-            raise _invalid("it names a generation class and layers, depth or adapter beside it")
-
-    @classmethod
-    def from_dict(cls, plain: object) -> Query:
-        """A query as JSON states it: {"draws_on": {…}, "scope": …, "rights": {…}}; EncodingError for anything else."""
-        if type(plain) is not dict or not {"rights"} <= plain.keys() <= {"rights", "draws_on", "scope"}:
-            raise _invalid("it must have rights, and may have draws_on and scope")
-        draws, rights = plain.get("draws_on", {}), plain["rights"]
-        if type(draws) is not dict or draws.keys() - set(_DRAWS_ON):
-            raise _invalid(f"draws_on may have {', '.join(_DRAWS_ON)}")
-        if type(rights) is not dict or not set(_RIGHTS[:4]) <= rights.keys() <= set(_RIGHTS):
-            raise _invalid(f"rights must have {', '.join(_RIGHTS[:4])}, and may have {', '.join(_RIGHTS[4:])}")
-        if not (type(rights["classes"]) is list and type(draws.get("layers", [])) is list):
-            raise _invalid("classes and layers must be lists")
-        most, risk = rights["max_epsilon"], rights.get("max_tpr")
-        try:
-            bound = None if risk is None else RiskBound.model_validate(risk)
-        except ValueError:
-            raise _invalid(_MAX_TPR) from None
-        try:
-            read = {"max_epsilon": float("inf") if most is None else most, "max_tpr": bound}
-            what: dict[str, Any] = {name: tuple(v) if type(v) is list else v for name, v in draws.items()}
-            return cls(rights=Rights(**rights | read), scope=plain.get("scope"), **what)
-        except (TypeError, ValueError):
-            raise _invalid("a field has a wrong type") from None
-
-    def to_dict(self) -> dict[str, Any]:
-        """The inverse of `from_dict`."""
-        rights = {name: getattr(self.rights, name) for name in _RIGHTS}
-        rights["classes"] = sorted(self.rights.classes)
-        rights["max_epsilon"] = None if self.rights.max_epsilon == float("inf") else self.rights.max_epsilon
-        rights["max_tpr"] = None if self.rights.max_tpr is None else self.rights.max_tpr.model_dump()
-        draws = {name: getattr(self, name) for name in _DRAWS_ON}
-        told = {name: list(value) if isinstance(value, tuple) else value for name, value in draws.items() if value}
-        return {"draws_on": told, "scope": self.scope, "rights": rights}
-
-
-def _invalid(problem: str) -> EncodingError:
-    return EncodingError("release.query-invalid", f"the query cannot be decided: {problem}", "see docs/release.md")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -243,19 +127,19 @@ class GateRule:
                 reach[name] |= 1 << at
         return tuple(
             _ClassState(
-                each.name,
+                name,
                 each.public,
                 float("inf") if each.epsilon is None else each.epsilon,
                 0.0 if each.noise_multiplier is None else each.noise_multiplier,
                 frozenset(each.purposes),
-                reach[each.name],
+                reach[name],
                 {
                     (of, float(rate)): value
                     for of, rates in (("membership", each.membership), ("content", each.content))
                     for rate, value in (rates or {}).items()
                 },
             )
-            for each in posture.classes.values()
+            for name, each in posture.classes.items()
         )
 
     def decide(
@@ -328,19 +212,14 @@ class GateRule:
             draws = self.manifest.gate.generation_classes.get(named)
             if draws is None:
                 return _unknown(f"the manifest has no generation class {named!r}")
-            try:
-                inner = Query.from_dict(query.to_dict() | {"draws_on": dict(draws)})
-            except EncodingError as error:
-                return _unknown(f"generation class {named!r} of the manifest is not usable: {error.problem}")
-            nested = inner.generation_class is not None
-            return _unknown("a generation class names another") if nested else self._resolve(inner)
+            return self._resolve(replace(query, **draws_of(draws)))
         mine = self._adapters.get(query.adapter or "", [])
         if query.adapter is not None and not mine:
             return _unknown(f"the release has no adapter {query.adapter!r}")
         reasons = []
         for each in (each for each in mine if not _scope_allows(each.scope, query.scope)):
             text = f"adapter {each.name!r} may be deployed in {each.scope!r}, the query is for {query.scope!r}"
-            reasons.append(DenialReason(code="outside-scope", text=text, layers=each.layers))
+            reasons.append(DenialReason(code="outside-scope", text=text, layers=tuple(each.layers)))
         if self._adapters and not mine and (text := self._base_trained()):
             reasons.append(DenialReason(code="base-not-frozen", text=text))
         own = {name for each in mine for name in each.layers}
@@ -498,11 +377,11 @@ class _ReleaseLedger:
 
     def __init__(self, ledger: LedgerReader, manifest: Manifest, trust: Trust) -> None:
         at = manifest.ledger
-        if ledger.origin != at["origin"] or ledger.header_hash.hex() != at["header"]:
-            problem = f"{ledger.name} is not the ledger of this release, which is of {at['origin']!r}"
+        if ledger.origin != at.origin or ledger.header_hash.hex() != at.header:
+            problem = f"{ledger.name} is not the ledger of this release, which is of {at.origin!r}"
             raise NotVerified("release.other-ledger", problem, "give the ledger that the manifest names")
         self._ledger = ledger
-        self._known = LedgerCheckpoint(str(at["origin"]), int(at["size"]), bytes.fromhex(at["root"]))
+        self._known = LedgerCheckpoint(at.origin, at.size, bytes.fromhex(at.root))
         self._follower = LedgerFollower(ledger, trust, self._known)
         self._counter = WithdrawalCounter(self._proven_leaf, manifest.posture.eligible)
         self._counts = dict(manifest.posture.withdrawn)

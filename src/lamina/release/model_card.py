@@ -13,8 +13,6 @@ from typing import Any
 from lamina.release.certificate import Certificate
 from lamina.release.posture import Posture
 from lamina.release.risk_statements import (
-    BY_LEDGER,
-    BY_TRAINER,
     FIGURE_NAMES,
     JOINT_EPSILON,
     per_hundred,
@@ -25,6 +23,7 @@ from lamina.release.risk_statements import (
     stated,
     withdrawn_text,
 )
+from lamina.release.schema import BY_LEDGER, BY_TRAINER
 from lamina.release.typeset import NOT_STATED, filled
 from lamina.sign.signed_json import canonical_json
 

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from string import Formatter
 from typing import Any
 
-from lamina.release.risk_statements import BY_MEASUREMENT, BY_OWNER, short_figure
+from lamina.release.risk_statements import short_figure
+from lamina.release.schema import BY_MEASUREMENT, BY_OWNER
 from lamina.release.typeset import read_template
 
 NIST_PROFILE = "nist-800-226"

@@ -22,9 +22,10 @@ from lamina.ledger.reader import LedgerReader
 from lamina.ledger.verify.tree_checks import Trust
 from lamina.release import model_card
 from lamina.release.certificate import Certificate
-from lamina.release.manifest import MANIFEST, Manifest, read_file, verify_release
+from lamina.release.manifest import MANIFEST, Manifest, read_file
 from lamina.release.model_card import FIGURE_LABELS, class_rows, markdown
 from lamina.release.typeset import NOT_STATED, filled
+from lamina.release.verifier import verify_release
 from lamina.sign.keys import read_small, write_new
 from lamina.sign.signed_json import canonical_json
 from lamina.validate import one_of
@@ -48,7 +49,7 @@ def read_release(folder: Path, trust: Trust | None = None, ledger: LedgerReader 
     if (manifest := found.manifest) is None or not found.verified:
         problem = f"'{folder}' does not verify: {found.problems[0]}"
         raise NotVerified("release.papers-not-verified", problem, "list all problems: lamina release verify DIR")
-    names = [each["signed"] for each in manifest.predicate["certificates"]]
+    names = [each.signed for each in manifest.predicate.certificates]
     signed = {name: read_file(folder, name) for name in names}
     if any(hashlib.sha256(data).hexdigest() != manifest.subjects[name] for name, data in signed.items()):
         raise NotVerified("release.file-changed", f"'{folder}' changed while it was read", "try again")
@@ -77,7 +78,7 @@ def _facts(manifest: Manifest, certificates: tuple[Certificate, ...], verdict: s
     plan, accountant, start = content["plan"], content["accountant"], content["trainer"]["starting_weights"]
     steps = " + ".join(str(each.content["run"]["steps"]) for each in certificates)
     facts |= {
-        "name": facts.get("about.title", predicate["name"]),
+        "name": facts.get("about.title", predicate.name),
         "badge": model_card.model_badge(certificates, posture),
         "risk": " ".join(model_card.risk_texts(statements)),
         "figures": " ".join(f"Class {cls}: {'; '.join(map(': '.join, row.items()))}." for cls, row in rows.items()),
@@ -85,8 +86,8 @@ def _facts(manifest: Manifest, certificates: tuple[Certificate, ...], verdict: s
         f"{plan['allocation']} allocation, {steps} steps, expected batch {plan['expected_batch']:g}; accountant "
         f"{accountant['name']} ({accountant['version']}).",
         "units": ", ".join(dict.fromkeys(each.unit for each in private)) or "none: all data is declared public",
-        "published": facts.get("about.publication_date", predicate["created"][:10]),
-        "created": predicate["created"], "not after": predicate["not_after"], "manifest": manifest.digest,
+        "published": facts.get("about.publication_date", predicate.created[:10]),
+        "created": predicate.created, "not after": predicate.not_after, "manifest": manifest.digest,
         "verdict": verdict, "withdrawn": str(sum(posture.withdrawn.values())), "leaf": str(posture.as_of_size - 1),
     }  # fmt: skip
     if start is not None:

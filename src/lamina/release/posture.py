@@ -10,9 +10,10 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, TypeVar
+from typing import Annotated, Literal, Self, TypeVar
+
+from pydantic import Field, model_validator
 
 from lamina.account.accountants import pooled_epsilon
 from lamina.account.charges import Account
@@ -21,24 +22,17 @@ from lamina.ledger.governance_records import Header, PolicyChange, Withdrawal, p
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.records import ContributionRecord, Epoch, KeptContribution, Leaf
 from lamina.ledger.run_records import RunBegin
-from lamina.ledger.schema import MAX_EPSILON, nano_epsilon
+from lamina.ledger.schema import nano_epsilon
 from lamina.ledger.show import epsilon_or_none
 from lamina.plan.depth_profile import ProfileKind
-from lamina.plan.risk import STATED_RATES, UNPROVEN, stated_rates
+from lamina.plan.risk import UNPROVEN, stated_rates
 from lamina.release.run_evidence import RunEvidence, in_model
-from lamina.validate import bounded_number, bounded_whole, is_short_text
+from lamina.release.schema import NOT_REACHED, Document, Epsilon, Layer, LeafNumber, Noise, Rate, Rates, Size, Text
 
-_Layer = TypeVar("_Layer")
-MAX_NOISE = 1e15  # no plan adds more
-
-NOT_REACHED = (
-    "A class that did not reach a layer had no direct gradient there. Later steps of others saw weights that it moved "
-    "elsewhere: the noise covers that, not the structure."
-)
+L = TypeVar("L")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ClassPosture:
+class ClassPosture(Document):
     """A class in a model. `epsilon` is None if nothing finite is proven; for public data, `delta` is None as well.
 
     A class is public if all runs declared it public. If some of them did, nothing is proven about it.
@@ -47,137 +41,62 @@ class ClassPosture:
     attack on these runs, by false-positive rate; None if nothing is proven, and for public data.
     """
 
-    name: str
     public: bool
-    unit: str
-    epsilon: float | None
-    delta: float | None
-    noise_multiplier: float | None
-    purposes: tuple[str, ...]
-    membership: Mapping[str, float] | None
-    content: Mapping[str, float] | None
+    unit: Text
+    epsilon: Epsilon | None
+    delta: Rate | None
+    noise_multiplier: Noise | None
+    purposes: Annotated[list[Text], Field(max_length=1024)]
+    membership: Rates | None
+    content: Rates | None
+
+    @model_validator(mode="after")
+    def _public_has_no_figures(self) -> Self:
+        if self.public and (self.epsilon, self.delta, self.membership, self.content) != (None, None, None, None):
+            raise ValueError("it is public but states ε, δ or a risk; public data is not protected")
+        if not self.public and self.delta is None:
+            raise ValueError("it is private and states no δ")
+        return self
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LayerPosture:
-    """A layer in a model: the classes that reached it, and the least noise that it had in a step."""
-
-    name: str
-    depth: float
-    parameters: int
-    noise_std: float
-    classes: tuple[str, ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AdapterPosture:
+class AdapterPosture(Document):
     """An adapter, by name and digest of its configuration: its layers, and where it may be deployed."""
 
-    name: str
-    config: str | None
-    scope: str | None
-    layers: tuple[str, ...]
+    name: Text
+    config: Text | None
+    scope: Text | None
+    layers: list[Text]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Posture:
+_MAX_PARTS = 16_384
+
+
+class Posture(Document):
     """The posture of a model that one or several runs trained.
 
     eligible   [first, last): a contribution in a leaf before `last`, not withdrawn before leaf `first`, may be in it
     withdrawn  by class, how many of these were withdrawn up to leaf `as_of_size`
     """
 
-    classes: Mapping[str, ClassPosture]
-    layers: tuple[LayerPosture, ...]
-    adapters: tuple[AdapterPosture, ...]
-    eligible: tuple[int, int]
-    withdrawn: Mapping[str, int]
-    as_of_size: int
+    classes: Annotated[dict[Text, ClassPosture], Field(max_length=_MAX_PARTS)]
+    layers: Annotated[list[Layer], Field(min_length=1, max_length=_MAX_PARTS)]
+    adapters: Annotated[list[AdapterPosture], Field(max_length=_MAX_PARTS)]
+    eligible: Annotated[list[LeafNumber], Field(min_length=2, max_length=2)]
+    withdrawn: dict[str, LeafNumber]
+    as_of_size: Size
+    note: Literal[NOT_REACHED] = NOT_REACHED  # type: ignore[valid-type]
 
-    def to_dict(self) -> dict[str, Any]:
-        """As a manifest holds it."""
-        return {
-            "classes": {name: plain(each, "name") for name, each in self.classes.items()},
-            "layers": [plain(each) for each in self.layers],
-            "adapters": [plain(each) for each in self.adapters],
-            "eligible": list(self.eligible),
-            "withdrawn": dict(self.withdrawn),
-            "as_of_size": self.as_of_size,
-            "note": NOT_REACHED,
-        }
-
-    @classmethod
-    def from_dict(cls, plain: Mapping[str, Any]) -> Posture:
-        """The inverse of `to_dict`; KeyError, TypeError or ValueError for anything else."""
-        if plain.keys() != {"classes", "layers", "adapters", "eligible", "withdrawn", "as_of_size", "note"}:
-            raise ValueError("the posture lacks a field, or has an unknown one")
-        size = bounded_whole("as_of_size", plain["as_of_size"], 1, 2**63 - 1)
-        first, last = (bounded_whole("eligible", each, 0, size) for each in plain["eligible"])
-        classes = {name: _read(ClassPosture, {"name": name, **each}) for name, each in plain["classes"].items()}
-        layers = tuple(_read(LayerPosture, each) for each in plain["layers"])
-        adapters = tuple(_read(AdapterPosture, each) for each in plain["adapters"])
-        withdrawn = {name: bounded_whole("withdrawn", each, 0, size) for name, each in plain["withdrawn"].items()}
-        for each in classes.values():
-            _check_class(each)
-        for layer in layers:
-            if type(layer.classes) is not tuple or not all(map(is_short_text, (layer.name, *layer.classes))):
-                raise ValueError(f"layer {str(layer.name)[:80]!r} has a name or classes of a wrong type")
-            bounded_number("depth", layer.depth, 0.0, 1.0)
-            bounded_number("noise_std", layer.noise_std, 0.0, MAX_NOISE)
-            bounded_whole("parameters", layer.parameters, 0, 2**53)
-        names = {layer.name for layer in layers}
-        for adapter in adapters:
-            texts = [adapter.name, *(text for text in (adapter.config, adapter.scope) if text is not None)]
-            if not all(map(is_short_text, texts)) or type(adapter.layers) is not tuple or set(adapter.layers) - names:
-                name = str(adapter.name)[:80]
-                raise ValueError(f"an adapter has no name, or layers that the model does not have: {name!r}")
-        unknown = {name for layer in layers for name in layer.classes} - classes.keys()
-        if unknown or not layers or len(names) < len(layers) or first > last or withdrawn.keys() != classes.keys():
-            raise ValueError("layers, classes, withdrawals and eligible leaves do not fit together")
-        if max(len(layers), len(classes), len(adapters)) > _MAX_PARTS or plain["note"] != NOT_REACHED:
-            raise ValueError(f"it has more than {_MAX_PARTS} layers, classes or adapters, or another note")
-        return cls(
-            classes=classes, layers=layers, adapters=adapters, eligible=(first, last), withdrawn=withdrawn,
-            as_of_size=size,
-        )  # fmt: skip
-
-
-_MAX_PARTS = 16_384
-
-
-def _check_class(each: ClassPosture) -> None:
-    """Raise ValueError unless figures are in range, purposes are texts, and only a private class has figures."""
-    texts = type(each.purposes) is tuple and len(each.purposes) <= 1024 and all(map(is_short_text, each.purposes))
-    if not texts or type(each.public) is not bool or not is_short_text(each.unit) or not is_short_text(each.name):
-        raise ValueError(f"class {str(each.name)[:80]!r} has a name, unit, purposes or a field public of a wrong type")
-    if each.epsilon is not None:
-        bounded_number("epsilon", each.epsilon, 0.0, MAX_EPSILON)
-    if each.noise_multiplier is not None:
-        bounded_number("noise_multiplier", each.noise_multiplier, 0.0, MAX_NOISE)
-    for name, rates in (("membership", each.membership), ("content", each.content)):
-        if rates is None:
-            continue
-        if type(rates) is not dict or list(rates) != [f"{rate:g}" for rate in STATED_RATES]:
-            raise ValueError(f"class {each.name!r} must state {name} at the rates {STATED_RATES}")
-        for rate, value in rates.items():
-            bounded_number(name, value, float(rate), 1.0)
-    if each.public:
-        if (each.epsilon, each.delta, each.membership, each.content) != (None, None, None, None):
-            raise ValueError(f"class {each.name!r} is public but states ε, δ or a risk; public data is not protected")
-    else:
-        bounded_number("delta", each.delta, 0.0, 1.0)
-
-
-def plain(each: Any, *without: str) -> dict[str, Any]:
-    """Return a part of a posture in the form of a manifest."""
-    values = {name: getattr(each, name) for name in each.__slots__ if name not in without}
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
-
-
-def _read(kind: Any, plain: Mapping[str, Any]) -> Any:
-    if plain.keys() != set(kind.__slots__):
-        raise ValueError(f"{kind.__name__} must have the fields {', '.join(kind.__slots__)}")
-    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in plain.items()})
+    @model_validator(mode="after")
+    def _parts_fit(self) -> Self:
+        names, (first, last) = {layer.name for layer in self.layers}, self.eligible
+        unknown = {name for layer in self.layers for name in layer.classes} - self.classes.keys()
+        unknown |= {name for adapter in self.adapters for name in adapter.layers} - names
+        counts = max(self.withdrawn.values(), default=0)
+        if unknown or len(names) < len(self.layers) or self.withdrawn.keys() != self.classes.keys():
+            raise ValueError("layers, classes, adapters and withdrawals do not fit together")
+        if not first <= last <= self.as_of_size or counts > self.as_of_size:
+            raise ValueError("eligible leaves or withdrawals lie beyond the ledger")
+        return self
 
 
 def read_posture(ledger: LedgerReader, runs: Sequence[RunEvidence]) -> Posture:
@@ -190,8 +109,8 @@ def read_posture(ledger: LedgerReader, runs: Sequence[RunEvidence]) -> Posture:
     return Posture(
         classes={name: _class_posture(ledger.header, runs, name) for name in names},
         layers=layers,
-        adapters=tuple(_adapters(ledger, layers, size)),
-        eligible=eligible,
+        adapters=list(_adapters(ledger, layers, size)),
+        eligible=list(eligible),
         withdrawn={name: counts[name] for name in names},
         as_of_size=size,
     )
@@ -209,19 +128,18 @@ def _class_posture(header: Header, runs: Iterable[RunEvidence], name: str) -> Cl
     epsilon = pooled_epsilon(events, delta=header.delta, name=header.accountant) if charged else math.inf
     marks = marks if charged and not public else frozenset((UNPROVEN,))
     return ClassPosture(
-        name=name,
         public=public,
         unit=entries[-1].unit,
         epsilon=None if public else epsilon_or_none(nano_epsilon(epsilon)),
         delta=None if public else header.delta,
         noise_multiplier=None if exposed else min((sigma for sigma, _, _ in events), default=None),
-        purposes=tuple(sorted(purposes)),
+        purposes=sorted(purposes),
         membership=stated_rates(events, accountant=header.accountant, of="membership", marks=marks),
         content=stated_rates(events, accountant=header.accountant, of="content", marks=marks),
     )
 
 
-def layer_postures(runs: Sequence[RunEvidence]) -> tuple[LayerPosture, ...]:
+def layer_postures(runs: Sequence[RunEvidence]) -> list[Layer]:
     """Of several runs: the classes of all, the least noise of any. The order is the last run's."""
     noise: dict[str, float] = {}
     reached: dict[str, dict[str, None]] = {}
@@ -232,23 +150,23 @@ def layer_postures(runs: Sequence[RunEvidence]) -> tuple[LayerPosture, ...]:
         for name, classes in run.reached().items():
             reached.setdefault(name, {}).update(dict.fromkeys(classes))
     order = [layer.name for layer in runs[-1].plan.layers]
-    return tuple(
-        LayerPosture(
+    return [
+        Layer(
             name=name, depth=known[name].depth, parameters=known[name].size, noise_std=noise.get(name, 0.0),
-            classes=tuple(reached.get(name, ())),
+            classes=list(reached.get(name, ())),
         )
         for name in dict.fromkeys((*order, *known))
-    )  # fmt: skip
+    ]  # fmt: skip
 
 
-def merge_neighbours(layers: Sequence[_Layer], same: Callable[[_Layer], object], most: int) -> list[list[_Layer]]:
+def merge_neighbours(layers: Sequence[L], same: Callable[[L], object], most: int) -> list[list[L]]:
     """Return groups of adjacent layers that are drawn as one: equal ones, and more of them if there are more than `most`."""
     equal = [list(group) for _, group in groupby(layers, same)]
     size = max(1, -(-len(equal) // most))
     return [[each for group in equal[at : at + size] for each in group] for at in range(0, len(equal), size)]
 
 
-def _adapters(ledger: LedgerReader, layers: Sequence[LayerPosture], size: int) -> Iterable[AdapterPosture]:
+def _adapters(ledger: LedgerReader, layers: Sequence[Layer], size: int) -> Iterable[AdapterPosture]:
     """Yield the adapters that the policy names before leaf `size`, with the layers that their classes reached."""
     policies = [ledger.header, *(leaf.record for leaf in ledger.of_kind(PolicyChange, 0, size))]
     found: dict[tuple[str, str | None, str | None], dict[str, None]] = {}
@@ -264,7 +182,7 @@ def _adapters(ledger: LedgerReader, layers: Sequence[LayerPosture], size: int) -
                 found.setdefault((profile.name, profile.config, profile.scope), {}).update(dict.fromkeys(mine))
     for (name, config, scope), names in found.items():
         if names:
-            yield AdapterPosture(name=name, config=config, scope=scope, layers=tuple(names))
+            yield AdapterPosture(name=name, config=config, scope=scope, layers=list(names))
 
 
 def _withdrawals(ledger: LedgerReader, eligible: tuple[int, int], size: int) -> list[tuple[int, str]]:
@@ -299,7 +217,7 @@ class WithdrawalCounter:
     """Counts, by class, the contributions that may be in a model and were withdrawn. `leaf_at` reads the leaf of one."""
 
     def __init__(
-        self, leaf_at: Callable[[int], Leaf], eligible: tuple[int, int], counts: Mapping[str, int] | None = None
+        self, leaf_at: Callable[[int], Leaf], eligible: Sequence[int], counts: Mapping[str, int] | None = None
     ) -> None:
         self._leaf_at, self._eligible = leaf_at, eligible
         self.counts = dict(counts or {})

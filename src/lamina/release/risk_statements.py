@@ -21,24 +21,15 @@ import numpy as np
 from lamina.account.accountants import find_accountant
 from lamina.account.charges import Account
 from lamina.account.schedule import EventCounts, EventKey, rdp_order_of
-from lamina.account.tradeoff import BY_GAUSSIAN, BY_LOSSES, BY_RENYI
+from lamina.account.tradeoff import BY_RENYI
 from lamina.ledger.governance_records import Header
-from lamina.ledger.schema import MAX_EPSILON, NANO, nano_epsilon, pluralize
+from lamina.ledger.schema import NANO, nano_epsilon, pluralize
 from lamina.plan.risk import COMPOSED, STATED_RATES, ZERO_OUT, RiskOf, risk_curve
 from lamina.plan.rules import NoiseKind
-from lamina.release.posture import NOT_REACHED
 from lamina.release.run_evidence import RunEvidence
+from lamina.release.schema import BASELINES, BY_ISSUER, CURVE_RATES, NOT_REACHED, TWO_STEPS
 from lamina.release.typeset import read_template, stated_rows
-from lamina.validate import bounded_number
 
-BY_LEDGER, BY_TRAINER, BY_OWNER = "recomputed from the ledger", "stated by the trainer", "stated by the owner"
-BY_MEASUREMENT, BY_ISSUER = "measured", "observed by the issuer"
-BY_METHOD = "follows from the method"  # of every run, or of the plans of this one
-SOURCES = (BY_LEDGER, BY_TRAINER, BY_OWNER, BY_MEASUREMENT, BY_ISSUER, BY_METHOD)
-TOPICS = (
-    "membership", "content", "budget", "unit", "purpose", "withdrawn", "reach", "condition", "assumption", "trust",
-    "query model", "side channels", "tuning", "utility", "voids", "not covered",
-)  # fmt: skip
 FIGURE_NAMES = {  # of a class, as every page calls them
     "epsilon": "ε of this run",
     "epsilon_total": "ε over all runs",
@@ -51,14 +42,7 @@ JOINT_EPSILON = "ε of this model"  # of all runs that a model of several runs s
 
 Risk = Mapping[str, Any]  # as `risk_figures` returns it
 
-BASELINES = (0.01, 0.1, 0.5)  # of attribute inference and reconstruction
-CURVE_RATES: Sequence[float] = (
-    0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.08, 0.12, 0.17, 0.25, 0.35, 0.5, 0.65, 0.8, 0.9, 0.95, 0.99,
-)  # fmt: skip
-"""False-positive rates of the points of a curve on paper."""
 LEAST_RATE = 0.001  # both error rates lie above it where μ holds; without such a limit no finite μ exists
-TWO_STEPS = "replace-one, as two add/remove steps"
-ADJACENCIES = ("add-remove", "replace-one", TWO_STEPS)
 
 
 def risk_figures(
@@ -169,31 +153,6 @@ def short_figure(value: float) -> str:
         return "0"
     unit = 10.0 ** (math.floor(math.log10(value)) - 2)
     return f"{math.ceil(value / unit - 1e-12) * unit:.3g}" if value < 1000 else f"{math.ceil(value):,}"
-
-
-_FIELDS = {"adjacency", "bound", "tpr", "accuracy", "advantage", "mu", "mu_least_rate"}
-
-
-def check_risk(of: str, risk: Any) -> None:
-    """Raise ValueError, TypeError or KeyError unless this is None or figures as `risk_figures` returns them.
-
-    `of` is the name of the field: membership or content, of this run or in total.
-    """
-    if risk is None:
-        return
-    if risk["adjacency"] not in ADJACENCIES or risk["bound"] not in (BY_LOSSES, BY_GAUSSIAN, BY_RENYI):
-        raise ValueError("a risk has an unknown adjacency or bound")
-    rates: dict[str, Sequence[float]] = {"tpr": STATED_RATES, "curve": CURVE_RATES}
-    rates |= {"success": BASELINES} if of.startswith("content") else {}
-    other_rates = any([*risk[name]] != [f"{rate:g}" for rate in rates[name]] for name in rates)
-    if other_rates or risk.keys() != _FIELDS | rates.keys():
-        raise ValueError("a risk is not stated at the rates of every certificate, or has other fields")
-    if risk["mu"] is not None:
-        bounded_number("mu", risk["mu"], 0.0, MAX_EPSILON)
-    for rate, value in (one for name in rates for one in risk[name].items()):
-        bounded_number(rate, value, float(rate), 1.0)
-    for name, least in (("accuracy", 0.5), ("advantage", 0.0), ("mu_least_rate", 0.0)):
-        bounded_number(name, risk[name], least, 1.0)
 
 
 # ------------------------------------------------------------------------------------------ statements

@@ -28,7 +28,6 @@ from lamina.plan.risk import ZERO_OUT, curve_marks
 from lamina.plan.step_plan import PlannedClass, StepPlan
 from lamina.sign.keys import read_small
 from lamina.sign.signed_json import parse_json
-from lamina.validate import bounded_whole, is_short_text
 
 _MAX_METRICS_BYTES = 64 << 20
 
@@ -302,18 +301,6 @@ class RunEvidence:
 def in_model(epoch: Epoch) -> bool:
     """Return whether steps of an epoch are in the model of its run."""
     return any(each.outcome is SegmentOutcome.CLOSED for each in epoch.segments)
-
-
-def check_run_facts(content: Mapping[str, Any]) -> None:
-    """Raise ValueError, TypeError or KeyError unless the sections `program` and `tuning` have their fields in range."""
-    program, tuning = content["program"], content["tuning"]
-    for each in (program, *program["earlier"]):
-        if not all(is_short_text(each[name.name]) for name in schema_of(ProgramVersions).fields):
-            raise ValueError("the program has a version or a digest that is not a short text")
-    if tuning.keys() != {"runs_in_ledger", "runs_before_this", "leaves"}:
-        raise ValueError("the tuning has other fields than runs_in_ledger, runs_before_this and leaves")
-    for number in (program["leaf"], *tuning["leaves"], tuning["runs_in_ledger"], tuning["runs_before_this"]):
-        bounded_whole("a number of runs or of a leaf", number, 0, 2**63 - 1)
 
 
 R = TypeVar("R", RunBegin, RunEnd)

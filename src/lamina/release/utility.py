@@ -10,18 +10,20 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+from pydantic import TypeAdapter
 
 from lamina.errors import LaminaError, RunError
 from lamina.ledger.run_records import EVALUATION
 from lamina.release.run_evidence import RunEvidence
+from lamina.release.schema import LEAST_RECORDS, EvaluationRow, UtilityRow
 from lamina.sign.keys import read_small
 from lamina.sign.signed_json import canonical_json, parse_json
-from lamina.validate import bounded_number, bounded_whole, is_short_text
+from lamina.validate import is_short_text
 
 LEVEL = 0.95
-LEAST_RECORDS = 10  # groups with fewer are suppressed
 MAX_EVALUATION_BYTES = 16 << 20
-_ROW = ("figure", "group", "value", "low", "high", "records", "weights")
+_ROW = tuple(EvaluationRow.model_fields)
+_UTILITY = TypeAdapter(list[UtilityRow])
 
 
 class Figure(float):
@@ -162,30 +164,7 @@ def utility_section(evidence: RunEvidence) -> list[dict[str, Any]]:
             raise ValueError("it belongs to another run, or has another version")
         about = {name: found[name] for name in ("level", "on", "step")} | {"covered_by_epsilon": True, "digest": digest}
         rows = [{name: each[name] for name in _ROW} | about for each in found["figures"]]
-        check_utility(rows)
+        return [row.model_dump() for row in _UTILITY.validate_python(rows)]
     except (KeyError, TypeError, ValueError, LaminaError) as error:
         problem = f"{EVALUATION} cannot be read: {error}"
         raise RunError("release.evaluation-malformed", problem, "evaluate it again in another run") from None
-    return rows
-
-
-def check_utility(rows: Any) -> None:
-    """Raise ValueError, TypeError or KeyError unless every row of the section `utility` has its fields in range."""
-    for row in rows:
-        texts = row["figure"], row["weights"], *([] if row["group"] is None else [row["group"]])
-        if not all(map(is_short_text, texts)) or row["on"] not in ("public", "simulated"):
-            raise ValueError("the utility has a name that is not a short text, or data that is not public or simulated")
-        bounded_number("level", row["level"], 0.0, 1.0)
-        bounded_whole("step", row["step"], 0, 2**53)
-        numbers = {name: row[name] for name in ("low", "value", "high") if row[name] is not None}
-        for name, value in numbers.items():
-            bounded_number(name, value, -1e300, 1e300)
-        if row["records"] is not None:
-            bounded_whole("records", row["records"], 1, 2**53)
-        stated = [*numbers] in ([], ["value"], ["low", "value", "high"])
-        if not stated or [*numbers.values()] != sorted(numbers.values()):
-            raise ValueError("a figure of the utility lies outside of its interval")
-        if row["group"] is not None and numbers and (row["records"] or 0) < LEAST_RECORDS:
-            raise ValueError(f"a group has fewer than {LEAST_RECORDS} records and is not suppressed")
-        if row["covered_by_epsilon"] is not True or len(bytes.fromhex(row["digest"])) != 32:
-            raise ValueError("a figure of the utility is not covered by ε, or has no digest")

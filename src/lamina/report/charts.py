@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 
 from lamina.plan.step_plan import StepPlan
 from lamina.plan.table import epsilon_text, layer_shares
-from lamina.release.posture import LayerPosture, Posture, merge_neighbours
+from lamina.release.posture import Posture, merge_neighbours
+from lamina.release.schema import Layer
 from lamina.report import svg
 from lamina.report.view import ClassView
 
@@ -87,7 +88,7 @@ def evaluation_chart(evaluations: Sequence[Mapping[str, object]]) -> str:
 def house_of_layers(posture: Posture) -> str:
     """Return depth × classes, the output on top: the classes that reached each layer, and how much noise it had."""
 
-    def same(each: LayerPosture) -> tuple[object, ...]:
+    def same(each: Layer) -> tuple[object, ...]:
         return each.classes, each.noise_std
 
     names, groups = list(posture.classes), merge_neighbours(posture.layers, same, _MAX_ROWS)[::-1]

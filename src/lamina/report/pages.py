@@ -17,9 +17,9 @@ from lamina.ledger.verify.tree_checks import Trust
 from lamina.ledger.verify.verifier import verify
 from lamina.plan.table import epsilon_text
 from lamina.release.certificate import certify
-from lamina.release.posture import NOT_REACHED
 from lamina.release.risk_statements import FIGURE_NAMES, per_hundred
 from lamina.release.run_evidence import RunMetrics
+from lamina.release.schema import NOT_REACHED
 from lamina.report.charts import budget_chart, evaluation_chart, house_of_layers, share_bars
 from lamina.report.view import LedgerView
 from lamina.validate import packaged_text

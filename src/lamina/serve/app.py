@@ -45,8 +45,9 @@ from lamina.ledger.signed_checkpoint import parse_checkpoint
 from lamina.ledger.store.rows import StoredLeaf
 from lamina.ledger.withdrawal import check_withdrawal, drop_withdrawal, withdrawal_state
 from lamina.release.decision_log import DecisionLog
-from lamina.release.gate import LEDGER_DENIALS, Decision, DenialReason, Query, ReleaseGate
+from lamina.release.gate import LEDGER_DENIALS, Decision, DenialReason, ReleaseGate
 from lamina.release.manifest import MANIFEST, read_file
+from lamina.release.query import Query
 from lamina.serve.limits import ApiKeys, Limits, Metrics, RequestRefused, TokenBuckets
 from lamina.serve.openapi import openapi
 from lamina.sign.keys import format_utc
@@ -140,7 +141,7 @@ class Service:
         if self.gate is None:
             return {}
         manifest = self.gate.manifest
-        last = manifest.predicate["certificates"][-1]["file"]
+        last = manifest.predicate.certificates[-1].file
         found = {"manifest": read_file(self.folder, MANIFEST), "certificate": read_file(self.folder, last)}
         digests = {"manifest": manifest.digest, "certificate": manifest.subjects[last]}
         for name, data in found.items():

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from lamina.errors import EngineError, LaminaError, PlanError
-from lamina.release.gate import Decision, DenialReason, Query, ReleaseGate, Rights
+from lamina.release.gate import Decision, DenialReason, ReleaseGate
+from lamina.release.query import Query, Rights
 from lamina.validate import one_of
 
 _TYPES = {"float32": torch.float32, "float64": torch.float64, "int64": torch.int64}

@@ -20,7 +20,7 @@ from lamina.ledger.verify.report import Verification
 from lamina.ledger.verify.tree_checks import Trust
 from lamina.ledger.verify.verifier import verify
 from lamina.release.certificate import certify
-from lamina.release.gate import Query
+from lamina.release.query import Query
 from lamina.release.reconciliation import reconcile
 from lamina.report.charts import budget_chart, house_of_layers, share_bars
 from lamina.report.pages import environment, render
@@ -86,7 +86,7 @@ class Dashboard:
         seen: tuple[str, ...] = ()
         if service.gate is not None:
             manifest = service.gate.manifest
-            seen = (str(manifest.ledger["checkpoint"]),)
+            seen = (manifest.ledger.checkpoint,)
             in_header = manifest.signer.id in {each.id for each in self.ledger.header.keys}
             if trust is not None and trust.plain == (manifest.signer,) and not in_header:
                 trust = None  # a release key signs no ledger: through the manifest it vouches for this checkpoint alone
@@ -124,7 +124,7 @@ class Dashboard:
     def overview(self, request: Request) -> Response:
         gate = self.service.gate
         release = None if gate is None else {
-            "name": gate.manifest.predicate["name"], "not_after": format_utc(gate.manifest.not_after),
+            "name": gate.manifest.predicate.name, "not_after": format_utc(gate.manifest.not_after),
             "signer": gate.manifest.signer.name, "digest": gate.manifest.digest,
         }  # fmt: skip
         return self.page(
@@ -151,7 +151,7 @@ class Dashboard:
 
     def layers(self, request: Request) -> Response:
         if self.service.gate is not None:
-            runs = [str(each) for each in self.service.gate.manifest.predicate["runs"]]
+            runs = self.service.gate.manifest.predicate.runs
         else:
             runs = list(self.view.runs)
         found = self.view.posture(runs[-1]) if runs else None

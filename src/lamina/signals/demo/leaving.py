@@ -12,8 +12,9 @@ from lamina.ledger.corpus_terms import ledger_key_path
 from lamina.ledger.writer import Ledger
 from lamina.release.certificate import certify
 from lamina.release.certificate_pdf import certificate_pdf
-from lamina.release.gate import Decision, Query, ReleaseGate
-from lamina.release.manifest import make_release
+from lamina.release.gate import Decision, ReleaseGate
+from lamina.release.maker import make_release
+from lamina.release.query import Query
 from lamina.report.pages import run_report
 from lamina.sign.keys import PrivateKey
 
