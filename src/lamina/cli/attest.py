@@ -11,8 +11,8 @@ from typing import Annotated, Any
 import typer
 
 from lamina.admit.attestation import MICRO
-from lamina.admit.checks import SigningTerms
 from lamina.admit.signing import SigningOutcome, SigningState, ValidityWindow, attest_folder, contribution_ids
+from lamina.admit.terms import SigningTerms
 from lamina.cli.options import JsonOption, PassphraseOption, argument, option
 from lamina.cli.terminal import columns, open_private_key, print_answer, print_note, progress_bar
 from lamina.errors import AdmissionError
