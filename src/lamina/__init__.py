@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from lamina.allocate.make_plan import make_plan
     from lamina.allocate.measure.measure import Measure, measure
     from lamina.engine import Batch, Engine, NoiseSource, SecureNoise, SeededNoise, examples, rows
-    from lamina.engine.execute.step import route
+    from lamina.engine.reference import route
     from lamina.ledger.writer import Ledger
     from lamina.plan import Clipping, DepthProfile, LayerStack, Policy, StepPlan
     from lamina.plan.coverage import fix

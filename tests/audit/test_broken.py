@@ -113,7 +113,7 @@ class PlainBackward(Engine):
         for m in hidden:
             m.__class__ = type("Statistics", (Standardise,), {})  # type: ignore[assignment]
         super().__init__(model, plan, noise=noise)
-        self._ownership.due = lambda *_: False  # type: ignore[method-assign]
+        self.eager.ownership.due = lambda *_: False  # type: ignore[method-assign]
         for m, mode in modes:
             m.training = mode
 

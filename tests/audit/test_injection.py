@@ -14,7 +14,7 @@ from lamina.audit.step_audit import Verdict, audit_step, noise_levels
 from lamina.audit.target import AuditTarget
 from lamina.engine.batch import Batch
 from lamina.engine.engine import Engine
-from lamina.engine.execute.step import NoiseInShares, NoisePerContribution
+from lamina.engine.noise.gaussian import NoiseInShares, NoisePerContribution
 from lamina.engine.noise.source import NoiseSource
 from lamina.plan.rules import Injection
 from lamina.plan.step_plan import StepPlan
@@ -77,22 +77,21 @@ def test_raw_noise_does_not_hide_who_is_there() -> None:
 class _Forgetful(NoiseInShares):
     """Nothing is topped up: slots that nobody took stay empty."""
 
-    def finish(self) -> list[Tensor]:
-        return self.gathered
+    def gather_rest(self) -> None:
+        pass
 
 
 class _Busy(NoisePerContribution):
     """Noise for those only who have something to say."""
 
-    def add_noise_for(self, classes: Tensor) -> None:
-        super().add_noise_for(classes[:-1])
+    def saw(self, classes: Tensor) -> None:
+        super().saw(classes[:-1])
 
 
 @pytest.mark.parametrize(("form", "wrong"), [(1, _Forgetful), (2, _Busy)])
 def test_the_audit_sees_noise_that_is_missing(monkeypatch: pytest.MonkeyPatch, form: int, wrong: type) -> None:
     monkeypatch.setattr(
-        "lamina.engine.execute.step.NoiseInShares" if form == 1 else "lamina.engine.execute.step.NoisePerContribution",
-        wrong,
+        f"lamina.engine.noise.gaussian.{'NoiseInShares' if form == 1 else 'NoisePerContribution'}", wrong
     )
 
     def make(model: nn.Module, plan: StepPlan, noise: NoiseSource) -> Engine:

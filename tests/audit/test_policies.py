@@ -22,7 +22,7 @@ from lamina.audit.step_audit import Check, audit_step, epsilon_of_sensitivity, n
 from lamina.audit.target import AuditTarget
 from lamina.engine.batch import Batch, Draw
 from lamina.engine.engine import Engine
-from lamina.engine.execute.clipping import BoxCollector
+from lamina.engine.execute.collectors import BoxCollector
 from lamina.engine.noise.source import NoiseSource, SeededNoise
 from lamina.plan.layer_stack import LayerStack
 from lamina.plan.policy import Policy

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from lamina import Batch, Engine, SeededNoise
 from lamina.engine.execute import compiled
 from lamina.engine.execute.compiled import NotCompiled
-from lamina.engine.execute.step import own_their_storage
 from lamina.plan.selection import Slice
 from lamina.plan.step_plan import StepPlan
 
@@ -340,17 +339,12 @@ def test_what_a_compiler_makes_of_the_graph_is_held_to_it(monkeypatch: pytest.Mo
 def test_noise_goes_only_into_sums_that_share_nothing() -> None:
     tensors = {"a": torch.zeros(3), "b": torch.zeros(3, dtype=torch.bfloat16)}
     a, b = torch.ones(3), torch.ones(3)
-    assert own_their_storage({"a": a, "b": b}, tensors)
-    others = [
-        {"a": a},
-        {"a": a, "b": a},
-        {"a": a, "b": b.bfloat16()},
-        {"a": a, "b": torch.ones(1, 3)},
-        {"a": a, "b": torch.ones(6)[:3]},
-        {"a": a, "b": torch.ones(6)[::2]},
-        {"a": a, "b": torch.ones(1).expand(3)},
-    ]
-    assert not any(own_their_storage(sums, tensors) for sums in others)
+    found = compiled._with_own_storage({"a": a, "b": b}, tensors)
+    assert found["a"] is a and found["b"] is b
+    for other in (a, b.bfloat16(), torch.ones(6)[:3], torch.ones(6)[::2], torch.ones(1).expand(3)):
+        found = compiled._with_own_storage({"a": a, "b": other}, tensors)
+        assert found["b"].data_ptr() not in (a.data_ptr(), other.data_ptr()) and found["b"].dtype == torch.float32
+        assert found["b"].untyped_storage().nbytes() == 12 and torch.equal(found["b"], torch.ones(3))
 
 
 class Keeps(nn.Module):

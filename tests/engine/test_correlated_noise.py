@@ -15,10 +15,10 @@ from lamina import Batch, Corpus, Engine, StepPlan
 from lamina.account import GaussianFilter
 from lamina.audit.step_audit import audit_step
 from lamina.engine.batch import Draw
-from lamina.engine.distributed import Ranks, refuse_unsharded
-from lamina.engine.execute.step import route
-from lamina.engine.noise.correlated import NoiseWindow
+from lamina.engine.distributed import ALONE, Ranks, refuse_unsharded
+from lamina.engine.noise.correlated import CorrelatedNoise
 from lamina.engine.noise.source import NoiseSource, SecureNoise, SeededNoise
+from lamina.engine.reference import route
 from lamina.plan.correlation import band_coefficients
 from lamina.run.sampler import Sampler
 
@@ -102,26 +102,25 @@ def test_parts_of_a_batch_share_one_noise() -> None:
 
 
 def test_a_window_goes_on_exactly_where_it_was(nobody: Batch) -> None:
-    plan, names = plan_of(net()), ["a", "b"]
+    plan, tensors = plan_of(net()), {"a": torch.zeros(5), "b": torch.zeros(2, 2)}
     torch.manual_seed(0)
     fresh = [[torch.randn(5), torch.randn(2, 2)] for _ in range(8)]
-    whole, first = NoiseWindow(plan, names), NoiseWindow(plan, names)
+    whole, first = (CorrelatedNoise(plan, tensors, ALONE) for _ in range(2))
     expected = [_correlated(whole, each) for each in fresh]
     for each in fresh[:5]:
         _correlated(first, each)
-    tensors, state = first.to_state()
-    assert set(tensors) == {f"noise.{age}.{name}" for age in (0, 1) for name in names} and len(first) == BANDS - 1
-    second = NoiseWindow(plan, names)
-    assert second.load(tensors, state)
+    kept, state = first.to_state()
+    assert set(kept) == {f"{age}.{name}" for age in (0, 1) for name in tensors} and len(first) == BANDS - 1
+    second = CorrelatedNoise(plan, tensors, ALONE)
+    assert second.load(kept, state)
     for each, wanted in zip(fresh[5:], expected[5:], strict=True):
         assert all(map(torch.equal, _correlated(second, each), wanted))
-    assert not second.load(tensors, {**state, "plan": bytes(32)}) and len(second) == 0
+    assert not second.load(kept, {**state, "plan": bytes(32)}) and len(second) == 0
+    assert not second.load(kept, {**state, "members": b"others"}) and len(second) == 0
     assert not second.load({}, None)
-    assert not second.load(tensors, {**state, "scale": 0.5}) and len(second) == 0  # of an older version: other units
-    assert second.load(tensors, {**state, "scale": 1.0})
 
 
-def _correlated(window: NoiseWindow, fresh: list[Tensor]) -> list[Tensor]:
+def _correlated(window: CorrelatedNoise, fresh: list[Tensor]) -> list[Tensor]:
     made = [each.clone() for each in fresh]
     window.correlate_(made)
     return made
@@ -129,12 +128,12 @@ def _correlated(window: NoiseWindow, fresh: list[Tensor]) -> list[Tensor]:
 
 def test_a_new_stretch_begins_with_an_empty_window_unless_it_goes_on(nobody: Batch) -> None:
     with Engine(net(), plan_of(net()), noise=SeededNoise(0)) as engine:
-        assert engine.window is not None
+        assert isinstance(engine.mechanism, CorrelatedNoise)
         engine.backward(None, nobody)
         engine.continue_at(1, SeededNoise(1), resumed=True)
-        assert len(engine.window) == 1
+        assert len(engine.mechanism) == 1
         engine.continue_at(1, SeededNoise(2))
-        assert len(engine.window) == 0
+        assert len(engine.mechanism) == 0
 
 
 # --------------------------------------------------------------------------------------------- participation

@@ -16,7 +16,7 @@ from oracle import clip_by_hand, example_grads, unit_grads
 from refusals import raises_code
 
 from lamina import Batch, SeededNoise
-from lamina.engine.noise.integer import layer_grids
+from lamina.engine.noise.grid import layer_grids
 from lamina.engine.noise.source import rounding_grid
 from lamina.plan.rules import NoiseKind
 

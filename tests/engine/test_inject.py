@@ -15,7 +15,9 @@ from scipy.stats import chi2, ks_2samp, kstest
 from torch import Tensor, nn
 
 from lamina import Batch, Engine, StepPlan, route
-from lamina.engine.execute.step import OpenStep
+from lamina.engine.distributed import ALONE
+from lamina.engine.noise import noise_mechanism
+from lamina.engine.noise.mechanism import COUNTS
 from lamina.engine.noise.source import NoiseSource, SecureNoise, SeededNoise, rounding_grid
 from lamina.plan.rules import FollowQuantile, Injection
 from lamina.plan.selection import Slice
@@ -48,11 +50,11 @@ def planned(injection: Injection, **changes: Any) -> StepPlan:
 def noise_of(made: StepPlan, classes: Sequence[Sequence[int]], source: NoiseSource, step: int = 0) -> dict[str, Tensor]:
     """The noise alone: the parts of a batch have contributions of these classes, whose gradients are all 0."""
     tensors = {name: p.detach() for name, p in net().named_parameters()}
-    layer_of = {name: i for i, layer in enumerate(made.layers) for name in layer.parameters}
-    opened = OpenStep(made, source, tensors, layer_of, step)
+    opened = noise_mechanism(made, tensors, ALONE).open(made, source, step)
     for part in classes:
-        opened.add_noise_for(torch.tensor(part, dtype=torch.long))
-    return {name: t.double() * made.batch for name, t in opened.release().items()}
+        opened.saw(torch.tensor(part, dtype=torch.long))
+    released = opened.release({name: torch.zeros_like(t) for name, t in tensors.items()})
+    return {name: t.double() * made.batch for name, t in released.items()}
 
 
 def assert_std(values: Tensor, std: float, risk: float = RISK) -> None:
@@ -304,11 +306,10 @@ def test_counts_are_noised_once_in_every_form(injection: Injection, hardened: bo
     rule = FollowQuantile(noise=3.0)
     made = planned(injection, rules=(rule,))
     tensors = {name: p.detach() for name, p in net().named_parameters()}
-    layer_of = {name: i for i, layer in enumerate(made.layers) for name in layer.parameters}
     found = []
     for step in range(150):
-        opened = OpenStep(made, SeededNoise(9, hardened=hardened), tensors, layer_of, step)
-        opened.add_noise_for(torch.tensor([0, 1]))
-        opened.release()
-        found.append(opened.counts)
+        opened = noise_mechanism(made, tensors, ALONE).open(made, SeededNoise(9, hardened=hardened), step)
+        opened.saw(torch.tensor([0, 1]))
+        sums = {name: torch.zeros_like(t) for name, t in tensors.items()}
+        found.append(opened.release({**sums, COUNTS: torch.zeros(2, dtype=torch.float64)})[COUNTS])
     assert_std(torch.stack(found), 3.0)

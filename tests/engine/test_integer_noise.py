@@ -25,13 +25,10 @@ from lamina.allocate.make_plan import explained_plan
 from lamina.audit.step_audit import Verdict, audit_step
 from lamina.audit.target import AuditTarget
 from lamina.engine import native
-from lamina.engine.execute.clipping import clip_weights, safe_bounds
-from lamina.engine.execute.grads import ClipWeights, DenseGrads
-from lamina.engine.noise.integer import (
-    LEAST_BITS,
-    MOST_BITS,
-    Grid,
-    GridGrads,
+from lamina.engine.execute.clip import ClipWeights, clip_weights, safe_bounds
+from lamina.engine.execute.grads import DenseGrads
+from lamina.engine.noise.grid import LEAST_BITS, MOST_BITS, Grid, GridGrads, layer_grids
+from lamina.engine.noise.integer_draws import (
     WordSource,
     _kept_exactly,
     _some_poisson,
@@ -39,7 +36,6 @@ from lamina.engine.noise.integer import (
     discrete_gaussian,
     discrete_laplace,
     discrete_skellam,
-    layer_grids,
 )  # fmt: skip
 from lamina.plan.rules import Injection, InjectionForm, NoiseKind
 
@@ -133,7 +129,7 @@ def test_poisson_draws_are_kept_as_exact_arithmetic_says(bits: int) -> None:
                 assert _kept_exactly(k, bits, word, 5) is kept
                 source = words()
                 source.take = lambda count, word=word: np.full(count, word, dtype=np.uint64)  # type: ignore[method-assign]
-                with mock.patch("lamina.engine.noise.integer._some_laplace", lambda *_, k=k: np.array([k])):
+                with mock.patch("lamina.engine.noise.integer_draws._some_laplace", lambda *_, k=k: np.array([k])):
                     assert (_some_poisson(source, 1, bits).size == 1) is kept
 
 
@@ -195,9 +191,9 @@ def test_no_contribution_is_longer_than_its_threshold_in_exact_arithmetic(
     grads, unit = torch.tensor(values).view(rows, width), data.draw(st.floats(1e-2, 1e2)) * bound / 2**14
     for row in range(rows):
         total = torch.zeros(width, dtype=torch.int64)
-        limit = safe_bounds(torch.full((1,), bound, dtype=torch.float64), 1.0)
+        limit = safe_bounds(torch.full((1,), bound, dtype=torch.float64))
         GridGrads(DenseGrads(grads[row : row + 1]), Grid(14, unit, taxicab)).clip_and_add(
-            total, None, lambda norm_sq, low, high, limit=limit: clip_weights(norm_sq, limit, 1.0)
+            total, None, lambda norm_sq, low, high, limit=limit: clip_weights(norm_sq, limit)
         )
         length = sum(map(abs, total.tolist())) ** 2 if taxicab else sum(y * y for y in total.tolist())
         assert length * Fraction(unit) ** 2 <= Fraction(bound) ** 2

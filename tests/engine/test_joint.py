@@ -10,7 +10,8 @@ from oracle import FORMS, clip_by_hand, example_grads, losses_of, plan_of
 from torch import Tensor, nn
 
 from lamina import Batch, Engine
-from lamina.engine.execute import clipping
+from lamina.engine.execute import collectors
+from lamina.engine.execute.sums import SumMemory
 from lamina.plan.step_plan import StepPlan
 
 
@@ -161,15 +162,15 @@ def test_how_sums_lie_in_memory_and_how_many_are_added_at_once_changes_nothing(
     x[4, 2] = torch.nan
     plan, made = plan_of(model, 0.05, 0.5, clipping=form), []
 
-    def transposed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {name: torch.zeros(p.t().shape).t() for name, p in tensors.items()}
+    def transposed(memory: SumMemory, name: str, p: Tensor, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(p.t().shape).t()
 
     for change in (None, "one at a time", "transposed"):
         with monkeypatch.context() as patch, Engine(model, plan) as engine:
             if change == "one at a time":
-                patch.setattr(clipping, "_MAX_TOGETHER_ELEMENTS", 0)
+                patch.setattr(collectors, "_MAX_TOGETHER_ELEMENTS", 0)
             if change == "transposed":
-                patch.setattr("lamina.engine.engine.zero_sums", transposed)
+                patch.setattr(SumMemory, "zeros", transposed)
             made.append(engine.clipped_sums(losses_of(model, x, None), Batch(x)))
     first, second, third = made
     assert all(torch.equal(first[name], second[name]) for name in first)

@@ -109,8 +109,8 @@ def test_it_comes_again_but_rarely() -> None:
     model = mlp()
     with Engine(model, plan_of(model)) as engine:
         calls = []
-        run = engine._ownership.run
-        engine._ownership.run = lambda *a, **k: (calls.append(1), run(*a, **k))[1]  # type: ignore[method-assign]
+        run = engine.eager.ownership.run
+        engine.eager.ownership.run = lambda *a, **k: (calls.append(1), run(*a, **k))[1]  # type: ignore[method-assign]
         for _ in range(300):
             engine.clipped_sums(losses_of(model, X, None), Batch(X))
     assert len(calls) == 4  # at 1, 2, 128, 256

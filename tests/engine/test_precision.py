@@ -21,7 +21,7 @@ from refusals import raises_code
 from torch import Tensor, nn
 
 from lamina import Batch, Engine
-from lamina.engine.execute.grads import NORM_SAFETY, row_norm_sq
+from lamina.engine.execute.norms import NORM_SAFETY, row_norm_sq
 
 N = 6
 

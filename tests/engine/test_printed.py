@@ -12,9 +12,9 @@ from oracle import layers_of
 from refusals import raises_code
 from torch import Tensor, nn
 
+from lamina.allocate.paper import ReproductionWarning
 from lamina.engine.batch import Batch
 from lamina.engine.engine import Engine
-from lamina.engine.execute.paper_step import ReproductionWarning
 from lamina.engine.noise.source import SeededNoise
 from lamina.plan.step_plan import PlannedClass, StepPlan
 

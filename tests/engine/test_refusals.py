@@ -396,7 +396,7 @@ def test_a_gradient_written_by_a_hook_during_backward_is_refused(keep: bool) -> 
         if not keep:
             model.zero_grad()
         model.on = True
-        engine._ownership.due = lambda *_: False  # type: ignore[method-assign]
+        engine.eager.ownership.due = lambda *_: False  # type: ignore[method-assign]
         with raises_code("engine.grad-written-during-backward"):
             engine.backward(losses_of(model, X, None), Batch(X))
     assert model.a.weight.grad is None

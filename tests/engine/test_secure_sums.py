@@ -18,8 +18,8 @@ from lamina import Batch, Engine, LayerStack, Policy, SeededNoise, StepPlan, mak
 from lamina.account.filters import RenyiFilter
 from lamina.account.schedule import Event
 from lamina.engine.budget import Budget
-from lamina.engine.noise.integer import LEAST_BITS, GridSums
-from lamina.engine.noise.secure_sums import PartyMessage, SecureSum, skellam_reach
+from lamina.engine.noise.grid import LEAST_BITS
+from lamina.engine.noise.secure_sums import GridSums, PartyMessage, SecureSum, skellam_reach
 from lamina.engine.noise.source import NoiseSource
 
 POLICY = """

@@ -50,7 +50,7 @@ def test_no_gradient_is_sent_below_what_the_batch_reaches(constant_time: bool) -
         losses = losses_of(model, X, None)
         zeros = torch.zeros(6, dtype=torch.long)
         engine.clipped_sums(losses, Batch(X, cls=zeros))  # the ownership check is past
-        engine._ownership.due = lambda *_: False  # type: ignore[method-assign]
+        engine.eager.ownership.due = lambda *_: False  # type: ignore[method-assign]
         for index in (0, 2, 3, 5):
             rule = model[index].forward.layer_forward.rule
             own = rule.input_grad

@@ -9,20 +9,19 @@ import pytest
 import torch
 from torch import Tensor
 
+from lamina.engine.execute.clip import ClipWeights
 from lamina.engine.execute.grads import (
-    AxisRanges,
     AxisSliceGrads,
-    ClipWeights,
     ContributionGrads,
     DenseGrads,
     MaskedGrads,
     OuterProductGrads,
     ScatterGrads,
     SequenceProductGrads,
-    SliceMask,
     StackedGrads,
     SummedGrads,
 )
+from lamina.engine.execute.slice_masks import AxisRanges, SliceMask
 from lamina.engine.layers.conv import ConvGeometry, ConvolutionGrads
 from lamina.engine.slices import TensorMask
 

@@ -99,7 +99,7 @@ def test_every_noise_that_was_applied_is_in_an_epoch(
 
     def watched(engine: Engine, *args: Any) -> Any:
         found = begin(engine, *args)
-        applied[found.step] = tuple(s * s for s in engine.applied.noise)
+        applied[found.number] = tuple(s * s for s in engine.applied.noise)
         return found
 
     monkeypatch.setattr(Engine, "_begin", watched)

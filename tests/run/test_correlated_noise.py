@@ -93,7 +93,7 @@ def test_past_noise_is_in_the_private_checkpoint_and_in_nothing_that_leaves(tmp_
 def remembered(trainer: Trainer, step: int) -> list[int]:
     """How many steps its noise remembers after this step, once it was taken."""
     found: list[int] = []
-    trainer.progress = During({step: lambda: found.append(len(trainer.state.window or ()))})
+    trainer.progress = During({step: lambda: found.append(len(trainer.state.mechanism))})
     return found
 
 

@@ -591,7 +591,7 @@ def test_a_given_engine_keeps_its_options(tmp_path: Path) -> None:
     trainer = problem.trainer(tmp_path / "a", model=model, plan=plan, engine=engine)
     trainer.fit()
     trainer.fit()
-    assert trainer._engine is not engine and trainer._engine.constant_time
+    assert trainer._engine is not engine and trainer._engine.eager.constant_time
 
 
 # ---------------------------------------------------------------------------------------- the book

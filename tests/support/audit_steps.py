@@ -13,8 +13,8 @@ from torch.func import functional_call, grad, vmap
 from lamina.audit.step_audit import Check
 from lamina.audit.target import AuditTarget
 from lamina.engine.batch import Batch
-from lamina.engine.execute.step import route
 from lamina.engine.noise.source import NoiseSource
+from lamina.engine.reference import route
 from lamina.plan.step_plan import Clipping, PlannedClass, StepPlan
 
 PLAIN = PlannedClass(name="plain", population=1000, sampling_rate=0.02, delta=1e-5)

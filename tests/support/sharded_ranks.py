@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lamina import Batch, Engine, LaminaError, SeededNoise
 from lamina.engine.distributed import Ranks, whole_tensor
-from lamina.engine.execute.grads import _thread_buffers
+from lamina.engine.execute.norms import _thread_buffers
 from lamina.plan.rules import FollowEnergy, FollowQuantile, NoiseKind
 
 WIDTH = 6
@@ -189,7 +189,7 @@ def trained(way: str, rank: int, size: int, *, sharded: bool) -> dict[str, Any]:
                 optimizer.zero_grad()
             held = [p.to_local().numel() for p in model.parameters() if hasattr(p, "to_local")]
             whole += sharded and sum(held) >= sum(p.numel() for p in model.parameters() if hasattr(p, "to_local"))
-        order = engine._sharded._order
+        order = getattr(engine.placement, "_order", None)
         notes.append([round(c, 9) for row in engine.applied.clip for c in row])
         notes.append([round(s, 9) for s in engine.applied.noise])
     optimizer.zero_grad()
@@ -251,7 +251,7 @@ def attacks(rank: int, size: int) -> dict[str, str]:
     part = batch_of(4, "plain").shard(rank, size)
     losses = losses_of(model, part.x)
     with torch.no_grad():  # a write to the part that rank 0 keeps, between forward pass and step
-        engine._sharded.held["blocks.1.inner.weight"].to_local().add_(0.0 if rank else 1.0)
+        engine.placement.held["blocks.1.inner.weight"].to_local().add_(0.0 if rank else 1.0)
     found["written to"] = refused(lambda: engine.backward(losses, part))
     if rank == 0:
         Ranks.current().agree(1, failed=True)

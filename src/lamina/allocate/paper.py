@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -19,8 +20,8 @@ from lamina.allocate.problem import (
     measured_row,
     noise_weights,
 )
-from lamina.errors import PlanError
-from lamina.plan.step_plan import Clipping
+from lamina.errors import EngineError, PlanError
+from lamina.plan.step_plan import Clipping, StepPlan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -151,3 +152,23 @@ class PaperLADP:
 
 
 paper_ladp = PaperLADP()
+
+
+class ReproductionWarning(UserWarning):
+    """A plan that reproduces a paper, whose claim does not hold."""
+
+
+def warn_if_reproduction(plan: StepPlan) -> None:
+    """Warn, before anything is trained, that a plan which reproduces a paper is less private than it claims."""
+    private = [k for k, entry in enumerate(plan.classes) if not entry.public]
+    if plan.clipping is Clipping.ELEMENTWISE and len(private) != 1:
+        problem = f"elementwise clipping clamps the batch as a whole, and the plan has {len(private)} private classes"
+        raise EngineError("engine.elementwise-needs-one-class", problem, "give the plan one private class")
+    if not plan.claimed:
+        return
+    said = "; ".join(
+        f"class '{plan.classes[k].name}': ε = {plan.claimed[k]:.4g} is claimed, ε = {plan.epsilon(k):.4g} is true"
+        for k in private
+    )
+    text = f"allocation '{plan.allocation}' reproduces a paper and is less private than that claims. {said}"
+    warnings.warn(text, ReproductionWarning, stacklevel=3)

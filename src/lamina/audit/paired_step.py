@@ -24,7 +24,7 @@ from torch import Tensor
 
 from lamina.audit.target import COUNTS_KEY, AuditTarget, moved_outside_slices
 from lamina.engine.batch import Batch, take_rows
-from lamina.engine.execute.step import clip_norm_factor
+from lamina.engine.reference import clip_norm_factor
 from lamina.errors import EngineError
 from lamina.plan.rules import FollowQuantile, NoiseKind
 from lamina.plan.selection import planned_noised_sizes

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from lamina.account.schedule import INTEGER_RDP
+from lamina.allocate.paper import ReproductionWarning
 from lamina.engine.batch import Batch
 from lamina.engine.distributed import Ranks, whole_tensor
 from lamina.engine.engine import Engine
-from lamina.engine.execute.paper_step import ReproductionWarning
 from lamina.engine.noise.source import NoiseSource, SeededNoise
 from lamina.engine.slices import zero_outside_slices
 from lamina.plan.rules import Choose, FollowBudget, FollowQuantile, Rule

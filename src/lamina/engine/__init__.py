@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from lamina.engine.batch import Batch, examples, rows
 from lamina.engine.engine import Engine
-from lamina.engine.execute.step import route
 from lamina.engine.noise.source import NoiseSource, SecureNoise, SeededNoise
+from lamina.engine.reference import route
 from lamina.engine.rules.proxy import Proxy
 
 __all__ = ["Batch", "Engine", "NoiseSource", "Proxy", "SecureNoise", "SeededNoise", "examples", "route", "rows"]

@@ -17,8 +17,8 @@ from torch.utils.hooks import RemovableHandle
 
 from lamina.engine import batch
 from lamina.engine.distributed import is_sharded
-from lamina.engine.guards.outside_writes import OutsideWrites
-from lamina.engine.guards.safety_checks import StateGuard
+from lamina.engine.guards.guard import Guard
+from lamina.engine.guards.state import StateGuard
 from lamina.engine.layers import layer_forward_for
 from lamina.engine.layers.layer_rule import (
     NO_INPUT,
@@ -60,9 +60,8 @@ class Attachment:
 
     def __init__(
         self, model: nn.Module, targets: Mapping[str, Target | None], *,
-        guard: StateGuard, outside: OutsideWrites, rows: Mapping[str, str] | None = None,
-        per_contribution: Sequence[str] = (),
-        gather: Callable[[], None] = lambda: None,
+        state: StateGuard, guards: Sequence[Guard], rows: Mapping[str, str] | None = None,
+        per_contribution: Sequence[str] = (), gather: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         self.model = model
         self.slot = ReceiverSlot()
@@ -78,8 +77,8 @@ class Attachment:
         }
         self._adapters = mergeable_adapters(model)
         refuse_merged_adapters(self._adapters)
-        state = [(n, t) for n, t in (*model.named_parameters(), *model.named_buffers()) if t.is_floating_point()]
-        self._names, self._floats = [n for n, _ in state], [t for _, t in state]
+        floats = [(n, t) for n, t in (*model.named_parameters(), *model.named_buffers()) if t.is_floating_point()]
+        self._names, self._floats = [n for n, _ in floats], [t for _, t in floats]
         self._parameters = sum(isinstance(t, nn.Parameter) for t in self._floats)
         self.targets = {id(p): targets[name] for name, p in model.named_parameters() if name in targets}
         begin, end, refuse = CopySafeHook(self._begin_call), CopySafeHook(self._end_call), CopySafeHook(refuse_hazards)
@@ -88,13 +87,13 @@ class Attachment:
         for module in filter(_may_be_called_by_itself, model.modules()):
             self._handles.append(module.register_forward_pre_hook(begin, prepend=True, with_kwargs=True))
             self._handles.append(module.register_forward_hook(end, always_call=True))
-        self._guard, self._outside, self._gather = guard, outside, gather
+        self._state, self._guards, self._gather = state, guards, gather
         self._probed_hooks: dict[int, Any] | None = (
             None  # hooks of the model when it was probed, by id; keeps them alive
         )
         self._hooks_made = 0  # number of hooks that torch had made at that time
         self.call_with_new_hooks: Any = None  # arguments of the last call, without examples
-        check, accept = CopySafeHook(lambda *_: guard.check(values=True)), CopySafeHook(lambda *_: guard.accept())
+        check, accept = CopySafeHook(lambda *_: state.look_closely()), CopySafeHook(lambda *_: state.accept())
         self._handles.append(model.register_state_dict_pre_hook(check))
         self._handles.append(model.register_load_state_dict_post_hook(accept))
         self._versions: list[int] = []
@@ -193,13 +192,11 @@ class Attachment:
             refuse_merged_adapters(self._adapters)
             self._versions = self._written_so_far(module)
             if self.slot.receiver is None:
-                self._guard.begin_call()
-                if torch.is_grad_enabled():
-                    self._outside.begin_call()
-                    if module is self.model and self._hooks_made != RemovableHandle.next_id:
-                        self.call_with_new_hooks = pytree.tree_map_only(
-                            Tensor, lambda t: t.detach()[:0], (args, kwargs)
-                        )
+                for guard in self._guards:
+                    guard.begin_call()
+                new = module is self.model and self._hooks_made != RemovableHandle.next_id
+                if new and torch.is_grad_enabled():
+                    self.call_with_new_hooks = pytree.tree_map_only(Tensor, lambda t: t.detach()[:0], (args, kwargs))
 
     def note_batch_size(self, tensors: Sequence[Tensor]) -> None:
         """How many examples a call from outside carries: the first axis of its first tensor.
@@ -219,10 +216,10 @@ class Attachment:
             name = next(n for n, was, new in zip(self._names, self._versions, now, strict=False) if was != new)
             problem = f"the forward pass wrote to '{name}', which would carry private data without noise"
             remedy = "train it by the optimiser, or compute it from public data before training"
-            self._guard.refused = True
+            self._state.refused = True
             raise CouplingError("engine.written-during-forward", problem, remedy)
-        self._guard.check_trained(again=True)
-        self._outside.end_call()
+        for guard in self._guards:
+            guard.end_call()
 
     def accept_hooks(self) -> None:
         """Note that the model was probed with its present hooks."""
@@ -242,11 +239,11 @@ class Attachment:
     @contextmanager
     def aside(self) -> Iterator[None]:
         """Allow other forward passes inside the block, then restore the state of the pending one."""
-        kept = self.examples, self.inputs, self._guard.pending
+        kept = self.examples, self.inputs, self._state.pending
         try:
             yield
         finally:
-            self.examples, self.inputs, self._guard.pending = kept
+            self.examples, self.inputs, self._state.pending = kept
 
     @property
     def called_from_outside(self) -> bool:

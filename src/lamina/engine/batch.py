@@ -207,6 +207,14 @@ def _check_limits(name: str, value: Any, size: int, *, most: float) -> Tensor:
     return given
 
 
+def check_is_batch(batch: Any) -> Batch:
+    """Refuse anything but a `Batch`."""
+    if not isinstance(batch, Batch):
+        problem = f"the batch is a {type(batch).__name__}"
+        raise EngineError("engine.not-a-batch", problem, "pass a lamina.Batch(x, y, cls=…)")
+    return batch
+
+
 def model_device(model: torch.nn.Module) -> torch.device:
     """Where a model takes its input: the device of its first parameter."""
     return next((p.device for p in model.parameters()), torch.device("cpu"))

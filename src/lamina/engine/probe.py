@@ -15,7 +15,8 @@ from __future__ import annotations
 import copy
 import gc
 import random
-from collections.abc import Callable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -28,13 +29,14 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lamina.engine.batch import Batch, take_rows
-from lamina.engine.guards.outside_writes import kept_tensors
-from lamina.engine.guards.safety_checks import tensors_of_optimizer
-from lamina.engine.simulated_input import WatchLookups, simulate, simulated_count
+from lamina.engine.guards.guard import Guard, Moment, tensors_of_optimizer
+from lamina.engine.guards.outside_writes import OutsideWrites, kept_tensors
+from lamina.engine.simulated_input import WatchLookups, simulate, simulate_for, simulated_count
 from lamina.errors import CouplingError, EngineError
 
 if TYPE_CHECKING:
-    from lamina.engine.engine import Engine
+    from lamina.engine.attach import Attachment
+    from lamina.engine.inspection import Measured
 
 _TOLERANCE = 1e-3
 _ROUNDS_WITH_DRAWS = 3  # mixup with a weight near 1, or of a row with itself, may hide one
@@ -157,18 +159,28 @@ class ProbeCase:
     extreme: bool = False  # of the round with small values of the watched and large ones of the others
 
 
-Measured = dict[str, Tensor]  # the loss of one contribution, and its gradient by name of the tensor
+MeasureOf = Callable[[Tensor | None, Batch, Sequence[int]], "list[Measured]"]
 
 
 class Probe:
-    """One probe of one engine: `batches` hands out its batches, `receive` takes the losses of each.
+    """One probe of one model: `batches` hands out its batches, `receive` takes the losses of each.
 
+    `measure`: loss and unclipped gradient of some contributions of a batch. `classes`: how many the plan has.
     `simulated`: only shapes and types of x and y are used, and the first batch shows how large the tables are that
     labels and ids are looked up in.
     """
 
-    def __init__(self, engine: Engine, x: Any, y: Any = None, *, simulated: bool = False, joined: bool = False) -> None:
-        self.engine, self.simulated, self._joined = engine, simulated, joined
+    def __init__(
+        self, model: nn.Module, classes: int, measure: MeasureOf, x: Any, y: Any = None, *, simulated: bool = False,
+        joined: bool = False,
+    ) -> None:  # fmt: skip
+        self.model, self.classes, self.measure, self.simulated, self._joined = (
+            model,
+            classes,
+            measure,
+            simulated,
+            joined,
+        )
         self.x, self.y = simulate(x, y, simulated_count(x, y)) if simulated else (x, y)
         self.n = Batch(self.x, self.y).examples
         if self.n < LEAST_EXAMPLES:
@@ -177,8 +189,8 @@ class Probe:
         self.watched = (0, self.n // 2, self.n - 1)
         self.complete = False
         self.waiting: ProbeCase | None = None  # handed out, and its losses are still to come
-        self._generators = [g for m in engine.model.modules() for g in _generators_of(m)]
-        self._kept = kept_tensors(engine.model)[0]
+        self._generators = [g for m in model.modules() for g in _generators_of(m)]
+        self._kept = kept_tensors(model)[0]
         self._states: list[Any] = []
         self._drawn = False  # whether the last case drew at random
         self._references: dict[tuple[int, float | None, bool], dict[int, Measured]] = {}
@@ -285,7 +297,7 @@ class Probe:
     def _with_others_joined(self, place: int) -> ProbeCase:
         """The others as one contribution, of the plan's last class."""
         batch, unit = self._batch(self.x, self.y), (torch.arange(self.n) != place).long()
-        classes = torch.tensor([0, len(self.engine.plan.classes) - 1])
+        classes = torch.tensor([0, self.classes - 1])
         joined = replace(batch, unit=unit, cls=classes, weight=None, places=None)
         return ProbeCase(what="joined into one contribution", batch=joined, places={place: 0})
 
@@ -328,7 +340,7 @@ class Probe:
             raise EngineError("engine.probe-batch-changed", problem, remedy)
         if case.what == _LOOKUPS:
             return
-        measured = self.engine.measure(losses, batch, list(case.places.values()))
+        measured = self.measure(losses, batch, list(case.places.values()))
         found = dict(zip(case.places, measured, strict=True))
         if case.what == _REFERENCE:
             finite = all(bool(torch.isfinite(t).all()) for measured in found.values() for t in measured.values())
@@ -352,7 +364,7 @@ class Probe:
             raise CouplingError("engine.probe-found-coupling", problem, remedy)
 
     def _not_repeatable(self, moved: str) -> CouplingError:
-        now = kept_tensors(self.engine.model)[0]
+        now = kept_tensors(self.model)[0]
         names = [name for name, written in now.items() if self._kept.get(name) != written]
         what = f"{', '.join(map(repr, names[:3]))} may keep" if names else "model or loss keep"
         problem = f"of the same batch, computed again after another one, {moved}: {what} data of one batch for the next"
@@ -424,3 +436,96 @@ def _replace_others(t: Tensor, place: int) -> Tensor:
         other = other.square() * 0.9 + 0.05 if inside else other * 1.7 + 0.3
     other[place] = t[place]
     return other
+
+
+class Probing(Guard):
+    """Whether an engine was probed, and its probes."""
+
+    def __init__(
+        self, model: nn.Module, tensors: Mapping[str, Tensor], classes: int, measure: MeasureOf,
+        attachment: Attachment, outside: OutsideWrites, *, sharded: bool,
+    ) -> None:  # fmt: skip
+        self.model, self.tensors, self.classes, self.measure = model, tensors, classes, measure
+        self.attachment, self.outside, self.sharded = attachment, outside, sharded
+        self.done = self.declined = False
+        self.running: Probe | None = None
+
+    def accept(self) -> None:
+        """The model was probed with its present hooks."""
+        self.done = True
+        self.attachment.accept_hooks()
+
+    def run(self, losses_of: Callable[[Any, Any], Tensor], x: Any, y: Any) -> None:
+        """The whole probe of a function that computes losses."""
+        self.outside.probing = True
+        try:
+            Probe(self.model, self.classes, self.measure, x, y).run(losses_of)
+        finally:
+            self.outside.probing = False
+        self.accept()
+
+    def batches(self, x: Any, y: Any, *, simulated: bool, joined: bool) -> Iterator[Batch]:
+        """The batches of a probe, for a loop that hands their losses in."""
+        self.running = probe = Probe(self.model, self.classes, self.measure, x, y, simulated=simulated, joined=joined)
+        self.outside.probing = True
+        try:
+            with preserve_schedules(self.tensors):
+                yield from probe.batches()
+            if probe.complete:
+                self.accept()
+        finally:
+            self.running, self.outside.probing = None, False
+
+    @property
+    def waiting(self) -> bool:
+        """Whether losses of a probe are to come next."""
+        return self.running is not None and self.running.waiting is not None
+
+    def expects(self, batch: Batch) -> bool:
+        """Whether a batch may be of a probe."""
+        return self.running is not None or isinstance(batch, ProbeBatch)
+
+    def takes(self, losses: Tensor | None, batch: Batch) -> bool:
+        """Compare what was computed of a probe's batch; False for any other batch."""
+        if self.running is None or self.running.waiting is None:
+            return isinstance(batch, ProbeBatch)  # of another engine with the same plan
+        self.running.receive(losses, batch)
+        return True
+
+    def before_step(self, moment: Moment) -> None:
+        """Warn if the model is not probed; probe it again if it has new hooks."""
+        if not (self.done or self.declined) and moment.private:
+            self.declined = True
+            warnings.warn(
+                "this engine was not probed: its ε holds only if examples do not influence each other in what the losses "
+                "are computed from. Use corpus.batches(plan), or engine.probe(losses_of, x, y) with public data",
+                NotProbed,
+                stacklevel=4,
+            )
+        if self.done and self.attachment.call_with_new_hooks is not None and (at := self.attachment.new_hooks()):
+            self._probe_hooks(at[0])
+
+    def _probe_hooks(self, name: str) -> None:
+        """Probe the model alone, on simulated arguments of its last call. Nothing is charged."""
+        problem = f"a hook was registered on '{name}' after the probe"
+        if self.sharded:
+            remedy = "register hooks before the engine is probed"
+            raise EngineError("engine.hook-not-probed", f"{problem}, but the model is divided over ranks", remedy)
+
+        def losses_of(x: Any, y: Any) -> Tensor:
+            return losses_of_outputs(self.model(*x[0], **x[1]), Batch(x).examples)
+
+        try:
+            with self.attachment.aside():
+                x, _ = simulate_for(losses_of, self.attachment.call_with_new_hooks, None)
+                Probe(self.model, self.classes, self.measure, x).run(losses_of)
+        except CouplingError as found:
+            remedy = f"remove the hook, or: {found.remedy}"
+            raise CouplingError(found.code, f"{problem}: {found.problem}", remedy) from None
+        except Exception as error:
+            problem += f", and the model cannot be probed again on simulated input: {type(error).__name__}"
+            remedy = (
+                "call engine.probe(losses_of, x, y) with public examples after registering it, or register it earlier"
+            )
+            raise EngineError("engine.hook-not-probed", problem, remedy) from None
+        self.attachment.accept_hooks()

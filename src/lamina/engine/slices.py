@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from lamina.engine.execute.grads import AxisRanges, AxisSliceGrads, ContributionGrads, SliceMask
-from lamina.engine.guards.safety_checks import tensors_of_optimizer
+from lamina.engine.execute.grads import AxisSliceGrads, ContributionGrads
+from lamina.engine.execute.slice_masks import AxisRanges, SliceMask
+from lamina.engine.guards.guard import Guard, tensors_of_optimizer
 from lamina.errors import EngineError
 from lamina.plan.selection import Range, complement_ranges, merge_ranges, planned_noised_sizes
 from lamina.plan.step_plan import StepPlan
@@ -191,7 +192,7 @@ _NONZERO_INITIAL_STATE = {"step_size"}
 SavedRanges = tuple[list[Tensor], dict[Any, list[Tensor]]]
 
 
-class RestoreUnreached:
+class RestoreUnreached(Guard):
     """Keeps the slices that no class reaches unchanged over a step of any torch optimiser.
 
     Saves them before the step, of the weights and of every state tensor of the same shape, and puts them back after
@@ -205,13 +206,13 @@ class RestoreUnreached:
         self.unreached = unreached
         self._saved: dict[str, SavedRanges] = {}
 
-    def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def before_optimizer_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._saved = {}
         for name, p in tensors_of_optimizer(optimizer, self.tensors) if self.tensors else ():
             state = {path: self._cut(name, t) for path, t in self._state(optimizer, name, p)}
             self._saved[name] = self._cut(name, p), state
 
-    def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def after_optimizer_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         saved, self._saved = self._saved, {}
         with torch.no_grad():
             updated = [(name, p) for name, p in self.tensors.items() if name in saved]

@@ -375,8 +375,8 @@ class Segments:
         }
 
     def _save(self, opened: AttemptOpened | None) -> None:
-        if self.state.window is not None and self.state.step == self.plan.steps:
-            self.state.window.clear()  # no noise follows from it any more
+        if self.state.mechanism is not None and self.state.step == self.plan.steps:
+            self.state.mechanism.clear()  # no noise follows from it any more
         snapshot = self.state.capture(self._header(opened))
         self._checkpoint = self.run.checkpoints.save(self.state.segments, snapshot)
         self._after = snapshot.state["generation"]

@@ -173,8 +173,8 @@ class Trainer:
             raise RunError("train.engine-used", problem, "make the model anew, with a new engine")
         starting = o["starting_weights"]
         self._declared = declared_start(self._engine.starting_weights if starting is None else starting)
-        self._engine.refuse_sharded_since()
-        if self._engine.sharded and self._ranks.first:
+        self._engine.placement.check()
+        if self._engine.placement.sharded and self._ranks.first:
             self.state.before_capture = self._lead.capture
         self._notes += [self._engine.plain_noise_note] if self._engine.plain_noise_note and self.hardened else []
         self._notes += [self._engine.claim] if self._engine.claim else []
@@ -273,7 +273,7 @@ class Trainer:
             "data": corpus.digest(salt),
             "number of threads": b"%d" % torch.get_num_threads(),
             "program": code_version().encode(),
-            "weights": b"" if self._engine.sharded else weights_digest(self.model),
+            "weights": b"" if self._engine.placement.sharded else weights_digest(self.model),
         }
 
     def take_led_segment(self, opened: LedSegment) -> None:
@@ -335,7 +335,7 @@ class Trainer:
         for note in self.ledger.notes:
             publisher.note(note)
         if (stopped := run.stopped) is not None:
-            if self._engine.sharded:  # rank 0 alone cannot compute anything
+            if self._engine.placement.sharded:  # rank 0 alone cannot compute anything
                 segments.refuse_same_error(stopped)
             else:
                 self._look_into_stop(stopped, segments)
@@ -386,15 +386,15 @@ class Trainer:
 
     def _share_state(self) -> None:
         """What the engine changes from step to step belongs to the checkpoint."""
-        self.state.adaptation, self.state.window = self._engine.adaptation, self._engine.window
-        if self._engine.window is not None:
-            self._engine.window.members = self.corpus.order(b"lamina/turns")
+        self.state.adaptation, self.state.mechanism = self._engine.adaptation, self._engine.mechanism
+        if self.plan.bands > 1:
+            self._engine.mechanism.members = self.corpus.order(b"lamina/turns")
 
     def _attach(self) -> None:
         if self._engine.detached:
             self._engine = Engine(self.model, self.plan, **self._engine.options)
             self._share_state()
-        self._engine.gather()
+        self._engine.placement.gather()
 
     def _rehearse(self) -> None:
         self.corpus.source.fetch(np.arange(min(len(self.corpus.source), _EXAMPLES_READ)))  # unreadable: refused here
@@ -460,7 +460,7 @@ class Trainer:
         if self.seed is not None:
             noise = SeededNoise.of_segment(opened.seed, rank=rank, hardened=self.hardened)
         self._lead.segment(opened)
-        self._engine.divide()
+        self._engine.placement.divide()
         resumed = opened.first > 0 and opened.generation == 0  # nothing else went on from the noise of the checkpoint
         self._engine.continue_at(opened.first, noise, factor=self.state.factor, resumed=resumed)
         self.model.train()

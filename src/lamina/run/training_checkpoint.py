@@ -34,7 +34,7 @@ from lamina.run.run_files import make_folder, remove_temporary_files, replacing,
 from lamina.validate import number
 
 if TYPE_CHECKING:
-    from lamina.engine.noise.correlated import NoiseWindow
+    from lamina.engine.noise.mechanism import NoiseMechanism
     from lamina.engine.rules.adaptation import Adaptation
     from lamina.plan.step_plan import StepPlan
 
@@ -476,7 +476,7 @@ class TrainingState:
     notes: list[str] = field(default_factory=list)
     programs: list[dict[int, Any]] = field(default_factory=list)
     adaptation: Adaptation | None = None
-    window: NoiseWindow | None = None  # of correlated noise: what the noise of the next steps follows from. Secret
+    mechanism: NoiseMechanism | None = None  # what the noise of the next steps follows from. Secret
     names: PackedTexts | None = None  # whose occurrences are counted, where rows may be others after a resume
     before_capture: Callable[[], None] = field(default=lambda: None)  # tells other ranks to take part in it
     restored: TrainingCheckpoint | None = None  # until the other ranks have it too
@@ -547,9 +547,9 @@ class TrainingState:
         if self.adaptation is not None:
             declared = self.adaptation.declared.digest()
             plain["adaptation"] = {"plan": declared, "state": self.adaptation.to_state()}
-        if self.window is not None:
-            noise, plain["window"] = self.window.to_state()
-            tensors |= noise
+        if self.mechanism is not None:
+            noise, plain["noise"] = self.mechanism.to_state()
+            tensors |= {f"noise.{name}": t for name, t in noise.items()}
         if self.scheduler is not None:
             scheduler, plain["scheduler"] = flatten("scheduler", self.scheduler.state_dict())
             tensors |= scheduler
@@ -609,7 +609,8 @@ class TrainingState:
                 self.adaptation.load_state(plain["adaptation"]["state"])
             else:
                 self.notes.append("the plan changed: what its rules had learned is forgotten")
-        if self.window is not None and not self.window.load(tensors, plain.get("window")):
+        noise = {name[6:]: t for name, t in tensors.items() if name.startswith("noise.")}
+        if self.mechanism is not None and not self.mechanism.load(noise, plain.get("noise")):
             changed = "the plan or the contributions changed"
             self.notes.append(f"{changed}: its noise is not correlated with that of the steps before")
         self.segments, self.step = plain["segments"], plain["step"]

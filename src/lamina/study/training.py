@@ -20,10 +20,10 @@ from lamina.account.accountants import calibrate, find_accountant
 from lamina.account.schedule import Event
 from lamina.allocate.make_plan import make_plan
 from lamina.allocate.measure.measure import Measure, measure
+from lamina.allocate.paper import ReproductionWarning
 from lamina.allocate.problem import untuned_clip_norm
 from lamina.engine.batch import Batch
 from lamina.engine.engine import Engine
-from lamina.engine.execute.paper_step import ReproductionWarning
 from lamina.engine.noise.source import SeededNoise
 from lamina.errors import BudgetExceeded, LaminaError
 from lamina.plan.layer_stack import LayerStack

@@ -58,8 +58,8 @@ def opened(engine: Engine, batch: Batch, parts: int = 1) -> OpenChoice:
     """The choice as the engine has it just before it draws."""
     choice = OpenChoice(engine.plan, engine.adaptation.candidates())
     for piece in batch.split(parts):
-        part = engine._examine(losses_of(engine.model, piece), piece)
-        choice.add(part, engine._norms(part, engine._reached(part)))
+        part = engine.eager.examine(losses_of(engine.model, piece), piece)
+        choice.add(part, engine.eager.norms(part, engine.clipper))
     return choice
 
 

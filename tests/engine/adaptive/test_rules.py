@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import lamina
 from lamina.engine.batch import Batch
 from lamina.engine.engine import Engine
-from lamina.engine.execute.step import COUNTS_TENSOR
+from lamina.engine.noise.gaussian import COUNTS_PLACE
 from lamina.engine.noise.source import SeededNoise
 from lamina.engine.rules.adaptation import Adaptation
 from lamina.errors import BudgetExceeded
@@ -111,7 +111,7 @@ def counted(plan: StepPlan, clip: Any, batch: Batch, norms: Tensor) -> np.ndarra
 
 def noise_of_counts(seed: int, std: float, t: int, layers: int = 3) -> np.ndarray[Any, Any]:
     z = torch.empty(layers, dtype=torch.float64)
-    SeededNoise(seed, hardened=False).fill_(z, std, step=t, tensor=COUNTS_TENSOR)
+    SeededNoise(seed, hardened=False).fill_(z, std, step=t, tensor=COUNTS_PLACE)
     return z.numpy()
 
 

@@ -47,8 +47,8 @@ def test_thresholds_follow_what_a_class_may_move() -> None:
     x = torch.randn(32, 40)
     with Engine(model, plan, noise=SeededNoise(1)) as engine:
         batch = Batch(x)
-        part = engine._examine(losses_of(model, x, None), batch)
-        norms = engine._norms(part, [True, True], engine._masks_for(part))[:, 0]
+        part = engine.eager.examine(losses_of(model, x, None), batch)
+        norms = engine.eager.norms(part, engine.clipper)[:, 0]
         engine.backward(losses_of(model, x, None), batch)
         counts = engine.adaptation.counts
     unclipped = int((norms <= 1.0).sum())

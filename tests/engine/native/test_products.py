@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from lamina.engine import native
 from lamina.engine.batch import RowLayout
-from lamina.engine.execute.clipping import BoxClip, clip_layer
-from lamina.engine.execute.grads import ClipWeights, DenseGrads, OuterProductGrads
+from lamina.engine.execute.clip import BoxClip, ClipWeights
+from lamina.engine.execute.collectors import clip_layer
+from lamina.engine.execute.grads import DenseGrads, OuterProductGrads
 from lamina.engine.layers import layer_forward_for
 from lamina.engine.native.norm_sums import clip_dense_layer
 from lamina.engine.native.products import NativeBias, NativeGrads, NativeOuterGrads, OuterLayer, OuterLayers
@@ -100,7 +101,7 @@ def check(layer: nn.Module, row: tuple[int, ...], layout: RowLayout, odd: Any, s
         one_position = not isinstance(mine[0], NativeGrads)
         assert one_position == (isinstance(layer, nn.Linear) and row[:-1] in ((), (1,)) and layout.most_rows <= 1)
         assert isinstance(mine[0], NativeOuterGrads) == one_position
-        clip = BoxClip(torch.full((layout.units,), bound, dtype=torch.float64), 0.5)
+        clip = BoxClip(torch.full((layout.units,), bound, dtype=torch.float64))
         outs = [[torch.ones_like(p) for p in layer.parameters()] for _ in range(4)]
         found = clip_layer(list(zip(mine, outs[0], strict=True)), clip)
         wanted = clip_layer(list(zip(theirs, outs[1], strict=True)), clip)
@@ -152,7 +153,7 @@ def test_gradients_that_are_there_are_clipped_in_one_call(
     grads = [torch.randn(units, width, generator=generator) for width in widths]
     for where, value in odd:
         grads[where % len(grads)][where % units, :: 1 + where % 3] = value
-    clip = BoxClip(torch.full((units,), bound, dtype=torch.float64), 0.5)
+    clip = BoxClip(torch.full((units,), bound, dtype=torch.float64))
     outs = [[torch.ones(width) for width in widths] for _ in range(2)]
     found = clip_dense_layer([(DenseGrads(g), out) for g, out in zip(grads, outs[0], strict=True)], clip)
     assert found is not None
@@ -167,7 +168,7 @@ def test_gradients_that_are_there_are_clipped_in_one_call(
 
 
 def test_what_is_no_dense_gradient_is_left_to_the_rules() -> None:
-    clip = BoxClip(torch.ones(3, dtype=torch.float64), 1.0)
+    clip = BoxClip(torch.ones(3, dtype=torch.float64))
     measured = DenseGrads(torch.ones(3, 2), lambda: torch.full((3,), 9.0, dtype=torch.float64))
     wide, folded = DenseGrads(torch.ones(3, 2, dtype=torch.float64)), DenseGrads(torch.ones(3, 2, 2))
     for grad, out in ((measured, torch.ones(2)), (wide, torch.ones(2)), (folded, torch.ones(2, 2))):
@@ -241,7 +242,7 @@ def compare_layers(
                     numbers[3] = results[0][0][3]  # what a box found, given as factors from outside
                     layers.add(numbers)
                 else:
-                    numbers = layers.clip_and_add(0.5, BoxClip(limits, 0.5).least)
+                    numbers = layers.clip_and_add()
                 results.append((numbers, outs))
     finally:
         torch.set_num_threads(1)
@@ -249,7 +250,7 @@ def compare_layers(
     for i, (g, a) in enumerate(factors):
         grads, sums = OuterProductGrads(g, a), (torch.ones(sizes[i]), torch.ones(sizes[i][0]))
         pairs = [(grads, sums[0]), (DenseGrads(g, grads.g_norm_sq), sums[1])]
-        wanted = clip_layer(pairs, BoxClip(limits, 0.5))
+        wanted = clip_layer(pairs, BoxClip(limits))
         same(results[0][0][3, i], wanted.factor)
         for _, outs in results:
             for mine, theirs in zip(outs[i], sums, strict=True):
@@ -266,7 +267,7 @@ def test_the_sum_is_the_same_bits_for_any_number_of_threads(clip: bool) -> None:
             out = torch.zeros_like(layer.weight)
             bound = torch.ones(25, dtype=torch.float64)
             if clip:
-                weight.clip_and_add(out, None, BoxClip(bound, 1.0))
+                weight.clip_and_add(out, None, BoxClip(bound))
             else:
                 weight.add_to(out, ClipWeights(bound, None))
         finally:
@@ -283,7 +284,7 @@ def test_linear_layers_have_the_same_bits_for_any_number_of_threads() -> None:
         try:
             out, bias = torch.zeros(200, 700), torch.zeros(200)
             layer = OuterLayer(NativeOuterGrads(g, a), out, bias, True, torch.ones(300, dtype=torch.float64))
-            OuterLayers([layer]).clip_and_add(1.0, 0.0)
+            OuterLayers([layer]).clip_and_add()
         finally:
             torch.set_num_threads(1)
         sums.append(torch.cat([out.flatten(), bias]))

@@ -1,6 +1,6 @@
-"""`CompiledStep`: forward pass, losses, backward pass and clipping of a step as one compiled graph.
+"""`CompiledExecutor`: forward pass, losses, backward pass and clipping of a step as one compiled graph.
 
-The step of the hook engine itself is traced once, over a batch whose size is a symbol: the layer rules describe the
+The step of the eager executor itself is traced once, over a batch whose size is a symbol: the layer rules describe the
 gradients, and the thresholds of the contributions are an argument of the graph. Linears of one position and norm layers
 are clipped in the graph; other layers by an operator that runs the ordinary rules, native kernels included.
 """
@@ -30,13 +30,19 @@ from torch.utils import _pytree as pytree
 from lamina.engine import native
 from lamina.engine.attach import Attachment, CopySafeHook
 from lamina.engine.batch import Batch, RowLayout, examples
-from lamina.engine.execute.clipping import BoxClip, clip_layer, form, least_factor, safe_bounds
-from lamina.engine.execute.grads import ClipWeights, ContributionGrads, DenseGrads, OuterProductGrads, SummedGrads
-from lamina.engine.execute.step import zero_sums
-from lamina.engine.guards.safety_checks import LossGraph, walk_graph
+from lamina.engine.execute.clip import LEAST_FACTOR, BoxClip, ClipWeights, safe_bounds
+from lamina.engine.execute.clipping import Clipper
+from lamina.engine.execute.collectors import clip_layer, form
+from lamina.engine.execute.eager import EagerExecutor, Work
+from lamina.engine.execute.grads import ContributionGrads, DenseGrads, OuterProductGrads, SummedGrads
+from lamina.engine.execute.sums import Sums
+from lamina.engine.guards.checked_batch import check_classes
+from lamina.engine.guards.graph import LossGraph, walk_graph
+from lamina.engine.guards.state import StateGuard
 from lamina.engine.layers.layer_rule import LayerRule, RuleCall, hidden_backward_error
 from lamina.engine.layers.linear import LinearRule
 from lamina.engine.layers.norm import NormRule
+from lamina.engine.noise.mechanism import sum_dtype
 from lamina.plan.rules import InjectionForm, NoiseKind
 from lamina.plan.step_plan import Clipping, StepPlan
 
@@ -111,7 +117,7 @@ def _clip_layer(handle: int, tensors: list[Tensor], bound: Tensor) -> list[Tenso
     """The clipped sums of a layer by its own bounds."""
     sums = _calls[handle].zeros()
     pairs = [(grad, sums[name]) for name, grad in _calls[handle].grads(tensors).items()]
-    clip_layer(pairs, BoxClip(bound.contiguous(), 1.0))
+    clip_layer(pairs, BoxClip(bound.contiguous()))
     return list(sums.values())
 
 
@@ -267,7 +273,7 @@ class TraceCollector(_Forward):
     def _factor(self, norm_sq: Tensor, bound: Tensor) -> Tensor:
         """As `clip_weights`, of finite norms."""
         factor = (norm_sq.clamp(min=_MIN_NORM_SQ).rsqrt() * bound).clamp(max=1.0)
-        return torch.where(factor > least_factor(1.0), factor, 0.0)
+        return torch.where(factor > LEAST_FACTOR, factor, 0.0)
 
     def finish(self) -> None:
         if self.radius is None:
@@ -314,7 +320,7 @@ class StepGraph:
 
 
 def trace_step(
-    losses_of: LossesOf, batch: Batch, attachment: Attachment, names: dict[int, str], tensors: Mapping[str, Tensor],
+    losses_of: LossesOf, batch: Batch, attachment: Attachment, names: Mapping[int, str], tensors: Mapping[str, Tensor],
     layers: int, *, joint: bool,
 ) -> tuple[StepGraph, list[int]]:  # fmt: skip
     """The step on such batches as a graph, and the handles of its operators. Raises whatever stands in the way."""
@@ -336,7 +342,7 @@ def trace_step(
 
     wide = torch.zeros(layers, n, dtype=torch.float64)
     inputs = [*(symbolic(t, 0) for t in given), symbolic(wide, 1), symbolic(wide[0], 0)]
-    like = {name: total.to("meta") for name, total in zero_sums(tensors).items()}
+    like = {name: torch.empty(p.shape, dtype=sum_dtype(p.dtype), device="meta") for name, p in tensors.items()}
     collectors: list[TraceCollector] = []
     slot = attachment.slot
 
@@ -417,18 +423,18 @@ def _viewed(node: Any) -> torch.fx.Node:
     return cast(torch.fx.Node, node)
 
 
-class CompiledStep:
+class CompiledExecutor:
     """Which steps of an engine are a graph, and why others are not.
 
-    The hook engine takes the first steps of every computation with all its checks, and every 128th, when the graph's
+    The eager executor takes the first steps of every computation with all its checks, and every 128th, when the graph's
     sums are held to its own. `reason` says why there is no graph, or was none for the last batch; '' if there was one.
     """
 
     def __init__(
-        self, model: nn.Module, plan: StepPlan, attachment: Attachment, tensors: Mapping[str, Tensor],
-        names: dict[int, str], *, adaptive: bool,
-    ) -> None:  # fmt: skip
-        self.model, self.plan, self.attachment, self.tensors, self.names = model, plan, attachment, tensors, names
+        self, model: nn.Module, plan: StepPlan, eager: EagerExecutor, state: StateGuard, *, adaptive: bool
+    ) -> None:
+        self.model, self.plan, self.eager, self.state = model, plan, eager, state
+        self.tensors = eager.tensors
         self.steps = 0  # taken by a graph
         self.graphs: list[tuple[Any, StepGraph]] = []
         self.reason, self._off, self._said = "", False, set[str]()
@@ -437,8 +443,34 @@ class CompiledStep:
         weakref.finalize(self, _forget, self._handles)
         if problem := unsupported_plan(plan, adaptive=adaptive):
             self.give_up(problem)
-        elif not all(p.is_cpu for p in tensors.values()):
+        elif not all(p.is_cpu for p in self.tensors.values()):
             self.give_up("the model is not on the CPU")
+
+    def prepare(self, losses_of: LossesOf, batch: Batch, clipper: Clipper) -> tuple[Work, Tensor] | None:
+        """What a part of a batch adds to a step, and its losses; None where the eager executor must compute them."""
+        if len(batch) == 0:
+            return None
+        eager, classes = self.eager, check_classes(batch, self.plan)
+        reached = clipper.reached(classes) == eager.trained or eager.constant_time
+        bounds, radius = clipper.limits(batch)
+        graph = self.graph_for(losses_of, batch, all_reached=reached)
+        if graph is None:
+            return None
+        eager.check()
+        self.state.begin_call()
+        ready = self.sums(graph, batch, bounds, radius)
+        self.state.check_trained()
+        if ready is None:
+            return None
+        made, losses = ready
+        if graph.compare_now:
+            losses = losses_of(batch.x, batch.y)
+            part, own = eager.examine(losses, batch, again=True), Sums(self.tensors)
+            assert part is not None
+            eager.add(part, clipper, own)
+            self.compare(graph, made, own.whole())
+            made = own
+        return Work(classes, lambda _, sums, last: sums.adopt(_with_own_storage(made, self.tensors))), losses.detach()
 
     def give_up(self, reason: str) -> None:
         """No step will be compiled from here on."""
@@ -480,7 +512,13 @@ class CompiledStep:
             joint = self.plan.clipping is Clipping.JOINT
             with torch.random.fork_rng(devices=[]):
                 graph, handles = trace_step(
-                    losses_of, batch, self.attachment, self.names, self.tensors, len(self.plan.layers), joint=joint
+                    losses_of,
+                    batch,
+                    self.eager.attachment,
+                    self.eager.names,
+                    self.tensors,
+                    len(self.plan.layers),
+                    joint=joint,
                 )
         except Exception as error:  # whatever a trace cannot follow
             self.give_up(_why(error))
@@ -526,9 +564,9 @@ class CompiledStep:
         if self.plan.clipping is Clipping.JOINT:
             noise = torch.tensor([s or 1.0 for s in self.plan.noise], dtype=torch.float64)
             bounds = torch.where(bounds > 0, noise.square().reciprocal(), 0.0).t().contiguous()
-            radius = safe_bounds(radius, 1.0)
+            radius = safe_bounds(radius)
         else:
-            bounds = safe_bounds(bounds, 1.0).t().contiguous()
+            bounds = safe_bounds(bounds).t().contiguous()
         state = torch.get_rng_state() if graph.draws else None
         given = leaves, bounds, radius
         try:
@@ -588,3 +626,15 @@ def _why(error: Exception) -> str:
     """The first line of what stood in the way."""
     first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     return first if isinstance(error, _Unsupported) else f"{type(error).__name__}: {first}"[:300]
+
+
+def _with_own_storage(sums: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Each sum in its own type, in memory that nothing else uses: noise is added to it in place."""
+    found: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, t in sums.items():
+        own = t.is_contiguous() and t.untyped_storage().nbytes() == t.nbytes and t.data_ptr() not in seen
+        kept = t if own else t.clone(memory_format=torch.contiguous_format)
+        found[name] = kept.to(sum_dtype(tensors[name].dtype))
+        seen.add(t.data_ptr())
+    return found

@@ -3,236 +3,16 @@
 from __future__ import annotations
 
 import copy
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from math import prod
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from lamina.plan.selection import Range
-
-# Norms that do not read low.
-#
-# A clip bound holds only if the norm is right. float32 `vector_norm` over d = 10⁷ elements reads
-# 4e-4 low, and reducing in float64 directly is 10 times slower. So: float32 over blocks of at most
-# 64 elements, then float64 over the blocks. The vectorised reduction adds at most 4 terms per lane,
-# so a block's norm is off by less than 3e-7, and `NORM_SAFETY` shrinks every clip factor by more.
-#
-# Other devices add in an order of their own, and MPS has no float64: there, float32 over blocks of 16, twice, then
-# float64 on the CPU, of one number for 256. In any order, a block's norm is off by at most 9·2^-24: 1.1e-6 in two levels,
-# 2.2e-6 in a product of two norms, less than `NORM_SAFETY` takes. Factors of contributions, (P,) float64, are always
-# kept on the CPU; only these numbers travel, never a gradient or a sum.
-
-_MAX_BLOCK = 64
-_BLOCK_ELSEWHERE = 16
-NORM_SAFETY = 1.0 - 2.0**-18
-
-
-def row_norm_sq(t: Tensor) -> Tensor:
-    """(P, …) → (P,) squared norms in float64. Elements beyond 1e19 make it infinite; it never reads low
-    by more than elements below 1.1e-19 can."""
-    t = t.reshape(t.shape[0], t.shape[1:].numel())
-    if t.dtype == torch.float64:
-        return _square(torch.linalg.vector_norm(t, dim=1).cpu())
-    t = t.float().contiguous()
-    width = t.shape[1]
-    if not t.is_cpu:
-        return _norm_sq_elsewhere(t)
-    if width <= _MAX_BLOCK:
-        return _square(torch.linalg.vector_norm(t, dim=1))
-    size = block_length(width)
-    whole = width - width % size
-    blocks = t.view(t.shape[0], -1, size) if whole == width else t[:, :whole].unflatten(1, (-1, size))
-    total = _square(torch.linalg.vector_norm(blocks, dim=2)).sum(1)
-    if whole < width:
-        total += _square(torch.linalg.vector_norm(t[:, whole:].contiguous(), dim=1))
-    return total
-
-
-def _square(norm: Tensor) -> Tensor:
-    return norm.double().square_()
-
-
-def _norm_sq_elsewhere(t: Tensor) -> Tensor:
-    """`row_norm_sq` of a tensor (P, width) on another device."""
-    for _ in range(2):
-        if rest := -t.shape[1] % _BLOCK_ELSEWHERE:
-            t = torch.nn.functional.pad(t, (0, rest))
-        t = torch.linalg.vector_norm(t.unflatten(1, (t.shape[1] // _BLOCK_ELSEWHERE, _BLOCK_ELSEWHERE)), dim=2)
-    return _square(t.cpu()).sum(1)
-
-
-def _vector_norms(t: Tensor) -> Tensor:
-    """(P, width) → (P,) norms in float64 outright, of the smallest and largest numbers too."""
-    if t.is_cpu or t.dtype == torch.float64:
-        norms: Tensor = torch.linalg.vector_norm(t, dim=1, dtype=torch.float64)
-        return norms if t.is_cpu else norms.cpu()
-    largest = torch.linalg.vector_norm(t, ord=torch.inf, dim=1) if t.shape[1] else t.new_zeros(len(t))
-    size = torch.where(largest > 0, largest, 1.0)
-    return row_norm_sq(t / size.unsqueeze(1)).sqrt_() * size.cpu().double()
-
-
-def _like(factor: Tensor, t: Tensor) -> Tensor:
-    """(P,) numbers of contributions, in the precision of t and where it is."""
-    factor = factor.to(t.dtype)
-    return factor if t.is_cpu else factor.to(t.device)
-
-
-@lru_cache(maxsize=1024)
-def block_length(width: int) -> int:
-    """A block length that divides the width if a long one does, so that no rest is left."""
-    return next((b for b in range(_MAX_BLOCK, 23, -1) if width % b == 0), _MAX_BLOCK)
-
-
-# Memory that is used again: gradients formed some contributions at a time would otherwise fault in fresh pages
-# for every chunk, which cost more than measuring them.
-
-_thread_buffers = threading.local()
-_MAX_BUFFER_ELEMENTS = 1 << 23  # elements; what is larger is allocated and given back
-
-
-def take_buffer(slot: str, shape: tuple[int, ...], dtype: torch.dtype, like: Tensor | None = None) -> Tensor:
-    """An uninitialised tensor where `like` is, valid until the same slot of this thread is taken again."""
-    if like is not None and not like.is_cpu:  # whose memory torch keeps by itself
-        return torch.empty(shape, dtype=dtype, device=like.device)
-    size = prod(shape)
-    return take_memory(slot, size, dtype)[:size].view(shape)
-
-
-def take_memory(slot: str, size: int, dtype: torch.dtype) -> Tensor:
-    """As `take_buffer`: a vector of at least this size."""
-    if size > _MAX_BUFFER_ELEMENTS:
-        return torch.empty(size, dtype=dtype)
-    buffers: dict[tuple[str, torch.dtype], Tensor] = vars(_thread_buffers).setdefault("buffers", {})
-    buffer = buffers.get((slot, dtype))
-    if buffer is None or buffer.numel() < size:
-        buffer = buffers[slot, dtype] = torch.empty(size, dtype=dtype)
-    return buffer
-
-
-def release_buffers() -> None:
-    """Give the memory back, at the end of a backward pass."""
-    vars(_thread_buffers).pop("buffers", None)
-
-
-class AxisRanges:
-    """The indices `ranges` along `axis`. Of a tensor with P contributions in front, the axis is one further."""
-
-    def __init__(self, axis: int, ranges: Sequence[Range]) -> None:
-        self.axis, self.ranges = axis, tuple(ranges)
-        self.size = sum(stop - first for first, stop in ranges)
-
-    @cached_property
-    def index(self) -> Tensor:
-        return torch.cat([torch.arange(first, stop) for first, stop in self.ranges])
-
-    def of(self, t: Tensor, dim: int) -> Tensor:
-        """The indices along `dim` of t: a view where they lie together."""
-        if len(self.ranges) == 1:
-            first, stop = self.ranges[0]
-            return t.narrow(dim, first, stop - first)
-        return t.index_select(dim, self.index.to(t.device))
-
-    def zero_(self, t: Tensor) -> None:
-        """Set these indices of a tensor without contributions to exactly 0."""
-        for first, stop in self.ranges:
-            t.narrow(self.axis, first, stop - first).zero_()
-
-    def shape(self, whole: torch.Size) -> torch.Size:
-        return torch.Size((*whole[: self.axis], self.size, *whole[self.axis + 1 :]))
-
-    def keeps_blocks(self, whole: torch.Size) -> bool:
-        """Whether the norm of what is taken out is computed from the same blocks as that of the whole.
-
-        If not, a contribution would be measured in another way (by a rounding) because of who else is in the batch.
-        """
-        width, behind = block_length(whole.numel()), whole[self.axis + 1 :].numel()
-        if behind * whole[self.axis] % width or block_length(self.shape(whole).numel()) != width:
-            return False
-        return all(index * behind % width == 0 for both in self.ranges for index in both)
-
-
-BlockedRanges = Sequence[tuple[Tensor, Sequence[Range]]]
-
-
-class SliceMask:
-    """`table` (P, length), True where a contribution may move an index. Shared by all tensors that are cut alike.
-
-    `blocked` is the same for whoever knows it already: contributions, and the indices that none of them may move.
-    `even`: take as long whatever is blocked.
-    """
-
-    def __init__(self, table: Tensor, blocked: BlockedRanges | None = None, *, even: bool = False) -> None:
-        self.table, self.even = table, even
-        self._blocked = blocked
-
-    @cached_property
-    def blocked(self) -> BlockedRanges:
-        if self._blocked is not None:
-            return self._blocked
-        kinds, kind = torch.unique(self.table, dim=0, return_inverse=True)
-        closed = [(i, _ranges_of_true(~row)) for i, row in enumerate(kinds) if not bool(row.all())]
-        return [((kind == i).nonzero().flatten(), ranges) for i, ranges in closed]
-
-    @cached_property
-    def blocked_units(self) -> Tensor | None:
-        """(P,) the contributions that may move nothing; None if there is none."""
-        none = ~self.table.any(1)
-        return none if bool(none.any()) else None
-
-    def within(self, span: AxisRanges) -> SliceMask:
-        """The same of the indices `span` alone."""
-        return SliceMask(span.of(self.table, 1), even=self.even)
-
-    def at(self, index: int, length: int) -> SliceMask:
-        """All or nothing of something of another length, by whether a contribution may move one index."""
-        table = self.table[:, index]
-        return SliceMask(
-            table.unsqueeze(1).expand(-1, length), [((~table).nonzero().flatten(), [(0, length)])], even=self.even
-        )
-
-    def kept(self, t: Tensor, dim: int, low: int = 0) -> Tensor:
-        """t, of contributions low and on, with 0 at the indices along `dim` that are blocked. A single number is one.
-
-        By `where`, never by multiplication: 0 times what is not finite is not 0.
-        """
-        table, shape = self.table[low : low + len(t)].to(t.device), [1] * t.dim()
-        if t.dim() == 1:
-            return torch.where(table[:, 0], t, t.new_zeros(()))
-        shape[0], shape[dim] = table.shape
-        return torch.where(table.view(shape), t, t.new_zeros(()))
-
-    def zero_blocked_(self, t: Tensor, dim: int, low: int) -> None:
-        """The same in place: only what is blocked is written."""
-        if self.even:
-            t.copy_(self.kept(t, dim, low))
-            return
-        for who, ranges in self.blocked:
-            here = who if len(t) == len(self.table) else who[(who >= low) & (who < low + len(t))] - low
-            for first, stop in ranges if len(here) else ():
-                part = t.narrow(dim, first, stop - first)
-                part.zero_() if len(here) == len(t) else part.index_fill_(0, here.to(t.device), 0)
-
-    def emptied(self, t: Tensor) -> Tensor:
-        """t (P, …) with 0 for contributions that may move nothing: it will meet a 0, and must be finite."""
-        if self.blocked_units is None:
-            return t
-        return t.masked_fill(self.blocked_units.view(-1, *[1] * (t.dim() - 1)).to(t.device), 0)
-
-
-def _ranges_of_true(flags: Tensor) -> tuple[Range, ...]:
-    """The runs of True as ranges."""
-    edge = torch.zeros(1, dtype=torch.int8)
-    change = torch.diff(flags.to(torch.int8), prepend=edge, append=edge)
-    first, stop = ((change == sign).nonzero().flatten().tolist() for sign in (1, -1))
-    return tuple(zip(first, stop, strict=True))
-
+from lamina.engine.execute.clip import BoxClip, ClipWeights
+from lamina.engine.execute.norms import like_rows, row_norm_sq, take_buffer, vector_norms
+from lamina.engine.execute.slice_masks import AxisRanges, SliceMask
 
 # `ContributionGrads`: the gradient of one tensor for every contribution of a batch, without storing it.
 #
@@ -250,33 +30,6 @@ SUM_BLOCK = 128
 _UNIT_LENGTH = torch.ones((), dtype=torch.float64)
 _MIN_WIDTH_PER_POSITION = 8  # a matrix of so many numbers per position is masked before it is formed
 _MIN_SAFE_NORM, _MAX_SAFE_NORM = 1e-15, 1e15  # norms between which products in float32 lose nothing
-
-
-@dataclass(frozen=True, eq=False)
-class ClipWeights:
-    """The factor of each contribution, and which contributions must be left out of a product."""
-
-    factor: Tensor  # (P,) float64, 0 where a contribution does not reach the layer or is not finite
-    broken: Tensor | None  # (P,) bool, or None where every contribution is finite
-
-    def slice(self, low: int, high: int) -> ClipWeights:
-        return ClipWeights(self.factor[low:high], None if self.broken is None else self.broken[low:high])
-
-    def clean(self, t: Tensor) -> Tensor:
-        """Zero the broken contributions with `where`: multiplying NaN by 0 would keep it."""
-        if self.broken is None:
-            return t
-        return t.masked_fill(self.broken.view(-1, *[1] * (t.dim() - 1)).to(t.device), 0)
-
-
-class ClipFunction(Protocol):
-    """scale · min(1, bound/norm), and 0 below `least`; for norm² of contributions low … high."""
-
-    bound: Tensor  # (P,) float64
-    scale: float
-    least: float
-
-    def __call__(self, norm_sq: Tensor, low: int, high: int) -> ClipWeights: ...
 
 
 class ContributionGrads(ABC):
@@ -302,7 +55,7 @@ class ContributionGrads(ABC):
         """Whether measuring means forming G, so that measuring and summing belong in one pass."""
         return False
 
-    def clip_and_add(self, out: Tensor, others: Tensor | None, clip: ClipFunction) -> ClipWeights:
+    def clip_and_add(self, out: Tensor, others: Tensor | None, clip: BoxClip) -> ClipWeights:
         """Measure, clip and sum. `others` is the squared norm of the rest of the layer, if it has more."""
         norm_sq = self.norm_sq()
         weights = clip(norm_sq if others is None else norm_sq + others, 0, self.units)
@@ -364,7 +117,7 @@ class ChunkedGrads(ContributionGrads):
                 part = weights.slice(low, high)
                 _add_weighted(total, part.clean(self.dense(low, high)), part.factor)
 
-    def clip_and_add(self, out: Tensor, others: Tensor | None, clip: ClipFunction) -> ClipWeights:
+    def clip_and_add(self, out: Tensor, others: Tensor | None, clip: BoxClip) -> ClipWeights:
         factors, broken = [], []
         with _wide_sum(out, self.units) as total:
             for low, high in self.chunks():
@@ -415,7 +168,7 @@ class OuterProductGrads(ContributionGrads):
         """
         if self._norms is not None:
             return self._norms
-        norms = torch.stack([_vector_norms(t) for t in (self.g, self.a)])
+        norms = torch.stack([vector_norms(t) for t in (self.g, self.a)])
         if self.units and not _well_scaled(norms):
             odd = ~((norms > _MIN_SAFE_NORM) & (norms < _MAX_SAFE_NORM)).all(0)
             self.length = torch.where(odd, norms[0] * norms[1], 1.0)
@@ -433,7 +186,7 @@ class OuterProductGrads(ContributionGrads):
 
     def add_to(self, out: Tensor, weights: ClipWeights) -> None:
         factor = weights.factor if self.length is _UNIT_LENGTH else weights.factor * weights.clean(self.length)
-        g, a = weights.clean(self.g) * _like(factor, self.g).unsqueeze(1), weights.clean(self.a)
+        g, a = weights.clean(self.g) * like_rows(factor, self.g).unsqueeze(1), weights.clean(self.a)
         with _wide_sum(out, self.units) as total:
             for low in range(0, self.units, SUM_BLOCK):
                 total += g[low : low + SUM_BLOCK].t() @ a[low : low + SUM_BLOCK]
@@ -441,7 +194,7 @@ class OuterProductGrads(ContributionGrads):
     def dense(self, low: int, high: int) -> Tensor:
         product = self.g[low:high].unsqueeze(2) * self.a[low:high].unsqueeze(1)
         if self.length is not _UNIT_LENGTH:
-            product = product * _like(self.length[low:high], product).view(-1, 1, 1)
+            product = product * like_rows(self.length[low:high], product).view(-1, 1, 1)
         return product.reshape(high - low, -1)
 
     def where(self, axis: int, mask: SliceMask) -> ContributionGrads:
@@ -488,7 +241,7 @@ def _unit_rows(t: Tensor, rows: Tensor, norm: Tensor) -> Tensor:
     if t.is_cpu:
         some = t[index].double() / norm[index].clamp(min=1e-300).unsqueeze(1)
     else:  # which may have no float64: in two divisions, so that neither leaves the range of float32
-        root = _like(norm[index].clamp(min=1e-74).sqrt(), t).unsqueeze(1)
+        root = like_rows(norm[index].clamp(min=1e-74).sqrt(), t).unsqueeze(1)
         some = t[index.to(t.device)] / root / root
     return t.index_put((index.to(t.device),), some.to(t.dtype))
 
@@ -518,7 +271,7 @@ def _wide_sum(out: Tensor, units: int) -> Iterator[Tensor]:
 
 def _add_weighted(out: Tensor, grads: Tensor, factor: Tensor) -> None:
     """out += factorᵀ · grads, for grads (P, numel)."""
-    factor = _like(factor, grads)
+    factor = like_rows(factor, grads)
     for low in range(0, len(grads), SUM_BLOCK):
         out += (factor[low : low + SUM_BLOCK] @ grads[low : low + SUM_BLOCK]).view(out.shape)
 
@@ -543,7 +296,7 @@ class ScatterGrads(ContributionGrads):
         return total.index_add_(0, self.owner.cpu(), row_norm_sq(self.grads))
 
     def add_to(self, out: Tensor, weights: ClipWeights) -> None:
-        factor = _like(weights.factor, self.grads)[self.owner]
+        factor = like_rows(weights.factor, self.grads)[self.owner]
         grads = self.grads
         if weights.broken is not None:
             grads = grads.masked_fill(weights.broken.to(grads.device)[self.owner].unsqueeze(1), 0)
@@ -653,7 +406,7 @@ class AxisSliceGrads(ChunkedGrads):
         with self._summed(out) as part:
             self.inner.add_to(part, weights)
 
-    def clip_and_add(self, out: Tensor, others: Tensor | None, clip: ClipFunction) -> ClipWeights:
+    def clip_and_add(self, out: Tensor, others: Tensor | None, clip: BoxClip) -> ClipWeights:
         with self._summed(out) as part:
             return self.inner.clip_and_add(part, others, clip)
 

@@ -29,43 +29,45 @@ from lamina.engine.distributed import (
     Ranks,
     as_shard,
     is_sharded,
-    is_sharded_model,
     is_sharded_module,
     rank_lost,
     shard_like,
+    whole_tensor,
 )
-from lamina.engine.execute.clipping import Collector, JointCollector
-from lamina.engine.execute.grads import release_buffers
-from lamina.engine.execute.step import ClippedSums, LateSums, OpenStep, zero_sums
-from lamina.engine.guards.safety_checks import tensors_of_optimizer
-from lamina.engine.noise.source import NoiseSource, widest_dtype
+from lamina.engine.execute.collectors import Collector
+from lamina.engine.execute.norms import release_buffers
+from lamina.engine.execute.placement import OpenStep, RankedPlacement
+from lamina.engine.execute.sums import Sums
+from lamina.engine.guards.guard import tensors_of_optimizer
+from lamina.engine.noise.mechanism import COUNTS, StepNoise
 from lamina.errors import EngineError
 from lamina.plan.rules import FollowProxy
 from lamina.plan.step_plan import Clipping, StepPlan
 
 _SENT_ALONE = 1 << 18  # elements: smaller sums of a block are sent together
 _START, _BACKWARD, _WHOLE = 1 << 40, 1 << 41, 1 << 42  # places in a step: forward passes count from 1
-OWNERSHIP_PASSES = 3
 
 
-class ShardedModel:
-    """A model whose weights are divided over the ranks between steps. Of a model that is not sharded nothing changes."""
+class ShardedPlacement(RankedPlacement):
+    """Weights that are divided over the ranks between steps, and sums of which each rank keeps its part.
+
+    A sum is sent when its layer is complete, in float64 and with this rank's share of the noise: after that only this
+    rank's part of the total is there. `release` sends the rest and gives all parts away; before it nothing leaves.
+    """
+
+    sharded = True
 
     def __init__(
         self, model: nn.Module, plan: StepPlan, ranks: Ranks, *, step: Callable[[], int], compiled: bool = False
     ) -> None:
-        self.ranks, self._of_engine = ranks, WeakMethod(step)  # a cycle would keep an engine that nobody holds
-        self.parts: list[Any] = []
-        if not ranks.alone and is_sharded_model(model):
-            self.parts = [module for module in model.modules() if is_sharded_module(module)]
+        self.parts: list[Any] = [module for module in model.modules() if is_sharded_module(module)]
         for part in self.parts:
             part.reshard()
-        self.held: dict[str, Any] = dict(model.named_parameters())  # what the optimiser updates, of this rank
+        super().__init__(model, plan, ranks)
+        self._layer_of = {name: i for i, layer in enumerate(plan.layers) for name in layer.parameters}
+        self._of_engine = WeakMethod(step)  # a cycle would keep an engine that nobody holds
         self._handles: list[Any] = []
-        self._order: list[int] | None = None  # None: always whole
         self._forget()
-        if not self.parts:
-            return
         meshes = [p.device_mesh for p in self.held.values() if is_sharded(p)]
         unfit = {
             "the plan has slices of tensors": bool(plan.slices),
@@ -83,7 +85,8 @@ class ShardedModel:
         encloses = [any(is_sharded_module(m) for m in part.modules() if m is not part) for part in self.parts]
         self._leaf = [not each for each in encloses]  # one that encloses others stays whole while they run
         self._part_of = self._find_parts(model)
-        self._order = list(range(len(self.parts)))  # as they are registered, until a forward pass shows another order
+        # None: always whole. As they are registered, until a forward pass shows another order
+        self._order: list[int] | None = list(range(len(self.parts)))
         for part in self.parts:
             part.set_reshard_after_forward(False, recurse=False)
             part.set_reshard_after_backward(False, recurse=False)
@@ -102,7 +105,7 @@ class ShardedModel:
         return {names[p]: part for p, part in owners if p in names}
 
     def attach(self, run_often: Sequence[nn.Module]) -> None:
-        """Watch the parts. `run_often`: modules that are run once per contribution; parts of them are not gathered each time."""
+        """Watch the parts; those of modules that are run often are not gathered each time."""
         if any(is_sharded_module(m) for module in run_often for m in module.modules() if m is not module):
             self._order = None
         for i, part in enumerate(self.parts):
@@ -127,19 +130,18 @@ class ShardedModel:
         self._seen: list[int] = []  # the parts that the forward passes of this step entered
         self._passes = 0
         self._pass: BackwardPass | None = None
+        self._sent: dict[str, Tensor] = {}
 
     def gather(self) -> None:
-        """Make it whole on every rank until the step is over, if it is not."""
-        if self.parts and not self.is_whole:
+        if not self.is_whole:
             self._agree(_WHOLE, whole=1)
 
-    def begin_call(self) -> None:
-        """A forward pass begins somewhere in the model."""
+    def begin_forward(self) -> None:
         if self._order is None or not torch.is_grad_enabled():
             self.gather()
 
     def divide(self) -> None:
-        """Keep this rank's part of it only. Sends nothing, unless ranks had to be whole because of their order."""
+        """Sends nothing, unless ranks had to be whole because of their order."""
         for part in self.parts:
             _reshard(part)
         odd, seen = self._odd, self._seen
@@ -147,15 +149,14 @@ class ShardedModel:
         if odd:
             self._adopt(seen)
 
-    def after_optimizer_step(self, optimizer: Optimizer, *_: Any) -> None:
+    def after_optimizer_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Drop weights that a forward pass gathered meanwhile: they are those before the step."""
-        if self.parts and tensors_of_optimizer(optimizer, self.held):
+        if tensors_of_optimizer(optimizer, self.held):
             for part in self.parts:
                 _reshard(part)
             self._forget()
 
     def give_up(self) -> None:
-        """The step failed here."""
         inner = {id(m) for part in self.parts for m in part.modules() if m is not part}
         try:
             for part in self.parts:
@@ -242,9 +243,7 @@ class ShardedModel:
     # Backward
 
     def start(self, batch: Batch, *, empty: bool, passes: int) -> None:
-        """A step's backward passes begin, `passes` of them before the one that adds up; all ranks are at the same sample."""
-        if not self.parts:
-            return
+        """All ranks are at the same sample."""
         if not (batch.first and batch.last):
             self.gather()  # sums of several parts wait for the last
             if not batch.last:
@@ -262,12 +261,14 @@ class ShardedModel:
             self.ranks.agree(self._step_number(), place=_START, drawn=batch.draw.step)
 
     @contextmanager
-    def backward_pass(self, step: ClippedSums | None = None, collector: Collector | None = None) -> Iterator[None]:
-        """Around one backward pass. Blocks that it does not enter are passed when it is over."""
-        if not self.parts or self.is_whole or self._order is None:
+    def passing(self, sums: Sums | None = None, collector: Collector | None = None) -> Iterator[None]:
+        """Blocks that the pass does not enter are passed when it is over."""
+        if self.is_whole or self._order is None:
             yield
             return
-        self._pass = BackwardPass(self, [i for i in reversed(self._order) if self._leaf[i]], step, collector)
+        early = sums is not None and sums.streamed and self.plan.clipping is not Clipping.JOINT
+        order = [i for i in reversed(self._order) if self._leaf[i]]
+        self._pass = BackwardPass(self, order, collector, sums if early else None)
         try:
             yield
             self._pass.finish()
@@ -275,34 +276,94 @@ class ShardedModel:
             self._pass = None
         self._passes -= 1
 
-    def follow(self, passes: int | None = None, step: ClippedSums | None = None) -> None:
-        """Pass the blocks as the other ranks do, where this one computes nothing: what is left of the passes before the last."""
+    def follow(self, passes: int | None = None, sums: Sums | None = None) -> None:
+        """Pass the blocks as the other ranks do: what is left of the passes before the last, unless `passes` says more."""
         for _ in range(self._passes if passes is None else passes):
-            with self.backward_pass(step):
+            with self.passing(sums):
                 pass
 
-    def divided(self, sums: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """This rank's part of gradients."""
-        if not self.parts:
-            return sums
-        return {name: t if is_sharded(t) else shard_like(t, self.held[name]) for name, t in sums.items()}
+    def divided(self, grads: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        return {name: t if is_sharded(t) else shard_like(t, self.held[name]) for name, t in grads.items()}
 
-    def names_by_part(self, names: Sequence[str]) -> list[list[str]]:
-        """Tensors by the part that holds them, in the order of the parts; those that are not divided come last."""
-        found: list[list[str]] = [[] for _ in range(len(self.parts) + 1)]
-        for name in names:
-            found[self._part_of.get(name, -1)].append(name)
-        return found
+    def whole(self, grads: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        return {name: whole_tensor(t) for name, t in grads.items()}
+
+    # Sums
+
+    def sums(self, tensors: Mapping[str, Tensor], noise: StepNoise) -> Sums:
+        sums = super().sums(tensors, noise)
+        sums.streamed = not noise.grids  # whole numbers are added up whole
+        self._sent = {}
+        return sums
+
+    def names_of(self, part: int, tensors: Mapping[str, Tensor]) -> list[str]:
+        """The tensors that a part holds; those that are not divided are of part -1."""
+        return [name for name in tensors if self._part_of.get(name, -1) == part]
+
+    def are_complete(self, part: int, sums: Sums, collector: Collector | None) -> bool:
+        """Whether nothing more comes to the sums of a block."""
+        if collector is None or part < 0:
+            return True
+        collector.flush()
+        return all(collector.is_complete(self._layer_of[name]) for name in self.names_of(part, sums.tensors))
+
+    @torch.no_grad()
+    def send(self, part: int, sums: Sums) -> None:
+        """Add the sums of a block up over the ranks, and keep this rank's part."""
+        together: dict[torch.dtype, list[str]] = {}
+        for name in self.names_of(part, sums.tensors):
+            if name in self._sent:
+                continue
+            if sums.later is not None:
+                with torch.autocast("cpu", enabled=False):  # the caller's, which would add up in bfloat16
+                    sums.later.add(self._layer_of[name])
+            if sums.tensors[name].numel() >= _SENT_ALONE:
+                self._send([name], sums)
+            else:
+                together.setdefault(sums.tensors[name].dtype, []).append(name)
+        for names in together.values():
+            self._send(names, sums)
+
+    def _send(self, names: list[str], sums: Sums) -> None:
+        held, noise = [self.held[name] for name in names], sums.noise
+        totals = [noise.share([name], [sums.take(name)])[0] for name in names]
+        if is_sharded(held[0]):
+            rows = [_rows(t, p.placements[0].dim, self.ranks.size) for p, t in zip(held, totals, strict=True)]
+            sizes = [row.shape[1] for row in rows]
+            whole = rows[0] if len(rows) == 1 else torch.cat(rows, 1)
+            del totals, rows
+            mine = self.ranks.add_up_parts(whole).split(sizes)
+            totals = [_local(row, p, self.ranks) for p, row in zip(held, mine, strict=True)]
+        else:
+            self.ranks.add_up(totals)
+        for name, p, found in zip(names, held, noise.finish(names, totals), strict=True):
+            self._sent[name] = as_shard(found, p) if is_sharded(p) else found
+
+    def release(self, opened: OpenStep) -> dict[str, Tensor]:
+        """This rank's part of (clipped sum + noise) / B, and the noised counts."""
+        sums = opened.sums
+        if not sums.streamed:
+            return super().release(opened)
+        self.ranks.agree(opened.number, drawn=opened.drawn)
+        counts = self._add_up(sums, [COUNTS]) if COUNTS in sums else {}
+        parts = [*range(len(self.parts)), -1]
+        try:
+            for part in parts if self.plan.clipping is Clipping.JOINT else reversed(parts):
+                self.send(part, sums)
+        finally:
+            release_buffers()  # of a joint clip, which adds here
+        sums.later = None  # sums and collector hold each other
+        return {name: self._sent.pop(name) for name in sums.tensors} | counts
 
 
 class BackwardPass:
     """One pass through the blocks, from the last to the first."""
 
     def __init__(
-        self, model: ShardedModel, order: list[int], step: ClippedSums | None, collector: Collector | None
+        self, model: ShardedPlacement, order: list[int], collector: Collector | None, sums: Sums | None
     ) -> None:
         self.model, self.order, self.collector = model, order, collector
-        self.step = step if isinstance(step, ShardedStep) and step.early else None
+        self.sums = sums  # which are sent as soon as they are complete
         self.next, self.inside = 0, -1
 
     def enter(self, i: int) -> None:
@@ -326,13 +387,13 @@ class BackwardPass:
     def _advance(self, *, need: bool) -> None:
         """Leave the block and go to the next one. Its sums are sent, if they are complete on all ranks."""
         model, i, left = self.model, self.order[self.next], self.inside
-        unready = self.step is not None and not self.step.is_complete(left, self.collector)
+        unready = self.sums is not None and not model.are_complete(left, self.sums, self.collector)
         found = model._agree(_BACKWARD + self.next, need=need, unready=unready)
         if model.is_whole:
             return
         self._drop()
-        if self.step is not None and left >= 0 and not found[3]:
-            self.step.send(left)
+        if self.sums is not None and left >= 0 and not found[3]:
+            model.send(left, self.sums)
         if found[1]:
             _unshard(model.parts[i])
         self.inside, self.next = i, self.next + 1
@@ -353,108 +414,6 @@ def _unshard(part: Any) -> None:
 
 def _reshard(part: Any) -> None:
     part.reshard()
-
-
-class ShardedStep(ClippedSums):
-    """The running sum of a step of several ranks, of which each keeps its part.
-
-    A sum is sent when its layer is complete, in float64 and with this rank's share of the noise: after that only this
-    rank's part of the total is there. `release` sends the rest and gives all parts away; before it nothing leaves.
-    """
-
-    streamed = True
-
-    def __init__(
-        self, plan: StepPlan, noise: NoiseSource, tensors: Mapping[str, Tensor], layer_of: Mapping[str, int], step: int,
-        *, ranks: Ranks, model: ShardedModel,
-    ) -> None:  # fmt: skip
-        self.plan, self.noise, self.step, self.ranks, self.model = plan, noise, step, ranks, model
-        self._tensors, self._layer_of = tensors, layer_of
-        self._place = {name: i for i, name in enumerate(tensors)}
-        self._counts = OpenStep(plan, noise, {}, layer_of, step, ranks=ranks)  # which are small, and not divided
-        super().__init__(LateSums(lambda name: zero_sums({name: tensors[name]})[name]), self._counts.counts)
-        self.early = plan.clipping is not Clipping.JOINT
-        self.later: JointCollector | None = None  # adds what is to be sent
-        self._by_part = model.names_by_part(list(tensors))
-        self._sent: dict[str, Tensor] = {}
-
-    @property
-    def drawn(self) -> int:
-        return self._counts.drawn
-
-    @drawn.setter
-    def drawn(self, number: int) -> None:
-        self._counts.drawn = number
-
-    def _std(self, name: str) -> float:
-        return self.plan.noise[self._layer_of[name]]
-
-    def is_complete(self, part: int, collector: Collector | None) -> bool:
-        """Whether nothing more comes to the sums of a block."""
-        if collector is None or part < 0:
-            return True
-        collector.flush()
-        return all(collector.is_complete(self._layer_of[name]) for name in self._by_part[part])
-
-    @torch.no_grad()
-    def send(self, part: int) -> None:
-        """Add the sums of a block up over the ranks, and keep this rank's part."""
-        together: dict[torch.dtype, list[str]] = {}
-        for name in self._by_part[part]:
-            if name in self._sent:
-                continue
-            if self.later is not None:
-                with torch.autocast("cpu", enabled=False):  # the caller's, which would add up in bfloat16
-                    self.later.add(self._layer_of[name])
-            if self._tensors[name].numel() >= _SENT_ALONE:
-                self._send([name])
-            else:
-                together.setdefault(self._tensors[name].dtype, []).append(name)
-        for names in together.values():
-            self._send(names)
-
-    def _send(self, names: list[str]) -> None:
-        totals, dtypes, held = [], [self.sums[name].dtype for name in names], self.model.held
-        for name in names:
-            total = self.sums.pop(name)
-            total = total.to(widest_dtype(total.device))
-            share, place = self._std(name) * self.ranks.noise_share, self._place[name]
-            self.noise.add_many_([total], [share], step=self.step, tensors=[place], rounded=False)
-            totals.append(total)
-        if is_sharded(held[names[0]]):
-            rows = [
-                _rows(t, held[name].placements[0].dim, self.ranks.size) for name, t in zip(names, totals, strict=True)
-            ]
-            sizes = [row.shape[1] for row in rows]
-            whole = rows[0] if len(rows) == 1 else torch.cat(rows, 1)
-            del total, totals, rows
-            mine = self.ranks.add_up_parts(whole).split(sizes)
-            totals = [_local(row, held[name], self.ranks) for name, row in zip(names, mine, strict=True)]
-        else:
-            self.ranks.add_up(totals)
-        for name, total, dtype in zip(names, totals, dtypes, strict=True):
-            found = self._released(total, self._std(name), dtype)
-            self._sent[name] = as_shard(found, held[name]) if is_sharded(held[name]) else found
-
-    def _released(self, total: Tensor, std: float, dtype: torch.dtype) -> Tensor:
-        """A sum that holds its noise, rounded once, to the grid of S, and divided by B."""
-        out = torch.zeros(total.shape, dtype=dtype, device=total.device)
-        if not std:
-            out.copy_(total)
-        self.noise.add_gathered_([out], [total], [std], divisor=self.plan.batch)
-        return out
-
-    def release(self) -> dict[str, Tensor]:
-        """This rank's part of (clipped sum + noise) / B. `counts` is noised, too, from here on."""
-        self._counts.release()  # all ranks agree
-        parts = range(len(self._by_part))
-        try:
-            for part in reversed(parts) if self.early else parts:
-                self.send(part)
-        finally:
-            release_buffers()  # of a joint clip, which adds here
-        self.sums, self.later = {}, None  # late sums and step hold each other: gradients would wait for a collection
-        return {name: self._sent.pop(name) for name in self._tensors}
 
 
 def _rows(total: Tensor, dim: int, size: int) -> Tensor:

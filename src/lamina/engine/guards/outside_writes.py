@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from lamina.engine.distributed import is_sharded
-from lamina.engine.guards.safety_checks import BITS, tensors_of_optimizer
+from lamina.engine.guards.guard import Guard, Moment, tensors_of_optimizer
+from lamina.engine.guards.state import BITS
 
 _EVERY_TIME_UNTIL, _THEN_EVERY = 24, 64
 _GRADIENT_SAMPLE, _WEIGHT_SAMPLE, _CORNER = 64, 16, 4
@@ -25,7 +26,7 @@ class WrittenOutsideEngine(UserWarning):
     """A value that a release may contain was written outside of the engine. ε covers it only if it reads no private data."""
 
 
-class OutsideWrites:
+class OutsideWrites(Guard):
     """Warns, once for each kind, about writes that may carry private data without noise.
 
     gradients   changed in place between `Engine.backward` and `optimizer.step`, other than by a factor for each tensor
@@ -104,8 +105,9 @@ class OutsideWrites:
             else:
                 self._weights.pop(name, None)
 
-    def check_weights(self) -> None:
+    def before_step(self, moment: Moment) -> None:
         """Warn if the weights at a step differ from what the last `optimizer.step` left."""
+        self.private = moment.private
         if text := self.weights_text():
             self._say("weights", text, stacklevel=5)
             self._weights.clear()
@@ -134,6 +136,8 @@ class OutsideWrites:
 
     def begin_call(self) -> None:
         """Note the plain tensors of the model before a forward pass with gradients."""
+        if not torch.is_grad_enabled():
+            return
         self._calls += 1
         wanted = _is_due(self._calls) and "attributes" not in self._said and not self.probing
         self._before = kept_tensors(self.model) if wanted else None

@@ -12,14 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lamina.engine.batch import RowLayout
-from lamina.engine.execute.grads import (
-    CHUNK_ELEMENTS,
-    ChunkedGrads,
-    ContributionGrads,
-    DenseGrads,
-    at_least_float32,
-    take_buffer,
-)
+from lamina.engine.execute.grads import CHUNK_ELEMENTS, ChunkedGrads, ContributionGrads, DenseGrads, at_least_float32
+from lamina.engine.execute.norms import take_buffer
 from lamina.engine.layers.layer_rule import (
     ApplyRule,
     LayerForward,

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from lamina.engine.batch import RowLayout
-from lamina.engine.execute.grads import AxisRanges, AxisSliceGrads
+from lamina.engine.execute.grads import AxisSliceGrads
+from lamina.engine.execute.slice_masks import AxisRanges
 from lamina.engine.layers.layer_rule import (
     ApplyRule,
     LayerForward,

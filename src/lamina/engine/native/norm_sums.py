@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from lamina.engine import native
-from lamina.engine.execute.grads import ClipFunction, ClipWeights, ContributionGrads, DenseGrads
+from lamina.engine.execute.clip import LEAST_FACTOR, BoxClip, ClipWeights
+from lamina.engine.execute.grads import ContributionGrads, DenseGrads
 
 
 class _Norms(ctypes.Structure):
@@ -62,14 +63,14 @@ class _Dense(ctypes.Structure):
     ]
 
 
-def clip_dense_layer(parts: Sequence[tuple[ContributionGrads, Tensor]], clip: ClipFunction) -> ClipWeights | None:
+def clip_dense_layer(parts: Sequence[tuple[ContributionGrads, Tensor]], clip: BoxClip) -> ClipWeights | None:
     """`clip_layer` of one or two tensors whose gradients are there as (P, n) of float32; None where they are not."""
     library, f32, f64 = native.library(), torch.float32, torch.float64
     if library is None or len(parts) > 2 or not all(_is_dense(grad, out) for grad, out in parts):
         return None
     units = parts[0][0].units
     norm_sq, factor = (torch.empty(units, dtype=f64) for _ in range(2))
-    job = _Dense(units=units, count=len(parts), scale=clip.scale, least=clip.least)
+    job = _Dense(units=units, count=len(parts), scale=1.0, least=LEAST_FACTOR)
     job.bound = native.pointer(clip.bound, f64, units)
     job.norm_sq, job.factor = norm_sq.data_ptr(), factor.data_ptr()
     for k, (grad, out) in enumerate(parts):

@@ -17,16 +17,10 @@ from torch import Tensor
 
 from lamina.engine import native
 from lamina.engine.batch import RowLayout
-from lamina.engine.execute.grads import (
-    AxisRanges,
-    ClipFunction,
-    ClipWeights,
-    ContributionGrads,
-    DenseGrads,
-    OuterProductGrads,
-    SliceMask,
-    take_memory,
-)
+from lamina.engine.execute.clip import LEAST_FACTOR, BoxClip, ClipWeights
+from lamina.engine.execute.grads import ContributionGrads, DenseGrads, OuterProductGrads
+from lamina.engine.execute.norms import take_memory
+from lamina.engine.execute.slice_masks import AxisRanges, SliceMask
 
 MAX_ELEMENTS = 1 << 22  # of a larger tensor torch's own product uses all cores, and accumulators would be large
 _ACCUMULATOR_ELEMENTS = 1 << 20
@@ -137,7 +131,7 @@ class NativeGrads(ContributionGrads):
         else:
             self.rules.add_to(out, weights)
 
-    def clip_and_add(self, out: Tensor, others: Tensor | None, clip: ClipFunction) -> ClipWeights:
+    def clip_and_add(self, out: Tensor, others: Tensor | None, clip: BoxClip) -> ClipWeights:
         bias_sum, self.bias_sum = self.bias_sum, None
         if not is_plain(out):
             return self.rules.clip_and_add(out, others, clip)
@@ -164,7 +158,7 @@ class NativeGrads(ContributionGrads):
 
     def _run(
         self, mode: _Mode, *, norm_sq: Tensor | None = None, factor: Tensor | None = None, out: Tensor | None = None,
-        others: Tensor | None = None, clip: ClipFunction | None = None, bias_sum: Tensor | None = None,
+        others: Tensor | None = None, clip: BoxClip | None = None, bias_sum: Tensor | None = None,
     ) -> int:  # fmt: skip
         """Runs the kernel. Returns how many squared norms are not finite, where norms were measured."""
         library = native.library()
@@ -183,7 +177,7 @@ class NativeGrads(ContributionGrads):
         if others is not None:
             job.others = native.pointer(others, f64, units)
         if clip is not None:
-            job.bound, job.scale, job.least = native.pointer(clip.bound, f64, units), clip.scale, clip.least
+            job.bound, job.scale, job.least = native.pointer(clip.bound, f64, units), 1.0, LEAST_FACTOR
         if out is not None:
             shape = (units, *self.shape) if mode is _Mode.FORM else self.shape
             job.out = native.pointer(out, f32, *shape)
@@ -260,13 +254,13 @@ class NativeOuterGrads(OuterProductGrads):
         fits = g.dtype == a.dtype == torch.float32 and g.is_cpu and g.numel() * a.numel() > 0
         return fits and native.library() is not None
 
-    def clip_and_add(self, out: Tensor, others: Tensor | None, clip: ClipFunction) -> ClipWeights:
+    def clip_and_add(self, out: Tensor, others: Tensor | None, clip: BoxClip) -> ClipWeights:
         bias_sum, self.bias_sum = self.bias_sum, None
         if not is_plain(out):
             return super().clip_and_add(out, others, clip)
         layers = OuterLayers()
         layers.append(OuterLayer(self, out, bias_sum, bias_sum is not None, clip.bound, others))
-        _, _, norm_sq, factor = layers.clip_and_add(clip.scale, clip.least)[:, 0]
+        _, _, norm_sq, factor = layers.clip_and_add()[:, 0]
         return ClipWeights(factor, _not_finite(norm_sq))
 
 
@@ -298,8 +292,8 @@ class OuterLayer(NamedTuple):
 class OuterLayers(list[OuterLayer]):
     """Layers of the same contributions. `numbers` is (4, layers, P): norms of g, of a, squared norms, clip factors."""
 
-    def clip_and_add(self, scale: float, least: float) -> Tensor:
-        return self._run(_Mode.CLIP, self._empty(), scale, least)
+    def clip_and_add(self) -> Tensor:
+        return self._run(_Mode.CLIP, self._empty())
 
     def measure(self) -> Tensor:
         return self._run(_Mode.NORM, self._empty())
@@ -311,7 +305,7 @@ class OuterLayers(list[OuterLayer]):
     def _empty(self) -> Tensor:
         return torch.empty(4, len(self), self[0].grad.units, dtype=torch.float64)
 
-    def _run(self, mode: _Mode, numbers: Tensor, scale: float = 1.0, least: float = 0.0) -> Tensor:
+    def _run(self, mode: _Mode, numbers: Tensor) -> Tensor:
         library, units, f32, f64 = native.library(), self[0].grad.units, torch.float32, torch.float64
         assert library is not None
         first, row = native.pointer(numbers, f64, 4, len(self), units), 8 * units
@@ -330,7 +324,7 @@ class OuterLayers(list[OuterLayer]):
             )  # fmt: skip
             assert (mode is not _Mode.CLIP or bound is not None) and (mode is _Mode.NORM or out is not None)
             work += g.numel() + a.numel()
-        job = _Outers(mode, len(self), units, scale, least, ctypes.addressof(table))
+        job = _Outers(mode, len(self), units, 1.0, LEAST_FACTOR, ctypes.addressof(table))
         threads = torch.get_num_threads() if work > _MIN_SHARED_ELEMENTS else 1
         library.lamina_outers(ctypes.byref(job), threads, native.processor())
         return numbers

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lamina import validate
 from lamina.engine.budget import Budget
-from lamina.engine.noise.integer import LEAST_BITS, MOST_BITS, Grid, GridSums, layer_grids
+from lamina.engine.noise.grid import LEAST_BITS, MOST_BITS, Grid, layer_grids
 from lamina.engine.noise.source import NoiseSource
 from lamina.errors import NoiseError
 from lamina.plan.rules import NoiseKind
@@ -27,6 +27,17 @@ from lamina.plan.step_plan import StepPlan
 
 MOST_MODULUS_BITS = 62  # so that int64 holds the sum of two
 MAX_PARTIES = 4 ** (MOST_BITS - LEAST_BITS)
+
+
+class GridSums(dict[str, Tensor]):
+    """Clipped sums by tensor, in whole units of the grids of their layers: of one draw, for one step.
+
+    `plan`: the digest of the plan that clipped them. `sent`: whether they went into a message.
+    """
+
+    def __init__(self, sums: Mapping[str, Tensor], grids: Sequence[Grid], plan: bytes) -> None:
+        super().__init__(sums)
+        self.grids, self.plan, self.sent = tuple(grids), plan, False
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from numpy.typing import NDArray
 
 from lamina.engine import native
-from lamina.engine.noise.integer import WordSource, integer_noise
+from lamina.engine.noise.integer_draws import WordSource, integer_noise
 from lamina.engine.noise.random_stream import (
     BLOCK_BYTES,
     CELL_ELEMENTS,
@@ -365,7 +365,7 @@ class NoiseSource:
     ) -> None:  # fmt: skip
         """totals[i] <- totals[i] + x, int64: x of this kind and of scale 2^bits[i], none for 0 bits; `times` such draws.
 
-        Exact: drawn and added in integers (engine/noise/integer.py).
+        Exact: drawn and added in integers (engine/noise/integer_draws.py).
         """
         indices = list(range(len(totals)))
         key = step_key(self._seed, step=step, rank=self._rank, purpose=StreamPurpose.INTEGER_NOISE)

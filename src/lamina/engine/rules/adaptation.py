@@ -16,8 +16,8 @@ from lamina import validate
 from lamina.allocate.ladp import Candidate, draw, plan_candidates, utilities
 from lamina.allocate.measure.energy import EnergyEstimate
 from lamina.engine.execute.clipping import nonempty_contributions
-from lamina.engine.execute.grads import row_norm_sq
-from lamina.engine.guards.safety_checks import CheckedBatch
+from lamina.engine.execute.norms import row_norm_sq
+from lamina.engine.guards.checked_batch import CheckedBatch
 from lamina.engine.noise.source import NoiseSource
 from lamina.engine.rules.proxy import ProxyShares
 from lamina.errors import EngineError, LaminaError, PlanError
