@@ -26,7 +26,7 @@ import lamina
 from lamina.account import tradeoff
 from lamina.account.accountants import pooled_epsilon
 from lamina.admit.attestation import attest
-from lamina.admit.checks import SigningTerms
+from lamina.admit.terms import SigningTerms
 from lamina.ledger.corpus_terms import governing_key_path, ledger_key_path
 from lamina.ledger.governance_records import Key, KeyChange, KeyEvent, KeyEvents, Role
 from lamina.ledger.reader import LedgerReader

@@ -13,7 +13,7 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
-from lamina.admit.verdicts import Reason
+from lamina.admit.reasons import REASONS
 from lamina.errors import family_of
 from lamina.run.options import OPTIONS
 
@@ -168,7 +168,7 @@ def architecture_page() -> str:
 
 def admission_page() -> str:
     """The page with its table of reasons written anew."""
-    rows = [f"| `{each.value}` | {_cell(each.meaning)} | {_cell(each.remedy)} |" for each in Reason]
+    rows = [f"| `{each.word}` | {_cell(each.meaning)} | {_cell(each.remedy)} |" for each in REASONS]
     table = "\n".join(["| reason | what is wrong | what to do |", "|---|---|---|", *rows, ""])
     page = (ROOT / "docs" / "admission.md").read_text(encoding="utf-8")
     before, rest = page.split(REASONS_BEGIN)

@@ -14,8 +14,8 @@ from torch import nn
 
 import lamina
 from lamina.account.charges import Account
-from lamina.admit.checks import SigningTerms
 from lamina.admit.resolver import resolve
+from lamina.admit.terms import SigningTerms
 from lamina.allocate.make_plan import make_plan
 from lamina.cli.layer_figures import layer_figures, layer_table
 from lamina.cli.spend import figures_of, spend_page

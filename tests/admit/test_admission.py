@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lamina.admit import reasons
 from lamina.admit.attestation import Attestation, Descriptor
 from lamina.admit.contribution_sources import FolderContributions
-from lamina.admit.verdicts import Reason
 from lamina.sign.key_ring import KeyRing
 from lamina.sign.keys import PrivateKey
 
@@ -46,17 +46,16 @@ def test_rows_say_what_was_signed(desk: Any) -> None:
         assert found.descriptor == hashlib.sha256(given.descriptor).digest()
         assert found.attestation == hashlib.sha256(given.attestation).digest()
         assert (found.kid, found.cti) == (claims.kid, claims.cti)
-        assert (found.bound.cls, found.bound.clip_micro, found.bound.noise_micro) == (
+        assert (found.account.cls, found.account.clip_micro, found.account.noise_micro) == (
             signed.admissibility, signed.clip_norm, signed.noise_multiplier,
         )  # fmt: skip
         assert (found.not_before, found.expires, found.items) == (signed.not_before, signed.expires, signed.items)
         assert found.tag == (None if claims.tag is None else bytes.fromhex(claims.tag))
         assert found.profile_signed is (signed.profile is not None)
-        assert found.profile == str(desk.policy.classes[signed.admissibility].profile)
         assert admission.holds(found.row, given.payload)
         assert not admission.holds(found.row, given.payload + b"\0")
     assert admission.row_of("nobody") is None
-    assert [admission.bounds[int(i)] for i in admission.bound] == [found.bound for found in admission]
+    assert [admission.bounds[int(i)] for i in admission.bound] == [found.account for found in admission]
     assert len(admission.bounds) == 4
     with pytest.raises(IndexError):
         admission[4]
@@ -144,18 +143,18 @@ def test_within_an_epoch_windows_and_keys_are_looked_at(desk: Any, tmp_path: Pat
     assert len(admission.recheck()) == 0
     desk.now += 1
     lapse = admission.recheck()
-    assert list(lapse) == [(0, Reason.EXPIRED)]
+    assert list(lapse) == [(0, reasons.EXPIRED)]
     ring = copy(desk.keys, tmp_path)
     ring.revoke(stolen.public.id, at=desk.NOW + 50)
     ring.rotate(old.public.id, new.public, at=desk.NOW - 50)
     lapse = admission.recheck(keys=ring)
-    assert list(lapse) == [(2, Reason.REVOKED_KEY), (4, Reason.RETIRED_KEY)]
+    assert list(lapse) == [(2, reasons.REVOKED_KEY), (4, reasons.RETIRED_KEY)]
     assert len(admission.recheck()) == 0  # told once
     assert admission.standing.tolist() == [False, True, False, True, False]
     assert [(r.id, r.reason) for r in admission.left] == [
-        ("short", Reason.EXPIRED),
-        ("stolen", Reason.REVOKED_KEY),
-        ("old, late", Reason.RETIRED_KEY),
+        ("short", reasons.EXPIRED),
+        ("stolen", reasons.REVOKED_KEY),
+        ("old, late", reasons.RETIRED_KEY),
     ]
     assert len(admission) == 5
     assert [each["id"] for each in admission.to_dict()["left"]] == ["short", "stolen", "old, late"]
@@ -167,7 +166,7 @@ def test_nobody_comes_back(desk: Any, tmp_path: Path) -> None:
     before = copy(desk.keys, tmp_path)
     admission = desk.gate().review([desk.offer("a")])
     desk.keys.revoke(desk.key.public.id, at=desk.NOW)
-    assert admission.recheck().reasons == [Reason.REVOKED_KEY]
+    assert admission.recheck().reasons == [reasons.REVOKED_KEY]
     assert len(admission.recheck(keys=before)) == 0
     assert not admission.standing.any()
     desk.now += desk.policy.corpus.epoch
@@ -177,15 +176,15 @@ def test_nobody_comes_back(desk: Any, tmp_path: Path) -> None:
 
 def test_a_ring_without_the_key_or_with_another_role_lets_nobody_stay(desk: Any) -> None:
     admission = desk.gate().review([desk.offer("a")])
-    assert admission.recheck(keys=KeyRing()).reasons == [Reason.UNKNOWN_KEY]
+    assert admission.recheck(keys=KeyRing()).reasons == [reasons.UNKNOWN_KEY]
     admission = desk.gate().review([desk.offer("a")])
     ring = KeyRing()
     ring.add(desk.key.public, label="x", role="ledger")
-    assert admission.recheck(keys=ring).reasons == [Reason.WRONG_ROLE]
+    assert admission.recheck(keys=ring).reasons == [reasons.WRONG_ROLE]
     admission = desk.gate().review([desk.offer("a")])
     ring = KeyRing()
     ring.add(desk.key.public, label="x", valid_from=desk.NOW + 1)
-    assert admission.recheck(keys=ring).reasons == [Reason.EARLY_KEY]
+    assert admission.recheck(keys=ring).reasons == [reasons.EARLY_KEY]
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -205,23 +204,23 @@ def test_after_an_epoch_everything_is_verified_again(desk: Any, tmp_path: Path, 
     desk.now += desk.policy.corpus.epoch
     lapse = admission.recheck()
     assert dict(zip([admission.ids[row] for row in lapse.rows], lapse.reasons, strict=True)) == {
-        "changed": Reason.CHANGED,
-        "damaged": Reason.PAYLOAD_MISMATCH,
-        "deleted": Reason.GONE,
-        "unsigned": Reason.NO_ATTESTATION,
+        "changed": reasons.CHANGED,
+        "damaged": reasons.PAYLOAD_MISMATCH,
+        "deleted": reasons.GONE,
+        "unsigned": reasons.NO_ATTESTATION,
     }
     assert len(admission) == 5 and admission.standing.sum() == 1
     (tmp_path / "stays" / "payload.bin").write_bytes(b"other")
     desk.now += desk.policy.corpus.epoch - 1
     assert len(admission.recheck()) == 0  # a new epoch began
     desk.now += 1
-    assert admission.recheck().reasons == [Reason.PAYLOAD_MISMATCH]
+    assert admission.recheck().reasons == [reasons.PAYLOAD_MISMATCH]
 
 
 def test_what_can_be_read_once_only_lasts_one_epoch(desk: Any) -> None:
     admission = desk.gate().review(iter([desk.offer("a"), desk.offer("b", expires=desk.NOW + 10)]))
     desk.now += desk.policy.corpus.epoch
-    assert admission.recheck().reasons == [Reason.NOT_REPEATED, Reason.EXPIRED]
+    assert admission.recheck().reasons == [reasons.NOT_REPEATED, reasons.EXPIRED]
 
 
 def test_a_duplicate_does_not_speak_for_the_one_that_was_admitted(desk: Any) -> None:
@@ -232,20 +231,20 @@ def test_a_duplicate_does_not_speak_for_the_one_that_was_admitted(desk: Any) -> 
     assert len(admission.recheck()) == 0  # the second differs, the first is still there
     admission.source = [second]
     desk.now += desk.policy.corpus.epoch
-    assert admission.recheck().reasons == [Reason.CHANGED]
+    assert admission.recheck().reasons == [reasons.CHANGED]
 
 
 def test_an_instant_can_be_given(desk: Any) -> None:
     admission = desk.gate().review([desk.offer("a", expires=desk.NOW + 100)])
-    assert admission.recheck(desk.NOW + 100).reasons == [Reason.EXPIRED]
+    assert admission.recheck(desk.NOW + 100).reasons == [reasons.EXPIRED]
 
 
 def test_rows_can_be_dismissed(desk: Any) -> None:
     admission = desk.gate().review([desk.offer("a"), desk.offer("b", expires=desk.NOW + 1)])
     desk.now += 1
     admission.recheck()
-    admission.dismiss(np.array([0, 1]), Reason.OUT_OF_REACH)
-    assert [r.reason for r in admission.left] == [Reason.OUT_OF_REACH, Reason.EXPIRED]
+    admission.dismiss(np.array([0, 1]), reasons.OUT_OF_REACH)
+    assert [r.reason for r in admission.left] == [reasons.OUT_OF_REACH, reasons.EXPIRED]
 
 
 def test_rows_can_be_refused_before_they_are_used(desk: Any) -> None:
@@ -258,10 +257,10 @@ def test_rows_can_be_refused_before_they_are_used(desk: Any) -> None:
     view = admission.columns
     desk.now += 1
     admission.recheck()
-    admission.refuse({1: (Reason.UNREADABLE, "no table")})
+    admission.refuse({1: (reasons.UNREADABLE, "no table")})
     assert len(view) == 4
     assert list(admission.ids) == ["0", "2", "3"] and admission.places.tolist() == [0, 3, 4]
-    assert [(r.id, r.reason) for r in admission.refused] == [("1", Reason.UNREADABLE), ("copy", Reason.REPLAYED)]
+    assert [(r.id, r.reason) for r in admission.refused] == [("1", reasons.UNREADABLE), ("copy", reasons.REPLAYED)]
     assert admission.standing.tolist() == [True, False, True]
     assert len(admission.bounds) == 1 and admission.row_of("3") == 2 and admission.row_of("1") is None
     assert admission.to_dict()["classes"] == {"clinical": 3, "standard": 0, "open": 0}

@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from refusals import raises_code
 
 from lamina.admit.attestation import Attestation, Descriptor, commit, subject_tag
-from lamina.admit.contribution_sources import count_examples
+from lamina.admit.npz import count_examples
 from lamina.admit.signing import SigningOutcome, SigningState, attest_folder, contribution_ids
 from lamina.plan.policy import Policy
 from lamina.sign.keys import PrivateKey

@@ -11,8 +11,8 @@ import pytest
 from memory_register import MemoryRegister
 from refusals import raises_code
 
+from lamina.admit import reasons
 from lamina.admit.contribution_sources import Contribution
-from lamina.admit.verdicts import Reason
 from lamina.plan.depth_profile import DepthProfile
 from lamina.sign.keys import PrivateKey, PublicKey
 
@@ -52,7 +52,7 @@ def test_windows_hold_to_the_second(desk: Any) -> None:
     skewed = desk.offer("a", not_before=desk.NOW + 120, issued_at=desk.NOW + 120)
     assert gate.check(skewed) is None
     assert gate.check(desk.offer("b", expires=desk.NOW + 1)) is None
-    assert gate.check(desk.offer("c", expires=desk.NOW)).reason is Reason.EXPIRED  # type: ignore[union-attr]
+    assert gate.check(desk.offer("c", expires=desk.NOW)).reason is reasons.EXPIRED  # type: ignore[union-attr]
 
 
 def test_whoever_expires_during_the_review_does_not_enter(desk: Any) -> None:
@@ -63,7 +63,7 @@ def test_whoever_expires_during_the_review_does_not_enter(desk: Any) -> None:
 
     admission = desk.gate().review(slowly())
     assert list(admission.ids) == ["long"]
-    assert [r.reason for r in admission.refused] == [Reason.EXPIRED]
+    assert [r.reason for r in admission.refused] == [reasons.EXPIRED]
 
 
 def test_a_key_revoked_during_the_review_counts_no_more(desk: Any) -> None:
@@ -71,7 +71,7 @@ def test_a_key_revoked_during_the_review_counts_no_more(desk: Any) -> None:
         yield desk.offer("a")
         desk.keys.revoke(desk.key.public.id, at=desk.NOW)
 
-    assert [r.reason for r in desk.gate().review(meanwhile()).refused] == [Reason.REVOKED_KEY]
+    assert [r.reason for r in desk.gate().review(meanwhile()).refused] == [reasons.REVOKED_KEY]
 
 
 def test_who_is_refused_takes_nobodys_place(desk: Any) -> None:
@@ -82,9 +82,9 @@ def test_who_is_refused_takes_nobodys_place(desk: Any) -> None:
     third = desk.offer("third", "standard")
     admission = desk.gate().review([given, copy, other, third])
     assert [(r.id, r.reason) for r in admission.refused] == [
-        ("copy", Reason.REPLAYED),
-        ("other", Reason.DUPLICATE_SUBJECT),
-        ("third", Reason.CLASS_FULL),
+        ("copy", reasons.REPLAYED),
+        ("other", reasons.DUPLICATE_SUBJECT),
+        ("third", reasons.CLASS_FULL),
     ]
     # A replayed copy of somebody who is not let in for his subject does not speak for that subject.
     admission = desk.gate().review([replace(given, payload=b"damaged"), other, third])
@@ -100,7 +100,7 @@ def test_nobody_takes_the_place_of_another_by_a_name_that_sorts_first(desk: Any)
     for order in ([other, honest], [honest, other], [third, other, honest]):
         admission = desk.gate().review([*order, bystander])
         assert list(admission.ids) == ["b001"]
-        assert {r.reason for r in admission.refused} == {Reason.DUPLICATE_ID}
+        assert {r.reason for r in admission.refused} == {reasons.DUPLICATE_ID}
         assert {r.id for r in admission.refused} == {each.id for each in order}
     assert "'a001'" in desk.gate().review([other, honest]).refused[0].detail
     gate = desk.gate(register=MemoryRegister())
@@ -124,9 +124,9 @@ def test_what_was_signed_under_earlier_floors_is_held_to_those_in_force(desk: An
     fine, low = desk.offer("fine"), desk.offer("low", clip_norm=200_000)
     assert len(desk.gate(policy=old).review([fine, low])) == 2
     admission = desk.gate(policy=new).review([fine, low])
-    assert [(r.id, r.reason) for r in admission.refused] == [("low", Reason.CLIP_BELOW_FLOOR)]
+    assert [(r.id, r.reason) for r in admission.refused] == [("low", reasons.CLIP_BELOW_FLOOR)]
     refused = desk.gate(policy=forgetful).review([fine]).refused
-    assert [r.reason for r in refused] == [Reason.POLICY_MISMATCH]
+    assert [r.reason for r in refused] == [reasons.POLICY_MISMATCH]
 
 
 def test_a_floor_is_met_as_it_was_written(desk: Any) -> None:
@@ -134,7 +134,7 @@ def test_a_floor_is_met_as_it_was_written(desk: Any) -> None:
     desk.policy = desk.policy_with(floors={"clip_norm": 0.29, "noise_multiplier": 0.57})
     gate = desk.gate()
     assert gate.check(desk.offer("a", clip_norm=290_000)) is None
-    assert gate.check(desk.offer("b", clip_norm=289_999)).reason is Reason.CLIP_BELOW_FLOOR  # type: ignore[union-attr]
+    assert gate.check(desk.offer("b", clip_norm=289_999)).reason is reasons.CLIP_BELOW_FLOOR  # type: ignore[union-attr]
 
 
 def test_the_preset_of_every_class_passes_its_own_floors(desk: Any) -> None:
@@ -157,7 +157,7 @@ def test_routing_is_adopted_without_new_credentials(desk: Any) -> None:
     after = desk.policy_with(clinical={"profile": {"top": 0.25}})
     admission = desk.gate(policy=after).review([given])
     assert len(admission) == 1
-    assert admission[0].profile == "top 25 %"
+    assert admission.profile("clinical") == "top 25 %"
     assert not admission[0].profile_signed
 
 
@@ -168,7 +168,7 @@ def test_a_signed_profile_is_a_limit(desk: Any) -> None:
     assert len(desk.gate(policy=narrower).review([given])) == 1
     for wider in ({"top": 0.5}, "all", {"blocks": [0, 1]}):
         refused = desk.gate(policy=desk.policy_with(clinical={"profile": wider})).review([given]).refused
-        assert [r.reason for r in refused] == [Reason.PROFILE_MISMATCH]
+        assert [r.reason for r in refused] == [reasons.PROFILE_MISMATCH]
 
 
 def test_a_profile_may_be_signed_as_a_table_or_as_its_text(desk: Any) -> None:
@@ -177,7 +177,7 @@ def test_a_profile_may_be_signed_as_a_table_or_as_its_text(desk: Any) -> None:
         assert gate.check(desk.offer("a", profile=text)) is None, text
     for text in ("top=0.125", "top=0.125;heads=0", "TOP=0.25", "top=0.25 ", "{}", '"all"'):
         refusal = gate.check(desk.offer("a", profile=text))
-        assert refusal is not None and refusal.reason is Reason.PROFILE_MISMATCH, text
+        assert refusal is not None and refusal.reason is reasons.PROFILE_MISMATCH, text
 
 
 def test_a_long_profile_is_compared_by_its_digest(desk: Any) -> None:
@@ -188,7 +188,7 @@ def test_a_long_profile_is_compared_by_its_digest(desk: Any) -> None:
     assert len(desk.gate().review([given])) == 1
     other = desk.policy_with(clinical={"profile": {"layers": names[:-1]}})
     refused = desk.gate(policy=other).review([given]).refused
-    assert [r.reason for r in refused] == [Reason.PROFILE_MISMATCH]
+    assert [r.reason for r in refused] == [reasons.PROFILE_MISMATCH]
 
 
 # ------------------------------------------------------------------------------------------- attacks

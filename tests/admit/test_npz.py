@@ -15,8 +15,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from refusals import raises_code
 
-from lamina.admit import contribution_sources
-from lamina.admit.contribution_sources import MAX_ARRAY, MAX_HEADER, BadArray, count_examples, read_arrays, read_headers
+from lamina.admit import npz
+from lamina.admit.npz import MAX_ARRAY, MAX_HEADER, BadArray, count_examples, read_arrays, read_headers
 
 
 def packed(how: int = zipfile.ZIP_STORED, **entries: bytes) -> bytes:
@@ -201,18 +201,15 @@ def test_a_long_directory_is_not_read() -> None:
 
 
 def test_only_short_headers_are_remembered() -> None:
-    contribution_sources._parse_header.cache_clear()
+    npz._parse_header.cache_clear()
     for pad in (0, 600):
         for _ in range(3):
             assert read_headers(io.BytesIO(packed(x=npy("(2, 3)", bytes(24), pad=pad))), ["x"])["x"].shape == (2, 3)
-    assert (
-        contribution_sources._parse_header.cache_info().currsize,
-        contribution_sources._parse_header.cache_info().hits,
-    ) == (1, 2)
+    assert (npz._parse_header.cache_info().currsize, npz._parse_header.cache_info().hits) == (1, 2)
     for _ in range(2):
         with pytest.raises(BadArray, match="an invalid shape"):
             read_headers(io.BytesIO(packed(x=npy("(2, -3)"))), ["x"])
-    assert contribution_sources._parse_header.cache_info().currsize == 1
+    assert npz._parse_header.cache_info().currsize == 1
 
 
 # ------------------------------------------------------------------------------------------------ the directory of an archive

@@ -19,9 +19,11 @@ from hypothesis import strategies as st
 from refusals import raises_code
 
 from lamina.admit import gate as pool
-from lamina.admit.checks import Examiner
+from lamina.admit import reasons
 from lamina.admit.contribution_sources import Contribution, FolderContributions
-from lamina.admit.verdicts import ROW_STRUCT, Reason
+from lamina.admit.examiner import Examiner
+from lamina.admit.reasons import REASONS
+from lamina.admit.rows import ROW_STRUCT
 from lamina.sign.keys import PrivateKey, PublicKey
 
 
@@ -54,8 +56,8 @@ def test_the_number_of_processes_changes_nothing(desk: Any, monkeypatch: pytest.
     offered = mixed(desk)
     alone = desk.gate().review(offered)
     assert alone.refused.counts().keys() >= {
-        Reason.REPLAYED, Reason.PAYLOAD_MISMATCH, Reason.UNKNOWN_KEY, Reason.BAD_ID, Reason.DUPLICATE_SUBJECT,
-        Reason.CLASS_FULL,
+        reasons.REPLAYED, reasons.PAYLOAD_MISMATCH, reasons.UNKNOWN_KEY, reasons.BAD_ID, reasons.DUPLICATE_SUBJECT,
+        reasons.CLASS_FULL,
     }  # fmt: skip
     for processes in (2, 3):
         assert told(desk.gate(processes=processes).review(iter(offered))) == told(alone)
@@ -68,7 +70,7 @@ def test_folders_are_read_by_the_workers(desk: Any, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "000")
     os.mkdir(os.fsencode(tmp_path) + b"/\xff\xfe")
     alone = desk.gate().review(FolderContributions(tmp_path))
-    assert {Reason.UNREADABLE, Reason.BAD_ID} <= alone.refused.counts().keys()
+    assert {reasons.UNREADABLE, reasons.BAD_ID} <= alone.refused.counts().keys()
     assert told(desk.gate(processes=2).review(tmp_path)) == told(alone)
 
 
@@ -84,7 +86,7 @@ def test_many_are_examined_as_each_by_itself(desk: Any, monkeypatch: pytest.Monk
         return verify(key, message, signature)
 
     monkeypatch.setattr(PublicKey, "verify", broken)
-    alone[place] = Reason.CHECK_FAILED, "RuntimeError"
+    alone[place] = reasons.CHECK_FAILED, "RuntimeError"
     assert examiner.examine_all(offered, desk.NOW) == alone
 
 
@@ -108,7 +110,7 @@ def test_nobody_has_two_parts_before_each_has_one(desk: Any, monkeypatch: pytest
 
     def who(id: str) -> Contribution:
         time.sleep(0.2)
-        return Contribution(id, read_error=(Reason.UNREADABLE, f"{os.getpid()}"))
+        return Contribution(id, read_error=(reasons.UNREADABLE, f"{os.getpid()}"))
 
     refused = desk.gate(processes=3).review(NamedSource("abc", who)).refused
     assert len({each.detail for each in refused}) == 3
@@ -209,9 +211,9 @@ def test_a_source_that_fails_for_one_stops_no_other(desk: Any, processes: int) -
 
     refused = desk.gate(processes=processes).review(NamedSource("abc", get)).refused
     assert [(r.id, r.reason, r.detail) for r in refused] == [
-        ("a", Reason.CHECK_FAILED, "RuntimeError"),
-        ("b", Reason.NO_ATTESTATION, ""),
-        ("c", Reason.CHECK_FAILED, "TypeError"),
+        ("a", reasons.CHECK_FAILED, "RuntimeError"),
+        ("b", reasons.NO_ATTESTATION, ""),
+        ("c", reasons.CHECK_FAILED, "TypeError"),
     ]
 
 
@@ -241,7 +243,7 @@ def test_a_slow_part_does_not_let_the_others_pile_up(desk: Any, monkeypatch: pyt
 
 @given(
     st.lists(
-        st.tuples(st.sampled_from(Reason), st.text(st.characters(), max_size=10))
+        st.tuples(st.sampled_from(REASONS), st.text(st.characters(), max_size=10))
         | st.binary(min_size=ROW_STRUCT.size, max_size=ROW_STRUCT.size),
         max_size=5,
     )
@@ -257,7 +259,7 @@ from contextlib import suppress
 from lamina.admit.contribution_sources import Contribution
 from lamina.admit.gate import AdmissionGate
 from lamina.sign.key_ring import KeyRing
-from lamina.admit.verdicts import PackedTexts
+from lamina.admit.rows import PackedTexts
 from lamina.plan.policy import Policy
 
 class Code:

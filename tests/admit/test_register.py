@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 from memory_register import MemoryRegister
 
-from lamina.admit.verdicts import ContributionRefused, EntryContext, Reason, RefusedRows, RegisterEntry, RegisterStatus
+from lamina.admit import reasons
+from lamina.admit.reasons import ContributionRefused, Reason
+from lamina.admit.register import EntryContext, RefusedRows, RegisterStatus
+from lamina.admit.rows import Admitted
 
 
 def test_only_who_is_admitted_is_entered(desk: Any) -> None:
@@ -16,7 +19,7 @@ def test_only_who_is_admitted_is_entered(desk: Any) -> None:
     desk.policy = desk.policy_with(standard={"population": 1})
     register = MemoryRegister()
     first, second = desk.offer("a", "standard"), desk.offer("b", "standard")
-    assert [r.reason for r in desk.gate(register=register).review([first, second]).refused] == [Reason.CLASS_FULL]
+    assert [r.reason for r in desk.gate(register=register).review([first, second]).refused] == [reasons.CLASS_FULL]
     assert register.members("standard") == 1
     roomier = desk.policy_with(standard={"population": 2})
     assert len(desk.gate(register=register, policy=roomier).review([second])) == 1
@@ -34,16 +37,16 @@ def test_the_same_again_stands_and_takes_no_place(desk: Any) -> None:
         assert list(again.ids) == ["a", "b"] and not again.refused
     late = gate.review([desk.offer("c", "standard"), *given])
     assert list(late.ids) == ["a", "b"]
-    assert [r.reason for r in late.refused] == [Reason.CLASS_FULL]
-    assert [r.reason for r in gate.review([*given, given[0]]).refused] == [Reason.REPLAYED]
+    assert [r.reason for r in late.refused] == [reasons.CLASS_FULL]
+    assert [r.reason for r in gate.review([*given, given[0]]).refused] == [reasons.REPLAYED]
     assert gate.register.members("standard") == 2
 
 
 def test_a_register_is_told_the_identity_of_each(desk: Any) -> None:
-    told: list[RegisterEntry] = []
+    told: list[Admitted] = []
 
     class Listening(MemoryRegister):
-        def enter(self, entries: Iterable[RegisterEntry], beside: EntryContext) -> RefusedRows:
+        def enter(self, entries: Iterable[Admitted], beside: EntryContext) -> RefusedRows:
             told.extend(entries)
             self.beside = beside
             return super().enter(told, beside)
@@ -51,21 +54,7 @@ def test_a_register_is_told_the_identity_of_each(desk: Any) -> None:
     given = [desk.offer("a"), desk.offer("b", "open", tag="07" * 32)]
     register = Listening()
     admission = desk.gate(register=register).review(given)
-    issued = admission.columns["issued"].tolist()
-    assert told == [
-        RegisterEntry(
-            each.row,
-            each.kid,
-            each.cti,
-            each.descriptor,
-            each.attestation,
-            each.tag,
-            each.bound.cls,
-            issued[each.row],
-            each.expires,
-        )
-        for each in admission
-    ]
+    assert told == list(admission)
     assert told[1].tag == b"\7" * 32 and told[0].tag is None
     assert register.beside.places == {"clinical": 1000, "standard": 1000, "open": None}
     assert register.beside.keys is desk.keys
@@ -78,7 +67,7 @@ def test_evidence_is_what_was_examined(desk: Any) -> None:
     found: list[Reason] = []
 
     class Asking(MemoryRegister):
-        def enter(self, entries: Iterable[RegisterEntry], beside: EntryContext) -> RefusedRows:
+        def enter(self, entries: Iterable[Admitted], beside: EntryContext) -> RefusedRows:
             for entry in entries:
                 with pytest.raises(ContributionRefused) as caught:
                     beside.evidence(entry)
@@ -88,7 +77,7 @@ def test_evidence_is_what_was_examined(desk: Any) -> None:
     given[0] = desk.offer("a")  # another one by now
     given.pop()
     admission.enter_into(Asking())
-    assert found == [Reason.CHANGED, Reason.GONE]
+    assert found == [reasons.CHANGED, reasons.GONE]
 
 
 def test_who_loses_a_race_is_refused(desk: Any) -> None:
@@ -100,7 +89,7 @@ def test_who_loses_a_race_is_refused(desk: Any) -> None:
     class Raced(MemoryRegister):
         raced = False
 
-        def enter(self, entries: Iterable[RegisterEntry], beside: EntryContext) -> RefusedRows:
+        def enter(self, entries: Iterable[Admitted], beside: EntryContext) -> RefusedRows:
             if not self.raced:
                 self.raced, other.register = True, self
                 assert len(other.review(theirs)) == 2
@@ -110,8 +99,8 @@ def test_who_loses_a_race_is_refused(desk: Any) -> None:
     admission = desk.gate(register=Raced()).review(ours)
     assert list(admission.ids) == ["c"]
     assert [(r.reason, r.detail) for r in admission.refused] == [
-        (Reason.DUPLICATE_SUBJECT, "admitted by another process meanwhile"),
-        (Reason.CLASS_FULL, "class 'standard' has a population of 1"),
+        (reasons.DUPLICATE_SUBJECT, "admitted by another process meanwhile"),
+        (reasons.CLASS_FULL, "class 'standard' has a population of 1"),
     ]
 
 
@@ -121,7 +110,7 @@ def test_a_register_may_be_told_later(desk: Any) -> None:
     gate = desk.gate(register=register)
     admission = gate.review([desk.offer("a"), desk.offer("b")], enter=False)
     assert register.members("clinical") == 0
-    admission.refuse({0: (Reason.UNREADABLE, "no table")})
+    admission.refuse({0: (reasons.UNREADABLE, "no table")})
     assert admission.enter() == 0
     assert register.members("clinical") == 1
     raced = gate.review([desk.offer("c")], enter=False)
@@ -145,7 +134,7 @@ def test_without_a_register_a_review_can_be_repeated(desk: Any) -> None:
 
 
 def test_a_register_is_asked_in_parts(desk: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr("lamina.admit.verdicts.REGISTER_BATCH", 2)
+    monkeypatch.setattr("lamina.admit.rows.REGISTER_BATCH", 2)
     asked: list[list[RegisterStatus]] = []
 
     class Asked(MemoryRegister):

@@ -16,10 +16,12 @@ from torch import nn
 
 from lamina.account.charges import Account
 from lamina.account.gaussian_rdp import epsilon_of_noise_multiplier
+from lamina.admit import reasons
 from lamina.admit.attestation import MAX_MICRO, Descriptor
-from lamina.admit.checks import PolicyChecks, floors_hash, preset
+from lamina.admit.reasons import ContributionRefused, Reason
 from lamina.admit.resolver import MAX_DISTINCT_BOUNDS, resolve
-from lamina.admit.verdicts import BoundColumns, ContributionRefused, Reason
+from lamina.admit.rows import BoundColumns
+from lamina.admit.terms import PolicyTerms, floors_hash, preset
 from lamina.allocate.make_plan import make_plan
 from lamina.plan.layer_stack import LayerStack
 from lamina.plan.policy import Policy
@@ -63,7 +65,7 @@ def bound(c: float, z: float) -> Account:
 
 def refusal(under: Policy, descriptor: Descriptor) -> Reason | None:
     try:
-        PolicyChecks(under).check(replace(descriptor, policy=floors_hash(under), profile=None))
+        PolicyTerms(under).check(replace(descriptor, policy=floors_hash(under), profile=None))
     except ContributionRefused as refused:
         return refused.reason
     return None
@@ -75,14 +77,14 @@ def test_a_bound_is_held_against_its_class(desk: Any) -> None:
     make = desk.descriptor
     assert refusal(under, make(b"x")) is None
     assert refusal(under, make(b"x", clip_norm=c, noise_multiplier=z)) is None
-    assert refusal(under, make(b"x", clip_norm=PolicyChecks(under).clip_floor, noise_multiplier=MAX_MICRO)) is None
-    assert refusal(under, make(b"x", clip_norm=c + 1)) is Reason.CLIP_ABOVE_CLASS
-    assert refusal(under, make(b"x", noise_multiplier=z - 1)) is Reason.NOISE_BELOW_CLASS
-    assert refusal(under, make(b"x", admissibility="other")) is Reason.UNKNOWN_CLASS
+    assert refusal(under, make(b"x", clip_norm=PolicyTerms(under).clip_floor, noise_multiplier=MAX_MICRO)) is None
+    assert refusal(under, make(b"x", clip_norm=c + 1)) is reasons.CLIP_ABOVE_CLASS
+    assert refusal(under, make(b"x", noise_multiplier=z - 1)) is reasons.NOISE_BELOW_CLASS
+    assert refusal(under, make(b"x", admissibility="other")) is reasons.UNKNOWN_CLASS
     assert refusal(under, make(b"x", "open")) is None
-    assert refusal(under, make(b"x", admissibility="open")) is Reason.PUBLIC_BOUND
+    assert refusal(under, make(b"x", admissibility="open")) is reasons.PUBLIC_BOUND
     loose = desk.policy_with(floors={}, standard={"noise_multiplier": None})
-    assert refusal(loose, make(b"x", admissibility="standard")) is Reason.UNBOUNDED_CLASS
+    assert refusal(loose, make(b"x", admissibility="standard")) is reasons.UNBOUNDED_CLASS
 
 
 # ------------------------------------------------------------------------------------------- under a plan
@@ -199,8 +201,8 @@ def test_a_bound_that_no_scale_keeps_stays_out(desk: Any) -> None:
     resolution = admission.resolve(made)
     scale = resolution.scale[admission.bound]
     assert scale[0] > 0 and scale[1] == 0 and scale[2] == 1
-    admission.dismiss(np.flatnonzero(scale == 0), Reason.OUT_OF_REACH)
-    assert [(r.id, r.reason) for r in admission.left] == [("b", Reason.OUT_OF_REACH)]
+    admission.dismiss(np.flatnonzero(scale == 0), reasons.OUT_OF_REACH)
+    assert [(r.id, r.reason) for r in admission.left] == [("b", reasons.OUT_OF_REACH)]
 
 
 def replace_profile(desk: Any) -> Policy:

@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lamina.admit.verdicts import REASONS, ROW_STRUCT, AdmittedRows, PackedTexts, Reason, Refusal, Refusals, is_repeat
+from lamina.admit import reasons
+from lamina.admit.reasons import REASONS
+from lamina.admit.rows import ROW_STRUCT, AdmittedRows, PackedTexts, Refusal, Refusals, is_repeat
 from lamina.plan.table import printable
 
 
@@ -67,12 +69,12 @@ def test_what_repeats_is_found(rows: list[tuple[int, bytes]]) -> None:
 
 def test_refusals_come_in_the_order_of_the_source() -> None:
     refusals = Refusals()
-    for place, reason in ((5, Reason.EXPIRED), (1, Reason.REPLAYED), (3, Reason.EXPIRED)):
+    for place, reason in ((5, reasons.EXPIRED), (1, reasons.REPLAYED), (3, reasons.EXPIRED)):
         refusals.add(place, f"id {place}", reason, "why")
     assert [r.id for r in refusals] == ["id 1", "id 3", "id 5"]
-    assert refusals[-1] == Refusal("id 5", Reason.EXPIRED, "why")
+    assert refusals[-1] == Refusal("id 5", reasons.EXPIRED, "why")
     assert refusals == [refusals[i] for i in range(3)] and refusals != []
-    assert list(refusals.counts().items()) == [(Reason.EXPIRED, 2), (Reason.REPLAYED, 1)]
+    assert list(refusals.counts().items()) == [(reasons.EXPIRED, 2), (reasons.REPLAYED, 1)]
     assert str(refusals[0]) == "id 1: replayed (why)"
     assert refusals[0].to_dict() == {"id": "id 1", "reason": "replayed", "detail": "why"}
 
@@ -86,5 +88,5 @@ def test_plain_text_is_printable_and_short(text: str) -> None:
 
 def test_reasons_fit_into_a_byte_and_say_something() -> None:
     assert len(REASONS) < 255
-    assert len({reason.value for reason in Reason}) == len({reason.meaning for reason in Reason}) == len(REASONS)
-    assert all(reason.meaning and str(reason) == reason.value for reason in Reason)
+    assert len({reason.word for reason in REASONS}) == len({reason.meaning for reason in REASONS}) == len(REASONS)
+    assert all(reason.meaning and str(reason) == reason.word for reason in REASONS)

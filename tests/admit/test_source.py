@@ -11,12 +11,13 @@ import pytest
 from contribution_sources import NamedSource
 from refusals import raises_code
 
+from lamina.admit import reasons
 from lamina.admit.attestation import MAX_ATTESTATION, MAX_DESCRIPTOR
 from lamina.admit.contribution_sources import Contribution, ContributionSource, FolderContributions, read_signed_bytes
-from lamina.admit.verdicts import ContributionRefused, Reason
+from lamina.admit.reasons import ContributionRefused, Reason
 
 
-def reasons(admission: Any) -> dict[str, Reason]:
+def refused_by(admission: Any) -> dict[str, Reason]:
     return {refusal.id: refusal.reason for refusal in admission.refused}
 
 
@@ -53,11 +54,11 @@ def test_incomplete_folders(desk: Any, tmp_path: Path) -> None:
     for missing in ("descriptor.cbor", "attestation.cose", "payload.bin"):
         (desk.write(tmp_path, desk.offer(f"without {missing}")) / missing).unlink()
     (tmp_path / "empty").mkdir()
-    assert reasons(desk.gate().review(tmp_path)) == {
-        "empty": Reason.NO_ATTESTATION,
-        "without attestation.cose": Reason.NO_ATTESTATION,
-        "without descriptor.cbor": Reason.NO_DESCRIPTOR,
-        "without payload.bin": Reason.NO_PAYLOAD,
+    assert refused_by(desk.gate().review(tmp_path)) == {
+        "empty": reasons.NO_ATTESTATION,
+        "without attestation.cose": reasons.NO_ATTESTATION,
+        "without descriptor.cbor": reasons.NO_DESCRIPTOR,
+        "without payload.bin": reasons.NO_PAYLOAD,
     }
 
 
@@ -74,8 +75,8 @@ def test_links_are_not_followed(desk: Any, tmp_path: Path) -> None:
     loop = desk.write(inside, desk.offer("loop")) / "payload.bin"
     loop.unlink()
     loop.symlink_to(loop)
-    found = reasons(desk.gate().review(inside))
-    assert set(found.values()) == {Reason.UNREADABLE}
+    found = refused_by(desk.gate().review(inside))
+    assert set(found.values()) == {reasons.UNREADABLE}
     assert set(found) == {"folder", "dangling", "descriptor.cbor", "attestation.cose", "payload.bin", "loop"}
 
 
@@ -89,14 +90,14 @@ def test_pipes_and_folders_are_not_read(desk: Any, tmp_path: Path) -> None:
         (place / name).unlink()
         (place / name).mkdir()
     os.mkfifo(tmp_path / "pipe")
-    found = reasons(desk.gate().review(tmp_path))
-    assert len(found) == 7 and set(found.values()) == {Reason.UNREADABLE}
+    found = refused_by(desk.gate().review(tmp_path))
+    assert len(found) == 7 and set(found.values()) == {reasons.UNREADABLE}
 
 
 def test_several_payloads_are_refused(desk: Any, tmp_path: Path) -> None:
     (desk.write(tmp_path, desk.offer("a")) / "payload.npz").write_bytes(b"which?")
     (refusal,) = desk.gate().review(tmp_path).refused
-    assert refusal.reason is Reason.UNREADABLE
+    assert refusal.reason is reasons.UNREADABLE
     assert "payload.bin" in refusal.detail and "payload.npz" in refusal.detail
 
 
@@ -104,10 +105,10 @@ def test_strange_names(desk: Any, tmp_path: Path) -> None:
     root = os.fsencode(tmp_path)
     for name in (b"\xff\xfe", b"new\nline", b"\x1b[31m", b"a" * 255, b" ", b"-rf", b"..."):
         os.mkdir(root + b"/" + name)
-    found = reasons(desk.gate().review(tmp_path))
-    assert found.pop("a" * 255) is Reason.NO_ATTESTATION  # a long name, but a name
-    assert found.pop(" ") is Reason.NO_ATTESTATION and found.pop("-rf") is Reason.NO_ATTESTATION
-    assert set(found.values()) == {Reason.BAD_ID} and len(found) == 3  # "..." is hidden
+    found = refused_by(desk.gate().review(tmp_path))
+    assert found.pop("a" * 255) is reasons.NO_ATTESTATION  # a long name, but a name
+    assert found.pop(" ") is reasons.NO_ATTESTATION and found.pop("-rf") is reasons.NO_ATTESTATION
+    assert set(found.values()) == {reasons.BAD_ID} and len(found) == 3  # "..." is hidden
     assert all(id.isprintable() for id in found)
 
 
@@ -115,7 +116,7 @@ def test_strange_names(desk: Any, tmp_path: Path) -> None:
 def test_nothing_outside_the_folder_is_reached(desk: Any, tmp_path: Path, id: str) -> None:
     desk.write(tmp_path, desk.offer("a"))
     (tmp_path / "in").mkdir()
-    assert FolderContributions(tmp_path / "in").get(id).read_error[0] is Reason.BAD_ID  # type: ignore[index]
+    assert FolderContributions(tmp_path / "in").get(id).read_error[0] is reasons.BAD_ID  # type: ignore[index]
 
 
 def test_a_folder_that_is_exchanged_while_it_is_read(
@@ -139,7 +140,7 @@ def test_a_folder_that_is_exchanged_while_it_is_read(
     assert (
         source.get("a").read_error
         == source.without_payload("a").read_error
-        == (Reason.UNREADABLE, "it is not a folder")
+        == (reasons.UNREADABLE, "it is not a folder")
     )
 
 
@@ -151,8 +152,8 @@ def test_payloads_of_all_sizes_are_read_to_their_end(desk: Any, tmp_path: Path, 
     assert len(desk.gate(max_payload=size).review(tmp_path)) == 1
     with place.open("ab") as file:
         file.write(b"x")
-    assert reasons(desk.gate().review(tmp_path)) == {"a": Reason.PAYLOAD_MISMATCH}
-    assert reasons(desk.gate(max_payload=size).review(tmp_path)) == {"a": Reason.TOO_LARGE}
+    assert refused_by(desk.gate().review(tmp_path)) == {"a": reasons.PAYLOAD_MISMATCH}
+    assert refused_by(desk.gate(max_payload=size).review(tmp_path)) == {"a": reasons.TOO_LARGE}
 
 
 def test_large_files_are_not_read(desk: Any, tmp_path: Path) -> None:
@@ -162,8 +163,8 @@ def test_large_files_are_not_read(desk: Any, tmp_path: Path) -> None:
     source = FolderContributions(tmp_path)
     assert len(source.get("descriptor.cbor").descriptor or b"") == MAX_DESCRIPTOR + 1
     assert len(source.get("attestation.cose").attestation or b"") == MAX_ATTESTATION + 1
-    found = reasons(desk.gate().review(source))
-    assert len(found) == 3 and set(found.values()) == {Reason.TOO_LARGE}
+    found = refused_by(desk.gate().review(source))
+    assert len(found) == 3 and set(found.values()) == {reasons.TOO_LARGE}
 
 
 def test_a_payload_that_grows_while_it_is_read(desk: Any, tmp_path: Path) -> None:
@@ -172,12 +173,12 @@ def test_a_payload_that_grows_while_it_is_read(desk: Any, tmp_path: Path) -> Non
     gate = desk.gate(max_payload=16)
     path = Path("/proc/self/status")
     refusal = gate.check(Contribution("a", given.descriptor, given.attestation, path))
-    assert refusal.reason is Reason.TOO_LARGE and "grew" in refusal.detail  # type: ignore[union-attr]
+    assert refusal.reason is reasons.TOO_LARGE and "grew" in refusal.detail  # type: ignore[union-attr]
 
 
 def test_a_folder_that_vanishes_during_the_review(desk: Any, tmp_path: Path) -> None:
     source = FolderContributions(tmp_path)
-    assert source.get("nobody").read_error == (Reason.UNREADABLE, "No such file or directory")
+    assert source.get("nobody").read_error == (reasons.UNREADABLE, "No such file or directory")
 
 
 def test_a_file_is_no_folder_of_contributions(tmp_path: Path) -> None:
@@ -208,7 +209,7 @@ def test_a_source_is_read_again_without_payloads(desk: Any, tmp_path: Path) -> N
     (tmp_path / "c" / "descriptor.cbor").symlink_to(tmp_path / "a" / "descriptor.cbor")
     folder = FolderContributions(tmp_path)
     assert read_signed_bytes(folder, "a", 0) == (given[0].descriptor, given[0].attestation)
-    for name, reason in (("b", Reason.GONE), ("c", Reason.UNREADABLE), ("d", Reason.GONE)):
+    for name, reason in (("b", reasons.GONE), ("c", reasons.UNREADABLE), ("d", reasons.GONE)):
         with pytest.raises(ContributionRefused) as caught:
             read_signed_bytes(folder, name, 0)
         assert caught.value.reason is reason
@@ -222,6 +223,6 @@ def test_any_source_that_can_be_asked_is_read_again(desk: Any) -> None:
         for name, place in (("9", 9), ("x", 1)):
             with pytest.raises(ContributionRefused) as caught:
                 read_signed_bytes(source, name, place)
-            assert caught.value.reason is Reason.GONE
+            assert caught.value.reason is reasons.GONE
     with raises_code("admit.source-read-once"):
         read_signed_bytes(iter(given), "0", 0)

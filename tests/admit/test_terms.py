@@ -14,7 +14,7 @@ from refusals import raises_code
 
 from lamina.account.gaussian_rdp import epsilon_of_noise_multiplier
 from lamina.admit.attestation import Descriptor, commit, subject_tag
-from lamina.admit.checks import PolicyChecks, SigningTerms, floors_hash, preset, profile_text
+from lamina.admit.terms import PolicyTerms, SigningTerms, floors_hash, preset, profile_text
 from lamina.plan.depth_profile import DepthProfile
 from lamina.plan.policy import Policy
 
@@ -227,7 +227,7 @@ def test_floors_only_rise() -> None:
 def test_the_digests_of_all_floors_are_accepted_and_no_other() -> None:
     old, older, never = {"clip_norm": 0.5}, {"clip_norm": 0.25}, {"clip_norm": 0.3}
     policy = corpus(floors={"clip_norm": 1.0}, earlier_floors=[old, older])
-    digests = PolicyChecks(policy).digests
+    digests = PolicyTerms(policy).digests
     assert digests == {floors_hash(corpus(floors=f)) for f in ({"clip_norm": 1.0}, old, older)}
     assert floors_hash(corpus(floors=never)) not in digests
     assert floors_hash(corpus(floors={"clip_norm": 1.0}, origin="y")) not in digests

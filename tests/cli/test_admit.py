@@ -22,8 +22,9 @@ from forge import replacing, rewritten
 from run_state import attempts
 from safetensors.torch import load_file
 
+from lamina.admit import reasons
 from lamina.admit.attestation import Descriptor, attest
-from lamina.admit.verdicts import Reason
+from lamina.admit.reasons import REASONS
 from lamina.cli.explain import NOT_SIGNED
 from lamina.ledger.governance_records import Header, KeyEvents
 from lamina.ledger.records import ContributionRecord, ContributionTerms
@@ -133,7 +134,7 @@ def clinic(project: Project) -> Iterator[Clinic]:
     return made
 
 
-def reasons(found: dict[str, Any]) -> dict[str, str]:
+def refused_by(found: dict[str, Any]) -> dict[str, str]:
     return {each["id"]: each["reason"] for each in found["refused"]}
 
 
@@ -174,15 +175,16 @@ def spoil(clinic: Clinic) -> dict[str, str]:
 def test_each_refusal_has_its_reason_and_what_to_do(clinic: Clinic) -> None:
     expected = spoil(clinic)
     found = clinic.admit(code=1)
-    assert found["admitted"] == 16 and reasons(found) == expected
+    assert found["admitted"] == 16 and refused_by(found) == expected
     assert found["remedies"].keys() == set(expected.values())
     code, out, _ = clinic.project.call("admit", *clinic.where)
     assert code == 1
     rows = [" ".join(line.split()) for line in out.splitlines()]
     assert rows[0] == "16 admitted, 5 refused"
+    remedies = {each.word: each.remedy for each in REASONS}
     for name, reason in expected.items():
         assert any(row.startswith(f"{name} {reason}") for row in rows)
-        assert f"{reason} {Reason(reason).remedy}" in rows
+        assert f"{reason} {remedies[reason]}" in rows
     several = clinic.admit("--processes", "2", code=1)
     assert several == found
 
@@ -242,7 +244,7 @@ def test_a_run_admits_whom_lamina_admit_admits(clinic: Clinic) -> None:
     """The same people, and the same words about the others."""
     expected = hostile(clinic)
     looked = clinic.admit(code=1)
-    assert reasons(looked) == expected
+    assert refused_by(looked) == expected
     assert clinic.admit("--processes", "2", code=1) == looked
     run = clinic.json("train", str(clinic.project.write("RUN.toml", clinic.run)))["admission"]
     assert run["refused"] == looked["refused"] and run["admitted"] == looked["admitted"]
@@ -251,10 +253,10 @@ def test_a_run_admits_whom_lamina_admit_admits(clinic: Clinic) -> None:
     assert [each.to_dict() for each in corpus.admission.refused] == looked["refused"]
     assert len(corpus) == looked["admitted"]
     where = str(clinic.folder / "other.ledger.db")
-    assert reasons(clinic.admit("--ledger", where, code=1)) == expected
+    assert refused_by(clinic.admit("--ledger", where, code=1)) == expected
     (clinic.folder / "people" / "contributions.csv").write_text("id,class\np06,clinical\np09,other\n")
     looked = clinic.admit(code=1)
-    assert (looked["admitted"], reasons(looked)["p09"], reasons(looked)["p10"]) == (1, "mismatch", "unreadable")
+    assert (looked["admitted"], refused_by(looked)["p09"], refused_by(looked)["p10"]) == (1, "mismatch", "unreadable")
     assert [each.to_dict() for each in gate.admit(clinic.folder / "people").admission.refused] == looked["refused"]
 
 
@@ -264,8 +266,8 @@ def test_whom_the_ledger_knows_stays_before_a_copy(clinic: Clinic) -> None:
     assert clinic.admit("--ledger", where)["admitted"] == 20
     shutil.copytree(people / "p05", people / "a-twin")
     clinic.attest(str(clinic.folder / "ann.key"), "--class", "clinical", "--force", where="people/a-twin")
-    assert reasons(clinic.admit("--ledger", where, code=1)) == {"a-twin": "duplicate-payload"}
-    assert reasons(clinic.admit(code=1)) == {"p05": "duplicate-payload"}  # without it, the first stays
+    assert refused_by(clinic.admit("--ledger", where, code=1)) == {"a-twin": "duplicate-payload"}
+    assert refused_by(clinic.admit(code=1)) == {"p05": "duplicate-payload"}  # without it, the first stays
 
 
 def test_a_linked_folder_is_not_signed_either(clinic: Clinic) -> None:
@@ -277,7 +279,7 @@ def test_a_linked_folder_is_not_signed_either(clinic: Clinic) -> None:
     )
     assert found["signed"] == 0
     assert (clinic.folder / "people" / "p00" / "attestation.cose").read_bytes() == before
-    assert reasons(clinic.admit(code=1)) == {"linked": "unreadable"}
+    assert refused_by(clinic.admit(code=1)) == {"linked": "unreadable"}
 
 
 @pytest.mark.timeout(60)
@@ -319,7 +321,7 @@ def test_what_is_no_regular_file_is_refused_at_once(clinic: Clinic, kind: str) -
 
 
 def test_there_is_something_to_do_about_every_reason() -> None:
-    assert all(len(each.remedy) > 8 for each in Reason)
+    assert all(len(each.remedy) > 8 for each in REASONS)
 
 
 def test_without_a_ledger_nothing_is_written(clinic: Clinic) -> None:
@@ -347,9 +349,9 @@ def test_with_a_ledger_those_who_are_admitted_are_entered_once(clinic: Clinic) -
     assert beside.stat().st_mode & 0o777 == where.stat().st_mode & 0o777 == 0o600
     assert isinstance(first, ContributionRecord)
     clinic.ok("ledger", "withdraw", str(where), first.descriptor.hex(), "--reason", "consent", "--key", str(beside))
-    assert reasons(clinic.admit("--ledger", str(where), code=1)) == {**expected, "p04": "withdrawn"}
+    assert refused_by(clinic.admit("--ledger", str(where), code=1)) == {**expected, "p04": "withdrawn"}
     code, out, _ = clinic.project.call("admit", *clinic.where, "--ledger", str(where))
-    assert code == 1 and Reason.WITHDRAWN.remedy in out
+    assert code == 1 and reasons.WITHDRAWN.remedy in out
 
 
 def test_a_ledger_that_promised_more_is_not_made_to_promise_less(clinic: Clinic) -> None:

@@ -11,7 +11,7 @@ from asking import Call, answer, succeeded
 from scipy.stats import norm
 from torch import nn
 
-from lamina.admit.checks import preset
+from lamina.admit.terms import preset
 from lamina.allocate.make_plan import make_plan
 from lamina.ledger.corpus_terms import CorpusTerms, open_or_create
 from lamina.ledger.spend_ledger import SpendLedger

@@ -16,7 +16,7 @@ from forger import KEYS, POLICY, TERMS, Forger, add, rotate
 from making import GOVERNING, LEDGER, ORIGIN, OTHER, SECOND, START, WITNESS, Clock, authorised, digest, key
 from refusals import raises_code
 
-from lamina.admit.checks import hash_of_floors
+from lamina.admit.terms import hash_of_floors
 from lamina.ledger import append, signed_checkpoint
 from lamina.ledger.governance_records import (
     GOVERNING_KINDS,

@@ -18,7 +18,7 @@ from forks import in_processes
 from making import GOVERNING, LEDGER, SECOND, START, Clock, authorised, key, owned
 from refusals import raises_code
 
-from lamina.admit.checks import floors_hash
+from lamina.admit.terms import floors_hash
 from lamina.errors import LedgerError
 from lamina.ledger import signed_checkpoint
 from lamina.ledger.corpus_terms import (

@@ -15,9 +15,9 @@ from forks import in_processes
 from making import GOVERNING, LEDGER, START, digest, key
 from refusals import raises_code
 
+from lamina.admit import reasons as why_not
 from lamina.admit.contribution_sources import Contribution
 from lamina.admit.gate import AdmissionGate
-from lamina.admit.verdicts import Reason as Why
 from lamina.ledger import admission_batch, append, signed_checkpoint
 from lamina.ledger.admission_batch import AdmissionBatch, LedgerRegister, append_key_ring, open_register
 from lamina.ledger.corpus_terms import CorpusTerms, open_or_create
@@ -76,7 +76,7 @@ def test_who_is_admitted_is_a_leaf_with_what_was_signed(clinic: Clinic) -> None:
         assert [each.descriptor for each in found] == [digest_of(one) for one in given]
         first, second, third = found
         assert (first.terms.cls, first.terms.profile, first.terms.data_class) == ("clinical", "top=0.25", "clinical")
-        assert first.bound == ("clinical", 1_000_000, admission[0].bound.noise_micro)
+        assert first.bound == ("clinical", 1_000_000, admission[0].account.noise_micro)
         assert (first.subject, first.anchor) == (admission[0].tag, digest("anchor"))
         assert (second.key, second.terms.profile, second.subject) == (BOB.public.id, None, None)
         assert third.bound == ("open", 0, 0)
@@ -194,7 +194,7 @@ def test_who_is_withdrawn_between_question_and_entry(clinic: Clinic) -> None:
         admission = clinic.gate(ledger).review(given, enter=False)
         assert len(admission) == 3
         out(clinic, given[2])
-        assert admission.enter_into(LedgerRegister(ledger)) == {2: (Why.WITHDRAWN, "")}
+        assert admission.enter_into(LedgerRegister(ledger)) == {2: (why_not.WITHDRAWN, "")}
         assert len(admission) == 3  # it is for who asked to leave them out
         assert admission.enter() == 1 and list(admission.ids) == ["p0000", "p0001"]
 
@@ -225,7 +225,7 @@ def test_who_expired_before_it_was_entered_is_lost(small: Clinic) -> None:
     admission = small.gate().review([*small.offers(0, 1, life=HOUR), *small.offers(2, 4)])
     small.clock.now += HOUR
     with small.open() as ledger:
-        assert admission.enter_into(LedgerRegister(ledger)) == {0: (Why.EXPIRED, "")}
+        assert admission.enter_into(LedgerRegister(ledger)) == {0: (why_not.EXPIRED, "")}
 
 
 def test_a_ledger_under_another_policy_takes_nobody(small: Clinic) -> None:
@@ -249,7 +249,11 @@ def test_what_changed_after_it_was_examined_does_not_enter(small: Clinic, tmp_pa
     (folder / "p0002" / "attestation.cose").unlink()
     with small.open() as ledger:
         lost = admission.enter_into(LedgerRegister(ledger))
-        assert {row: reason for row, (reason, _) in lost.items()} == {0: Why.CHANGED, 1: Why.CHANGED, 2: Why.GONE}
+        assert {row: reason for row, (reason, _) in lost.items()} == {
+            0: why_not.CHANGED,
+            1: why_not.CHANGED,
+            2: why_not.GONE,
+        }
         assert [each.descriptor for each in admitted(ledger)] == [digest_of(given[3])]
     check(small.where)
 
@@ -323,7 +327,7 @@ def test_who_is_not_enrolled_in_an_owned_ledger_is_told_whom_to_ask(clinic: Clin
     with Ledger.open(clinic.where, LEDGER, clock=clinic.clock) as ledger:
         size = ledger.size
         (refused,) = clinic.gate(ledger).review(given).refused
-        assert (refused.id, refused.reason.value) == ("b", "unknown-key") and "owner enrols it" in refused.detail
+        assert (refused.id, refused.reason.word) == ("b", "unknown-key") and "owner enrols it" in refused.detail
         assert ledger.size == size + 1
         clinic.keys.revoke(ALICE.public.id, at=int(clinic.clock.now))
         assert append_key_ring(ledger, clinic.keys) == 0  # what the ring says, only the owner can write
@@ -410,7 +414,7 @@ def test_a_key_that_the_ring_has_lost_meanwhile_stops_nobody(small: Clinic) -> N
     gate.keys = KeyRing()
     gate.keys.add(ALICE.public, label="alice", valid_from=START - 10 * HOUR)
     with small.open() as ledger:
-        assert admission.enter_into(LedgerRegister(ledger)) == {0: (Why.UNKNOWN_KEY, "")}
+        assert admission.enter_into(LedgerRegister(ledger)) == {0: (why_not.UNKNOWN_KEY, "")}
         assert len(admitted(ledger)) == 1
 
 
@@ -429,7 +433,7 @@ def test_gates_at_once_never_exceed_a_class_and_enter_nobody_twice(
         mine = clinic.offers(20 * number, 20 * number + 60)
         admission = clinic.admit(mine)
         (tmp_path / f"{number}").write_text("\n".join(admission.ids))
-        assert {each.reason for each in admission.refused} <= {Why.CLASS_FULL}
+        assert {each.reason for each in admission.refused} <= {why_not.CLASS_FULL}
 
     in_processes(*(lambda number=number: work(number) for number in range(3)))
     with clinic.open() as ledger:

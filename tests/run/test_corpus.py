@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from refusals import raises_code
 from torch import nn
 
-from lamina.admit.verdicts import PackedTexts
+from lamina.admit.rows import PackedTexts
 from lamina.allocate.make_plan import make_plan
 from lamina.plan.layer_stack import LayerStack
 from lamina.plan.policy import Policy

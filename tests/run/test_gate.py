@@ -18,9 +18,11 @@ from refusals import raises_code
 import lamina
 from lamina.account.accountants import find_accountant
 from lamina.account.gaussian_rdp import epsilon_of_noise_multiplier
+from lamina.admit import reasons
 from lamina.admit.contribution_sources import Contribution
+from lamina.admit.register import EntryContext, RefusedRows
+from lamina.admit.rows import Admitted
 from lamina.admit.signing import SECONDS_PER_YEAR
-from lamina.admit.verdicts import EntryContext, Reason, RefusedRows, RegisterEntry
 from lamina.ledger.admission_batch import LedgerRegister
 from lamina.ledger.corpus_terms import CorpusTerms, open_or_create
 from lamina.ledger.governance_records import Header, KeyEvents
@@ -42,7 +44,7 @@ def hospital(tmp_path: Path) -> Hospital:
 
 def refused(corpus: lamina.Corpus) -> dict[str, str]:
     assert corpus.admission is not None
-    return {each.id: each.reason.value for each in corpus.admission.refused}
+    return {each.id: each.reason.word for each in corpus.admission.refused}
 
 
 # ------------------------------------------------------------------------------------------------ who is in
@@ -188,7 +190,7 @@ def test_an_admission_is_entered_into_the_ledger_of_a_run_too(hospital: Hospital
         assert corpus.admission.enter_into(LedgerRegister(ledger)) == {}
         size = ledger.size
         withdraw(ledger, corpus.admission[3].descriptor.hex(), WithdrawnFor.REQUEST)
-        assert corpus.admission.enter_into(LedgerRegister(ledger)) == {3: (Reason.WITHDRAWN, "")}
+        assert corpus.admission.enter_into(LedgerRegister(ledger)) == {3: (reasons.WITHDRAWN, "")}
         assert ledger.size == size + 1
         assert len(corpus.admission) == 57  # the corpus still has its rows
 
@@ -273,7 +275,7 @@ def test_what_cannot_be_opened_is_refused_and_stops_nobody(hospital: Hospital) -
 def signed_anyway(hospital: Hospital, *names: str, items: int = 2) -> None:
     """With somebody else's program: ours would not sign what it cannot read."""
     from lamina.admit.attestation import attest, commit
-    from lamina.admit.checks import SigningTerms
+    from lamina.admit.terms import SigningTerms
 
     terms = SigningTerms.make(hospital.policy, "clinical", not_before=NOW, expires=NOW + SECONDS_PER_YEAR)
     for name in names:
@@ -483,14 +485,14 @@ def test_windows_and_keys_are_looked_at_again(hospital: Hospital) -> None:
     corpus = hospital.admit()
     assert corpus.revalidate() == {}
     hospital.clock.now = NOW + 100
-    assert corpus.revalidate() == {Reason.EXPIRED: 2}
+    assert corpus.revalidate() == {reasons.EXPIRED: 2}
     assert corpus.revalidate() == {}  # told once
     assert len(corpus) == 55 and corpus.revision == 2
     with lamina.KeyRing.editing(hospital.keys) as ring:
         ring.revoke(other.public.id, at=NOW + 150)
     assert corpus.revalidate() == {}  # not yet
     hospital.clock.now = NOW + 150
-    assert corpus.revalidate() == {Reason.REVOKED_KEY: 1}
+    assert corpus.revalidate() == {reasons.REVOKED_KEY: 1}
     assert len(corpus) == 54
 
 
@@ -498,7 +500,7 @@ def test_a_ring_in_memory_is_asked_as_it_is(hospital: Hospital) -> None:
     ring = lamina.KeyRing.load(hospital.keys)
     corpus = lamina.Gate(hospital.policy, ring, clock=hospital.clock).admit(hospital.people)
     ring.revoke(hospital.key.public.id, at=NOW)
-    assert corpus.revalidate() == {Reason.REVOKED_KEY: 57}
+    assert corpus.revalidate() == {reasons.REVOKED_KEY: 57}
 
 
 def test_after_an_epoch_signatures_are_verified_again(hospital: Hospital) -> None:
@@ -509,7 +511,7 @@ def test_after_an_epoch_signatures_are_verified_again(hospital: Hospital) -> Non
     hospital.clock.now = NOW + hospital.policy.corpus.epoch - 1
     assert corpus.revalidate() == {}  # within the epoch the gate relies on what it verified
     hospital.clock.now = NOW + hospital.policy.corpus.epoch
-    assert corpus.revalidate() == {Reason.NO_ATTESTATION: 1, Reason.GONE: 1, Reason.PAYLOAD_MISMATCH: 1}
+    assert corpus.revalidate() == {reasons.NO_ATTESTATION: 1, reasons.GONE: 1, reasons.PAYLOAD_MISMATCH: 1}
     assert len(corpus) == 54
 
 
@@ -544,7 +546,7 @@ def test_who_was_admitted_elsewhere_meanwhile_is_left_out_and_the_rest_is_in(hos
     class Raced(MemoryRegister):
         raced = False
 
-        def enter(self, entries: Iterable[RegisterEntry], beside: EntryContext) -> RefusedRows:
+        def enter(self, entries: Iterable[Admitted], beside: EntryContext) -> RefusedRows:
             first, *rest = entries
             if not self.raced:
                 self.raced = True
@@ -553,7 +555,7 @@ def test_who_was_admitted_elsewhere_meanwhile_is_left_out_and_the_rest_is_in(hos
 
     corpus, everybody = hospital.gate().admit(hospital.people, Raced()), hospital.admit()
     assert len(corpus) == len(everybody) - 1
-    assert [each.reason for each in corpus.admission.refused] == [Reason.REPLAYED]
+    assert [each.reason for each in corpus.admission.refused] == [reasons.REPLAYED]
     assert len(corpus.source) == len(everybody.source) - 2  # two windows each
     corpus.source.fetch(np.arange(len(corpus.source)))
 

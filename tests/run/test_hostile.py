@@ -16,7 +16,7 @@ from stopping import During
 
 import lamina
 from lamina.admit.attestation import attest, commit
-from lamina.admit.checks import SigningTerms
+from lamina.admit.terms import SigningTerms
 from lamina.run.admitted import AdmittedCorpus
 
 
@@ -119,7 +119,7 @@ def test_a_payload_that_is_malformed_is_refused_by_itself(ward: Hospital, what: 
     put(ward, BAD[what], "npz")
     for corpus in (ward.admit(), ward.gate().admit(ward.contributions())):
         (refusal,) = corpus.admission.refused
-        assert (refusal.id, refusal.reason.value) == ("evil", "unreadable")
+        assert (refusal.id, refusal.reason.word) == ("evil", "unreadable")
         assert list(corpus.ids) == [f"c{i}" for i in range(5)]
         assert fetched(corpus) == 5
 
@@ -131,13 +131,13 @@ TABLES = {"nul": b"1,\0\n", "long": b'"' + b"1" * 200_000 + b'"\n', "not text": 
 def test_a_table_that_is_malformed_is_refused_by_itself(ward: Hospital, what: str) -> None:
     put(ward, TABLES[what], "csv")
     corpus = ward.admit()
-    assert [(each.id, each.reason.value) for each in corpus.admission.refused] == [("evil", "unreadable")]
+    assert [(each.id, each.reason.word) for each in corpus.admission.refused] == [("evil", "unreadable")]
     assert fetched(corpus) == 5
 
 
 def test_examples_without_numbers_cannot_be_counted_without_end(ward: Hospital) -> None:
     put(ward, archive(npy("'<f4'", f"({2**40}, 0)"), npy("'<i8'", f"({2**40}, 0)")), "npz", items=2**31)
-    assert [each.reason.value for each in ward.admit().admission.refused] == ["unreadable"]
+    assert [each.reason.word for each in ward.admit().admission.refused] == ["unreadable"]
 
 
 @pytest.mark.parametrize("how", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])

@@ -50,9 +50,9 @@ def test_one_attestation_says_what_the_data_is_allowed_to_lose() -> None:
     found = admission[0]
     assert found.kid == key.public.id
     assert found.items == 20  # contributions, not rows
-    assert found.bound.cls == plan.classes[0].name == "data"
-    assert 2.9999 < epsilon_of_noise_multiplier(found.bound.z, 1e-5) <= 3.0
-    assert found.bound.c == 0.1
+    assert found.account.cls == plan.classes[0].name == "data"
+    assert 2.9999 < epsilon_of_noise_multiplier(found.account.z, 1e-5) <= 3.0
+    assert found.account.c == 0.1
     assert found.expires > time.time()
 
 
@@ -190,14 +190,14 @@ def test_a_noise_multiplier_is_the_sigma_of_every_step_and_its_cost_is_signed() 
     cost = find_accountant("pld").epsilon([Event(sigma=1.1, q=10 / 60, steps=5)], 1e-5)
     assert plan.epsilon(0) == pytest.approx(cost, rel=1e-6)
     assert corpus.admission is not None
-    assert epsilon_of_noise_multiplier(corpus.admission[0].bound.z, 1e-5) == pytest.approx(cost, rel=1e-4)
+    assert epsilon_of_noise_multiplier(corpus.admission[0].account.z, 1e-5) == pytest.approx(cost, rel=1e-4)
 
 
 def test_the_clip_norm_is_planned_and_signed() -> None:
     _, corpus, plan = made(clip_norm=0.02)
     assert plan.norm(0) == pytest.approx(0.02, rel=1e-9)
     assert plan.noise[0] == pytest.approx(0.02 * plan.sigma(0), rel=1e-9)
-    assert corpus.admission is not None and corpus.admission[0].bound.c == 0.02
+    assert corpus.admission is not None and corpus.admission[0].account.c == 0.02
     with raises_code("train.clip-norm-out-of-range"):
         made(clip_norm=0.0)
 
@@ -212,7 +212,7 @@ PROXY = (torch.randn(64, 4, generator=torch.Generator().manual_seed(1)), torch.a
 def test_without_a_proxy_the_clip_norm_is_small() -> None:
     _, corpus, plan = made()
     assert plan.norm(0) == pytest.approx(0.1, rel=1e-9)
-    assert corpus.admission is not None and corpus.admission[0].bound.c == 0.1
+    assert corpus.admission is not None and corpus.admission[0].account.c == 0.1
 
 
 @pytest.mark.parametrize("scale", [1.0, 100.0])

@@ -64,7 +64,7 @@ def test_a_signed_contribution_with_an_impossible_label_is_refused_and_the_other
     outcome = trainer.fit()
     assert outcome.steps == 12
     assert trainer.plan.digest() == plan.digest()  # N, q, B and S are the declared ones
-    assert [(each.id, each.reason.value) for each in corpus.admission.left] == [(name, "not-trainable")]
+    assert [(each.id, each.reason.word) for each in corpus.admission.left] == [(name, "not-trainable")]
     assert corpus.admission.to_dict()["left"] == [{"id": name, "reason": "not-trainable", "detail": ""}]
     assert "not-trainable" in corpus.admission.table()
     assert len(corpus) == 56
@@ -416,7 +416,7 @@ def test_an_error_on_somebodys_data_ends_the_segment_and_the_next_start_leaves_t
     assert outcomes(folder) == [SegmentOutcome.ABANDONED]  # charged, and the ledger says so
     again = trainer()
     outcome = again.fit()
-    assert [(each.id, each.reason.value) for each in again.corpus.admission.left] == [("c09", "not-trainable")]
+    assert [(each.id, each.reason.word) for each in again.corpus.admission.left] == [("c09", "not-trainable")]
     assert outcomes(folder)[0] is SegmentOutcome.ABANDONED and SegmentOutcome.CLOSED in outcomes(folder)
     assert [note for note in outcome.notes if "left out" in note]
     assert "c09" not in json.dumps(outcome.notes)

@@ -14,7 +14,7 @@ from making import AUDITOR, LEDGER, ORIGIN, START, TWO_OWNERS, WITNESS, Clock, a
 from lamina.account.accountants import find_accountant
 from lamina.account.schedule import Event
 from lamina.admit.attestation import Descriptor, attest, subject_tag
-from lamina.admit.checks import hash_of_floors
+from lamina.admit.terms import hash_of_floors
 from lamina.ledger import append, signed_checkpoint
 from lamina.ledger.checked_leaves import CheckedLeaves, tokens_of
 from lamina.ledger.governance_records import (

@@ -12,9 +12,9 @@ from making import GOVERNING, LEDGER, START, Clock, digest, key
 
 from lamina.admit.admission import Admission
 from lamina.admit.attestation import Descriptor, attest, commit, subject_tag
-from lamina.admit.checks import SigningTerms
 from lamina.admit.contribution_sources import Contribution
 from lamina.admit.gate import AdmissionGate
+from lamina.admit.terms import SigningTerms
 from lamina.ledger.admission_batch import LedgerRegister
 from lamina.ledger.corpus_terms import CorpusTerms, adopt_policy, open_or_create
 from lamina.ledger.records import ContributionRecord
@@ -138,7 +138,7 @@ def check(where: str, now: int = START + 50 * HOUR) -> None:
 
 
 def reasons(admission: Admission) -> dict[str, str]:
-    return {each.id: each.reason.value for each in admission.refused}
+    return {each.id: each.reason.word for each in admission.refused}
 
 
 def _fields(made: Descriptor) -> dict[str, Any]:

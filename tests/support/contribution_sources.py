@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from lamina.admit.contribution_sources import Contribution
-from lamina.admit.verdicts import PackedTexts
+from lamina.admit.rows import PackedTexts
 
 
 class NamedSource:

@@ -10,7 +10,7 @@ from typing import Any
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from lamina.account.schedule import Event
-from lamina.admit.checks import hash_of_floors
+from lamina.admit.terms import hash_of_floors
 from lamina.ledger.governance_records import (
     ClassBounds,
     GoverningRecord,

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from lamina.admit.verdicts import (
+from lamina.admit.register import (
     ADMITTED_MEANWHILE,
     REASON_OF_STATUS,
     EntryContext,
     RefusedRows,
-    RegisterEntry,
     RegisterStatus,
     class_full,
 )
+from lamina.admit.rows import Admitted
 
 
 class MemoryRegister:
@@ -25,13 +25,13 @@ class MemoryRegister:
         self._tags: set[bytes] = set()
         self._members: Counter[str] = Counter()
 
-    def look(self, entries: Sequence[RegisterEntry]) -> Sequence[RegisterStatus]:
+    def look(self, entries: Sequence[Admitted]) -> Sequence[RegisterStatus]:
         return [self._known(entry) for entry in entries]
 
     def members(self, cls: str) -> int:
         return self._members[cls]
 
-    def enter(self, entries: Iterable[RegisterEntry], beside: EntryContext) -> RefusedRows:
+    def enter(self, entries: Iterable[Admitted], beside: EntryContext) -> RefusedRows:
         lost: RefusedRows = {}
         for entry in entries:
             known = self._known(entry)
@@ -45,14 +45,14 @@ class MemoryRegister:
                     self._add(entry)
         return lost
 
-    def _known(self, entry: RegisterEntry) -> RegisterStatus:
+    def _known(self, entry: Admitted) -> RegisterStatus:
         if (by := self._descriptors.get(entry.descriptor)) is not None:
             return RegisterStatus.SAME if by == entry.attestation else RegisterStatus.REPLAYED
         if entry.kid + entry.cti in self._tokens:
             return RegisterStatus.REPLAYED
         return RegisterStatus.REPRESENTED if entry.tag is not None and entry.tag in self._tags else RegisterStatus.NEW
 
-    def _add(self, entry: RegisterEntry) -> None:
+    def _add(self, entry: Admitted) -> None:
         self._tokens.add(entry.kid + entry.cti)
         self._descriptors[entry.descriptor] = entry.attestation
         if entry.tag is not None:

@@ -11,9 +11,9 @@ from typing import Any
 
 from lamina import cbor
 from lamina.admit.attestation import Descriptor, attest, commit
-from lamina.admit.checks import SigningTerms
 from lamina.admit.contribution_sources import Contribution
 from lamina.admit.gate import AdmissionGate
+from lamina.admit.terms import SigningTerms
 from lamina.plan.policy import Policy
 from lamina.sign.key_ring import KeyRing
 from lamina.sign.keys import PrivateKey

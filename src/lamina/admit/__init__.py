@@ -9,23 +9,27 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lamina.admit.admission import Admission, AdmittedRow, Revalidation
+    from lamina.admit.admission import Admission, Revalidation
     from lamina.admit.attestation import DESCRIPTOR_SCHEMA, Attestation, Descriptor, attest, commit, subject_tag
-    from lamina.admit.checks import SigningTerms, floors_hash, preset
     from lamina.admit.contribution_sources import Contribution, FolderContributions
     from lamina.admit.gate import AdmissionGate
+    from lamina.admit.reasons import REASONS, Reason, Stage, refusal
+    from lamina.admit.register import Register
     from lamina.admit.resolver import Resolution, resolve
+    from lamina.admit.rows import Admitted, Refusal
     from lamina.admit.signing import SigningOutcome, attest_folder
-    from lamina.admit.verdicts import Reason, Refusal, Register
+    from lamina.admit.terms import SigningTerms, floors_hash, preset
 
 __all__ = [
     "Descriptor", "DESCRIPTOR_SCHEMA", "Attestation", "attest", "commit", "subject_tag",
     "SigningTerms", "floors_hash", "preset", "attest_folder", "SigningOutcome",
     "Contribution", "FolderContributions", "AdmissionGate", "Register",
-    "Admission", "AdmittedRow", "Revalidation", "Reason", "Refusal",
+    "Admission", "Admitted", "Revalidation", "Refusal", "Reason", "REASONS", "Stage", "refusal",
     "resolve", "Resolution",
 ]  # fmt: skip
-_FILES = ("attestation", "verdicts", "contribution_sources", "checks", "signing", "resolver", "admission", "gate")
+_FILES = (
+    "attestation", "reasons", "rows", "register", "contribution_sources", "terms", "signing", "resolver", "admission", "gate",
+)  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

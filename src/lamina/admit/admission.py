@@ -5,38 +5,31 @@ from __future__ import annotations
 import hashlib
 import hmac
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lamina.account.charges import Account
+from lamina.admit import reasons
 from lamina.admit.attestation import window_rules
-from lamina.admit.checks import CONTRIBUTOR_ROLE, REASON_OF_KEY_STATUS, PolicyChecks
 from lamina.admit.contribution_sources import Contribution, read_signed_bytes
+from lamina.admit.reasons import CONTRIBUTOR_ROLE, REASON_OF_KEY_STATUS, REASONS, Reason
+from lamina.admit.register import REASON_OF_STATUS, EntryContext, RefusedRows, Register, RegisterStatus, class_full
 from lamina.admit.resolver import Caps, Resolution, resolve
-from lamina.admit.verdicts import (
-    PROFILED,
-    REASON_CODES,
-    REASON_OF_STATUS,
-    REASONS,
+from lamina.admit.rows import (
     TAGGED,
+    Admitted,
     AdmittedRows,
     BoundColumns,
-    EntryContext,
-    Reason,
     Refusal,
     Refusals,
-    RefusedRows,
-    Register,
-    RegisterStatus,
-    class_full,
     id_hash,
     is_repeat,
     unpack_row,
 )
+from lamina.admit.terms import PolicyTerms
 from lamina.plan.step_plan import StepPlan
 from lamina.plan.table import align_columns
 from lamina.sign.key_ring import KeyRing, key_rules
@@ -78,14 +71,14 @@ def revalidate_rows(table: NDArray[Any], keys: KeyRing, kids: Sequence[bytes], n
     times = np.array([(0, 0, 0) if entry is None else entry.times for entry in entries], dtype=np.int64).reshape(-1, 3)
     key = table["key"]
     rules = key_rules(now, table["issued"], *times[key].T)
-    reasons = (
-        (Reason.UNKNOWN_KEY, unknown[key]),
-        (Reason.WRONG_ROLE, other_role[key]),
+    found = (
+        (reasons.UNKNOWN_KEY, unknown[key]),
+        (reasons.WRONG_ROLE, other_role[key]),
         *((REASON_OF_KEY_STATUS[status], holds) for status, holds in rules),
-        (Reason.EXPIRED, window_rules(now, table["not_before"], table["expires"])[1]),
+        (reasons.EXPIRED, window_rules(now, table["not_before"], table["expires"])[1]),
     )
-    for reason, holds in reversed(reasons):  # of several that hold, the first counts
-        codes[holds] = REASON_CODES[reason]
+    for reason, holds in reversed(found):  # of several that hold, the first counts
+        codes[holds] = reason.code
     return codes
 
 
@@ -100,7 +93,7 @@ class CrossChecks:
     Each rule looks only at those that passed the rules before, so a refused row never displaces another.
     """
 
-    def __init__(self, rows: AdmittedRows, refusals: Refusals, kids: Sequence[bytes], checks: PolicyChecks) -> None:
+    def __init__(self, rows: AdmittedRows, refusals: Refusals, kids: Sequence[bytes], checks: PolicyTerms) -> None:
         self._rows = rows
         self._refusals = refusals
         self._kids = kids
@@ -112,17 +105,17 @@ class CrossChecks:
         """Drop the rows that may not enter. `lapsed` has a reason for those that expired while others were examined."""
         for code in np.unique(lapsed[lapsed != STILL_VALID]):
             self._drop(np.flatnonzero(lapsed == code), REASONS[code])
-        self._drop_repeated(("key", "cti"), Reason.REPLAYED)
-        self._drop_repeated(("descriptor",), Reason.REPLAYED)
+        self._drop_repeated(("key", "cti"), reasons.REPLAYED)
+        self._drop_repeated(("descriptor",), reasons.REPLAYED)
         if register is not None:
             self._ask(register)
         self._drop_by_status(RegisterStatus.REVOKED)
         self._drop_by_status(RegisterStatus.WITHDRAWN)
         self._drop_by_status(RegisterStatus.REPLAYED)
         self._drop_ids_of_several()
-        self._drop_repeated(("name",), Reason.DUPLICATE_ID)
-        self._drop_repeated(("content",), Reason.DUPLICATE_PAYLOAD)
-        self._drop_repeated(("tag",), Reason.DUPLICATE_SUBJECT, (self._rows.table["flags"] & TAGGED) > 0)
+        self._drop_repeated(("name",), reasons.DUPLICATE_ID)
+        self._drop_repeated(("content",), reasons.DUPLICATE_PAYLOAD)
+        self._drop_repeated(("tag",), reasons.DUPLICATE_SUBJECT, (self._rows.table["flags"] & TAGGED) > 0)
         self._drop_by_status(RegisterStatus.REPRESENTED)
         self._drop_beyond_population(register)
         self._rows.keep(self._stays)
@@ -156,7 +149,7 @@ class CrossChecks:
             if not known and len({int(table["key"][row]) for row in group}) > 1:
                 for row, other in zip(group, group[1:] + group[:1], strict=True):
                     detail = f"like {self._rows.ids[other]!r}, which another key signed"
-                    self._drop(np.array([row]), Reason.DUPLICATE_ID, detail)
+                    self._drop(np.array([row]), reasons.DUPLICATE_ID, detail)
 
     def _ask(self, register: Register) -> None:
         for rows, entries in self._rows.entries(np.flatnonzero(self._stays), self._kids, list(self._populations)):
@@ -187,25 +180,6 @@ REFUSALS_SHOWN = 20  # in the table
 Progress = Callable[[int, int | None], None]  # how many are examined, of how many if that is known
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdmittedRow:
-    """One admitted contribution, as a ledger records it. Neither nonce nor payload is part of it."""
-
-    row: int
-    id: str
-    descriptor: bytes  # SHA-256 of its bytes: the identity of the contribution
-    attestation: bytes  # SHA-256 of its bytes
-    kid: bytes
-    cti: bytes
-    bound: Account
-    profile: str  # where its class may reach
-    profile_signed: bool  # False: attestation only, depth is the policy's alone
-    tag: bytes | None = field(repr=False)
-    not_before: int
-    expires: int
-    items: int
-
-
 class Admission:
     """The contributions that a gate admitted, as columns over rows 0 … n-1, in the order of their source.
 
@@ -224,7 +198,7 @@ class Admission:
         self.refused = refused
         self.source = source
         self.kids = tuple(kids)
-        self.classes = tuple(gate.policy_checks.classes)
+        self.classes = tuple(gate.terms.classes)
         self.ids = rows.ids
         self._gate = gate
         self._rows = rows
@@ -279,34 +253,18 @@ class Admission:
     @property
     def untagged(self) -> int:
         """How many of private classes carry no subject tag: nobody can tell whether two are about one person."""
-        private = np.array([not each.public for each in self._gate.policy_checks.classes.values()], dtype=np.bool_)
+        private = np.array([not each.public for each in self._gate.terms.classes.values()], dtype=np.bool_)
         return int(np.count_nonzero(private[self.cls] & ((self.columns["flags"] & TAGGED) == 0)))
 
     def profile(self, name: str) -> str:
         """How deep a class may reach, in words: the same for all its contributions."""
         return str(self._gate.policy.classes[name].profile)
 
-    def __getitem__(self, row: int) -> AdmittedRow:
+    def __getitem__(self, row: int) -> Admitted:
         found = self.columns[row]
-        row %= len(self)
-        bound = self.bounds[int(self.bound[row])]
-        return AdmittedRow(
-            row=row,
-            id=self.ids[row],
-            descriptor=found["descriptor"].tobytes(),
-            attestation=found["attestation"].tobytes(),
-            kid=self.kids[int(found["key"])],
-            cti=found["cti"].tobytes(),
-            bound=bound,
-            profile=self.profile(bound.cls),
-            profile_signed=bool(found["flags"] & PROFILED),
-            tag=found["tag"].tobytes() if found["flags"] & TAGGED else None,
-            not_before=int(found["not_before"]),
-            expires=int(found["expires"]),
-            items=int(found["items"]),
-        )
+        return self._rows.admitted(row % len(self), found, self.kids, self.classes)
 
-    def __iter__(self) -> Iterator[AdmittedRow]:
+    def __iter__(self) -> Iterator[Admitted]:
         return (self[row] for row in range(len(self)))
 
     @cached_property
@@ -355,9 +313,9 @@ class Admission:
 
     def _verify_again(self, over: NDArray[np.bool_], now: int, progress: Progress | None) -> ReasonCodes:
         """Reads and verifies the rows that are `over` again."""
-        codes = np.full(len(self), REASON_CODES[Reason.GONE], dtype=np.uint8)
+        codes = np.full(len(self), reasons.GONE.code, dtype=np.uint8)
         if isinstance(self.source, Iterator):
-            codes[:] = REASON_CODES[Reason.NOT_REPEATED]
+            codes[:] = reasons.NOT_REPEATED.code
             return codes
         table = self._rows.table
         examiner = self._gate.examiner()
@@ -366,11 +324,11 @@ class Admission:
             if row is None or not over[row] or codes[row] == STILL_VALID:
                 continue
             if not isinstance(verdict, bytes):
-                codes[row] = REASON_CODES[verdict[0]]
+                codes[row] = verdict[0].code
                 continue
             found, kept = unpack_row(verdict), table[row]
             same = all(found[name] == kept[name] for name in ("descriptor", "attestation"))
-            codes[row] = STILL_VALID if same else REASON_CODES[Reason.CHANGED]
+            codes[row] = STILL_VALID if same else reasons.CHANGED.code
         return codes
 
     @property
@@ -401,7 +359,7 @@ class Admission:
         They stay rows of this admission: leave them out. Repeating the call changes nothing.
         """
         gate = self._gate
-        places = {name: each.population for name, each in gate.policy_checks.classes.items()}
+        places = {name: each.population for name, each in gate.terms.classes.items()}
 
         def read(row: int) -> tuple[bytes, bytes]:
             return read_signed_bytes(self.source, self.ids[row], int(self._rows.places[row]))
@@ -412,7 +370,7 @@ class Admission:
 
     def dismiss(self, rows: NDArray[np.int64], reason: Reason) -> None:
         """Make these rows leave, e.g. because a plan cannot keep what they signed."""
-        self._left[rows[self.standing[rows]]] = REASON_CODES[reason]
+        self._left[rows[self.standing[rows]]] = reason.code
 
     def resolve(self, plan: StepPlan, *, max_occurrences: Caps = None) -> Resolution:
         """The resolver's answer for `bounds`: scale and ceiling of row i are at `bound[i]`. Scale 0: dismiss it."""
@@ -437,9 +395,9 @@ class Admission:
                 "are about one person (lamina attest --subject-key signs a tag)"
             )
         if refused:
-            reasons = [["refused for", "", "how many"]]
-            reasons += [[str(reason), reason.meaning, f"{n:,}"] for reason, n in refused.counts().items()]
-            lines += ["", *align_columns(reasons, left=2), ""]
+            rows = [["refused for", "", "how many"]]
+            rows += [[str(reason), reason.meaning, f"{n:,}"] for reason, n in refused.counts().items()]
+            lines += ["", *align_columns(rows, left=2), ""]
             rows = [[r.id, str(r.reason), r.detail] for r in refused[:REFUSALS_SHOWN]]
             lines += _first_rows(["id", "reason", "detail"], rows, len(refused))
         if left := self.left:
@@ -453,7 +411,7 @@ class Admission:
         return {
             "admitted": len(self),
             "refused": [refusal.to_dict() for refusal in self.refused],
-            "reasons": {reason.value: count for reason, count in self.refused.counts().items()},
+            "reasons": {reason.word: count for reason, count in self.refused.counts().items()},
             "classes": self.count_by_class(),
             "untagged": self.untagged,
             **({"left": [refusal.to_dict() for refusal in left]} if left else {}),

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lamina.account.charges import Account
-from lamina.admit.verdicts import BoundColumns, Int64Array
+from lamina.admit.rows import BoundColumns, Int64Array
 from lamina.errors import AdmissionError, PlanError
 from lamina.plan.policy import Policy
 from lamina.plan.signed_bounds import occurrence_count, scale_for_signed_bound, sigma_acc, signed_epsilon

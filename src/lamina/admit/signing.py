@@ -13,17 +13,17 @@ from pathlib import Path
 from typing import TypeVar
 
 from lamina.admit.attestation import NONCE_BYTES, Attestation, Descriptor, attest, commit, subject_tag
-from lamina.admit.checks import PolicyChecks, SigningTerms, check_id
 from lamina.admit.contribution_sources import (
     ATTESTATION_FILE,
     DESCRIPTOR_FILE,
     PAYLOAD_STEM,
     Contribution,
     FolderContributions,
-    count_examples,
     open_with_size,
 )
-from lamina.admit.verdicts import ContributionRefused
+from lamina.admit.npz import count_examples
+from lamina.admit.reasons import BAD_ID, ContributionRefused, has_bad_id
+from lamina.admit.terms import PolicyTerms, SigningTerms
 from lamina.errors import AdmissionError, EncodingError, LaminaError
 from lamina.plan.policy import Policy
 from lamina.sign import keys
@@ -76,7 +76,7 @@ def is_as_strict(signed: Descriptor, terms: SigningTerms) -> bool:
     return signed.clip_norm <= terms.clip_norm and signed.noise_multiplier >= terms.noise_multiplier
 
 
-def would_loosen(terms: SigningTerms, signed: Descriptor, checks: PolicyChecks) -> bool:
+def would_loosen(terms: SigningTerms, signed: Descriptor, checks: PolicyTerms) -> bool:
     """Whether signing `terms` would give up anything that was promised: c, z or depth."""
     if signed.noise_multiplier and (
         not terms.noise_multiplier
@@ -178,7 +178,7 @@ class Signer:
 
     key: PrivateKey | None
     window: ValidityWindow
-    policy_checks: PolicyChecks
+    policy_terms: PolicyTerms
     named: bool  # the data class was asked for by name
     force: bool
     dry_run: bool
@@ -186,14 +186,15 @@ class Signer:
     def sign(
         self, given: Contribution, terms: SigningTerms, tag: str | None, anchor: bytes | None, folder: Path
     ) -> SigningOutcome:
-        check_id(given.id)
+        if has_bad_id(given.id):
+            raise ContributionRefused(BAD_ID)
         if given.read_error is not None:
             raise ContributionRefused(*given.read_error)
         if not isinstance(given.payload, Path):
             remedy = "put payload.npz, payload.csv or one other payload.* there"
             raise AdmissionError("admit.payload-missing", "it has no payload", remedy)
         os.close(open_with_size(given.payload)[0])  # a link is refused here as it would be at the gate
-        items, only = count_examples(given.payload), self.policy_checks.ledger
+        items, only = count_examples(given.payload), self.policy_terms.ledger
         asked = _SigningRequest(terms=terms, items=items, tag=tag, anchor=anchor, ledger=only)
         prior = PreviousSignature.of(given)
         if self.force:
@@ -209,7 +210,7 @@ class Signer:
         if same and (kept := self._kept(given.id, asked, signed, prior)) is not None:
             return kept
         carried = self._merged_with_previous(asked, signed, prior, valid=valid, same=same)
-        stricter = would_loosen(terms, signed, self.policy_checks) and carried.terms != terms
+        stricter = would_loosen(terms, signed, self.policy_terms) and carried.terms != terms
         return self._write(given.id, given.payload, carried, folder, carried=stricter)
 
     def _what_force_replaces(self, prior: PreviousSignature, terms: SigningTerms) -> SigningState | None:
@@ -218,7 +219,7 @@ class Signer:
         signed = prior.descriptor_by(self.key)
         if signed is None or signed.audience != terms.audience or not prior.is_signed_by(self.key):
             return None
-        return SigningState.STRICTER if would_loosen(terms, signed, self.policy_checks) else None
+        return SigningState.STRICTER if would_loosen(terms, signed, self.policy_terms) else None
 
     def _kept(
         self, id: str, asked: _SigningRequest, signed: Descriptor, prior: PreviousSignature
@@ -226,10 +227,10 @@ class Signer:
         """What this key already signed for this payload, if there is nothing to sign again."""
         assert prior.claims is not None
         try:
-            self.policy_checks.check(signed)
+            self.policy_terms.check(signed)
         except ContributionRefused:
             return None
-        stricter = would_loosen(asked.terms, signed, self.policy_checks)
+        stricter = would_loosen(asked.terms, signed, self.policy_terms)
         if signed.admissibility != asked.terms.admissibility:
             if not stricter or self.window.now >= signed.expires:
                 return None
@@ -261,7 +262,7 @@ class Signer:
                 self._check(terms, signed)
                 terms = strictest_terms(terms, signed)
                 terms = terms if self.named else replace(terms, data_class=signed.data_class)
-            elif would_loosen(terms, signed, self.policy_checks):
+            elif would_loosen(terms, signed, self.policy_terms):
                 raise AdmissionError("admit.would-loosen", f"it was signed as {signed.admissibility!r}", _FORCE)
         except (ContributionRefused, AdmissionError) as error:
             why = error.detail if isinstance(error, ContributionRefused) else error.problem
@@ -280,10 +281,10 @@ class Signer:
 
     def _check(self, terms: SigningTerms, signed: Descriptor) -> None:
         """Check that the policy admits the strictest of both. ContributionRefused otherwise."""
-        if not would_loosen(terms, signed, self.policy_checks):
+        if not would_loosen(terms, signed, self.policy_terms):
             return
         stricter = strictest_terms(terms, signed)
-        self.policy_checks.check(
+        self.policy_terms.check(
             replace(
                 signed,
                 clip_norm=stricter.clip_norm or signed.clip_norm,  # 0: public now, and was not
@@ -384,8 +385,8 @@ def attest_folder(
         )
         for name in sorted(classes)
     }  # fmt: skip
-    checks, named = PolicyChecks(policy), data_class is not None
-    signer = Signer(key=key, window=window, policy_checks=checks, named=named, force=force, dry_run=dry_run)
+    checks, named = PolicyTerms(policy), data_class is not None
+    signer = Signer(key=key, window=window, policy_terms=checks, named=named, force=force, dry_run=dry_run)
     source = FolderContributions(root)
 
     def outcomes() -> Iterator[SigningOutcome]:

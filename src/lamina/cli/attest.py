@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from lamina.admit.attestation import MICRO
-from lamina.admit.checks import SigningTerms
 from lamina.admit.signing import SigningOutcome, SigningState, ValidityWindow, attest_folder, contribution_ids
+from lamina.admit.terms import SigningTerms
 from lamina.cli.command import Answer, argument, command, misuse, option, table, time_option
 from lamina.cli.terminal import open_private_key, print_note, progress_bar
 from lamina.errors import AdmissionError

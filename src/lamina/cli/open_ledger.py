@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from lamina.admit.contribution_sources import DESCRIPTOR_FILE, Contribution, FolderContributions
-from lamina.admit.verdicts import EntryContext, RefusedRows, RegisterEntry
+from lamina.admit.register import EntryContext, RefusedRows
+from lamina.admit.rows import Admitted
 from lamina.cli.command import Answer, argument
 from lamina.cli.terminal import existing_ledger, open_private_key, print_note
 from lamina.errors import LedgerError, RunError
@@ -66,7 +67,7 @@ def refuse_older(ledger: LedgerReader, place: str) -> None:
 class ReadOnlyRegister(LedgerRegister):
     """Looks up in a ledger who is admitted and who was withdrawn, and records nothing."""
 
-    def enter(self, entries: Iterable[RegisterEntry], beside: EntryContext) -> RefusedRows:
+    def enter(self, entries: Iterable[Admitted], beside: EntryContext) -> RefusedRows:
         return {}
 
 

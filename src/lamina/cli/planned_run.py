@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from lamina.admit.verdicts import Register
+from lamina.admit.register import Register
 from lamina.allocate.make_plan import DEFAULT_ALLOCATION, make_plan
 from lamina.allocate.measure.measure import Measure
 from lamina.cli import by_name

@@ -13,20 +13,19 @@ from typing import TypeVar
 
 import numpy as np
 
+from lamina.admit import reasons
 from lamina.admit.attestation import Attestation, Descriptor, window_rules
-from lamina.admit.checks import other_ledger
-from lamina.admit.verdicts import (
+from lamina.admit.reasons import ContributionRefused, Reason, other_ledger
+from lamina.admit.register import (
     ADMITTED_MEANWHILE,
     REASON_OF_STATUS,
-    ContributionRefused,
     EntryContext,
-    Reason,
     RefusedRows,
     Register,
-    RegisterEntry,
     RegisterStatus,
     class_full,
 )
+from lamina.admit.rows import Admitted
 from lamina.errors import LedgerError
 from lamina.ledger.checked_leaves import CheckedLeaves, admission_token
 from lamina.ledger.contribution_columns import ContributionColumns, Ints, descriptor_key, subject_key
@@ -52,18 +51,18 @@ from lamina.sign.keys import PrivateKey
 
 NOT_ENROLLED = "the ledger does not name it: its owner enrols it with lamina ledger key LEDGER enrol keys.json"
 _REASON_OF_KEY_PROBLEM = {
-    "verify.key-wrong-role": Reason.WRONG_ROLE,
-    "verify.key-revoked": Reason.REVOKED_KEY,
-    "verify.key-not-yet-valid": Reason.EARLY_KEY,
-    "verify.key-expired": Reason.RETIRED_KEY,
-    "verify.key-replaced": Reason.RETIRED_KEY,
+    "verify.key-wrong-role": reasons.WRONG_ROLE,
+    "verify.key-revoked": reasons.REVOKED_KEY,
+    "verify.key-not-yet-valid": reasons.EARLY_KEY,
+    "verify.key-expired": reasons.RETIRED_KEY,
+    "verify.key-replaced": reasons.RETIRED_KEY,
 }
 
 
 def _key_refusal(keys: KeyState, kid: bytes, at: int, issued: int, owned: bool) -> tuple[Reason, str] | None:
     """Why the ledger, which may have an owner elsewhere, does not accept at `at` what this key signed at `issued`."""
     if (known := keys.history(kid)) is None:
-        return Reason.UNKNOWN_KEY, NOT_ENROLLED if owned else ""
+        return reasons.UNKNOWN_KEY, NOT_ENROLLED if owned else ""
     wrong = known.contributor_problem(at, issued)
     return None if wrong is None else (_REASON_OF_KEY_PROBLEM[wrong.code], f"in the ledger, {wrong.reason}")
 
@@ -169,7 +168,7 @@ class MembershipIndex:
         self._ledger = ledger
         self._members = ClassMembership()
 
-    def look(self, rows: StoreReader, entries: Sequence[RegisterEntry]) -> list[RegisterStatus]:
+    def look(self, rows: StoreReader, entries: Sequence[Admitted]) -> list[RegisterStatus]:
         """Return what the ledger records about each entry."""
         checked = self._ledger.checked(rows)
         names = [descriptor_key(entry.descriptor) for entry in entries]
@@ -181,7 +180,7 @@ class MembershipIndex:
         now, keys = self._ledger.reading_time(), self._ledger.governance(rows).histories(Role.CONTRIBUTOR)
         revoked = {each.public.id for each in keys if each.revoked is not None and now >= each.revoked}
 
-        def status(entry: RegisterEntry, name: bytes, subject: bytes | None) -> RegisterStatus:
+        def status(entry: Admitted, name: bytes, subject: bytes | None) -> RegisterStatus:
             if entry.kid in revoked:
                 return RegisterStatus.REVOKED
             seq = there.get(name)
@@ -219,7 +218,7 @@ class AdmissionBatch:
     """
 
     def __init__(
-        self, ledger: Ledger, index: MembershipIndex, entries: Sequence[RegisterEntry], beside: EntryContext
+        self, ledger: Ledger, index: MembershipIndex, entries: Sequence[Admitted], beside: EntryContext
     ) -> None:
         self._ledger, self._index, self._entries, self._context = ledger, index, entries, beside
         self._read: dict[int, tuple[ContributionRecord, bytes]] = {}  # record and attestation by row, read once
@@ -227,7 +226,7 @@ class AdmissionBatch:
         self._size = 0
         self._keys: list[KeyEvents] = []
         self._owned = False  # whether somebody else must enrol keys that the ledger does not name
-        self._new: list[RegisterEntry] = []
+        self._new: list[Admitted] = []
         self.refused: RefusedRows = {}
 
     def decide(self) -> None:
@@ -241,7 +240,7 @@ class AdmissionBatch:
             if new:
                 self._choose(rows, state, new, now)
 
-    def _new_entries(self, rows: StoreReader, state: GovernanceState, now: int) -> list[RegisterEntry]:
+    def _new_entries(self, rows: StoreReader, state: GovernanceState, now: int) -> list[Admitted]:
         """Those who are not in the ledger. Who is, and has a key that the ledger revoked, does not stand any more."""
         new = []
         for entry, known in zip(self._entries, self._index.look(rows, self._entries), strict=True):
@@ -255,7 +254,7 @@ class AdmissionBatch:
                 self.refused[entry.row] = why
         return new
 
-    def _choose(self, rows: StoreReader, state: GovernanceState, new: Sequence[RegisterEntry], now: int) -> None:
+    def _choose(self, rows: StoreReader, state: GovernanceState, new: Sequence[Admitted], now: int) -> None:
         policy = PolicyInForce(self._ledger.header, state.policy)
         known = {entry.kid: state.get(entry.kid) for entry in new}
         missing = {kid for kid, key in known.items() if key is None or key.role is not Role.CONTRIBUTOR}
@@ -285,9 +284,9 @@ class AdmissionBatch:
         if self._new and events:
             self._keys = [self._ledger.authorise(KeyEvents(events=tuple(events)), rows)]
 
-    def _refusal(self, entry: RegisterEntry, keys: KeyState, now: int) -> tuple[Reason, str] | None:
+    def _refusal(self, entry: Admitted, keys: KeyState, now: int) -> tuple[Reason, str] | None:
         if window_rules(now, 0, entry.expires)[1]:
-            return Reason.EXPIRED, ""
+            return reasons.EXPIRED, ""
         if (why := _key_refusal(keys, entry.kid, now, entry.issued, self._owned)) is not None:
             return why
         if entry.row not in self._read and entry.row not in self._unreadable:
@@ -312,12 +311,11 @@ class AdmissionBatch:
             raise
 
 
-def _read_evidence(entry: RegisterEntry, beside: EntryContext, ledger: bytes) -> tuple[ContributionRecord, bytes]:
+def _read_evidence(entry: Admitted, beside: EntryContext, ledger: bytes) -> tuple[ContributionRecord, bytes]:
     """Return a contribution as it will stand in the ledger, and its attestation, which goes beside it."""
     descriptor, attestation = beside.evidence(entry)
-    only = Attestation.decode(attestation).ledger
-    if only is not None and only != ledger:
-        raise other_ledger(only, ledger)
+    if (other := other_ledger(Attestation.decode(attestation), ledger)) is not None:
+        raise ContributionRefused(reasons.OTHER_LEDGER, other)
     signed = Descriptor.decode(descriptor)
     bound = signed.clip_norm, signed.noise_multiplier
     record = ContributionRecord(
@@ -351,7 +349,7 @@ class LedgerRegister:
         self.ledger = ledger
         self._index = MembershipIndex(ledger)
 
-    def look(self, entries: Sequence[RegisterEntry]) -> Sequence[RegisterStatus]:
+    def look(self, entries: Sequence[Admitted]) -> Sequence[RegisterStatus]:
         return self._read(lambda rows: self._index.look(rows, entries))
 
     def members(self, cls: str) -> int:
@@ -364,7 +362,7 @@ class LedgerRegister:
 
         return self.ledger.retry_while_lost(once)
 
-    def enter(self, entries: Iterable[RegisterEntry], beside: EntryContext) -> RefusedRows:
+    def enter(self, entries: Iterable[Admitted], beside: EntryContext) -> RefusedRows:
         append_key_ring(self.ledger, beside.keys)
         refused: RefusedRows = {}
         rest = iter(entries)
@@ -374,7 +372,7 @@ class LedgerRegister:
             self.ledger.checkpoint()
         return refused
 
-    def _enter(self, entries: Sequence[RegisterEntry], beside: EntryContext) -> RefusedRows:
+    def _enter(self, entries: Sequence[Admitted], beside: EntryContext) -> RefusedRows:
         """One batch. What somebody else appends in between makes it begin again."""
         batch = AdmissionBatch(self.ledger, self._index, entries, beside)
         for _ in range(_MAX_TRIES):

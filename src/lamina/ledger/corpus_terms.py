@@ -15,8 +15,8 @@ from typing import Any
 
 from lamina.account.schedule import rdp_order_of
 from lamina.admit.attestation import MICRO
-from lamina.admit.checks import class_multiplier, floors_hash, profile_text, to_micro
 from lamina.admit.signing import SECONDS_PER_YEAR
+from lamina.admit.terms import class_multiplier, floors_hash, profile_text, to_micro
 from lamina.errors import LedgerError
 from lamina.ledger.governance_records import (
     NO_POLICY,

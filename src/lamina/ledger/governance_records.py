@@ -13,8 +13,8 @@ from typing import Any
 
 from lamina import cbor
 from lamina.account.accountants import find_accountant
-from lamina.admit.checks import hash_of_floors
 from lamina.admit.signing import SECONDS_PER_YEAR
+from lamina.admit.terms import hash_of_floors
 from lamina.errors import AccountingError, BadKey, EncodingError, LaminaError, LedgerError
 from lamina.ledger.schema import (
     ACCOUNTANT,

@@ -16,13 +16,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from lamina.admit import gate
+from lamina.admit import gate, reasons
 from lamina.admit.admission import Admission, Progress
 from lamina.admit.attestation import commit
-from lamina.admit.checks import MAX_PAYLOAD
 from lamina.admit.contribution_sources import Contribution
+from lamina.admit.examiner import MAX_PAYLOAD
+from lamina.admit.reasons import ContributionRefused, Reason
+from lamina.admit.register import Register
 from lamina.admit.resolver import Resolution
-from lamina.admit.verdicts import ContributionRefused, PackedTexts, Reason, Register
+from lamina.admit.rows import PackedTexts
 from lamina.engine.batch import Batch
 from lamina.engine.noise.random_stream import segment_seed
 from lamina.errors import AdmissionError, CorpusError
@@ -144,7 +146,7 @@ class AdmittedCorpus(Corpus):
 
     def refuse_untrainable(self, rows: NDArray[np.int64]) -> None:
         """Leave these out, each for itself: model and loss cannot be computed on them. The admission says so."""
-        self._signed.dismiss(rows, Reason.NOT_TRAINABLE)
+        self._signed.dismiss(rows, reasons.NOT_TRAINABLE)
         if self._on_refusal == STOP or not len(self.eligible) > len(rows):
             problem = "model and loss cannot be computed on some of the admitted contributions"
             raise AdmissionError("corpus.contributions-refused", problem, REFUSED_REMEDY)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from lamina.admit.verdicts import PackedTexts
+from lamina.admit.rows import PackedTexts
 from lamina.errors import CorpusError
 from lamina.plan.policy import Policy
 from lamina.run.example_sources import Rows, keyed_hasher

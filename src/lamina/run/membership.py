@@ -25,8 +25,9 @@ from numpy.typing import NDArray
 
 from lamina import cbor
 from lamina.account.charges import Account
+from lamina.admit import reasons
 from lamina.admit.admission import Admission
-from lamina.admit.verdicts import PackedTexts, Reason
+from lamina.admit.rows import PackedTexts
 from lamina.errors import AdmissionError, EncodingError, LedgerError, StorageError, StoreLost
 from lamina.ledger.admission_batch import LedgerRegister
 from lamina.ledger.contribution_columns import ContributionColumns
@@ -127,8 +128,8 @@ class LedgerMembership:
             return
         lost = self._signed.admission.enter_into(LedgerRegister(self._ledger))
         if lost:
-            reasons = Counter(reason for reason, _ in lost.values())
-            note(f"contributions that the ledger refuses are left out: {reasons_text(reasons)}")
+            why = Counter(reason for reason, _ in lost.values())
+            note(f"contributions that the ledger refuses are left out: {reasons_text(why)}")
             self._signed.exclude([self._signed.ids[row] for row in lost])
         self.withdraw(self._signed.withdrawal_requests)
 
@@ -275,10 +276,10 @@ class AdmissionRenewal:
 
     def revalidate(self, note: NoteFunction, step: int | None = None) -> None:
         """Before a segment is opened: check windows, keys, and signatures once an epoch is over."""
-        if self._corpus is None or not (reasons := self._corpus.revalidate()):
+        if self._corpus is None or not (why := self._corpus.revalidate()):
             return
         when = "" if step is None else f" before step {step}"
-        note(f"contributions that are no longer valid were withdrawn{when}: {reasons_text(reasons)}")
+        note(f"contributions that are no longer valid were withdrawn{when}: {reasons_text(why)}")
         if not len(self._corpus):
             remedy = "the weights so far are kept; let contributors sign again, and begin a run in another folder"
             raise AdmissionError("train.nobody-left", f"every contribution was withdrawn{when}", remedy)
@@ -290,7 +291,7 @@ class AdmissionRenewal:
         if not (new := {stable_id: one for stable_id, one in gone.items() if stable_id not in known}):
             return
         refused = {each.id: each.reason for each in self._corpus.admission.refused}
-        reasons = Counter(refused.get(one, Reason.GONE) for one in new.values())
+        why = Counter(refused.get(one, reasons.GONE) for one in new.values())
         if self._corpus.on_exclusion is not None:
             self._corpus.on_exclusion(list(new))  # on disk, so that they stay out
-        note(f"contributions that took part before are not admitted now and were withdrawn: {reasons_text(reasons)}")
+        note(f"contributions that took part before are not admitted now and were withdrawn: {reasons_text(why)}")

@@ -10,10 +10,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from lamina.admit import reasons
 from lamina.admit.admission import Admission, Progress
 from lamina.admit.contribution_sources import Contribution, FolderContributions, open_with_size
 from lamina.admit.gate import AdmissionGate
-from lamina.admit.verdicts import PackedTexts, Reason
+from lamina.admit.reasons import Reason
+from lamina.admit.rows import PackedTexts
 from lamina.errors import AdmissionError
 from lamina.run.payloads import (
     PAYLOAD_SUFFIXES,
@@ -131,12 +133,12 @@ def _survey_admitted(
     payloads = _payloads_of(admission, folder)
 
     def refuse(row: int, why: str) -> None:
-        found.setdefault(row, (Reason.UNREADABLE, why))
+        found.setdefault(row, (reasons.UNREADABLE, why))
 
     survey, rows = survey_and_refuse(payloads, PayloadInspector(y, dtype), refuse, processes)
     for row, size in zip(rows.tolist(), survey.sizes.tolist() if survey else (), strict=True):
         if size != (signed := int(admission.columns["items"][row])):
-            found.setdefault(row, (Reason.MISMATCH, f"{signed} items were signed, the payload has {size}"))
+            found.setdefault(row, (reasons.MISMATCH, f"{signed} items were signed, the payload has {size}"))
     kept = np.setdiff1d(np.arange(len(admission)), np.array(list(found), dtype=np.int64))
     admission.refuse(found)
     if survey is None or not len(kept):
@@ -161,11 +163,11 @@ def _listing_lines(
     for row, one in enumerate(admission.ids):
         line = known.get(one)
         if line is None:
-            found[row] = Reason.UNREADABLE, f"{LISTING} does not list it"
+            found[row] = reasons.UNREADABLE, f"{LISTING} does not list it"
             continue
         lines[row], signed = line, admission.classes[admission.cls[row]]
         if listing.classes is not None and listing.classes[line] != signed:
-            found[row] = Reason.MISMATCH, f"{LISTING} says class {listing.classes[line]!r}, {signed!r} was signed"
+            found[row] = reasons.MISMATCH, f"{LISTING} says class {listing.classes[line]!r}, {signed!r} was signed"
     return lines
 
 

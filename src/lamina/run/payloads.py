@@ -17,9 +17,9 @@ from typing import Any, NamedTuple, Protocol, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from lamina.admit.contribution_sources import ArrayHeader
-from lamina.admit.gate import WorkerProcess
-from lamina.admit.verdicts import PackedTexts
+from lamina.admit.npz import ArrayHeader
+from lamina.admit.rows import PackedTexts
+from lamina.admit.workers import WorkerProcess
 from lamina.errors import CorpusError
 from lamina.run.table_files import (
     CHUNK_BYTES,

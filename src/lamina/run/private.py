@@ -21,10 +21,10 @@ from lamina.account.accountants import find_accountant
 from lamina.account.schedule import Schedule
 from lamina.admit.admission import Admission
 from lamina.admit.attestation import NONCE_BYTES, attest, commit
-from lamina.admit.checks import SigningTerms
 from lamina.admit.contribution_sources import Contribution
 from lamina.admit.gate import AdmissionGate
 from lamina.admit.signing import SECONDS_PER_YEAR
+from lamina.admit.terms import SigningTerms
 from lamina.allocate.make_plan import DEFAULT_ALLOCATION, make_plan
 from lamina.allocate.problem import FAR_ABOVE, untuned_clip_norm
 from lamina.engine.batch import Batch, model_device, to_device

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from lamina.admit.contribution_sources import ArrayHeader, BadArray, read_arrays, read_headers
+from lamina.admit.npz import ArrayHeader, BadArray, read_arrays, read_headers
 from lamina.errors import CorpusError
 from lamina.validate import open_regular
 

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 from lamina import cbor
 from lamina.account.filters import PrivacyFilter
-from lamina.admit.verdicts import PackedTexts
+from lamina.admit.rows import PackedTexts
 from lamina.engine.distributed import is_sharded, shard_like, whole_tensor
 from lamina.errors import EncodingError, RunError, StorageError
 from lamina.run.run_files import make_folder, remove_temporary_files, replacing, storage_error, sync_folder, write_all

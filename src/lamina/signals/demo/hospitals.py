@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from lamina.admit.admission import Admission
 from lamina.admit.attestation import NONCE_BYTES, attest, commit
-from lamina.admit.checks import SigningTerms
 from lamina.admit.contribution_sources import ATTESTATION_FILE, DESCRIPTOR_FILE
 from lamina.admit.signing import SECONDS_PER_YEAR, SigningState, attest_folder
+from lamina.admit.terms import SigningTerms
 from lamina.errors import LaminaError
 from lamina.ledger.verify.report import Verification
 from lamina.ledger.verify.verifier import verify
@@ -171,7 +171,7 @@ class VerifiedLedger:
             problem = f"the demo's ledger is not verified: {found.problem}"
             raise LaminaError("cli.demo-not-verified", problem, "report this")
         seconds = time.perf_counter() - started
-        traced = next(each for each in admission if each.bound.signed)
+        traced = next(each for each in admission if each.account.signed)
         return cls(ledger=ledger, found=found, seconds=seconds, contribution=traced.descriptor.hex())
 
     def words(self) -> str:

@@ -1,24 +1,23 @@
-"""What the gate decides: a reason to refuse a contribution, or a row with the bound it signed; earlier admissions."""
+"""Contributions as columns: texts end to end, refusals, admitted rows and their bounds. A million fits into memory."""
 
 from __future__ import annotations
 
-import enum
 import hashlib
 import struct
 import unicodedata
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, overload
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lamina.account.charges import Account
 from lamina.admit.attestation import Attestation, Descriptor
+from lamina.admit.reasons import REASONS, Reason
 from lamina.plan.table import printable
-from lamina.sign.key_ring import KeyRing
 
 
 class PackedTexts(Sequence[str]):
@@ -111,114 +110,6 @@ class PackedTexts(Sequence[str]):
         return int(rows[0]) if len(rows) else None
 
 
-class Reason(enum.Enum):
-    """A reason to refuse a contribution, with its meaning and remedy, in the order of the checks.
-
-    The value is what `--json` prints; it never changes. `make docs` writes docs/admission.md from these texts.
-    """
-
-    meaning: str
-    remedy: str
-
-    def __new__(cls, word: str, meaning: str, remedy: str) -> Reason:
-        member = object.__new__(cls)
-        member._value_ = word
-        member.meaning, member.remedy = meaning, remedy
-        return member
-
-    # fmt: off
-    BAD_ID = "bad-id", "its id is empty, longer than 255 bytes, or not printable", "rename its folder to printable text"
-    UNREADABLE = "unreadable", "it cannot be read: a link, a device, several payloads, no permission", \
-        "put one readable payload.npz or payload.csv there, with the arrays that the others have"
-    TOO_LARGE = "too-large", "its descriptor, attestation or payload is too large", \
-        "split it, check that it is the right file, or allow larger payloads: Gate(max_payload=…)"
-    NO_ATTESTATION = "no-attestation", "it is not signed", "sign it: lamina attest"
-    NO_DESCRIPTOR = "no-descriptor", "its descriptor is missing", \
-        "put descriptor.cbor back, or sign it again: lamina attest"
-    NO_PAYLOAD = "no-payload", "its payload is missing", "put the payload that was signed there"
-    MALFORMED = "malformed", "its descriptor or attestation is not valid, or not in canonical encoding", \
-        "sign it again: lamina attest"
-    UNKNOWN_SCHEMA = "unknown-schema", "the descriptor has a version that this program does not know", \
-        "use a version of Lamina that knows it"
-    WRONG_ALGORITHM = "wrong-algorithm", "its signature algorithm is not allowed, or not for this key", \
-        "sign with Ed25519: lamina attest"
-    UNKNOWN_KEY = "unknown-key", "the key ring does not have the key that signed it", \
-        "check whose key it is, then lamina keys add; or leave it out"
-    WRONG_ROLE = "wrong-role", "the key is registered, but not for contributors", \
-        "sign with a key for contributors: lamina attest --force; lamina keys list shows what the ring says about it"
-    REVOKED_KEY = "revoked-key", "the key that signed it is revoked", \
-        "let its owner sign it again with a new key: lamina attest --force"
-    RETIRED_KEY = "retired-key", "it was signed after its key was replaced", \
-        "let its owner sign it again with the new key: lamina attest --force"
-    EARLY_KEY = "key-not-yet-valid", "it is used, or was signed, before its key became valid", \
-        "wait, or correct valid_from in the ring; lamina keys list shows what the ring says about it"
-    BAD_SIGNATURE = "bad-signature", "the key did not sign this descriptor", \
-        "it was changed, or never signed by that key: sign it again: lamina attest"
-    MISMATCH = "mismatch", "its attestation and its descriptor do not say the same", \
-        "make folder, listing and signature agree, or sign it again: lamina attest"
-    WRONG_AUDIENCE = "wrong-audience", "it was signed for another corpus", "ask its owner to sign it for this corpus"
-    NOT_BOUND = "not-bound", "it names no ledger, and the policy names one", \
-        "sign it again: lamina attest, under the policy.toml that names the ledger"
-    OTHER_LEDGER = "other-ledger", "it was signed for another ledger of this corpus", \
-        "admit it into the ledger that it names, or ask its owner to sign for this one: lamina attest --force"
-    NOT_YET_VALID = "not-yet-valid", "its validity has not begun, or its signing time is in the future", \
-        "wait; or correct the clock of the computer that signed"
-    EXPIRED = "expired", "its validity has ended", "ask its owner whether it may be used longer, and to sign it again"
-    POLICY_MISMATCH = "policy-mismatch", "it was signed under floors that this corpus never had", \
-        "ask its owner to sign under the floors in force, or list its floors as earlier_floors"
-    UNKNOWN_CLASS = "unknown-class", "the policy does not have its admissibility class", \
-        "add the class to the policy, or ask its owner to sign for another one"
-    UNBOUNDED_CLASS = "unbounded-class", "its class has no bound on ε, so no signed bound can be checked", \
-        "give the class an epsilon or a noise_multiplier in the policy, or the corpus a floor"
-    PUBLIC_BOUND = "bound-in-public-class", "it signed a bound, which a public class does not keep", \
-        "ask its owner which class it is meant for"
-    PUBLIC_CLAIM = "public-in-private-class", "it is signed as public, and its class is private", \
-        "ask its owner whether it is public: then it belongs to a public class"
-    CLIP_BELOW_FLOOR = "clip-norm-below-floor", "its clip norm is below the corpus minimum", \
-        "it is too strict for this corpus: leave it out, or lower the floor"
-    NOISE_BELOW_FLOOR = "noise-below-floor", "its noise multiplier is below the corpus minimum", \
-        "ask its owner to sign a larger noise multiplier"
-    CLIP_ABOVE_CLASS = "clip-norm-above-class", "its clip norm is above the one of its class", \
-        "ask its owner to sign the class's clip norm or a smaller one"
-    NOISE_BELOW_CLASS = "noise-below-class", "its noise multiplier is below the one of its class", \
-        "ask its owner to sign the class's noise multiplier or a larger one"
-    PROFILE_MISMATCH = "profile-mismatch", "its class reaches deeper than the depth profile that was signed", \
-        "it signed less depth than the policy gives its class: ask its owner, or narrow the class"
-    PAYLOAD_MISMATCH = "payload-mismatch", "its payload is not the one that was signed", \
-        "put back the data that was signed, or let its owner sign the new data"
-    CHECK_FAILED = "check-failed", "a check failed to run, so it is not admitted", \
-        "try again; if it fails again, report it"
-    REPLAYED = "replayed", "the same attestation or descriptor was admitted before", \
-        "leave the copy out: one contribution is admitted once"
-    WITHDRAWN = "withdrawn", "it was withdrawn, which is final", \
-        "leave it out: a withdrawal is final; lamina ledger trace shows when and why"
-    DUPLICATE_ID = "duplicate-id", "another contribution has the same id, or one that looks like it", \
-        "rename one: give every contribution an id of its own that cannot be taken for another"
-    DUPLICATE_PAYLOAD = "duplicate-payload", "another contribution has the same payload, byte for byte", \
-        "leave the copy out; if two people really have the same data, ask their owners"
-    DUPLICATE_SUBJECT = "duplicate-subject", "another contribution is about the same person", \
-        "make one contribution of all that is about one person"
-    CLASS_FULL = "class-full", "its class already has its declared population", \
-        "raise population in the policy and plan again, or leave some out"
-    OUT_OF_REACH = "out-of-reach", "under this plan no scale of its thresholds keeps its bound", \
-        "plan with fewer steps or a smaller batch, or leave it out"
-    NOT_TRAINABLE = "not-trainable", "model and loss cannot be computed on it: a target or token id is out of range", \
-        "correct its targets (class numbers from 0, finite values), sign it again; or leave it out"
-    GONE = "gone", "it was admitted, but its source no longer has it", "put it back, or leave it out for good"
-    CHANGED = "changed", "it was admitted, but its descriptor or attestation has changed", \
-        "admit again: it is another contribution now"
-    NOT_REPEATED = "not-repeated", "its epoch is over, and its source can be read only once", \
-        "admit again; a folder can be read as often as needed"
-    # fmt: on
-
-    def __str__(self) -> str:
-        return str(self.value)
-
-
-REASONS = tuple(Reason)
-REASON_CODES = {reason: code for code, reason in enumerate(REASONS)}  # how a reason is kept in a column of bytes
-
-
 @dataclass(frozen=True, slots=True)
 class Refusal:
     """One contribution that is not admitted. `id` and `detail` are safe to print: see `printable`."""
@@ -229,19 +120,10 @@ class Refusal:
 
     def to_dict(self) -> dict[str, Any]:
         """One entry of `refused` in `lamina admit --json`."""
-        return {"id": self.id, "reason": self.reason.value, "detail": self.detail}
+        return {"id": self.id, "reason": self.reason.word, "detail": self.detail}
 
     def __str__(self) -> str:
         return f"{self.id}: {self.reason}" + (f" ({self.detail})" if self.detail else "")
-
-
-class ContributionRefused(Exception):
-    """Raised by a check that a contribution fails: a verdict, not an error."""
-
-    def __init__(self, reason: Reason, detail: str = "") -> None:
-        super().__init__(reason, detail)
-        self.reason = reason
-        self.detail = detail
 
 
 class Refusals(Sequence[Refusal]):
@@ -256,7 +138,7 @@ class Refusals(Sequence[Refusal]):
         """Note a refusal; `place` is the position in the source."""
         self._ids.append(printable(id))
         self._details.append(printable(detail))
-        self._codes.append(REASON_CODES[reason])
+        self._codes.append(reason.code)
         self._places.append(place)
         self._order = None
 
@@ -276,9 +158,9 @@ class Refusals(Sequence[Refusal]):
         return Refusal(self._ids[row], REASONS[self._codes[row]], self._details[row])
 
     def counts(self) -> dict[Reason, int]:
-        """How many for each reason, in the order of `Reason`."""
+        """Return how many there are for each reason, in the order of their definition."""
         found = Counter(self._codes)
-        return {reason: found[code] for code, reason in enumerate(REASONS) if found[code]}
+        return {reason: found[reason.code] for reason in REASONS if found[reason.code]}
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and list(self) == list(other)
@@ -286,87 +168,30 @@ class Refusals(Sequence[Refusal]):
     __hash__ = None  # type: ignore[assignment]
 
 
-RefusedRows = dict[int, tuple[Reason, str]]  # row → why it may not enter
+class Admitted(NamedTuple):
+    """A contribution that the gate admitted. Neither nonce nor payload is part of it."""
 
-
-class RegisterEntry(NamedTuple):
-    """What must not be admitted twice: (kid, cti), descriptor, subject. And the class, whose population is limited."""
-
-    row: int  # of the admission that asks
-    kid: bytes
+    row: int  # of its admission
+    id: str
+    kid: bytes  # of the key that signed it
     cti: bytes
-    descriptor: bytes
-    attestation: bytes
-    tag: bytes | None
-    cls: str
+    descriptor: bytes  # SHA-256 of its bytes: the identity of the contribution
+    attestation: bytes  # SHA-256 of its bytes
+    tag: bytes | None  # of the person that it is about; secret
+    account: Account  # its class and the bound that it signed
     issued: int
+    not_before: int
     expires: int
+    items: int
+    profile_signed: bool  # False: attestation only, depth is the policy's alone
+
+    @property
+    def cls(self) -> str:
+        """Its class."""
+        return self.account.cls
 
 
-class RegisterStatus(enum.Enum):
-    """What a register says of an entry."""
-
-    NEW = "new"
-    SAME = "same"  # admitted before by this very attestation: it stays, and takes no new place
-    REPLAYED = "replayed"  # its descriptor or token was admitted before, by another attestation
-    REPRESENTED = "represented"  # its subject is there, under another descriptor
-    WITHDRAWN = "withdrawn"
-    REVOKED = "revoked"  # its key is revoked in the register, whatever a ring says
-
-
-REASON_OF_STATUS = {
-    RegisterStatus.REVOKED: Reason.REVOKED_KEY,
-    RegisterStatus.REPLAYED: Reason.REPLAYED,
-    RegisterStatus.REPRESENTED: Reason.DUPLICATE_SUBJECT,
-    RegisterStatus.WITHDRAWN: Reason.WITHDRAWN,
-}
-
-
-@dataclass(frozen=True, slots=True)
-class EntryContext:
-    """What a register may need about those who enter: their bytes, the keys that signed, the population of each class."""
-
-    read: Callable[[int], tuple[bytes, bytes]]  # by row; ContributionRefused if its source does not have it any more
-    keys: KeyRing
-    places: Mapping[str, int | None]
-
-    def evidence(self, entry: RegisterEntry) -> tuple[bytes, bytes]:
-        """Read descriptor and attestation again; ContributionRefused if they have changed since they were examined."""
-        found = self.read(entry.row)
-        given = tuple(hashlib.sha256(data).digest() for data in found)
-        if given != (entry.descriptor, entry.attestation):
-            raise ContributionRefused(Reason.CHANGED, "it changed after it was examined")
-        return found
-
-
-class Register(Protocol):
-    """Knows what was admitted before, and notes who is admitted now."""
-
-    def look(self, entries: Sequence[RegisterEntry]) -> Sequence[RegisterStatus]:
-        """What is known of each."""
-        ...
-
-    def members(self, cls: str) -> int:
-        """How many contributions of a class stand: admitted, neither withdrawn nor expired."""
-        ...
-
-    def enter(self, entries: Iterable[RegisterEntry], beside: EntryContext) -> RefusedRows:
-        """Note those who are new; returns who may not enter after all, because others entered since `look`.
-
-        A class never exceeds its population, however many enter at the same time. Repeating a call changes nothing.
-        """
-        ...
-
-
-ADMITTED_MEANWHILE = "admitted by another process meanwhile"
-
-
-def class_full(cls: str, places: int | None) -> tuple[Reason, str]:
-    """The refusal beyond the population of a class."""
-    return Reason.CLASS_FULL, f"class {cls!r} has a population of {places}"
-
-
-REGISTER_BATCH = 4096  # entries of one call of a register
+REGISTER_BATCH = 4096  # rows of one call of a register
 TAGGED, PROFILED = 1, 2  # flags: it has a subject tag; it signed a depth profile
 
 # Byte strings are void ("V"): numpy's "S" would drop the zeros at the end of a digest.
@@ -455,14 +280,32 @@ class AdmittedRows:
         self._data = _filter_in_place(self._data, ROW_DTYPE, mask)
         self._places = _filter_in_place(self._places, np.dtype("<i8"), mask)
 
+    def admitted(self, row: int, found: np.void, kids: Sequence[bytes], classes: Sequence[str]) -> Admitted:
+        """Return row number `row`, whose columns were read; the columns `key` and `cls` count in `kids` and `classes`."""
+        return Admitted(
+            row=row,
+            id=self.ids[row],
+            kid=kids[int(found["key"])],
+            cti=found["cti"].tobytes(),
+            descriptor=found["descriptor"].tobytes(),
+            attestation=found["attestation"].tobytes(),
+            tag=found["tag"].tobytes() if found["flags"] & TAGGED else None,
+            account=Account(classes[int(found["cls"])], int(found["clip_norm"]), int(found["noise_multiplier"])),
+            issued=int(found["issued"]),
+            not_before=int(found["not_before"]),
+            expires=int(found["expires"]),
+            items=int(found["items"]),
+            profile_signed=bool(found["flags"] & PROFILED),
+        )
+
     def entries(
         self, rows: NDArray[np.int64], kids: Sequence[bytes], classes: Sequence[str]
-    ) -> Iterator[tuple[NDArray[np.int64], list[RegisterEntry]]]:
-        """The register entries of these rows, in batches."""
+    ) -> Iterator[tuple[NDArray[np.int64], list[Admitted]]]:
+        """Yield these rows in batches, as a register takes them."""
         for start in range(0, len(rows), REGISTER_BATCH):
             part = rows[start : start + REGISTER_BATCH]
             found = zip(part.tolist(), self.table[part], strict=True)
-            yield part, [_register_entry(row, each, kids, classes) for row, each in found]
+            yield part, [self.admitted(row, each, kids, classes) for row, each in found]
 
     @property
     def nbytes(self) -> int:
@@ -472,20 +315,6 @@ class AdmittedRows:
 def unpack_row(row: bytes) -> np.void:
     """One row by itself."""
     return np.frombuffer(row, dtype=ROW_DTYPE)[0]  # type: ignore[no-any-return]
-
-
-def _register_entry(row: int, found: np.void, kids: Sequence[bytes], classes: Sequence[str]) -> RegisterEntry:
-    return RegisterEntry(
-        row=row,
-        kid=kids[int(found["key"])],
-        cti=found["cti"].tobytes(),
-        descriptor=found["descriptor"].tobytes(),
-        attestation=found["attestation"].tobytes(),
-        tag=found["tag"].tobytes() if found["flags"] & TAGGED else None,
-        cls=classes[int(found["cls"])],
-        issued=int(found["issued"]),
-        expires=int(found["expires"]),
-    )
 
 
 def _filter_in_place(data: bytearray, dtype: np.dtype[Any], mask: NDArray[np.bool_]) -> bytearray:
