@@ -451,7 +451,7 @@ def _explained_plan(
         clip=chosen.clip,
         noise=chosen.noise if chosen.claimed else _noise_for_sigma(chosen, declared.sigma),
         batch=1.0 if form is Clipping.ELEMENTWISE else float(total) * chosen.batch_factor,
-        steps=count,
+        steps=min(count, chosen.returns_after or count),
         clipping=form,  # type: ignore[arg-type]  # the plan reads text
         accountant="gaussian" if chosen.claimed else declared.accountant,
         allocation=str(getattr(chooser, "name", None) or getattr(chooser, "__name__", "function")),
