@@ -93,7 +93,9 @@ def test_every_step_evaluates_the_layers_and_chooses_their_parts(seed: int) -> N
     least = min(rows, key=lambda row: effective_sigma(base.clip[0], row))
     plan = replace(base, noise=least, rules=(rule,), steps=60)
     shares, drawn = np.zeros((60, 2)), []
-    with pytest.warns(ReproductionWarning), Engine(model, plan, noise=SeededNoise(5, hardened=False)) as engine:
+    with pytest.warns(ReproductionWarning):
+        engine = Engine(model, plan, noise=SeededNoise(5, hardened=False))
+    with engine:
         for step in range(plan.steps):
             asked = Batch(torch.randn(6, 3), torch.randn(6, 2) * 3)
             for i in range(6):
@@ -116,7 +118,9 @@ def test_every_step_evaluates_the_layers_and_chooses_their_parts(seed: int) -> N
         assert engine.budget.epsilon(0) == pytest.approx(plan.epsilon(0))
     weights = np.exp(8.0 * 0.5 * shares @ np.array(parts).T)
     expected = (weights / weights.sum(1, keepdims=True)).sum(0)
-    deviation = np.sqrt((weights / weights.sum(1, keepdims=True) * (1 - weights / weights.sum(1, keepdims=True))).sum(0))
+    deviation = np.sqrt(
+        (weights / weights.sum(1, keepdims=True) * (1 - weights / weights.sum(1, keepdims=True))).sum(0)
+    )
     assert (np.abs(np.bincount(drawn, minlength=3) - expected) < 4 * deviation).all()
 
 

@@ -27,7 +27,16 @@ from lamina.errors import AccountingError, PlanError
 from lamina.plan.correlation import best_bands, prefix_error_ratio
 from lamina.plan.policy import Policy
 from lamina.plan.risk import STATED_RATES, RiskOf, plan_curve
-from lamina.plan.rules import RULE_KINDS, Choose, ChooseAsPrinted, FollowBudget, FollowEnergy, FollowProxy, FollowQuantile, Rule
+from lamina.plan.rules import (
+    RULE_KINDS,
+    Choose,
+    ChooseAsPrinted,
+    FollowBudget,
+    FollowEnergy,
+    FollowProxy,
+    FollowQuantile,
+    Rule,
+)
 from lamina.plan.step_plan import Clipping, StepPlan
 from lamina.plan.table import (
     at_least,

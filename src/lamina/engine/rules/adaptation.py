@@ -434,7 +434,9 @@ class Adaptation:
 
     def apply_choice(self, candidate: Candidate) -> None:
         """A choice was drawn: apply its C and S, and its shares where no better ones were measured."""
-        if self.declared.rule(ChooseAsPrinted) is not None:  # S as it is printed; the plan is priced with the least of it
+        if (
+            self.declared.rule(ChooseAsPrinted) is not None
+        ):  # S as it is printed; the plan is priced with the least of it
             self.applied, self.choice = replace(self.declared, noise=candidate.noise), candidate.name
             return
         before = self._base, self.choice
