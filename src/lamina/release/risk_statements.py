@@ -135,8 +135,11 @@ def purpose_text(name: str, purposes: Sequence[str]) -> str:
     """Return a sentence about the permitted uses of a class."""
     if purposes:
         return f"Class {name} may be used for: {', '.join(purposes)}."
-    unstated = "no purpose is stated that all its plans allow"
-    return f"Class {name}: {unstated}, so a gate denies every query, unless the release allows unstated purposes."
+    denied = "A gate denies every query that uses it, unless the release allows unstated purposes."
+    return f"Class {name}: no purpose is stated that all its plans allow. {denied}"
+
+
+_STEP = 1.5e-6  # figures were rounded up to 1e-9 before: a rate of 0.010000001 is 1 of 100
 
 
 def per_hundred(rate: float) -> str:
@@ -145,7 +148,7 @@ def per_hundred(rate: float) -> str:
     >>> per_hundred(0.05281), per_hundred(0.5), per_hundred(1.0)
     ('5.3', '50', '100')
     """
-    return f"{min(100.0, math.ceil(1000 * rate - 1e-6) / 10):g}"
+    return f"{min(100.0, math.ceil(1000 * rate - _STEP) / 10):g}"
 
 
 def short_figure(value: float) -> str:
@@ -234,8 +237,8 @@ def _with_scope(name: str, figures: Mapping[str, Any], total: str) -> str:
 
 
 def _unprotected(each: Mapping[str, Any]) -> str:
-    number = "" if each["population"] is None else f"{pluralize(each['population'], each['unit'])}, "
-    return f"{each['class']} ({number}{each['reason']})"
+    declared = "" if each["population"] is None else f"; declared population: {each['population']:,}"
+    return f"{each['class']} ({each['reason']}{declared})"
 
 
 def statements(
@@ -312,9 +315,10 @@ def _run_statements(
     (leaf, end), plans, order = evidence.end, evidence.plans.values(), rdp_order_of(header.accountant)
     several, bands = len(evidence.leaves) > 1, max(each.bands for each in plans)
     said, begin = end.conditions(evidence.plan.adjacency), evidence.begin
-    reached = {frozenset(names) for names in evidence.reached().values()}
+    reached, private = {frozenset(names) for names in evidence.reached().values()}, not all(c.public for c in evidence.classes())
     facts = {
-        "guaranteed": guaranteed,
+        "private": private,
+        "figures": guaranteed and private,
         "leaf": leaf,
         "bands": bands,
         "correlated": bands > 1,
