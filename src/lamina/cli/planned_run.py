@@ -49,11 +49,16 @@ class PlannedRun:
     plan: StepPlan
 
     @classmethod
-    def of(cls, file: RunFile, beside: Path) -> PlannedRun:
-        """Read the policy, make the model, make the plan. Paths are relative to `beside`."""
+    def of(cls, file: RunFile, beside: Path, *, resumed: Path | None = None) -> PlannedRun:
+        """Read the policy, make the model, make the plan. Paths are relative to `beside`.
+
+        The run in the folder `resumed` keeps the kind of noise that was chosen for it, whatever machine it goes on with.
+        """
         policy = Policy.load(beside / file.policy)
         model = by_name.make_model(file.model.factory, file.model.args, beside=beside)
-        plan = make_plan(LayerStack.from_model(model), policy, **plan_arguments(file, beside, policy))
+        before = None if resumed is None else kept_plan(resumed)
+        rules = policy if before is None else policy.with_noise_kind(before.noise_kind)
+        plan = make_plan(LayerStack.from_model(model), rules, **plan_arguments(file, beside, policy))
         return cls(file=file, beside=beside, policy=policy, model=model, plan=plan)
 
     @cached_property
@@ -78,10 +83,6 @@ class PlannedRun:
         """Return an option of the trainer, as the file gives it; None if it does not."""
         value = self.file.options.get(name)
         return None if value is None else OPTIONS[name].read(value, self)
-
-    def output(self, name: str) -> Path:
-        """The folder of the run; `name` is that of the run file."""
-        return self.beside / (self.file.output or f"runs/{name}")
 
     def ledger(self, output: Path) -> str:
         """The ledger of the corpus: a path, or the address of a database."""
@@ -137,6 +138,14 @@ class PlannedRun:
         names = [name for name in file.options if name != "ledger" and not (keyless and name == "ledger_key")]
         options: Any = {name: self.option(name) for name in names} | own
         return Trainer(self.model, optimizer, self.loss_fn, corpus, self.plan, folder=folder, **options)
+
+
+def kept_plan(folder: Path) -> StepPlan | None:
+    """The plan of the run in a folder, if it has begun."""
+    try:
+        return StepPlan.from_cbor((folder / "plan.cbor").read_bytes())
+    except FileNotFoundError:
+        return None
 
 
 def plan_arguments(file: RunFile, beside: Path, policy: Policy) -> dict[str, Any]:

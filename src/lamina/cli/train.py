@@ -106,8 +106,10 @@ def _as_rank(
         file = RunFile.load(run)
         if threads or file.threads:
             torch.set_num_threads(threads or file.threads or 1)
-        planned = PlannedRun.of(file, run.resolve().parent)
-        output = planned.output(run.stem)
+        beside = run.resolve().parent
+        output = beside / (file.output or f"runs/{run.stem}")
+        folder = run_file.unused_run_folder(output) if fresh else run_file.newest_run_folder(output)
+        planned = PlannedRun.of(file, beside, resumed=folder)
         ledger = planned.ledger(output)
     wanted = requested_epsilon(file.epsilon, file.rho, planned.policy.corpus.delta)
     notes = () if file.noise_multiplier else plan_notes(planned.plan, planned.policy, wanted)
@@ -115,7 +117,6 @@ def _as_rank(
     if ranks.first:
         rules = [f"rule: {rule}" for rule in rules_in_words(planned.plan)]
         say("\n".join([str(planned.plan), *rules, *(f"note: {note}" for note in notes), ""]))
-    folder = run_file.unused_run_folder(output) if fresh else run_file.newest_run_folder(output)
     folder = folder.with_name(ranks.broadcast(folder.name.encode() if ranks.first else None).decode())
     if plan_only:
         with results_only():
