@@ -25,10 +25,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lamina
-from lamina import Batch, Engine, SeededNoise, StepPlan, presets
+from lamina import Batch, Engine, SeededNoise, StepPlan
 from lamina.engine.rules.proxy import Proxy
 from lamina.recipes.recipe import binary, class_losses, linear, squared_error
 from lamina.recipes.signals import autoencoder, beat_directions, beat_rows, ecg_rows, median_beats
+from lamina.signals import presets
 from lamina.signals.ecg_simulator import ECGSimulator
 from lamina.signals.front_ends import Directions, ImageCNN, Scattering2D, bounded, distorted, unit_norm
 
