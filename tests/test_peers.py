@@ -43,7 +43,7 @@ def test_the_divisor_does_not_depend_on_the_number_of_records() -> None:
     made = {}
     for rows in (64, 65):
         x, y = torch.randn(rows, 4), torch.arange(rows) % 2
-        engine, _, plan = lamina.make_private(
+        engine, _, _ = lamina.make_private(
             nn.Linear(4, 2), (x, y), epsilon=3.0, delta=1e-5, batch=32, steps=4, population=100
         )
         engine.detach()
@@ -52,7 +52,7 @@ def test_the_divisor_does_not_depend_on_the_number_of_records() -> None:
 
 
 def test_without_a_population_the_claim_says_that_the_number_is_public() -> None:
-    engine, _, plan = lamina.make_private(
+    engine, _, _ = lamina.make_private(
         nn.Linear(4, 2), torch.randn(64, 4), epsilon=3.0, delta=1e-5, batch=32, steps=4
     )
     with engine:
@@ -116,7 +116,7 @@ class Tied(nn.Module):
 def test_a_tied_weight_is_clipped_once_on_the_sum_of_its_uses() -> None:
     """Opacus #413."""
     model, x = Tied(), 100 * torch.randn(6, 4)
-    engine, _, plan = lamina.make_private(model, torch.randn(64, 4), epsilon=3.0, delta=1e-5, batch=8, steps=4)
+    engine, _, _ = lamina.make_private(model, torch.randn(64, 4), epsilon=3.0, delta=1e-5, batch=8, steps=4)
     with engine:
         sums = engine.clipped_sums(model(x).square().sum(1), lamina.Batch(x))
     (layer,) = plan.layers
