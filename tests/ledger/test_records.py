@@ -560,7 +560,7 @@ CDDL = {
 
 
 def test_the_documented_schema_is_the_schema() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "ledger.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[2] / "docs" / "ledger-records.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"```cddl\n(.*?)```", text, re.DOTALL)
     block = re.sub(r";.*", "", block)
     rules = dict(re.findall(r"^([a-z-]+) = \{(.*?)\}", block, re.DOTALL | re.MULTILINE))

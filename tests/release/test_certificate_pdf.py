@@ -77,7 +77,7 @@ def words(content: dict[str, Any]) -> str:
 
 
 def test_each_says_for_whom_it_is_private() -> None:
-    assert plain("private for: sensitive; not protected: volunteer (60 patients, declared public)") in words(
+    assert plain("private for: sensitive; not protected: volunteer (declared public; declared population: 60)") in words(
         CONTENTS["bare"]
     )
     assert plain("nothing in it is protected") in words(CONTENTS["public only"])

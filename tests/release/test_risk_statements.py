@@ -175,7 +175,7 @@ def test_a_public_class_is_stated_as_not_protected(tmp_path: Path) -> None:
         "private_for": ["clinical", "sensitive"],
         "weak": [],
         "not_protected": [{"class": "open", "population": 60, "unit": "contribution", "reason": "declared public"}],
-        "badge": "private for: clinical, sensitive; not protected: open (60 contributions, declared public)",
+        "badge": "private for: clinical, sensitive; not protected: open (declared public; declared population: 60)",
     }
 
 
@@ -241,8 +241,8 @@ def test_the_badge_says_for_whom() -> None:
     found = protection(classes, private=True)
     assert found["private_for"] == ["a", "zeroed"]
     assert found["badge"] == (
-        "private for: a, zeroed (content only); not protected: loud (60 patients, ε above 20 protects nobody), "
-        "volunteer (60 patients, declared public); not used by this run: idle"
+        "private for: a, zeroed (content only); not protected: loud (ε above 20 protects nobody; declared population: 60), "
+        "volunteer (declared public; declared population: 60); not used by this run: idle"
     )
     assert protection(classes, private=False)["badge"] == "not private"
 

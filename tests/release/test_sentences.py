@@ -26,7 +26,7 @@ from lamina.release.letter import letter
 from lamina.release.model_card import class_rows, model_badge, model_card, model_statements
 from lamina.release.posture import Posture, read_posture
 from lamina.release.reconciliation import reconcile
-from lamina.release.risk_statements import protection, texts
+from lamina.release.risk_statements import per_hundred, protection, texts
 from lamina.release.run_evidence import RunEvidence
 from lamina.release.schema import NOT_REACHED
 from lamina.report.pages import reconciliation_page
@@ -194,7 +194,7 @@ def test_a_model_of_a_public_and_a_private_run_states_no_figure(
         replace(certificate, content={**certificate.content, "classes": {**certificate.classes, "clinical": each}})
         for each in (opened, exposed)
     )
-    assert "clinical (60 patients, declared public)" in model_badge([one, two], posture)
+    assert "clinical (declared public; declared population: 60)" in model_badge([one, two], posture)
     assert "private for: sensitive" in model_badge([one, two], posture)
     row = class_rows([one, two], posture)["clinical"]
     found = "found at 1 % false accusations, over all runs"
@@ -276,3 +276,33 @@ def test_the_card_of_public_data_claims_no_privacy(
     card = model_card("ecg", [Certificate(content=content)], opened, not_after=None).decode()
     assert "differential" not in card and "| figure |" not in card and "private for: nobody" in card
     assert "- differential-privacy\n" in model_card("ecg", [certificate], posture, not_after=None).decode()
+
+
+@pytest.mark.parametrize("private", [True, False])
+def test_a_run_on_public_data_alone_states_no_figure_and_no_noise(
+    papers: tuple[Certificate, Posture, RunEvidence, LedgerReader], private: bool
+) -> None:
+    """Nothing of it is clipped or noised, so no sentence may speak of noise, ε or the figures of a class."""
+    _, _, evidence, ledger = papers
+    plan = evidence.plan
+    entries = [each if private else replace(each, public=True, delta=0.0) for each in plan.classes]
+    run = replace(evidence, plans={digest: _Plan(plan, entries) for digest in evidence.plans})  # type: ignore[misc]
+    found = certificate_content(run, ledger, verdict="trusted", failed={}, beside=())
+    said = " ".join(each["text"] for each in found["statements"] if each["topic"] != "purpose")
+    about_noise = re.search(r"the noise of the plan|coins|[Tt]he figures|ε of this run|Rounding", said)
+    assert bool(about_noise) is private
+    assert ("Nothing bounds what others learn" in said) is not private
+
+
+def test_a_letter_about_an_ended_contribution_leaves_it_no_budget(ward: Trained) -> None:
+    """No later training may use a contribution that is withdrawn or expired, whatever its bound allowed."""
+    with ward.open() as ledger:
+        content = statement_content(ledger, ward.someone("clinical"), signed_size(ledger))
+    assert re.search(r"The signed bound allows ε = [0-9.]+; [0-9.]+ remains", sentences(content))
+    content["contribution"]["expires"] = content["as_of"]
+    assert "remains." not in sentences(content) and "The signed bound allowed ε" in sentences(content)
+
+
+def test_an_account_without_charges_finds_no_more_than_guessing() -> None:
+    """Rates are rounded up to 1e-9 before they are shown with one decimal."""
+    assert per_hundred(0.010000001) == "1" and per_hundred(0.01001) == "1.1"

@@ -20,7 +20,7 @@ from lamina.ledger.corpus_terms import ledger_key_path
 from lamina.ledger.governance_records import Release
 from lamina.ledger.reader import LedgerReader
 from lamina.release.certificate import certify
-from lamina.report.charts import budget_chart, evaluation_chart, house_of_layers
+from lamina.report.charts import budget_chart, evaluation_chart, layer_chart
 from lamina.report.pages import run_report
 from lamina.report.svg import ticks
 from lamina.report.view import ClassView, LedgerView
@@ -100,7 +100,7 @@ def test_charts_escape_names(trained: Trained) -> None:
     evil = ClassView(name=EVIL, public=False, profile="", population=1, bound=1.0, points=[(1, 0, 0.5)])
     for drawn in (budget_chart({EVIL: evil}), evaluation_chart([{"step": s, "figures": {EVIL: 0.1}} for s in (1, 2)])):
         assert "<script" not in drawn and "<img" not in drawn
-    assert house_of_layers(found[0]).count("<rect") == 2 * 3 + 2 + 3  # cells and noise of two rows, colours of names
+    assert layer_chart(found[0]).count("<rect") == 2 * 3 + 2 + 3  # cells and noise of two rows, colours of names
 
 
 def test_no_name_of_a_class_is_cut(trained: Trained) -> None:
@@ -112,7 +112,7 @@ def test_no_name_of_a_class_is_cut(trained: Trained) -> None:
         found = LedgerView(ledger).posture(trained.outcome.run)
     assert found is not None
     posture = found[0].model_copy(update={"classes": dict.fromkeys(names, found[0].classes["clinical"])})
-    for drawn in (budget_chart(views), house_of_layers(posture)):
+    for drawn in (budget_chart(views), layer_chart(posture)):
         width, height = (float(each) for each in re.findall(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', drawn)[0])
         texts = re.findall(r'<text x="([\d.]+)" y="([\d.]+)"[^>]* font-size="(\d+)"[^>]*>([^<]*)<', drawn)
         assert all(any(text.endswith(name) for *_, text in texts) for name in names)

@@ -213,7 +213,7 @@ def test_the_certificate_of_a_run_is_by_the_newest_verification(tmp_path: Path) 
         service = Service(folder=trained.folder, ledger=ledger)
         client = TestClient(make_app(service, pages(service)), base_url="http://localhost")
         assert (
-            '<span class="badge good">private for: clinical, sensitive; not protected: open (10 contributions, declared public)'
+            '<span class="badge good">private for: clinical, sensitive; not protected: open (declared public; declared population: 10)'
             in verified(client)
         )
         metrics = trained.folder / "metrics.json"

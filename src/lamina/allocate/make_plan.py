@@ -27,7 +27,7 @@ from lamina.plan.policy import Policy
 from lamina.plan.profile_reach import Reach
 from lamina.plan.risk import COMPOSED, ZERO_OUT, RiskBound, calibrate_to_risk
 from lamina.plan.rules import FollowBudget, FollowQuantile, NoiseKind, rescale_noise
-from lamina.plan.selection import did_you_mean, noised_sizes
+from lamina.plan.selection import did_you_mean, known_keywords, noised_sizes
 from lamina.plan.step_plan import Clipping, PlannedClass, PlannedLayer, StepPlan
 
 _ALL: tuple[Allocator, ...] = (
@@ -324,6 +324,7 @@ def refuse_unknown_classes(policy: Policy, names: Mapping[str, float], what: str
             raise PlanError("allocate.unknown-class", problem, f"use one of {', '.join(policy.classes)}")
 
 
+@known_keywords(PlanError, "plan.keyword-unknown")
 def make_plan(
     stack: LayerStack,
     policy: Policy,

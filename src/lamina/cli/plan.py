@@ -119,7 +119,7 @@ def plan(
     if steps is not None and epochs is not None:
         raise misuse("give one of --steps and --epochs", "--steps")
     from lamina.allocate.make_plan import ALLOCATIONS, DEFAULT_ALLOCATION, explained_plan
-    from lamina.cli.planned_run import PlannedRun, layer_stack, plan_arguments
+    from lamina.cli.planned_run import PlannedRun, auto_bands_note, layer_stack, plan_arguments
     from lamina.cli.proxy_measure import MeasureOptions
     from lamina.plan.selection import planned_noised_sizes
     from lamina.run.restricted import restricted_notes
@@ -159,12 +159,16 @@ def plan(
     made, allocation = explained_plan(stack, rules, allocate=chosen, **common)
     sizes = planned_noised_sizes(made, stack.shapes)
     asked = requested_epsilon(common.get("epsilon"), common.get("rho"), rules.corpus.delta)
-    notes = () if common.get("noise_multiplier") else (*plan_notes(made, rules, asked), *bands_note(made))
+    notes = (
+        ()
+        if common.get("noise_multiplier")
+        else (*plan_notes(made, rules, asked), *(auto_bands_note(file, rules) or bands_note(made)))
+    )
     with results_only():
         labelled = wanted.labelled()
         if labelled is None and file is not None:
             labelled = PlannedRun(file=file, beside=beside, policy=rules, model=net, plan=made).option("proxy")
-        notes = (*notes, *restricted_notes(net, made, labelled))
+        notes = (*notes, *restricted_notes(net, made, labelled, progress=True))
     if model is None and file is None:
         notes = (
             *notes,

@@ -195,16 +195,29 @@ def plan_arguments(file: RunFile, beside: Path, policy: Policy) -> dict[str, Any
         "batch": batch, "steps": file.steps, "epochs": file.epochs,
         "allocate": file.allocate.policy if file.allocate else DEFAULT_ALLOCATION,
         "epsilon": file.epsilon, "rho": file.rho, "noise_multiplier": file.noise_multiplier,
-        "clip_norm": file.clip_norm, "clipping": file.clipping, "bands": _bands(file),
+        "clip_norm": file.clip_norm, "clipping": file.clipping, "bands": None if _auto_bands_obstacles(file, policy) else file.bands,
         "measure": None if file.measure is None else _load_measure(beside, file.measure),
     }  # fmt: skip
 
 
-def _bands(file: RunFile) -> int | str | None:
-    """Return over how many steps the noise is correlated; "auto" is 1 if ids may be unstable or several ranks share a step."""
-    named = file.data.kind == "folder" or file.data.unit not in (None, "each")
-    proven = named and "max_occurrences" not in file.options and Ranks.current().alone
-    return None if file.bands == AUTO_BANDS and not proven else file.bands
+def _auto_bands_obstacles(file: RunFile, policy: Policy) -> list[str]:
+    """Return the reasons why `bands = "auto"` takes one band whatever is gained."""
+    if file.bands != AUTO_BANDS:
+        return []
+    obstacles = {
+        "contributions have no stable ids (set unit in [data])": file.data.kind != "folder"
+        and file.data.unit in (None, "each"),
+        "max_occurrences is set": "max_occurrences" in file.options,
+        "a class has no population": any(e.population is None and not e.public for e in policy.classes.values()),
+        "several ranks train": not Ranks.current().alone,
+    }
+    return [reason for reason, holds in obstacles.items() if holds]
+
+
+def auto_bands_note(file: RunFile | None, policy: Policy) -> tuple[str, ...]:
+    """Return a note if `bands = "auto"` takes one band because the run does not meet its conditions."""
+    reasons = [] if file is None else _auto_bands_obstacles(file, policy)
+    return (f'bands = "auto" takes 1 band: {"; ".join(reasons)}',) if reasons else ()
 
 
 def _existing_file(beside: Path, key: str, name: str, hint: str = "") -> Path:

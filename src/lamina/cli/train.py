@@ -112,7 +112,7 @@ def _as_rank(
 ) -> Answer | None:
     import torch
 
-    from lamina.cli.planned_run import PlannedRun
+    from lamina.cli.planned_run import PlannedRun, auto_bands_note
 
     with results_only(), ranks.first_alone():
         file = RunFile.load(run)
@@ -125,6 +125,7 @@ def _as_rank(
         ledger = planned.ledger(output)
     wanted = requested_epsilon(file.epsilon, file.rho, planned.policy.corpus.delta)
     notes = () if file.noise_multiplier else plan_notes(planned.plan, planned.policy, wanted)
+    notes += auto_bands_note(file, planned.policy)
     if ranks.first:
         rules = [f"rule: {rule}" for rule in rules_in_words(planned.plan)]
         say("\n".join([str(planned.plan), *rules, *(f"note: {note}" for note in notes), ""]))

@@ -38,7 +38,7 @@ from lamina.plan.rules import (
     rescale_noise,
 )
 from lamina.plan.selection import Range, Slice, block_depth, join_spans, merge_ranges, slices_by_class_and_tensor
-from lamina.plan.table import plan_summary, plan_table
+from lamina.plan.table import plan_summary, plan_table, preformatted
 
 R = TypeVar("R", bound=Rule)
 
@@ -369,6 +369,9 @@ class StepPlan:
 
     def __str__(self) -> str:
         return self.table()
+
+    def _repr_html_(self) -> str:
+        return preformatted(self.table())
 
     def to_dict(self) -> dict[str, Any]:
         """What `lamina plan --json` prints: figures per class and per layer."""

@@ -101,6 +101,7 @@ def letter_facts(content: Mapping[str, Any]) -> dict[str, Any]:
         "expired": expired,
         "signed requests": content.get("withdraw") == "signed",
         "withdrawn": gone,
+        "ended": gone or expired,
         "used": used,
         "epochs": pluralize(len(used), "epoch"),
         "runs": pluralize(len({each["run"] for each in used}), "training run"),

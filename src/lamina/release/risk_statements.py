@@ -26,6 +26,7 @@ from lamina.ledger.governance_records import Header
 from lamina.ledger.schema import NANO, nano_epsilon, pluralize
 from lamina.plan.risk import COMPOSED, STATED_RATES, ZERO_OUT, RiskOf, risk_curve
 from lamina.plan.rules import NoiseKind
+from lamina.plan.table import WEAK_EPSILON
 from lamina.release.run_evidence import RunEvidence
 from lamina.release.schema import BASELINES, BY_ISSUER, CURVE_RATES, NOT_REACHED, TWO_STEPS
 from lamina.release.typeset import read_template, stated_rows
@@ -134,8 +135,11 @@ def purpose_text(name: str, purposes: Sequence[str]) -> str:
     """Return a sentence about the permitted uses of a class."""
     if purposes:
         return f"Class {name} may be used for: {', '.join(purposes)}."
-    unstated = "no purpose is stated that all its plans allow"
-    return f"Class {name}: {unstated}, so a gate denies every query, unless the release allows unstated purposes."
+    denied = "A gate denies every query that uses it, unless the release allows unstated purposes."
+    return f"Class {name}: no purpose is stated that all its plans allow. {denied}"
+
+
+_STEP = 1.5e-6  # figures were rounded up to 1e-9 before: a rate of 0.010000001 is 1 of 100
 
 
 def per_hundred(rate: float) -> str:
@@ -144,7 +148,7 @@ def per_hundred(rate: float) -> str:
     >>> per_hundred(0.05281), per_hundred(0.5), per_hundred(1.0)
     ('5.3', '50', '100')
     """
-    return f"{min(100.0, math.ceil(1000 * rate - 1e-6) / 10):g}"
+    return f"{min(100.0, math.ceil(1000 * rate - _STEP) / 10):g}"
 
 
 def short_figure(value: float) -> str:
@@ -157,7 +161,6 @@ def short_figure(value: float) -> str:
 
 # ------------------------------------------------------------------------------------------ statements
 
-_WEAK = 10.0  # ε above which a guarantee may mean little
 _NO_PROTECTION = 20.0  # ε above which odds may change by more than 10⁸: a figure, and no protection
 _SHOWN_LEAVES = 16
 
@@ -208,13 +211,13 @@ def protection(
             reason = f"ε above {_NO_PROTECTION:g} protects nobody"
         else:
             used = each["charges"] or (continued and epsilon > 0)
-            (unused if not used else weak if epsilon > _WEAK else private_for).append(name)
+            (unused if not used else weak if epsilon > WEAK_EPSILON else private_for).append(name)
             continue
         not_protected.append({"class": name, "population": each["population"], "unit": each["unit"], "reason": reason})
     scoped = {name: _with_scope(name, each, total) for name, each in classes.items()}
     parts = {
         "private for": [scoped[name] for name in private_for] or ["nobody"],
-        f"weak protection (ε above {_WEAK:g})": [scoped[name] for name in weak],
+        f"weak protection (ε above {WEAK_EPSILON:g})": [scoped[name] for name in weak],
         "not protected": [*map(_unprotected, not_protected)],
         "not used" if continued else "not used by this run": unused,
     }
@@ -234,8 +237,8 @@ def _with_scope(name: str, figures: Mapping[str, Any], total: str) -> str:
 
 
 def _unprotected(each: Mapping[str, Any]) -> str:
-    number = "" if each["population"] is None else f"{pluralize(each['population'], each['unit'])}, "
-    return f"{each['class']} ({number}{each['reason']})"
+    declared = "" if each["population"] is None else f"; declared population: {each['population']:,}"
+    return f"{each['class']} ({each['reason']}{declared})"
 
 
 def statements(
@@ -312,9 +315,10 @@ def _run_statements(
     (leaf, end), plans, order = evidence.end, evidence.plans.values(), rdp_order_of(header.accountant)
     several, bands = len(evidence.leaves) > 1, max(each.bands for each in plans)
     said, begin = end.conditions(evidence.plan.adjacency), evidence.begin
-    reached = {frozenset(names) for names in evidence.reached().values()}
+    reached, private = {frozenset(names) for names in evidence.reached().values()}, not all(c.public for c in evidence.classes())
     facts = {
-        "guaranteed": guaranteed,
+        "private": private,
+        "figures": guaranteed and private,
         "leaf": leaf,
         "bands": bands,
         "correlated": bands > 1,

@@ -1,4 +1,4 @@
-"""Charts of pages: budgets over time, the house of layers, shares by layer, evaluations over steps."""
+"""Charts of pages: budgets over time, classes by layer, shares by layer, evaluations over steps."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def evaluation_chart(evaluations: Sequence[Mapping[str, object]]) -> str:
     )  # fmt: skip
 
 
-def house_of_layers(posture: Posture) -> str:
+def layer_chart(posture: Posture) -> str:
     """Return depth × classes, the output on top: the classes that reached each layer, and how much noise it had."""
 
     def same(each: Layer) -> tuple[object, ...]:

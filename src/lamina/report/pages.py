@@ -20,7 +20,7 @@ from lamina.release.certificate import certify
 from lamina.release.risk_statements import FIGURE_NAMES, per_hundred
 from lamina.release.run_evidence import RunMetrics
 from lamina.release.schema import NOT_REACHED
-from lamina.report.charts import budget_chart, evaluation_chart, house_of_layers, share_bars
+from lamina.report.charts import budget_chart, evaluation_chart, layer_chart, share_bars
 from lamina.report.view import LedgerView
 from lamina.validate import packaged_text
 
@@ -89,7 +89,7 @@ def run_report(folder: str | Path, ledger: LedgerReader, *, trust: Trust | None 
         f"lamina report {quote(folder.name)} --trust owner.pub",
         charts={
             "budget": budget_chart(view.classes),
-            "house": "" if found is None else house_of_layers(found[0]),
+            "layers": "" if found is None else layer_chart(found[0]),
             "shares": "" if found is None else share_bars(found[1]),
             "evaluation": evaluation_chart(facts.evaluations),
         },

@@ -22,7 +22,7 @@ from lamina.ledger.verify.verifier import verify
 from lamina.release.certificate import certify
 from lamina.release.query import Query
 from lamina.release.reconciliation import reconcile
-from lamina.report.charts import budget_chart, house_of_layers, share_bars
+from lamina.report.charts import budget_chart, layer_chart, share_bars
 from lamina.report.pages import environment, render
 from lamina.report.view import PAGE_ROWS, LedgerView
 from lamina.serve.app import Service
@@ -155,7 +155,7 @@ class Dashboard:
         else:
             runs = list(self.view.runs)
         found = self.view.posture(runs[-1]) if runs else None
-        drawn = {} if found is None else {"house": house_of_layers(found[0]), "shares": share_bars(found[1])}
+        drawn = {} if found is None else {"layers": layer_chart(found[0]), "shares": share_bars(found[1])}
         posture, plan = (None, None) if found is None else found
         return self.page("layers.html", "/layers", posture=posture, plan=plan, charts=drawn)
 
