@@ -52,9 +52,7 @@ def test_the_divisor_does_not_depend_on_the_number_of_records() -> None:
 
 
 def test_without_a_population_the_claim_says_that_the_number_is_public() -> None:
-    engine, _, plan = lamina.make_private(
-        nn.Linear(4, 2), torch.randn(64, 4), epsilon=3.0, delta=1e-5, batch=32, steps=4
-    )
+    engine, *_ = lamina.make_private(nn.Linear(4, 2), torch.randn(64, 4), epsilon=3.0, delta=1e-5, batch=32, steps=4)
     with engine:
         assert "zero-out" in repr(engine)
 
@@ -79,7 +77,7 @@ def test_a_loader_with_a_sampler_is_refused() -> None:
 def test_an_empty_batch_is_a_noisy_step() -> None:
     """Opacus #161, #530 and #631."""
     model = nn.Linear(4, 2)
-    engine, _, _ = lamina.make_private(model, torch.randn(64, 4), epsilon=3.0, delta=1e-5, batch=8, steps=4)
+    engine, *_ = lamina.make_private(model, torch.randn(64, 4), epsilon=3.0, delta=1e-5, batch=8, steps=4)
     with engine:
         engine.decline_probe()
         engine.backward(None, lamina.Batch(torch.zeros(0, 4)))
@@ -141,7 +139,7 @@ def test_a_fixed_model_still_tells_inputs_apart() -> None:
 def test_a_gradient_penalty_is_refused_by_name() -> None:
     """Opacus #31."""
     critic = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
-    engine, _, _ = lamina.make_private(critic, torch.randn(64, 4), epsilon=3.0, delta=1e-5, batch=8, steps=4)
+    engine, *_ = lamina.make_private(critic, torch.randn(64, 4), epsilon=3.0, delta=1e-5, batch=8, steps=4)
     with engine:
         engine.decline_probe()
         x = torch.randn(6, 4, requires_grad=True)

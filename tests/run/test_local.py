@@ -315,7 +315,8 @@ def test_auto_takes_bands_that_gain_and_none_without_names_or_population() -> No
     assert plan.epsilon(0) <= 8.0 and len(list(corpus.batches(plan, probe=False))) == 40
     for left_out in ("unit", "population"):
         less = {name: value for name, value in named.items() if name != left_out}
-        assert made(bands="auto", **less)[2].bands == 1
+        with pytest.warns(UserWarning, match=f"requires {left_out}"):
+            assert made(bands="auto", **less)[2].bands == 1
 
 
 def test_bands_are_refused_where_turns_or_the_claim_would_not_hold() -> None:

@@ -249,8 +249,13 @@ def make_private(
     if present > declared:
         problem = f"the corpus has more contributions than population={declared}"
         raise PlanError("train.population-below-corpus", problem, "declare a number that it cannot exceed")
-    if bands == AUTO_BANDS and (population is None or not corpus.has_stable_ids or not Ranks.current().alone):
-        bands = 1
+    if bands == AUTO_BANDS:
+        conditions = {
+            "population": population is not None, "unit": corpus.has_stable_ids, "one rank": Ranks.current().alone,
+        }  # fmt: skip
+        if missing := [name for name, met in conditions.items() if not met]:
+            bands = 1
+            warnings.warn(f'bands="auto" takes 1 band: it requires {" and ".join(missing)}', stacklevel=3)
     if bands != 1 and population is None:  # ε would be zero-out, with a replace-one figure that is not proven here
         problem = f"bands is {bands}, and population is not given"
         raise PlanError("train.bands-need-population", problem, "declare a number that the contributions do not exceed")

@@ -171,7 +171,8 @@ class Trainer:
         mine = None if self.restricted else proxy  # for the plan's rule; or else restricted classes are tried on it
         if self.restricted and proxy is not None:
             begun = (self.folder / "journal").exists() or not self._ranks.alone
-            self.restricted = () if begun else restricted_notes(model, plan, proxy)
+            shown = o["progress"] is not False
+            self.restricted = () if begun else restricted_notes(model, plan, proxy, progress=shown)
             self._notes += self.restricted
         self._engine = engine if engine is not None else Engine(model, plan, proxy=mine)
         if engine is not None and engine.budget.taken and self._ranks.first and not (self.folder / "journal").exists():
