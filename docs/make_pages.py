@@ -33,8 +33,9 @@ FILES = re.compile(r".*\.(cbor|css|db|html|json|key|md)")  # names of files that
 RUN_FILE_KEYS = {"admit.keys", "corpus.delta", "data.path"}
 INDEX = """# Error codes
 
-Every refusal ends in a code, such as `[plan.epsilon-above-floor]`, and its message states the problem, the value, the bound and the remedy. A code never changes its meaning; the wording
-of a message may improve. Each code belongs to a family, such as `plan.policy`. Python has both as `error.code` and `error.family`; `--json` and the [service](../service.md) as `code` and `family`.
+Every refusal ends in a code, such as `[plan.epsilon-above-floor]`, and its message states the problem, the value, the bound and the
+remedy. A code never changes its meaning; the wording of a message may improve. Each code belongs to a family, such as `plan.policy`.
+Python has both as `error.code` and `error.family`; `--json` and the [service](../service.md) as `code` and `family`.
 
 ```python
 from lamina.errors import LaminaError
@@ -46,8 +47,8 @@ except LaminaError as error:
         raise
 ```
 
-Exception classes are coarser than families. A code from outside Lamina, such as `acme.no-licence`, is in the family of its first part. [Admission](../admission.md) lists the reasons of the gate.
-`make docs` writes these pages from the source and docs/error_families.toml.
+Exception classes are coarser than families. A code from outside Lamina, such as `acme.no-licence`, is in the family of its first
+part. [Admission](../admission.md) lists the reasons of the gate. `make docs` writes these pages from the source and docs/error_families.toml.
 
 | family | topic | codes |
 |---|---|---|
