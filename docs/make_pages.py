@@ -48,7 +48,8 @@ except LaminaError as error:
 ```
 
 Exception classes are coarser than families. A code from outside Lamina, such as `acme.no-licence`, is in the family of its first
-part. [Admission](../admission.md) lists the reasons of the gate. `make docs` writes these pages from the source and docs/error_families.toml.
+part. [Admission](../admission.md) lists the reasons of the gate.
+`make docs` writes these pages from the source and docs/error_families.toml.
 
 | family | topic | codes |
 |---|---|---|
