@@ -119,9 +119,8 @@ def plan(
     if steps is not None and epochs is not None:
         raise misuse("give one of --steps and --epochs", "--steps")
     from lamina.allocate.make_plan import ALLOCATIONS, DEFAULT_ALLOCATION, explained_plan
-    from lamina.cli.planned_run import PlannedRun, auto_bands_note, plan_arguments
+    from lamina.cli.planned_run import PlannedRun, auto_bands_note, layer_stack, plan_arguments
     from lamina.cli.proxy_measure import MeasureOptions
-    from lamina.plan.layer_stack import LayerStack
     from lamina.plan.selection import planned_noised_sizes
     from lamina.run.restricted import restricted_notes
 
@@ -154,7 +153,7 @@ def plan(
     name, arguments = (model or "residual", {}) if model or file is None else (file.model.factory, file.model.args)
     with results_only():
         net = _seeded_model(name, arguments, None if file is None else beside, seed)
-        stack = LayerStack.from_model(net)
+        stack = layer_stack(net, file)
         known = wanted.of(name, net, stack) or common.get("measure")
     common["measure"] = known
     made, allocation = explained_plan(stack, rules, allocate=chosen, **common)

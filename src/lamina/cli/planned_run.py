@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +21,9 @@ from lamina.cli.run_file import AdmitTable, DataTable, RunFile
 from lamina.cli.terminal import open_private_key, progress_bar
 from lamina.engine.distributed import Ranks
 from lamina.errors import CorpusError, RunError
+from lamina.integrations.loggers import LOCAL_PLACES, LOGGERS
 from lamina.ledger.corpus_terms import CorpusTerms, open_or_create
+from lamina.ledger.run_records import WEIGHTS
 from lamina.ledger.store.sqlite import ledger_exists
 from lamina.ledger.writer import Ledger
 from lamina.plan.correlation import AUTO_BANDS
@@ -30,6 +33,7 @@ from lamina.plan.step_plan import StepPlan
 from lamina.run.admitted import Gate
 from lamina.run.corpus import Corpus
 from lamina.run.options import OPTIONS
+from lamina.run.publisher import AVERAGE, BEST
 from lamina.run.run_ledger import default_ledger_path, refuse_second_ledger
 from lamina.run.run_output import user_code
 from lamina.run.trainer import Trainer
@@ -58,7 +62,7 @@ class PlannedRun:
         model = by_name.make_model(file.model.factory, file.model.args, beside=beside)
         before = None if resumed is None else kept_plan(resumed)
         rules = policy if before is None else policy.with_noise_kind(before.noise_kind)
-        plan = make_plan(LayerStack.from_model(model), rules, **plan_arguments(file, beside, policy))
+        plan = make_plan(layer_stack(model, file), rules, **plan_arguments(file, beside, policy))
         return cls(file=file, beside=beside, policy=policy, model=model, plan=plan)
 
     @cached_property
@@ -95,6 +99,34 @@ class PlannedRun:
     def contract(self) -> CorpusTerms:
         """What the ledger will say of the corpus."""
         return CorpusTerms.of_policy(self.policy)
+
+    @contextmanager
+    def tracked(self, trainer: Trainer) -> Iterator[None]:
+        """Give the public figures of the run to the trackers that the file names, and its public weights at the end."""
+        wanted, made = self.file.loggers, []
+        if wanted is not None and trainer.writes:
+            for name in LOGGERS:
+                if (given := getattr(wanted, name)) is not None:
+                    options: Any = {**given, "plan": self.plan, "measure": self.measure}
+                    if (key := LOCAL_PLACES.get(name)) is not None and "://" not in str(given.get(key, "")):
+                        options[key] = str(self.beside / str(given.get(key, f"runs/{name}")))
+                    with user_code(f"loggers.{name} failed", f"correct {name} under [loggers]"):
+                        made.append(LOGGERS[name](**options))
+        trainer.callbacks = (*trainer.callbacks, *made)
+        try:
+            yield
+            for logger in made if wanted is not None and wanted.checkpoints else ():
+                for path in (trainer.folder / name for name in (WEIGHTS, AVERAGE, BEST)):
+                    if path.exists():
+                        logger.weights(path)
+        finally:
+            for logger in made:
+                logger.close()
+
+    @property
+    def measure(self) -> Measure | None:
+        """The measure that the file names."""
+        return None if self.file.measure is None else _load_measure(self.beside, self.file.measure)
 
     def corpus(self, ledger: str, *, look: bool = False) -> tuple[Corpus, Ledger | None]:
         """The contributions of the run; and the ledger that records them, if they are admitted by signature.
@@ -138,6 +170,12 @@ class PlannedRun:
         names = [name for name in file.options if name != "ledger" and not (keyless and name == "ledger_key")]
         options: Any = {name: self.option(name) for name in names} | own
         return Trainer(self.model, optimizer, self.loss_fn, corpus, self.plan, folder=folder, **options)
+
+
+def layer_stack(model: nn.Module, file: RunFile | None) -> LayerStack:
+    """The layers of a model, as the run file groups them."""
+    table = None if file is None else file.layers
+    return LayerStack.from_model(model) if table is None else LayerStack.from_model(model, **table.model_dump())
 
 
 def kept_plan(folder: Path) -> StepPlan | None:
