@@ -35,15 +35,9 @@ FILES = re.compile(r".*\.(cbor|css|db|html|json|key|md)")  # names of files that
 RUN_FILE_KEYS = {"admit.keys", "corpus.delta", "data.path"}
 INDEX = """# Error codes
 
-Every refusal ends in a code, such as `[plan.epsilon-above-floor]`. Its message states the problem, the value, the bound and the remedy.
-A code never changes its meaning, so programs and tests may rely on it. The wording of a message may improve. Each code belongs to a
-family of related refusals, such as `plan.policy`.
-
-| source | code | family |
-|---|---|---|
-| Python | `error.code` | `error.family` |
-| `--json`: a refusal, or a problem of `lamina ledger verify` or `lamina release verify` | `code` | `family` |
-| a refusal of the [service](../service.md) | `code` | `family` |
+Every refusal ends in a code, such as `[plan.epsilon-above-floor]`, and its message states the problem, the value, the bound and the
+remedy. A code never changes its meaning; the wording of a message may improve. Each code belongs to a family, such as `plan.policy`.
+Python has both as `error.code` and `error.family`; `--json` and the [service](../service.md) as `code` and `family`.
 
 ```python
 from lamina.errors import LaminaError
@@ -55,9 +49,9 @@ except LaminaError as error:
         raise
 ```
 
-The exception classes of `lamina.errors` are coarser than families. A code from outside Lamina, such as `acme.no-licence`, is in the
-family of its first part (`acme`). [Admission](../admission.md) lists the reasons for which the gate refuses a contribution.
-`make docs` writes these pages from the source and from docs/error_families.toml.
+Exception classes are coarser than families. A code from outside Lamina, such as `acme.no-licence`, is in the family of its first
+part. [Admission](../admission.md) lists the reasons of the gate.
+`make docs` writes these pages from the source and docs/error_families.toml.
 
 | family | topic | codes |
 |---|---|---|
@@ -143,8 +137,8 @@ def error_pages() -> dict[str, str]:
     for family, codes in families.items():
         page = FAMILIES[family]
         index += f"| [`{family}`]({family}.md) | {page['title']} | {len(codes)} |\n"
-        text = f"# {page['title']}\n\nFamily `{family}` ([all families](index.md)). {page['about']}\n\n"
-        text += f"**What to do:** {page['general']}\n\n" + "".join(f"- `{code}`\n" for code in codes)
+        text = f"# {page['title']}\n\nFamily `{family}` ([all](index.md)). {page['about']}\n\n"
+        text += f"**What to do:** {page['general']}\n\n```text\n" + "".join(f"{code}\n" for code in codes) + "```\n"
         pages[f"errors/{family}.md"] = text
     return {"errors/index.md": index, **pages}
 

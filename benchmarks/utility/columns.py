@@ -6,11 +6,15 @@ import math
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
+from scipy.stats import t as student
+
 from .store import Store
 from .tasks import Task
 from .tuning import best
 
-BEYOND = 2.0  # standard errors
+LEVEL = 0.05  # of the paired t-test, two-sided
+Paired = tuple[float, float, int]
+"""Mean difference, its standard error, number of seeds."""
 
 
 @dataclass(frozen=True)
@@ -52,11 +56,11 @@ class Column:
     def form(self) -> str:
         return ".2f" if self.task.scale > 1 else ".4f"
 
-    def difference(self, policy: str) -> tuple[float, float] | None:
+    def difference(self, policy: str) -> Paired | None:
         """Mean difference to flat over the seeds that both have, and its standard error."""
         return None if policy == "flat" else _paired(self.figures(policy), self.figures("flat"))
 
-    def at_same_point(self, policy: str) -> tuple[float, float] | None:
+    def at_same_point(self, policy: str) -> Paired | None:
         """The same against flat at the policy's own C and rate, if flat was run there."""
         if policy not in self.store.tuning:
             return None
@@ -68,9 +72,9 @@ class Column:
         }
         return _paired(self.figures(policy), flat)
 
-    def word(self, found: tuple[float, float] | None) -> str:
-        """better, worse, or nothing if the difference is within 2 standard errors."""
-        if found is None or not abs(found[0]) > BEYOND * found[1]:
+    def word(self, found: Paired | None) -> str:
+        """better, worse, or nothing if a paired t-test does not find the difference significant."""
+        if found is None or not abs(found[0]) > float(student.ppf(1 - LEVEL / 2, found[2] - 1)) * found[1]:
             return ""
         return "better" if (found[0] > 0) == self.task.higher else "worse"
 
@@ -83,7 +87,7 @@ class Column:
     def same_point_cell(self, policy: str) -> str:
         return self._told(self.at_same_point(policy))
 
-    def _told(self, found: tuple[float, float] | None) -> str:
+    def _told(self, found: Paired | None) -> str:
         if found is None:
             return "–"
         text = f"{found[0]:+{self.form}} ± {found[1]:{self.form}}"
@@ -106,10 +110,10 @@ class Column:
         return [fmean(found) for found in held.values()]
 
 
-def _paired(mine: dict[int, float], other: dict[int, float]) -> tuple[float, float] | None:
-    """Mean and standard error of the differences over the seeds that both have."""
+def _paired(mine: dict[int, float], other: dict[int, float]) -> Paired | None:
+    """Mean and standard error of the differences over the seeds that both have, and their number."""
     paired = [mine[seed] - other[seed] for seed in mine if seed in other]
-    return (fmean(paired), stdev(paired) / math.sqrt(len(paired))) if len(paired) > 1 else None
+    return (fmean(paired), stdev(paired) / math.sqrt(len(paired)), len(paired)) if len(paired) > 1 else None
 
 
 def _edge(value: float, grid: tuple[float, ...]) -> str:

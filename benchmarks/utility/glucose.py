@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import lamina
-from lamina import LayerStack, Policy, StepPlan, make_plan, presets
+from lamina import LayerStack, Policy, StepPlan, make_plan
 from lamina.account import calibrate
 from lamina.allocate.basic import LSAB, Pareto, uniform
 from lamina.allocate.ladp import LADP
@@ -28,6 +28,7 @@ from lamina.plan.correlation import participations, prefix_error
 from lamina.recipes.recipe import squared_error
 from lamina.recipes.signals import keep_top_band, pretrained_days, public_days, scaled
 from lamina.run.training_checkpoint import MovingAverage
+from lamina.signals import presets
 from lamina.signals.cgm_simulator import CGMSimulator
 
 from .goals import DATA, note, opacus_flat, private

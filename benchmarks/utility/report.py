@@ -6,9 +6,7 @@ import math
 from statistics import fmean
 from typing import Any
 
-from scipy.stats import t as student
-
-from .columns import BEYOND, Column
+from .columns import LEVEL, Column
 from .policies import ENTRIES
 from .prototype import LIKE, SEEN, SPREAD
 from .store import Store
@@ -26,7 +24,7 @@ def report() -> str:
         _head(columns),
         "Mean ± standard deviation over seeds.",
         _table(policies, columns, Column.cell),
-        "Difference to `flat`, paired by seed, ± its standard error; **bold** where it is beyond two standard errors.",
+        "Difference to `flat`, paired by seed, ± its standard error; **bold** where a paired t-test is significant at 5 %.",
         _table([p for p in policies if p != "flat"], columns, Column.difference_cell),
         "The same against `flat` at the policy's own C and rate, where `flat` was run there too: what is left when the "
         "choice of C is taken out.",
@@ -81,25 +79,15 @@ def _verdict(policies: list[str], columns: list[Column]) -> str:
         for policy in policies:
             where = [c.task.name for c in columns if c.verdict(policy) == word]
             if where:
-                lines.append(
-                    f"- `{policy}` is {word} than `flat` beyond {BEYOND:g} standard errors: {', '.join(where)}."
-                )
+                lines.append(f"- `{policy}` is significantly {word} than `flat`: {', '.join(where)}.")
     others = [p for p in policies if p != "flat" and not any(c.verdict(p) for c in columns)]
     if others:
-        names = ", ".join(f"`{p}`" for p in others)
-        lines.append(f"- Within {BEYOND:g} standard errors of `flat` everywhere: {names}.")
-    chances = [
-        2 * float(student.sf(BEYOND, len(c.figures("flat")) - 1))
-        for c in columns
-        for p in policies
-        if c.difference(p) is not None
-    ]
+        lines.append(f"- No significant difference to `flat`: {', '.join(f'`{p}`' for p in others)}.")
+    compared = sum(c.difference(p) is not None for c in columns for p in policies)
     lines.append(
-        f"- Two standard errors of so few seeds are weak evidence: of {len(chances)} comparisons, {sum(chances):.0f} "
-        "would be marked if no policy differed from `flat` at all. A mark counts where several tasks agree, or where "
-        "the difference is many times its error."
+        f"- Of {compared} comparisons, {LEVEL * compared:.0f} would be significant if no policy differed from `flat`."
     )
-    return "\n".join(["Verdict:", "", *lines])
+    return "\n".join(["Verdict (paired t-test, 5 %):", "", *lines])
 
 
 def _against_prototype(columns: list[Column]) -> str:
@@ -134,7 +122,7 @@ def _compared(told: bool, theirs: float, mine: float, verdict: str) -> str:
     if told and verdict:
         return "reproduced" if (theirs > 0) == (mine > 0) else f"not reproduced: {verdict} here"
     if told:
-        return "not reproduced: within 2 standard errors here"
+        return "not reproduced: no significant difference here"
     return f"no difference there, {verdict} here" if verdict else "no difference in either"
 
 

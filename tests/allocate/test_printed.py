@@ -12,12 +12,13 @@ from refusals import raises_code
 from scipy.stats import norm
 from torch import nn
 
-from lamina.account.gaussian_rdp import classical_zcdp_epsilon
+from lamina.account.gaussian_rdp import choice_noise_multiplier, classical_zcdp_epsilon
 from lamina.allocate.basic import LSAB
 from lamina.allocate.make_plan import explained_plan, make_plan
 from lamina.allocate.paper import PaperLADP, PaperLSAB
 from lamina.plan.layer_stack import LayerStack
 from lamina.plan.policy import Policy
+from lamina.plan.rules import ChooseAsPrinted
 from lamina.plan.step_plan import Clipping, StepPlan
 
 Make = Callable[..., Any]
@@ -76,19 +77,44 @@ def test_a_target_epsilon_becomes_rho_by_the_documents_own_conversion(measure: M
     assert plan.claimed[0] == pytest.approx(2.5, rel=1e-12)
 
 
-def test_printed_ladp_is_not_private_by_eleven_orders(measure: Make) -> None:
-    """Two layers of 10³ and 10⁵, the small one sensitive, "ε = 8", 100 steps: true ε 1.25e12."""
+def test_printed_ladp_is_not_private_by_twelve_orders() -> None:
+    """Two layers of 10³ and 10⁵, the small one sensitive, "ε = 8", 100 steps: the candidate with the least noise, and
+    every choice, by hand."""
     stack = LayerStack.from_model(nn.Sequential(nn.Linear(10, 100, bias=False), nn.Linear(100, 1000, bias=False)))
     assert [layer.size for layer in stack] == [1000, 100_000]
     plan, given = explained_plan(stack, ONE, batch=10, steps=100, epsilon=8.0, allocate=PaperLADP(sensitive=["0"]))
-    assert plan.epsilon("a") == pytest.approx(1.25e12, rel=5e-3)
+    rule = plan.rule(ChooseAsPrinted)
+    assert rule is not None and (rule.every, rule.spend) == (1, pytest.approx(0.08))
+    parts = dict(zip(rule.names, rule.parts, strict=True))
+    assert parts["even"] == pytest.approx((0.5, 0.5))
+    assert parts["sensitive"] == pytest.approx((2 / 3, 1 / 3))
+    clip = (2 * math.sqrt(1e3), 10 * math.sqrt(1e5))
+    assert plan.clip[0] == pytest.approx(clip)
+    mu = []
+    for row, part in zip(rule.noise, rule.parts, strict=True):
+        assert row == pytest.approx((0.08 * part[0], 0.04 * part[1]))
+        mu.append(math.hypot(clip[0] / row[0], clip[1] / row[1]))
+    assert plan.noise == rule.noise[int(np.argmax(mu))]
+    assert all(plan.sigma("a") <= 1 / each for each in mu)
+    whole = 10 * math.hypot(max(mu), 1 / choice_noise_multiplier(0.5))
+    assert plan.epsilon("a") == pytest.approx(whole**2 / 2, rel=1e-4)
+    assert plan.epsilon("a") > 1e12
     assert plan.claimed == (8.0,)
     assert plan.clipping is Clipping.ELEMENTWISE
     assert plan.batch == 1.0
-    assert plan.noise == pytest.approx((0.04, 0.02))
-    assert plan.clip[0] == pytest.approx((2 * math.sqrt(1e3), 10 * math.sqrt(1e5)))
     assert "Its claim does not hold" in given.why[-1]
     assert StepPlan.from_cbor(plan.to_cbor()) == plan
+
+
+@pytest.mark.parametrize(("pace", "steps"), [(1.0, 100), (2.0, 50), (3.0, 34), (0.5, 100)])
+def test_printed_ladp_returns_when_the_budget_is_used_up(pace: float, steps: int) -> None:
+    """ε ← ε − Σ ε_l after every step; the model is returned once ε ≤ 0 (lines 18 to 21)."""
+    plan = make_plan(TWELVE, ONE, batch=10, steps=100, epsilon=8.0, allocate=PaperLADP(pace=pace))
+    rule, left, taken = plan.rule(ChooseAsPrinted), 8.0, 0
+    assert rule is not None
+    while taken < 100 and left > 1e-12:
+        left, taken = left - rule.spend, taken + 1
+    assert plan.steps == taken == steps
 
 
 def test_printed_ladp_gives_less_privacy_to_those_who_ask_for_more() -> None:
@@ -99,21 +125,13 @@ def test_printed_ladp_gives_less_privacy_to_those_who_ask_for_more() -> None:
     assert true[0] > 10 * true[1] > 100 * true[2]
 
 
-def test_printed_ladp_by_fisher(measure: Make) -> None:
-    known = measure(NAMES, fisher=(9.0, 1.0) * 6)
-    plan = make_plan(
-        TWELVE,
-        ONE,
-        batch=10,
-        steps=100,
-        epsilon=8.0,
-        allocate=PaperLADP(split="fisher", sensitive=["0", "1"]),
-        measure=known,
-    )
-    assert plan.noise[:2] == pytest.approx((0.08 * 9 / 60, 0.08 / 60))
-    assert plan.noise[2:4] == pytest.approx((0.5 * 0.08 * 9 / 60, 0.5 * 0.08 / 60))
+def test_printed_ladp_offers_what_was_measured(measure: Make) -> None:
+    known, run = measure(NAMES, fisher=(9.0, 1.0) * 6), {"batch": 10, "steps": 100, "epsilon": 8.0}
+    rule = make_plan(TWELVE, ONE, allocate=PaperLADP(split="fisher"), measure=known, **run).rule(ChooseAsPrinted)
+    assert rule is not None and rule.names[-1] == "fisher"
+    assert rule.parts[-1] == pytest.approx((9 / 60, 1 / 60) * 6)
     with raises_code("allocate.needs-measure"):
-        make_plan(TWELVE, ONE, batch=10, steps=100, epsilon=8.0, allocate=PaperLADP(split="fisher"))
+        make_plan(TWELVE, ONE, allocate=PaperLADP(split="fisher"), **run)
 
 
 @pytest.mark.parametrize("name", ["printed-lsab", "printed-ladp"])
@@ -136,6 +154,7 @@ def test_several_classes_get_the_strictest_claim_and_public_ones_none(name: str,
 @pytest.mark.parametrize(
     ("made", "message"),
     [
+        (lambda: PaperLADP(pace=0.0), "allocate.option-range"),
         (lambda: PaperLADP(split="guess"), "allocate.option-unknown"),
         (lambda: PaperLADP(share=2.0), "allocate.option-range"),
         (lambda: PaperLADP(sensitive=4), "allocate.sensitive-type"),  # type: ignore[arg-type]

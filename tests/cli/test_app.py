@@ -56,6 +56,7 @@ def test_help_shows_the_stages_in_order(lamina: Call) -> None:
         "admit",
         "plan",
         "train",
+        "audit",
         "spend",
         "certify",
         "report",
@@ -88,6 +89,8 @@ def test_help_imports_no_command() -> None:
 def test_every_command_teaches(command: str, lamina: Call) -> None:
     """It has an example, says what it spends or changes, takes --json; and the list of commands says the same of it."""
     text = " ".join(succeeded(lamina(command, "--help")).split())
+    if command == "audit":
+        text += " ".join(succeeded(lamina("audit", "step", "--help")).split())
     assert summary(command) in text
     assert f"lamina {command}" in text.partition("Example")[2]
     assert any(word in text.lower() for word in ("spend", "spent"))

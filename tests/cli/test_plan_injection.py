@@ -58,7 +58,9 @@ def bands_of(project: Project, old: str = "", new: str = "") -> int:
     """Of a run whose RUN.toml says "auto"."""
     run = project.run.replace("epsilon = 2.0", 'epsilon = 6.0\nbands = "auto"').replace("steps = 6", "steps = 40")
     found = project.train_json("--plan-only", run=run.replace(old, new))
-    return (found["correlation"] or {"bands": 1})["bands"]
+    bands: int = (found["correlation"] or {"bands": 1})["bands"]
+    assert any('bands = "auto" takes 1 band' in note for note in found["notes"]) == bool(new)
+    return bands
 
 
 def test_a_run_file_takes_the_bands_that_gain(project: Project) -> None:

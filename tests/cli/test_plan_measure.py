@@ -15,7 +15,7 @@ from refusals import raises_code
 from lamina.allocate.measure.measure import Measure
 from lamina.cli import by_name
 from lamina.cli.proxy_measure import parse_shape, random_labels
-from lamina.signals import paper_run
+from lamina.signals.presets import run_file
 
 if TYPE_CHECKING:
     from conftest import Project
@@ -240,7 +240,7 @@ def test_a_paper_run_is_measured_by_the_loss_that_it_names_into_the_file_that_it
     model = (
         '{ factory = "res-ae", args = { channels = 1, samples = 32, depth = 4, latent = 2, width = 8, classes = 3 } }'
     )
-    text = paper_run("ptbxl-res-ae")
+    text = run_file("paper-ptbxl")
     table = re.sub(r"(?m)^model = .*$", f"model = {model}", text).replace("epochs = 100", "epochs = 1")
     asked.write("RUN.toml", table.replace("batch = 256", "batch = 12"))
     asked.monkeypatch.chdir(asked.folder)

@@ -273,6 +273,8 @@ def test_what_the_template_shows_is_valid(table: str, line: str) -> None:
         value = {"evaluate": {"function": "a:b", "on": "public", "best": "auc"} | value}
     elif table == "proxy":
         value = {"proxy": {"function": "a:b", "on": "public"} | value}
+    elif table in ("layers", "loggers"):
+        value = {table: value}
     elif table == "admit":
         value = {"data": {"kind": "folder", "path": "d"}, "admit": {"keys": "keys.json"} | value}
     elif table == "data":

@@ -18,6 +18,7 @@ from open_charges import SECRET_FILE, has_begun, open_charges
 from refusals import raises_code
 from safetensors.torch import load_file
 
+from lamina.allocate.noise_kind import NoiseHardware
 from lamina.cli.app import main
 from lamina.cli.explain import NOT_SIGNED
 from lamina.ledger.reader import LedgerReader
@@ -27,6 +28,7 @@ from lamina.ledger.spend_ledger import SpendLedger
 from lamina.ledger.verify.verifier import verify
 from lamina.ledger.writer import Ledger
 from lamina.plan.policy import Policy
+from lamina.plan.rules import NoiseKind
 from lamina.plan.step_plan import StepPlan
 from lamina.run.trainer import Trainer
 from lamina.sign.keys import PrivateKey
@@ -314,6 +316,28 @@ def test_stopped_by_hand_it_goes_on(project: Project, again: Callable[[str], Non
     assert found["steps"] == 6
     assert 1.9 < found["classes"]["clinical"]["epsilon"] <= 2.0
     assert found["notes"] == [NOT_SIGNED]  # nothing was done again, nothing was finished before
+
+
+def test_noise_of_kind_auto_is_chosen_once(
+    project: Project, again: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that goes on keeps the noise of its plan, also on a processor for which "auto" would be other noise."""
+    policy = (project.folder / "policy.toml").read_text()
+    first = policy.replace("[corpus]", '[corpus]\naccountant = "rdp-integer"', 1) + '\n[noise]\nkind = "auto"\n'
+    project.write("policy.toml", first)
+    again((project.folder / f"{project.module}.py").read_text() + STOPPING)
+    run = project.run + f'[evaluate]\nfunction = "{project.module}:stopping"\non = "public"\n'
+    monkeypatch.setattr(NoiseHardware, "here", classmethod(lambda cls: NoiseHardware(aes=True, entropy=True)))
+    assert project.train(run=run)[0] == 130
+    kept = (project.folder / "runs" / "first" / "plan.cbor").read_bytes()
+    assert StepPlan.from_cbor(kept).noise_kind is NoiseKind.DISCRETE_GAUSSIAN
+    monkeypatch.setattr(NoiseHardware, "here", classmethod(lambda cls: NoiseHardware(aes=False, entropy=True)))
+    sys.modules.pop(project.module)
+    assert project.train_json(run=run)["steps"] == 6
+    assert (project.folder / "runs" / "first" / "plan.cbor").read_bytes() == kept
+    assert not list((project.folder / "runs" / "first").glob("plan-*.cbor"))
+    found = project.train_json("--fresh", run=run)
+    assert StepPlan.from_cbor((Path(found["folder"]) / "plan.cbor").read_bytes()).noise_kind is NoiseKind.GAUSSIAN
 
 
 def test_fresh_is_another_run_until_the_budget_is_gone(project: Project) -> None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
+from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import mpmath
@@ -22,6 +25,7 @@ from torch.nn import functional as F
 from lamina import Batch, Engine, LayerStack, Policy, SecureNoise, SeededNoise, StepPlan, make_plan, route
 from lamina.account.filters import GaussianFilter, RenyiFilter
 from lamina.allocate.make_plan import explained_plan
+from lamina.allocate.noise_kind import NoiseHardware
 from lamina.audit.step_audit import Verdict, audit_step
 from lamina.audit.target import AuditTarget
 from lamina.engine import native
@@ -37,6 +41,7 @@ from lamina.engine.noise.integer_draws import (
     discrete_laplace,
     discrete_skellam,
 )  # fmt: skip
+from lamina.errors import PlanError
 from lamina.plan.rules import Injection, InjectionForm, NoiseKind
 
 POLICY = """
@@ -360,24 +365,68 @@ def test_rules_and_public_classes_are_refused() -> None:
         plan_of(net(), "laplace", allocate="quantile")
 
 
-def test_auto_takes_exact_noise_where_nothing_stands_against_it_and_says_why() -> None:
-    auto, stack = POLICY.replace('"discrete_gaussian"', '"auto"'), LayerStack.from_model(net())
+FAST, SLOW = NoiseHardware(aes=True, entropy=True), NoiseHardware(aes=False, entropy=True)
+AUTO = POLICY.replace('"discrete_gaussian"', '"auto"')
 
-    def chosen(policy: str, **options: object) -> tuple[NoiseKind, str]:
-        plan, allocation = explained_plan(stack, Policy.parse(policy), batch=30, steps=10, **options)  # type: ignore[arg-type]
-        return plan.noise_kind, " ".join(allocation.why)
 
-    kind, why = chosen(auto)
-    assert kind is NoiseKind.DISCRETE_GAUSSIAN and "rdp-integer prices it" in why
-    for policy, options, reason in (
-        (auto.replace("rdp-integer", "pld"), {}, "accountant pld does not price"),
-        (auto.replace("epsilon = 2.0\n", "public = true\n"), {}, "a public class"),
-        (auto + 'injection = "per_microbatch"\nbins = 3\n', {}, "once per step"),
-        (auto, {"allocate": "quantile"}, "moves C or S"),
-    ):
-        kind, why = chosen(policy, **options)
-        assert kind is NoiseKind.GAUSSIAN and reason in why
-    assert plan_of(net()).noise_kind is NoiseKind.DISCRETE_GAUSSIAN
+def chosen(policy: str, **options: Any) -> tuple[StepPlan, str]:
+    stack = LayerStack.from_model(net())
+    plan, allocation = explained_plan(stack, Policy.parse(policy), batch=30, steps=10, **options)
+    return plan, " ".join(allocation.why)
+
+
+@pytest.fixture
+def hardware(monkeypatch: pytest.MonkeyPatch) -> Callable[[NoiseHardware], None]:
+    return lambda found: monkeypatch.setattr(NoiseHardware, "here", classmethod(lambda cls: found))
+
+
+def test_auto_looks_at_the_machine() -> None:
+    found = NoiseHardware.here()
+    assert found.entropy  # keys were drawn in this process
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists() and "flags" in (text := cpuinfo.read_text()):
+        assert found.aes == (" aes " in text)
+
+
+@pytest.mark.parametrize(
+    ("policy", "machine", "kind", "reason"),
+    [
+        (AUTO, FAST, NoiseKind.DISCRETE_GAUSSIAN, "skellam: a number takes 28 random words"),
+        (AUTO, SLOW, NoiseKind.GAUSSIAN, "discrete_gaussian: the processor has no AES instructions"),
+        (AUTO.replace("rdp-integer", "pld"), FAST, NoiseKind.GAUSSIAN, "accountant pld does not price"),
+        (AUTO.replace("epsilon = 2.0\n", "public = true\n"), FAST, NoiseKind.GAUSSIAN, "a public class"),
+        (AUTO + 'injection = "per_microbatch"\nbins = 3\n', FAST, NoiseKind.GAUSSIAN, "once per step"),
+        (AUTO + 'device = "integer"\n', SLOW, NoiseKind.DISCRETE_GAUSSIAN, "gaussian: the device has no floating-point"),
+        (AUTO.replace("rdp-integer", "pld") + 'device = "integer"\n', FAST, NoiseKind.LAPLACE, "accountant pld does not"),
+        (AUTO + 'device = "parties"\n', FAST, NoiseKind.SKELLAM, "discrete_gaussian: a sum of shares has another law"),
+    ],
+)  # fmt: skip
+def test_auto_takes_the_first_kind_that_nothing_stands_against(
+    policy: str, machine: NoiseHardware, kind: NoiseKind, reason: str, hardware: Callable[[NoiseHardware], None]
+) -> None:
+    hardware(machine)
+    plan, why = chosen(policy)
+    assert plan.noise_kind is kind and f"The noise is {kind.value}" in why and reason in why
+    named = (
+        policy.replace('"auto"', f'"{kind.value}"')
+        .replace('device = "integer"\n', "")
+        .replace('device = "parties"\n', "")
+    )
+    assert chosen(named)[0] == plan  # C, S and ε are those of the kind by name
+
+
+def test_auto_refuses_what_no_kind_fits(hardware: Callable[[NoiseHardware], None]) -> None:
+    hardware(FAST)
+    assert "moves C or S" in chosen(AUTO, allocate="quantile")[1]
+    with raises_code("allocate.no-noise-kind"):
+        chosen(AUTO + 'device = "integer"\n', allocate="quantile")
+    with raises_code("allocate.no-noise-kind"):
+        chosen(AUTO.replace("rdp-integer", "pld") + 'device = "parties"\n')
+    with pytest.raises(PlanError, match="device belongs to kind 'auto'"):
+        Policy.parse(POLICY + 'device = "integer"\n')
+    hardware(NoiseHardware(aes=True, entropy=False))
+    with raises_code("allocate.no-entropy"):
+        chosen(AUTO)
 
 
 def test_filters_must_count_at_an_integer_order() -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import math
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from oracle import layers_of
@@ -16,6 +18,7 @@ from lamina.allocate.paper import ReproductionWarning
 from lamina.engine.batch import Batch
 from lamina.engine.engine import Engine
 from lamina.engine.noise.source import SeededNoise
+from lamina.plan.rules import ChooseAsPrinted, effective_sigma
 from lamina.plan.step_plan import PlannedClass, StepPlan
 
 ONE = PlannedClass(name="one", population=100, sampling_rate=0.1, delta=1e-5)
@@ -75,6 +78,50 @@ def test_the_mean_is_clamped_and_noised(parts: int, hardened: bool) -> None:
         grads = written(model)
         name = plan.layers[1].parameters[0]
         assert torch.allclose(grads[name], plan.noise[1] * z[name], atol=plan.noise[1] / 200)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_every_step_evaluates_the_layers_and_chooses_their_parts(seed: int) -> None:
+    """Lines 3 and 4: Fisher information of a private sample, the exponential mechanism, then S as it was drawn."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    twin = copy.deepcopy(model)
+    rows = ((0.2, 0.05), (0.1, 0.1), (0.05, 0.2))
+    parts = ((1.0, 0.0), (0.5, 0.5), (0.0, 1.0))
+    rule = ChooseAsPrinted(epsilon=8.0, every=1, names=("a", "b", "c"), noise=rows, parts=parts, spend=0.2)
+    base = plan_of(model, 0.05)
+    least = min(rows, key=lambda row: effective_sigma(base.clip[0], row))
+    plan = replace(base, noise=least, rules=(rule,), steps=60)
+    shares, drawn = np.zeros((60, 2)), []
+    with pytest.warns(ReproductionWarning):
+        engine = Engine(model, plan, noise=SeededNoise(5, hardened=False))
+    with engine:
+        for step in range(plan.steps):
+            asked = Batch(torch.randn(6, 3), torch.randn(6, 2) * 3)
+            for i in range(6):
+                one = torch.autograd.grad(losses(twin, asked)[i], list(twin.parameters()))
+                shares[step] += [float(sum(g.square().sum() for g in one[j : j + 2])) for j in (0, 2)]
+            shares[step] /= shares[step].sum()
+            assert engine.choice_due
+            engine.choose(losses(model, asked), asked)
+            assert not engine.choice_due
+            assert engine.adaptation is not None
+            assert engine.adaptation.applied.noise == dict(zip(rule.names, rows, strict=True))[engine.adaptation.choice]
+            assert engine.adaptation.applied.sigma(0) >= plan.sigma(0)
+            drawn.append(rule.names.index(engine.adaptation.choice))
+            batch = Batch(torch.randn(6, 3), torch.randn(6, 2))
+            engine.backward(losses(model, batch), batch)
+            model.zero_grad()
+        batch = Batch(torch.randn(6, 3), torch.randn(6, 2))
+        with raises_code("engine.no-steps-left"):
+            engine.backward(losses(model, batch), batch)
+        assert engine.budget.epsilon(0) == pytest.approx(plan.epsilon(0))
+    weights = np.exp(8.0 * 0.5 * shares @ np.array(parts).T)
+    expected = (weights / weights.sum(1, keepdims=True)).sum(0)
+    deviation = np.sqrt(
+        (weights / weights.sum(1, keepdims=True) * (1 - weights / weights.sum(1, keepdims=True))).sum(0)
+    )
+    assert (np.abs(np.bincount(drawn, minlength=3) - expected) < 4 * deviation).all()
 
 
 def test_one_private_class_only() -> None:

@@ -1,4 +1,4 @@
-"""What `Accelerator.prepare` returns in one process: models and optimisers run as they are, loaders are refused."""
+"""What `Accelerator.prepare` returns in one process: models and optimisers run as they are, the Dataset of a loader is used."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lamina
+from lamina.run.corpus import LoaderReplaced
 
 LOSS = nn.CrossEntropyLoss(reduction="none")
 pytestmark = pytest.mark.filterwarnings("ignore::lamina.run.private.PlannedBefore", "ignore::FutureWarning")
@@ -59,11 +60,12 @@ def test_a_prepared_model_and_optimiser_train_as_they_are(tmp_path: Path) -> Non
     assert all(torch.equal(t, plain.state_dict()[name]) for name, t in model.state_dict().items())
 
 
-def test_a_prepared_loader_is_refused(tmp_path: Path) -> None:
+def test_the_dataset_of_a_prepared_loader_is_used() -> None:
     model, _ = net()
     loader = Accelerator(cpu=True).prepare(DataLoader(TensorDataset(torch.randn(20, 4)), batch_size=4))
-    with raises_code("corpus.dataloader-not-poisson"):
-        lamina.make_private(model, loader, epsilon=5.0, batch=4, steps=2)
+    with pytest.warns(LoaderReplaced):
+        _, corpus, plan = lamina.make_private(model, loader, epsilon=5.0, batch=4, steps=2)
+    assert len(corpus) == 20 and plan.steps == 2
 
 
 def test_backward_of_the_accelerator_is_refused() -> None:

@@ -339,7 +339,7 @@ def test_what_would_look_into_a_step_is_refused(tmp_path: Path, monkeypatch: pyt
 def test_data_of_the_wrong_kind_is_refused(tmp_path: Path) -> None:
     with raises_code("train.data-not-a-corpus"):
         trainer_of(tmp_path, train_dataset=PUBLIC)
-    with raises_code("corpus.dataloader-not-poisson"):
+    with raises_code("train.data-not-a-corpus"):
         trainer_of(tmp_path, train_dataset=torch.utils.data.DataLoader([1]))
     with raises_code("integrations.arguments-missing"):
         PrivateTrainer(adapted("llama", "lora"), None, train_dataset=corpus_of(), privacy=PRIVACY)

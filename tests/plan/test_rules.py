@@ -21,6 +21,7 @@ from lamina.plan.codec import rule_from_dict, rule_to_dict
 from lamina.plan.rules import (
     RULE_KINDS,
     Choose,
+    ChooseAsPrinted,
     FollowBudget,
     FollowEnergy,
     FollowProxy,
@@ -37,6 +38,7 @@ def plan_of(**changes: Any) -> StepPlan:
 
 
 CHOOSE = Choose(epsilon=0.5, every=30, names=("x", "y"), noise=((1, 1, 1), (3, 2, 1)), price=2)
+PRINTED = ChooseAsPrinted(epsilon=0.5, every=1, names=("x",), noise=((1, 1, 1),), parts=((0.5, 0.25, 0.25),), spend=0.1)
 RULES = [FollowEnergy(), FollowProxy(), FollowQuantile(noise=12.0), CHOOSE, FollowBudget(order=24)]
 
 
@@ -135,8 +137,22 @@ def test_rules_that_make_no_sense_are_refused(make: Any) -> None:
         make()
 
 
+def test_a_printed_choice_needs_the_printed_clamp_and_stands_alone() -> None:
+    with raises_code("plan.elementwise-clipping"):
+        plan_of(rules=(PRINTED,))
+    printed = {"clipping": "elementwise", "batch": 1.0, "allocation": "printed-ladp"}
+    plan = plan_of(rules=(PRINTED,), **printed)
+    assert StepPlan.from_cbor(plan.to_cbor()) == plan
+    for rules in ((CHOOSE,), (PRINTED, FollowEnergy())):
+        with raises_code("plan.elementwise-clipping"):
+            plan_of(rules=rules, **printed)
+    for parts in (((0.5, 0.5),), ((0.5, 0.5, 0.5),), ((-0.5, 0.5, 0.5),), ()):
+        with raises_code("plan.rule-out-of-range"):
+            replace(PRINTED, parts=parts)
+
+
 def test_damaged_rules_are_refused() -> None:
-    for rule in RULES:
+    for rule in (*RULES, PRINTED):
         state = rule_to_dict(rule)
         for damaged in (
             {**state, "kind": "follow"},
@@ -147,7 +163,7 @@ def test_damaged_rules_are_refused() -> None:
         ):
             with pytest.raises(PlanError):
                 rule_from_dict(damaged)
-    assert set(RULE_KINDS) == {rule_to_dict(rule)["kind"] for rule in RULES}
+    assert set(RULE_KINDS) == {rule_to_dict(rule)["kind"] for rule in (*RULES, PRINTED)}
 
 
 class Unwritable:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import lamina
 from lamina.recipes import Recipe
-from lamina.recipes.images import ScatteredImages, images
+from lamina.recipes.images import ScatteredImages, images, upright
 from lamina.signals.front_ends import Scattering2D
 
 pytestmark = pytest.mark.filterwarnings("ignore::lamina.run.private.PlannedBefore")
@@ -58,6 +58,27 @@ def test_features_are_of_one_image_and_do_not_depend_on_its_scale() -> None:
     torch.testing.assert_close(features(x / 37.0), found, rtol=1e-3, atol=1e-4)
     assert torch.linalg.vector_norm(found, dim=1) == pytest.approx(torch.full((6,), 7.0))
     assert not features(torch.full((1, 3, 16, 12), 0.0)).isnan().any()
+
+
+@pytest.mark.parametrize("slant", [-0.6, 0.0, 0.5])
+def test_slanted_writing_becomes_upright(slant: float) -> None:
+    """A bar of ink that leans: afterwards, its columns do not depend on the row, and its ink is all there."""
+    row, column = torch.meshgrid(*2 * (torch.linspace(-1, 1, 24),), indexing="ij")
+    bar = torch.exp(-40 * (column - 0.1 - slant * row).square()) * (row.abs() < 0.6)
+    x = torch.stack([bar, bar])[:, None]
+    found = upright(x)[0, 0]
+    middles = ((found * column).sum(1) / found.sum(1))[row[:, 0].abs() < 0.55]
+    assert float(middles.max() - middles.min()) < 0.03
+    assert float(found.sum()) == pytest.approx(float(bar.sum()), rel=0.05)
+    assert torch.equal(upright(torch.zeros(1, 1, 9, 8)), torch.zeros(1, 1, 9, 8))
+
+
+def test_a_straightened_image_has_the_features_of_the_upright_one() -> None:
+    row, column = torch.meshgrid(*2 * (torch.linspace(-1, 1, 28),), indexing="ij")
+    x = torch.stack([torch.exp(-40 * (column - slant * row).square()) * (row.abs() < 0.6) for slant in (0.0, 0.4)])
+    plain, straight = (ScatteredImages((1, 28, 28), straighten=on)(x[:, None]) for on in (False, True))
+    far = [float((rows[0] - rows[1]).norm()) for rows in (plain, straight)]
+    assert far[1] < 0.2 * far[0]
 
 
 def test_a_mirrored_image_has_nearly_the_same_features_and_half_of_the_columns() -> None:

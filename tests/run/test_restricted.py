@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import io
 from functools import partial
 from pathlib import Path
 
 import problem
 import pytest
 import torch
+from rich.console import Console
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -50,6 +52,20 @@ def test_many_patients_at_a_large_epsilon_help_and_noise_alone_does_not(monkeypa
     assert good.startswith("class sensitive helps") and "simulated: clusters" in good
     assert bad.startswith("class sensitive DOES NOT HELP") and "leave it out of data and plan (batch 0)" in bad
     assert good == said(plan_of(8.0), clusters())  # seeded
+
+
+@pytest.mark.parametrize(
+    ("progress", "quiet", "terminal"), [(True, -1, True), (True, 99, True), (True, -1, False), (False, -1, True)]
+)
+def test_a_longer_trial_shows_a_bar_on_a_terminal(
+    progress: bool, quiet: float, terminal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = io.StringIO()
+    monkeypatch.setattr(restricted, "Console", lambda stderr: Console(file=shown, force_terminal=terminal))
+    monkeypatch.setattr(restricted, "_QUIET_SECONDS", quiet)
+    monkeypatch.setattr(restricted, "_STEPS", 2)
+    restricted_notes(net(), plan_of(8.0), clusters(60), progress=progress)
+    assert ("trial of class sensitive" in shown.getvalue()) == (progress and terminal and quiet < 0)
 
 
 def test_without_data_that_answer_it_nothing_is_guessed() -> None:

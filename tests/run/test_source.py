@@ -13,9 +13,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from refusals import raises_code
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, WeightedRandomSampler
 
-from lamina.run.example_sources import ArraySource, DatasetSource, ExampleSource, make_source
+from lamina.run.example_sources import ArraySource, DatasetSource, ExampleSource, dataset_of, make_source
 
 ROWS = np.array([4, 0, 4, 2])
 NONE = np.array([], dtype=np.int64)
@@ -287,7 +287,11 @@ class Endless(IterableDataset[Any]):
 
 
 REFUSED: dict[str, list[Callable[[], Any]]] = {  # by code
-    "corpus.dataloader-not-poisson": [lambda: make_source(DataLoader(TensorDataset(torch.zeros(4, 1))))],
+    "corpus.dataloader-not-poisson": [
+        lambda: dataset_of(DataLoader(Items(float), sampler=WeightedRandomSampler([1.0] * 6, 6))),
+        lambda: dataset_of(DataLoader(Items(float), batch_sampler=[[0, 1], [2]])),
+        lambda: dataset_of(DataLoader(Items(float), collate_fn=lambda items: items)),
+    ],
     "corpus.inputs-not-indexable": [
         lambda: make_source(Endless()),
         lambda: make_source(i for i in range(3)),

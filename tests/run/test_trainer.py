@@ -22,7 +22,7 @@ from torch import nn
 import lamina
 from lamina import Evaluation
 from lamina.account.filters import GaussianFilter
-from lamina.errors import BudgetExceeded, CouplingError, RunError, RunInUse, StorageError
+from lamina.errors import BudgetExceeded, CorpusError, CouplingError, RunError, RunInUse, StorageError
 from lamina.ledger.spend_ledger import SpendLedger
 from lamina.ledger.verify.verifier import verify
 from lamina.plan.charges import plan_charges
@@ -693,7 +693,7 @@ def test_bad_figures_are_refused(tmp_path: Path, figures: Any) -> None:
         ({"loss_fn": lambda o, y: o}, lamina.LaminaError, "one loss per example"),
         ({"loss_fn": lambda o, y: problem.loss(o, y.float())}, RunError, "int64"),
         ({"loss_fn": 3}, RunError, "function"),
-        ({"corpus": torch.utils.data.DataLoader([1, 2])}, RunError, "not Poisson"),
+        ({"corpus": torch.utils.data.DataLoader([1, 2], collate_fn=list)}, CorpusError, "Poisson"),
         ({"corpus": [1, 2]}, RunError, "lamina.Corpus"),
         ({"optimizer": torch.optim.SGD(problem.net().parameters(), lr=1.0)}, RunError, "none of the model's"),
         ({"microbatches": 0}, RunError, "microbatches"),
@@ -758,7 +758,7 @@ def test_make_private_teaches(name: str, value: float) -> None:
     with raises_code("train.batch-above-corpus"):
         lamina.make_private(problem.net(), (x, y), epsilon=1.0, batch=50, epochs=1)
     with raises_code("corpus.dataloader-not-poisson"):
-        lamina.make_private(problem.net(), torch.utils.data.DataLoader([1]), batch=50, epochs=1)
+        lamina.make_private(problem.net(), torch.utils.data.DataLoader([1], collate_fn=list), batch=50, epochs=1)
 
 
 def test_make_private_gives_a_loop(tmp_path: Path) -> None:

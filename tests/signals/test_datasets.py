@@ -137,6 +137,15 @@ def test_windows_are_prepared_once_and_again_when_a_file_changes(tmp_path: Path)
     assert all(folder.stat().st_mode & 0o077 == 0 for folder in (tmp_path / "cache").iterdir())
 
 
+def test_ptbxl_in_parts_of_70_15_15_by_patient(ptbxl: Path) -> None:
+    by_patient, folds = (ptbxl_records(ptbxl, split=split) for split in ("patients", "folds"))
+    assert all(record.part == part_of(record.patient) for record in by_patient)
+    assert [record.part for record in by_patient] != [record.part for record in folds]
+    assert len(ptbxl_corpus(str(ptbxl), split="patients")) == len({r.patient for r in by_patient if r.part == "train"})
+    with raises_code("data.split-not-known"):
+        ptbxl_records(ptbxl, split="random")
+
+
 def test_ptbxl_at_500_hertz(tmp_path: Path) -> None:
     write_simulated_ptbxl(tmp_path, patients=1, rate=500)
     (record,) = ptbxl_records(tmp_path, rate=500)
@@ -295,11 +304,49 @@ def test_mimic_streams_come_from_segments_at_their_rates(tmp_path: Path) -> None
     assert len(mimic_corpus(str(tmp_path), stream="PPG")) == len(
         {p for p in map(str, range(20, 40)) if part_of(f"p{int(p):06d}") == "train"}
     )
-    with raises_code("data.stream-not-known"):
-        mimic_records(tmp_path, stream="EEG")
+    for stream in ("EEG", "ECG+EEG", "ECG+"):
+        with raises_code("data.stream-not-known"):
+            mimic_records(tmp_path, stream=stream)
+    with raises_code("data.missing-not-known"):
+        mimic_records(tmp_path, stream="ECG+ABP", missing="guess")
     with raises_code("data.no-records"):
         (tmp_path / "none").mkdir()
         mimic_records(tmp_path / "none")
+
+
+def test_mimic_streams_are_cut_together_at_the_same_moments(tmp_path: Path) -> None:
+    """A pulse in all three streams at the same moment stays there; a segment without PPG is left out or filled with 0."""
+    t, patients = np.arange(6000), [f"p{number:06d}" for number in range(20, 26)]
+    beat = np.exp(-(((t % 125) - 60.0) ** 2) / 400)
+    waves = np.rint(100 * np.stack([beat, 2 * beat, -beat])).astype(int)
+    for patient in patients:
+        folder, number = tmp_path / "p00" / patient, patient[1:]
+        write_wfdb(folder / f"3{number}_0001", waves, rate=125, channels=("II", "ABP", "PLETH"))
+        write_wfdb(folder / f"3{number}_0002", waves[:2], rate=125, channels=("V", "ART"))
+        gap = waves.copy()
+        gap[1, 2800:3000] = -(1 << 15)  # WFDB's mark of a missing sample
+        write_wfdb(folder / f"3{number}_0003", gap, rate=125, channels=("II", "ABP", "PLETH"))
+        name = f"{patient}-2183-04-28-17-47"
+        parts = "".join(f"3{number}_000{i} 6000\n" for i in (1, 2, 3))
+        (folder / f"{name}.hea").write_text(f"{name}/3 3 125 18000\n{parts}")
+    (first, *_) = mimic_records(tmp_path, stream="ECG+ABP+PPG")
+    found = first.windows()
+    whole, before, after = ((n - 256) // 128 + 1 for n in (6000, 2800, 3000))
+    assert found.shape == (whole + before + after, 3, 256)
+    for window in found[:whole]:
+        assert np.corrcoef(window[0], window[1])[0, 1] > 0.99 and np.corrcoef(window[0], window[2])[0, 1] < -0.99
+    assert np.abs(found[:whole].mean(axis=(0, 2))).max() < 0.1
+    filled = mimic_records(tmp_path, stream="ECG+ABP+PPG", missing="zero")[0].windows()
+    assert len(filled) == len(found) + whole
+    assert not filled[whole : 2 * whole, 2].any() and filled[whole : 2 * whole, :2].any()
+    np.testing.assert_array_equal(filled[:whole], found[:whole])
+    two = mimic_records(tmp_path, stream="ABP+PPG")[0].windows()  # 62.5 a second: half as many samples
+    assert (
+        two.shape[1:] == (2, 256)
+        and len(two) == (3000 - 256) // 128 + 1 + (1400 - 256) // 128 + 1 + (1500 - 256) // 128 + 1
+    )
+    corpus = mimic_corpus(str(tmp_path), stream="ECG+ABP+PPG", part=part_of(patients[0]))
+    assert len(corpus) == sum(part_of(patient) == part_of(patients[0]) for patient in patients)
 
 
 # --------------------------------------------------------------------------------------------------- other folders

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from refusals import raises_code
 
 from lamina import LayerStack, Measure
 from lamina.cli.app import main
 from lamina.cli.by_name import make_model
 from lamina.cli.run_file import RunFile
-from lamina.signals import paper_run
+from lamina.signals.presets import run_file, run_files
 
 DOCS = Path(__file__).parents[2] / "docs"
 SMALLER = {
@@ -81,17 +82,35 @@ def test_the_layers_of_a_paper_run_are_measured_on_simulated_patients(
     (body,) = (one for one in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "lamina.measure(" in one)
     monkeypatch.chdir(tmp_path)
     exec(compile(body, "signals.md", "exec"), {})
-    found = RunFile.parse(paper_run("ptbxl-res-ae"))
+    found = RunFile.parse(run_file("paper-ptbxl"))
     stack = LayerStack.from_model(make_model(found.model.factory, found.model.args))
     assert Measure.load(tmp_path / str(found.measure)).layers == tuple(layer.name for layer in stack)
 
 
 @pytest.mark.parametrize(
-    "name", ["ptbxl-res-ae", "ptbxl-conv-ae", "ohio-stacked-ae", "ohio-vae", "mimic-trans-ae", "mimic-conv-ae"]
-)
-def test_the_settings_of_the_paper_are_run_files(name: str) -> None:
-    found = RunFile.parse(paper_run(name))
-    assert name.endswith(found.model.factory)
-    assert found.allocate.name == "lsab"
-    model = make_model(found.model.factory, found.model.args)
-    assert sum(p.numel() for p in model.parameters()) > 10_000
+    ("name", "model"),
+    [("paper-ptbxl", "res-ae"), ("paper-ptbxl-conv", "conv-ae"), ("paper-ohio", "stacked-ae"), ("paper-ohio-vae", "vae"),
+     ("paper-mimic", "trans-ae"), ("paper-mimic-conv", "conv-ae")],
+)  # fmt: skip
+def test_the_settings_of_the_paper_are_run_files(name: str, model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """`lamina train --preset` prints what `--presets` lists, and its model takes the channels that its data give."""
+    for words in (["--presets"], ["--preset", name]):
+        with pytest.raises(SystemExit) as ended:
+            main(["train", *words])
+        assert ended.value.code in (0, None)
+        printed = capsys.readouterr().out
+        assert words == ["--preset", name] or name in printed
+    found = RunFile.parse(printed)
+    assert found.model.factory == model
+    assert found.allocate is not None and found.allocate.name == "lsab"
+    made = make_model(found.model.factory, found.model.args)
+    assert sum(p.numel() for p in made.parameters()) > 10_000
+    streams = found.data.args.get("stream", "").split("+")
+    assert found.model.args.get("channels", 12) == len(found.data.args.get("channels", streams)) or "ptbxl" in name
+
+
+def test_a_preset_without_a_run_file_is_refused() -> None:
+    assert len(run_files()) == 6
+    for name, code in (("ecg-linear", "plan.preset-without-run"), ("paper-ptb", "plan.preset-not-known")):
+        with raises_code(code):
+            run_file(name)

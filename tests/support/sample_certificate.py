@@ -148,6 +148,7 @@ def sample_content(classes: dict[str, dict[str, Any]] | None = None, *, private:
         "about": {"security": {"text": "encrypted at rest; two administrators", "leaf": 0}},
         "program": {"leaf": 41, "lamina": "0.1", "sources": "44" * 32, "torch": "2.13.0", "python": "3.11.2",
                     "kernels": "none", "earlier": []},
-        "tuning": {"runs_in_ledger": 12, "runs_before_this": 11, "leaves": [3, 9]},
+        "tuning": {"runs_in_ledger": 12, "runs_before_this": 11, "leaves": [3, 9],
+                   "optimizer": "Adam, rate 0.021, HoldThenFall(steps=150, falling=0.3)"},
         "utility": [utility(None, 0.91), utility("sex: f", 0.9), utility("site: 7", None)],
     }  # fmt: skip

@@ -33,6 +33,7 @@ from lamina.plan.rules import (
     MEASURED,
     MOST_MAGNITUDE,
     Choose,
+    ChooseAsPrinted,
     FollowBudget,
     FollowEnergy,
     FollowProxy,
@@ -86,6 +87,10 @@ def plan_candidates(plan: StepPlan) -> tuple[Candidate, ...]:
     rule = plan.rule(Choose)
     if rule is None:
         raise PlanError("allocate.no-choice", "the plan has no rule Choose", "use LADP(choose_every=…)")
+    if isinstance(rule, ChooseAsPrinted):  # C and S are what the paper says, and the plan has the least of S
+        return tuple(
+            Candidate(name=name, clip=plan.clip, noise=row) for name, row in zip(rule.names, rule.noise, strict=True)
+        )
     classes = range(len(plan.classes))
     return scaled_candidates(
         rule,

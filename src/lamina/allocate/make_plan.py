@@ -13,10 +13,11 @@ from lamina import validate
 from lamina.account.accountants import calibrate, find_accountant
 from lamina.account.filters import choose_order
 from lamina.account.gaussian_rdp import step_rdp
-from lamina.account.schedule import INTEGER_RDP, Event, bisect_float, event_counts
+from lamina.account.schedule import Event, bisect_float, event_counts
 from lamina.allocate.basic import automatic, flat, lsab, pareto, proportional, quantile, uniform
 from lamina.allocate.ladp import LADP, ladp
 from lamina.allocate.measure.measure import Measure
+from lamina.allocate.noise_kind import choose_noise_kind
 from lamina.allocate.paper import paper_ladp, paper_lsab
 from lamina.allocate.problem import Allocate, Allocation, AllocationProblem, Allocator, named
 from lamina.errors import AccountingError, PlanError
@@ -26,7 +27,7 @@ from lamina.plan.policy import Policy
 from lamina.plan.profile_reach import Reach
 from lamina.plan.risk import COMPOSED, ZERO_OUT, RiskBound, calibrate_to_risk
 from lamina.plan.rules import FollowBudget, FollowQuantile, NoiseKind, rescale_noise
-from lamina.plan.selection import did_you_mean, noised_sizes
+from lamina.plan.selection import did_you_mean, known_keywords, noised_sizes
 from lamina.plan.step_plan import Clipping, PlannedClass, PlannedLayer, StepPlan
 
 _ALL: tuple[Allocator, ...] = (
@@ -323,6 +324,7 @@ def refuse_unknown_classes(policy: Policy, names: Mapping[str, float], what: str
             raise PlanError("allocate.unknown-class", problem, f"use one of {', '.join(policy.classes)}")
 
 
+@known_keywords(PlanError, "plan.keyword-unknown")
 def make_plan(
     stack: LayerStack,
     policy: Policy,
@@ -436,7 +438,13 @@ def _explained_plan(
             replace(r, order=declared.order, least=max(r.least, pace[0]), most=min(r.most, pace[1]))
             if isinstance(r, FollowBudget) else r for r in rules
         )  # fmt: skip
-    kind, reasons = _choose_noise_kind(policy, list(sizes), chosen, declared.accountant)
+    kind, reasons = choose_noise_kind(policy, list(sizes), chosen, declared.accountant)
+    if kind is NoiseKind.LAPLACE and policy.noise.kind == "auto":  # whose clip and price are others from the start
+        plan, chosen = _explained_plan(
+            stack, policy.with_noise_kind(kind), batch=batch, steps=steps, epochs=epochs, allocate=allocate,
+            clip_norm=clip_norm, clipping=clipping, measure=measure, **budget,
+        )  # fmt: skip
+        return plan, replace(chosen, why=(*chosen.why, *reasons))
     chosen = replace(chosen, why=(*chosen.why, *reasons))
     form = Clipping.ELEMENTWISE if chosen.clipping is Clipping.ELEMENTWISE else clipping or chosen.clipping
     _refuse_unsupported_profiles(reaches, chosen, form)
@@ -451,7 +459,7 @@ def _explained_plan(
         clip=chosen.clip,
         noise=chosen.noise if chosen.claimed else _noise_for_sigma(chosen, declared.sigma),
         batch=1.0 if form is Clipping.ELEMENTWISE else float(total) * chosen.batch_factor,
-        steps=count,
+        steps=min(count, chosen.returns_after or count),
         clipping=form,  # type: ignore[arg-type]  # the plan reads text
         accountant="gaussian" if chosen.claimed else declared.accountant,
         allocation=str(getattr(chooser, "name", None) or getattr(chooser, "__name__", "function")),
@@ -504,27 +512,6 @@ def _refuse_unsupported_profiles(reaches: Mapping[str, Reach], chosen: Allocatio
         if chosen.claimed and (weighed or reach.openings):
             problem = f"the profile of class {name!r} has weights or slices, which a paper method lacks"
             raise PlanError("allocate.weights-paper-method", problem, "use whole layers, or another allocation")
-
-
-def _choose_noise_kind(
-    policy: Policy, names: list[str], chosen: Allocation, accountant: str
-) -> tuple[NoiseKind, tuple[str, ...]]:
-    """The kind of noise, and why, where the policy leaves it open: exact noise if nothing of the plan stands against it."""
-    if policy.noise.kind != "auto":
-        return NoiseKind(policy.noise.kind), ()
-    against = {
-        f"accountant {accountant} does not price noise on integers ({INTEGER_RDP} does)": accountant != INTEGER_RDP,
-        "noise on integers enters once per step": policy.noise.injection != "per_step",
-        "noise on integers is not correlated over steps": policy.noise.correlation != "none",
-        "the allocation moves C or S while it runs": bool(chosen.rules),
-        "the allocation reproduces a paper": bool(chosen.claimed),
-        "a public class is not clipped, so it does not fit a grid": any(policy.classes[n].public for n in names),
-    }
-    found = [reason for reason, holds in against.items() if holds]
-    if found:
-        return NoiseKind.GAUSSIAN, (f"The noise is Gaussian, in floating point: {'; '.join(found)}.",)
-    reason = f"The noise is discrete Gaussian, exact on integers: accountant {accountant} prices it."
-    return NoiseKind.DISCRETE_GAUSSIAN, (reason,)
 
 
 def _noise_for_sigma(chosen: Allocation, sigma: tuple[float, ...]) -> tuple[float, ...]:

@@ -9,8 +9,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from lamina.account.gaussian_rdp import classical_zcdp_epsilon
-from lamina.allocate.ladp import SensitiveLayers, check_sensitive, sensitive_layers
+from lamina.account.gaussian_rdp import choice_noise_multiplier, classical_zcdp_epsilon
+from lamina.allocate.ladp import DEPTH_SLOPE, SensitiveLayers, check_sensitive, sensitive_layers
 from lamina.allocate.problem import (
     Allocation,
     AllocationProblem,
@@ -21,6 +21,7 @@ from lamina.allocate.problem import (
     noise_weights,
 )
 from lamina.errors import EngineError, PlanError
+from lamina.plan.rules import ChooseAsPrinted, effective_sigma
 from lamina.plan.step_plan import Clipping, StepPlan
 
 
@@ -104,50 +105,81 @@ paper_lsab = PaperLSAB()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PaperLADP:
-    """Every entry of the batch's mean gradient is clipped to ±c_l and gets noise of standard deviation ε_l:
+    """Algorithm 1, all of it. Before every step (lines 3 and 4) the Fisher information of the layers is taken from a
+    private sample, and an exponential mechanism picks which part of the step's budget every layer gets. Every entry of
+    the batch's mean gradient is clipped to ±c_l and gets noise of standard deviation ε_l (lines 7 to 17):
 
-        ε_l = part_l·ε/T,  Σ part = 1;      c_l = 1.0, noise ε_l        in sensitive layers
-                                            c_l = 5.0, noise ε_l/2      in others
+        ε_l = part_l·pace·ε/T,  Σ part = 1;      c_l = 1.0, noise ε_l        in sensitive layers
+                                                 c_l = 5.0, noise ε_l/2      in others
 
-    so that ε − Σ_t Σ_l ε_l reaches 0 after T steps (lines 4, 7 to 13, 18). Nothing bounds one contribution but the box
-    itself: adding or replacing it can move each of the d_l entries from one edge to the other, an L2 sensitivity of
-    C_l = 2·c_l·√d_l. The noise grows with ε, so asking for more privacy gives less. `plan.epsilon` is the true figure.
+    Then ε ← ε − Σ_l ε_l, and the model is returned once ε ≤ 0 (lines 18 to 21). All candidates have the same Σ_l ε_l, so
+    that happens after ⌈T/pace⌉ steps, which are the steps of the plan.
 
-      split      "even"; "fisher" or "influence": in proportion to the proxy's Fisher information or influence
-      sensitive  as for `LADP`
+    Nothing bounds one contribution but the clipping itself: adding or replacing it can move each of the d_l entries from
+    one edge to the other, an L2 sensitivity of C_l = 2·c_l·√d_l. The noise grows with ε, so asking for more privacy gives
+    less. `plan.epsilon` is the true figure: of the candidate with the least noise in every step, and of every choice.
+
+      sensitive       as for `LADP`
+      pace            how many times faster than ε/T a step spends
+      choose_epsilon  ε of one exponential mechanism, for which the document charges nothing
+      split           one more candidate, in proportion to what a measure says: "fisher" or "influence"
     """
 
     name: ClassVar[str] = "printed-ladp"
     sensitive: SensitiveLayers | None = None
     share: float = 0.25
-    split: str = "even"
+    pace: float = 1.0
+    choose_epsilon: float = 0.5
+    split: str | None = None
 
     def __post_init__(self) -> None:
         check_sensitive(self.name, self.sensitive)
+        if self.split is not None:
+            check_one_of(self.name, "split", self.split, ("fisher", "influence"))
         check_number(self.name, "share", self.share, 0.0, 1.0)
-        check_one_of(self.name, "split", self.split, ("even", "fisher", "influence"))
+        check_number(self.name, "pace", self.pace, 0.0, 1e6)
+        choice_noise_multiplier(self.choose_epsilon)
 
     def __call__(self, problem: AllocationProblem) -> Allocation:
         _check_targets(problem, self.name)
         picked, because = sensitive_layers(problem, self.sensitive, self.share, self.name)
-        layers = len(problem.sizes)
-        parts = np.ones(layers) if self.split == "even" else measured_row(problem, self.split, self.name)
+        noised, layers = np.array(problem.needs_noise()), len(problem.sizes)
         target = min(problem.targets[k] for k in problem.private)
-        each = target / problem.steps * parts / parts.sum()
-        noise = np.where(problem.needs_noise(), each * np.where(picked, 1.0, 0.5), 0.0)
+        spend = self.pace * target / problem.steps
+        slope = DEPTH_SLOPE ** (np.arange(layers) / max(layers - 1, 1))
+        shapes = {
+            "even": np.ones(layers),
+            "sensitive": np.where(picked, 2.0, 1.0),
+            "input-heavy": 1.0 / slope,
+            "output-heavy": slope,
+            "sizes": np.asarray(problem.sizes, dtype=np.float64),
+        }
+        if self.split is not None:
+            shapes[self.split] = measured_row(problem, self.split, self.name)
+        parts = [np.where(noised, shape, 0.0) / shape[noised].sum() for shape in shapes.values()]
+        noise = [spend * part * np.where(picked, 1.0, 0.5) for part in parts]
         bound = 2.0 * np.where(picked, 1.0, 5.0) * np.sqrt(np.asarray(problem.sizes, dtype=np.float64))
         clip = _same_clip_for_all(problem, bound)
+        least = min(noise, key=lambda row: min(effective_sigma(clip[k], row.tolist()) for k in problem.private))
+        returns = min(problem.steps, math.ceil(problem.steps / self.pace))
+        choice = ChooseAsPrinted(
+            epsilon=self.choose_epsilon, every=1, names=tuple(shapes), noise=tuple(tuple(row.tolist()) for row in noise),
+            parts=tuple(tuple(part.tolist()) for part in parts), spend=spend,
+        )  # fmt: skip
         return Allocation(
             clip=clip,
-            noise=tuple(noise.tolist()),
+            noise=tuple(least.tolist()),
             clipping=Clipping.ELEMENTWISE,
+            rules=(choice,),
             claimed=tuple(target if k in problem.private else 0.0 for k in range(len(clip))),
             why=(
                 because,
-                f"printed-ladp reproduces algorithm 1: ε = {target:g} over {problem.steps:,} steps and {layers} layers "
-                f"is noise of standard deviation {noise[noise > 0].min():.3g} to {noise.max():.3g} on a batch gradient "
-                f"that one contribution can move by {bound.max():.4g}. Its claim does not hold.",
+                f"printed-ladp reproduces algorithm 1: ε = {target:g} less {spend:.3g} in every step, so it returns after "
+                f"{returns:,} of {problem.steps:,} steps. Noise of standard deviation {least[noised].min():.3g} to "
+                f"{least.max():.3g} is added to a batch gradient that one contribution can move by {bound.max():.4g}. Its "
+                "claim does not hold.",
             ),
+            returns_after=returns,
         )
 
 

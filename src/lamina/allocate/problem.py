@@ -126,6 +126,7 @@ class Allocation:
     claimed  of a printed allocation: the ε that the document claims, by class. Then S is taken as it is
     batch_factor  what B is multiplied by: B only sets the scale of what the optimiser sees
     why      sentences that explain the choice: `lamina plan --explain` prints them
+    returns_after  steps after which a printed algorithm returns the model, if that is before the last one
     """
 
     clip: tuple[tuple[float, ...], ...]
@@ -135,6 +136,7 @@ class Allocation:
     claimed: tuple[float, ...] = ()
     batch_factor: float = 1.0
     why: tuple[str, ...] = ()
+    returns_after: int | None = None
 
 
 Allocate = Callable[[AllocationProblem], Allocation]

@@ -22,7 +22,7 @@ from lamina.errors import LaminaError, needs_torch
 
 # In the order of use. A command is the function NAME, or the group `app`, in lamina.cli.NAME.
 COMMANDS = (
-    "demo", "keys", "attest", "admit", "plan", "train", "spend", "ledger", "certify", "report", "release", "serve", "study",
+    "demo", "keys", "attest", "admit", "plan", "train", "audit", "spend", "ledger", "certify", "report", "release", "serve", "study",
     "bench", "doctor",
 )  # fmt: skip
 

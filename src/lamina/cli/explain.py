@@ -27,7 +27,16 @@ from lamina.errors import AccountingError, PlanError
 from lamina.plan.correlation import best_bands, prefix_error_ratio
 from lamina.plan.policy import Policy
 from lamina.plan.risk import STATED_RATES, RiskOf, plan_curve
-from lamina.plan.rules import RULE_KINDS, Choose, FollowBudget, FollowEnergy, FollowProxy, FollowQuantile, Rule
+from lamina.plan.rules import (
+    RULE_KINDS,
+    Choose,
+    ChooseAsPrinted,
+    FollowBudget,
+    FollowEnergy,
+    FollowProxy,
+    FollowQuantile,
+    Rule,
+)
 from lamina.plan.step_plan import Clipping, StepPlan
 from lamina.plan.table import (
     at_least,
@@ -159,6 +168,11 @@ def _rule_sentence(rule: Rule, plan: StepPlan) -> str:
             f"Thresholds follow the {rule.target:g} quantile of the gradient norms at rate {rule.rate:g}, read from "
             f"counts with noise {at_least(rule.noise)} at every step. The counts take {100 * part:.3g} % of the budget; ε "
             "includes them."
+        )
+    if isinstance(rule, ChooseAsPrinted):
+        return (
+            f"Before every step an exponential mechanism of ε = {rule.epsilon:g} over the Fisher information of private "
+            f"contributions picks the layers' parts of {rule.spend:.3g} from {', '.join(rule.names)}: lines 3 and 4 as printed."
         )
     if isinstance(rule, Choose):
         calls = rule.calls(0, plan.steps)

@@ -119,9 +119,8 @@ def plan(
     if steps is not None and epochs is not None:
         raise misuse("give one of --steps and --epochs", "--steps")
     from lamina.allocate.make_plan import ALLOCATIONS, DEFAULT_ALLOCATION, explained_plan
-    from lamina.cli.planned_run import PlannedRun, plan_arguments
+    from lamina.cli.planned_run import PlannedRun, auto_bands_note, layer_stack, plan_arguments
     from lamina.cli.proxy_measure import MeasureOptions
-    from lamina.plan.layer_stack import LayerStack
     from lamina.plan.selection import planned_noised_sizes
     from lamina.run.restricted import restricted_notes
 
@@ -154,18 +153,22 @@ def plan(
     name, arguments = (model or "residual", {}) if model or file is None else (file.model.factory, file.model.args)
     with results_only():
         net = _seeded_model(name, arguments, None if file is None else beside, seed)
-        stack = LayerStack.from_model(net)
+        stack = layer_stack(net, file)
         known = wanted.of(name, net, stack) or common.get("measure")
     common["measure"] = known
     made, allocation = explained_plan(stack, rules, allocate=chosen, **common)
     sizes = planned_noised_sizes(made, stack.shapes)
     asked = requested_epsilon(common.get("epsilon"), common.get("rho"), rules.corpus.delta)
-    notes = () if common.get("noise_multiplier") else (*plan_notes(made, rules, asked), *bands_note(made))
+    notes = (
+        ()
+        if common.get("noise_multiplier")
+        else (*plan_notes(made, rules, asked), *(auto_bands_note(file, rules) or bands_note(made)))
+    )
     with results_only():
         labelled = wanted.labelled()
         if labelled is None and file is not None:
             labelled = PlannedRun(file=file, beside=beside, policy=rules, model=net, plan=made).option("proxy")
-        notes = (*notes, *restricted_notes(net, made, labelled))
+        notes = (*notes, *restricted_notes(net, made, labelled, progress=True))
     if model is None and file is None:
         notes = (
             *notes,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +21,9 @@ from lamina.cli.run_file import AdmitTable, DataTable, RunFile
 from lamina.cli.terminal import open_private_key, progress_bar
 from lamina.engine.distributed import Ranks
 from lamina.errors import CorpusError, RunError
+from lamina.integrations.loggers import LOCAL_PLACES, LOGGERS
 from lamina.ledger.corpus_terms import CorpusTerms, open_or_create
+from lamina.ledger.run_records import WEIGHTS
 from lamina.ledger.store.sqlite import ledger_exists
 from lamina.ledger.writer import Ledger
 from lamina.plan.correlation import AUTO_BANDS
@@ -30,6 +33,7 @@ from lamina.plan.step_plan import StepPlan
 from lamina.run.admitted import Gate
 from lamina.run.corpus import Corpus
 from lamina.run.options import OPTIONS
+from lamina.run.publisher import AVERAGE, BEST
 from lamina.run.run_ledger import default_ledger_path, refuse_second_ledger
 from lamina.run.run_output import user_code
 from lamina.run.trainer import Trainer
@@ -49,11 +53,16 @@ class PlannedRun:
     plan: StepPlan
 
     @classmethod
-    def of(cls, file: RunFile, beside: Path) -> PlannedRun:
-        """Read the policy, make the model, make the plan. Paths are relative to `beside`."""
+    def of(cls, file: RunFile, beside: Path, *, resumed: Path | None = None) -> PlannedRun:
+        """Read the policy, make the model, make the plan. Paths are relative to `beside`.
+
+        The run in the folder `resumed` keeps the kind of noise that was chosen for it, whatever machine it goes on with.
+        """
         policy = Policy.load(beside / file.policy)
         model = by_name.make_model(file.model.factory, file.model.args, beside=beside)
-        plan = make_plan(LayerStack.from_model(model), policy, **plan_arguments(file, beside, policy))
+        before = None if resumed is None else kept_plan(resumed)
+        rules = policy if before is None else policy.with_noise_kind(before.noise_kind)
+        plan = make_plan(layer_stack(model, file), rules, **plan_arguments(file, beside, policy))
         return cls(file=file, beside=beside, policy=policy, model=model, plan=plan)
 
     @cached_property
@@ -79,10 +88,6 @@ class PlannedRun:
         value = self.file.options.get(name)
         return None if value is None else OPTIONS[name].read(value, self)
 
-    def output(self, name: str) -> Path:
-        """The folder of the run; `name` is that of the run file."""
-        return self.beside / (self.file.output or f"runs/{name}")
-
     def ledger(self, output: Path) -> str:
         """The ledger of the corpus: a path, or the address of a database."""
         if (given := self.option("ledger")) is not None:
@@ -94,6 +99,34 @@ class PlannedRun:
     def contract(self) -> CorpusTerms:
         """What the ledger will say of the corpus."""
         return CorpusTerms.of_policy(self.policy)
+
+    @contextmanager
+    def tracked(self, trainer: Trainer) -> Iterator[None]:
+        """Give the public figures of the run to the trackers that the file names, and its public weights at the end."""
+        wanted, made = self.file.loggers, []
+        if wanted is not None and trainer.writes:
+            for name in LOGGERS:
+                if (given := getattr(wanted, name)) is not None:
+                    options: Any = {**given, "plan": self.plan, "measure": self.measure}
+                    if (key := LOCAL_PLACES.get(name)) is not None and "://" not in str(given.get(key, "")):
+                        options[key] = str(self.beside / str(given.get(key, f"runs/{name}")))
+                    with user_code(f"loggers.{name} failed", f"correct {name} under [loggers]"):
+                        made.append(LOGGERS[name](**options))
+        trainer.callbacks = (*trainer.callbacks, *made)
+        try:
+            yield
+            for logger in made if wanted is not None and wanted.checkpoints else ():
+                for path in (trainer.folder / name for name in (WEIGHTS, AVERAGE, BEST)):
+                    if path.exists():
+                        logger.weights(path)
+        finally:
+            for logger in made:
+                logger.close()
+
+    @property
+    def measure(self) -> Measure | None:
+        """The measure that the file names."""
+        return None if self.file.measure is None else _load_measure(self.beside, self.file.measure)
 
     def corpus(self, ledger: str, *, look: bool = False) -> tuple[Corpus, Ledger | None]:
         """The contributions of the run; and the ledger that records them, if they are admitted by signature.
@@ -139,6 +172,20 @@ class PlannedRun:
         return Trainer(self.model, optimizer, self.loss_fn, corpus, self.plan, folder=folder, **options)
 
 
+def layer_stack(model: nn.Module, file: RunFile | None) -> LayerStack:
+    """The layers of a model, as the run file groups them."""
+    table = None if file is None else file.layers
+    return LayerStack.from_model(model) if table is None else LayerStack.from_model(model, **table.model_dump())
+
+
+def kept_plan(folder: Path) -> StepPlan | None:
+    """The plan of the run in a folder, if it has begun."""
+    try:
+        return StepPlan.from_cbor((folder / "plan.cbor").read_bytes())
+    except FileNotFoundError:
+        return None
+
+
 def plan_arguments(file: RunFile, beside: Path, policy: Policy) -> dict[str, Any]:
     """What a run file says for `make_plan`, beside model and policy."""
     batch = file.batch
@@ -148,16 +195,29 @@ def plan_arguments(file: RunFile, beside: Path, policy: Policy) -> dict[str, Any
         "batch": batch, "steps": file.steps, "epochs": file.epochs,
         "allocate": file.allocate.policy if file.allocate else DEFAULT_ALLOCATION,
         "epsilon": file.epsilon, "rho": file.rho, "noise_multiplier": file.noise_multiplier,
-        "clip_norm": file.clip_norm, "clipping": file.clipping, "bands": _bands(file),
+        "clip_norm": file.clip_norm, "clipping": file.clipping, "bands": None if _auto_bands_obstacles(file, policy) else file.bands,
         "measure": None if file.measure is None else _load_measure(beside, file.measure),
     }  # fmt: skip
 
 
-def _bands(file: RunFile) -> int | str | None:
-    """Return over how many steps the noise is correlated; "auto" is 1 if ids may be unstable or several ranks share a step."""
-    named = file.data.kind == "folder" or file.data.unit not in (None, "each")
-    proven = named and "max_occurrences" not in file.options and Ranks.current().alone
-    return None if file.bands == AUTO_BANDS and not proven else file.bands
+def _auto_bands_obstacles(file: RunFile, policy: Policy) -> list[str]:
+    """Return the reasons why `bands = "auto"` takes one band whatever is gained."""
+    if file.bands != AUTO_BANDS:
+        return []
+    obstacles = {
+        "contributions have no stable ids (set unit in [data])": file.data.kind != "folder"
+        and file.data.unit in (None, "each"),
+        "max_occurrences is set": "max_occurrences" in file.options,
+        "a class has no population": any(e.population is None and not e.public for e in policy.classes.values()),
+        "several ranks train": not Ranks.current().alone,
+    }
+    return [reason for reason, holds in obstacles.items() if holds]
+
+
+def auto_bands_note(file: RunFile | None, policy: Policy) -> tuple[str, ...]:
+    """Return a note if `bands = "auto"` takes one band because the run does not meet its conditions."""
+    reasons = [] if file is None else _auto_bands_obstacles(file, policy)
+    return (f'bands = "auto" takes 1 band: {"; ".join(reasons)}',) if reasons else ()
 
 
 def _existing_file(beside: Path, key: str, name: str, hint: str = "") -> Path:

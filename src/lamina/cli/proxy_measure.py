@@ -85,6 +85,24 @@ class MeasureOptions:
         x, y = _as_pair(by_name.call_factory(by_name.import_by_name(data, "proxy"), f"proxy '{data}'"), data)
         return Proxy(source=f"{source}: {data}", x=x, y=y, loss_fn=function)
 
+    def examples(self, name: str, model: nn.Module, count: int) -> tuple[Any, Any, str]:
+        """The first x and y of the proxy, with labels at random for Gaussian inputs, and what they are."""
+        source, _, data = self._source()
+        if source != "gaussian":
+            x, y = _as_pair(by_name.call_factory(by_name.import_by_name(data, "proxy"), f"proxy '{data}'"), data)
+            return x[:count], x[:count] if y is None else y[:count], f"{source}: {data}"
+        generator = torch.Generator().manual_seed(self.seed)
+        x = torch.randn(count, *parse_shape(self.shape, name, self.run), generator=generator)
+        function = self._loss_function()
+        output = _model_output(model, x[:2], several=not isinstance(function, PerExampleLoss))
+        return x, random_labels(function, output, x, generator), "simulated: Gaussian inputs, labels at random"
+
+    def _source(self) -> tuple[str, str, str]:
+        parts = str(self.proxy).partition(":")
+        if parts[0] not in PROXIES or (parts[0] != "gaussian") != bool(parts[2]):
+            raise PlanError("cli.proxy-not-known", f"proxy '{self.proxy}' is not known", _PROXY_HELP)
+        return parts
+
     def _loss_function(self) -> Any:
         """Return the loss of --loss, or else of RUN.toml; None if there is neither."""
         if self.loss is not None:
@@ -94,9 +112,7 @@ class MeasureOptions:
         return by_name.make_loss(self.run.loss.name, self.run.loss.arguments, beside=self.beside)
 
     def _measured(self, name: str, model: nn.Module, stack: LayerStack) -> Measure:
-        source, _, data = str(self.proxy).partition(":")
-        if source not in PROXIES or (source != "gaussian") != bool(data):
-            raise PlanError("cli.proxy-not-known", f"proxy '{self.proxy}' is not known", _PROXY_HELP)
+        source, _, data = self._source()
         common: dict[str, Any] = {"passes": self.passes, "radius": self.radius, "seed": self.seed}
         common |= {"influences": self.influences, "reinitialise": self.reinitialise, "gamma": self.gamma}
         common |= {"slopes": self.slopes}

@@ -217,6 +217,29 @@ class AllocateTable(NamedTable):
         return by_name.allocation_with_options(self.name, self.arguments)
 
 
+class LayersTable(BaseModel):
+    """How tensors are grouped into layers, and heads and experts that are not recognised (docs/profiles.md)."""
+
+    model_config = STRICT
+    group: Literal["module", "block"] | dict[str, list[str]] = key(
+        "module", 'module, block, or layers by patterns: { encoder = ["encoder.*"] }', 'group = "block"'
+    )
+    heads: dict[str, int] = key({}, "heads of attention modules, by pattern; 0: none", 'heads = { "*.attn" = 8 }')
+    experts: dict[str, int] = key({}, "experts of modules that hold them, by pattern", 'experts = { "*.moe" = 4 }')
+
+
+class LoggersTable(BaseModel):
+    """Trackers that get the plan and the public figures of every segment, with the arguments of each (docs/integrations.md)."""
+
+    model_config = STRICT
+    tensorboard: Arguments | None = key(None, "its folder", 'tensorboard = { folder = "board" }')
+    wandb: Arguments | None = key(None, "what wandb.init takes", 'wandb = { project = "ecg", mode = "offline" }')
+    mlflow: Arguments | None = key(None, "its address or folder", 'mlflow = { store = "mlruns" }')
+    checkpoints: bool = key(
+        False, "also give wandb and mlflow the weights that the run publishes at its end", "checkpoints = true"
+    )
+
+
 PerClass = Annotated[float | dict[str, float], per_class(float, "> 0")]
 
 
@@ -290,6 +313,8 @@ class RunFile(BaseModel):
     output: Text | None = key(None, "default: runs/ and the name of this file", '# output = "runs/RUN"')
     data: DataTable = key(..., "the examples")
     admit: AdmitTable | None = key(None, "")
+    layers: LayersTable | None = key(None, "")
+    loggers: LoggersTable | None = key(None, "")
 
     @model_validator(mode="after")
     def _auto_has_a_schedule(self) -> Self:
@@ -343,8 +368,8 @@ class RunFile(BaseModel):
         return {name: value for name, value in found.items() if OPTIONS[name].toml is not None and value is not None}
 
     def settings(self) -> dict[str, Any]:
-        """The file's contents, to keep beside the run; without passwords in addresses."""
-        found = self.model_dump(mode="json", by_alias=True, exclude_unset=True)
+        """The file's contents, to keep beside the run; without passwords in addresses, and without its trackers."""
+        found = self.model_dump(mode="json", by_alias=True, exclude_unset=True, exclude={"loggers"})
         ledger = self.options.get("ledger")
         return found | ({} if ledger is None else {"ledger": printable_location(ledger)})
 

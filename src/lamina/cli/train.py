@@ -15,6 +15,8 @@ simulated data instead.
 Examples:
 
   lamina train --template > RUN.toml     a run file to edit
+  lamina train --presets                 settings by task, and the data sets of the LSAB paper
+  lamina train --preset paper-ptbxl > RUN.toml
   lamina train RUN.toml --plan-only      every check, nothing spent
   lamina train RUN.toml                  train; again to go on
   lamina train RUN.toml --fresh          another run, charged anew
@@ -49,6 +51,7 @@ from lamina.ledger.spend_ledger import SpendLedger
 from lamina.ledger.store.sqlite import is_postgres_url, ledger_exists, printable_location
 from lamina.plan.charges import plan_charges
 from lamina.plan.table import at_most, epsilon_text, finite_or_none, remaining_text
+from lamina.signals import presets as named_settings
 
 if TYPE_CHECKING:
     from lamina.cli.planned_run import PlannedRun
@@ -69,7 +72,16 @@ def train(
     inside: bool = option("show the raw private loss in this terminal; never written"),
     threads: int | None = option("torch threads; to go on with a run, give the same", min=1),
     template: bool = option("print an annotated RUN.toml to start from, and exit"),
+    preset: str | None = option("print the RUN.toml of a data set of the LSAB paper, and exit", default=None),
+    presets: bool = option("list settings by task and the data sets of the LSAB paper, and exit"),
 ) -> Answer | None:
+    if presets:
+        rows = named_settings.listed()
+        used = 'paper-…: lamina train --preset NAME > RUN.toml; others: preset = "NAME" in RUN.toml'
+        return Answer({"presets": dict(rows)}, table([["preset", "for"], *map(list, rows)], left=2), used)
+    if preset is not None:
+        text = named_settings.run_file(preset)
+        return Answer({"preset": text}, text, raw=True)
     if template:
         text = run_file.run_template()
         return Answer({"template": text}, text, raw=True)
@@ -100,21 +112,23 @@ def _as_rank(
 ) -> Answer | None:
     import torch
 
-    from lamina.cli.planned_run import PlannedRun
+    from lamina.cli.planned_run import PlannedRun, auto_bands_note
 
     with results_only(), ranks.first_alone():
         file = RunFile.load(run)
         if threads or file.threads:
             torch.set_num_threads(threads or file.threads or 1)
-        planned = PlannedRun.of(file, run.resolve().parent)
-        output = planned.output(run.stem)
+        beside = run.resolve().parent
+        output = beside / (file.output or f"runs/{run.stem}")
+        folder = run_file.unused_run_folder(output) if fresh else run_file.newest_run_folder(output)
+        planned = PlannedRun.of(file, beside, resumed=folder)
         ledger = planned.ledger(output)
     wanted = requested_epsilon(file.epsilon, file.rho, planned.policy.corpus.delta)
     notes = () if file.noise_multiplier else plan_notes(planned.plan, planned.policy, wanted)
+    notes += auto_bands_note(file, planned.policy)
     if ranks.first:
         rules = [f"rule: {rule}" for rule in rules_in_words(planned.plan)]
         say("\n".join([str(planned.plan), *rules, *(f"note: {note}" for note in notes), ""]))
-    folder = run_file.unused_run_folder(output) if fresh else run_file.newest_run_folder(output)
     folder = folder.with_name(ranks.broadcast(folder.name.encode() if ranks.first else None).decode())
     if plan_only:
         with results_only():
@@ -133,7 +147,7 @@ def _as_rank(
         if ranks.first:
             run_file.write_run_settings(folder, output, file.settings())
         try:
-            with _located(trainer):
+            with _located(trainer), planned.tracked(trainer):
                 outcome = trainer.fit()
         except KeyboardInterrupt:
             again = f"lamina train {run}" + (f" --threads {threads}" if threads else "")

@@ -358,7 +358,7 @@ class Engine:
         self._before_charge(batch)
         if batch.first:
             self.follow_proxy()  # what it measures is a candidate
-            self._open, opened = None, OpenChoice(self.plan, adaptation.candidates(), self._slices.sizes)
+            self._open, opened = None, OpenChoice.of(self.plan, adaptation.candidates(), self._slices.sizes)
             self.budget.charge_choice()
             for guard in self.guards:
                 guard.after_charge(batch)

@@ -33,7 +33,7 @@ from lamina.run.private import make_private
 from lamina.run.publisher import Evaluation, Outcome
 from lamina.run.run_output import Callback, RunFigures
 from lamina.run.trainer import Trainer
-from lamina.run.trainer_checks import refuse_loader, refuse_taken_options
+from lamina.run.trainer_checks import refuse_taken_options
 from lamina.validate import short_repr
 
 _ONE_PROCESS = ("one process trains here", "leave it out; several processes: lamina.Trainer under torchrun")
@@ -174,7 +174,6 @@ class PrivateTrainer(transformers.Trainer):  # type: ignore[misc]
         preprocess_logits_for_metrics: Any = None, **run_options: Any,
     ) -> None:  # fmt: skip
         check_arguments(args)
-        refuse_loader(train_dataset)
         refuse_taken_options("the surface of transformers", run_options, _TAKEN)
         if not isinstance(train_dataset, Corpus):
             remedy = "make a corpus and say what a contribution is: token_corpus(texts, length=…, pad=…, unit=…)"

@@ -77,6 +77,9 @@ class FigureLogger(Callback, ABC):
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         """Numbers at a step."""
 
+    def weights(self, path: Path) -> None:
+        """A file of weights that the run published at its end. Not every tracker stores files."""
+
     def close(self) -> None:
         """End of the run: whoever made the logger closes it."""
 
@@ -144,6 +147,13 @@ class WeightsAndBiases(FigureLogger):
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         self._run.log({**values, "step": step, "_timestamp": float(step)})
 
+    def weights(self, path: Path) -> None:
+        import wandb
+
+        artifact = wandb.Artifact(path.stem, type="model")
+        artifact.add_file(str(path), name=path.name)
+        self._run.log_artifact(artifact)
+
     def close(self) -> None:
         self._run.finish()
 
@@ -171,5 +181,14 @@ class MLflow(FigureLogger):
                 self._run, name.replace("[", "(").replace("]", ")"), value, timestamp=step, step=step
             )
 
+    def weights(self, path: Path) -> None:
+        self._client.log_artifact(self._run, str(path))
+
     def close(self) -> None:
         self._client.set_terminated(self._run)
+
+
+LOGGERS: dict[str, type[FigureLogger]] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases, "mlflow": MLflow}
+"""By their names in the [loggers] table of a RUN.toml."""
+LOCAL_PLACES = {"tensorboard": "folder", "wandb": "dir", "mlflow": "store"}
+"""The argument that may name a folder, which is relative to the run file there."""

@@ -18,7 +18,7 @@ from lamina.errors import AccountingError, PlanError
 from lamina.plan.correlation import MAX_BANDS
 from lamina.plan.depth_profile import DepthProfile
 from lamina.plan.risk import RiskBound
-from lamina.plan.rules import MAX_INJECTION_PARTS, Injection, InjectionForm
+from lamina.plan.rules import MAX_INJECTION_PARTS, Injection, InjectionForm, NoiseKind
 from lamina.plan.selection import did_you_mean
 from lamina.plan.step_plan import MAX_UNIT_CHARACTERS
 from lamina.validate import parse_toml, read_text_file, whole
@@ -180,8 +180,10 @@ class NoisePolicy(BaseModel):
     """Which noise, and where it enters (plan/rules.py).
 
     kind         gaussian; discrete_gaussian or skellam, exact on integers, with accountant = "rdp-integer" in [corpus]; or
-                 laplace, exact on integers, which clips L1 norms. auto: discrete_gaussian where the accountant prices it and the
-                 rest of the plan allows it, else gaussian
+                 laplace, exact on integers, which clips L1 norms. auto: the first of discrete_gaussian, skellam, gaussian and
+                 laplace that nothing in the plan, the processor or the device stands against; the plan keeps the choice
+    device       where noise of kind auto is drawn: here; integer, a device without floating-point arithmetic; parties,
+                 several devices that draw a share each
     injection    per_step, per_microbatch, per_sample (by shares) or per_sample_raw
     bins         of per_microbatch: how many fixed parts
     slots        of per_sample: how many contributions of a batch carry a share
@@ -192,6 +194,7 @@ class NoisePolicy(BaseModel):
 
     model_config = _STRICT
     kind: Literal["gaussian", "discrete_gaussian", "skellam", "laplace", "auto"] = "gaussian"
+    device: Literal["here", "integer", "parties"] = "here"
     injection: Literal["per_step", "per_microbatch", "per_sample", "per_sample_raw"] = "per_step"
     bins: Annotated[int, Field(ge=1, le=MAX_INJECTION_PARTS)] | None = None
     slots: Annotated[int, Field(ge=1, le=MAX_INJECTION_PARTS)] | None = None
@@ -203,6 +206,8 @@ class NoisePolicy(BaseModel):
     def _fits_its_form(self) -> Self:
         if (self.bands is None) == (self.correlation == "banded"):
             raise ValueError("correlation = 'banded' and bands (over how many steps) go together: give both or none")
+        if self.device != "here" and self.kind != "auto":
+            raise ValueError(f"device belongs to kind 'auto', and kind is {self.kind!r}: remove it")
         form, needs = self.injection, {"per_microbatch": "bins", "per_sample": "slots"}
         if (need := needs.get(form)) is not None and getattr(self, need) is None:
             raise ValueError(f"injection {form!r} needs {need}: how many parts the noise of a step has")
@@ -296,6 +301,13 @@ class Policy(BaseModel):
             raise explain_validation_error(error, cls, source) from None
         except PlanError as error:
             raise PlanError(error.code, f"{source}: {error.problem}", error.remedy) from None
+
+    def with_noise_kind(self, kind: NoiseKind) -> Policy:
+        """Return the policy with the kind of noise that was chosen where it says "auto"."""
+        if self.noise.kind != "auto":
+            return self
+        changes = {"kind": kind.value, "device": "here"}
+        return self.model_copy(update={"noise": self.noise.model_copy(update=changes)})
 
     def with_bands(self, bands: int) -> Policy:
         """Return the policy with noise correlated over this many steps. Refuse a policy that names its own bands."""

@@ -301,6 +301,34 @@ class Choose:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ChooseAsPrinted(Choose):
+    """The exponential mechanism of the LADP document, before every step: lines 3 and 4 of its algorithm.
+
+        u(a) = Σ_l f_l·parts[a][l],    f_l = Σ_i ‖g_il‖² over its sum over the layers,    p ∝ exp(epsilon·u/2)
+
+    f is the Fisher information of a sample of private contributions. One of them can move u by 1 at most, in either
+    direction, so a call is epsilon-bounded-range, as for `Choose`. The document charges nothing for it.
+
+    parts  of the budget of a step by layer and candidate: ε_l = parts[a][l]·spend
+    spend  Σ_l ε_l, what line 18 subtracts after every step
+    """
+
+    parts: tuple[tuple[float, ...], ...]
+    spend: float
+
+    def __post_init__(self) -> None:
+        Choose.__post_init__(self)
+        object.__setattr__(self, "parts", tuple(tuple(float(part) for part in row) for row in self.parts))
+        _check_between("spend", self.spend, 0, 1e12)
+        shape = [len(row) for row in self.noise]
+        if [len(row) for row in self.parts] != shape or not all(0 <= part <= 1 for row in self.parts for part in row):
+            problem = f"the parts of a choice are {validate.short_repr(self.parts)}"
+            raise PlanError("plan.rule-out-of-range", problem, "give every candidate one part in [0, 1] for each layer")
+        if any(math.fsum(row) > 1 + 1e-9 for row in self.parts):
+            raise PlanError("plan.rule-out-of-range", "parts of a candidate exceed 1", "divide them by their sum")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class FollowBudget:
     """sigma_k(t) is chosen on the way, between `least` and `most` times the declared one, under a filter.
 
@@ -327,12 +355,13 @@ class FollowBudget:
 
 
 _MAX_STEPS = 2**53 - 1  # whole numbers that every codec carries
-Rule = FollowEnergy | FollowProxy | FollowQuantile | Choose | FollowBudget
+Rule = FollowEnergy | FollowProxy | FollowQuantile | Choose | ChooseAsPrinted | FollowBudget
 RULE_KINDS: dict[str, type[Rule]] = {
     "follow energy": FollowEnergy,
     "follow proxy": FollowProxy,
     "follow quantile": FollowQuantile,
     "choose": Choose,
+    "choose as printed": ChooseAsPrinted,
     "follow budget": FollowBudget,
 }
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import enum
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from functools import lru_cache
+from functools import lru_cache, wraps
+from inspect import signature
 from itertools import takewhile
 from math import prod
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 
-from lamina.errors import PlanError
+from lamina.errors import LaminaError, PlanError
 
 if TYPE_CHECKING:
     from lamina.plan.layer_stack import Layer, LayerStack
@@ -50,6 +51,30 @@ def did_you_mean(name: str, known: Sequence[str]) -> str:
     """'; did you mean …?' for a name that is not among the known ones, or nothing."""
     close = get_close_matches(name, known, n=3, cutoff=0.6)
     return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
+
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def known_keywords(error: type[LaminaError], code: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """Decorate a function that refuses keywords it does not take, and suggests the one that is meant."""
+
+    def decorated(function: Callable[_P, _R]) -> Callable[_P, _R]:
+        known = [name for name in signature(function).parameters if name != "self"]
+        called = function.__qualname__.removesuffix(".__init__")
+
+        @wraps(function)
+        def checked(*args: _P.args, **given: _P.kwargs) -> _R:
+            for name in given:
+                if name not in known:
+                    problem = f"{called} takes no {name!r}{did_you_mean(name, known)}"
+                    raise error(code, problem, f"it takes {', '.join(known)}")
+            return function(*args, **given)
+
+        return checked
+
+    return decorated
 
 
 def match_layers(names: Sequence[str | int], stack: LayerStack) -> tuple[bool, ...]:

@@ -25,6 +25,7 @@ from lamina.plan.rules import (
     MOST_MAGNITUDE,
     PER_STEP_INJECTION,
     Choose,
+    ChooseAsPrinted,
     FollowBudget,
     FollowEnergy,
     FollowProxy,
@@ -37,7 +38,7 @@ from lamina.plan.rules import (
     rescale_noise,
 )
 from lamina.plan.selection import Range, Slice, block_depth, join_spans, merge_ranges, slices_by_class_and_tensor
-from lamina.plan.table import plan_summary, plan_table
+from lamina.plan.table import plan_summary, plan_table, preformatted
 
 R = TypeVar("R", bound=Rule)
 
@@ -369,6 +370,9 @@ class StepPlan:
     def __str__(self) -> str:
         return self.table()
 
+    def _repr_html_(self) -> str:
+        return preformatted(self.table())
+
     def to_dict(self) -> dict[str, Any]:
         """What `lamina plan --json` prints: figures per class and per layer."""
         return plan_summary(self)
@@ -494,7 +498,8 @@ def _check_rules(plan: StepPlan) -> None:
     kinds = {type(rule) for rule in plan.rules}
     _require(len(kinds) == len(plan.rules), "plan.rule-twice", "the plan has two rules of one kind", "keep one of them")
     form, from_paper = plan.clipping.value, plan.allocation.startswith("printed")
-    if form == "elementwise" and (not from_paper or plan.batch != 1 or plan.rules):
+    printed_choice = plan.rule(ChooseAsPrinted) is not None
+    if form == "elementwise" and (not from_paper or plan.batch != 1 or len(plan.rules) > printed_choice):
         problem = f"elementwise clipping under allocation {plan.allocation!r} bounds no single contribution"
         remedy = "use box or joint; allocate='printed-ladp' reproduces the paper"
         raise PlanError("plan.elementwise-clipping", problem, remedy)
@@ -504,6 +509,9 @@ def _check_rules(plan: StepPlan) -> None:
     if plan.rule(FollowQuantile) is not None and form != "box":
         problem = f"clip norms cannot follow a quantile under {form} clipping"
         raise PlanError("plan.quantile-needs-box", problem, "use clipping='box'")
+    if printed_choice and form != "elementwise":
+        remedy = "use the rule Choose; allocate='printed-ladp' reproduces the paper"
+        raise PlanError("plan.elementwise-clipping", f"the choice of a paper does not fit {form} clipping", remedy)
     choose, budget = plan.rule(Choose), plan.rule(FollowBudget)
     unnamed = choose is not None and MEASURED not in choose.names
     if plan.rule(FollowProxy) is not None and (unnamed or plan.rule(FollowEnergy) is not None):

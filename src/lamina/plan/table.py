@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Sequence
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
+from html import escape
 from typing import TYPE_CHECKING, Any
 
 from lamina.plan.codec import rule_to_dict, slice_to_dict
@@ -15,6 +16,15 @@ from lamina.plan.selection import Range, common_path
 
 if TYPE_CHECKING:
     from lamina.plan.step_plan import StepPlan
+
+
+WEAK_EPSILON = 10.0
+"""ε above which a guarantee may mean little."""
+
+
+def preformatted(text: str) -> str:
+    """Return a page of text as HTML, for notebooks."""
+    return f"<pre>{escape(text)}</pre>"
 
 
 def layer_shares(plan: StepPlan) -> tuple[float, ...]:
@@ -107,6 +117,9 @@ def plan_table(plan: StepPlan) -> str:
                 f"warning: this reproduces a paper's method: for class {entry.name} the paper claims ε = "
                 f"{at_most(plan.claimed[k])}; the true figure is the {epsilon} above"
             )
+        if plan.epsilon(k) > WEAK_EPSILON:
+            weak = f"warning: ε = {epsilon} protects class {entry.name} weakly: choose {WEAK_EPSILON:g} or less, at best 1 to 3"
+            notes.append(weak)
         if entry.population is not None and entry.delta * entry.population >= 1:
             notes.append(f"note: δ of class {entry.name} is not below 1/population")
     parts = ["", *slice_lines(plan)] if plan.slices else []

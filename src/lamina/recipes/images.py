@@ -15,7 +15,7 @@ from lamina.run.optimizer import private_optimizer
 from lamina.run.private import make_private
 from lamina.signals.front_ends import Scattering2D
 
-STEPS, BATCH, GROUP, CHUNK = 200, 4096, 3, 100
+STEPS, BATCH, GROUP, CHUNK = 500, 8192, 3, 100
 LENGTH = 7.0  # of every row: it sets how far a step of the optimiser moves the logits
 OPPONENT = ((1 / 3, 1 / 3, 1 / 3), (1 / 2, -1 / 2, 0.0), (1 / 4, 1 / 4, -1 / 2))  # brightness, red-green, yellow-blue
 
@@ -24,14 +24,14 @@ class ScatteredImages(nn.Module):
     """Images -> (N, width): scattering coefficients, normalised within each image, without learned parameters.
 
     Three colours become brightness, red-green and yellow-blue. `mirror` averages the coefficients with those of the mirror
-    image, and keeps the half of the columns that then holds all of it.
+    image, and keeps the half of the columns that then holds all of it. `straighten` removes the slant of writing first.
     """
 
     opponent: Tensor
 
-    def __init__(self, shape: tuple[int, int, int], *, mirror: bool = False) -> None:
+    def __init__(self, shape: tuple[int, int, int], *, mirror: bool = False, straighten: bool = False) -> None:
         super().__init__()
-        self.mirror, self.scattering = mirror, Scattering2D(shape[1:])
+        self.mirror, self.straighten, self.scattering = mirror, straighten, Scattering2D(shape[1:])
         colours = torch.tensor(OPPONENT) if shape[0] == 3 else torch.eye(shape[0])
         self.register_buffer("opponent", colours, persistent=False)
 
@@ -42,11 +42,26 @@ class ScatteredImages(nn.Module):
 
     def _rows(self, x: Tensor) -> Tensor:
         x = torch.einsum("oc,nchw->nohw", self.opponent, x.float() / (1.0 if x.is_floating_point() else 255.0))
-        found = self.scattering(x)
+        found = self.scattering(upright(x) if self.straighten else x)
         if self.mirror:
             found = (found + self.scattering.mirrored(found))[..., : -(-found.shape[-1] // 2)]
         found = nn.functional.group_norm(found, found.shape[1] // GROUP, eps=1e-12).flatten(1)
         return nn.functional.normalize(found) * LENGTH
+
+
+def upright(x: Tensor) -> Tensor:
+    """Return images sheared along their rows until rows and columns of the bright pixels are uncorrelated."""
+    row, column = ((2 * torch.arange(side) + 1) / side - 1 for side in x.shape[-2:])
+    ink = x.sum(1).clamp_min(0)
+    ink = ink / ink.sum((1, 2), keepdim=True).clamp_min(1e-9)
+    down, across = ink.sum(2), ink.sum(1)
+    centre = down @ row
+    covariance = torch.einsum("nhw,h,w->n", ink, row, column) - centre * (across @ column)
+    slant = covariance / (down @ row.square() - centre.square()).clamp_min(1e-9)
+    shear = torch.eye(2, 3).repeat(len(x), 1, 1)
+    shear[:, 0, 1], shear[:, 0, 2] = slant, -slant * centre
+    grid = nn.functional.affine_grid(shear, list(x.shape), align_corners=False)
+    return nn.functional.grid_sample(x, grid, align_corners=False)
 
 
 def planes(x: Any) -> Tensor:
@@ -61,7 +76,7 @@ def planes(x: Any) -> Tensor:
 
 def images(
     x: Any, y: Any, *, classes: int, epsilon: float, delta: float = 1e-5, batch: int | None = None, steps: int = STEPS,
-    mirror: bool = False, population: int | None = None, unit: Any = None, **options: Any,
+    mirror: bool = False, straighten: bool = False, population: int | None = None, unit: Any = None, **options: Any,
 ) -> Recipe:  # fmt: skip
     """Return a recipe for a linear classifier of scattered images at the given ε and δ.
 
@@ -71,8 +86,9 @@ def images(
 
     x        images, (N, H, W) or (N, C, H, W) with sides of 8 or more: bytes, or numbers of any scale
     y        labels from 0 to classes - 1; `classes` is public and not read from them
-    batch    expected contributions per step; default: 4,096, or a quarter of the population if that is less
+    batch    expected contributions per step; default: 8,192, or a quarter of the population if that is less
     mirror   left and right mean the same, as in photographs and not in writing
+    straighten  the images are single characters, bright on dark: remove the slant of each
     unit     the patient of each image, whom ε then protects; without it, ε protects an image
     options  those of `make_private`: clip_norm, origin, bands, …
 
@@ -82,7 +98,7 @@ def images(
     found = planes(x)
     classes = validate.whole(LaminaError, "data.images-classes", least=2, classes=classes)
     labels = class_numbers(y, classes)
-    features = ScatteredImages((found.shape[1], found.shape[2], found.shape[3]), mirror=mirror)
+    features = ScatteredImages((found.shape[1], found.shape[2], found.shape[3]), mirror=mirror, straighten=straighten)
     rows = torch.cat([features(part).half() for part in found.split(CHUNK)])
     return classifier(
         rows, labels, features, classes=classes, epsilon=epsilon, delta=delta, batch=batch, steps=steps,

@@ -46,6 +46,7 @@ from lamina.ledger.verify.verifier import verify
 from lamina.plan.correlation import correlation_summary
 from lamina.plan.risk import COMPOSED
 from lamina.plan.step_plan import Clipping, PlannedClass
+from lamina.plan.table import preformatted
 from lamina.release import risk_statements
 from lamina.release.enclosed_ledger import ReadableLedger
 from lamina.release.posture import layer_postures, model_withdrawals
@@ -130,6 +131,9 @@ class Certificate:
 
     def __str__(self) -> str:
         return "\n".join(_lines(self.content))
+
+    def _repr_html_(self) -> str:
+        return preformatted(str(self))
 
 
 def in_other_role(key: PublicKey) -> BadKey:

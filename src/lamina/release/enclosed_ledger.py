@@ -148,11 +148,11 @@ class PrunedLedger:
             raise EncodingError(_MALFORMED, problem, "fetch it again")
         shown = found.leaves.values()
         self._stored = {
-            seq: StoredLeaf(bytes.fromhex(each.leaf), None if each.body is None else bytes.fromhex(each.body))
-            for seq, each in zip(seqs, shown, strict=True)
+            seq: StoredLeaf(bytes.fromhex(entry.leaf), None if entry.body is None else bytes.fromhex(entry.body))
+            for seq, entry in zip(seqs, shown, strict=True)
         }
         self._nodes = {nodes[name]: bytes.fromhex(value) for name, value in found.nodes.items()}
-        self._plans = {hashlib.sha256(data).digest(): data for data in map(bytes.fromhex, found.plans)}
+        self._plans = {hashlib.sha256(plan).digest(): plan for plan in map(bytes.fromhex, found.plans)}
         self._head, self.name, self.size = head, "the ledger in the release", head.size
         if seqs[:1] != [0] or seqs[-1] != head.size - 1:
             problem = "the ledger in the release does not show its header or its last leaf, so epochs may be missing"
@@ -168,14 +168,14 @@ class PrunedLedger:
             )
         self._leaves: dict[int, Leaf] = {}
         epochs = 0
-        for seq, data in self._stored.items():
-            kept = decode_kept(data.leaf)
+        for seq, each in self._stored.items():
+            kept = decode_kept(each.leaf)
             if (kept.seq, kept.epoch) != (seq, epochs):
                 problem = f"leaf {seq} of the ledger in the release counts {kept.epoch} epochs before it, but {epochs} are shown"
                 raise NotVerified("release.ledger-epoch-hidden", problem, "an epoch was removed: do not use it")
             epochs += kept.kind is Epoch
             if kept.kind not in _HIDDEN:
-                self._leaves[seq] = decode_leaf(data)
+                self._leaves[seq] = decode_leaf(each)
         header = self._leaves[0].record
         assert isinstance(header, Header)  # leaf 0 of this hash
         self.header, self.origin = header, header.origin

@@ -258,12 +258,12 @@ class GateRule:
         drawn, rights, unstated = self._draws_on(query), query.rights, self.manifest.gate.unstated_purposes
         reasons = [*drawn.reasons, *besides]
         if rights.attested and not self.manifest.posture.attested:
-            text = "the ledger has no signed contributions of the runs, and the query requires them"
-            reasons.append(DenialReason(code="not-attested", text=text))
+            why = "the ledger has no signed contributions of the runs, and the query requires them"
+            reasons.append(DenialReason(code="not-attested", text=why))
         for each in self._classes:
             if each.reach & drawn.mask:
                 case = _Case(each, rights, withdrawn.get(each.name, 0), unstated)
-                found = [(code, text) for code, check in _OF_CLASSES if (text := check(case)) is not None]
+                found = [(code, text) for code, check in _OF_CLASSES for text in (check(case),) if text is not None]
                 layers = self._reached_layers(each.reach & drawn.mask) if found else ()
                 reasons += [DenialReason(code=code, text=text, cls=each.name, layers=layers) for code, text in found]
         count, digest = drawn.mask.bit_count(), self.manifest.digest

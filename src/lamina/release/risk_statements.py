@@ -26,6 +26,7 @@ from lamina.ledger.governance_records import Header
 from lamina.ledger.schema import NANO, nano_epsilon, pluralize
 from lamina.plan.risk import COMPOSED, STATED_RATES, ZERO_OUT, RiskOf, risk_curve
 from lamina.plan.rules import NoiseKind
+from lamina.plan.table import WEAK_EPSILON
 from lamina.release.run_evidence import RunEvidence
 from lamina.release.schema import BASELINES, BY_ISSUER, CURVE_RATES, NOT_REACHED, TWO_STEPS
 from lamina.release.typeset import read_template, stated_rows
@@ -160,7 +161,6 @@ def short_figure(value: float) -> str:
 
 # ------------------------------------------------------------------------------------------ statements
 
-_WEAK = 10.0  # ε above which a guarantee may mean little
 _NO_PROTECTION = 20.0  # ε above which odds may change by more than 10⁸: a figure, and no protection
 _SHOWN_LEAVES = 16
 
@@ -211,13 +211,13 @@ def protection(
             reason = f"ε above {_NO_PROTECTION:g} protects nobody"
         else:
             used = each["charges"] or (continued and epsilon > 0)
-            (unused if not used else weak if epsilon > _WEAK else private_for).append(name)
+            (unused if not used else weak if epsilon > WEAK_EPSILON else private_for).append(name)
             continue
         not_protected.append({"class": name, "population": each["population"], "unit": each["unit"], "reason": reason})
     scoped = {name: _with_scope(name, each, total) for name, each in classes.items()}
     parts = {
         "private for": [scoped[name] for name in private_for] or ["nobody"],
-        f"weak protection (ε above {_WEAK:g})": [scoped[name] for name in weak],
+        f"weak protection (ε above {WEAK_EPSILON:g})": [scoped[name] for name in weak],
         "not protected": [*map(_unprotected, not_protected)],
         "not used" if continued else "not used by this run": unused,
     }

@@ -216,12 +216,16 @@ class RunEvidence:
         return {"leaf": leaf, **(stated or [unknown])[-1], "earlier": stated[:-1]}
 
     def tuning(self) -> dict[str, Any]:
-        """Return the section `tuning`: the runs of the ledger. The owner states other trials in [about]."""
+        """Return the section `tuning`: the runs of the ledger, and the optimiser by the start record of the run.
+
+        The owner states other trials in [about].
+        """
         leaves = sorted(self.first_leaves.values())
         return {
             "runs_in_ledger": len(leaves),
             "runs_before_this": leaves.index(self.first_leaves[self.run]),
             "leaves": leaves,
+            "optimizer": (None if self.begin is None else self.begin[1].optimizer) or "not stated",
         }
 
     def classes(self) -> list[PlannedClass]:

@@ -272,11 +272,12 @@ class Programs(Program):
 
 
 class Tuning(Document):
-    """The runs of the ledger, as trials."""
+    """The runs of the ledger, as trials, and the optimiser of this run by its start record."""
 
     runs_in_ledger: LeafNumber
     runs_before_this: LeafNumber
     leaves: list[LeafNumber]
+    optimizer: Text
 
 
 class OwnerText(Document):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, pairwise
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.utils.data import DataLoader
 
 from lamina.admit.admission import Admission
 from lamina.engine.batch import Batch
@@ -20,7 +23,9 @@ from lamina.engine.noise.random_stream import segment_seed
 from lamina.errors import CorpusError
 from lamina.plan.charges import SignedAccount
 from lamina.plan.policy import Policy
+from lamina.plan.selection import known_keywords
 from lamina.plan.step_plan import Clipping, StepPlan
+from lamina.run.column_checks import ZERO, check_columns, frame_columns, is_frame, stack_columns
 from lamina.run.contribution_index import (
     ContributionIndex,
     ExampleLayout,
@@ -29,17 +34,19 @@ from lamina.run.contribution_index import (
     default_class,
 )
 from lamina.run.example_sources import (
+    LOADER_NOTE,
     ArraySource,
     DatasetSource,
     ExampleSource,
     PayloadSource,
+    dataset_of,
     keyed_hasher,
     make_source,
 )
 from lamina.run.payloads import FolderPayloads
 from lamina.run.sampler import Sampler
-from lamina.run.table_files import LISTING, ContributionListing, hash_parts, read_npz, read_table
-from lamina.validate import whole
+from lamina.run.table_files import LISTING, ContributionListing, check_column, hash_parts, read_npz, read_table
+from lamina.validate import one_of, whole
 
 
 def _check_listing_matches_folders(root: Path, listed: list[str], there: list[str]) -> None:
@@ -63,11 +70,18 @@ ProbeArgument = bool | tuple[Any, Any]  # by simulated input, not at all, or by 
 UNITS_OF_ONE_EXAMPLE = ("contribution", "example", "record", "row", "sample")
 
 
+PROBE_NOTE = "note: the first batches test the loop on simulated or public examples; they cost nothing and are no steps of the plan"
+
+
+class LoaderReplaced(UserWarning):
+    """A DataLoader was given; its Dataset is used, and batches are drawn anew."""
+
+
 class Corpus:
     """Contributions with their examples, classes, ids and subject tags.
 
-    x, y      tensors or arrays (memmaps too), tuples or dicts of them; or a map-style torch Dataset of x or (x, y);
-              or a `Source`. The first axis counts examples
+    x, y      tensors, arrays (memmaps too) or DataFrames, tuples or dicts of them; a map-style torch Dataset of x or
+              (x, y), or a DataLoader of one; or a `Source`. The first axis counts examples
     unit      the contribution of each example: the patient of a window. Default: every example is its own. The
               unit is what ε protects: one person in two contributions is protected half as well. Where a policy
               protects patients, say so even if every example is another one: unit="each"
@@ -86,15 +100,18 @@ class Corpus:
     version   a name for this state of the data, if reading all of it at every start takes too long. Whoever changes
               the data and not the version has a replay that is not one
     dtype     of x, instead of float32 for floating point and whatever it was for integers
+    nan       "zero": missing and infinite values of x become 0. Default: they are refused; with a `version` only the first
+              1,024 examples are looked at
     unit_name what a contribution is called; default: the column it came from
 
     A corpus is named and counted, never shown: its repr says neither who is in it nor how many.
     """
 
+    @known_keywords(CorpusError, "corpus.keyword-unknown")
     def __init__(
         self, x: Any, y: Any = None, *, unit: Any = None, cls: Any = None, ids: Any = None, subject: Any = None,
         scale: Any = None, ceiling: Any = None, examples_per_unit: int | None = None, policy: Policy | None = None,
-        origin: str | None = None, version: str | None = None, dtype: torch.dtype | None = None,
+        origin: str | None = None, version: str | None = None, dtype: torch.dtype | None = None, nan: str | None = None,
         unit_name: str | None = None, other_people: str | None = None,
     ) -> None:  # fmt: skip
         if policy is not None and not isinstance(policy, Policy):
@@ -103,9 +120,16 @@ class Corpus:
         if examples_per_unit is not None:
             remedy = "leave it out to use all examples"
             whole(CorpusError, "corpus.not-a-count", remedy=remedy, examples_per_unit=examples_per_unit)
-        self.source: ExampleSource = make_source(x, y, dtype=dtype)
+        if isinstance(x, DataLoader):
+            x = dataset_of(x)
+            warnings.warn(LOADER_NOTE, LoaderReplaced, stacklevel=3)
+        filled = nan is not None and one_of(CorpusError, "corpus.nan-unknown", (ZERO,), nan=nan) == ZERO
+        self.source: ExampleSource = make_source(x, y, dtype=dtype, filled=filled)
         each = isinstance(unit, str) and unit == EACH_EXAMPLE
         self._unit_declared = unit is not None or ids is not None or subject is not None
+        if isinstance(self.source, ArraySource):
+            check_columns(self.source.columns, unit_given=self._unit_declared)
+            self.source.check_values(None if version is None else 1024)
         unit = None if each else unit
         self._called_by_row = unit is None and ids is None
         self.unit_name = unit_name or ("contribution" if self._unit_declared else "example")
@@ -142,9 +166,39 @@ class Corpus:
         named, given = _named_columns(options, unit=unit, cls=cls, ids=ids, subject=subject)
         names, dtype = list(dict.fromkeys(named.values())), np.float32 if options.get("dtype") is None else np.float64
         x = [x] if isinstance(x, str) else x
-        table = read_table(Path(path), x=x, y=y, names=names, delimiter=delimiter, dtype=dtype)
+        filled = options.get("nan") is not None
+        table = read_table(Path(path), x=x, y=y, names=names, delimiter=delimiter, dtype=dtype, filled=filled)
         found: dict[str, Any] = {what: table.names[name] for what, name in named.items()}
+        declared = any(columns is not None for columns in (unit, ids, subject))
+        check_columns(dict(zip(table.features, table.x.T, strict=True)), unit_given=declared)
         return make(table.x, table.y, **given, **found, **options)
+
+    @classmethod
+    def of_frame(
+        make, frame: Any, *, x: Sequence[str] | None = None, y: str | Sequence[str] | None = None, unit: Any = None,
+        cls: Any = None, ids: Any = None, subject: Any = None, **options: Any,
+    ) -> Self:  # fmt: skip
+        """From a DataFrame, one row an example. Text in x, y, unit, cls, ids, subject names columns, as in `of_csv`."""
+        if not is_frame(frame):
+            problem = f"frame is a {type(frame).__name__}, which has no named columns"
+            raise CorpusError("corpus.not-a-frame", problem, "give a DataFrame; or arrays: Corpus(x, y, unit=…)")
+        named, given = _named_columns(options, unit=unit, cls=cls, ids=ids, subject=subject)
+        columns = frame_columns(frame)
+        labels, x = [y] if isinstance(y, str) else list(y or ()), [x] if isinstance(x, str) else x
+        for name in (*(x or ()), *labels, *named.values()):
+            check_column("the DataFrame", name, list(columns))
+        taken = {*labels, *named.values()}
+        features = [name for name in columns if name not in taken] if x is None else list(x)
+        if not features:
+            raise CorpusError(
+                "corpus.no-inputs", "the DataFrame has no column left for x", "name the columns with x=[…]"
+            )
+        inputs = {name: columns[name] for name in features}
+        check_columns(inputs, unit_given=any(each is not None for each in (unit, ids, subject)))
+        targets = stack_columns({name: columns[name] for name in labels}, "y") if labels else None
+        found: dict[str, Any] = {what: columns[name] for what, name in named.items()}
+        one = targets[:, 0] if targets is not None and isinstance(y, str) else targets
+        return make(stack_columns(inputs), one, **given, **found, **options)
 
     @classmethod
     def of_npz(
@@ -303,7 +357,8 @@ class Corpus:
         """Refuse to train: model and loss cannot be computed on these. Their owner is here, and can correct them."""
         problem = f"model and loss cannot be computed on some contributions, such as {self._index.ids[rows[0]]!r}"
         remedy = (
-            "number labels 0 … C-1, C the model's outputs: numpy.unique(labels, return_inverse=True)[1]; keep token ids "
+            "number labels 0 … C-1, C the model's outputs: numpy.unique(labels, return_inverse=True)[1]; with one output, use BCE "
+            "in place of cross entropy; keep token ids "
             "below the size of their table, targets finite, and 0 … 1 for BCE; or withdraw them"
         )
         raise CorpusError("train.labels-out-of-range", problem, remedy)
@@ -427,6 +482,8 @@ class Corpus:
     def probe_batches(self, plan: StepPlan, probe: ProbeArgument = True) -> Iterator[Batch]:
         """The batches by which engines of a plan are probed, if they were not yet."""
         for engine in unprobed_engines(plan):
+            if probe is not False and Ranks.current().first:
+                print(PROBE_NOTE, file=sys.stderr)
             if isinstance(probe, tuple):
                 yield from engine.probe_batches(*probe)
             elif probe:

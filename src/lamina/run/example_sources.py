@@ -16,17 +16,33 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+    default_collate,
+    default_convert,
+)
 
 from lamina.engine.noise.random_stream import StreamPurpose, step_key
 from lamina.engine.probe import preserve_global_generators, seed_global_generators, seed_torch
 from lamina.errors import CorpusError
+from lamina.run.column_checks import (
+    LABELS_REMEDY,
+    ZERO,
+    check_finite,
+    check_numeric_dtype,
+    frame_columns,
+    is_frame,
+    stack_columns,
+)
 from lamina.run.payloads import PayloadChanged, PayloadInspector, Payloads, PayloadSurvey, is_csv, survey_or_raise
 from lamina.run.table_files import (
     CHUNK_BYTES,
-    LABELS_REMEDY,
     Hasher,
-    check_numeric_dtype,
     hash_parts,
     model_dtype,
     payload_arrays,
@@ -81,7 +97,9 @@ def check_numeric_array(name: str, value: Any) -> Any:
 
 
 def _as_numpy(name: str, value: Any) -> NDArray[Any]:
-    if hasattr(value, "to_numpy"):  # pandas, polars
+    if is_frame(value):
+        return stack_columns(frame_columns(value), name)
+    if hasattr(value, "to_numpy"):  # a column of pandas, polars
         value = value.to_numpy()
     if isinstance(value, list) and any(isinstance(item, Tensor) for item in value):
         problem = f"{name} is a list of tensors"
@@ -106,6 +124,11 @@ def to_model_dtype(tensor: Tensor, *, label: bool, dtype: torch.dtype | None) ->
     """The tensor in the dtype that a model expects (`model_dtype`)."""
     name = model_dtype(dtype_name(tensor.dtype), label=label, asked=None if dtype is None else dtype_name(dtype))
     return tensor.to(getattr(torch, name))
+
+
+def fill_missing(tensor: Tensor) -> Tensor:
+    """The tensor with 0 in place of NaN and infinity."""
+    return tensor.nan_to_num(0.0, 0.0, 0.0) if tensor.is_floating_point() else tensor
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -148,12 +171,14 @@ def seed_step(seed: bytes, *, step: int, purpose: StreamPurpose, rank: int = 0) 
 class ArraySource:
     """Rows of arrays. Nothing is copied until it is fetched, so a memmap larger than memory works.
 
-    NaN and infinite values pass: the engine zeroes the contribution that they spoil, and looking for them here
-    would be a look at private data whose outcome shows.
+    With `filled`, missing and infinite values of x are 0.
     """
 
-    def __init__(self, x: Any, y: Any = None, *, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, x: Any, y: Any = None, *, dtype: torch.dtype | None = None, filled: bool = False) -> None:
+        frames = [(name, leaf) for name, leaf in named_leaves(x, "x") if is_frame(leaf)]
+        self._names = {name: [str(column) for column in leaf.columns] for name, leaf in frames}
         self._x = map_leaves(check_numeric_array, x, "x")
+        self._filled = filled
         self._y = None if y is None else map_leaves(check_numeric_array, y, "y")
         self._dtype = dtype
         self._size = self._common_length()
@@ -173,6 +198,25 @@ class ArraySource:
         return [*named_leaves(self._x, "x"), *(named_leaves(self._y, "y") if self._y is not None else ())]
 
     @property
+    def columns(self) -> dict[str, NDArray[Any]]:
+        """The columns of x by name: of a DataFrame, and of a dict of flat arrays."""
+        leaves = [(name, np.asarray(leaf)) for name, leaf in named_leaves(self._x, "x") if not isinstance(leaf, Tensor)]
+        found = {
+            name.removeprefix("x['").removesuffix("']"): leaf for name, leaf in leaves if leaf.ndim == 1 and name != "x"
+        }
+        for name, leaf in leaves:
+            found |= dict(zip(self._names.get(name, ()), leaf.T, strict=False))
+        return found
+
+    def check_values(self, most: int | None) -> None:
+        """Refuse NaN and infinity in x of the first examples, or of all of them; targets are checked beside the loss."""
+        rows = len(self) if most is None else min(most, len(self))
+        for name, leaf in named_leaves(self._x, "x") if not self._filled else ():
+            step = max(1, CHUNK_BYTES * len(leaf) // max(1, leaf.nbytes))
+            for start in range(0, rows, step):
+                check_finite([(name, leaf[start : min(rows, start + step)])], start, self._names)
+
+    @property
     def y(self) -> Any:
         """The labels as they were given, where they are one array; None otherwise."""
         return None if isinstance(self._y, tuple | dict) else self._y
@@ -184,7 +228,8 @@ class ArraySource:
         """(x, y) of these examples; y is None where there are no labels."""
 
         def rows_of(name: str, leaf: Any) -> Any:
-            return to_model_dtype(take_rows(leaf, rows), label=name.startswith("y"), dtype=self._dtype)
+            found = to_model_dtype(take_rows(leaf, rows), label=name.startswith("y"), dtype=self._dtype)
+            return fill_missing(found) if self._filled and name.startswith("x") else found
 
         x = map_leaves(rows_of, self._x, "x")
         return x, None if self._y is None else map_leaves(rows_of, self._y, "y")
@@ -198,7 +243,7 @@ class ArraySource:
     def feed(self, hasher: Hasher) -> None:
         """All of it into a digest."""
         every = self._leaves()
-        hash_parts(hasher, [str(self._dtype), len(every)])
+        hash_parts(hasher, [str(self._dtype), len(every), *([ZERO] if self._filled else [])])
         for name, leaf in every:
             hash_leaf(hasher, name, leaf)
 
@@ -214,9 +259,9 @@ class DatasetSource:
     was sampled. `digest` walks through all examples and may name one.
     """
 
-    def __init__(self, dataset: Any, *, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, dataset: Any, *, dtype: torch.dtype | None = None, filled: bool = False) -> None:
         self._dataset = dataset
-        self._dtype = dtype
+        self._dtype, self._filled = dtype, filled
         self._size = len(dataset)
         if self._size:
             with preserve_global_generators():
@@ -243,7 +288,7 @@ class DatasetSource:
     def digest(self, key: bytes) -> bytes:
         """Over every example, made with the same global seeds each time; random augmentation is thereby fixed."""
         hasher = keyed_hasher(key, "lamina/dataset")
-        hash_parts(hasher, [str(self._dtype), self._size])
+        hash_parts(hasher, [str(self._dtype), self._size, *([ZERO] if self._filled else [])])
         with preserve_global_generators():
             seed_global_generators(0)
             for row in range(self._size):
@@ -254,6 +299,7 @@ class DatasetSource:
                     problem = f"example {row} of the Dataset has {found}, example 0 has {first}"
                     remedy = "cut or pad every example to one public shape"
                     raise CorpusError("corpus.dataset-shapes-differ", problem, remedy)
+                check_finite(named_leaves(stacked[0], "x"), row, {})
                 for name, leaf in _leaves_of_pair(stacked):
                     hash_leaf(hasher, name, leaf)
         return hasher.digest()
@@ -270,7 +316,8 @@ class DatasetSource:
                 problem = f"{where} of the Dataset is made of {type(leaf).__name__}, not of numbers"
                 remedy = LABELS_REMEDY if name == "y" else "let the Dataset give tensors"
                 raise CorpusError("corpus.dataset-not-numeric", problem, remedy)
-            return to_model_dtype(leaf, label=name == "y", dtype=self._dtype)
+            found = to_model_dtype(leaf, label=name == "y", dtype=self._dtype)
+            return fill_missing(found) if self._filled and name == "x" else found
 
         return map_leaves(one, tree, name)
 
@@ -343,18 +390,20 @@ class ExampleSource(Protocol):
     def digest(self, key: bytes) -> bytes: ...
 
 
-def make_source(x: Any, y: Any = None, *, dtype: torch.dtype | None = None) -> ExampleSource:
+def make_source(x: Any, y: Any = None, *, dtype: torch.dtype | None = None, filled: bool = False) -> ExampleSource:
     """A source for what the user has."""
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise CorpusError("corpus.dtype-not-torch", f"dtype is {dtype!r}", "give a torch dtype, such as torch.float64")
-    _refuse_loaders_and_streams(x)
+    refuse_stream(x)
     if isinstance(x, ExampleSource):
-        if y is not None or dtype is not None:
-            problem = "y or dtype is given beside a Source"
-            raise CorpusError("corpus.options-beside-source", problem, "let its fetch return both x and y")
+        if y is not None or dtype is not None or filled:
+            problem = "y, dtype or nan is given beside a Source"
+            raise CorpusError(
+                "corpus.options-beside-source", problem, "let its fetch return both x and y, as they should be"
+            )
         return x
     if isinstance(x, torch.Tensor | np.ndarray | list | tuple | Mapping) or hasattr(x, "to_numpy"):
-        return ArraySource(x, y, dtype=dtype)
+        return ArraySource(x, y, dtype=dtype, filled=filled)
     if isinstance(x, str | bytes | os.PathLike):
         remedy = "read a file with Corpus.of_csv, Corpus.of_npz or Corpus.of_folder"
         raise CorpusError("corpus.inputs-are-a-path", f"x is a {type(x).__name__}, not data", remedy)
@@ -362,24 +411,35 @@ def make_source(x: Any, y: Any = None, *, dtype: torch.dtype | None = None) -> E
         problem = f"y is given beside a {type(x).__name__}"
         raise CorpusError("corpus.options-beside-source", problem, "let its items be (x, y), or give arrays for both")
     if type(x) is TensorDataset and len(x.tensors) <= 2:
-        return ArraySource(*x.tensors, dtype=dtype)
+        return ArraySource(*x.tensors, dtype=dtype, filled=filled)
     if hasattr(x, "__getitem__") and hasattr(x, "__len__"):
-        return DatasetSource(x, dtype=dtype)
+        return DatasetSource(x, dtype=dtype, filled=filled)
     problem = f"x is a {type(x).__name__}: examples cannot be taken from it by number"
     remedy = "give arrays, tensors, a torch Dataset with __len__ and __getitem__, or a Source"
     raise CorpusError("corpus.inputs-not-indexable", problem, remedy)
 
 
-DATALOADER_REFUSAL = (
-    "the data is a DataLoader, which shuffles and cuts batches of one size: that is not Poisson sampling, and not the ε "
-    "of the plan",
-    "give the data itself: lamina.Corpus(loader.dataset); batches are drawn for you",
-)
+LOADER_NOTE = "the data came as a DataLoader: its Dataset is used, and each batch is a Poisson sample of it, as the ε of the plan needs"
 
 
-def _refuse_loaders_and_streams(x: Any) -> None:
-    if isinstance(x, DataLoader):
-        raise CorpusError("corpus.dataloader-not-poisson", *DATALOADER_REFUSAL)
+def dataset_of(data: Any) -> Any:
+    """Return the Dataset of a DataLoader; other data as they are. A loader that chooses or joins examples itself is refused."""
+    if not isinstance(data, DataLoader):
+        return data
+    own = {
+        "sampler": type(data.sampler) not in (RandomSampler, SequentialSampler),
+        "batch_sampler": data.batch_sampler is not None and type(data.batch_sampler) is not BatchSampler,
+        "collate_fn": data.collate_fn not in (default_collate, default_convert),
+    }
+    if found := [name for name, given in own.items() if given]:
+        problem = f"the DataLoader has its own {found[0]}, which Poisson sampling cannot follow"
+        remedy = "give lamina.Corpus(loader.dataset), with items of one shape; batches are drawn for you"
+        raise CorpusError("corpus.dataloader-not-poisson", problem, remedy)
+    return data.dataset
+
+
+def refuse_stream(x: Any) -> None:
+    """Refuse data that can only be read in order."""
     if isinstance(x, IterableDataset) or (hasattr(x, "__next__") and hasattr(x, "__iter__")):
         problem = f"x is a {type(x).__name__}, which is read in order; Poisson sampling takes any example at any step"
         remedy = "use a Dataset with __len__ and __getitem__, or arrays: np.load(…, mmap_mode='r') needs no memory"

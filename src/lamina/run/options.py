@@ -185,6 +185,19 @@ def _count(name: str, value: Any, *, least: int = 1) -> int | None:
     return None if value is None else whole(RunError, "train.not-a-count", least=least, **{name: value})
 
 
+def _device(name: str, value: Any) -> Any:
+    """Return the device, or refuse one that this machine does not have."""
+    if value is None:
+        return None
+    import torch
+
+    try:
+        return torch.empty(0, device=value).device
+    except Exception as error:
+        problem = f"device is {value!r}, which this machine cannot use ({type(error).__name__})"
+        raise RunError("train.device-unknown", problem, 'give "cpu", or "cuda" if torch.cuda.is_available()') from None
+
+
 def _effect(name: str, value: Any) -> Any:
     return one_of(RunError, "train.on-withdrawal-unknown", ("finish", "abandon"), on_withdrawal=value)
 
@@ -196,6 +209,10 @@ def _effect(name: str, value: Any) -> Any:
 class TrainOptions(TypedDict, total=False):
     """The options of `Trainer`, beside model, optimiser, loss, data and plan."""
 
+    device: Annotated[Any, Option(
+        help='where to train: "cpu", "cuda", "cuda:1", …; the model is moved there; default: where the model is',
+        check=_device, toml=Text, example='"cuda"',
+    )]
     segment: Annotated[int | None, Option(
         help="steps between two checkpoints; default: a tenth of the run, at most 1000",
         check=_count, toml=Count, example="100",

@@ -21,12 +21,12 @@ from lamina.admit.npz import ArrayHeader
 from lamina.admit.rows import PackedTexts
 from lamina.admit.workers import WorkerProcess
 from lamina.errors import CorpusError
+from lamina.run.column_checks import check_numeric_dtype
 from lamina.run.table_files import (
     CHUNK_BYTES,
     SAVEZ_REMEDY,
     Hasher,
     array_of_objects,
-    check_numeric_dtype,
     hash_parts,
     model_dtype,
     payload_headers,

@@ -32,14 +32,14 @@ from lamina.engine.distributed import Ranks
 from lamina.engine.engine import Engine
 from lamina.engine.probe import preserve_global_generators, seed_global_generators
 from lamina.errors import AdmissionError, PlanError
-from lamina.ledger.run_records import ZERO_OUT
 from lamina.plan.correlation import AUTO_BANDS
 from lamina.plan.layer_stack import LayerStack, call_arguments
 from lamina.plan.policy import Policy
+from lamina.plan.selection import known_keywords
 from lamina.plan.step_plan import StepPlan
 from lamina.plan.table import epsilon_text
 from lamina.run.corpus import Corpus
-from lamina.run.trainer_checks import declared_start, refuse_loader
+from lamina.run.trainer_checks import check_model, declared_start
 from lamina.sign.key_ring import KeyRing
 from lamina.sign.keys import PrivateKey
 from lamina.validate import number, whole
@@ -168,6 +168,7 @@ def _teach_opacus_names(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 @_teach_opacus_names
+@known_keywords(PlanError, "train.keyword-unknown")
 def make_private(
     model: nn.Module, data: Any, *, epsilon: float | None = None, noise_multiplier: float | None = None,
     delta: float = 1e-5, clip_norm: float | None = None, proxy: Any = None,
@@ -216,7 +217,7 @@ def make_private(
     remains; a second call on the same data, which is not looked for in a Dataset without a version, warns with what all
     calls cost together (`PlannedBefore`).
     """
-    refuse_loader(data)
+    check_model(model)
     start = declared_start(starting_weights)
     if isinstance(data, Corpus):
         for name, value in {"unit": unit, "origin": origin, "other_people": other_people}.items():
@@ -248,8 +249,13 @@ def make_private(
     if present > declared:
         problem = f"the corpus has more contributions than population={declared}"
         raise PlanError("train.population-below-corpus", problem, "declare a number that it cannot exceed")
-    if bands == AUTO_BANDS and (population is None or not corpus.has_stable_ids or not Ranks.current().alone):
-        bands = 1
+    if bands == AUTO_BANDS:
+        conditions = {
+            "population": population is not None, "unit": corpus.has_stable_ids, "one rank": Ranks.current().alone,
+        }  # fmt: skip
+        if missing := [name for name, met in conditions.items() if not met]:
+            bands = 1
+            warnings.warn(f'bands="auto" takes 1 band: it requires {" and ".join(missing)}', stacklevel=3)
     if bands != 1 and population is None:  # ε would be zero-out, with a replace-one figure that is not proven here
         problem = f"bands is {bands}, and population is not given"
         raise PlanError("train.bands-need-population", problem, "declare a number that the contributions do not exceed")
@@ -279,16 +285,18 @@ def make_private(
         elif clip_norm > FAR_ABOVE * typical:
             text = f"clip_norm is {clip_norm:g}, {clip_norm / typical:.2g} times the typical gradient on the proxy: it scales"
             remedy = f"the noise up and clips nearly nobody. Leave it out, or give {untuned_clip_norm(typical):g}"
-            warnings.warn(f"{text} {remedy}", LargeClipNorm, stacklevel=3)
+            warnings.warn(f"{text} {remedy}", LargeClipNorm, stacklevel=4)
     terms["epsilon"] = allowed = plan.epsilon(0) if epsilon is None else epsilon
     policy = Policy.from_dict({"corpus": about, "class": {names[0]: terms}})
     engine = Engine(model, plan, rows=rows, per_contribution=per_contribution)
-    engine.claim, engine.starting_weights = f"ε is {plan.adjacency}", start
+    engine.starting_weights = start
     corpus.public_number = population is None
+    unit, comparing = plan.classes[0].unit, f"({plan.adjacency})"
     if corpus.public_number:
-        other = epsilon_text(plan.epsilon(0, "replace_one"))
-        engine.claim = f"ε is {ZERO_OUT}, {present}; replace-one: {other}"
-    engine.claim += f"; after these steps nothing remains of ε {epsilon_text(allowed)}: tune on simulated data"
+        replaced = epsilon_text(plan.epsilon(0, "replace_one"))
+        comparing = f"and that there are {present:,} is public (zero-out; replace-one: {replaced})"
+    spent = f"ε = {epsilon_text(allowed)} per {unit} is spent by these steps {comparing}"
+    engine.claim = f"{spent}; another run on them adds to it: tune on simulated data"
     if corpus.digest_reads_all:
         corpus.set_admission(partial(sign_corpus, corpus, policy, names[0], key))
         return engine, corpus, plan
@@ -320,4 +328,4 @@ def _warn_of_earlier_plans(corpus: Corpus, plan: StepPlan) -> None:
             f"make_private was called {len(plans)} times on this data: together they cost ε {epsilon_text(together)} at "
             f"δ = {plan.delta(0):g}, if all are trained to the end (a run that is resumed counts once); {TUNE_ELSEWHERE}"
         )
-        warnings.warn(text, PlannedBefore, stacklevel=4)
+        warnings.warn(text, PlannedBefore, stacklevel=5)

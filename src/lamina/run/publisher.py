@@ -15,25 +15,30 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import save
-from torch import nn
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from lamina.account.accountants import cost, find_accountant
 from lamina.account.charges import Account
 from lamina.account.schedule import Schedule
+from lamina.engine.batch import model_device, to_device
 from lamina.engine.distributed import is_sharded_model
 from lamina.engine.probe import preserve_global_generators, seed_global_generators
 from lamina.errors import RunError
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.run_records import EVALUATION, WEIGHTS, stated_conditions
 from lamina.plan.charges import follows_budget
+from lamina.plan.layer_stack import call_arguments
 from lamina.plan.rules import FollowBudget
 from lamina.plan.step_plan import StepPlan
-from lamina.plan.table import epsilon_text, finite_or_none
+from lamina.plan.table import epsilon_text, finite_or_none, preformatted
 from lamina.release.certificate import Certificate, certify
 from lamina.release.run_evidence import file_digest
 from lamina.release.utility import Figure, evaluation_file, figure_rows
+from lamina.run.example_sources import ExampleSource, make_source
 from lamina.run.run import Run, attempts_outside, uses_adaptive_budget
 from lamina.run.run_output import Callback, Progress, RunFigures, evaluation_text, user_code
 from lamina.run.segments import code_version
@@ -42,6 +47,38 @@ from lamina.validate import one_of, whole
 
 BEST, AVERAGE = "best.safetensors", "ema.safetensors"
 _SMALLER_IS_BETTER = re.compile(r"loss|nll|error|mse|mae|perplexity", re.IGNORECASE)
+
+
+def model_outputs(model: nn.Module, source: ExampleSource, batch: int = 1024) -> Any:
+    """Return the model's output for all examples, on the CPU."""
+    parts = []
+    for start in range(0, len(source), whole(RunError, "train.not-a-count", batch=batch)):
+        rows = np.arange(start, min(start + batch, len(source)))
+        args, named = call_arguments(to_device(source.fetch(rows)[0], model_device(model)))
+        parts.append(to_device(model(*args, **named), "cpu"))
+    return pytree.tree_map(lambda *each: torch.cat(each), *parts)
+
+
+def _accuracy(output: Tensor, y: Tensor) -> float:
+    """The share of classes that are right; of one output per example its sign decides."""
+    found = output.argmax(1) if output.dim() > 1 and output.shape[1] > 1 else (output.flatten() > 0).long()
+    return float((found.flatten() == y.flatten().long()).double().mean())
+
+
+def _auc(output: Tensor, y: Tensor) -> float:
+    """The area under the ROC curve of two classes: how often a positive scores above a negative, ties by half."""
+    scores = (output[:, 1] - output[:, 0] if output.dim() > 1 and output.shape[1] == 2 else output.flatten()).double()
+    positive, negative = scores[y.flatten() > 0], scores[y.flatten() <= 0].sort().values
+    below, to = torch.searchsorted(negative, positive), torch.searchsorted(negative, positive, right=True)
+    return float((below + to).double().mean() / (2 * len(negative)))
+
+
+_FIGURES: dict[str, Callable[[Tensor, Tensor], float]] = {
+    "accuracy": _accuracy,
+    "auc": _auc,
+    "mse": lambda output, y: float((output.flatten() - y.flatten()).double().square().mean()),
+    "mae": lambda output, y: float((output.flatten() - y.flatten()).double().abs().mean()),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +120,24 @@ class Evaluation:
             if self.best is None:
                 problem = "patience is given without best"
                 raise RunError("train.patience-without-best", problem, 'name a figure: best="auc"')
+
+    @classmethod
+    def on_data(
+        cls, figure: str, x: Any, y: Any, *, on: str, patience: int | None = None, every: int = 1
+    ) -> Evaluation:  # fmt: skip
+        """Return the evaluation of one figure on (x, y), which also chooses best.safetensors: accuracy, auc, mse or mae.
+
+        lamina.Trainer(…, evaluate=lamina.Evaluation.on_data("auc", x_public, y_public, on="public", patience=5))
+        """
+        compute = one_of(RunError, "train.figure-unknown", tuple(_FIGURES), figure=figure)
+        source = make_source(x, y)
+
+        def evaluate(model: nn.Module) -> Mapping[str, float]:
+            targets = source.fetch(np.arange(len(source)))[1].cpu()
+            return {figure: _FIGURES[compute](model_outputs(model, source), targets)}
+
+        best = f"-{figure}" if _SMALLER_IS_BETTER.search(figure) else figure
+        return cls(function=evaluate, on=on, every=every, best=best, patience=patience)
 
     def due(self, segments: int, *, last: bool) -> bool:
         return last or segments % self.every == 0
@@ -159,6 +214,32 @@ class Outcome:
         """The certificate of the run, not signed: `lamina certify` signs it. Verifies the ledger first."""
         with LedgerReader.read_only(self.ledger) as ledger:
             return certify(self.folder, ledger)
+
+    def of_model(self, model: nn.Module) -> Outcome:
+        """Return this outcome, to predict with the model in memory: its weights are those of the run's folder."""
+        object.__setattr__(self, "_model", model)
+        return self
+
+    def predict(self, x: Any, *, batch: int = 1024) -> Any:
+        """Return the model's output for x (an array, a DataFrame, a Dataset, …), on the CPU; it costs nothing.
+
+        Of several ranks, or after the process has ended, load `folder / "model.safetensors"` into a model instead.
+        """
+        if (model := getattr(self, "_model", None)) is None:
+            problem = f"the model of run {self.run[:8]} is not in this process"
+            remedy = "load the weights into a model: model.load_state_dict(safetensors.torch.load_file(folder / 'model.safetensors'))"
+            raise RunError("train.model-not-here", problem, remedy)
+        modes = {module: module.training for module in model.modules()}
+        try:
+            model.eval()
+            with torch.no_grad():
+                return model_outputs(model, make_source(x), batch)
+        finally:
+            for module, mode in modes.items():
+                module.training = mode
+
+    def _repr_html_(self) -> str:
+        return preformatted(str(self))
 
     def __str__(self) -> str:
         """For people: ε is rounded up."""

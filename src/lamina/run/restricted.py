@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import copy
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.progress import Progress as Bar
 from torch import Tensor, nn
 from torch.optim import Adam
 
@@ -22,13 +27,17 @@ from lamina.plan.step_plan import StepPlan
 from lamina.run.optimizer import HoldThenFall, private_rate, signal_to_noise
 
 _STEPS, _ROWS, _SEEDS, _RATES = 40, 256, 3, (1.0, 0.1)
+_QUIET_SECONDS = 2.0
 
 
-def restricted_notes(model: nn.Module, plan: StepPlan, proxy: Proxy | None) -> tuple[str, ...]:
+def restricted_notes(
+    model: nn.Module, plan: StepPlan, proxy: Proxy | None, *, progress: bool = False
+) -> tuple[str, ...]:
     """Return a note for each restricted private class: whether it lowers the loss of held-out examples of the proxy.
 
     Copies of `model` take up to 40 steps of the plan's noise and batch (above 256 both are cut), with the class and without
     it, from three seeds and at the better of two rates. Nothing private is read; no stream of a run is drawn from.
+    With `progress`, a terminal shows a bar of a longer trial.
     """
     notes, sliced = [], {part.cls for part in plan.slices}
     for k, entry in enumerate(plan.classes):
@@ -39,7 +48,8 @@ def restricted_notes(model: nn.Module, plan: StepPlan, proxy: Proxy | None) -> t
             reach = f"class {entry.name} reaches a part of the model"
             notes.append(f"{reach}; whether it helps is not assessable without {needs}")
             continue
-        mine, other = (_held_out_losses(model, each, proxy) for each in (plan, _without(plan, k)))
+        with _trial_bar(f"trial of class {entry.name}", 2 * len(_RATES) * _SEEDS, progress) as advance:
+            mine, other = (_held_out_losses(model, each, proxy, advance) for each in (plan, _without(plan, k)))
         verdict = "helps" if all(a < b for a, b in zip(mine, other, strict=True)) else "DOES NOT HELP"
         losses = f"{sum(mine) / _SEEDS:.4g} with it, {sum(other) / _SEEDS:.4g} without it"
         better, worse = (
@@ -68,10 +78,35 @@ def _without(plan: StepPlan, k: int) -> StepPlan:
     return min(kept, spread, key=lambda made: sum(d * s * s for d, s in zip(sizes, made.noise, strict=True)))
 
 
-def _held_out_losses(model: nn.Module, plan: StepPlan, proxy: Proxy) -> list[float]:
+@contextmanager
+def _trial_bar(what: str, trainings: int, wanted: bool) -> Iterator[Callable[[], None]]:
+    """Yield a function to call after each training; a terminal shows a bar after two seconds."""
+    console, begun = Console(stderr=True), time.monotonic()
+    bar = Bar(console=console, transient=True)
+    task = bar.add_task(what, total=trainings)
+
+    def advance() -> None:
+        bar.advance(task)
+        if wanted and console.is_terminal and time.monotonic() - begun > _QUIET_SECONDS:
+            bar.start()
+
+    try:
+        yield advance
+    finally:
+        if bar.live.is_started:
+            bar.stop()
+
+
+def _held_out_losses(model: nn.Module, plan: StepPlan, proxy: Proxy, advance: Callable[[], None]) -> list[float]:
     """Return the loss of a quarter of the proxy after training on the rest, by seed, at the rate with the smallest mean."""
     rate = private_rate(signal_to_noise(plan), steps := min(_STEPS, plan.steps))
-    return min(([_trained(model, plan, proxy, r * rate, steps, s) for s in range(_SEEDS)] for r in _RATES), key=sum)
+
+    def trained(part: float, seed: int) -> float:
+        loss = _trained(model, plan, proxy, part * rate, steps, seed)
+        advance()
+        return loss
+
+    return min(([trained(part, seed) for seed in range(_SEEDS)] for part in _RATES), key=sum)
 
 
 def _trained(model: nn.Module, plan: StepPlan, proxy: Proxy, rate: float, steps: int, seed: int) -> float:

@@ -253,7 +253,7 @@ class Run:
         self.journal.append(AttemptClosed(segment=segment, generation=generation, nonce=nonce, checkpoint=checkpoint))
         (self.folder / "stopped").unlink(missing_ok=True)
 
-    def start_record(self, weights: bytes) -> RunBegin:
+    def start_record(self, weights: bytes, optimizer: str) -> RunBegin:
         """Return the start record of the run: from the ledger, or the one to be written.
 
         If a run of the ledger wrote these weights at its end, it is the parent, declared or not. Raises RunError if what is
@@ -267,7 +267,7 @@ class Run:
             writers = [each.run for each in ends if weights in each.weight_files]
             parent = next((each for each in writers if each.hex() == wanted), writers[-1] if writers else None)
             origin = DECLARED_ORIGINS.get(wanted or "") if parent is None else WeightsOrigin.RUN
-            found = RunBegin(run=run, weights=weights, origin=origin, parent=parent)
+            found = RunBegin(run=run, weights=weights, origin=origin, parent=parent, optimizer=optimizer)
         if wanted not in (None, found.declaration):
             problem = (
                 f"starting_weights is {wanted!r}, but by the ledger their origin is {found.declaration or 'unknown'}"
@@ -276,15 +276,15 @@ class Run:
             raise RunError("train.starting-weights-differ", problem, remedy)
         return found
 
-    def begin(self, weights: bytes) -> None:
-        """Record the starting weights and their origin, once. A run that already has epochs gets no such record.
+    def begin(self, weights: bytes, optimizer: str) -> None:
+        """Record the starting weights, their origin and the optimiser, once. A run that already has epochs gets no such record.
 
         Nothing is recorded without the ledger's key, because an unsigned record could have been written by anyone.
         """
         if not self.spend.ledger.signs:
             return
         try:
-            self.spend.ledger.append([self.start_record(weights)])
+            self.spend.ledger.append([self.start_record(weights, optimizer)])
         except LedgerError as error:
             if error.code != "ledger.run-begin-late":
                 raise

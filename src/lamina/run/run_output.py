@@ -11,6 +11,7 @@ import csv
 import io
 import json
 import math
+import sys
 import sysconfig
 import time
 import traceback
@@ -102,6 +103,27 @@ class LogFile(Callback):
         write_atomically(self.path, text.getvalue().encode(), mode=0o644)
 
     on_evaluation = on_segment
+
+
+class RunStopped(KeyboardInterrupt):
+    """A run that the user stopped with Ctrl-C. Where nothing catches it, its text is shown and no traceback."""
+
+    @classmethod
+    def told(cls, text: str) -> RunStopped:
+        """Return the exception, and let Python show its text alone."""
+        before = sys.excepthook
+
+        def show(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+            if isinstance(error, cls):
+                print(error, file=sys.stderr)
+            else:
+                before(kind, error, trace)
+
+        sys.excepthook = show
+        return cls(text)
+
+    def _render_traceback_(self) -> list[str]:  # what notebooks show
+        return [str(self)]
 
 
 class Progress(Callback):

@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 
 from lamina.admit.npz import ArrayHeader, BadArray, read_arrays, read_headers
 from lamina.errors import CorpusError
+from lamina.run.column_checks import FILL_REMEDY, LABELS_REMEDY, text_remedy
 from lamina.validate import open_regular
 
-LABELS_REMEDY = "number the labels from a public list of them, or: labels, y = numpy.unique(y, return_inverse=True)"
 ROWS_PER_CHUNK = 4096
 MAX_COLUMNS = 1 << 18
 _MAX_LINE = 1 << 26  # characters
@@ -33,11 +33,12 @@ CHUNK_BYTES = 1 << 24  # hashed at a time: a memmap is never held in memory as a
 
 @dataclass(frozen=True, kw_only=True)
 class CsvTable:
-    """`x` (rows × features), `y` (rows, or rows × labels; int64 if every label is whole), named columns as text."""
+    """`x` (rows × `features`), `y` (rows, or rows × labels; int64 if every label is whole), named columns as text."""
 
     x: NDArray[Any]
     y: NDArray[Any] | None
     names: dict[str, list[str]]
+    features: list[str]
 
 
 def read_table(
@@ -48,8 +49,12 @@ def read_table(
     names: Sequence[str] = (),
     delimiter: str = ",",
     dtype: type[Any] = np.float32,
+    filled: bool = False,
 ) -> CsvTable:
-    """Read a CSV file with a header. `x` defaults to all columns that are neither `y` nor among `names`."""
+    """Read a CSV file with a header. `x` defaults to all columns that are neither `y` nor among `names`.
+
+    `filled`: missing values of x become NaN.
+    """
     labels = [] if y is None else [y] if isinstance(y, str) else list(y)
     if not isinstance(delimiter, str) or len(delimiter) != 1 or delimiter in '\r\n"':
         problem = f"delimiter is {delimiter!r}, must be one character"
@@ -68,7 +73,7 @@ def read_table(
         targets: list[NDArray[Any]] = []  # whole numbers become floats if any chunk has a fraction
         texts: dict[str, list[str]] = {name: [] for name in names}
         while chunk := list(islice(lines, ROWS_PER_CHUNK)):
-            inputs.append(_numbers(path, _places(header, features), chunk).astype(dtype))
+            inputs.append(_numbers(path, _places(header, features), chunk, filled=filled).astype(dtype))
             targets.append(_numbers(path, _places(header, labels), chunk, label=True))
             for name, values in texts.items():
                 values += name_column(path, header, name, chunk)
@@ -76,7 +81,7 @@ def read_table(
         raise CorpusError("corpus.no-examples", f"'{path}' has a header and no rows", "give one row per example")
     found = np.concatenate(targets) if labels else None
     y_found = found[:, 0] if found is not None and isinstance(y, str) else found
-    return CsvTable(x=np.concatenate(inputs), y=y_found, names=texts)
+    return CsvTable(x=np.concatenate(inputs), y=y_found, names=texts, features=features)
 
 
 def read_matrix(path: str | Path, content: bytes | None = None) -> tuple[tuple[str, ...] | None, NDArray[np.float32]]:
@@ -101,16 +106,19 @@ def _places(header: list[str], columns: Sequence[str]) -> list[tuple[int, str]]:
 
 
 def _numbers(
-    path: str | Path, columns: Sequence[tuple[int, str]], lines: Sequence[CsvLine], *, label: bool = False
-) -> NDArray[Any]:
+    path: str | Path, columns: Sequence[tuple[int, str]], lines: Sequence[CsvLine], *, label: bool = False,
+    filled: bool = False,
+) -> NDArray[Any]:  # fmt: skip
     """Columns of numbers, lines × columns: float64, or int64 where they are labels and all of them whole."""
     cells = [[row[i] for i, _ in columns] for _, row in lines]
+    if filled:
+        cells = [["nan" if cell.strip().lower() in MISSING_VALUES else cell for cell in row] for row in cells]
     if label:
         with suppress(ValueError, OverflowError):
             return np.array([[int(cell) for cell in row] for row in cells], dtype=np.int64)
     with suppress(ValueError):
         values = np.array(cells, dtype=np.float64)
-        if not np.isnan(values).any():
+        if filled or np.isfinite(values).all():
             return values
     raise _first_bad_cell(path, columns, lines, label)
 
@@ -118,17 +126,20 @@ def _numbers(
 def _first_bad_cell(
     path: str | Path, columns: Sequence[tuple[int, str]], lines: Sequence[CsvLine], label: bool
 ) -> CorpusError:
-    encode = "leave it out by naming the feature columns (x=[…]), or encode it with a public table"
     for number, row in lines:
         for i, column in columns:
             value = _number(row[i])
             if row[i].strip().lower() in MISSING_VALUES or (value is not None and math.isnan(value)):
                 problem = f"'{path}' line {number} has no value in column {column!r}"
-                remedy = "fill it with a public constant (never with a mean of the data), or leave the row out"
-                return CorpusError("corpus.value-missing", problem, remedy)
+                return CorpusError("corpus.value-missing", problem, FILL_REMEDY)
+            if value is not None and math.isinf(value):
+                problem = f"'{path}' line {number} has an infinite value in column {column!r}"
+                return CorpusError("corpus.value-missing", problem, FILL_REMEDY)
             if value is None:
                 problem = f"'{path}' line {number} has text in column {column!r}"
-                return CorpusError("corpus.value-not-a-number", problem, LABELS_REMEDY if label else encode)
+                return CorpusError(
+                    "corpus.value-not-a-number", problem, LABELS_REMEDY if label else text_remedy(column)
+                )
     raise AssertionError("numpy and float() read a number differently")
 
 
@@ -217,9 +228,9 @@ def csv_header(path: Path, lines: Iterator[CsvLine], delimiter: str) -> list[str
     return header
 
 
-def check_column(path: Path, name: str, header: list[str]) -> None:
+def check_column(where: str | Path, name: str, header: list[str]) -> None:
     if name not in header:
-        problem = f"'{path}' has no column {name!r}"
+        problem = f"{where if isinstance(where, str) else repr(str(where))} has no column {name!r}"
         shown = ", ".join(header[:_COLUMNS_NAMED]) + (", …" if len(header) > _COLUMNS_NAMED else "")
         raise CorpusError("corpus.column-unknown", problem, f"its columns are {shown}")
 
@@ -353,25 +364,6 @@ def hash_parts(hasher: Hasher, parts: Iterable[bytes | str | int]) -> None:
         data = part if isinstance(part, bytes) else str(part).encode("utf-8", "surrogatepass")
         hasher.update(len(data).to_bytes(8, "big"))
         hasher.update(data)
-
-
-def check_numeric_dtype(name: str, array: NDArray[Any]) -> None:
-    """Numbers, and nothing else: a model cannot be given text, dates or objects."""
-    kind = array.dtype.kind
-    if kind in "biufc":
-        return
-    text = kind in "US" or (kind == "O" and array.size > 0 and isinstance(array.flat[0], str))
-    if text and name.startswith("y"):
-        raise CorpusError("corpus.labels-are-text", f"{name} holds text, and a loss needs numbers", LABELS_REMEDY)
-    if text:
-        remedy = "encode it with a public table (a fixed vocabulary, a code list), not with one made from the data"
-        raise CorpusError("corpus.inputs-are-text", f"{name} holds text, and a model needs numbers", remedy)
-    if kind in "Mm":
-        problem = f"{name} holds dates"
-        raise CorpusError("corpus.inputs-are-dates", problem, f"turn them into numbers: {name}.astype('int64')")
-    problem = f"{name} has dtype {array.dtype}: Python objects or records, not numbers"
-    remedy = "give arrays of one shape and a numeric dtype: np.stack(list_of_arrays)"
-    raise CorpusError("corpus.dtype-not-numeric", problem, remedy)
 
 
 def torch_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:

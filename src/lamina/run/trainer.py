@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from lamina.engine.batch import Batch, model_device, to_device
 from lamina.engine.distributed import Ranks, is_sharded_model, weights_digest
@@ -32,6 +33,7 @@ from lamina.run.corpus import Corpus
 from lamina.run.distributed import LedSegment, RunLead, follow
 from lamina.run.example_sources import seed_step
 from lamina.run.journal import AttemptOpened
+from lamina.run.loss_advice import LossAdvice
 from lamina.run.membership import AdmissionRenewal, LedgerMembership, remember_withdrawals
 from lamina.run.optimizer import resolve_optimizer
 from lamina.run.options import OPTIONS, TrainOptions, options_help, settled
@@ -43,6 +45,7 @@ from lamina.run.run_files import Lease, make_folder
 from lamina.run.run_ledger import link_ledger, neighbours_of_run, open_run_ledger
 from lamina.run.run_output import (
     Progress,
+    RunStopped,
     TerminalProgress,
     WithheldError,
     hide_warning_texts,
@@ -109,8 +112,11 @@ class Trainer:
         self, model: nn.Module, optimizer: Optimizer | Literal["auto"], loss_fn: Callable[[Any, Any], Tensor], corpus: Corpus,
         plan: StepPlan, folder: str | Path, **options: Unpack[TrainOptions],
     ) -> None:  # fmt: skip
+        corpus = Corpus(corpus) if isinstance(corpus, DataLoader) else corpus
         check_trainer_arguments(model, loss_fn, corpus, plan)
         self.options = o = settled(options)
+        if o["device"] is not None:
+            model.to(o["device"])
         engine, evaluate, proxy = o["engine"], o["evaluate"], o["proxy"]
         chosen, scheduler = resolve_optimizer(model, plan, unwrap_prepared(optimizer), unwrap_prepared(o["scheduler"]))
         check_optimizer(model, chosen)
@@ -165,7 +171,8 @@ class Trainer:
         mine = None if self.restricted else proxy  # for the plan's rule; or else restricted classes are tried on it
         if self.restricted and proxy is not None:
             begun = (self.folder / "journal").exists() or not self._ranks.alone
-            self.restricted = () if begun else restricted_notes(model, plan, proxy)
+            shown = o["progress"] is not False
+            self.restricted = () if begun else restricted_notes(model, plan, proxy, progress=shown)
             self._notes += self.restricted
         self._engine = engine if engine is not None else Engine(model, plan, proxy=mine)
         if engine is not None and engine.budget.taken and self._ranks.first and not (self.folder / "journal").exists():
@@ -248,7 +255,7 @@ class Trainer:
             self._lead.stopped(error)
             raise
         self._lead.end(outcome)
-        return outcome
+        return outcome.of_model(self.model)
 
     def _follow(self) -> Outcome:
         """As one of several ranks that rank 0 leads: take its steps, write nothing."""
@@ -289,8 +296,9 @@ class Trainer:
             try:
                 return self._fit()
             except KeyboardInterrupt:
-                self.progress.note("stopped; run it again to go on from here at no further cost")
-                raise
+                raise RunStopped.told(
+                    f"stopped in '{self.folder}'; run it again to go on from here at no further cost"
+                ) from None
             finally:
                 self.corpus.on_withdrawal_request = None
                 self._close_ledger()
@@ -400,7 +408,8 @@ class Trainer:
         self.corpus.source.fetch(np.arange(min(len(self.corpus.source), _EXAMPLES_READ)))  # unreadable: refused here
         if self.evaluate is not None:
             self.evaluate.run(self.model)
-        for note in rehearse(self._engine, self._losses_augmented, self.corpus, probe=self.probe):
+        advice = LossAdvice(lambda x: self._output(to_device(self._augmented(x), model_device(self.model))))
+        for note in rehearse(self._engine, self._losses_augmented, self.corpus, probe=self.probe, advice=advice):
             if note not in self._notes:
                 self._notes.append(note)
 

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, OneCycleLR, StepLR
 from torch.utils import _pytree as pytree
-from torch.utils.data import DataLoader
 
 from lamina.allocate.problem import FAR_ABOVE, untuned_clip_norm
 from lamina.engine.batch import Batch
 from lamina.engine.budget import refuse_filter
 from lamina.engine.engine import Engine
-from lamina.engine.simulated_input import simulate_for
+from lamina.engine.guards.checked_batch import check_losses
+from lamina.engine.simulated_input import simulate, simulate_for
 from lamina.errors import LaminaError, PlanError, RunError
 from lamina.ledger.run_records import DECLARED_ORIGINS
 from lamina.plan.charges import SignedAccount
@@ -37,7 +37,7 @@ from lamina.plan.signed_bounds import REMAINING_FACTORS
 from lamina.plan.step_plan import Clipping, StepPlan
 from lamina.release.run_evidence import RunMetrics
 from lamina.run.corpus import Corpus, ProbeArgument
-from lamina.run.example_sources import DATALOADER_REFUSAL
+from lamina.run.loss_advice import WRONG_SHAPE, LossAdvice
 from lamina.run.publisher import Evaluation
 from lamina.run.run_output import Callback
 from lamina.run.sampler import Sampler
@@ -46,18 +46,30 @@ from lamina.validate import one_of
 
 def check_trainer_arguments(model: Any, loss_fn: Any, corpus: Any, plan: Any) -> None:
     """Refuse arguments of the wrong kind."""
-    if not isinstance(model, nn.Module):
-        kind = f"class {model.__name__}, not an instance of it" if isinstance(model, type) else type(model).__name__
-        remedy = "give a torch.nn.Module (after lamina.fix: its .model)"
-        raise RunError("train.model-not-a-module", f"the model is a {kind}", remedy)
+    check_model(model)
     if not isinstance(plan, StepPlan):
         remedy = "make one: lamina.make_plan(stack, policy, …)"
         raise RunError("corpus.plan-not-a-plan", f"the plan is a {type(plan).__name__}", remedy)
     _check_loss(loss_fn)
-    refuse_loader(corpus)
     if not isinstance(corpus, Corpus):
         remedy = "make a corpus and say what a contribution is: lamina.Corpus(x, y, unit=…) or Corpus(dataset, unit=…)"
         raise RunError("train.data-not-a-corpus", f"the data is a {type(corpus).__name__}", remedy)
+
+
+def check_model(model: Any) -> None:
+    """Refuse a model that is not a module of torch, with what to give instead."""
+    if isinstance(model, nn.Module):
+        return
+    problem, remedy = f"the model is a {type(model).__name__}", "give a torch.nn.Module (after lamina.fix: its .model)"
+    if isinstance(model, type):
+        problem, remedy = f"the model is the class {model.__name__}, not an instance of it", f"give {model.__name__}(…)"
+    elif isinstance(model, str):
+        problem = f"the model is the text {model!r}"
+        remedy = "make the module, such as torchvision.models.resnet18(weights=None), then lamina.fix(module).model"
+    elif any(each.__module__.startswith(("sklearn.", "xgboost.", "lightgbm.")) for each in type(model).__mro__):
+        problem += ", which does not learn by gradients of single examples"
+        remedy = "give a torch.nn.Module; torch.nn.Linear is logistic regression, lamina.recipes.tabular makes a model for a table"
+    raise RunError("train.model-not-a-module", problem, remedy)
 
 
 def unwrap_prepared(thing: Any) -> Any:
@@ -189,12 +201,6 @@ def declared_start(given: str | os.PathLike[str] | None, beside: Path = Path()) 
     return RunMetrics.load(folder).run.hex()
 
 
-def refuse_loader(data: Any) -> None:
-    """Refuse a DataLoader, the most common mistake."""
-    if isinstance(data, DataLoader):
-        raise RunError("corpus.dataloader-not-poisson", *DATALOADER_REFUSAL)
-
-
 def refuse_taken_options(where: str, options: Mapping[str, Any], taken: Mapping[str, str]) -> None:
     """Refuse options of a run that something else than its caller sets: `taken` says what to give instead."""
     if found := sorted(options.keys() & taken.keys()):
@@ -306,7 +312,7 @@ def raw_shown_before(folder: Path) -> bool:
 
 
 def rehearse(
-    engine: Engine, losses_of: Callable[[Any, Any], Tensor], corpus: Corpus, *, probe: ProbeArgument
+    engine: Engine, losses_of: Callable[[Any, Any], Tensor], corpus: Corpus, *, probe: ProbeArgument, advice: LossAdvice
 ) -> list[str]:
     """Try one step without noise, optimiser or charge; then the engine's independence probe. Returns notes.
 
@@ -315,12 +321,20 @@ def rehearse(
     x, y = probe if isinstance(probe, tuple) else corpus.no_examples()
     engine.model.train()
     try:
-        if not isinstance(probe, tuple):
-            x, y = simulate_for(losses_of, x, y)
-        losses = losses_of(x, y)
-    except LaminaError:
+        with advice.watch():
+            if not isinstance(probe, tuple):
+                x, y = simulate_for(losses_of, x, y)
+            losses = losses_of(x, y)
+        if advice.broadcasts and (told := advice.advise(x, y)):
+            raise RunError("train.model-or-loss-failed", *told)
+        check_losses(losses, Batch(x, y).examples)
+    except LaminaError as error:
+        if error.code == WRONG_SHAPE and (told := advice.advise(x, y)):
+            raise RunError("train.model-or-loss-failed", *told) from None
         raise
     except Exception as error:  # the model and the loss are the user's: say what they were given
+        if told := advice.advise(*((x, y) if Batch(x, y).examples else simulate(x, y, 6))):
+            raise RunError("train.model-or-loss-failed", *told) from error
         shapes, kind = _types_of(x), "the inputs themselves" if y is None else _types_of(y)
         which = "public" if isinstance(probe, tuple) else "simulated"
         problem = f"model or loss failed on {which} examples: {type(error).__name__}: {error}"

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
         ohio_corpus,
         ohio_records,
         ohio_signal,
-        paper_run,
         ptbxl_corpus,
         ptbxl_records,
         read_ohio,
@@ -48,7 +47,7 @@ __all__ = [
     "Signal", "read_wfdb", "segments", "read_edf", "read_csv_signal", "read_npz_signal", "read_ohio",
     "ptbxl_corpus", "ohio_corpus", "mimic_corpus", "signal_corpus", "ptbxl_records", "ohio_records", "mimic_records", "signal_records",
     "ecg_windows", "ohio_signal", "PatientRecord", "PreparedPart", "prepare", "part_of",
-    "class_weights", "noisy_class_counts", "PTBXL_COUNTS", "paper_run", "write_simulated_ptbxl", "write_simulated_ohio",
+    "class_weights", "noisy_class_counts", "PTBXL_COUNTS", "write_simulated_ptbxl", "write_simulated_ohio",
     "StackedAE", "ConvAE", "ResAE", "TransAE", "VAE", "SignalLoss",
     "MLPAutoencoder", "ResidualAutoencoder", "ResidualClassifier", "ClassifierLoss", "TransformerAutoencoder",
 ]  # fmt: skip
@@ -58,7 +57,7 @@ _HOME = {
     "cgm_simulator": ("CGMSimulator",),
     "datasets": (
         "PTBXL_COUNTS", "ecg_windows", "mimic_corpus", "mimic_records", "ohio_corpus", "ohio_records", "ohio_signal",
-        "paper_run", "ptbxl_corpus", "ptbxl_records", "read_ohio", "signal_corpus", "signal_records",
+        "ptbxl_corpus", "ptbxl_records", "read_ohio", "signal_corpus", "signal_records",
     ),
     "ecg_simulator": ("CLASSES", "ECGSimulator", "Recordings"),
     "heart_model": ("LEADS",),

@@ -9,7 +9,6 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
-from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from xml.parsers import expat
@@ -47,16 +46,6 @@ def _corpus(parts: dict[str, PreparedPart], part: str, **options: Any) -> Corpus
     return parts[part].corpus(**options)
 
 
-def paper_run(name: str) -> str:
-    """A run file with the settings of Tables 3 and 4 of the LSAB paper, such as 'ptbxl-res-ae': its text."""
-    folder = resources.files("lamina.signals") / "paper_runs"
-    known = sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
-    if name not in known:
-        problem = f"there is no paper run {name!r}"
-        raise LaminaError("data.paper-run-not-known", problem, f"choose from {', '.join(known)}")
-    return (folder / f"{name}.toml").read_text(encoding="utf-8")
-
-
 # ---------------------------------------------------------------------------------------------------------- PTB-XL
 
 
@@ -71,13 +60,18 @@ def _table(path: Path) -> Iterator[dict[str, str]]:
 
 
 def ptbxl_records(
-    folder: str | Path, *, rate: int = 100, length: int = WINDOW, overlap: float = OVERLAP
+    folder: str | Path, *, rate: int = 100, length: int = WINDOW, overlap: float = OVERLAP, split: str = "folds"
 ) -> list[PatientRecord]:
     """The records of PTB-XL by ptbxl_database.csv, with one 0 or 1 per superclass (NORM, MI, STTC, CD, HYP).
 
-    Official folds: 1 to 8 train, 9 validation, 10 test; a patient is in one fold. Records without a diagnostic statement
-    have all zeros. A superclass counts whatever its likelihood, as in the example that PTB-XL comes with.
+    split  "folds", the official ones: 1 to 8 train, 9 validation, 10 test, and a patient is in one fold; or "patients":
+           70, 15 and 15 % of the patients by a hash of their id, as section 4.1.1 of the LSAB paper has it
+
+    Records without a diagnostic statement have all zeros. A superclass counts whatever its likelihood, as in the example
+    that PTB-XL comes with.
     """
+    if split not in ("folds", "patients"):
+        raise LaminaError("data.split-not-known", f"split is {split!r}", "choose folds or patients")
     folder = _folder(folder, "ptbxl_database.csv")
     if rate not in (100, 500):
         raise LaminaError("data.ptbxl-rate", f"rate is {rate}", "PTB-XL has rate=100 and rate=500")
@@ -100,7 +94,8 @@ def ptbxl_records(
         label = np.array([float(any(kinds.get(code) == kind for code in codes)) for kind in CLASSES], dtype=np.float32)
         path = folder / name
         found.append(PatientRecord(
-            patient=patient, part=PARTS[max(0, fold - 8)], label=label, files=tuple(wfdb_files(path)),
+            patient=patient, part=PARTS[max(0, fold - 8)] if split == "folds" else part_of(patient), label=label,
+            files=tuple(wfdb_files(path)),
             windows=lambda path=path: ecg_windows(read_wfdb(path), length, overlap),  # type: ignore[misc]
         ))  # fmt: skip
     return found
@@ -113,15 +108,16 @@ def ecg_windows(record: Signal, length: int = WINDOW, overlap: float = OVERLAP) 
 
 
 def ptbxl_corpus(
-    folder: str, policy: Policy | None = None, *, part: str = "train", rate: int = 100, labels: bool = True,
-    cache: str | None = None, oversample: str | None = None, **options: Any,
+    folder: str, policy: Policy | None = None, *, part: str = "train", rate: int = 100, split: str = "folds",
+    labels: bool = True, cache: str | None = None, oversample: str | None = None, **options: Any,
 ) -> Corpus:  # fmt: skip
     """Windows of PTB-XL, patients as contributions; options are those of `lamina.Corpus`.
 
     In RUN.toml: kind = "factory", factory = "lamina.signals:ptbxl_corpus", and all of these in args.
     """
     settings = {"data": "ptbxl", "rate": rate, "length": WINDOW, "overlap": OVERLAP}
-    made = prepare(ptbxl_records(folder, rate=rate), settings=settings, cache=cache, oversample=oversample)
+    records = ptbxl_records(folder, rate=rate, split=split)
+    made = prepare(records, settings=settings, cache=cache, oversample=oversample)
     return _corpus(made, part, policy=policy, labels=labels, **options)
 
 
@@ -302,28 +298,43 @@ _MIMIC_PATIENT = re.compile(r"(p\d{6})-\d{4}-\d\d-\d\d-\d\d-\d\d\.hea")
 
 
 def mimic_records(
-    folder: str | Path, *, stream: str = "ECG", length: int = WINDOW, overlap: float = OVERLAP, most: int = 500
-) -> list[PatientRecord]:
+    folder: str | Path, *, stream: str = "ECG", missing: str = "skip", length: int = WINDOW, overlap: float = OVERLAP,
+    most: int = 500,
+) -> list[PatientRecord]:  # fmt: skip
     """Records pNNNNNN-YYYY-MM-DD-hh-mm.hea of the MIMIC-III Waveform Database Matched Subset, anywhere below the folder.
 
-    One stream at its own rate: the first of its channels that a segment has. Every stretch without gaps is resampled, has
-    mean 0 and deviation 1, and is cut; of a record at most the first `most` windows, since records last for days.
+    stream   one stream, or several that are cut together: "ECG+ABP+PPG". Of each the first of its channels that a segment
+             has, all at the rate of the fastest stream, so that a window holds the same moments of all
+    missing  what becomes of a segment in which a stream is missing: "skip" it, or "zero", the mean of every scaled stream
+
+    Every stretch without gaps in any stream is resampled, each stream gets mean 0 and deviation 1, and it is cut; of a record
+    at most the first `most` windows, since records last for days.
     """
-    if stream not in STREAMS:
-        raise LaminaError("data.stream-not-known", f"stream is {stream!r}", f"choose from {', '.join(STREAMS)}")
-    names, rate = STREAMS[stream]
+    streams = stream.split("+")
+    if unknown := [name for name in streams if name not in STREAMS]:
+        problem = f"stream is {stream!r}, and {unknown[0]!r} is not known"
+        raise LaminaError("data.stream-not-known", problem, f"choose from {', '.join(STREAMS)}, or join them: ECG+ABP")
+    if missing not in ("skip", "zero"):
+        raise LaminaError("data.missing-not-known", f"missing is {missing!r}", "choose skip or zero")
+    rate = max(STREAMS[name][1] for name in streams)
 
     def cut(path: Path) -> Iterator[Float32]:
         for segment in segments(path):
-            there = {channel.lower() for channel in segment.channels}
-            chosen = next((name for name in names if name.lower() in there), None)
-            if chosen is not None:
-                least = int(np.ceil(length * segment.rate / rate))
-                for run in segment.pick(chosen).runs(least):
-                    yield run.resampled(rate).standardised().windows(length, overlap)
+            # a channel that is listed and never recorded is missing
+            there = {c.lower() for c, row in zip(segment.channels, segment.x, strict=True) if np.isfinite(row).any()}
+            chosen = [next((c for c in STREAMS[name][0] if c.lower() in there), None) for name in streams]
+            found = [channel for channel in chosen if channel is not None]
+            if not found or (missing == "skip" and len(found) < len(streams)):
+                continue
+            rows = [i for i, channel in enumerate(chosen) if channel is not None]
+            for run in segment.pick(*found).runs(int(np.ceil(length * segment.rate / rate))):
+                part = run.resampled(rate).standardised().windows(length, overlap)
+                whole = np.zeros((len(part), len(streams), length), dtype=np.float32)
+                whole[:, rows] = part
+                yield whole
 
     def windows(path: Path) -> Float32:
-        made, total = [np.empty((0, 1, length), dtype=np.float32)], 0
+        made, total = [np.empty((0, len(streams), length), dtype=np.float32)], 0
         for part in cut(path):
             made.append(part[: most - total])
             total += len(made[-1])
@@ -346,12 +357,19 @@ def mimic_records(
 
 
 def mimic_corpus(
-    folder: str, policy: Policy | None = None, *, part: str = "train", stream: str = "ECG", cache: str | None = None,
-    most: int = 500, **options: Any,
+    folder: str, policy: Policy | None = None, *, part: str = "train", stream: str = "ECG", missing: str = "skip",
+    cache: str | None = None, most: int = 500, **options: Any,
 ) -> Corpus:  # fmt: skip
-    """Windows of one stream (ECG, ABP or PPG), patients as contributions; no labels."""
-    settings = {"data": "mimic", "stream": stream, "length": WINDOW, "overlap": OVERLAP, "most": most}
-    made = prepare(mimic_records(folder, stream=stream, most=most), settings=settings, cache=cache)
+    """Windows of one stream (ECG, ABP or PPG) or of several together, patients as contributions; no labels."""
+    settings = {
+        "data": "mimic",
+        "stream": stream,
+        "missing": missing,
+        "length": WINDOW,
+        "overlap": OVERLAP,
+        "most": most,
+    }
+    made = prepare(mimic_records(folder, stream=stream, missing=missing, most=most), settings=settings, cache=cache)
     return _corpus(made, part, policy=policy, labels=False, **options)
 
 

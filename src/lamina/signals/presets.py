@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from lamina.errors import PlanError, needs_torch
@@ -139,6 +140,30 @@ PRESETS: dict[str, Preset] = {
         ),
     )
 }
+
+
+def run_files() -> dict[str, str]:
+    """Run files with the settings of Tables 3 and 4 of the LSAB paper, by name: 'paper-ptbxl' and so on."""
+    folder = resources.files("lamina.signals") / "paper_runs"
+    found = {each.name.removesuffix(".toml"): each for each in folder.iterdir() if each.name.endswith(".toml")}
+    return {name: found[name].read_text(encoding="utf-8") for name in sorted(found)}
+
+
+def run_file(name: str) -> str:
+    """The text of a run file of the paper."""
+    if name in PRESETS:
+        problem = f"preset '{name}' has settings, and no model and data"
+        raise PlanError("plan.preset-without-run", problem, f'write preset = "{name}" into a RUN.toml')
+    if name not in (known := run_files()):
+        problem = f"preset '{name}' is not known{did_you_mean(name, list(known))}"
+        raise PlanError("plan.preset-not-known", problem, f"use one of {', '.join(known)}")
+    return known[name]
+
+
+def listed() -> list[tuple[str, str]]:
+    """(name, what it is for) of every preset: run files of the paper, then settings by task."""
+    papers = [(name, text.partition("\n")[0].removeprefix("# ").rstrip(".")) for name, text in run_files().items()]
+    return [*papers, *((name, preset.task) for name, preset in PRESETS.items())]
 
 
 def find(name: str) -> Preset:

@@ -26,6 +26,7 @@ from lamina.plan.rules import (
     MEASURED,
     MOST_MAGNITUDE,
     Choose,
+    ChooseAsPrinted,
     FollowBudget,
     FollowEnergy,
     FollowProxy,
@@ -274,9 +275,35 @@ class OpenChoice:
         price = self._utilities(nobody, torch.zeros(0, dtype=torch.long), self.rule.price)
         return self.candidates[draw(self._sums + price, self.rule.epsilon, uniform_draw(noise, step))]
 
+    @staticmethod
+    def of(plan: StepPlan, candidates: Sequence[Candidate], sizes: Sequence[int] | None = None) -> OpenChoice:
+        """The choice that the plan's rule asks for."""
+        printed = plan.rule(ChooseAsPrinted) is not None
+        return (OpenPrintedChoice if printed else OpenChoice)(plan, candidates, sizes)
+
     def _utilities(self, norms: Tensor, classes: Tensor, price: float) -> FloatArray:
         form = self.plan.clipping
         return utilities(self.candidates, norms.numpy(), classes.numpy(), form=form, sizes=self.sizes, price=price)
+
+
+class OpenPrintedChoice(OpenChoice):
+    """Fisher information of the layers over the parts of a batch, for `ChooseAsPrinted`."""
+
+    def __init__(self, plan: StepPlan, candidates: Sequence[Candidate], sizes: Sequence[int] | None = None) -> None:
+        super().__init__(plan, candidates, sizes)
+        self._sums = np.zeros(len(plan.layers))
+
+    def add(self, part: CheckedBatch, norms: Tensor) -> None:
+        """Add the squared norms of a part; a contribution with a norm that is not finite counts 0."""
+        squares = norms[nonempty_contributions(part)].double().square().numpy()
+        self._sums += squares[np.isfinite(squares).all(1)].sum(0)
+
+    def drawn(self, noise: NoiseSource, step: int) -> Candidate:
+        assert isinstance(self.rule, ChooseAsPrinted)
+        total = float(self._sums.sum())
+        fisher = self._sums / total if 0 < total < math.inf else np.zeros(len(self._sums))
+        u = 0.5 * np.clip(np.asarray(self.rule.parts) @ fisher, 0.0, 1.0)
+        return self.candidates[draw(u, self.rule.epsilon, uniform_draw(noise, step))]
 
 
 def uniform_draw(noise: NoiseSource, step: int) -> float:
@@ -407,6 +434,11 @@ class Adaptation:
 
     def apply_choice(self, candidate: Candidate) -> None:
         """A choice was drawn: apply its C and S, and its shares where no better ones were measured."""
+        if (
+            self.declared.rule(ChooseAsPrinted) is not None
+        ):  # S as it is printed; the plan is priced with the least of it
+            self.applied, self.choice = replace(self.declared, noise=candidate.noise), candidate.name
+            return
         before = self._base, self.choice
         if len(self._shares.noised):
             self._base = self._shares.shares(candidate.clip, candidate.noise)
