@@ -44,7 +44,7 @@ from lamina.admit.attestation import MICRO
 from lamina.engine.noise.random_stream import segment_seed
 from lamina.errors import BudgetExceeded, LedgerError, RunError
 from lamina.ledger.attempts import NoiseByStep, OpenAttempt
-from lamina.ledger.records import SegmentOutcome
+from lamina.ledger.records import ContributionRecord, SegmentOutcome
 from lamina.ledger.run_records import (
     DECLARED_ORIGINS,
     EVALUATION,
@@ -122,6 +122,12 @@ class Run:
     def salt(self) -> bytes:
         """Keys the digests of data and membership, so that they mean nothing outside this run."""
         return self.journal.start.salt
+
+    @property
+    def attested(self) -> bool:
+        """Whether the contributions are signed: the ledger has signed ones, and refuses runs on any other."""
+        with self.spend.ledger.store.read() as rows:
+            return self.spend.ledger.checked(rows).count(ContributionRecord) > 0
 
     @property
     def abandoned_in_ledger(self) -> bool:
