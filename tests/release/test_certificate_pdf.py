@@ -77,9 +77,9 @@ def words(content: dict[str, Any]) -> str:
 
 
 def test_each_says_for_whom_it_is_private() -> None:
-    assert plain("private for: sensitive; not protected: volunteer (declared public; declared population: 60)") in words(
-        CONTENTS["bare"]
-    )
+    assert plain(
+        "private for: sensitive; not protected: volunteer (declared public; declared population: 60)"
+    ) in words(CONTENTS["bare"])
     assert plain("nothing in it is protected") in words(CONTENTS["public only"])
     told = words(CONTENTS["not private"])
     assert "NOTPRIVATE" in told and plain("the noise came from a seed that somebody chose") in told

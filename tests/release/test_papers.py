@@ -381,7 +381,10 @@ def test_the_inventory_of_a_release(folder: Path) -> None:
 def test_the_model_card_says_what_the_curve_says(folder: Path) -> None:
     card = (folder / "README.md").read_text()
     content = json.loads((folder / "certificate.json").read_text())
-    assert f"**{content['protects']['badge']}**" in card and "not protected: open (declared public; declared population: 10)" in card
+    assert (
+        f"**{content['protects']['badge']}**" in card
+        and "not protected: open (declared public; declared population: 10)" in card
+    )
     plain = card.replace("\\", "")
     for each in content["statements"]:
         assert each["text"] in plain, each

@@ -91,7 +91,9 @@ def sample_content(classes: dict[str, dict[str, Any]] | None = None, *, private:
     opened = [name for name, each in classes.items() if each["public"]]
     badge = f"private for: {', '.join(closed) or 'nobody'}"
     if opened:
-        badge += f"; not protected: {', '.join(f'{name} (declared public; declared population: 60)' for name in opened)}"
+        badge += (
+            f"; not protected: {', '.join(f'{name} (declared public; declared population: 60)' for name in opened)}"
+        )
     rows = [(f"blocks.{at}.attention.projection", 0.012, list(classes)) for at in range(6)]
     rows += [("head.weight", 0.02, closed), ("head.bias", 0.02, closed)]
 

@@ -315,7 +315,10 @@ def _run_statements(
     (leaf, end), plans, order = evidence.end, evidence.plans.values(), rdp_order_of(header.accountant)
     several, bands = len(evidence.leaves) > 1, max(each.bands for each in plans)
     said, begin = end.conditions(evidence.plan.adjacency), evidence.begin
-    reached, private = {frozenset(names) for names in evidence.reached().values()}, not all(c.public for c in evidence.classes())
+    reached, private = (
+        {frozenset(names) for names in evidence.reached().values()},
+        not all(c.public for c in evidence.classes()),
+    )
     facts = {
         "private": private,
         "figures": guaranteed and private,
