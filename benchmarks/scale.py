@@ -5,7 +5,7 @@
 `--measure` measures and writes the figures; `--predict` fits the model to such a file and prints the table. Times are processor
 time of one thread, the least of several rounds; a figure that the fit did not see is predicted and compared beside each part.
 A rank is one core like this one, unless --flops says how fast it computes. --network is in bytes per second and rank.
-docs/scale.md has the results.
+benchmarks/results/scale.md has the results.
 """
 
 from __future__ import annotations

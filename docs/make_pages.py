@@ -15,6 +15,7 @@ from pathlib import Path
 
 from lamina.admit.reasons import REASONS
 from lamina.errors import family_of
+from lamina.release.gate import DENIALS
 from lamina.run.options import OPTIONS
 
 ROOT = Path(__file__).parents[1]
@@ -27,21 +28,16 @@ FOLDERS = (
     "cli/ledger",
 )  # fmt: skip
 BEGIN, END = "<!-- files: make docs writes this -->", "<!-- end of files -->"
+DENIALS_BEGIN, DENIALS_END = "<!-- denials: make docs writes this -->", "<!-- end of denials -->"
 REASONS_BEGIN, REASONS_END = "<!-- reasons: make docs writes this -->", "<!-- end of reasons -->"
 CODE = re.compile(r"[a-z]+\.[a-z0-9]+(-[a-z0-9]+)*")
 FILES = re.compile(r".*\.(cbor|css|db|html|json|key|md)")  # names of files that look like codes
 RUN_FILE_KEYS = {"admit.keys", "corpus.delta", "data.path"}
 INDEX = """# Error codes
 
-Every refusal ends in a code, such as `[plan.epsilon-above-floor]`. Its message states the problem, the value, the bound and the remedy.
-A code never changes its meaning, so programs and tests may rely on it. The wording of a message may improve. Each code belongs to a
-family of related refusals, such as `plan.policy`.
-
-| source | code | family |
-|---|---|---|
-| Python | `error.code` | `error.family` |
-| `--json`: a refusal, or a problem of `lamina ledger verify` or `lamina release verify` | `code` | `family` |
-| a refusal of the [service](../service.md) | `code` | `family` |
+Every refusal ends in a code, such as `[plan.epsilon-above-floor]`, and its message states the problem, the value, the bound and the
+remedy. A code never changes its meaning; the wording of a message may improve. Each code belongs to a family, such as `plan.policy`.
+Python has both as `error.code` and `error.family`; `--json` and the [service](../service.md) as `code` and `family`.
 
 ```python
 from lamina.errors import LaminaError
@@ -53,9 +49,9 @@ except LaminaError as error:
         raise
 ```
 
-The exception classes of `lamina.errors` are coarser than families. A code from outside Lamina, such as `acme.no-licence`, is in the
-family of its first part (`acme`). [Admission](../admission.md) lists the reasons for which the gate refuses a contribution.
-`make docs` writes these pages from the source and from docs/error_families.toml.
+Exception classes are coarser than families. A code from outside Lamina, such as `acme.no-licence`, is in the family of its first
+part. [Admission](../admission.md) lists the reasons of the gate.
+`make docs` writes these pages from the source and docs/error_families.toml.
 
 | family | topic | codes |
 |---|---|---|
@@ -141,8 +137,8 @@ def error_pages() -> dict[str, str]:
     for family, codes in families.items():
         page = FAMILIES[family]
         index += f"| [`{family}`]({family}.md) | {page['title']} | {len(codes)} |\n"
-        text = f"# {page['title']}\n\nFamily `{family}` ([all families](index.md)). {page['about']}\n\n"
-        text += f"**What to do:** {page['general']}\n\n" + "".join(f"- `{code}`\n" for code in codes)
+        text = f"# {page['title']}\n\nFamily `{family}` ([all](index.md)). {page['about']}\n\n"
+        text += f"**What to do:** {page['general']}\n\n```text\n" + "".join(f"{code}\n" for code in codes) + "```\n"
         pages[f"errors/{family}.md"] = text
     return {"errors/index.md": index, **pages}
 
@@ -175,6 +171,15 @@ def admission_page() -> str:
     return f"{before}{REASONS_BEGIN}\n{table}{REASONS_END}{rest.split(REASONS_END)[1]}"
 
 
+def release_page() -> str:
+    """The page with its table of denials written anew."""
+    rows = [f"| `{each.code}` | {_cell(each.means)} | {_cell(each.remedy)} |" for each in DENIALS]
+    table = "\n".join(["| reason | means | what to do |", "|---|---|---|", *rows, ""])
+    page = (ROOT / "docs" / "release.md").read_text(encoding="utf-8")
+    before, rest = page.split(DENIALS_BEGIN)
+    return f"{before}{DENIALS_BEGIN}\n{table}{DENIALS_END}{rest.split(DENIALS_END)[1]}"
+
+
 def options_page() -> str:
     """The options of a run."""
     rows = [
@@ -193,7 +198,12 @@ def _head(path: Path) -> str:
 
 def pages() -> dict[str, str]:
     """Every page that is written from the code, by its path in docs/."""
-    ours = {"admission.md": admission_page(), "architecture.md": architecture_page(), "run-options.md": options_page()}
+    ours = {
+        "admission.md": admission_page(),
+        "architecture.md": architecture_page(),
+        "release.md": release_page(),
+        "run-options.md": options_page(),
+    }
     return {**error_pages(), **ours}
 
 

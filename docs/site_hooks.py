@@ -1,12 +1,11 @@
 """Hooks of the documentation site (`make site`): pages that are made while it is built, and links that leave docs/.
 
-The API reference comes from the docstrings of `lamina.__all__`, the command reference from the help of every command, the list of
-files from the docstrings of modules, and the tutorials from examples/.
+The API reference comes from the docstrings of `lamina.__all__`, the command reference from the help of every command, and the
+tutorials from examples/.
 """
 
 from __future__ import annotations
 
-import ast
 import inspect
 import posixpath
 import re
@@ -18,7 +17,6 @@ from mkdocs.structure.files import File
 from tutorials import TUTORIALS, notebook, page
 
 ROOT = Path(__file__).parents[1]
-SOURCE = ROOT / "src" / "lamina"
 ROOT_PAGES = {  # pages of the repository that the site has, too
     "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "security.md",
@@ -43,7 +41,6 @@ def on_files(files: Any, config: Any) -> Any:
     made = {
         "api.md": api_page(),
         "commands.md": command_page(),
-        "files.md": file_page(),
         **{name: (ROOT / path).read_text("utf-8") for path, name in ROOT_PAGES.items() if name != "index.md"},
         **{f"tutorials/{name}.md": page(name) for name in TUTORIALS},
         **{f"tutorials/{name}.ipynb": notebook(name) for name in TUTORIALS},
@@ -175,19 +172,3 @@ def _help(text: str | None) -> str:
 
 def _cell(text: str) -> str:
     return " ".join(re.sub(r"\\(\[)", r"\1", text).split()).replace("|", "\\|").replace("<", "&lt;")
-
-
-def file_page() -> str:
-    """Every source file with the first paragraph of its docstring."""
-    text = "# Source files\n\n[Architecture](architecture.md) explains how the folders depend on each other.\n"
-    for folder in [SOURCE, *sorted(path for path in SOURCE.rglob("*") if (path / "__init__.py").exists())]:
-        name = folder.relative_to(SOURCE).as_posix()
-        text += f"\n## {'lamina' if name == '.' else name}\n\n{_head(folder / '__init__.py')}\n\n| file | content |\n|---|---|\n"
-        files = sorted(path for path in folder.glob("*.py") if not path.name.startswith("__"))
-        text += "".join(f"| `{path.name}` | {_head(path)} |\n" for path in files)
-    return text
-
-
-def _head(path: Path) -> str:
-    doc = ast.get_docstring(ast.parse(path.read_text("utf-8"))) or ""
-    return _cell(doc.split("\n\n")[0])

@@ -36,7 +36,7 @@ def listed() -> dict[str, str]:
     """The page of every code, read from docs/errors/."""
     found: dict[str, str] = {}
     for page in sorted((ROOT / "docs" / "errors").glob("*.md")):
-        for code in re.findall(r"^- `([a-z0-9.-]+)`$", page.read_text(encoding="utf-8"), re.MULTILINE):
+        for code in re.findall(r"^([a-z]+\.[a-z0-9.-]+)$", page.read_text(encoding="utf-8"), re.MULTILINE):
             assert code not in found, f"{code} is on two pages"
             found[code] = page.stem
     return found

@@ -9,6 +9,7 @@
 trains on the real data with what was chosen there. It writes benchmarks/results/utility-<task>.json after every single
 run and goes on where it was interrupted. `report` writes benchmarks/results/utility.md from these files.
 `defaults` compares settings that nobody tunes: benchmarks/results/defaults.json (defaults.py).
+`rejected` compares two rules with them that were not taken: benchmarks/results/utility-rejected.json (rejected.py).
 `clip` holds the untuned clip norm against every one of a grid: benchmarks/results/utility-clip.json, and a table.
 """
 
@@ -26,7 +27,7 @@ from lamina import LayerStack
 from lamina.allocate.measure.measure import Measure
 from lamina.allocate.paper import PaperLADP, PaperLSAB
 
-from . import clip_norm, defaults
+from . import clip_norm, defaults, rejected
 from .data import Split
 from .freezing import freezing
 from .glucose import cgm, cgm_simulated
@@ -113,7 +114,7 @@ def _saved(measure: Measure, sizes: list[int]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("run", "report", "clip", "goals", "defaults"))
+    parser.add_argument("what", choices=("run", "report", "clip", "goals", "defaults", "rejected"))
     small = tuple(task.name for task in (*DEVELOPMENT, *HELD_OUT))
     parser.add_argument("--task", action="append", choices=(*TASKS, *clip_norm.COLUMNS, *small), help="default: all")
     parser.add_argument("--held-out", action="store_true", help="of defaults: the tasks that no choice was made on")
@@ -136,6 +137,8 @@ def main() -> None:
             GOALS[name]()
     elif chosen.what == "defaults":
         defaults.main(chosen.task, held_out=chosen.held_out, check=chosen.validate, quick=chosen.quick)
+    elif chosen.what == "rejected":
+        rejected.main(chosen.task)
     elif chosen.what == "clip":
         clip_norm.measure(chosen.task or list(clip_norm.COLUMNS))
         print(clip_norm.report())

@@ -21,7 +21,7 @@ from .data import mnist
 from .goals import kept, note
 from .small_tasks import CACHE
 
-SEEDS = 3
+SEEDS = {"mnist": 3, "photographs": 1}
 SIDE = {"mnist": 10_000, "photographs": 5_000}  # training images that are scored for choices
 
 
@@ -46,7 +46,7 @@ def rows(name: str, features: ScatteredImages, images: Tensor) -> Tensor:
 
 def measure(task: str, train_set: tuple[Tensor, Tensor], test_set: tuple[Tensor, Tensor], *epsilons: float) -> None:
     (images, y), (test_images, test_y) = train_set, test_set
-    photographed = task == "photographs"
+    photographed, seeds = task == "photographs", SEEDS[task]
     shape = (images.shape[1], images.shape[2], images.shape[3])
     features = ScatteredImages(shape, mirror=photographed, straighten=not photographed)
     x, tx = rows(f"{task}-train", features, images), rows(f"{task}-test", features, test_images)
@@ -56,7 +56,7 @@ def measure(task: str, train_set: tuple[Tensor, Tensor], test_set: tuple[Tensor,
     for epsilon in epsilons:
         name, key = f"{task}, recipe", f"lamina ε={epsilon:g}"
         found = kept(name).get(key, [0.0, []])[1]
-        while len(found) < SEEDS:  # noise and samples are drawn anew; the first weights are zero
+        while len(found) < seeds:  # noise and samples are drawn anew; the first weights are zero
             recipe = classifier(x, y, features, classes=10, epsilon=epsilon)
             recipe.train()
             with torch.no_grad():

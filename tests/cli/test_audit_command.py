@@ -83,7 +83,7 @@ def test_layers_are_grouped_and_heads_are_named_in_the_run_file(asked: Project) 
     assert ranges["0.q_proj.weight"] == [[0, 2]]
     assert json.loads(succeeded(asked.call(*AUDIT, "--json")))["passed"] is True
     refused(
-        asked.call("plan", asked.write("bad.toml", asked.run + "\n[layers]\nrow = 2\n").name), "cli.run-keys-unknown"
+        asked.call("plan", asked.write("bad.toml", asked.run + "\n[layers]\nrow = 2\n").name), "plan.policy-invalid"
     )
 
 

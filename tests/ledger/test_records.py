@@ -144,6 +144,7 @@ SAMPLES: list[Record] = [
 
 YOUNGER: list[Record] = [  # fields that were added after the samples were frozen
     TermsChange(about=(("contact", "privacy@example.org"), ("title", ""))),
+    RunBegin(run=RUN, weights=digest("start"), optimizer="Adam, rate 0.02, HoldThenFall(steps=9, falling=0.3)"),
     ended(RUN, programs=(ProgramVersions(lamina="0.1.0", sources=bytes(32), torch="2.13.0+cpu", python="3.11.9"),)),
 ]
 

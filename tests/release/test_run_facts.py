@@ -519,9 +519,8 @@ def test_runs_of_the_ledger_are_counted_up_to_the_checkpoint(tmp_path: Path) -> 
     first = trainer(tmp_path).fit()
     with LedgerReader.read_only(first.ledger) as ledger:
         at = ledger.latest()
-    assert first.certificate.content["tuning"] == {
-        "runs_in_ledger": 1, "runs_before_this": 0, "leaves": [1]
-    }  # fmt: skip
+    tuning = first.certificate.content["tuning"]
+    assert (tuning["runs_in_ledger"], tuning["runs_before_this"], tuning["leaves"]) == (1, 0, [1])
     with raises_code("train.user-code-failed"):  # abandoned after three segments: it counts
         trainer(tmp_path, run="second", callbacks=[StopAfter(3)]).fit()
     third = trainer(tmp_path, run="third").fit()
@@ -534,6 +533,20 @@ def test_runs_of_the_ledger_are_counted_up_to_the_checkpoint(tmp_path: Path) -> 
         (3, 0, begins), (3, 2, begins)
     ]  # fmt: skip
     assert (before["runs_in_ledger"], before["leaves"]) == (1, [1]) and evidence.tuning() == now[1]
+
+
+def test_the_schedule_is_signed_before_the_first_step_and_survives_a_resume(tmp_path: Path) -> None:
+    """It is in one start record before the first epoch, in metrics.json and in the certificate, all in the same words."""
+    half_of_a_run(tmp_path, optimizer="auto")
+    outcome = trainer(tmp_path, optimizer="auto").fit()
+    with LedgerReader.read_only(outcome.ledger) as ledger:
+        ((at, stated),) = [(leaf.seq, leaf.record.optimizer) for leaf in ledger.of_kind(RunBegin)]
+        assert at < next(iter(ledger.of_kind(Epoch))).seq
+    figures = json.loads((outcome.folder / "metrics.json").read_text())["optimizer"]
+    assert stated == f"Adam, rate {figures['lr'][0]}, HoldThenFall(steps=6, falling=0.3)"
+    assert outcome.certificate.content["tuning"]["optimizer"] == stated
+    again = trainer(tmp_path, run="second").fit().certificate.content["tuning"]
+    assert again["optimizer"] == "SGD, rate 0.1"
 
 
 # ------------------------------------------------------------------- records written past the ledger, without its key

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +13,12 @@ import torch
 from refusals import raises_code
 from signal_files import write_wfdb
 
+from lamina.plan.rules import NoiseKind
+from lamina.plan.step_plan import StepPlan
+from lamina.signals import CGMSimulator, ECGSimulator
+from lamina.signals.prepared import part_of
 from lamina.signals.simulated_folders import write_simulated_ptbxl
+from lamina.study import training
 from lamina.study.cells import SIZES, Cell, ResultStore
 from lamina.study.figures import FIGURES
 from lamina.study.methods import METHODS
@@ -33,7 +40,7 @@ def test_every_method_has_the_same_true_epsilon(method: str) -> None:
         return
     assert "refused" not in found, found
     assert found["mse"] > 0 and 0 <= found["auc"] <= 1 and 0 <= found["mia"] <= 1
-    if method == "none":
+    if method in ("none", "public"):
         assert found["epsilon"] is None
     elif method == "printed":
         assert found["claimed"] == pytest.approx(1.0) and found["epsilon"] > 5
@@ -129,13 +136,103 @@ def test_data_is_checked_for_what_needs_it(tmp_path: Path) -> None:
         check_source(str(tmp_path), {"ecg": ["table5"]})
 
 
-def test_other_channels_than_simulated_ones_are_refused_at_once(tmp_path: Path) -> None:
-    """MIMIC-III is read one stream at a time, simulated waves have three."""
+def test_waves_need_all_three_streams(tmp_path: Path) -> None:
     wave = np.rint(500 * np.sin(np.arange(4000) / 20))[None].astype(np.int64)
-    write_wfdb(tmp_path / "p000020-2100-01-01-00-00", wave, rate=125)
+    write_wfdb(tmp_path / "p000020-2100-01-01-00-00", wave, rate=125, channels=("II",))
     with raises_code("study.data-not-readable") as caught:
         check_source(str(tmp_path), {"waves": ["figure2"]})
-    assert "(1, 256)" in caught.value.problem and "(3, 256)" in caught.value.problem
+    assert "no records with a window" in caught.value.problem
+    write_wfdb(tmp_path / "p000020-2100-01-01-00-00", np.repeat(wave, 3, 0), rate=125, channels=("II", "ABP", "PLETH"))
+    check_source(str(tmp_path), {"waves": ["figure2"]})
+
+
+LEARNS = replace(TINY, pretrain=2, beats=True, rate=None, windows=1)
+
+
+@pytest.fixture(scope="module")
+def slices(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The two files of the slices, with 60 simulated patients who have two records each."""
+    folder = tmp_path_factory.mktemp("slices")
+    (folder / "ptbxl_slice").mkdir()
+    (folder / "cgm").mkdir()
+    records = ECGSimulator(samples=1000).records(patients=120, seed=3, seconds=10)
+    page = np.concatenate([records.x[:, 3 * g : 3 * g + 3, 250 * g : 250 * (g + 1)] for g in range(4)], axis=1)
+    kinds = np.eye(5, dtype=np.int8)[records.label]
+    kinds[7] = -1  # a record that nobody labelled
+    np.savez(
+        folder / "ptbxl_slice" / "ptbxl_slice.npz", x12_uV=np.rint(1000 * page).astype(np.int16), superclass=kinds,
+        leadII_uV=np.rint(1000 * records.x[:, 1]).astype(np.int16), patient_id=np.arange(120) // 2,
+    )  # fmt: skip
+    days = CGMSimulator(days=2).draw(patients=60, seed=1)
+    np.savez(folder / "cgm" / "weinstock_days.npz", x_mgdl=days.x[:, 0, :288], patient_id=np.repeat(np.arange(60), 2))
+    return folder
+
+
+def test_slices_have_one_window_of_each_patient_in_parts_by_patient(slices: Path) -> None:
+    check_source(str(slices), {"ecg": ["table5"], "cgm": ["figure2"], "waves": ["figure2"]})
+    task = load_task("ecg", LEARNS, str(slices), 42, 1.0)
+    parts = {"train": task.train, "validation": task.held_out, "test": task.test}
+    for name, part in parts.items():
+        assert part.patients == sum(part_of(str(i)) == name for i in range(60))
+        assert part.x4.shape[1:] == (1, 12, 80) and 0 < float(part.x4.abs().max()) < 1
+    assert task.classes == 2 and task.proxy.x4.shape[1:] == (1, 12, 80)
+    assert load_task("cgm", LEARNS, str(slices), 42, 1.0).train.x4.shape[1:] == (1, 1, 256)
+    waves = load_task("waves", LEARNS, str(slices), 42, 1.0)  # simulated: no slice of them is there
+    assert torch.equal(waves.train.x4[0], load_task("waves", LEARNS, "simulated", 42, 1.0).train.x4[0])
+    with raises_code("study.other-channels"):
+        load_task("ecg", TINY, str(slices), 42, 1.0)
+
+
+def test_weights_come_from_simulated_patients_alone(slices: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pre-training reads the proxy; every method starts with its weights, at a rate that follows from its own plan."""
+    task, cell = load_task("ecg", LEARNS, str(slices), 42, 1.0), Cell(method="public", depth=4)
+    seen: list[torch.Tensor] = []
+    honest = training.pretrain
+
+    def watched(model: torch.nn.Module, loss: Any, x: torch.Tensor, y: torch.Tensor, **more: Any) -> list[float]:
+        seen.append(x)
+        return honest(model, loss, x, y, **more)
+
+    monkeypatch.setattr(training, "pretrain", watched)
+    training._pretrained.cache_clear()
+    model = training.build(task, cell, LEARNS, str(slices))
+    assert len(seen) == 1 and torch.equal(seen[0], task.proxy.x)
+    first = training.build(task, cell, replace(LEARNS, pretrain=0), str(slices))
+    moved = [not torch.equal(a, b) for a, b in zip(model.parameters(), first.parameters(), strict=True)]
+    assert all(moved)
+    assert run_cell(cell, LEARNS, str(slices))["steps"] == 0
+    rates = [training._rate(LEARNS, signal) for signal in (0.5, 1.0, 4.0)]
+    assert rates[0] == rates[1] < rates[2] and rates[1] == pytest.approx(0.05 * 0.021 * 1.25)
+    assert training._rate(TINY, 4.0) == TINY.rate
+
+
+def test_laplace_noise_has_pure_epsilon(slices: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ε by the textbook: T Poisson-sampled Laplace steps that are ε₀-DP cost T·log(1 + q(e^ε₀ − 1))."""
+    plans: list[StepPlan] = []
+    honest = training._train_private
+
+    def watched(model: torch.nn.Module, plan: StepPlan, *given: Any, **more: Any) -> Any:
+        plans.append(plan)
+        return honest(model, plan, *given, **more)
+
+    monkeypatch.setattr(training, "_train_private", watched)
+    for epsilon in (0.5, 3.0):
+        found = run_cell(Cell(method="laplace", depth=4, epsilon=epsilon), LEARNS, str(slices))
+        plan = plans.pop()
+        assert plan.noise_kind is NoiseKind.LAPLACE and plan.steps == found["steps"] == LEARNS.steps
+        (layer,) = plan.layers  # a weight and a bias, whose L1 norms move together by √2·C
+        assert [name.partition(".")[0] for name in layer.parameters] == ["classifier"] * 2
+        scale, q = math.sqrt(math.pi / 2) * plan.noise[0], plan.classes[0].sampling_rate
+        step = math.sqrt(2) * plan.clip[0][0] / scale
+        assert plan.steps * math.log1p(q * math.expm1(step)) == pytest.approx(epsilon, rel=1e-6)
+        assert found["epsilon"] == pytest.approx(epsilon, rel=1e-9) and found["rho"] is None
+
+
+def test_fewer_patients_have_as_many_passes() -> None:
+    for share, steps in ((1.0, 4), (0.5, 2)):
+        assert (
+            run_cell(Cell(method="none", share=share, **SMALL), replace(TINY, steps=4), "simulated")["steps"] == steps
+        )  # type: ignore[arg-type]
 
 
 def test_the_refusal_of_a_worker_arrives(tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ def utility(group: str | None, value: float | None) -> dict[str, Any]:
 
 
 def sample_content(classes: dict[str, dict[str, Any]] | None = None, *, private: bool = True) -> dict[str, Any]:
-    """A certificate of version 3."""
+    """A certificate of version 4."""
     classes = {"sensitive": private_class(), "volunteer": public_class()} if classes is None else classes
     reason = "declared public" if private else "the run has no privacy guarantee"
     closed = [name for name, each in classes.items() if not each["public"]]
@@ -128,7 +128,7 @@ def sample_content(classes: dict[str, dict[str, Any]] | None = None, *, private:
     ]  # fmt: skip
     why = "the noise came from a seed that somebody chose"
     return {
-        "version": 3, "private": private, "issued": "2026-11-30T12:00:00Z",
+        "version": 4, "private": private, "attested": True, "issued": "2026-11-30T12:00:00Z",
         "run": {"id": "5a" * 16, "steps": 70, "planned_steps": 70},
         "model": {"file": "model.safetensors", "sha256": "c0" * 32, "parameters": 12345},
         "ledger": {"origin": "example.org/ecg", "size": 42, "root": "11" * 32, "header": "22" * 32,
@@ -148,6 +148,7 @@ def sample_content(classes: dict[str, dict[str, Any]] | None = None, *, private:
         "about": {"security": {"text": "encrypted at rest; two administrators", "leaf": 0}},
         "program": {"leaf": 41, "lamina": "0.1", "sources": "44" * 32, "torch": "2.13.0", "python": "3.11.2",
                     "kernels": "none", "earlier": []},
-        "tuning": {"runs_in_ledger": 12, "runs_before_this": 11, "leaves": [3, 9]},
+        "tuning": {"runs_in_ledger": 12, "runs_before_this": 11, "leaves": [3, 9],
+                   "optimizer": "Adam, rate 0.021, HoldThenFall(steps=150, falling=0.3)"},
         "utility": [utility(None, 0.91), utility("sex: f", 0.9), utility("site: 7", None)],
     }  # fmt: skip

@@ -34,7 +34,13 @@ class StopAfter(lamina.Callback):
 
 
 def trainer(
-    folder: Path, policy: str = POLICY, *, run: str = "first", epsilon: float = 2.0, **options: Any
+    folder: Path,
+    policy: str = POLICY,
+    *,
+    run: str = "first",
+    epsilon: float = 2.0,
+    optimizer: Any = None,
+    **options: Any,
 ) -> lamina.Trainer:
     (folder / "policy.toml").write_text(policy)
     terms = lamina.Policy.load(folder / "policy.toml")
@@ -46,7 +52,7 @@ def trainer(
     plan = lamina.make_plan(lamina.LayerStack.from_model(model), terms, batch=20, steps=6, epsilon=each)
     options = {"progress": False, "segment": 1, **options}
     return lamina.Trainer(
-        model, torch.optim.SGD(model.parameters(), 0.1), nn.CrossEntropyLoss(reduction="none"), corpus, plan,
+        model, optimizer or torch.optim.SGD(model.parameters(), 0.1), nn.CrossEntropyLoss(reduction="none"), corpus, plan,
         folder=folder / "runs" / run, **options,
     )  # fmt: skip
 

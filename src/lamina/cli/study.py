@@ -32,12 +32,14 @@ def study(
         "NAMES", "all, or any of table1, assumptions, table5 to table9, figure1 to figure7; default: all", default=None
     ),
     size: str = option(
-        "quick: minutes, not evidence; full: an hour or two; paper: the document's own size, days",
+        "quick: minutes, not evidence; full: models that learn, hours; scratch: without pre-training, an hour or two; paper: the "
+        "document's own size, days",
         default="quick",
         choices=SIZES,
     ),
     data: Path | None = option(
-        "folder with PTB-XL, OhioT1DM or MIMIC-III waveforms; default: simulated patients", metavar="DIR"
+        "folder with PTB-XL, OhioT1DM or MIMIC-III waveforms, or with their slices; default: simulated patients",
+        metavar="DIR",
     ),
     folder: Path = option(
         "where results, tables and figures go; what is there already is not measured again", default=Path("runs/study")

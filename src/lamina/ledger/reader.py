@@ -5,10 +5,14 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
+import numpy as np
+
+from lamina.account.charges import Account
 from lamina.errors import LedgerDamaged, LedgerError, NotVerified
 from lamina.ledger import merkle
 from lamina.ledger.checked_leaves import CheckedLeaves, contribution_digests
@@ -17,7 +21,7 @@ from lamina.ledger.governance_records import Header
 from lamina.ledger.key_state import GovernanceState
 from lamina.ledger.merkle import Frontier, TileNodes, leaf_hash
 from lamina.ledger.receipt import TlogProof, make_receipt
-from lamina.ledger.records import LEAF_STARTS, ContributionRecord, Leaf, Record, decode_leaf
+from lamina.ledger.records import LEAF_STARTS, ContributionRecord, KeptLeaf, Leaf, Record, decode_leaf
 from lamina.ledger.signed_checkpoint import LedgerCheckpoint, TreeSignature, parse_checkpoint
 from lamina.ledger.store.rows import LedgerHead, Store, StoredCheckpoint, StoredLeaf, StoreReader, head_of, tile_reader
 from lamina.ledger.store.sqlite import make_store
@@ -203,6 +207,16 @@ class LedgerReader:
         with self.store.read() as rows:
             return {keys[key]: seq for key, seq in self.checked(rows).find(rows, list(keys))}
 
+    def bound_counts(self, before: int) -> dict[Account, int]:
+        """By signed bound, how many contributions the first `before` leaves have."""
+        found = Counter[Account]()
+        with self.store.read() as rows:
+            for group in self.checked(rows).contributions(rows):
+                made = group.contribution if isinstance(group, KeptLeaf) else group
+                if made is not None:
+                    found[made.bound] += int(np.sum(np.less(group.seq, before)))
+        return {bound: count for bound, count in found.items() if count}
+
     def withdrawn(self, seq: int) -> int | None:
         """The leaf in which a contribution was withdrawn."""
         return self.withdrawals().get(seq)
@@ -225,6 +239,10 @@ class LedgerReader:
     def root_at(self, size: int) -> bytes:
         """The root that the tree had at a size."""
         return merkle.root_at(self._nodes, self._within(size))
+
+    def node(self, level: int, index: int) -> bytes:
+        """The hash of the complete subtree over leaves [index·2^level, (index+1)·2^level)."""
+        return self._nodes.node(level, index)
 
     def frontier(self, size: int) -> Frontier:
         """The right edge of the tree of so many leaves, from its tiles."""

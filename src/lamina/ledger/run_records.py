@@ -83,12 +83,14 @@ class RunBegin:
     weights  SHA-256 of the file that the run would have written as model.safetensors before its first step
     origin   what the trainer declares about them; absent: nothing
     parent   the run that they come from, if `origin` is RUN
+    optimizer  optimiser, learning rates and schedule before the first step, as ASCII text
     """
 
     run: bytes = stored(1, RUN)
     weights: bytes = stored(2, DIGEST)
     origin: WeightsOrigin | None = stored(3, enum_member(WeightsOrigin), default=None)
     parent: bytes | None = stored(4, RUN, default=None)
+    optimizer: str | None = stored(5, pattern_text(r"[ -~]{1,256}"), default=None)
 
     def __post_init__(self) -> None:
         check_fields(self)

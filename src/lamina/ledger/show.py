@@ -205,7 +205,8 @@ def _describe(record: Record | KeptContribution) -> str:
         case RunBegin() as r:
             parent = "" if r.parent is None else f" {r.parent.hex()[:8]}"
             origin = "origin not declared" if r.origin is None else f"origin {r.origin.name.lower()}{parent}"
-            return f"run {r.run.hex()[:8]} starts from weights {r.weights.hex()[:16]}, {origin}"
+            with_what = "" if r.optimizer is None else f", with {r.optimizer}"
+            return f"run {r.run.hex()[:8]} starts from weights {r.weights.hex()[:16]}, {origin}{with_what}"
         case RunEnd() as r:
             wrong = [
                 *(["noise from a chosen seed"] * (r.noise is NoiseOrigin.SEEDED)), *(["not probed"] * (not r.probed)),

@@ -45,7 +45,7 @@ from lamina.codec import schema_of
 from lamina.engine.noise.random_stream import segment_seed
 from lamina.errors import BudgetExceeded, LedgerError, RunError
 from lamina.ledger.attempts import NoiseByStep, OpenAttempt
-from lamina.ledger.records import SegmentOutcome
+from lamina.ledger.records import ContributionRecord, SegmentOutcome
 from lamina.ledger.run_records import (
     DECLARED_ORIGINS,
     EVALUATION,
@@ -122,6 +122,12 @@ class Run:
     def salt(self) -> bytes:
         """Keys the digests of data and membership, so that they mean nothing outside this run."""
         return self.journal.start.salt
+
+    @property
+    def attested(self) -> bool:
+        """Whether the contributions are signed: the ledger has signed ones, and refuses runs on any other."""
+        with self.spend.ledger.store.read() as rows:
+            return self.spend.ledger.checked(rows).count(ContributionRecord) > 0
 
     @property
     def abandoned_in_ledger(self) -> bool:
@@ -247,7 +253,7 @@ class Run:
         self.journal.append(AttemptClosed(segment=segment, generation=generation, nonce=nonce, checkpoint=checkpoint))
         (self.folder / "stopped").unlink(missing_ok=True)
 
-    def start_record(self, weights: bytes) -> RunBegin:
+    def start_record(self, weights: bytes, optimizer: str) -> RunBegin:
         """Return the start record of the run: from the ledger, or the one to be written.
 
         If a run of the ledger wrote these weights at its end, it is the parent, declared or not. Raises RunError if what is
@@ -261,7 +267,7 @@ class Run:
             writers = [each.run for each in ends if weights in each.weight_files]
             parent = next((each for each in writers if each.hex() == wanted), writers[-1] if writers else None)
             origin = DECLARED_ORIGINS.get(wanted or "") if parent is None else WeightsOrigin.RUN
-            found = RunBegin(run=run, weights=weights, origin=origin, parent=parent)
+            found = RunBegin(run=run, weights=weights, origin=origin, parent=parent, optimizer=optimizer)
         if wanted not in (None, found.declaration):
             problem = (
                 f"starting_weights is {wanted!r}, but by the ledger their origin is {found.declaration or 'unknown'}"
@@ -270,15 +276,15 @@ class Run:
             raise RunError("train.starting-weights-differ", problem, remedy)
         return found
 
-    def begin(self, weights: bytes) -> None:
-        """Record the starting weights and their origin, once. A run that already has epochs gets no such record.
+    def begin(self, weights: bytes, optimizer: str) -> None:
+        """Record the starting weights, their origin and the optimiser, once. A run that already has epochs gets no such record.
 
         Nothing is recorded without the ledger's key, because an unsigned record could have been written by anyone.
         """
         if not self.spend.ledger.signs:
             return
         try:
-            self.spend.ledger.append([self.start_record(weights)])
+            self.spend.ledger.append([self.start_record(weights, optimizer)])
         except LedgerError as error:
             if error.code != "ledger.run-begin-late":
                 raise

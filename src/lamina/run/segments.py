@@ -154,7 +154,9 @@ class Segments:
             snapshot = self.state.capture(self._header(None))
             self.run.checkpoints.room(snapshot)  # before anything is reserved
             self._start = hashlib.sha256(snapshot.weights_file()).digest()
-            self.run.start_record(self._start)  # refused if what is declared about it contradicts the ledger
+            self.run.start_record(
+                self._start, self.state.optimizer_text
+            )  # refused if what is declared about it contradicts the ledger
             self._refuse_exhausted()
             reserve_plan(self.run, self.plan)
             self._save(None)  # also after a kill before the first checkpoint: nothing was drawn then
@@ -177,7 +179,9 @@ class Segments:
         run, state = self.run, self.state
         self._restore()
         if self._start is not None and run.attempts:
-            run.begin(self._start)  # before epochs are entered again into an older copy of the ledger
+            run.begin(
+                self._start, state.optimizer_text
+            )  # before epochs are entered again into an older copy of the ledger
         repair_ledger(run)
         self.members.freeze()  # a segment with somebody who withdrew meanwhile is not replayed
         self._refuse_another_plan()
@@ -264,7 +268,7 @@ class Segments:
             if (cls := str(c.account)) in filters:
                 filters[cls].charge(c.event.sigma, c.event.q, c.event.steps)
         if self._start is not None and not self.state.segments:
-            self.run.begin(self._start)
+            self.run.begin(self._start, self.state.optimizer_text)
         present = len(self.corpus)
         eligibility = self.members.freeze()
         if gone := present - len(self.corpus):

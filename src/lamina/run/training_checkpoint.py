@@ -502,6 +502,15 @@ class TrainingState:
         return figures | {"scheduler": type(self.scheduler).__name__, "schedule": terms}
 
     @property
+    def optimizer_text(self) -> str:
+        """Return `optimizer_figures` as ASCII text of at most 256 characters, for the ledger."""
+        found = self.optimizer_figures
+        terms = ", ".join(f"{name}={value}" for name, value in found.get("schedule", {}).items())
+        schedule = "" if found["scheduler"] is None else f", {found['scheduler']}({terms})"
+        text = f"{found['name']}, rate {', '.join(map(str, dict.fromkeys(found['lr'])))}{schedule}"
+        return text.encode("ascii", "backslashreplace").decode()[:256]
+
+    @property
     def factor(self) -> float:
         """What the noise of the next segment is multiplied by under an adaptive budget; 1 otherwise."""
         return 1.0 if self.adaptation is None else self.adaptation.proposed_factor

@@ -25,13 +25,14 @@ TABLE6_ROWS = (
 
 @dataclass(frozen=True, slots=True)
 class BoundRow:
-    """Δ of the last of `depth` layers. `layers` has (tight, worst, printed) of each."""
+    """Δ of the last of `depth` layers; `loose` is as printed with γ = 1. `layers` has (tight, worst, printed) of each."""
 
     activation: str
     depth: int
     tight: float
     worst: float
     printed: float
+    loose: float
     layers: tuple[tuple[float, float, float], ...]
 
 
@@ -53,9 +54,10 @@ def bounds_of(activation: str, depth: int, passes: int) -> BoundRow:
     model = stacked(depth, activation, SEEDS[0])
     example = torch.zeros(2, WINDOW)
     seen = profile(model, example=example, passes=passes, radius=1.0, seed=SEEDS[0])
-    found = bounds(trace(model, example), seen, LayerStack.from_model(model))
+    graph, stack = trace(model, example), LayerStack.from_model(model)
+    found, loose = bounds(graph, seen, stack), bounds(graph, seen, stack, gamma="none")
     layers = tuple(zip(found.tight, found.worst, found.printed, strict=True))
-    return BoundRow(activation, depth, found.tight[-1], found.worst[-1], found.printed[-1], layers)
+    return BoundRow(activation, depth, found.tight[-1], found.worst[-1], found.printed[-1], loose.printed[-1], layers)
 
 
 def bound_rows(size: StudySize) -> list[BoundRow]:

@@ -16,7 +16,7 @@ from lamina.errors import RunError
 SEEDS = (42, 123, 256, 512, 1024)  # the document's
 DELTA = 1e-5
 DOCUMENT_RATE = 1e-3  # of AdamW
-FORMAT = 1  # of a result; a change of what a cell does raises it, and all cells are measured again
+FORMAT = 2  # of a result; a change of what a cell does raises it, and all cells are measured again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,8 +25,11 @@ class StudySize:
 
     patients  of a data set, all three parts of the split together; each has `windows` windows
     width     of the widest hidden layer
-    rate      of AdamW: the document's, or more where there are far fewer steps
+    rate      of AdamW: the document's, or more where there are far fewer steps; None: by the default rule, from the signal and
+              noise of each method's own plan
     passes    proxy inputs that the profile of a model sees
+    pretrain  steps on simulated patients before the private ones; 0: from the first weights
+    beats     ECG as median beats (12 leads, 80 samples), normal or not, instead of windows of 256 samples in five classes
     """
 
     name: str
@@ -36,11 +39,13 @@ class StudySize:
     steps: int
     batch: int
     width: int
-    rate: float
+    rate: float | None
     passes: int
     seeds: tuple[int, ...]
     depths: tuple[int, ...]
     epsilons: tuple[float, ...]
+    pretrain: int = 0
+    beats: bool = False
 
     def describe(self, *, trained: bool = True) -> str:
         """One line that stands above every table; where nothing is `trained`, no data is read either."""
@@ -49,6 +54,7 @@ class StudySize:
             f"{self.patients:,} patients with {windows} each, {self.steps:,} steps of {self.batch} expected patients, "
             f"{len(self.seeds)} seeds"
         )
+        told += f", {self.pretrain:,} steps on simulated patients before" if self.pretrain else ""
         if not trained:
             told = f"measured on simulated inputs, {self.passes:,} Gaussian vectors: no patient's data is read"
         return told[0].upper() + told[1:] if self.evidence else f"quick: not evidence ({told})"
@@ -62,7 +68,11 @@ SIZES = {
             seeds=SEEDS[:2], depths=(4, 12), epsilons=(1.0, 8.0),
         ),
         StudySize(
-            name="full", evidence=True, patients=20_000, windows=1, steps=150, batch=128, width=16, rate=5e-3, passes=1_000,
+            name="full", evidence=True, patients=4_000, windows=1, steps=200, batch=256, width=16, rate=None, passes=1_000,
+            seeds=SEEDS, depths=(6, 8, 12, 16), epsilons=(0.5, 1.0, 3.0, 8.0), pretrain=1_500, beats=True,
+        ),
+        StudySize(
+            name="scratch", evidence=True, patients=20_000, windows=1, steps=150, batch=128, width=16, rate=5e-3, passes=1_000,
             seeds=SEEDS, depths=(4, 8, 12, 16), epsilons=(0.5, 1.0, 3.0, 8.0),
         ),
         StudySize(

@@ -236,7 +236,7 @@ def _figure7(axes: Sequence[Axes], store: ResultStore) -> None:
                 label = f"{METHODS[method].title}: {'training' if kind == 'train_seconds' else 'profiling'}"
                 axes[0].plot(people, values, label=label, color=COLOURS[i], marker=MARKERS[i], linestyle=style)
     axes[0].set_xticks(people, [f"{count:,}" for count in people])
-    _label(axes[0], "patients", f"processor seconds for {store.size.steps:,} steps", "time")
+    _label(axes[0], "patients", "processor seconds for the same number of passes", "time")
     _bars(axes[1], store, ATTACKED, "mia", "AUC of the membership attack (0.5: guessing)")
     axes[1].axvline(0.5, color="#777777", linewidth=1)
 

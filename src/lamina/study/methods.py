@@ -55,7 +55,7 @@ class DeltaShaped:
         return Allocation(clip=clip, noise=noise, clipping=Clipping.BOX)
 
 
-PLAIN, ENGINE, OPACUS, FEDAVG = "plain", "engine", "opacus", "fedavg"
+PLAIN, ENGINE, OPACUS, FEDAVG, NOBODY, LAPLACE = "plain", "engine", "opacus", "fedavg", "nobody", "laplace"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +76,10 @@ class Method:
 _ALL = (
     Method(name="none", title="no privacy", what="the same training without clipping and noise", trained_by=PLAIN,
            paper="No-DP AE"),
+    Method(name="public", title="public data alone", what="the first weights, after pre-training on simulated patients",
+           trained_by=NOBODY),
+    Method(name="laplace", title="pure DP, the last layer", what="Laplace noise and pure ε; the classifier of the code alone is private",
+           trained_by=LAPLACE, allocate=lambda: uniform),
     Method(name="global", title="global Lipschitz", what="boxes, C ∝ Δ by global constants, S ∝ C",
            allocate=lambda: DeltaShaped(row="worst", noise="shares"), paper="Pure DP (Global Lip.)"),
     Method(name="rdp", title="flat clip, RDP accountant", what="joint clip, one S; sigma by Rényi DP: true ε is smaller",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -15,9 +15,11 @@ from torch import Tensor, nn
 
 from lamina.engine.batch import Batch
 from lamina.errors import LaminaError, RunError
+from lamina.recipes.signals import median_beats
 from lamina.signals import CGMSimulator, ECGSimulator, PulseSimulator
 from lamina.signals.datasets import mimic_records, ohio_records, ptbxl_records
-from lamina.signals.prepared import PARTS, PatientRecord
+from lamina.signals.front_ends import bounded
+from lamina.signals.prepared import PARTS, PatientRecord, part_of
 from lamina.signals.signal_autoencoders import VAE, ConvAE, ResAE, SignalLoss, StackedAE, TransAE
 from lamina.study.cells import StudySize
 
@@ -27,6 +29,11 @@ LEAST_PATIENTS = 5  # of a part
 PROXY_SEED = 1_000_003  # between the patients of a seed and those of its proxy
 GLUCOSE = (40.0, 400.0)  # mg/dL → 0 … 1
 LOSS = SignalLoss(classification=0.1)  # beside the squared error of the reconstruction
+BEATS = SignalLoss(classification=1.0)  # of median beats, which the classifier is for
+PRETRAINING_PATIENTS = 4_000
+SLICES = {"ecg": Path("ptbxl_slice/ptbxl_slice.npz"), "cgm": Path("cgm/weinstock_days.npz")}
+"""Parts of PTB-XL and of Weinstock's days of glucose, in one folder; there the waves are simulated."""
+MIX = {"NORM": 4.0, "MI": 1.0, "STTC": 1.0, "CD": 1.0, "HYP": 1.0}  # of simulated beats: half are normal
 ARCHITECTURES: dict[str, tuple[Callable[..., nn.Module], int]] = {  # and how much wider than a convolution it is
     "stacked": (StackedAE, 8), "convolutional": (ConvAE, 1), "residual": (ResAE, 1), "transformer": (TransAE, 2), "vae": (VAE, 8),
 }  # fmt: skip
@@ -86,6 +93,7 @@ class Task:
     test: Part
     proxy: Part
     classes: int
+    loss: SignalLoss = LOSS
 
     def model(self, architecture: str, *, depth: int, activation: str, width: int) -> nn.Module:
         """An autoencoder for these windows; where there are classes, with a classifier of the code."""
@@ -98,7 +106,7 @@ class Task:
 
     def losses(self, output: tuple[Tensor, ...], y: Tensor) -> Tensor:
         """One for each window: squared error of the reconstruction, cross entropy of the classifier, KL of the VAE."""
-        return LOSS(output, y)
+        return self.loss(output, y)
 
     def figures(self, model: nn.Module, part: Part) -> tuple[NDArray[np.float64], float]:
         """Scores of each patient for each class (the mean over windows), and the mean squared error."""
@@ -120,21 +128,66 @@ def load_task(data: str, size: StudySize, source: str, seed: int, share: float) 
 
     `seed` draws simulated patients anew, so that seeds differ in everything that is drawn.
     """
-    if source == SIMULATED:
-        everybody = simulated(data, size.patients, size.windows, seed)
+    if source == SIMULATED or (_has_slices(source) and data not in SLICES):
+        everybody = simulated(data, size.patients, size.windows, seed, beats=size.beats)
         cuts = [0, round(0.7 * everybody.patients), round(0.85 * everybody.patients), everybody.patients]
         parts = [Part(everybody.x4[a:b], everybody.label[a:b]) for a, b in pairwise(cuts)]
+    elif _has_slices(source):
+        parts = _slice_parts(data, Path(source), size.windows, beats=size.beats)
     else:
         parts = recorded(data, Path(source), size.windows, size.patients)
     train, held_out, test = (part.take_patients(round(share * part.patients)) for part in parts)
-    proxy = simulated(data, max(64, size.passes // size.windows), size.windows, seed + PROXY_SEED)
+    enough = max(64, size.passes // size.windows, PRETRAINING_PATIENTS if size.pretrain > 100 else 0)
+    proxy = simulated(data, enough, size.windows, seed + PROXY_SEED, beats=size.beats)
     _refuse_other_channels(source, train.x4.shape[2:], proxy.x4.shape[2:])
     classes = int(max(part.label.max() for part in (*parts, proxy))) + 1
-    return Task(train=train, held_out=held_out, test=test, proxy=proxy, classes=classes)
+    loss = BEATS if size.beats and data == "ecg" else LOSS
+    return Task(train=train, held_out=held_out, test=test, proxy=proxy, classes=classes, loss=loss)
 
 
-def simulated(data: str, patients: int, windows: int, seed: int) -> Part:
-    """Patients of a simulator, prepared as the document prepares its records."""
+def _has_slices(source: str) -> bool:
+    return source != SIMULATED and all((Path(source) / path).is_file() for path in SLICES.values())
+
+
+def _slice_parts(data: str, folder: Path, windows: int, *, beats: bool) -> list[Part]:
+    """The slice of PTB-XL as median beats of each patient's first labelled record, or Weinstock's first days; parts by patient."""
+    if windows > 1 or (data == "ecg" and not beats):
+        problem = f"'{folder}' has one median beat or day of each patient, and the size asks for {windows} windows"
+        raise RunError("study.other-channels", problem, "use --size full, or a folder of whole records")
+    with np.load(folder / SLICES[data], allow_pickle=False) as held:
+        rows, patient = np.arange(len(held["patient_id"])), held["patient_id"]
+        if data == "ecg":
+            rows = rows[(held["superclass"] >= 0).all(1) & (patient >= 0)]
+            rows = rows[np.unique(patient[rows], return_index=True)[1]]
+            starts, rhythm = [250 * (lead // 3) for lead in range(12)], held["leadII_uV"][rows] / 1e3
+            x = _beat_rows(median_beats(held["x12_uV"][rows] / 1e3, rhythm=rhythm, starts=starts))
+            label = torch.from_numpy(1 - held["superclass"][rows, 0].astype(np.int64))
+        else:
+            rows = rows[np.unique(patient, return_index=True)[1]]
+            x, label = (
+                _glucose(torch.from_numpy(held["x_mgdl"][rows, None, :])),
+                torch.zeros(len(rows), dtype=torch.long),
+            )
+    mine = [torch.tensor([i for i, r in enumerate(rows) if part_of(str(patient[r])) == name]) for name in PARTS]
+    return [Part(x[chosen].view(len(chosen), 1, *x.shape[1:]), label[chosen]) for chosen in mine]
+
+
+def _beat_rows(beats: NDArray[np.float64]) -> Tensor:
+    return torch.from_numpy(bounded(beats)).float()
+
+
+def _glucose(mgdl: Tensor) -> Tensor:
+    return ((mgdl[:, :, :WINDOW] - GLUCOSE[0]) / (GLUCOSE[1] - GLUCOSE[0])).clamp(0, 1)
+
+
+def simulated(data: str, patients: int, windows: int, seed: int, *, beats: bool = False) -> Part:
+    """Patients of a simulator, prepared as the document prepares its records; or their median beats."""
+    if data == "ecg" and beats:
+        drawn = ECGSimulator(mix=MIX).draw(patients=patients, seed=seed)
+        found_beats = np.median(drawn.x.reshape(patients, -1, 12, 96), axis=1)[:, :, 8:88]
+        rows = _beat_rows(found_beats - np.median(found_beats, axis=2, keepdims=True))
+        label = torch.from_numpy((drawn.label.reshape(patients, -1)[:, 0] > 0).astype(np.int64))
+        return Part(rows[:, None].expand(-1, windows, -1, -1), label)
     samples = WINDOW + (WINDOW // 2) * (windows - 1)  # windows overlap by a half
     if data == "ecg":
         found = ECGSimulator(samples=samples).records(patients=patients, seed=seed, seconds=samples / 100)
@@ -146,8 +199,7 @@ def simulated(data: str, patients: int, windows: int, seed: int) -> Part:
         raise RunError("study.unknown-data", f"{data!r} is no data of the study", "choose ecg, cgm or waves")
     x = torch.from_numpy(found.x)
     if data == "cgm":
-        x = ((x[:, :, :WINDOW] - GLUCOSE[0]) / (GLUCOSE[1] - GLUCOSE[0])).clamp(0, 1)
-        return Part(x.view(patients, windows, 1, WINDOW), torch.from_numpy(found.label[::windows].copy()))
+        return Part(_glucose(x).view(patients, windows, 1, WINDOW), torch.from_numpy(found.label[::windows].copy()))
     x = (x - x.mean(2, keepdim=True)) / x.std(2, keepdim=True).clamp(min=1e-6)  # of each lead of a record by itself
     return Part(x.unfold(2, WINDOW, WINDOW // 2).transpose(1, 2).contiguous(), torch.from_numpy(found.label))
 
@@ -156,8 +208,8 @@ RECORDS: dict[str, tuple[Callable[[Path], list[PatientRecord]], str]] = {  # wha
     "ecg": (ptbxl_records, "PTB-XL (ptbxl_database.csv, scp_statements.csv and the records they name)"),
     "cgm": (ohio_records, "OhioT1DM (ID-ws-training.xml)"),
     "waves": (
-        mimic_records,
-        "MIMIC-III waveforms (pNNNNNN-YYYY-MM-DD-hh-mm.hea; read by one channel, and three are needed)",
+        partial(mimic_records, stream="ECG+ABP+PPG"),
+        "MIMIC-III waveforms (pNNNNNN-YYYY-MM-DD-hh-mm.hea with ECG, ABP and PPG)",
     ),
 }
 
@@ -167,7 +219,7 @@ def check_source(source: str, needed: Mapping[str, Sequence[str]]) -> None:
 
     `needed` has the tables and figures that need a kind of data; where it is empty, any kind will do.
     """
-    if source == SIMULATED:
+    if source == SIMULATED or _has_slices(source):
         return
     kinds = tuple(needed or RECORDS)
     if not Path(source).is_dir():
@@ -183,12 +235,13 @@ def check_source(source: str, needed: Mapping[str, Sequence[str]]) -> None:
 
 
 def _fault(data: str, folder: Path) -> str:
-    """What is wrong with the first record of a folder; "" if nothing is."""
+    """What is wrong with the first records of a folder; "" if nothing is."""
     try:
         records = RECORDS[data][0](folder)
-        if not records:
-            return "it holds no records"
-        _refuse_other_channels(str(folder), records[0].windows().shape[1:], simulated(data, 1, 1, 0).x4.shape[2:])
+        first = next((x for record in records[:20] if len(x := record.windows())), None)
+        if first is None:
+            return "it holds no records with a window" if records else "it holds no records"
+        _refuse_other_channels(str(folder), first.shape[1:], simulated(data, 1, 1, 0).x4.shape[2:])
     except LaminaError as error:
         return error.problem
     return ""

@@ -10,6 +10,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
@@ -29,14 +30,19 @@ from lamina.errors import BudgetExceeded, LaminaError
 from lamina.plan.layer_stack import LayerStack
 from lamina.plan.policy import Policy
 from lamina.plan.step_plan import StepPlan
+from lamina.run.optimizer import private_rate, signal_to_noise
+from lamina.run.pretrain import pretrain
 from lamina.study.cells import DELTA, Cell, Result, StudySize
-from lamina.study.methods import FEDAVG, METHODS, OPACUS, PLAIN, Method
+from lamina.study.methods import FEDAVG, LAPLACE, METHODS, NOBODY, OPACUS, PLAIN, Method
 from lamina.study.statistics import macro_auc, membership_inference
 from lamina.study.tasks import Part, Task, load_task
 
 CLASS, RESTRICTED = "patients", "restricted"
 WEIGHT_DECAY = 1e-4  # the document's Table 3, as AdamW and the cosine
 LOCAL_STEPS, LOCAL_RATE = 4, 0.02  # of a client in DP-FedAvg
+PRETRAINED_RATE = (
+    0.05  # of the rule's, which is for first weights: as the preset autoencoder-pretrained found on simulators
+)
 
 # What the streams of a seed are for
 _SAMPLES, _CHOICES, _DROPOUT, _NOISE = 10_000, 20_000, 30_000, 40_000
@@ -44,14 +50,19 @@ _SAMPLES, _CHOICES, _DROPOUT, _NOISE = 10_000, 20_000, 30_000, 40_000
 
 def run_cell(cell: Cell, size: StudySize, source: str) -> Result:
     """Train and measure a cell; a method that cannot be run with this model says why, as `refused`."""
-    method = METHODS[cell.method]
+    method, whole = METHODS[cell.method], size
+    size = replace(size, steps=max(1, round(cell.share * size.steps)))  # as many passes over fewer patients
     task = load_task(cell.data, size, source, cell.seed, cell.share)
-    place = (cell.data, cell.architecture, cell.depth, cell.activation, cell.seed, size, source)
+    place = (cell.data, cell.architecture, cell.depth, cell.activation, cell.seed, whole, source)
     seen, clip, profiling = measured_model(*place, method.gamma)
     began = time.process_time()
     try:
-        model = build(task, cell, size)
-        if method.trained_by == PLAIN:
+        model = build(task, cell, whole, source)
+        if method.trained_by == NOBODY:
+            figures: Result = {"steps": 0, "epsilon": None, "rho": None}
+        elif method.trained_by == LAPLACE:
+            figures = _train_pure(model, method, task, size, cell)
+        elif method.trained_by == PLAIN:
             figures = _train_plain(model, task, size, cell.seed)
         elif method.trained_by == OPACUS:
             figures = _train_opacus(model, task, size, cell, clip)
@@ -59,7 +70,7 @@ def run_cell(cell: Cell, size: StudySize, source: str) -> Result:
             figures = _train_fedavg(model, task, size, cell)
         else:
             plan = _make_plan(model, method, task, size, cell.epsilon, seen if method.allocate else None, clip)
-            figures = _train_private(model, plan, task, cell.seed, size.rate, routed=method.routed)
+            figures = _train_private(model, plan, task, cell.seed, size, routed=method.routed)
     except LaminaError as error:
         return {"refused": f"{error.problem} [{error.code}]"}
     trained = time.process_time()
@@ -75,10 +86,36 @@ def run_cell(cell: Cell, size: StudySize, source: str) -> Result:
     }
 
 
-def build(task: Task, cell: Cell, size: StudySize) -> nn.Module:
-    """The model of a cell with the first weights of its seed."""
+def build(task: Task, cell: Cell, size: StudySize, source: str) -> nn.Module:
+    """The model of a cell with the first weights of its seed, or with those that simulated patients give it."""
     torch.manual_seed(cell.seed)
-    return task.model(cell.architecture, depth=cell.depth, activation=cell.activation, width=size.width)
+    model = task.model(cell.architecture, depth=cell.depth, activation=cell.activation, width=size.width)
+    if size.pretrain:
+        place = (cell.data, cell.architecture, cell.depth, cell.activation, cell.seed, size, source)
+        model.load_state_dict(_pretrained(*place))
+    return model
+
+
+@lru_cache(maxsize=4)
+def _pretrained(
+    data: str, architecture: str, depth: int, activation: str, seed: int, size: StudySize, source: str
+) -> dict[str, Tensor]:
+    """Weights after `size.pretrain` steps on the simulated patients of the proxy: no private data is read."""
+    task = load_task(data, size, source, seed, 1.0)
+    torch.manual_seed(seed)
+    model = task.model(architecture, depth=depth, activation=activation, width=size.width)
+    proxy = task.proxy
+    pretrain(
+        model, task.losses, proxy.x, proxy.y, proxy=f"simulated: {data}", steps=size.pretrain, seed=seed, progress=False
+    )
+    return model.state_dict()
+
+
+def _rate(size: StudySize, signal: float) -> float:
+    """The size's learning rate; or the default rule's for this signal-to-noise ratio of a step."""
+    if size.rate is not None:
+        return size.rate
+    return private_rate(signal, size.steps) * (PRETRAINED_RATE if size.pretrain else 1.0)
 
 
 @lru_cache(maxsize=4)
@@ -89,14 +126,14 @@ def measured_model(
     began = time.process_time()
     task = load_task(data, size, source, seed, 1.0)
     cell = Cell(method="none", data=data, architecture=architecture, depth=depth, activation=activation, seed=seed)
-    model, proxy = build(task, cell, size), task.proxy
+    model, proxy = build(task, cell, size, source), task.proxy
     stack = LayerStack.from_model(model)
     some = slice(0, size.passes)
     seen = measure(
         model, stack, x=proxy.x[some], y=proxy.y[some], losses_of=lambda x, y: task.losses(model(x), y),
         passes=size.passes, seed=seed, proxy="simulated", examples=min(size.passes, 256), draws=8, gamma=gamma,
     )  # fmt: skip
-    clip = untuned_clip_norm(_typical_norm(model, task, size.rate))
+    clip = untuned_clip_norm(_typical_norm(model, task, _rate(size, 1.0)))
     return seen, clip, time.process_time() - began
 
 
@@ -122,8 +159,9 @@ def _typical_norm(model: nn.Module, task: Task, rate: float) -> float:
     return min(first, median())
 
 
-def _policy(population: int, accountant: str, restricted: int = 0) -> Policy:
-    text = f'[corpus]\norigin = "study"\ndelta = {DELTA}\naccountant = "{accountant}"\n'
+def _policy(population: int, accountant: str, restricted: int = 0, kind: str = "gaussian") -> Policy:
+    text = f'[noise]\nkind = "{kind}"\n'
+    text += f'[corpus]\norigin = "study"\ndelta = {DELTA}\naccountant = "{accountant}"\n'
     text += f'[class.{CLASS}]\npopulation = {population}\nunit = "patient"\nclip_norm = 1e6\n'
     if restricted:
         text += f'[class.{RESTRICTED}]\npopulation = {restricted}\nunit = "patient"\nclip_norm = 1e6\n'
@@ -144,9 +182,7 @@ def _make_plan(
     )  # fmt: skip
 
 
-def _train_private(
-    model: nn.Module, plan: StepPlan, task: Task, seed: int, learning_rate: float, *, routed: bool
-) -> Result:
+def _train_private(model: nn.Module, plan: StepPlan, task: Task, seed: int, size: StudySize, *, routed: bool) -> Result:
     """Poisson batches of whole patients; the second half of them is restricted, if the method routes."""
     part, rates = task.train, {each.name: each.sampling_rate for each in plan.classes}
     restricted = torch.arange(part.patients) >= part.patients - part.patients // 2
@@ -154,7 +190,7 @@ def _train_private(
     if routed:
         rate[restricted] = rates[RESTRICTED]
     samples, choices = (torch.Generator().manual_seed(base + seed) for base in (_SAMPLES, _CHOICES))
-    optimizer, schedule = _optimizer(model, plan.steps, learning_rate)
+    optimizer, schedule = _optimizer(model, plan.steps, _rate(size, signal_to_noise(plan)))
 
     def drawn(generator: torch.Generator) -> Batch:
         chosen = (torch.rand(part.patients, generator=generator) < rate).nonzero().flatten()
@@ -193,6 +229,28 @@ def _train_private(
     }
 
 
+def _train_pure(model: nn.Module, method: Method, task: Task, size: StudySize, cell: Cell) -> Result:
+    """Laplace noise on the classifier of the code, priced by pure composition: ε = Σ_t log(1 + q(e^ε₀ − 1)).
+
+    Its weight and bias are one layer, of which √(‖w‖₁² + ‖b‖₁²) ≤ C: together they move by √2·C in L1, under noise of scale
+    b = √(π/2)·sigma·C, so ε₀ = 2/(√π·sigma).
+    """
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.startswith("classifier"))
+    people = task.train.patients
+    q = min(size.batch, people) / people
+    step = math.log1p(math.expm1(cell.epsilon / size.steps) / q)
+    assert method.allocate is not None
+    stack = LayerStack.from_model(model)
+    clip = untuned_clip_norm(_typical_norm(model, task, _rate(size, 1.0)))
+    plan = make_plan(
+        stack, _policy(people, method.accountant, kind="laplace"), batch=min(size.batch, people), steps=size.steps,
+        allocate=method.allocate(), noise_multiplier=2.0 / (math.sqrt(math.pi) * step), clip_norm=clip,
+    )  # fmt: skip
+    figures = _train_private(model, plan, task, cell.seed, size, routed=False)
+    return figures | {"clip_norm": clip, "epsilon": size.steps * math.log1p(q * math.expm1(step)), "rho": None}
+
+
 def _true_epsilon(schedule: tuple[Event, ...]) -> float:
     """By the tightest accountant, with Poisson sampling, whatever the plan was priced with."""
     return find_accountant("pld").epsilon(schedule, DELTA)
@@ -201,7 +259,9 @@ def _true_epsilon(schedule: tuple[Event, ...]) -> float:
 def _optimizer(
     model: nn.Module, steps: int, rate: float
 ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=WEIGHT_DECAY)
+    optimizer = torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad], lr=rate, weight_decay=WEIGHT_DECAY
+    )
     cosine = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda t: 0.5 * (1 + math.cos(math.pi * min(t, steps) / steps))
     )
@@ -214,7 +274,7 @@ def _poisson(part: Part, expected: int, seed: int) -> Callable[[], Tensor]:
 
 
 def _train_plain(model: nn.Module, task: Task, size: StudySize, seed: int) -> Result:
-    optimizer, schedule = _optimizer(model, size.steps, size.rate)
+    optimizer, schedule = _optimizer(model, size.steps, _rate(size, math.inf))
     _take_steps(model, task, task.train, size, seed, optimizer, schedule)
     return {"steps": size.steps, "epsilon": None, "rho": None}
 
@@ -249,7 +309,8 @@ def _train_opacus(model: nn.Module, task: Task, size: StudySize, cell: Cell, cli
     rate = min(1.0, size.batch / part.patients)
     sigma = calibrate(cell.epsilon, delta=DELTA, q=rate, steps=size.steps)
     wrapped = GradSampleModule(model, strict=False)
-    inner, schedule = _optimizer(model, size.steps, size.rate)
+    signal = rate * part.patients / sigma / math.sqrt(sum(p.numel() for p in model.parameters()))
+    inner, schedule = _optimizer(model, size.steps, _rate(size, signal))
     optimizer = DPOptimizer(
         inner, noise_multiplier=sigma, max_grad_norm=clip, expected_batch_size=rate * part.patients,
         generator=torch.Generator().manual_seed(_NOISE + cell.seed),
