@@ -3,9 +3,9 @@
     python benchmarks/trainer.py [--rounds 7] [--steps 200] [--processor-time] [--inside]
 
 Both do the same private steps on the same corpus: `Corpus.batches` and `Engine.backward` in a loop, against
-`Trainer.fit`, which also rehearses, journals, books, checkpoints and publishes. Rounds are interleaved and the ratio is
+`Trainer.fit`, which also rehearses, books, checkpoints and publishes. Rounds are interleaved and the ratio is
 taken within a round. `--inside` instead splits the time of one run with a ledger: a step lasts from the beginning of the
-forward pass to the end of the optimiser's step, everything else (rehearsal, sampling, journal, ledger, checkpoints) is
+forward pass to the end of the optimiser's step, everything else (rehearsal, sampling, ledger, checkpoints) is
 around it. No two runs are compared there, so that the machine's drift does not count.
 """
 
@@ -97,7 +97,7 @@ def measure(rounds: int, steps: int, batch: int, segment: int | None) -> dict[st
 
 
 def inside(rounds: int, steps: int, batch: int, segment: int | None) -> dict[str, Any]:
-    """How much of a run with journal, ledger and checkpoints is spent around its steps."""
+    """How much of a run with ledger and checkpoints is spent around its steps."""
     policy, shares, totals = Policy.parse(POLICY), [], []
     corpus = Corpus(torch.randn(2000, 12, 256), policy=policy)
     plan = make_plan(LayerStack.from_model(made()[0]), policy, batch=batch, steps=steps)

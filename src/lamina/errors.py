@@ -28,7 +28,7 @@ _FAMILIES = {
     "release.verify": "c2pa certificate conditions countersignature expired extra facts figures file foreign from key layers ledger "
     "model not-recorded not-verified officer other plan posture purposes record signature utility weights",
     "train.model": "ema engine evaluat labels loss lr merge model optimizer pretrain proxy scheduler subspace tensor user",
-    "train.resume": "checkpoint disk journal last ledger log membership no-file origin rank run second starting state stopped storage",
+    "train.resume": "checkpoint disk folder last ledger log membership no-file origin rank run second starting state stopped storage",
     "verify.contribution": "admitted attestation bound-of class-unknown clip-norm-above-class clip-norm-below descriptor no-bound "
     "noise-below-class noise-below-floor profile subject token withdraw",
     "verify.spend": "account attempt batch bound budget charge class clip eligibility epoch factor generation layer members noise "

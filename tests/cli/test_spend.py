@@ -19,7 +19,7 @@ from lamina.account.accountants import find_accountant
 from lamina.account.charges import Charge, stored_charge
 from lamina.account.gaussian_rdp import epsilon_of_noise_multiplier
 from lamina.account.schedule import Event
-from lamina.ledger.attempts import OpenAttempt
+from lamina.ledger.attempts import Attempt
 from lamina.ledger.corpus_terms import CorpusTerms, open_or_create
 from lamina.ledger.spend_ledger import SpendLedger
 from lamina.ledger.verify.verifier import verify
@@ -271,7 +271,7 @@ def test_a_lost_run_is_recorded(tmp_path: Path, run: Call) -> None:
     with open_or_create(path, CorpusTerms.of_policy(Policy.parse(policy))) as ledger:
         book = SpendLedger(ledger)
         book.reserve(FIRST, charges=plan_charges(plan, 0, 10), bounds={}, label="gone", plan=plan)
-        begun = OpenAttempt(0, 5, ledger.size)
+        begun = Attempt(first=0, last=5, eligibility=ledger.size)
         key: dict[str, Any] = {"segment": 0, "generation": 0, "nonce": bytes(16), "begun": begun}
         assert book.charge(FIRST, **key, charges=plan_charges(plan, 0, 5), bounds={}, plan=plan.digest())
     assert "What it had begun (1 attempt) is recorded as abandoned." in " ".join(

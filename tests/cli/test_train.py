@@ -379,7 +379,7 @@ def test_fresh_is_another_run_until_the_budget_is_gone(project: Project) -> None
 def test_fresh_leaves_folders_of_others_alone(project: Project) -> None:
     project.train_json()
     (project.folder / "runs" / "first-2").mkdir()
-    (project.folder / "runs" / "first-2" / SECRET_FILE).write_text("somebody's")
+    (project.folder / "runs" / "first-2" / "run.cbor").write_text("somebody's")
     (project.folder / "runs" / "first-2" / "run.json").write_text('{"output": "first-2"}')
     (project.folder / "runs" / "first-02").mkdir()
     (project.folder / "runs" / "first-night").mkdir()
@@ -757,6 +757,42 @@ def test_a_finished_run_does_not_take_a_new_learning_rate(project: Project) -> N
     told = refused(project.train(run=project.run.replace("lr = 1e-2", "lr = 1e-3")), "cli.finished-run-settings")
     assert "0.01" in told and "0.001" in told and "--fresh" in told
     assert project.train_json()["steps"] == 6  # run.json still says what it was trained with
+
+
+def test_a_folder_that_was_put_back_is_refused_or_takes_over(project: Project, again: Callable[[str], None]) -> None:
+    again((project.folder / f"{project.module}.py").read_text() + STOPPING)
+    run = project.run + f'[evaluate]\nfunction = "{project.module}:stopping"\non = "public"\n'
+    assert project.train(run=run)[0] == 130
+    folder, saved = project.folder / "runs" / "first", project.folder / "saved"
+    shutil.copytree(folder, saved, symlinks=True)
+    sys.modules.pop(project.module)
+    before = project.train_json(run=run)
+    shutil.rmtree(folder)
+    saved.rename(folder)
+    assert "--take-over" in refused(project.train(run=run), "train.folder-behind-ledger")
+    after = project.train_json("--take-over", run=run)
+    assert after["run"] == before["run"] and after["steps"] == 6
+    assert any("took over" in note for note in after["notes"])
+    assert after["classes"]["clinical"]["epsilon"] > before["classes"]["clinical"]["epsilon"]  # what it did again
+    assert project.train_json(run=run)["classes"] == after["classes"]  # and nothing more
+
+
+def test_a_restored_ledger_is_completed_from_receipts(project: Project) -> None:
+    """A finished run enters its start, epochs and end again, once; another run can train then."""
+    project.train_json()
+    ledger, older = project.folder / "runs" / "test.ledger.db", project.folder / "older.db"
+    succeeded(project.call("ledger", "copy", str(ledger), str(older)))
+    second = project.train_json("--fresh")
+    for path in ledger.parent.glob("test.ledger.db*"):
+        path.unlink()
+    older.rename(ledger)
+    told = refused(project.train("--fresh"), "ledger.older-than-kept")
+    assert "lamina ledger complete" in told
+    entered = answer(project.call("ledger", "complete", str(ledger), second["folder"], "--json"))
+    assert entered["entered"] == 1 + 3 + 1 and verify(ledger).problem is None
+    assert answer(project.call("ledger", "complete", str(ledger), second["folder"], "--json"))["entered"] == 0
+    third = project.train_json("--fresh")
+    assert third["classes"]["clinical"]["total"] > second["classes"]["clinical"]["total"]
 
 
 def test_a_changed_model_is_named_by_its_tensor(project: Project) -> None:

@@ -11,7 +11,7 @@ import pytest
 from open_charges import has_begun
 from refusals import raises_code
 from run_state import attempts
-from stopping import figures, killed, lose_ledger, same, told, weights
+from stopping import complete, figures, killed, lose_ledger, same, told, weights
 
 import lamina
 from lamina.account.accountants import find_accountant
@@ -189,7 +189,10 @@ def test_a_lost_book_is_made_whole(tmp_path: Path) -> None:
     lose_ledger(tmp_path)
     with raises_code("train.ledger-missing"):  # not forgotten by chance
         problem.trainer(tmp_path / "a", accounts=[made]).fit()
-    outcome = problem.trainer(tmp_path / "a", accounts=[made], ledger=tmp_path / "tests.ledger.db").fit()
+    with raises_code("train.ledger-differs"):  # nor by choice
+        problem.trainer(tmp_path / "a", accounts=[made], ledger=tmp_path / "tests.ledger.db").fit()
+    complete(tmp_path / "tests.ledger.db", tmp_path / "a")
+    outcome = problem.trainer(tmp_path / "a", accounts=[made]).fit()
     assert outcome.total == outcome.epsilon
     assert outcome.epsilon["clinical"] == pytest.approx(plan.epsilon("clinical"))
     found = SpendLedger(Ledger.open(tmp_path / "tests.ledger.db")).total(STRICT, delta=1e-5)

@@ -14,7 +14,7 @@ from open_charges import open_charges
 from problem import POLICY, corpus, net, trainer
 from refusals import raises_code
 from run_state import moments
-from stopping import Killed, die, lose_ledger, same, weights
+from stopping import Killed, complete, die, lose_ledger, same, weights
 from stopping import figures as read_figures
 
 import lamina
@@ -25,7 +25,6 @@ from lamina.account.gaussian_rdp import classical_zcdp_epsilon, epsilon_of_rho
 from lamina.allocate.basic import Quantile
 from lamina.allocate.ladp import LADP
 from lamina.engine.engine import Engine
-from lamina.errors import BudgetExceeded
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.records import MAX_NOISE_VALUES, Epoch, SegmentOutcome
 from lamina.ledger.verify.verifier import verify
@@ -121,18 +120,22 @@ def test_a_ledger_that_was_lost_is_told_the_noise_again(name: str, tmp_path: Pat
     made.fit()
     before = [(each.variance, each.changes) for each in epochs_of(tmp_path)]
     lose_ledger(tmp_path)
-    trainer(tmp_path / "run", plan=plan_of(name), ledger=tmp_path / "tests.ledger.db").fit()
+    with raises_code("train.ledger-differs"):
+        trainer(tmp_path / "run", plan=plan_of(name), ledger=tmp_path / "tests.ledger.db").fit()
+    complete(tmp_path / "tests.ledger.db", tmp_path / "run")
+    trainer(tmp_path / "run", plan=plan_of(name)).fit()
     assert [(each.variance, each.changes) for each in epochs_of(tmp_path)] == before
     assert any(changes for _, changes in before)
 
 
-def test_an_abandoned_segment_that_took_all_its_steps_tells_all_its_noise(tmp_path: Path) -> None:
-    """Killed before its checkpoint was written, and not done again: the plan is another one."""
+def test_an_abandoned_segment_tells_only_the_noise_that_it_began_with(tmp_path: Path) -> None:
+    """Also if all of its steps were taken: how far it came is nobody's to know. The noise applied is in the checkpoint."""
     with moments(die, only="checkpoint/.000001"), pytest.raises(Killed):
         trainer(tmp_path / "run", plan=plan_of("quantile")).fit()
     trainer(tmp_path / "run", plan=plan_of("quantile", steps=30)).fit()
     first = epochs_of(tmp_path)[0]
-    assert first.segments[0].outcome is SegmentOutcome.ABANDONED and first.changes
+    assert first.segments[0].outcome is SegmentOutcome.ABANDONED and first.changes is None
+    assert first.variance == tuple(s * s for s in plan_of("quantile").noise)
     assert verify(str(tmp_path / "tests.ledger.db")).problem is None
 
 
@@ -280,13 +283,16 @@ def test_a_lost_book_learns_the_whole_budget_again(tmp_path: Path, monkeypatch: 
         trainer(tmp_path / "run", plan=plan).fit()
     go_on()
     lose_ledger(tmp_path)
-    made = trainer(tmp_path / "run", plan=plan, ledger=tmp_path / "tests.ledger.db")
+    with raises_code("train.ledger-differs"):
+        trainer(tmp_path / "run", plan=plan, ledger=tmp_path / "tests.ledger.db").fit()
+    complete(tmp_path / "tests.ledger.db", tmp_path / "run")
+    made = trainer(tmp_path / "run", plan=plan)
     assert made.fit().epsilon["clinical"] == pytest.approx(plan.epsilon("clinical"))
     assert made.spend.total("clinical", delta=1e-5).spent == pytest.approx(plan.epsilon("clinical"))
 
 
-def test_a_copy_of_the_run_pays_for_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two folders that both go on would be two budgets: the copy is booked, or refused."""
+def test_a_copy_of_the_run_has_no_budget_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two folders that both went on would be two budgets: the copy is refused, and finds the budget used up."""
     large = POLICY.replace("epsilon = 4.0", "epsilon = 30.0").replace("epsilon = 2.0", "epsilon = 30.0")
     plan = make_plan(
         LayerStack.from_model(net()), Policy.parse(large), batch=48, steps=20, epsilon=2.0, allocate=LADP(mode="budget")
@@ -295,19 +301,16 @@ def test_a_copy_of_the_run_pays_for_itself(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(KeyboardInterrupt):
         trainer(tmp_path / "run", plan=plan, corpus=corpus(policy=large)).fit()
     go_on()
-    for copy in ("copy", "third"):
-        shutil.copytree(tmp_path / "run", tmp_path / copy, symlinks=True)
+    shutil.copytree(tmp_path / "run", tmp_path / "copy", symlinks=True)
     trainer(tmp_path / "run", plan=plan, corpus=corpus(policy=large)).fit()
-    made = trainer(tmp_path / "copy", plan=plan, corpus=corpus(policy=large))
-    made.fit()
-    both = (*plan.schedule("clinical"), *plan.schedule("clinical"))
+    with raises_code("train.folder-behind-ledger"):
+        trainer(tmp_path / "copy", plan=plan, corpus=corpus(policy=large)).fit()
+    made = trainer(tmp_path / "copy", plan=plan, corpus=corpus(policy=large), take_over=True)
+    with raises_code("ledger.run-end-continued"):  # it cannot go on, and where it stands is not the end of the run
+        made.fit()
     spent = made.spend.total("clinical", delta=1e-5).spent
-    assert spent == pytest.approx(find_accountant(plan.accountant).epsilon(both, 1e-5), rel=1e-9)
-    refused = trainer(
-        tmp_path / "third", plan=plan, corpus=corpus(policy=large), bounds={"clinical": spent, "sensitive": 30.0}
-    )
-    with pytest.raises(BudgetExceeded):
-        refused.fit()
+    assert spent == pytest.approx(plan.epsilon("clinical"), rel=1e-9)
+    assert verify(str(tmp_path / "tests.ledger.db")).problem is None
 
 
 def test_a_zcdp_budget_from_plan_to_book(tmp_path: Path) -> None:

@@ -191,7 +191,7 @@ def test_what_would_not_be_compiled_is_refused_before_anything_is_charged(tmp_pa
             folder = tmp_path / f"{code}{i}" / "run"
             with raises_code(code):
                 problem.trainer(folder, compiled=True, **options).fit()
-            assert not (folder / "journal").exists()
+            assert not (folder / "run.cbor").exists()
     model.zero_grad()
 
 

@@ -130,7 +130,9 @@ def test_a_copy_begins_a_new_strategy_too(tmp_path: Path) -> None:
     killed(tmp_path / "a", 13, **loose())
     copy = copied(tmp_path / "a", "b")
     problem.trainer(tmp_path / "a", **loose()).fit()
-    second = problem.trainer(copy, **loose())
+    with raises_code("train.folder-behind-ledger"):
+        problem.trainer(copy, **loose()).fit()
+    second = problem.trainer(copy, **loose(take_over=True))
     found = remembered(second, 9)
     second.fit()
     assert found == [1] and charged(tmp_path) == 6 + 4

@@ -20,7 +20,7 @@ import pytest
 from keyless import EPOCH, WITHDRAWAL, deleted, edit, put_back, replaced, rows_of, tables_of
 from making import GOVERNING
 from refusals import raises_code
-from stopping import LOOSE, During, Killed, die
+from stopping import LOOSE, During, Killed, complete, die
 
 from lamina.cli.app import app
 from lamina.cli.open_ledger import open_ledger, read_spend
@@ -32,6 +32,7 @@ from lamina.ledger.verify.verifier import verify
 from lamina.ledger.withdrawal import withdraw
 from lamina.ledger.writer import Ledger
 from lamina.run.admitted import AdmittedCorpus
+from lamina.run.completion import complete_ledger
 from lamina.sign.keys import PrivateKey
 
 NAMED = ("ledger.leaf-not-allowed", "ledger.leaf-missing")  # a leaf that was replaced, or deleted
@@ -320,7 +321,10 @@ def test_an_older_copy_is_refused_between_two_runs(tmp_path: Path) -> None:
     assert refused.value.code == "ledger.older-than-kept" and not (tmp_path / "a" / "certificate.json").exists()
     with raises_code("ledger.older-than-kept"):  # the run whose epoch it has does not restore the other's
         problem.trainer(tmp_path / "a", plan=plan, bounds=LOOSE).fit()
-    problem.trainer(tmp_path / "b", plan=plan, bounds=LOOSE).fit()  # its journal says what is missing
+    with raises_code("ledger.older-than-kept"):
+        complete(path, tmp_path / "a")
+    assert complete(path, tmp_path / "b") == 3  # start, epoch, end
+    problem.trainer(tmp_path / "b", plan=plan, bounds=LOOSE).fit()
     found = verify(path, signatures=False)
     assert found.problem is None and [found.counts[kind] for kind in ("epoch", "run-begin", "run-end")] == [2, 2, 2]
     put(path, newer)
@@ -370,7 +374,7 @@ def test_a_lost_withdrawal_is_not_what_a_run_restores(ward: hospital.Hospital, t
         train(ward, "a", ward.admit(), **options)
 
 
-def test_a_run_restores_its_own_epochs(tmp_path: Path) -> None:
+def test_receipts_of_a_run_restore_its_epochs(tmp_path: Path) -> None:
     path, saved = tmp_path / "tests.ledger.db", tmp_path / "saved"
     act = During({7: lambda: copy(path, saved), 18: die})
     with pytest.raises(Killed):
@@ -378,6 +382,9 @@ def test_a_run_restores_its_own_epochs(tmp_path: Path) -> None:
     put(path, saved)
     with raises_code("ledger.older-than-kept"):
         problem.trainer(tmp_path / "b", bounds=LOOSE).fit()
+    with raises_code("ledger.older-than-kept"):
+        problem.trainer(tmp_path / "a", bounds=LOOSE).fit()
+    complete(path, tmp_path / "a")
     outcome = problem.trainer(tmp_path / "a", bounds=LOOSE).fit()
     assert outcome.total == outcome.epsilon
     assert verify(path, signatures=False).problem is None
@@ -387,8 +394,8 @@ def test_a_run_restores_its_own_epochs(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------------------- a second admission
 
 
-def test_a_run_that_restores_its_epochs_does_not_hide_what_another_one_holds(tmp_path: Path) -> None:
-    """The older copy lacks epochs of one run, which its journal has, and an open charge of another, which it has not."""
+def test_receipts_that_restore_epochs_do_not_hide_what_another_one_holds(tmp_path: Path) -> None:
+    """The older copy lacks epochs of one run, which its receipts have, and an open charge of another, which it has not."""
     path, saved = tmp_path / "tests.ledger.db", tmp_path / "saved"
     loose = {name: 2 * most for name, most in LOOSE.items()}
     for name in ("a", "b"):
@@ -403,7 +410,7 @@ def test_a_run_that_restores_its_epochs_does_not_hide_what_another_one_holds(tmp
     copy(path, newer)
     put(path, saved)
     with raises_code("ledger.older-than-kept"):
-        problem.trainer(tmp_path / "a", bounds=loose).fit()
+        complete(path, tmp_path / "a")
     put(path, newer)
     problem.trainer(tmp_path / "a", bounds=loose).fit()
     assert len(verify(path, signatures=False).held) == 1
@@ -460,12 +467,16 @@ def test_an_older_copy_of_a_database_is_refused(
     with raises_code("ledger.open-rows-replayed"):  # no signed leaf is missing, only open charges: its keeper decides
         problem.trainer(tmp_path / "b", plan=plan, **at_server).fit()
     accept(at_server)
-    problem.trainer(tmp_path / "b", plan=plan, **at_server).fit()  # its journal says what is missing
+    problem.trainer(tmp_path / "b", plan=plan, **at_server).fit()  # it has the seed of what was open
     assert verify(at_server["ledger"], signatures=False).counts["epoch"] == 2
     copied(backup, name)
     with raises_code("ledger.older-than-kept"):
         problem.trainer(tmp_path / "c", plan=plan, **at_server).fit()
-    problem.trainer(tmp_path / "b", plan=plan, **at_server).fit()  # enters its start, epoch and end again
+    with raises_code("ledger.older-than-kept"):
+        problem.trainer(tmp_path / "b", plan=plan, **at_server).fit()
+    with Ledger.open(at_server["ledger"], at_server["ledger_key"]) as ledger:
+        assert complete_ledger(ledger, [tmp_path / "b"]) == 3  # start, epoch and end
+    problem.trainer(tmp_path / "b", plan=plan, **at_server).fit()
     problem.trainer(tmp_path / "c", plan=plan, **at_server).fit()
     assert verify(at_server["ledger"], signatures=False).counts["epoch"] == 3
     copied(backup, name)

@@ -160,19 +160,21 @@ def test_a_lost_checkpoint_is_paid_again(tmp_path: Path) -> None:
     newest.unlink()
     outcome = problem.trainer(tmp_path / "a", **unpromised()).fit()
     assert outcome.steps == 24
-    # the segment whose checkpoint is gone, and the one that was open, both done again: two occurrences each
-    assert outcome.epsilon["clinical"] == pytest.approx(events(run.plan, 2 + 2 + 2))
+    # two occurrences along the weights, and two in the segments whose weights are gone
+    assert outcome.epsilon["clinical"] == pytest.approx(events(run.plan, 2 + 2))
 
 
-def test_a_copy_pays_for_what_it_uses(tmp_path: Path) -> None:
+def test_a_copy_that_takes_over_pays_for_what_it_uses(tmp_path: Path) -> None:
     book = tmp_path / "tests.ledger.db"
     run = killed(tmp_path / "a", 8, **unpromised(), ledger=book)
     copied(tmp_path / "a", "b")
     one = problem.trainer(tmp_path / "a", **unpromised(), ledger=book).fit()
-    other = problem.trainer(tmp_path / "b", **unpromised(), ledger=book).fit()
+    with raises_code("train.folder-behind-ledger"):
+        problem.trainer(tmp_path / "b", **unpromised(), ledger=book).fit()
+    other = problem.trainer(tmp_path / "b", **unpromised(), ledger=book, take_over=True).fit()
     assert one.epsilon["clinical"] == pytest.approx(events(run.plan, 2))
-    # the copy's own: the segment that was open, and all that comes after it beside the first
-    assert other.total["clinical"] == pytest.approx(events(run.plan, 2 + 2 + 2))
+    # two occurrences along the weights of each
+    assert other.total["clinical"] == pytest.approx(events(run.plan, 2 + 2))
 
 
 # ---------------------------------------------------------------------------------------- any history at all
@@ -204,16 +206,16 @@ class _Tree:
 class _Line:
     """One folder of a run, and the checkpoints it could go back to."""
 
-    def __init__(self, run: CappedRun, closed: list[tuple[int, int, int]], copy: int = 0) -> None:
+    def __init__(self, run: CappedRun, closed: list[tuple[int, int, int]]) -> None:
         self.run, self.closed = run, closed  # [(step, node, generation)]
-        self._copy = copy
         self.charged = 0
 
     def take(self, tree: _Tree, steps: int, fate: str, audited: AttemptTree | None = None) -> None:
         first, node, after = self.closed[-1]
+        self.run.weights_from = (len(self.closed) - 2, after) if first else None
         due = self.run.due(first, first + steps)
         self.charged += due
-        number = 2 * self.run.count + self._copy  # no other attempt has it
+        number = self.run.count  # no other attempt has it
         place = {"first": first, "last": first + steps, "after": after}
         made = self.run.open(len(self.closed) - 1, number, charges=_charges(self.run.plan, due), **place)
         here = tree.add(node, steps) if fate != "open" else node
@@ -269,7 +271,7 @@ def test_whatever_happened_no_contribution_was_used_more_often_than_was_paid(
         assert line.charged >= audited.most
     lines = [line]
     if copied:
-        lines.append(_Line(line.run.copied(), list(line.closed), 1))
+        lines.append(_Line(line.run, list(line.closed)))  # two folders, which take the run over from each other
     waiting = [(each, list(more)) for each, more in zip(lines, after, strict=False)]
     for turn in (*turns, *([False] * 3), *([True] * 3)):
         each, more = waiting[turn and copied]

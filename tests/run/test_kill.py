@@ -56,7 +56,8 @@ def killer() -> Iterator[Killer]:
 @pytest.fixture(scope="module")
 def whole(killer: Killer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The run that nobody killed."""
-    answer = killer.run(tmp_path_factory.mktemp("whole") / "runs" / "a", call=0)
+    folder = tmp_path_factory.mktemp("whole") / "runs" / "a"
+    answer = killer.run(folder, call=0) | {"folder": str(folder)}
     assert answer["steps"] == STEPS and answer["notes"] == []
     segments = STEPS // SEGMENT
     size = 1 + 1 + segments + 1  # header, start, epochs, end
@@ -113,9 +114,60 @@ def test_killed_before_some_calls(killer: Killer, whole: dict[str, Any], tmp_pat
 
 
 def test_killed_while_it_ends(killer: Killer, whole: dict[str, Any], tmp_path: Path) -> None:
-    """Kill the run around its end record, the weights, metrics.json and the end of the journal; one end is recorded."""
+    """Kill the run around its end record, the weights, metrics.json and the record of its end; one end is recorded."""
     calls = whole["calls"]
     kill_before_calls(killer, whole, tmp_path, range(calls - 44, calls + 1, 4))
+
+
+def at(trace: list[str], *steps: str) -> int:
+    """Return the number of the first call with the last of these texts, after calls with the others, in this order."""
+    place = -1
+    for step in steps:
+        place = next(n for n, text in enumerate(trace) if n > place and step in text)
+    return place + 1
+
+
+OPENED = (" {folder}/checkpoint/000001.safetensors", " {folder}/attempt")  # the rename, of the second segment
+CHARGED = (*OPENED, "commit")
+CHECKPOINT = (*CHARGED, " {folder}/checkpoint/000002.safetensors")
+LEAF = (*CHECKPOINT, "commit")
+RECEIPT = (*LEAF, "open {folder}/receipts")  # after write and fsync of the erased seed
+
+ROWS = {  # of the protocol in docs/runs.md: the call before which the run is killed, in its trace, and how many calls later
+    "start: before the record of the run": (("run.cbor",), 0),
+    "start: before the reservation": (("run.cbor", "commit"), 0),
+    "start: after the reservation": (("run.cbor", "commit"), 1),
+    "start: before the first checkpoint has its name": ((" {folder}/checkpoint/000000.safetensors",), 0),
+    "open: before the attempt is written down": (OPENED, 0),
+    "open: written down, not charged": (OPENED, 1),
+    "open: before the charge": (CHARGED, 0),
+    "open: charged, nothing drawn": (CHARGED, 1),
+    "open: some steps done": ((*CHARGED, "backward", "backward"), 0),
+    "close: before the checkpoint has its name": (CHECKPOINT, 0),
+    "close: the checkpoint is there": (CHECKPOINT, 1),
+    "close: before the leaf": (LEAF, 0),
+    "close: the leaf, not signed": (LEAF, 1),
+    "close: signed, before the seed is erased": (RECEIPT, -2),
+    "close: the seed is erased, perhaps not on the disk": (RECEIPT, -1),
+    "close: before the receipt": (RECEIPT, 0),
+    "close: the receipt is open": (RECEIPT, 2),
+    "close: the receipt is written": (RECEIPT, 4),
+    "end: before the leaf": ((" {folder}/checkpoint/000003.safetensors", "commit", "metrics.json", "commit"), 0),
+    "end: after the leaf": ((" {folder}/checkpoint/000003.safetensors", "commit", "metrics.json", "commit"), 1),
+    "end: before the record of the end": ((" {folder}/checkpoint/000003.safetensors", " {folder}/run.cbor"), 0),
+    "end: after it, before the reservation is dropped": (
+        (" {folder}/checkpoint/000003.safetensors", " {folder}/run.cbor", "commit"), 0,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_killed_at_a_row_of_the_protocol(row: str, killer: Killer, whole: dict[str, Any], tmp_path: Path) -> None:
+    steps, later = ROWS[row]
+    folder = tmp_path / "runs" / "a"
+    call = at(whole["trace"], *(step.replace("{folder}", whole["folder"]) for step in steps)) + later
+    assert killer.run(folder, call=call)["killed"]
+    agrees(killer.run(folder), whole)
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from making import GOVERNING
 from open_charges import attempts_in_folder, has_begun
 from refusals import raises_code
 from run_state import attempts, run_id
-from stopping import LOOSE, During, Killed, copied, die, killed, lose_ledger, told
+from stopping import LOOSE, During, Killed, complete, copied, die, killed, lose_ledger, told
 
 import lamina
 from lamina.errors import BudgetExceeded
@@ -209,22 +209,24 @@ def test_every_attempt_is_a_leaf_however_it_ended(tmp_path: Path) -> None:
     agrees(tmp_path / "a")
 
 
-def test_a_copied_run_is_a_run_that_pays_for_itself(tmp_path: Path) -> None:
+def test_a_copied_run_is_refused_or_pays_for_what_it_does_again(tmp_path: Path) -> None:
     plan = killed(tmp_path / "a", 8, bounds=LOOSE).plan
     copied(tmp_path / "a", "b")
     one = problem.trainer(tmp_path / "a", bounds=LOOSE).fit()
-    other = problem.trainer(tmp_path / "b", bounds=LOOSE).fit()
-    assert one.notes == () and told(other, "copied")
+    with raises_code("train.folder-behind-ledger"):
+        problem.trainer(tmp_path / "b", bounds=LOOSE).fit()
+    other = problem.trainer(tmp_path / "b", bounds=LOOSE, take_over=True).fit()
+    assert one.notes == () and told(other, "took over")
     sound(tmp_path / "tests.ledger.db")
     last = epochs(tmp_path / "tests.ledger.db")[-1]
     (clinical,) = [each for each in last.accounts if each.cls == "clinical"]
     assert clinical.spend / 1e9 == pytest.approx(other.total["clinical"], abs=2e-9)
-    # 24 steps of the first; of the copy the segment that was open, and everything after it
+    # 24 steps of the first; of the copy everything after its checkpoint
     both = [replace(plan.schedule("clinical")[0], steps=24 + 19)]
     assert other.total["clinical"] == pytest.approx(lamina.account.find_accountant("pld").epsilon(both, 1e-5))
 
 
-def test_a_ledger_restored_from_an_older_copy_gets_what_it_lacks(tmp_path: Path) -> None:
+def test_a_ledger_restored_from_an_older_copy_is_completed_from_receipts(tmp_path: Path) -> None:
     folder = tmp_path / "a"
 
     def save() -> None:
@@ -236,6 +238,9 @@ def test_a_ledger_restored_from_an_older_copy_gets_what_it_lacks(tmp_path: Path)
     lose_ledger(tmp_path)
     for path in tmp_path.glob("old-*"):
         path.rename(tmp_path / path.name.removeprefix("old-"))
+    with raises_code("train.ledger-behind-folder"):
+        problem.trainer(folder).fit()
+    assert complete(tmp_path / "tests.ledger.db", folder) == 1
     outcome = problem.trainer(folder).fit()
     assert outcome.total == outcome.epsilon
     sound(tmp_path / "tests.ledger.db")
@@ -495,7 +500,10 @@ def test_a_restored_ledger_takes_up_a_run_whose_neighbour_is_gone_and_whose_plan
         problem.trainer(tmp_path / "y", model=model, plan=new, bounds=LOOSE, progress=During({12: die})).fit()
     lose_ledger(tmp_path)
     shutil.rmtree(tmp_path / "x")
-    problem.trainer(tmp_path / "y", plan=new, bounds=LOOSE, ledger=tmp_path / "tests.ledger.db").fit()
+    with raises_code("train.ledger-differs"):  # a new one, which would forget what was spent
+        problem.trainer(tmp_path / "y", plan=new, bounds=LOOSE, ledger=tmp_path / "tests.ledger.db").fit()
+    complete(tmp_path / "tests.ledger.db", tmp_path / "y")
+    problem.trainer(tmp_path / "y", plan=new, bounds=LOOSE).fit()
     sound(tmp_path / "tests.ledger.db")
     agrees(tmp_path / "y")
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import problem
 import pytest
-from open_charges import SECRET_FILE
+from refusals import raises_code
 from run_state import attempts
 from stopping import During, Killed, die
 
@@ -46,43 +46,58 @@ def put_back(folder: Path, saved: Path) -> None:
             (folder / path.relative_to(saved)).write_bytes(path.read_bytes())
 
 
-def inodes(folder: Path) -> dict[str, int]:
-    """Return the inodes of the files that are overwritten in place; checkpoints and public files are replaced."""
-    return {path.name: path.stat().st_ino for path in folder.iterdir() if path.name in (SECRET_FILE, "lease")}
-
-
 def stopped(folder: Path, step: int, **given: Any) -> None:
     with pytest.raises(Killed):
         problem.trainer(folder, progress=During(segments={step: die}), bounds=LOOSE, **given).fit()
 
 
-@pytest.mark.parametrize("kind", ["exact", "capped", "followed"])
-def test_it_pays_for_what_it_does_again(tmp_path: Path, kind: str) -> None:
+def refused(folder: Path, **given: Any) -> None:
+    with raises_code("train.folder-behind-ledger"):
+        problem.trainer(folder, bounds=LOOSE, **given).fit()
+
+
+@pytest.mark.parametrize("kind", ["exact", "capped"])
+def test_it_is_refused_or_pays_for_what_it_does_again(tmp_path: Path, kind: str) -> None:
     """Twice, and once more after a stop that loses nothing: what it knows to have lost it does not pay again."""
     given, folder, saved = options(kind), tmp_path / "a", tmp_path / "saved"
     stopped(folder, 5, **given)
-    files = inodes(folder)
     shutil.copytree(folder, saved, symlinks=True)
     stopped(folder, 15, **given)
     put_back(folder, saved)
-    stopped(folder, 10, **given)
+    refused(folder, **given)
+    stopped(folder, 10, **given, take_over=True)
     before = attempts(folder)
     stopped(folder, 15, **given)  # nothing was put back
     (more,) = attempts(folder)[len(before) :]
     assert (more.first, more.last) == (10, 15)
-    assert kind == "exact" or not any(more.events.values())  # the cap and the budget were paid when it was restored
+    assert kind == "exact" or not any(more.events.values())  # the cap was paid when it was restored
     put_back(folder, saved)
-    made = problem.trainer(folder, bounds=LOOSE, **given)
+    refused(folder, **given)
+    made = problem.trainer(folder, bounds=LOOSE, **given, take_over=True)
     outcome = made.fit()
-    assert inodes(folder).items() >= files.items()
-    assert any("copied or restored from a copy" in note for note in outcome.notes)
+    assert any("took over the run" in note for note in outcome.notes)
     found = verify(tmp_path / "tests.ledger.db", signatures=False)
     assert found.problem is None, found.problem
     assert found.held == ()
     total = made.spend.total("clinical", delta=1e-5)
     assert total.spent == pytest.approx(made.spend.spent(*made.spend.labels(), "clinical", delta=1e-5))
-    if kind == "followed":
-        assert total.runs[0].steps == 3 * given["plan"].steps  # a budget for each state that went on
+
+
+def test_all_that_took_over_share_one_adaptive_budget(tmp_path: Path) -> None:
+    """The budget was charged when the run began: what is done again is taken from it, and the run ends earlier."""
+    given, folder, saved = options("followed"), tmp_path / "a", tmp_path / "saved"
+    stopped(folder, 5, **given)
+    shutil.copytree(folder, saved, symlinks=True)
+    stopped(folder, 10, **given)
+    put_back(folder, saved)
+    refused(folder, **given)
+    made = problem.trainer(folder, bounds=LOOSE, **given, take_over=True)
+    outcome = made.fit()
+    assert 10 < outcome.steps < given["plan"].steps
+    assert any("its budget allows no more" in each for each in outcome.notes)
+    found = verify(tmp_path / "tests.ledger.db", signatures=False)
+    assert found.problem is None and found.held == (), found.problem
+    assert made.spend.total("clinical", delta=1e-5).runs[0].steps == given["plan"].steps
 
 
 def test_what_it_was_at_is_given_up(tmp_path: Path) -> None:
@@ -93,7 +108,8 @@ def test_what_it_was_at_is_given_up(tmp_path: Path) -> None:
     with pytest.raises(Killed):
         problem.trainer(folder, progress=During({8: die}), bounds=LOOSE, **given).fit()
     put_back(folder, saved)
-    made = problem.trainer(folder, bounds=LOOSE, **given)
+    refused(folder, **given)
+    made = problem.trainer(folder, bounds=LOOSE, **given, take_over=True)
     made.fit()
     found = [leaf.record.segments[0] for leaf in made.ledger.of_kind(Epoch)]  # type: ignore[union-attr]
     assert [(s.index, s.generation) for s in found if s.outcome is SegmentOutcome.ABANDONED] == [(1, 0)]

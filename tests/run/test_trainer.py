@@ -16,7 +16,7 @@ from open_charges import SECRET_FILE, folder_state, has_begun
 from refusals import raises_code
 from run_state import attempts, moments, open_attempt, run_id
 from safetensors.torch import load_file
-from stopping import LOOSE, During, Killed, copied, die, figures, killed, same, told, weights
+from stopping import LOOSE, During, Killed, complete, copied, die, figures, killed, same, told, weights
 from torch import nn
 
 import lamina
@@ -50,8 +50,8 @@ def test_a_run_spends_its_plan_exactly_and_leaves_its_files(tmp_path: Path) -> N
     assert not same(before, weights(trainer))
     names = {p.name for p in (tmp_path / "a").iterdir()}
     assert names == {
-        "plan.cbor", SECRET_FILE, "checkpoint", "lease", "metrics.json", "model.safetensors", "ema.safetensors",
-        "ledger.db", "withdrawn",
+        "plan.cbor", "run.cbor", "receipts", SECRET_FILE, "checkpoint", "lease", "metrics.json", "model.safetensors",
+        "ema.safetensors", "ledger.db", "withdrawn",
     }  # fmt: skip
     assert same(load_file(tmp_path / "a" / "model.safetensors"), weights(trainer))
     assert not same(load_file(tmp_path / "a" / "ema.safetensors"), weights(trainer))
@@ -265,16 +265,20 @@ def test_a_withdrawal_inside_a_segment(tmp_path: Path, rule: str) -> None:
     assert len(trainer.corpus) == len(problem.unpromised()) - 1
 
 
-def test_a_copy_may_give_up_what_the_run_goes_on_with(tmp_path: Path) -> None:
-    """The copy came first and abandoned segment 1: the run does it again, and they never share a generation."""
+def test_two_copies_never_share_a_generation(tmp_path: Path) -> None:
+    """The copy came first and replayed segment 1: the run is refused, or takes over and does all of it again."""
     killed(tmp_path / "a", 6, bounds=LOOSE)  # segment 1 is open after one step
     copied(tmp_path / "a", "b")
     problem.trainer(tmp_path / "b", bounds=LOOSE).fit()
-    outcome = problem.trainer(tmp_path / "a", bounds=LOOSE).fit()
-    assert told(outcome, "the ledger records them as abandoned")
-    assert outcome.steps == 24
-    later = [each.key for each in attempts(tmp_path / "a") if each.segment > 1]
-    assert len(later) == len(set(later)) == 2 * 3  # each of the two did segments 2 to 4
+    spent = figures(tmp_path / "b")["classes"]["clinical"]["total"]
+    with raises_code("train.folder-behind-ledger"):
+        problem.trainer(tmp_path / "a", bounds=LOOSE).fit()
+    outcome = problem.trainer(tmp_path / "a", bounds=LOOSE, take_over=True).fit()
+    assert told(outcome, "took over") and outcome.steps == 24 and outcome.total["clinical"] > spent
+    later = [each.key for each in attempts(tmp_path / "a") if each.segment]
+    assert len(later) == len(set(later)) == 2 * 4  # each of the two did segments 1 to 4
+    assert problem.trainer(tmp_path / "b", bounds=LOOSE).fit().steps == 24  # it has finished: it is only read
+    assert len(attempts(tmp_path / "b")) == 1 + 2 * 4
 
 
 def test_a_run_that_was_taken_for_lost(tmp_path: Path) -> None:
@@ -421,14 +425,15 @@ def test_a_cap_cannot_be_put_on_afterwards(tmp_path: Path) -> None:
         problem.trainer(tmp_path / "a", max_occurrences={"clinical": 1}).fit()
 
 
-def test_checkpoint_and_journal_belong_together(tmp_path: Path) -> None:
-    killed(tmp_path / "a", 8, bounds={})
-    copied(tmp_path / "a", "b")
-    problem.trainer(tmp_path / "b", bounds={}, ledger=tmp_path / "other.db").fit()
-    shutil.rmtree(tmp_path / "a" / "checkpoint")
-    shutil.copytree(tmp_path / "b" / "checkpoint", tmp_path / "a" / "checkpoint")
-    with raises_code("train.checkpoint-not-of-journal"):
-        problem.trainer(tmp_path / "a", bounds={}).fit()
+def test_checkpoint_and_run_belong_together(tmp_path: Path) -> None:
+    mine, other = tmp_path / "mine", tmp_path / "other"
+    killed(mine / "a", 8, bounds={})
+    shutil.copytree(mine, other, symlinks=True)  # with the ledger: each goes on by itself
+    problem.trainer(other / "a", bounds={}).fit()
+    shutil.rmtree(mine / "a" / "checkpoint")
+    shutil.copytree(other / "a" / "checkpoint", mine / "a" / "checkpoint")
+    with raises_code("train.checkpoint-not-of-run"):
+        problem.trainer(mine / "a", bounds={}).fit()
 
 
 def test_an_evaluation_neither_draws_from_the_run_nor_changes_it(tmp_path: Path) -> None:
@@ -494,10 +499,10 @@ def test_a_damaged_checkpoint_is_named_and_can_be_removed(tmp_path: Path) -> Non
     assert facts["classes"]["clinical"]["steps_charged"] == 24 + 5 + 5  # segments 1 and 2 twice
 
 
-def test_checkpoints_without_a_journal_are_refused(tmp_path: Path) -> None:
+def test_checkpoints_without_the_record_of_their_run_are_refused(tmp_path: Path) -> None:
     problem.trainer(tmp_path / "a").fit()
-    (tmp_path / "a" / SECRET_FILE).unlink()
-    with raises_code("train.journal-missing"):
+    (tmp_path / "a" / "run.cbor").unlink()
+    with raises_code("train.run-record-missing"):
         problem.trainer(tmp_path / "a").fit()
 
 
@@ -556,7 +561,8 @@ def test_a_file_where_the_checkpoints_should_be_is_refused(tmp_path: Path) -> No
 def test_another_book_for_a_copied_run_is_refused(tmp_path: Path) -> None:
     killed(tmp_path / "a", 8, bounds={}, ledger=tmp_path / "one.db")
     copied(tmp_path / "a", "b")
-    problem.trainer(tmp_path / "b", bounds={}, ledger=tmp_path / "two.db").fit()
+    with raises_code("train.ledger-differs"):
+        problem.trainer(tmp_path / "b", bounds={}, ledger=tmp_path / "two.db").fit()
     problem.trainer(tmp_path / "a", bounds={}, ledger=tmp_path / "one.db").fit()
     mine = attempts(tmp_path / "a")[-1]
     three = problem.trainer(tmp_path / "c", bounds={}, ledger=tmp_path / "three.db").ledger
@@ -567,8 +573,10 @@ def test_another_book_for_a_copied_run_is_refused(tmp_path: Path) -> None:
         nonce=b"somebody else's!", bounds={},
         charges=plan_charges(problem.plan(problem.net()), mine.first, mine.last),
     )  # fmt: skip
-    with raises_code("train.ledger-disagrees"):
+    with raises_code("train.ledger-differs"):
         problem.trainer(tmp_path / "a", bounds={}, ledger=three).fit()
+    with raises_code("train.ledger-disagrees"):
+        complete(tmp_path / "three.db", tmp_path / "a")
 
 
 def test_filters_stay_as_they_were(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import problem
 from history_acts import FOLDERS, SIGNED, Act, killed_at
 from history_plans import BOUND, Spec, more, plan_of, policy_of
 from making import GOVERNING
-from open_charges import open_charges, open_segment
+from open_charges import has_begun, open_charges, open_segment
 from run_state import run_in
 from stopping import During, Killed, die
 
@@ -30,6 +30,7 @@ from lamina.ledger.spend_ledger import SpendLedger
 from lamina.ledger.verify.verifier import verify
 from lamina.ledger.writer import Ledger
 from lamina.plan.charges import SignedAccount
+from lamina.run.completion import complete_ledger
 from lamina.run.sampler import Sampler
 from lamina.run.trainer import Trainer
 from lamina.sign.keys import PrivateKey
@@ -130,15 +131,32 @@ class World:
             return drawn
 
         draws = {name: watched(getattr(Sampler, name)) for name in ("draw", "draw_for_choice")}
-        with (
-            self.trainer(folder, spec, progress=During(acts, each=same)) as made,
-            mock.patch.multiple(Sampler, **draws),  # type: ignore[arg-type]
-        ):
-            self._at_work.append(folder)
-            try:
-                made.fit()
-            finally:
-                self._at_work.pop()
+        progress, asked = During(acts, each=same), dict[str, bool]()
+        for tried in range(3):
+            with (
+                self.trainer(folder, spec, progress=progress, **asked) as made,
+                mock.patch.multiple(Sampler, **draws),  # type: ignore[arg-type]
+            ):
+                self._at_work.append(folder)
+                try:
+                    made.fit()
+                    return
+                except LaminaError as error:  # whoever keeps the run follows the remedy
+                    if tried == 2 or not self._follow_remedy(error, asked):
+                        raise
+                finally:
+                    self._at_work.pop()
+
+    def _follow_remedy(self, error: LaminaError, asked: dict[str, bool]) -> bool:
+        """Take a copied folder over, or enter into a restored ledger what it lacks; False if the remedy is another one."""
+        if error.code == "train.folder-behind-ledger":
+            asked["take_over"] = True
+        elif error.code in ("train.ledger-behind-folder", "train.ledger-differs", "ledger.older-than-kept"):
+            with self.ledger() as ledger:
+                complete_ledger(ledger, [self.root / each for each in FOLDERS if has_begun(self.root / each)])
+        else:
+            return False
+        return True
 
     @contextmanager
     def trainer(self, folder: str, spec: Spec, **options: Any) -> Iterator[Trainer]:
@@ -323,6 +341,11 @@ class World:
                 self.fit(folder, spec)
                 return
             except LaminaError as error:
+                if (
+                    error.code == "ledger.run-end-continued"
+                ):  # a copy that nothing is left for: the run ended in the other
+                    self.do_finish(folder)
+                    return
                 if error.code == "train.last-checkpoint-missing":  # a finished run: its keeper follows the remedy
                     dropped = self.root / "dropped" / self.run_of(folder)
                     shutil.copytree(dropped, self.root / folder / "checkpoint", dirs_exist_ok=True)

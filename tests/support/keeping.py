@@ -18,7 +18,7 @@ from scipy.optimize import brentq
 from scipy.special import log_ndtr, ndtr
 
 from lamina.account.charges import Charge, stored_charge
-from lamina.ledger.attempts import OpenAttempt
+from lamina.ledger.attempts import Attempt
 from lamina.ledger.corpus_terms import NO_POLICY, CorpusTerms, open_or_create
 from lamina.ledger.governance_records import ClassBounds, LedgerFloors
 from lamina.ledger.records import Epoch, Segment, SegmentOutcome
@@ -208,14 +208,14 @@ class Attempts:
                 a.name: a.scale for a in self.accounts if all_of_them or a.name in {str(each.account) for each in due}
             },
             "plan": self.plan.digest(),
-            "begun": OpenAttempt(made.first, made.last, made.eligibility, made.after or 0),
+            "begun": _begun(made),
         }
         return self.book.charge(self.run, **{**given, **other})
 
     def budget(self) -> None:
         """Charge the whole of a budget that is followed, as a run does when it begins."""
         for segment, due in adaptive_budget_charges(self.plan, self.accounts).items():
-            mark, generation = adaptive_budget_nonce(self.plan, "0"), 0
+            mark, generation = adaptive_budget_nonce(self.plan), 0
             while not self.charge(generation=generation, due=due, segment=segment, nonce=mark):
                 generation += 1
 
@@ -224,13 +224,17 @@ class Attempts:
         if segment.outcome is SegmentOutcome.CLOSED:
             self.newest[index] = generation
         key, scales = (index, generation, segment.nonce), {each.name: each.scale for each in self.accounts}
-        begun = OpenAttempt(segment.first, segment.last, segment.eligibility, segment.after or 0)
+        begun = _begun(segment)
         return self.book.record(self.run, key, begun, segment.outcome, plan=self.plan, scales=scales)
 
     def done(self, *indices: int) -> None:
         for index in indices:
             assert self.charge(index)
             self.record(index)
+
+
+def _begun(made: Segment) -> Attempt:
+    return Attempt(first=made.first, last=made.last, eligibility=made.eligibility, after=made.after or 0)
 
 
 def epochs(ledger: Ledger) -> list[Epoch]:

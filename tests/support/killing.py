@@ -53,7 +53,7 @@ def ledger(folder: Path) -> dict[str, Any]:
 
 def child(command: dict[str, Any], answer: int) -> None:
     number_seeds(pytest.MonkeyPatch())
-    count, target = 0, command.get("call")
+    count, target, trace = 0, command.get("call"), list[str]()
 
     def act() -> None:
         nonlocal count
@@ -61,7 +61,7 @@ def child(command: dict[str, Any], answer: int) -> None:
         if count == target:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    with moments(act) if "call" in command else nullcontext():
+    with moments(act, trace=trace) if "call" in command else nullcontext():
         plan = problem.plan(problem.net(), command["steps"])
         options = dict(OPTIONS)
         if backend := command.get("compiled"):
@@ -91,6 +91,7 @@ def child(command: dict[str, Any], answer: int) -> None:
         "weights": digest.hexdigest(),
         "ledger": ledger(outcome.folder),
         "calls": count,
+        "trace": trace if target == 0 else [],
         "seconds": seconds,
         "compiled": getattr(trainer._engine.compiled, "steps", 0),
     }

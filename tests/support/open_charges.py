@@ -7,28 +7,21 @@ from __future__ import annotations
 
 import hashlib
 import random
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from keyless import rows_of
 
 from lamina.account.charges import Account, Charge, stored_charge
-from lamina.ledger.attempts import OpenCharges
+from lamina.ledger.attempts import Attempt
 from lamina.ledger.reader import LedgerReader
+from lamina.ledger.records import SegmentOutcome
 from lamina.ledger.store.rows import RESERVATION_SEGMENT, WHOLE_BUDGET_SEGMENT, RunHold, RunRow, Store, StoreWriter
 from lamina.ledger.writer import Ledger
 from lamina.plan.step_plan import StepPlan
-from lamina.run.journal import (
-    AttemptAbandoned,
-    AttemptClosed,
-    AttemptOpened,
-    Journal,
-    JournalMoved,
-    RunHistory,
-    RunStarted,
-)
-from lamina.run.run import events_due
+from lamina.run.run import charged_events, most_occurrences
+from lamina.run.run_record import ATTEMPT_FILE, RECEIPTS_FILE, RUN_FILE, AttemptFile, AttemptOpened, Receipts
 from lamina.sign.keys import PrivateKey
 
 # ---------------------------------------------------------------------------------------- rows of the store
@@ -69,8 +62,8 @@ def open_charges(of: Store | LedgerReader | str | Path, run: str | None = None) 
 
 def _decoded(hold: RunHold) -> OpenCharge:
     kinds = {RESERVATION_SEGMENT: "reserve", WHOLE_BUDGET_SEGMENT: "budget"}
-    held = OpenCharges.decode(hold.body)
-    span = None if held.begun is None else (held.begun.first, held.begun.last)
+    held = Attempt.decode(hold)
+    span = (held.first, held.last) if held.last else None
     kind = "attempt" if hold.attempt else kinds.get(hold.segment, "budget")
     place = hold.run.hex(), kind, hold.segment, hold.generation, hold.nonce
     return OpenCharge(*place, held.charges, dict(held.scales), dict(held.factors), span)
@@ -159,13 +152,14 @@ def write_head(where: str, head: bytes) -> None:
 
 def digest_of_open_rows(where: str) -> bytes:
     """Compute what the head signs, from docs/ledger-format.md."""
-    held = rows_of(where, "SELECT run, segment, generation, nonce, body FROM held WHERE leaf IS NULL")
+    columns, kept = "run, segment, generation, nonce, leaf, body", "leaf IS NULL OR octet_length(body) > 0"
+    held = rows_of(where, f"SELECT {columns} FROM held WHERE {kept}")
     terms, runs = (
         rows_of(where, "SELECT account, body FROM terms"), rows_of(where, "SELECT id, label, day, finished FROM run")
     )  # fmt: skip
     parts = [f"{name} {len(rows)}".encode() for name, rows in (("held", held), ("terms", terms), ("run", runs))]
-    for run, segment, generation, nonce, body in sorted(held):
-        parts += [run, _number(segment) + _number(generation), nonce, body]
+    for run, segment, generation, nonce, leaf, body in sorted(held, key=lambda row: row[:3]):
+        parts += [run, _number(segment) + _number(generation), nonce + bytes([leaf is not None]), body]
     for account, body in sorted(terms):
         parts += [account.encode(), body]
     for id, label, day, finished in sorted(runs):
@@ -192,45 +186,43 @@ def _number(value: int) -> bytes:
 
 # ---------------------------------------------------------------------------------------- the folder of a run
 
-SECRET_FILE = "journal"  # of the files of a run, the one that holds the seed of the open segment
+SECRET_FILE = ATTEMPT_FILE  # of the files of a run, the one that holds the seed of the open segment
+_RANDOM = ("nonce", "seed", "checkpoint", "membership", "data", "weights", "run", "files")
 
 
 def has_begun(folder: Path) -> bool:
     """Whether a run was charged, or could have been, in this folder."""
-    return (folder / SECRET_FILE).exists()
+    return (folder / RUN_FILE).exists()
 
 
 def folder_state(folder: Path) -> bytes:
     """Return what the folder says of attempts: it is the same bytes if nothing was opened, closed or abandoned."""
-    return (folder / SECRET_FILE).read_bytes()
+    return (folder / ATTEMPT_FILE).read_bytes() + (folder / RECEIPTS_FILE).read_bytes()
 
 
 def open_segment(folder: Path) -> tuple[tuple[int, int, bytes], bytes] | None:
     """Return segment, generation and nonce of the open attempt, and its seed; None if there is none."""
-    pending = Journal.read(folder / SECRET_FILE).pending
-    return None if pending is None else (pending.key, pending.seed)
+    opened = AttemptFile(folder).opened
+    return None if opened is None or not opened.seed else (opened.key, opened.seed)
 
 
 def attempts_in_folder(folder: Path) -> dict[tuple[int, int, bytes], str]:
     """Return how each charged attempt ended, as the run's folder has it: "open", "closed" or "abandoned"."""
-    found = Journal.read(folder / SECRET_FILE)
-    states = {}
-    for each in found.opens:
-        if not found.uncharged(each):
-            state = "open" if each is found.pending else "closed" if found.closed(each) else "abandoned"
-            states[each.key] = state
+    states = {each.key: each.outcome.name.lower() for each in Receipts(folder).attempts if each.outcome is not None}
+    found = AttemptFile(folder)
+    if found.opened is not None and not found.refused:
+        states.setdefault(found.opened.key, "open")
     return states
 
 
 def public_records(folder: Path) -> list[Any]:
     """Return what the folder keeps of attempts, without what is random by design."""
-    records = []
-    for record in Journal.read(folder / SECRET_FILE).records:
-        fields = asdict(record)
-        for name in ("run", "salt", "place", "nonce", "seed", "checkpoint", "membership", "data"):
-            fields.pop(name, None)
-        records.append([type(record).__name__, fields])
-    return records
+    opened = AttemptFile(folder).opened
+    found = [next(iter(each.items())) for each in Receipts(folder).entries]
+    if opened is not None:
+        found.append(("opened", opened.to_plain()))
+    ours = [(kind, plain) for kind, plain in found if kind in ("attempt", "opened")]
+    return [[kind, {name: value for name, value in plain.items() if name not in _RANDOM}] for kind, plain in ours]
 
 
 # ---------------------------------------------------------------------------------------- a run without a folder
@@ -265,45 +257,31 @@ def opened(segment: int, generation: int = 0, /, **other: object) -> AttemptOpen
 
 
 class CappedRun:
-    """The attempts of one folder of a run with capped occurrences, and what the next one is charged."""
+    """The attempts of a run with capped occurrences, and what the next one is charged.
+
+    `weights_from` are segment and generation of the attempt from which the present weights come.
+    """
 
     def __init__(self, plan: StepPlan) -> None:
-        self.plan, self.journal = plan, RunHistory()
-        self.journal._add(RunStarted(run="a" * 32, salt=bytes(32), place=1))
+        self.plan, self.attempts = plan, list[Attempt]()
+        self.weights_from: tuple[int, int] | None = None
 
     @property
     def count(self) -> int:
-        return len(self.journal.opens)
-
-    @property
-    def attempts(self) -> list[AttemptOpened]:
-        return list(self.journal.opens)
-
-    def copied(self) -> CappedRun:
-        """Return a copy of the folder, which goes on by itself."""
-        twin = CappedRun(self.plan)
-        for record in self.journal.records[1:]:
-            twin.journal._add(record)
-        twin.journal._add(JournalMoved(place=2))
-        return twin
+        return len(self.attempts)
 
     def due(self, first: int, last: int, name: str = "clinical") -> int:
         """Return how many events these steps add to the charges of an account."""
-        return events_due(self, self.plan, first, last, Account.parse(name))  # type: ignore[arg-type]
+        most = most_occurrences(self, self.plan, first, last)  # type: ignore[arg-type]
+        return max(0, most - charged_events(self, self.plan)[Account.parse(name)])  # type: ignore[arg-type]
 
     def open(self, segment: int, generation: int, **fields: Any) -> tuple[int, int, bytes]:
         """Charge an attempt; its segment, generation and nonce."""
-        made = opened(segment, generation, plan=self.plan.digest(), **fields)
-        self.journal._add(made)
-        return made.key
+        self.attempts.append(opened(segment, generation, plan=self.plan.digest(), **fields))
+        return self.attempts[-1].key
 
     def close(self) -> None:
-        self.journal._add(AttemptClosed(**self._open(), checkpoint=bytes(32)))
+        self.attempts[-1] = replace(self.attempts[-1], outcome=SegmentOutcome.CLOSED)
 
     def abandon(self) -> None:
-        self.journal._add(AttemptAbandoned(**self._open(), charged=True))
-
-    def _open(self) -> dict[str, Any]:
-        pending = self.journal.pending
-        assert pending is not None
-        return {"segment": pending.segment, "generation": pending.generation, "nonce": pending.nonce}
+        self.attempts[-1] = replace(self.attempts[-1], outcome=SegmentOutcome.ABANDONED)

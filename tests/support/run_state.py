@@ -101,16 +101,19 @@ OS_CALLS = ("fsync", "write", "rename", "replace", "link", "unlink", "ftruncate"
 
 
 @contextmanager
-def moments(act: Callable[[], None], only: str = "") -> Iterator[None]:
+def moments(act: Callable[[], None], only: str = "", trace: list[str] | None = None) -> Iterator[None]:
     """Call `act` before everything that outlives the process, and before every backward pass.
 
-    Between two moments nothing changes but memory. `only` is text in the name and arguments of the calls that count.
+    Between two moments nothing changes but memory. `only` is text in the name and arguments of the calls that count; their
+    names and first arguments are added to `trace`.
     """
     undo: list[tuple[Any, str, Any]] = []
     watching = True
 
     def pass_by(*call: Any) -> None:
-        if watching and only in " ".join(map(str, call)):
+        if watching and only in (text := " ".join(map(str, call))):
+            if trace is not None:
+                trace.append(text[:400])
             act()
 
     def watch(owner: Any, name: str) -> None:

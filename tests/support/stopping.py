@@ -12,6 +12,8 @@ import problem
 import pytest
 import torch
 
+from lamina.cli.open_ledger import write_spend
+from lamina.run.completion import complete_ledger
 from lamina.run.run_output import Progress, RunFigures
 from lamina.run.trainer import Trainer
 
@@ -65,6 +67,12 @@ def copied(folder: Path, to: str) -> Path:
 def lose_ledger(folder: Path) -> None:
     for path in folder.glob("tests.ledger.*"):
         path.unlink()
+
+
+def complete(where: Path, *folders: Path) -> int:
+    """What `lamina ledger complete` does; the number of records that were entered again."""
+    with write_spend(str(where)) as book:
+        return complete_ledger(book.ledger, folders)
 
 
 def weights(trainer: Trainer) -> dict[str, torch.Tensor]:

@@ -111,7 +111,7 @@ class Charge:
         return replace(self, event=replace(self.event, steps=steps))
 
     def row(self) -> dict[str, str | float | int]:
-        """Return the fields in the form of ledger and journals; `stored_charge` reads them."""
+        """Return the fields in the form of ledger and run folders; `stored_charge` reads them."""
         event = self.event
         return {
             "cls": str(self.account), "sigma": event.sigma, "q": event.q, "steps": event.steps, "delta": self.delta,

@@ -147,7 +147,9 @@ class PlannedRun:
             opened.close()
             raise
 
-    def trainer(self, *, folder: Path, ledger: str, inside: bool, look: bool = False) -> Trainer:
+    def trainer(
+        self, *, folder: Path, ledger: str, inside: bool, take_over: bool = False, look: bool = False
+    ) -> Trainer:
         """Read the data and build the trainer. Spends nothing; with `look` it records no admission either.
 
         Of several ranks rank 0 admits, and the others look at what it recorded.
@@ -163,7 +165,7 @@ class PlannedRun:
             schedule = make_scheduler(table.name, given, optimizer, max(1, times))
         with ranks.first_alone():
             corpus, opened = self.corpus(ledger, look=look or not ranks.first)
-        own = {"ledger": ledger, "scheduler": schedule, "interval": interval, "inside": inside}
+        own = {"ledger": ledger, "scheduler": schedule, "interval": interval, "inside": inside, "take_over": take_over}
         if opened is not None:
             own["ledger"] = opened
         keyless = look or opened is not None or not ranks.first

@@ -21,6 +21,7 @@ from lamina.plan.policy import explain_validation_error
 from lamina.plan.selection import did_you_mean
 from lamina.run.options import OPTIONS, STRICT, Count, Text, per_class
 from lamina.run.run_files import make_folder, write_atomically
+from lamina.run.run_record import has_begun
 from lamina.signals import presets
 from lamina.validate import parse_toml, read_text_file, short_repr
 
@@ -414,7 +415,7 @@ def _shown(field: FieldInfo, mark: str = "") -> Iterator[str]:
 
 
 # The folders of a run file are runs/NAME, runs/NAME-2, runs/NAME-3, …: one per fresh run. A folder counts once its run
-# has begun (it holds a journal), and if run.json says that it belongs to this output: another run file may have
+# has begun (it holds run.cbor), and if run.json says that it belongs to this output: another run file may have
 # `output = "runs/NAME-2"`.
 
 _SETTINGS_FILE = "run.json"
@@ -422,14 +423,14 @@ _SETTINGS_FILE = "run.json"
 
 def newest_run_folder(output: Path) -> Path:
     """Where `lamina train` goes on: the latest run that was begun, or `output` itself."""
-    begun = [folder for folder in _folders_of_output(output) if (folder / "journal").exists()]
+    begun = [folder for folder in _folders_of_output(output) if has_begun(folder)]
     return begun[-1] if begun else output
 
 
 def unused_run_folder(output: Path) -> Path:
     """Where `lamina train --fresh` begins: the first folder in which nothing has begun."""
     number, folder = 1, output
-    while folder.exists() and not (_belongs_to(folder, output) and not (folder / "journal").exists()):
+    while folder.exists() and not (_belongs_to(folder, output) and not has_begun(folder)):
         number += 1
         folder = output.with_name(f"{output.name}-{number}")
     return folder

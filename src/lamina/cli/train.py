@@ -3,8 +3,8 @@
 Spends: the ε of the plan, charged in the corpus's ledger before each segment. A run that exceeds what the policy allows over all
 runs is refused before it begins.
 
-Writes: runs/NAME with the weights (model.safetensors), public figures (metrics.json), plan, journal and checkpoints; and beside it
-the signed ledger of what was admitted and spent (lamina ledger verify).
+Writes: runs/NAME with the weights (model.safetensors), public figures (metrics.json), plan, newest attempt and checkpoints; and
+beside it the signed ledger of what was admitted and spent (lamina ledger verify).
 
 Admits: with an [admit] table, only signed contributions (lamina keys, lamina attest), each under the bound that it signed.
 Validity, keys and withdrawals are checked again at every segment.
@@ -51,6 +51,7 @@ from lamina.ledger.spend_ledger import SpendLedger
 from lamina.ledger.store.sqlite import is_postgres_url, ledger_exists, printable_location
 from lamina.plan.charges import plan_charges
 from lamina.plan.table import at_most, epsilon_text, finite_or_none, remaining_text
+from lamina.run.run_record import has_begun
 from lamina.signals import presets as named_settings
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ def train(
     run: Path | None = argument("RUN.toml", "the run: policy, model, data, loss, optimiser, length", default=None),
     plan_only: bool = option("check all, show plan and ledger; spends and writes nothing"),
     fresh: bool = option("a new run in a new folder NAME-2, NAME-3, …; charged anew"),
+    take_over: bool = option("go on in a copied or restored folder; what is done again is charged again"),
     inside: bool = option("show the raw private loss in this terminal; never written"),
     threads: int | None = option("torch threads; to go on with a run, give the same", min=1),
     template: bool = option("print an annotated RUN.toml to start from, and exit"),
@@ -95,7 +97,9 @@ def train(
         raise RunError("cli.inside-needs-terminal", problem, remedy)
     from lamina.engine.distributed import ALONE, joined_ranks
 
-    asked: dict[str, Any] = {"plan_only": plan_only, "fresh": fresh, "inside": inside, "threads": threads}
+    asked: dict[str, Any] = {
+        "plan_only": plan_only, "fresh": fresh, "take_over": take_over, "inside": inside, "threads": threads,
+    }  # fmt: skip
     if plan_only:
         return _as_rank(ALONE, run, **asked) if int(os.environ.get("RANK", "0")) == 0 else None
     with joined_ranks() as ranks:
@@ -108,7 +112,7 @@ def train(
 
 
 def _as_rank(
-    ranks: Ranks, run: Path, *, plan_only: bool, fresh: bool, inside: bool, threads: int | None
+    ranks: Ranks, run: Path, *, plan_only: bool, fresh: bool, take_over: bool, inside: bool, threads: int | None
 ) -> Answer | None:
     import torch
 
@@ -140,7 +144,7 @@ def _as_rank(
     if ranks.first and before.get("steps") == planned.plan.steps:
         run_file.check_settings_of_finished_run(folder, file.settings())
     with results_only():
-        trainer = planned.trainer(folder=folder, ledger=ledger, inside=inside)
+        trainer = planned.trainer(folder=folder, ledger=ledger, inside=inside, take_over=take_over)
     if ranks.first:
         notes = (*notes, *_say_admission(trainer))
     with results_only():
@@ -226,7 +230,7 @@ def _outcome_lines(facts: Mapping[str, Any]) -> Iterator[str]:
     yield f"         lamina spend {quote(ledger)} reads it, lamina ledger verify {quote(ledger)} checks it"
     if not is_postgres_url(ledger) and (key := ledger_key_path(ledger)).exists():
         yield f"key:     {key}  (secret: whoever has it can sign another history)"
-    yield f"journal: {folder / 'journal'}  (secret, like checkpoint/: keep both on this machine)"
+    yield f"seed:    {folder / 'attempt'}  (secret, like checkpoint/: keep both on this machine)"
 
 
 def _epsilon(value: float | None) -> str:
@@ -257,7 +261,7 @@ def _plan_only(planned: PlannedRun, trainer: Trainer, folder: Path, where: str, 
     """Which folder the run would use, and what the ledger says of each class; not ok if the run would be refused."""
     from lamina.run.run_ledger import neighbours_of_run
 
-    begun = run_file.read_run_figures(folder).get("steps") if (folder / "journal").exists() else None
+    begun = run_file.read_run_figures(folder).get("steps") if has_begun(folder) else None
     with read_spend(where) if (there := ledger_exists(where)) else nullcontext() as spends:
         if spends is not None:
             check_policy_not_looser(spends.ledger, planned.contract())

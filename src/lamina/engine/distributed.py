@@ -62,7 +62,7 @@ class Ranks:
 
     @property
     def first(self) -> bool:
-        """Whether this is rank 0, which alone writes journal, checkpoints and ledger."""
+        """Whether this is rank 0, which alone writes checkpoints and ledger."""
         return self.rank == 0
 
     @property

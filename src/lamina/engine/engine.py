@@ -321,7 +321,7 @@ class Engine:
     def continue_at(self, step: int, noise: NoiseSource, *, factor: float | None = None, resumed: bool = False) -> None:
         """The next step is number `step` of the plan, with noise from `noise`.
 
-        For a run that is cut into segments with a noise stream each: the journal and the ledger say what was charged.
+        For a run that is cut into segments with a noise stream each: the ledger says what was charged.
         `factor`: of a plan that follows its budget, how many times the declared sigma the steps from here on have.
         The caller has asked the filters for it; the engine does not. `resumed`: what the noise mechanism keeps is from
         the steps before, which nothing else went on from; otherwise it begins anew.

@@ -1,7 +1,7 @@
 """`PrivateTrainer`: the surface of `transformers.Trainer`, over a run of `lamina.Trainer`.
 
 Arguments, optimisers, schedules, callbacks, evaluation, saving and reporting are those of transformers. The loop is not:
-Poisson sampling, clipping, noise, journal, ledger and exact resume are the run's, which this drives
+Poisson sampling, clipping, noise, ledger and exact resume are the run's, which this drives
 (docs/decisions/integrations.md). So nothing of a private step can reach a log, a callback or a file of transformers.
 """
 
@@ -342,7 +342,7 @@ def _length(args: Any) -> tuple[Any, ...]:
 
 
 def _run_folder(output: Path, folder: str | Path | None) -> Path:
-    """Journal, past noise and counts of who was sampled are there: `push_to_hub` and some trackers upload all of output_dir."""
+    """Seeds, past noise and counts of who was sampled are there: `push_to_hub` and some trackers upload all of output_dir."""
     found = Path(f"{output}-run") if folder is None else Path(folder)
     if found.resolve().is_relative_to(output.resolve()):
         problem = (

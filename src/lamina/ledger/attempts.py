@@ -7,8 +7,9 @@ import hashlib
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property, lru_cache
+from typing import Any, Self
 
 from lamina import cbor
 from lamina.account.charges import Account, Charge, stored_charge
@@ -24,73 +25,113 @@ _MOST_BYTES = 1 << 24
 NoiseByStep = tuple[tuple[int, tuple[float, ...]], ...]  # from which step on, S² per layer
 
 
-@dataclass(frozen=True, slots=True)
-class OpenAttempt:
-    """What the leaf of an attempt will say beside its charges, so that it can be recorded even if the run is lost.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Attempt:
+    """What a run was charged for an attempt at the steps [first, last); or, without steps, for a budget or a reservation.
 
-    `changes` are known when it has ended: the steps at which the noise was moved, and S² per layer from there on.
+    charges      what it adds to the charges of the ledger
+    units        what it takes of an adaptive budget, in declared steps: the budget was charged when the run began
+    plan         its digest
+    scales       of the signed bounds among the charges; `factors` of those that are exhausted, 0: left out
+    eligibility  how many leaves were read when its members were frozen
+    after        the generation of the segment before it from whose weights it goes on
+    variance     S² per layer at its first step, where a rule moved it; `changes`: from which later step on, which S²
+    outcome      how it ended; None while it is open
     """
 
-    first: int
-    last: int
-    eligibility: int
+    segment: int = 0
+    generation: int = 0
+    nonce: bytes = b""
+    first: int = 0
+    last: int = 0
+    charges: tuple[Charge, ...] = ()
+    units: tuple[Charge, ...] = ()
+    plan: bytes = b""
+    scales: Mapping[str, float] = field(default_factory=dict)
+    factors: Mapping[str, float] = field(default_factory=dict)
+    eligibility: int = 0
     after: int = 0
     variance: tuple[float, ...] = ()
     changes: NoiseByStep = ()
+    outcome: SegmentOutcome | None = None
 
-    def segment(self, index: int, generation: int, nonce: bytes, outcome: SegmentOutcome) -> Segment:
+    @property
+    def key(self) -> tuple[int, int, bytes]:
+        return (self.segment, self.generation, self.nonce)
+
+    @property
+    def taken(self) -> tuple[Charge, ...]:
+        """What its steps cost: charged with it, or taken of an adaptive budget."""
+        return self.units or self.charges
+
+    def as_segment(self, outcome: SegmentOutcome, eligibility: int | None = None) -> Segment:
         """The attempt as an epoch records it."""
+        read = self.eligibility if eligibility is None else eligibility
         return Segment(
-            index=index, generation=generation, nonce=nonce, first=self.first, last=self.last,
-            eligibility=self.eligibility, outcome=outcome, after=self.after or None,
+            index=self.segment, generation=self.generation, nonce=self.nonce, first=self.first, last=self.last,
+            eligibility=read, outcome=outcome, after=self.after or None,
         )  # fmt: skip
 
     def applied(self, plan: StepPlan) -> tuple[float, ...]:
         """The noise variance of each layer: the plan's, unless a rule moved it."""
         return self.variance or tuple(s * s for s in plan.noise)
 
-
-@dataclass(frozen=True, slots=True)
-class OpenCharges:
-    """Charges of an attempt or a reservation that no leaf records yet.
-
-    scales   of the signed bounds among them
-    plan     its digest
-    begun    the attempt; None for a reservation or a whole budget
-    place    inode of the run's journal
-    factors  of the signed bounds that are exhausted; 0: left out
-    """
-
-    charges: tuple[Charge, ...]
-    scales: Mapping[str, float] = field(default_factory=dict)
-    plan: bytes = b""
-    begun: OpenAttempt | None = None
-    place: int = 0
-    factors: Mapping[str, float] = field(default_factory=dict)
-
-    def encode(self) -> bytes:
-        rows = [list(each.row().values()) for each in self.charges]
-        begun = [] if self.begun is None else [*astuple(self.begun)[:4], list(self.begun.variance)]
-        whole = [rows, dict(self.scales), self.plan, begun, self.place]
-        whole += [dict(self.factors)] if self.factors else []
-        return cbor.encode(whole, floats=True, max_size=_MOST_BYTES)
-
-    @classmethod
-    def decode(cls, data: bytes) -> OpenCharges:
-        try:
-            rows, scales, plan, begun, place, *factors = cbor.decode(data, floats=True, max_size=_MOST_BYTES)
-            charges = tuple(stored_charge(*row) for row in rows)
-            attempt = None
-            if begun:
-                first, last, eligibility, after, variance = begun
-                attempt = OpenAttempt(first, last, eligibility, after, tuple(variance))
-            return cls(charges, dict(scales), plan, attempt, place, *map(dict, factors))
-        except (LaminaError, TypeError, ValueError):
-            raise _unreadable("the open charges of a run") from None
-
     def of(self, account: Account) -> tuple[Charge, ...]:
         """The charges of one account."""
         return tuple(each for each in self.charges if each.account == account)
+
+    def encode(self) -> bytes:
+        """The body of its row in the store."""
+        steps = [self.first, self.last, self.eligibility, self.after, list(self.variance)]
+        whole = [_rows(self.charges), dict(self.scales), self.plan, steps if self.last else []]
+        whole += [dict(self.factors), _rows(self.units)] if self.factors or self.units else []
+        return cbor.encode(whole, floats=True, max_size=_MOST_BYTES)
+
+    @classmethod
+    def decode(cls, hold: RunHold) -> Attempt:
+        """The charge, attempt or reservation of a row that is open."""
+        try:
+            rows, scales, plan, steps, *more = cbor.decode(hold.body, floats=True, max_size=_MOST_BYTES)
+            factors, units = more or ({}, [])
+            first, last, eligibility, after, variance = steps or (0, 0, 0, 0, ())
+            return cls(
+                segment=hold.segment, generation=hold.generation, nonce=hold.nonce, first=first, last=last,
+                charges=tuple(stored_charge(*row) for row in rows), units=tuple(stored_charge(*row) for row in units),
+                plan=plan, scales=dict(scales), factors=dict(factors), eligibility=eligibility, after=after,
+                variance=tuple(variance),
+            )  # fmt: skip
+        except (LaminaError, TypeError, ValueError):
+            raise _unreadable("the open charges of a run") from None
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return the fields as CBOR carries them; those of a subclass too."""
+        changed = {
+            "charges": [each.row() for each in self.charges],
+            "units": [each.row() for each in self.units],
+            "variance": list(self.variance),
+            "changes": [[step, list(noise)] for step, noise in self.changes],
+            "scales": dict(self.scales),
+            "factors": dict(self.factors),
+            "outcome": 0 if self.outcome is None else self.outcome.value,
+        }
+        return {each.name: getattr(self, each.name) for each in fields(self)} | changed
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> Self:
+        """Return the attempt that `to_plain` gave; TypeError, ValueError or KeyError if it is none."""
+        charges, units = (tuple(stored_charge(**row) for row in plain[name]) for name in ("charges", "units"))
+        changed = {
+            "charges": charges,
+            "units": units,
+            "variance": tuple(plain["variance"]),
+            "changes": tuple((step, tuple(noise)) for step, noise in plain["changes"]),
+            "outcome": SegmentOutcome(plain["outcome"]) if plain["outcome"] else None,
+        }
+        return cls(**{**plain, **changed})
+
+
+def _rows(charges: Iterable[Charge]) -> list[list[Any]]:
+    return [list(each.row().values()) for each in charges]
 
 
 def _unreadable(what: str) -> LedgerDamaged:
@@ -144,8 +185,8 @@ class SpendView:
         self._recorded = recorded
 
     @cached_property
-    def _holds(self) -> dict[tuple[bytes, int, int], OpenCharges]:
-        return {(h.run, h.segment, h.generation): OpenCharges.decode(h.body) for h in self._rows.holds()}
+    def _holds(self) -> dict[tuple[bytes, int, int], Attempt]:
+        return {(h.run, h.segment, h.generation): Attempt.decode(h) for h in self._rows.holds()}
 
     @cached_property
     def _terms(self) -> dict[Account, bytes]:
@@ -280,12 +321,12 @@ class SpendTransaction(SpendView):
         """Replace the reservation of the run. `plan` is the digest of its plan."""
         self.drop_reservation(run)
         if charges:
-            self._put(bytes.fromhex(run), RESERVATION_SEGMENT, 0, b"", OpenCharges(tuple(charges), plan=plan))
+            self._put(bytes.fromhex(run), Attempt(segment=RESERVATION_SEGMENT, charges=tuple(charges), plan=plan))
 
-    def charge(self, run: str, segment: int, generation: int, nonce: bytes, held: OpenCharges) -> None:
+    def charge(self, run: str, held: Attempt) -> None:
         """Charge an attempt, and take its steps off the run's reservation, not below zero."""
         id = bytes.fromhex(run)
-        self._put(id, segment, generation, nonce, held)
+        self._put(id, held)
         before = self._holds.get((id, RESERVATION_SEGMENT, 0))
         if before is None:
             return
@@ -314,9 +355,9 @@ class SpendTransaction(SpendView):
         self._terms[name] = cbor.encode(rows, floats=True, null=True)
         self._write.put_terms(str(name), self._terms[name])
 
-    def _put(self, run: bytes, segment: int, generation: int, nonce: bytes, held: OpenCharges) -> None:
-        self._write.put_hold(RunHold(run, segment, generation, nonce, None, held.encode()))
-        self._holds[run, segment, generation] = held
+    def _put(self, run: bytes, held: Attempt) -> None:
+        self._write.put_hold(RunHold(run, *held.key, None, held.encode()))
+        self._holds[run, held.segment, held.generation] = held
 
 
 @lru_cache(maxsize=256)

@@ -2,8 +2,8 @@
 
 A store can be put back to an earlier state together with everything that it holds. Therefore a process with the ledger
 key keeps the newest checkpoint and the newest head over the open rows in a file beside the key: KEY.HEADER.seen, mode
-0600. A ledger that does not continue that checkpoint is refused, unless it lacks only epochs, start and end
-of a run whose journal enters them again. Nothing is kept for a key that was not read from a file.
+0600. A ledger that does not continue that checkpoint is refused. `lamina ledger complete` opens it if it lacks only epochs,
+starts and ends of runs whose receipts enter them again. Nothing is kept for a key that was not read from a file.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class NewestState:
     def check(
         self, name: str, path: Path, rows: StoreReader, leaves: CheckedLeaves, restoring: frozenset[AttemptName]
     ) -> bool:
-        """Return True if the ledger continues this state, False if a run enters what it lacks again; raise otherwise."""
+        """Return True if the ledger continues this state, False if receipts of runs enter what it lacks again; raise otherwise."""
         if not self.size or leaves.extends(rows, self.size, self.trees[self.size]):
             return True
         common = max((s for s, root in self.trees.items() if leaves.extends(rows, s, root)), default=0)
@@ -92,8 +92,8 @@ class NewestState:
         how = f"has {leaves.size} leaves" if leaves.size < self.size else f"is forked after {common} common leaves"
         problem = f"the ledger {name} {how}, but a checkpoint of {self.size} leaves is kept in '{path}'"
         remedy = (
-            "restore the newest copy of the ledger; to continue with this one and forget what it lacks, run "
-            "lamina ledger checkpoint LEDGER --key KEY --accept"
+            "restore the newest copy of the ledger; if it lacks only records of runs, enter them again: lamina ledger complete "
+            "LEDGER RUN…; to continue with this one and forget what it lacks, run lamina ledger checkpoint LEDGER --key KEY --accept"
         )
         raise LedgerError("ledger.older-than-kept", problem, remedy)
 

@@ -5,7 +5,7 @@ the same transaction as every change. If a row is deleted, changed or added, the
 replaced by older ones, either an epoch comes after the tree of the head, or the counter is smaller than the one that is
 kept beside the key (newest_state.py).
 
-    digest   = SHA-256 over the rows that have no leaf, each field with its length before it
+    digest   = SHA-256 over the rows that have no leaf or keep a body, each field with its length before it
     signed   = "lamina/open/1" LF origin LF counter LF size LF, root, digest
     stored   = counter (8) ‖ size (8) ‖ root (32) ‖ key id (32) ‖ signature (64), under the name "open" in `meta`
 
@@ -56,12 +56,12 @@ def held_digests(rows: StoreReader) -> dict[bytes, bytes]:
 def _hold_parts(hold: RunHold) -> Iterator[bytes]:
     yield hold.run
     yield hold.segment.to_bytes(8, "big", signed=True) + hold.generation.to_bytes(8, "big", signed=True)
-    yield hold.nonce
+    yield hold.nonce + bytes([hold.leaf is not None])
     yield hold.body
 
 
 def _parts(rows: StoreReader) -> Iterator[bytes]:
-    holds, terms, runs = rows.holds(), sorted(rows.terms().items()), rows.runs()
+    holds, terms, runs = rows.signed_holds(), sorted(rows.terms().items()), rows.runs()
     for table, count in (("held", len(holds)), ("terms", len(terms)), ("run", len(runs))):
         yield f"{table} {count}".encode()
     for hold in holds:

@@ -6,7 +6,7 @@ from lamina.errors import LedgerError
 from lamina.ledger.records import Epoch, SegmentOutcome
 from lamina.ledger.run_records import RunBegin, RunEnd, RunRecord
 
-_RESUME = "resume the run in its own folder, with its own journal and checkpoints"
+_RESUME = "resume the run in its own folder, with its own checkpoints"
 
 
 class RecordedRuns:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from threading import RLock
 from typing import TypeVar
 
@@ -12,12 +13,11 @@ from lamina import cbor, validate
 from lamina.account.accountants import pooled_epsilon
 from lamina.account.charges import Account, Charge
 from lamina.account.schedule import Event, EventCounts, bisect_int
-from lamina.errors import RunError
+from lamina.errors import LedgerDamaged, RunError
 from lamina.ledger.attempts import (
     AccountTotal,
+    Attempt,
     NoiseByStep,
-    OpenAttempt,
-    OpenCharges,
     RunSpend,
     SpendTransaction,
     SpendView,
@@ -91,10 +91,8 @@ class EpochBuilder:
             remedy = "give the ledger that the run was charged in"
             raise RunError("spend.never-charged", f"{self._name} was never charged to this ledger", remedy)
         holds = rows.holds(self.run)
-        whole = [
-            h for h in holds if h.segment >= WHOLE_BUDGET_SEGMENT and OpenCharges.decode(h.body).plan == self.digest
-        ]
-        held = {each: OpenCharges.decode(each.body) for each in (mine, *whole)}
+        whole = [h for h in holds if h.segment >= WHOLE_BUDGET_SEGMENT and Attempt.decode(h).plan == self.digest]
+        held = {each: Attempt.decode(each) for each in (mine, *whole)}
         if held[mine].plan not in (b"", self.digest):  # a leaf that would not verify is there for good
             before, now = held[mine].plan.hex()[:16], self.digest.hex()[:16]
             problem = f"{self._name} was charged under plan {before}, and is to be recorded under {now}"
@@ -168,8 +166,9 @@ class EpochBuilder:
         if head_of(rows).epoch != epochs:
             raise StaleEpoch
         for each in parts:
-            held = OpenCharges.decode(each.body)
-            rows.put_hold(each._replace(leaf=seq, body=OpenCharges((), place=held.place).encode()))
+            held = Attempt.decode(each)
+            kept = Attempt(plan=held.plan, units=held.units).encode() if held.units else b""
+            rows.put_hold(each._replace(leaf=seq, body=kept))
             for name in (
                 held.factors.keys() & rows.terms().keys()
             ):  # the leaf may charge more (`_shown_factor`): price it
@@ -222,6 +221,7 @@ class SpendLedger:
         self._recorded = Spending(ledger.header)
         self._limits = SpendLimits(ledger)
         self._plan: tuple[StepPlan, bytes] | None = None  # the last plan, and its bytes
+        self._ended: dict[bytes, tuple[int, list[Attempt]]] = {}  # run → leaves read, its attempts in them
         self._turn = RLock()  # threads take turns in reading on
 
     @property
@@ -250,14 +250,24 @@ class SpendLedger:
 
         return self._ask(look)
 
-    def forgotten(self, run: str, place: int, known: Collection[bytes]) -> int:
-        """The number of attempts charged from this journal (by inode) whose nonces the run does not know.
-
-        More than 0 if the run's folder was restored to an older state: it has done more than it remembers.
-        """
+    def attempts(self, run: str) -> list[Attempt]:
+        """Return every charged attempt of a run: those that have ended, in the order of their leaves, then the open one."""
         id = bytes.fromhex(checked_run(run))
-        kept = self._ask(lambda _, rows: [each for each in rows.kept(id) if each.attempt and each.body])
-        return sum(each.nonce not in known and OpenCharges.decode(each.body).place == place for each in kept)
+
+        def look(_: SpendView, rows: StoreReader) -> list[Attempt]:
+            leaves = self.ledger.checked(rows)
+            read, ended = self._ended.get(id, (0, []))
+            if leaves.size < read:  # the view of an older transaction
+                read, ended = 0, []
+            epochs = (leaf.record for leaf in leaves.records(rows, Epoch, read, leaves.size))
+            ended = [
+                *ended,
+                *(_ended_attempt(rows, each) for each in epochs if isinstance(each, Epoch) and each.run == id),
+            ]
+            self._ended[id] = leaves.size, ended
+            return [*ended, *(Attempt.decode(each) for each in rows.holds(id) if each.attempt)]
+
+        return self._ask(look)
 
     def fits(self, run: str, *, charge: Charge, bound: float, besides: Sequence[Charge] = ()) -> int:
         """How many steps of `charge`, at most charge.steps, the run may reserve together with `besides`.
@@ -344,7 +354,7 @@ class SpendLedger:
         def look(view: SpendView, rows: StoreReader) -> dict[str, float]:
             found = {str(account): scale for account, scale in self._recorded.scales(id, digest).items()}
             for hold in rows.holds(id):
-                held = OpenCharges.decode(hold.body)
+                held = Attempt.decode(hold)
                 if held.plan == digest:
                     found |= held.scales
             return {name: scale for name, scale in found.items() if Account.parse(name).signed}
@@ -417,8 +427,8 @@ class SpendLedger:
     def charge(
         self, run: str, *, segment: int, generation: int, nonce: bytes, charges: Sequence[Charge],
         bounds: Mapping[str, float], scales: Mapping[str, float] | None = None, plan: bytes = b"",
-        begun: OpenAttempt | None = None, place: int = 0, already: bool = False,
-        factors: Mapping[str, float] | None = None,
+        begun: Attempt | None = None, already: bool = False, factors: Mapping[str, float] | None = None,
+        units: Sequence[Charge] = (), prev: bytes | None = None,
     ) -> bool:  # fmt: skip
         """Charge a segment before its first random draw; its steps come off the run's reservation.
 
@@ -426,34 +436,48 @@ class SpendLedger:
             scales: of signed bounds, for the record.
             plan: its digest, for the record.
             begun: the attempt, for the record.
-            place: inode of the run's journal.
             already: noise was drawn before, so the charge counts whatever the bounds are now.
             factors: of the signed bounds that are exhausted, for the record.
+            units: what the attempt takes of an adaptive budget, for `attempts`.
+            prev: the nonce of the run's latest attempt, which must have ended; 16 zeros if there is none. None for a
+                whole budget, and for what is entered again.
 
         Returns:
             True if it is charged, now or earlier with the same nonce. False if this generation was charged with another
             nonce: somebody runs a copy of this run, and nothing is charged. Raises BudgetExceeded, and charges nothing,
-            if an account would exceed its bound.
+            if an account would exceed its bound; RunError if `prev` is not the latest attempt.
         """
-        held = OpenCharges(checked_charges(charges), dict(scales or {}), plan, begun, place, dict(factors or {}))
         run = checked_run(run)
         limits = checked_bounds(bounds)
         segment = validate.whole(RunError, "spend.number-out-of-range", least=0, most=_MOST, segment=segment)
         generation = validate.whole(RunError, "spend.number-out-of-range", least=0, most=_MOST, generation=generation)
         key, nonce = (bytes.fromhex(run), segment, generation), checked_nonce(nonce)
+        held = replace(
+            begun or Attempt(), segment=segment, generation=generation, nonce=nonce, charges=checked_charges(charges),
+            units=checked_charges(units), plan=plan, scales=dict(scales or {}), factors=dict(factors or {}),
+        )  # fmt: skip
 
         def work(transaction: SpendTransaction, rows: StoreWriter) -> bool:
             if (earlier := _earlier_charge(rows, self.ledger.checked(rows), key)) is not None:
-                if earlier.nonce == nonce and earlier.leaf is None and not _same_charges(earlier.body, held):
+                if earlier.nonce == nonce and earlier.leaf is None and not _same_charges(Attempt.decode(earlier), held):
                     problem = (
                         f"segment {segment}, generation {generation} of run {run[:8]} is charged in ledger '{self.path}' "
                         "already, with other charges"
                     )
                     raise RunError("spend.charged-differently", problem, "charge a new generation")
                 return earlier.nonce == nonce
+            if prev is not None and (latest := latest_nonce(rows, self.ledger.checked(rows), key[0])) != prev:
+                problem = (
+                    f"the latest attempt of run {run[:8]} in the ledger '{self.path}' is {latest.hex()[:8]}, and segment "
+                    f"{segment} was to follow attempt {prev.hex()[:8]}: another process continued this run"
+                )
+                raise RunError("spend.not-latest", problem, "start the run again")
+            if prev is not None and any(each.attempt for each in rows.holds(key[0])):
+                problem = f"run {run[:8]} has an open attempt in the ledger '{self.path}'"
+                raise RunError("spend.attempt-open", problem, "start the run again")
             transaction.enter(run)
             before = {each.account: transaction.standing(each.account) for each in held.charges}
-            transaction.charge(run, segment, generation, nonce, held)
+            transaction.charge(run, held)
             if already:
                 for name in before:
                     transaction.set_terms(name, ())  # nothing is known of them until they are priced again
@@ -464,7 +488,7 @@ class SpendLedger:
         return self._in_transaction(work, run, "")
 
     def record(
-        self, run: str, key: tuple[int, int, bytes], begun: OpenAttempt, outcome: SegmentOutcome, *, plan: StepPlan,
+        self, run: str, key: tuple[int, int, bytes], begun: Attempt, outcome: SegmentOutcome, *, plan: StepPlan,
         scales: Mapping[str, float],
     ) -> int:  # fmt: skip
         """Append the epoch of a charged attempt that has ended, and sign a checkpoint; the index of its leaf.
@@ -488,7 +512,8 @@ class SpendLedger:
 
         before, size = self._ask(look)
         read = min(max(begun.eligibility, 1 if before is None else before + 1), size)
-        segment, variance = replace(begun, eligibility=read).segment(*key, outcome), begun.applied(plan)
+        begun = replace(begun, segment=key[0], generation=key[1], nonce=key[2])
+        segment, variance = begun.as_segment(outcome, read), begun.applied(plan)
         ended = EpochBuilder(
             run=id, segment=segment, plan=plan, digest=self.digest(plan), variance=variance, changes=begun.changes
         )
@@ -531,22 +556,21 @@ class SpendLedger:
 
         Should it continue after all, it does them again.
         """
-        count = self.give_up(run, lambda nonce, place: True)
+        count = self.give_up(run)
         self.finish(run)
         return count
 
-    def give_up(self, run: str, which: Callable[[bytes, int], bool]) -> int:
-        """Record open attempts, chosen by nonce and journal inode, as abandoned; the number of attempts."""
+    def give_up(self, run: str) -> int:
+        """Record the open attempts of a run as abandoned; the number of attempts."""
         id = bytes.fromhex(run := checked_run(run))
-        open = [hold for hold in self._ask(lambda _, rows: rows.holds(id)) if hold.attempt]
-        found = [(hold, held) for hold in open if which(hold.nonce, (held := OpenCharges.decode(hold.body)).place)]
-        for hold, held in found:
-            data, begun = self.ledger.blob(held.plan), held.begun
-            if data is None or begun is None:
+        found = [hold for hold in self._ask(lambda _, rows: rows.holds(id)) if hold.attempt]
+        for hold in found:
+            held = Attempt.decode(hold)
+            if (data := self.ledger.blob(held.plan)) is None or not held.last:
                 problem = f"the ledger does not know enough of segment {hold.segment} of run {run[:8]} to record it"
                 raise RunError("spend.attempt-unknown", problem, "resume the run, which knows")
-            key, plan = (hold.segment, hold.generation, hold.nonce), StepPlan.from_cbor(data)
-            self.record(run, key, begun, SegmentOutcome.ABANDONED, plan=plan, scales=held.scales)
+            plan = StepPlan.from_cbor(data)
+            self.record(run, held.key, held, SegmentOutcome.ABANDONED, plan=plan, scales=held.scales)
         return len(found)
 
     def _in_transaction(self, work: Callable[[SpendTransaction, StoreWriter], T], run: str, label: str) -> T:
@@ -565,6 +589,50 @@ class SpendLedger:
             ) from None  # fmt: skip
 
 
+FIRST_NONCE = bytes(16)  # what the first attempt of a run follows
+
+
+def latest_nonce(rows: StoreReader, leaves: CheckedLeaves, run: bytes) -> bytes:
+    """Return the nonce of the latest attempt of a run: its open row, or else the newest of its leaves."""
+    if opened := [each for each in rows.holds(run) if each.attempt]:
+        return opened[-1].nonce
+    ended = {key: seq for key, seq in leaves.attempts(rows).items() if key[0] == run}
+    if not ended:
+        return FIRST_NONCE
+    key = max(ended, key=lambda each: (ended[each], each))
+    return recorded_segment(rows, leaves, key, ended[key]).nonce
+
+
+def _ended_attempt(rows: StoreReader, epoch: Epoch) -> Attempt:
+    """Return the last attempt of an epoch."""
+    last, plan = epoch.segments[-1], _plan_of(epoch.plan, rows.blob(epoch.plan))
+    hold = rows.hold(epoch.run, last.index, last.generation) if follows_budget(plan) else None
+    if follows_budget(plan) and (hold is None or hold.nonce != last.nonce or not hold.body):
+        problem = f"the ledger lost what segment {last.index} of run {epoch.run.hex()[:8]} took of its budget"
+        raise LedgerDamaged("spend.row-unreadable", problem, "restore the ledger from a copy")
+    charges = tuple(
+        Charge(account=each.bound, event=event, delta=plan.delta(each.cls), accountant=plan.accountant)
+        for each in (epoch.accounts if hold is None else ())
+        for event in each.charges
+    )
+    return Attempt(
+        segment=last.index, generation=last.generation, nonce=last.nonce, first=last.first, last=last.last,
+        charges=charges, units=() if hold is None else Attempt.decode(hold).units, plan=epoch.plan,
+        scales={str(each.bound): each.scale for each in epoch.accounts if each.bound.signed},
+        factors={str(each.bound): each.exhausted for each in epoch.accounts if each.exhausted is not None},
+        eligibility=last.eligibility, after=last.after or 0, variance=tuple(epoch.variance),
+        changes=tuple((each.step, tuple(each.variance)) for each in epoch.changes or ()), outcome=last.outcome,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=16)
+def _plan_of(digest: bytes, data: bytes | None) -> StepPlan:
+    if data is None or hashlib.sha256(data).digest() != digest:
+        problem = f"the ledger lost plan {digest.hex()[:16]}, under which it records an epoch"
+        raise LedgerDamaged("spend.plan-missing", problem, "restore the ledger from a copy")
+    return StepPlan.from_cbor(data)
+
+
 def _earlier_charge(rows: StoreReader, leaves: CheckedLeaves, key: tuple[bytes, int, int]) -> RunHold | None:
     """Return the earlier charge of an attempt, recorded in a leaf or open."""
     if (leaf := leaves.attempts(rows).get(key)) is not None:
@@ -572,5 +640,6 @@ def _earlier_charge(rows: StoreReader, leaves: CheckedLeaves, key: tuple[bytes, 
     return rows.hold(*key)
 
 
-def _same_charges(body: bytes, held: OpenCharges) -> bool:
-    return sorted(OpenCharges.decode(body).charges, key=repr) == sorted(held.charges, key=repr)
+def _same_charges(earlier: Attempt, held: Attempt) -> bool:
+    pairs = (earlier.charges, held.charges), (earlier.units, held.units)
+    return all(sorted(before, key=repr) == sorted(now, key=repr) for before, now in pairs)

@@ -80,7 +80,7 @@ class Ledger(LedgerReader):
         self._kept = None if key is None else NewestStateFile(key.path, self.header_hash)
         self._compared = False  # whether the ledger was compared with what is kept beside the key
         self._restores: frozenset[AttemptName] = frozenset()
-        self._restoring = False  # whether a run is entering epochs again that the ledger lacks
+        self._restoring = False  # whether epochs that the ledger lacks are being entered again
         self.notes: list[str] = []  # messages for the user
 
     @classmethod
@@ -158,15 +158,14 @@ class Ledger(LedgerReader):
         self._compared = True
         return leaves
 
-    def let_restore(self, attempts: Iterable[AttemptName]) -> None:
-        """Allow a run to enter these attempts of its journal again if the ledger lacks them. It then calls `restored`."""
+    @contextmanager
+    def completing(self, attempts: Iterable[AttemptName]) -> Iterator[None]:
+        """Let the ledger lack these attempts, which are entered again inside; afterwards its state is kept as the newest."""
         self._restores = frozenset(attempts)
-
-    def restored(self) -> None:
-        """Keep the state of the ledger, after a run has entered again what it lacked."""
+        yield
         if self._restoring:
             self._restoring = False
-            self.accept("a run entered again what was missing")
+            self.accept("what was missing was entered again from receipts of runs")
 
     def accept(self, why: str = "accepted by the holder of the key") -> str:
         """Accept the ledger as it is: sign its open rows, and keep its newest checkpoint instead of what was kept before.

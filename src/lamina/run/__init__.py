@@ -1,4 +1,4 @@
-"""A private run: the corpus and its sampling, trainer, segments, journal, checkpoints, resume, and published files.
+"""A private run: the corpus and its sampling, trainer, segments, checkpoints, resume, and published files.
 
 These names need torch and are imported on first use: `lamina attest` reads tables without it.
 """

@@ -1,4 +1,4 @@
-"""A run of several ranks: rank 0 leads it and alone writes journal, checkpoints and ledger; the others take its steps.
+"""A run of several ranks: rank 0 leads it and alone writes checkpoints and ledger; the others take its steps.
 
     check    every rank has the same plan, options, contributions, data, threads, program and weights; before any charge
     capture  of a model under fully_shard, every rank gives its part: rank 0 writes the whole
@@ -24,8 +24,8 @@ from lamina import cbor
 from lamina.engine.distributed import Ranks
 from lamina.errors import LaminaError, RankLost, RunError
 from lamina.run.corpus import Corpus
-from lamina.run.journal import AttemptOpened
 from lamina.run.publisher import Outcome
+from lamina.run.run_record import AttemptOpened
 from lamina.run.training_checkpoint import (
     CheckpointArchive,
     TrainingCheckpoint,

@@ -5,7 +5,7 @@ The folder of the run keeps two files, CBOR, mode 0600, so that a restart lets n
     withdrawn   who withdrew from the run
     admitted    who was ever admitted to it: stable id and id
 
-Both are written before the journal of the run, empty at first, so that a run notices if one of them is deleted.
+Both are written before the run begins, empty at first, so that a run notices if one of them is deleted.
 
 A stable id is the id of a contribution, or the digest of its signed descriptor: whoever renames its folder finds its
 occurrences and its withdrawal where they were.
@@ -41,6 +41,7 @@ from lamina.run.admitted import AdmittedCorpus
 from lamina.run.corpus import Corpus
 from lamina.run.payload_admission import reasons_text
 from lamina.run.run_files import write_atomically
+from lamina.run.run_record import has_begun
 
 MAX_MEMBERSHIP_BYTES = 1 << 28
 
@@ -65,12 +66,12 @@ def remember_withdrawals(corpus: Corpus, path: Path) -> Iterator[None]:
 
 
 def _begin(path: Path, empty: list[str] | dict[str, str]) -> None:
-    """Write an empty file before a run has a journal; refuse a run that has a journal and lost the file."""
+    """Write an empty file before a run begins; refuse a run that has begun and lost the file."""
     if path.exists():
         return
-    if path.with_name("journal").exists():
+    if has_begun(path.parent):
         remedy = "restore it from a backup, or begin in another folder, without whoever withdrew or was refused later"
-        raise StorageError("train.membership-file-missing", f"the run has a journal, but '{path}' is missing", remedy)
+        raise StorageError("train.membership-file-missing", f"the run has begun, but '{path}' is missing", remedy)
     write_atomically(path, cbor.encode(empty))
 
 

@@ -315,6 +315,10 @@ class TrainOptions(TypedDict, total=False):
         help="check on simulated input, or on public examples (x, y), that examples do not influence each other",
         default=True,
     )]
+    take_over: Annotated[bool, Option(
+        help="go on in a folder that was copied or restored, from its own checkpoint; what is done again is charged again",
+        default=False,
+    )]
     inside: Annotated[bool, Option(
         help="show the raw loss on the terminal; it is never written", default=False,
     )]

@@ -39,7 +39,7 @@ from lamina.release.certificate import Certificate, certify
 from lamina.release.run_evidence import file_digest
 from lamina.release.utility import Figure, evaluation_file, figure_rows
 from lamina.run.example_sources import ExampleSource, make_source
-from lamina.run.run import Run, attempts_outside, uses_adaptive_budget
+from lamina.run.run import Run, attempts_outside
 from lamina.run.run_output import Callback, Progress, RunFigures, evaluation_text, user_code
 from lamina.run.segments import code_version
 from lamina.run.training_checkpoint import MovingAverage, TrainingState
@@ -276,26 +276,29 @@ def weights_file(model: nn.Module, average: MovingAverage | None, sharded: Train
 def spent_so_far(run: Run, plan: StepPlan) -> dict[str, float]:
     """ε by class of everything that the run was charged for: redone segments count again.
 
-    Journal and ledger should agree; where they do not (one of them was put back from a copy), the larger counts.
     Classes that an earlier plan of the run charged are listed too. Noise that is chosen on the way is proven to stay
     within its budget, not to have cost less on the way: from the first step on it counts as a whole.
     """
-    deltas = _deltas(run, plan).items()
-    return {name: _epsilon_spent(run, plan, name, delta) for name, delta in deltas if not Account.parse(name).signed}
+    deltas, charged = _deltas(run, plan).items(), run.charged
+    return {
+        name: _epsilon_spent(run, plan, name, delta, charged)
+        for name, delta in deltas
+        if not Account.parse(name).signed
+    }
 
 
 def _charged_deltas(run: Run) -> dict[str, float]:
     """Every class and signed bound that the run was charged under, with its δ."""
-    return {str(c.account): c.delta for opened in run.attempts for c in opened.charges}
+    return {str(c.account): c.delta for opened in run.attempts for c in opened.taken}
 
 
 def _deltas(run: Run, plan: StepPlan) -> dict[str, float]:
     return _charged_deltas(run) | {entry.name: entry.delta for entry in plan.classes}
 
 
-def _epsilon_spent(run: Run, plan: StepPlan, name: str, delta: float) -> float:
-    charged = run.charged.get(name, ())
-    mine = find_accountant(plan.accountant).epsilon(charged, delta) if charged else 0.0
+def _epsilon_spent(run: Run, plan: StepPlan, name: str, delta: float, charged: Mapping[str, Schedule]) -> float:
+    events = charged.get(name, ())
+    mine = find_accountant(plan.accountant).epsilon(events, delta) if events else 0.0
     recorded = run.spend.spent(run.id, name, delta=delta, accountant=plan.accountant) if delta else 0.0
     followed = follows_budget(plan) and (mine or recorded) and not Account.parse(name).signed
     return max(mine, recorded, plan.epsilon(name) if followed else 0.0)
@@ -322,12 +325,13 @@ def signed_bound_figures(run: Run, plan: StepPlan) -> dict[str, dict[str, Any]]:
     deltas = {name: delta for name, delta in _charged_deltas(run).items() if Account.parse(name).signed}
     deltas |= {each.name: plan.delta(each.cls) for each in run.accounts}
     found: dict[str, dict[str, Any]] = {}
+    charged, attempts = run.charged, run.attempts
     for name, delta in deltas.items():
-        epsilon = _epsilon_spent(run, plan, name, delta)
+        epsilon = _epsilon_spent(run, plan, name, delta, charged)
         found[name] = {"delta": delta, "epsilon": epsilon, "total": _epsilon_total(run, plan, name, delta, epsilon)}
     for each in run.accounts:
         found[each.name] |= {"class": each.cls, "scale": each.scale, "signed": each.epsilon}
-        if steps := [(o.last - o.first, o.factors[each.name]) for o in run.attempts if each.name in o.factors]:
+        if steps := [(o.last - o.first, o.factors[each.name]) for o in attempts if each.name in o.factors]:
             left_out = sum(count for count, factor in steps if not factor)
             scaled = sum(count for count, factor in steps if factor)
             found[each.name] |= {"steps_left_out": left_out, "steps_scaled": scaled}
@@ -337,6 +341,7 @@ def signed_bound_figures(run: Run, plan: StepPlan) -> dict[str, dict[str, Any]]:
 def public_figures(run: Run, plan: StepPlan, state: TrainingState, notes: Sequence[str]) -> dict[str, Any]:
     """The content of metrics.json: nothing in it depends on who was sampled, or on a private loss."""
     epsilon, total = epsilon_of_run(run, plan)
+    attempts = run.attempts
     classes: dict[str, dict[str, Any]] = {
         entry.name: {
             "unit": entry.unit,
@@ -346,7 +351,7 @@ def public_figures(run: Run, plan: StepPlan, state: TrainingState, notes: Sequen
             "epsilon": None if entry.public else epsilon[entry.name],
             "total": None if entry.public else total[entry.name],
             "steps_charged": sum(
-                o.last - o.first for o in run.attempts if any(c.account == Account(entry.name) for c in o.charges)
+                o.last - o.first for o in attempts if any(c.account == Account(entry.name) for c in o.taken)
             ),
         }
         for entry in plan.classes
@@ -376,12 +381,13 @@ def final_figures(run: Run, plan: StepPlan, caps: Mapping[str, int], step: int) 
     An attempt that was given up used its contributions too: each adds at most the cap, or its steps.
     """
     found: dict[str, dict[str, Any]] = {}
+    charged, attempts = run.charged, run.attempts
     for name, delta in _charged_deltas(run).items():
         if Account.parse(name).signed:
             continue
-        schedule, cap = run.charged.get(name, ()), caps.get(name)
+        schedule, cap = charged.get(name, ()), caps.get(name)
         most = None if cap is None else cap + sum(min(cap, o.last - o.first) for o in attempts_outside(run, step))
-        if any(uses_adaptive_budget(o) and any(str(c.account) == name for c in o.charges) for o in run.attempts):
+        if any(o.units and any(str(c.account) == name for c in o.taken) for o in attempts):
             found[name] = _adaptive_budget_figures(run, plan, name, schedule, delta, step)
         else:
             figures = cost(schedule, delta=delta, accountant=plan.accountant, occurrences=most)
@@ -410,7 +416,7 @@ def _adaptive_budget_figures(
     wasted = attempts_outside(run, step)
     again = sum(o.last - o.first for o in wasted)
     lowest = replace(steps, sigma=steps.sigma * rule.least, steps=plan.steps + again)
-    more = [c.event for o in wasted for c in o.charges if str(c.account) == name and c.event.sigma != steps.sigma]
+    more = [c.event for o in wasted for c in o.taken if str(c.account) == name and c.event.sigma != steps.sigma]
     sure = cost((lowest, *choices, *more), delta=delta, accountant="gaussian")
     figures = cost(plan.schedule(name), delta=delta, accountant=plan.accountant)
     return {

@@ -1,7 +1,9 @@
-"""`Run`: the folder of a run, its journal, its checkpoints, and what it reserves and charges in the ledger.
+"""`Run`: the folder of a run, its newest attempt, its checkpoints, and what it reserves and charges in the ledger.
 
-runs/NAME/  plan.cbor        what every step does
-            journal          segments opened and closed; secret (mode 0600): it holds the seed of an open segment
+runs/NAME/  run.cbor         id and salt of the run, and its ledger
+            attempt          the newest attempt; secret (mode 0600): it holds the seed of an open one
+            receipts         what the ledger recorded of the run
+            plan.cbor        what every step does
             checkpoint/      the newest two; secret while occurrences are counted in them
             metrics.json     public figures
             model.safetensors, ema.safetensors, best.safetensors   what may leave, written when a segment closed
@@ -10,16 +12,13 @@ runs/NAME/  plan.cbor        what every step does
             ledger.db        a link to the ledger, which all runs on a corpus share
 
 **Adaptive budget.** Where sigma is chosen on the way, under a filter at one Rényi order, the whole price of the plan is
-charged when the run begins, under a segment of its own. What the attempts take of it is written in the journal, in
+charged when the run begins, under a segment of its own. What the attempts take of it is in the rows of the ledger, in
 declared steps; `adaptive_budget_fits` is the filter.
 
 **Capped occurrences** (raw noise, each occurrence is paid for). The sampler counts occurrences along the weights that
-the run has now. Attempts that were abandoned, lost, or made by a copy of the run used contributions beside that count.
-With N the cap, one contribution has taken part at most
-
-    min(N, steps along the weights)  +  Σ min(N, its steps) over other attempts  +  Σ min(N, steps since) over copies
-
-times. An attempt is charged what that sum exceeds all earlier charges by: for each class and signed bound by itself,
+the run has now. Attempts that were abandoned, lost, or made from another copy of the folder used contributions beside that
+count, each of them at most as often as the cap along its own way allows (`AttemptTree`). An attempt is charged what the
+most occurrences exceed all earlier charges by: for each class and signed bound by itself,
 since a bound may have come into the run later.
 """
 
@@ -28,10 +27,10 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-import secrets
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -44,7 +43,8 @@ from lamina.admit.attestation import MICRO
 from lamina.codec import schema_of
 from lamina.engine.noise.random_stream import segment_seed
 from lamina.errors import BudgetExceeded, LedgerError, RunError
-from lamina.ledger.attempts import NoiseByStep, OpenAttempt
+from lamina.ledger.attempts import Attempt, NoiseByStep
+from lamina.ledger.occurrences import AttemptTree
 from lamina.ledger.records import ContributionRecord, SegmentOutcome
 from lamina.ledger.run_records import (
     DECLARED_ORIGINS,
@@ -54,33 +54,24 @@ from lamina.ledger.run_records import (
     ProgramVersions,
     RunBegin,
     RunEnd,
+    RunRecord,
     WeightsOrigin,
 )
-from lamina.ledger.spend_ledger import SpendLedger
+from lamina.ledger.spend_ledger import FIRST_NONCE, SpendLedger
 from lamina.ledger.store.rows import WHOLE_BUDGET_SEGMENT
 from lamina.plan.charges import SignedAccount, bound_charges, follows_budget, plan_charges
 from lamina.plan.signed_bounds import signed_epsilon
 from lamina.plan.step_plan import StepPlan
-from lamina.run.journal import (
-    AttemptAbandoned,
-    AttemptClosed,
-    AttemptOpened,
-    Journal,
-    JournalMoved,
-    NoiseApplied,
-    RunEnded,
-    SegmentInputs,
-)
 from lamina.run.run_files import remove_temporary_files, write_atomically
+from lamina.run.run_record import RUN_FILE, AttemptFile, AttemptOpened, Receipts, RunIdentity, SegmentInputs, has_begun
 from lamina.run.training_checkpoint import TrainingCheckpoints
 
 
 class Run:
     """Opened under the run's lease, by one process at a time.
 
-    What was charged is written down twice: in the journal, before anything is drawn, and in the ledger, where it is
-    added up with other runs. Charging and recording are idempotent in (run, segment, generation, nonce), so a crash
-    between the two is repaired by doing again what the journal says.
+    The ledger alone says what was charged (`attempts`). Charging and recording are idempotent in (run, segment, generation,
+    nonce), so whatever a crash interrupts is done again. docs/runs.md has the protocol.
     """
 
     def __init__(
@@ -92,26 +83,22 @@ class Run:
         self.factors = tuple(factors)  # of exhausted bounds, the largest first; none: a run that exceeds one is refused
         self._chosen_seed = seed
         self.plan: StepPlan | None = None  # the one that it goes on with
+        self.weights_from: tuple[int, int] | None = None  # segment and generation that the present weights come from
         self.bounds = {**bounds, **{each.name: each.epsilon for each in accounts}}
-        path = folder / "journal"
-        self.fresh = not path.exists()
+        self.fresh = not has_begun(folder)
         if self.fresh and (folder / "checkpoint").is_dir() and any((folder / "checkpoint").iterdir()):
-            problem = f"'{folder}' has checkpoints but no journal, which says what they cost"
-            remedy = "restore the journal; or begin in another folder (what was charged stays in the ledger)"
-            raise RunError("train.journal-missing", problem, remedy)
-        if self.fresh:
-            self.journal = Journal.create(path, run=secrets.token_hex(16), salt=os.urandom(32))
-        else:
-            self.journal = Journal.load(path)
+            problem = f"'{folder}' has checkpoints but no {RUN_FILE}, which says to which run they belong"
+            remedy = f"restore {RUN_FILE}; or begin in another folder (what was charged stays in the ledger)"
+            raise RunError("train.run-record-missing", problem, remedy)
+        header = spend.ledger.header_hash
+        self.private = RunIdentity.begin(folder, spend.origin, header) if self.fresh else RunIdentity.read(folder)
+        self.file, self.receipts = AttemptFile(folder), Receipts(folder)
         self.checkpoints = TrainingCheckpoints(folder / "checkpoint")
-        known = {opened.nonce for opened in self.journal.opens}
-        self.lost_attempts = self.spend.forgotten(self.id, self.journal.place, known)  # in the ledger alone
-        self.copied = self.journal.copied or self.lost_attempts > self.journal.lost
         remove_temporary_files(folder)  # what killed writers left
 
     @property
     def id(self) -> str:
-        return self.journal.start.run
+        return self.private.run
 
     @property
     def origin(self) -> str:
@@ -121,7 +108,12 @@ class Run:
     @property
     def salt(self) -> bytes:
         """Keys the digests of data and membership, so that they mean nothing outside this run."""
-        return self.journal.start.salt
+        return self.private.salt
+
+    @property
+    def ended(self) -> tuple[int, str] | None:
+        """After how many steps the run ended, and why; None if it has not."""
+        return self.private.ended
 
     @property
     def attested(self) -> bool:
@@ -129,22 +121,77 @@ class Run:
         with self.spend.ledger.store.read() as rows:
             return self.spend.ledger.checked(rows).count(ContributionRecord) > 0
 
-    @property
-    def abandoned_in_ledger(self) -> bool:
-        """Whether the ledger records the open segment as abandoned: by a copy of the run, or as lost."""
-        if (pending := self.journal.pending) is None:
-            return False
-        found = self.spend.recorded(self.id, pending.segment, pending.generation)
-        return found is not None and (found.nonce, found.outcome) == (pending.nonce, SegmentOutcome.ABANDONED)
+    # ------------------------------------------------------------------------------------ folder and ledger
 
-    def acknowledge_copy(self) -> None:
-        """Write down the new inode of a copied journal, or how many attempts an older state of it lacks.
+    def follow_ledger(self, *, take_over: bool = False, note: Callable[[str], None]) -> None:
+        """Compare the newest attempt of the folder with the latest one of the ledger, and finish what a crash left.
 
-        Attempts that were made here and that the journal does not know are abandoned: nobody will go on with them.
+        Raise RunError if the folder does not know the latest attempt, unless it takes over; or if the ledger lacks it.
         """
-        known, here = {opened.nonce for opened in self.journal.opens}, self.journal.place
-        self.spend.give_up(self.id, lambda nonce, place: place == here and nonce not in known)
-        self.journal.append(JournalMoved(place=here, lost=self.lost_attempts))
+        here = f"the run in '{self.folder}'"
+        if self.private.origin != self.origin:
+            problem = f"the run began under origin {self.private.origin!r}; the ledger '{self.spend.path}' is another's"
+            raise RunError("train.origin-changed", problem, "keep origin and ledger: they record what the run spent")
+        if self.private.header != self.spend.ledger.header_hash:
+            problem = f"the ledger '{self.spend.path}' has another header than the one that {here} was charged in"
+            raise RunError(
+                "train.ledger-differs", problem, self._complete("give the ledger that the run was charged in: ledger=…")
+            )
+        attempts = self.attempts
+        nonces = [FIRST_NONCE, *(each.nonce for each in attempts)]
+        latest, known = nonces[-1], self.file.latest
+        lacked = self.receipts.nonces - {each.nonce for each in attempts if each.outcome}
+        if lacked or (latest not in known and not any(nonce in nonces for nonce in known)):
+            count = f"{len(lacked) or 1} attempts of {here}"
+            problem = f"the ledger '{self.spend.path}' lacks {count}: it was restored from an older copy"
+            raise RunError("train.ledger-behind-folder", problem, self._complete("restore the newest copy"))
+        if latest not in known and self.ended is not None:
+            return  # it is only read
+        if latest not in known:
+            if not take_over:
+                problem = f"the ledger '{self.spend.path}' has later attempts than {here} knows: the folder was copied or restored"
+                remedy = (
+                    "continue in the folder that made them; or continue here from this folder's checkpoint, at the price of "
+                    "what is done again: lamina train RUN.toml --take-over (take_over=True)"
+                )
+                raise RunError("train.folder-behind-ledger", problem, remedy)
+            self.spend.give_up(self.id)
+            self.file.erase()
+            self.file.write(None if self.file.opened is None else replace(self.file.opened, seed=b""), latest)
+            note("this folder took over the run: the steps after its checkpoint are done again and charged again")
+        opened = self.file.opened
+        if opened is not None and any(each.nonce == opened.nonce and each.outcome is not None for each in attempts):
+            self._ended_in_ledger()
+        self._write_receipts()
+
+    def _complete(self, remedy: str) -> str:
+        return f"{remedy}; if it is lost, enter the run into this one: lamina ledger complete LEDGER {self.folder}"
+
+    def _ended_in_ledger(self) -> None:
+        """The newest attempt is a leaf: have it signed, erase its seed, and write its receipt."""
+        if self.spend.ledger.signs:
+            self.spend.ledger.checkpoint()
+        self.file.erase()
+        self._write_receipts()
+
+    def _write_receipts(self) -> None:
+        ended = [each for each in self.attempts if each.outcome is not None and each.nonce not in self.receipts.nonces]
+        self.receipts.add(*({"attempt": each.to_plain()} for each in ended))
+
+    @property
+    def pending(self) -> AttemptOpened | None:
+        """The attempt that is open, or was about to be charged; its seed is b"" if it was erased."""
+        opened = self.file.opened
+        if opened is None or self.file.refused:
+            return None
+        found = next((each for each in self.attempts if each.nonce == opened.nonce), None)
+        if found is None:
+            return None if self.file.erased else opened
+        return opened if found.outcome is None else None
+
+    def is_charged(self, opened: Attempt) -> bool:
+        """Return whether the ledger has a charge of this very attempt."""
+        return any(each.nonce == opened.nonce for each in self.attempts)
 
     # ------------------------------------------------------------------------------------ one segment
 
@@ -153,31 +200,41 @@ class Run:
         after: int, variance: Sequence[float] = (), factors: Mapping[str, float] | None = None,
     ) -> AttemptOpened:  # fmt: skip
         """Draw a seed, write it down with what the segment takes, and charge it. Only then may anything be drawn."""
-        generation = self.generation(segment)
+        charges, units = ((), tuple(due)) if follows_budget(self.plan_of(facts.plan)) else (tuple(due), ())
+        prev, generation = self._latest, self.spend.next_generation(self.id, segment)
         while True:
             opened = AttemptOpened(
                 segment=segment, generation=generation, nonce=os.urandom(16), first=first, last=last, **asdict(facts),
-                charges=tuple(due), eligibility=eligibility, after=after, variance=tuple(variance),
-                scales=self.scales(due, factors or {}), factors=dict(factors or {}),
+                charges=charges, units=units, scales=self.scales(due, factors or {}), factors=dict(factors or {}),
+                eligibility=eligibility, after=after, variance=tuple(variance),
                 seed=segment_seed(self._chosen_seed, segment, generation),  # from the system, or from the chosen seed
             )  # fmt: skip
-            self.journal.append(opened)
+            self.file.write(opened, prev)
             try:
                 if self.charge(opened):
                     return opened
-            except BudgetExceeded:
-                self.abandon(opened, charged=False)
+            except (BudgetExceeded, RunError):
+                self.discard()
                 raise
-            self.abandon(opened, charged=False)
+            self.discard()
             generation = max(generation + 1, self.spend.next_generation(self.id, segment))
 
-    def charge(self, opened: AttemptOpened, *, already: bool = False) -> bool:
-        """Charge an attempt in the ledger; False if a copy of the run charged this very generation first."""
+    @property
+    def _latest(self) -> bytes:
+        """The nonce of the latest attempt that the folder knows."""
+        return self.file.prev if self.file.refused or self.file.opened is None else self.file.opened.nonce
+
+    def charge(self, opened: AttemptOpened) -> bool:
+        """Charge an attempt in the ledger; False if another attempt has its generation."""
         return self.spend.charge(
             self.id, segment=opened.segment, generation=opened.generation, nonce=opened.nonce,
-            charges=charges_to_record(opened), bounds=self.bounds, scales=opened.scales, plan=opened.plan,
-            begun=_opened_attempt(opened), place=self.journal.place, already=already, factors=opened.factors,
+            charges=opened.charges, bounds=self.bounds, scales=opened.scales, plan=opened.plan, begun=opened,
+            factors=opened.factors, units=opened.units, prev=self.file.prev,
         )  # fmt: skip
+
+    def discard(self) -> None:
+        """Erase the seed of an attempt that was never charged: nothing was drawn."""
+        self.file.erase(refused=True)
 
     def exhausted(self, plan: StepPlan, first: int, last: int) -> dict[str, float]:
         """The signed bounds that earlier charges have used up for these steps, each with the factor that remains."""
@@ -194,12 +251,14 @@ class Run:
         capped = self.plan is not None and self.plan.injection.occurrences is not None
         return {each.name: each.scale for each in self.accounts if capped or each.name in names}
 
-    def record(self, opened: AttemptOpened, outcome: SegmentOutcome) -> None:
-        """Write the leaf of an ended attempt: what it took, from whom, and what everybody has spent after it."""
+    def record(self, opened: Attempt, outcome: SegmentOutcome, noise: NoiseByStep = ()) -> None:
+        """Write and sign the leaf of an ended attempt: what it took, from whom, and what everybody has spent after it.
+
+        `noise` is from which step on which S² per layer was applied, by an attempt that took all of its steps. How far an
+        abandoned attempt came is nobody's to know: of it only the noise that it began with is told.
+        """
         plan, scales = self.plan_of(opened.plan), {each.name: each.scale for each in self.accounts}
-        # How far an abandoned attempt came is nobody's to know. The journal tells the noise of those that took all steps;
-        # of the others, only the noise that they began with is told.
-        begun = _opened_attempt(opened, self.journal.noise_applied(opened))
+        begun = replace(opened, variance=noise[0][1] if noise else opened.variance, changes=noise[1:])
         self.spend.record(self.id, opened.key, begun, outcome, plan=plan, scales=scales)
 
     def plan_of(self, digest: bytes) -> StepPlan:
@@ -215,11 +274,6 @@ class Run:
         remedy = "restore plan.cbor: what the segment cost cannot be recorded without it"
         raise RunError("train.plan-missing", problem, remedy)
 
-    def generation(self, segment: int) -> int:
-        """The next unused generation of a segment, here and in the ledger."""
-        mine = [opened.generation + 1 for opened in self.journal.opens if opened.segment == segment]
-        return max([*mine, self.spend.next_generation(self.id, segment), 1 if self.copied else 0])
-
     def stop(self, opened: AttemptOpened) -> None:
         """Abandon an attempt in which a step failed: when it did may tell who was sampled. The next start looks into it."""
         self.abandon(opened)
@@ -227,30 +281,23 @@ class Run:
 
     @property
     def stopped(self) -> AttemptOpened | None:
-        """The last attempt, if a step of it failed and `stopped` was not removed since."""
-        path, over = self.folder / "stopped", self.journal.pending is None and self.journal.done is None
-        last = self.attempts[-1] if over and self.attempts and path.exists() else None
-        return last if last is not None and path.read_bytes() == last.nonce else None
+        """The newest attempt, if a step of it failed and `stopped` was not removed since."""
+        path, last = self.folder / "stopped", self.file.opened
+        if last is None or self.pending is not None or self.ended is not None or not path.exists():
+            return None
+        return last if path.read_bytes() == last.nonce else None
 
-    def abandon(self, opened: AttemptOpened, *, charged: bool = True) -> None:
-        """Never finish or replay an attempt: its seed is erased. What was charged stays charged, and is recorded."""
-        segment, generation, nonce = opened.key
-        self.journal.append(AttemptAbandoned(segment=segment, generation=generation, nonce=nonce, charged=charged))
-        if charged:
-            self.record(opened, SegmentOutcome.ABANDONED)
+    def abandon(self, opened: AttemptOpened) -> None:
+        """Never finish or replay a charged attempt: its seed is erased, and it is recorded. The charge stays."""
+        self.file.erase()
+        self.record(opened, SegmentOutcome.ABANDONED)
+        self._write_receipts()
 
-    def write_noise(self, opened: AttemptOpened, noise: NoiseByStep) -> None:
-        """Write down, before the checkpoint, from which step on which S² per layer was applied."""
-        if noise:
-            (segment, generation, nonce), (steps, variance) = opened.key, zip(*noise, strict=True)
-            made = NoiseApplied(segment=segment, generation=generation, nonce=nonce, steps=steps, variance=variance)
-            self.journal.append(made)
-
-    def close(self, opened: AttemptOpened, checkpoint: bytes) -> None:
-        """The checkpoint is durable: record the segment, close it, and erase its seed."""
-        self.record(opened, SegmentOutcome.CLOSED)
-        segment, generation, nonce = opened.key
-        self.journal.append(AttemptClosed(segment=segment, generation=generation, nonce=nonce, checkpoint=checkpoint))
+    def close(self, opened: AttemptOpened, noise: NoiseByStep) -> None:
+        """The checkpoint is durable: record and sign the segment, erase its seed, and write its receipt."""
+        self.record(opened, SegmentOutcome.CLOSED, noise)
+        self.file.erase()
+        self._write_receipts()
         (self.folder / "stopped").unlink(missing_ok=True)
 
     def start_record(self, weights: bytes, optimizer: str) -> RunBegin:
@@ -283,11 +330,17 @@ class Run:
         """
         if not self.spend.ledger.signs:
             return
+        made = self.start_record(weights, optimizer)
         try:
-            self.spend.ledger.append([self.start_record(weights, optimizer)])
+            self.spend.ledger.append([made])
         except LedgerError as error:
             if error.code != "ledger.run-begin-late":
                 raise
+            return
+        self._add_receipt("begin", made)
+
+    def _add_receipt(self, kind: str, record: RunRecord) -> None:
+        self.receipts.add({kind: schema_of(type(record)).to_cbor(record)})
 
     def end(
         self, steps: int, *, facts: Mapping[str, Any], caps: Mapping[str, int], files: Mapping[str, str],
@@ -301,7 +354,8 @@ class Run:
         states, `files` the SHA-256 of the files that it writes, `programs` those of its state. The `evaluation` is written
         before the end is recorded, and not if the ledger records another one.
         """
-        closed = [opened for opened in self.attempts if opened.last == steps and self.journal.closed(opened)]
+        closed = [each for each in self.attempts if each.last == steps and each.outcome is SegmentOutcome.CLOSED]
+        closed = [each for each in closed if self.weights_from in (None, (each.segment, each.generation))]
         if not closed or not self.spend.ledger.signs:
             return None
         last, ledger = closed[-1], self.spend.ledger
@@ -322,22 +376,27 @@ class Run:
             problem += f", but has {made.weights[:16]}… now"
             raise RunError("train.end-differs", problem, "restore the checkpoint of the run")
         ledger.checkpoint()
+        self._add_receipt("end", there or made)
         return there or made
 
     def finish(self, steps: int, reason: str) -> None:
         """No further step will be taken: what is left of the reservation goes back."""
-        if (pending := self.journal.pending) is not None:
-            self.abandon(pending)
-        if self.journal.done is None:
-            self.journal.append(RunEnded(steps=steps, reason=reason))
+        if (pending := self.pending) is not None:
+            if self.is_charged(pending):
+                self.abandon(pending)
+            else:
+                self.discard()
+        if self.ended is None:
+            self.private = replace(self.private, ended=(steps, reason))
+            self.private.write(self.folder)
         self.spend.finish(self.id)
 
     # ------------------------------------------------------------------------------------ what it cost
 
     @property
-    def attempts(self) -> list[AttemptOpened]:
-        """Every segment that was charged, finished or not."""
-        return [opened for opened in self.journal.opens if not self.journal.uncharged(opened)]
+    def attempts(self) -> list[Attempt]:
+        """Every attempt that was charged, as the ledger has it: the open one last."""
+        return self.spend.attempts(self.id)
 
     @property
     def charged(self) -> dict[str, Schedule]:
@@ -347,7 +406,7 @@ class Run:
         """
         events: dict[str, list[Event]] = {}
         for opened in self.attempts:
-            for charge in charges_to_record(opened):
+            for charge in opened.charges:
                 events.setdefault(str(charge.account), []).append(charge.event)
         return {name: grouped(rows) for name, rows in events.items()}
 
@@ -356,14 +415,9 @@ class Run:
         write_atomically(self.folder / name, data, mode=0o644)
 
 
-def _opened_attempt(opened: AttemptOpened, noise: NoiseByStep = ()) -> OpenAttempt:
-    variance = noise[0][1] if noise else opened.variance
-    return OpenAttempt(opened.first, opened.last, opened.eligibility, opened.after, variance, noise[1:])
-
-
-def adaptive_budget_nonce(plan: StepPlan, copy_id: str) -> bytes:
-    """Names the charge: one for a plan in a copy of the run, so that a copy, or a state put back, pays for itself."""
-    return hashlib.sha256(plan.digest() + copy_id.encode()).digest()[:16]
+def adaptive_budget_nonce(plan: StepPlan) -> bytes:
+    """Return the nonce of the charge of a plan's whole budget: a run is charged once for each plan."""
+    return plan.digest()[:16]
 
 
 def adaptive_budget_charges(plan: StepPlan, accounts: Sequence[SignedAccount]) -> dict[int, tuple[Charge, ...]]:
@@ -375,17 +429,7 @@ def adaptive_budget_charges(plan: StepPlan, accounts: Sequence[SignedAccount]) -
     return found
 
 
-def uses_adaptive_budget(opened: AttemptOpened) -> bool:
-    """Whether an attempt belongs to an adaptive budget: its charges count in declared steps of it."""
-    return any(rdp_order_of(charge.accountant) is not None for charge in opened.charges)
-
-
-def charges_to_record(opened: AttemptOpened) -> tuple[Charge, ...]:
-    """What an attempt adds to the ledger: nothing where the whole budget was charged already."""
-    return () if uses_adaptive_budget(opened) else opened.charges
-
-
-def adaptive_budget_fits(plan: StepPlan, attempts: Sequence[AttemptOpened], due: Sequence[Charge]) -> bool:
+def adaptive_budget_fits(plan: StepPlan, attempts: Sequence[Attempt], due: Sequence[Charge]) -> bool:
     """Whether the budget of `plan` has room for `due`, after all that was charged under the same plan.
 
     The filter itself, in exact arithmetic: at the plan's one order, prices add.
@@ -393,7 +437,7 @@ def adaptive_budget_fits(plan: StepPlan, attempts: Sequence[AttemptOpened], due:
     order = rdp_order_of(plan.accountant)
     assert order is not None
     whole = plan_charges(plan, 0, plan.steps)
-    taken = [c for opened in attempts if opened.plan == plan.digest() for c in opened.charges]
+    taken = [c for opened in attempts if opened.plan == plan.digest() for c in opened.units]
 
     def price(found: Sequence[Charge], account: Account) -> Fraction:
         mine = (c.event for c in found if c.account == account)
@@ -402,54 +446,51 @@ def adaptive_budget_fits(plan: StepPlan, attempts: Sequence[AttemptOpened], due:
     return all(price([*taken, *due], account) <= price(whole, account) for account in {c.account for c in whole})
 
 
-def events_due(run: Run, plan: StepPlan, first: int, last: int, account: Account) -> int:
-    """Return how many events the steps first … last-1 add to the charges of an account under this plan."""
-    cap, digest = plan.injection.occurrences, plan.digest()
+def most_occurrences(run: Run, plan: StepPlan, first: int, last: int) -> int:
+    """The most occurrences of one contribution once the steps first … last-1 are taken, by the tree of all attempts."""
+    cap, digest, attempts = plan.injection.occurrences, plan.digest(), run.attempts
     assert cap is not None
-    mine = [opened for opened in run.attempts if opened.plan == digest]
-    begin = min([opened.first for opened in mine], default=first)
-    outside = attempts_outside(run, first, pending=True)
-    beside = [opened.last - opened.first for opened in outside if opened.plan == digest]
-    copies = [last - start for start in _steps_of_copies(run, first)]
-    most = sum(min(cap, steps) for steps in (last - begin, *beside, *copies))
-    charged = sum(c.event.steps for opened in mine for c in opened.charges if c.account == account)
-    return max(0, most - charged)
+    tree, before = AttemptTree(cap), run.weights_from
+    for each in attempts:
+        replayed = each.outcome is None and each.last == first  # it is going to be: then the steps continue from it
+        before = (each.segment, each.generation) if replayed else before
+        outcome = SegmentOutcome.CLOSED if replayed else each.outcome or SegmentOutcome.ABANDONED
+        tree.add([each.as_segment(outcome)], counts=each.plan == digest)
+    if first < last:
+        index, after = (before[0] + 1, before[1]) if before is not None else (0, 0)
+        due = Attempt(segment=index, nonce=FIRST_NONCE, first=first, last=last, after=after)
+        tree.add([due.as_segment(SegmentOutcome.ABANDONED)])
+    return tree.most
 
 
-def attempts_outside(run: Run, step: int, *, pending: bool = False) -> list[AttemptOpened]:
-    """The attempts that the weights at `step` do not come from: abandoned, lost, or done again since.
-
-    With `pending` the open attempt counts as done, because it is going to be replayed.
-    """
-    found = []
-    for opened in reversed(run.attempts):
-        done = run.journal.closed(opened) or (pending and opened is run.journal.pending)
-        if done and opened.last == step and opened.first < step:
-            step = opened.first
-        else:
-            found.append(opened)
+def charged_events(run: Run, plan: StepPlan) -> Counter[Account]:
+    """How many events each account was charged for under a plan."""
+    digest, found = plan.digest(), Counter[Account]()
+    for each in run.attempts:
+        for charge in each.charges if each.plan == digest else ():
+            found[charge.account] += charge.event.steps
     return found
 
 
-def _steps_of_copies(run: Run, step: int) -> list[int]:
-    """Where the run went on as a copy: from there on, two of them use the same contributions."""
-    starts, moved = [], 0
-    for record in run.journal.records:
-        if isinstance(record, JournalMoved):
-            moved += 1
-        elif isinstance(record, AttemptOpened):
-            starts += [record.first] * moved
-            moved = 0
-    return starts + [step] * moved
+def attempts_outside(run: Run, step: int) -> list[Attempt]:
+    """The attempts that the weights at `step` do not come from: abandoned, lost, or done again since."""
+    found, wanted = [], run.weights_from
+    for each in reversed(run.attempts):
+        mine = each.outcome is SegmentOutcome.CLOSED and wanted in (None, (each.segment, each.generation))
+        if mine and each.last == step and each.first < step:
+            step, wanted = each.first, (each.segment - 1, each.after)
+        else:
+            found.append(each)
+    return found
 
 
 def reserve_plan(run: Run, plan: StepPlan) -> None:
-    """Reserve the whole plan in the ledger; if that is refused, the new journal is removed."""
+    """Reserve the whole plan in the ledger; if that is refused, the record of the new run is removed."""
     run.plan = plan
     try:
         _reserve(run, plan, plan_charges(plan, 0, plan.steps, run.reserved_accounts))
     except BudgetExceeded:
-        (run.folder / "journal").unlink()
+        (run.folder / RUN_FILE).unlink()
         raise
     _write_plan(run, plan)
 
@@ -489,7 +530,8 @@ def charges_due(
     if plan.injection.occurrences is None:
         return plan_charges(plan, first, last, accounts)
     once = plan_charges(plan, 0, 1, accounts)
-    due = (each.times(events_due(run, plan, first, last, each.account)) for each in once)
+    most, charged = most_occurrences(run, plan, first, last), charged_events(run, plan)
+    due = (each.times(max(0, most - charged[each.account])) for each in once)
     return tuple(each for each in due if each.event.steps)
 
 
@@ -498,8 +540,10 @@ def _steps_within_events(run: Run, plan: StepPlan, first: int, events: int, acco
     if plan.injection.occurrences is None:
         return events * plan.bands
 
+    charged = charged_events(run, plan)[account]
+
     def too_many(steps: int) -> bool:
-        return events_due(run, plan, first, first + steps, account) > events
+        return most_occurrences(run, plan, first, first + steps) - charged > events
 
     return bisect_left(range(1, plan.steps - first + 1), True, key=too_many)
 
@@ -517,19 +561,20 @@ def _reserve(run: Run, plan: StepPlan, rest: Sequence[Charge]) -> None:
     due = () if whole and not run.accounts else rest
     run.spend.reserve(run.id, charges=due, bounds=run.bounds, label=run.folder.name, plan=plan)
     if whole:
-        charge_adaptive_budget(run, plan, run.accounts, adaptive_budget_nonce(plan, run.journal.copy_id))
+        charge_adaptive_budget(run.spend, run.id, plan, run.accounts, run.bounds)
 
 
 def charge_adaptive_budget(
-    run: Run, plan: StepPlan, accounts: Sequence[SignedAccount], nonce: bytes, *, already: bool = False
-) -> None:
-    """Charge the whole budget, once for this plan in this copy of the run."""
+    spend: SpendLedger, run: str, plan: StepPlan, accounts: Sequence[SignedAccount], bounds: Mapping[str, float], *,
+    already: bool = False,
+) -> None:  # fmt: skip
+    """Charge the whole budget of a plan, once."""
     for segment, due in adaptive_budget_charges(plan, accounts).items():
         names, generation = {str(charge.account) for charge in due}, 0
         scales = {each.name: each.scale for each in accounts if each.name in names}
-        while not run.spend.charge(
-            run.id, segment=segment, generation=generation, nonce=nonce, charges=due, bounds=run.bounds, scales=scales,
-            plan=plan.digest(), already=already,
+        while not spend.charge(
+            run, segment=segment, generation=generation, nonce=adaptive_budget_nonce(plan), charges=due, bounds=bounds,
+            scales=scales, plan=plan.digest(), already=already,
         ):  # fmt: skip
             generation += 1
 
@@ -552,44 +597,6 @@ def _events_within_bounds(run: Run, plan: StepPlan, charge: Charge, besides: Seq
     return bisect_left(range(1, room + 1), True, key=too_many) if too_many(room) else room
 
 
-def repair_ledger(run: Run) -> None:
-    """Charge and record in the ledger what the journal says and a crash, or a lost ledger, left out.
-
-    A pending segment that the ledger does not know has drawn nothing: it is charged under the bounds, and abandoned
-    if these refuse it.
-    """
-    pending = run.journal.pending
-    _repair_adaptive_budgets(run)
-    for opened in run.attempts:
-        try:
-            known = run.charge(opened, already=opened is not pending)
-        except BudgetExceeded:
-            known = False
-        if known:
-            if opened is not pending:
-                closed = run.journal.closed(opened)
-                run.record(opened, SegmentOutcome.CLOSED if closed else SegmentOutcome.ABANDONED)
-            continue
-        if opened is not pending:
-            attempt = f"another attempt at segment {opened.segment}"
-            problem = f"the ledger '{run.spend.path}' holds {attempt} than the journal"
-            raise RunError("train.ledger-disagrees", problem, "give the ledger that the run was charged in")
-        run.abandon(opened, charged=False)
-    run.spend.ledger.restored()
-
-
-def _repair_adaptive_budgets(run: Run) -> None:
-    """Charge the adaptive budgets of each copy of the run again in a ledger that lost them."""
-    found: dict[tuple[bytes, str], dict[str, float]] = {}
-    for opened, copy_id in run.journal.attempts_by_copy():
-        if uses_adaptive_budget(opened):
-            found.setdefault((opened.plan, copy_id), {}).update(opened.scales)
-    for (digest, copy_id), scales in found.items():
-        plan = run.plan_of(digest)
-        accounts = [_account_of_bound(plan, name, scale) for name, scale in scales.items()]
-        charge_adaptive_budget(run, plan, accounts, adaptive_budget_nonce(plan, copy_id), already=True)
-
-
 def keep_charging_bounds(run: Run, plan: StepPlan, standing: Callable[[set[str]], set[str]]) -> None:
     """Go on charging the signed bounds that this plan has charged before, though nobody in this corpus has them now.
 
@@ -599,12 +606,12 @@ def keep_charging_bounds(run: Run, plan: StepPlan, standing: Callable[[set[str]]
     known = {each.name for each in run.accounts}
     missing = {name: scale for name, scale in run.spend.scales(run.id, plan).items() if name not in known}
     for name in sorted(standing(set(missing))) if missing else ():
-        made = _account_of_bound(plan, name, missing[name])
+        made = account_of_bound(plan, name, missing[name])
         run.accounts = (*run.accounts, made)
         run.bounds[name] = made.epsilon
 
 
-def _account_of_bound(plan: StepPlan, name: str, scale: float) -> SignedAccount:
-    """The account of a signed bound that the ledger or the journal names."""
+def account_of_bound(plan: StepPlan, name: str, scale: float) -> SignedAccount:
+    """The account of a signed bound that the ledger names."""
     cls, _, noise = Account.parse(name)
     return SignedAccount(name=name, cls=cls, scale=scale, epsilon=signed_epsilon(plan, cls, noise / MICRO))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import glob
 import os
-from contextlib import suppress
 from pathlib import Path
 
 from lamina.errors import LaminaError, LedgerError, RunError, StorageError
@@ -15,8 +14,8 @@ from lamina.ledger.store.sqlite import is_ledger_file, is_postgres_url, ledger_e
 from lamina.ledger.writer import Ledger
 from lamina.plan.step_plan import StepPlan
 from lamina.run.corpus import Corpus
-from lamina.run.journal import Journal
 from lamina.run.run_files import make_folder, replacing, storage_error, write_all
+from lamina.run.run_record import has_begun
 from lamina.sign.keys import PrivateKey
 
 _SECRET_BYTES = 32
@@ -100,18 +99,17 @@ def open_run_ledger(
         if terms.origin != given.origin:
             problem = f"the ledger {given.name} belongs to {given.origin!r}, the corpus to {terms.origin!r}"
             raise LedgerError("train.ledger-of-other-corpus", problem, "give the ledger of this corpus")
-        given.let_restore(_journal_attempts(folder))
         check_corpus_terms(given, terms)
         return given, _adopt(given, terms, corpus, plan)
     link = folder / LEDGER_LINK
     if given is None and link.is_symlink():
         given = Path(os.path.realpath(link))
-        if not given.exists() and (folder / "journal").exists():
+        if not given.exists() and has_begun(folder):
             problem = f"the ledger '{given}', in which the run in '{folder}' was charged, is missing"
             remedy = "put it back, or say where it is now: ledger=…; a new one would forget what was spent"
             raise LedgerError("train.ledger-missing", problem, remedy)
     origin, declared = corpus.origin, corpus.origin is not None
-    if origin is None and link.exists() and (folder / "journal").exists():
+    if origin is None and link.exists() and has_begun(folder):
         with LedgerReader.read_only(link) as view:
             origin, declared = view.origin, True
     if origin is None:
@@ -126,7 +124,6 @@ def open_run_ledger(
     if not declared and terms.other_people is None and not ledger_exists(str(where)):
         _refuse_undeclared(where, folder)
     ledger = open_or_create(where, terms, key, governing=governing)
-    ledger.let_restore(_journal_attempts(folder))
     try:
         return ledger, _adopt(ledger, terms, corpus, plan)
     except BaseException:
@@ -145,16 +142,6 @@ def _adopt(ledger: Ledger, terms: CorpusTerms, corpus: Corpus, plan: StepPlan) -
             remedy = "declare the population of the policy: make_private(…, population=N)"
             raise RunError("train.risk-needs-population", problem, remedy)
     return adopt_policy(ledger, terms)
-
-
-def _journal_attempts(folder: Path) -> set[tuple[bytes, int, int]]:
-    """Return the attempts in the journal of a folder. `repair_ledger` enters those again that the ledger lacks."""
-    with suppress(LaminaError):
-        if (path := folder / "journal").exists():
-            found = Journal.read(path)
-            run, charged = bytes.fromhex(found.start.run), (each for each in found.opens if not found.uncharged(each))
-            return {(run, each.segment, each.generation) for each in charged}
-    return set()
 
 
 def folders_around(folder: Path) -> tuple[Path, ...]:

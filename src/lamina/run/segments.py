@@ -1,16 +1,16 @@
 """`Segments`: the protocol of a run, from one checkpoint to the next.
 
     begin   before the first segment: the digest of the starting weights becomes a leaf of the ledger
-    open    plan, membership and data are frozen; a seed is drawn; the charge is durable in journal and ledger
+    open    plan, membership and data are frozen; a seed is drawn and written down; the charge is durable in the ledger
     …       coins, noise, dropout come from the seed; nothing of the segment leaves the process
     save    checkpoint: temporary file, fsync, rename, fsync of the folder
-    record  the epoch becomes a leaf of the ledger, is committed, and a checkpoint over it is signed
-    close   the seed is erased; weights, evaluations and figures may leave
+    close   the epoch becomes a leaf of the ledger, is committed and signed; the seed is erased; weights, evaluations and
+            figures may leave
     end     after the last segment: the facts of the run and the digests of its files become a leaf of the ledger
 
-Killed anywhere, the run is in one of three states, and `decide_resume` knows which: the checkpoint is there and
-the segment is not closed, perhaps not recorded; the segment is open and is replayed, or redone and charged again; or
-nothing is open.
+Killed anywhere, the run is in one of three states, and `decide_resume` knows which: the checkpoint is there and the
+segment is not closed; the segment is open and is replayed, or redone and charged again; or nothing is open. docs/runs.md
+has the protocol.
 
 Reusing noise on a different batch reveals the difference of the two sums; fresh noise on the same step is a second
 release. So a segment
@@ -42,7 +42,7 @@ from lamina.engine.batch import model_device
 from lamina.engine.noise.source import noise_version
 from lamina.errors import BudgetExceeded, RunError
 from lamina.ledger.attempts import NoiseByStep
-from lamina.ledger.records import MAX_NOISE_VALUES
+from lamina.ledger.records import MAX_NOISE_VALUES, SegmentOutcome
 from lamina.ledger.run_records import MAX_RUN_PROGRAMS, ProgramVersions
 from lamina.plan.charges import charges_in_declared_steps, follows_budget, remaining_accounts
 from lamina.plan.correlation import aligned_length
@@ -50,9 +50,9 @@ from lamina.plan.rules import FollowBudget, FollowQuantile
 from lamina.plan.step_plan import StepPlan
 from lamina.run.code_fingerprint import SettingsFingerprint
 from lamina.run.corpus import Corpus
-from lamina.run.journal import AttemptClosed, AttemptOpened, SegmentInputs
 from lamina.run.membership import LedgerMembership
-from lamina.run.run import Run, adaptive_budget_fits, charges_due, repair_ledger, reserve_plan, reserve_rest
+from lamina.run.run import Run, adaptive_budget_fits, charges_due, reserve_plan, reserve_rest
+from lamina.run.run_record import RUN_FILE, AttemptOpened, SegmentInputs
 from lamina.run.training_checkpoint import TrainingCheckpoint, TrainingState
 
 OPTIONS_DIFFER = "options differ from those of"  # in the notes of a run that was resumed with others
@@ -83,27 +83,17 @@ _MISMATCH_TEXTS = {
 }
 
 
-def replay_mismatches(
-    pending: AttemptOpened, facts: SegmentInputs, *, copied: bool, abandoned: bool = False
-) -> tuple[str, ...]:
+def replay_mismatches(pending: AttemptOpened, facts: SegmentInputs) -> tuple[str, ...]:
     """Why a pending segment cannot be replayed. Empty if it can."""
     found = [_MISMATCH_TEXTS[f.name] for f in fields(facts) if getattr(pending, f.name) != getattr(facts, f.name)]
-    if copied:
-        found.append("the run's folder was copied or restored from a copy")
-    if abandoned:
-        found.append("the ledger records them as abandoned")
-    if not pending.seed:
-        found.append("their seed was erased")
-    return tuple(found)
+    return (*found, *(() if pending.seed else ("their seed was erased",)))
 
 
-def decide_resume(
-    pending: AttemptOpened, facts: SegmentInputs, *, newest: int, copied: bool, abandoned: bool = False
-) -> tuple[ResumeAction, tuple[str, ...]]:
+def decide_resume(pending: AttemptOpened, facts: SegmentInputs, *, newest: int) -> tuple[ResumeAction, tuple[str, ...]]:
     """What to do about a pending segment, and why; `newest` counts the closed segments of the newest checkpoint."""
     if newest > pending.segment:
         return ResumeAction.FINISH, ()
-    reasons = replay_mismatches(pending, facts, copied=copied, abandoned=abandoned)
+    reasons = replay_mismatches(pending, facts)
     return (ResumeAction.REDO, reasons) if reasons else (ResumeAction.REPLAY, ())
 
 
@@ -124,13 +114,13 @@ class Segments:
     def __init__(
         self, run: Run, state: TrainingState, *, plan: StepPlan, corpus: Corpus, members: LedgerMembership,
         settings: Callable[[], SettingsFingerprint], caps: Mapping[str, int], length: int, note: Callable[[str], None],
-        say: Callable[[str], None], world_size: int = 1, executor: str = EAGER,
+        say: Callable[[str], None], world_size: int = 1, executor: str = EAGER, take_over: bool = False,
     ) -> None:  # fmt: skip
         self.run, self.state, self.plan, self.corpus = run, state, plan, corpus
         self._fingerprint, self.caps, self.length, self.note = settings, dict(caps), length, note
         self.settings, self._unknown = settings()
         self.members, self.end, self.world_size = members, plan.steps, world_size
-        self.say = say  # on the screen only
+        self.say, self._take_over = say, take_over  # `say`: on the screen only
         self._replay: AttemptOpened | None = None
         # Only on the CPU are sums the same again, bit for bit: elsewhere nobody takes a segment for one to be repeated.
         device = model_device(state.model).type
@@ -140,6 +130,7 @@ class Segments:
         self._checkpoint = bytes(32)
         self._written_by = bytes(16)  # the nonce of the segment that the checkpoint ended
         self._after = 0  # its generation
+        self._noise: NoiseByStep = ()  # that it applied
         self._start: bytes | None = None  # SHA-256 of the weights before the first step; None in runs of older versions
         self._program = schema_of(ProgramVersions).to_cbor(program_versions())
         self._membership: tuple[int, bytes] | None = None
@@ -152,7 +143,8 @@ class Segments:
             self.note(
                 f"cannot be compared with another process: {', '.join(self._unknown[:3])}{more}; {_CHARGED_AGAIN}"
             )
-        if self.run.fresh or not (self.run.checkpoints.indices() or self.run.journal.opens):
+        if self.run.fresh or not (self.run.checkpoints.indices() or self.run.file.opened):
+            self.run.follow_ledger(take_over=self._take_over, note=self.note)
             self.members.check(self.plan)
             snapshot = self.state.capture(self._header(None))
             self.run.checkpoints.room(snapshot)  # before anything is reserved
@@ -170,7 +162,7 @@ class Segments:
         """Refuse to begin a run in which everybody would be left out."""
         factors = self.run.exhausted(self.plan, 0, self._end_of_segment(0))
         if factors and not any(map(len, self.corpus.members_of(self.plan, factors))):
-            (self.run.folder / "journal").unlink()
+            (self.run.folder / RUN_FILE).unlink()
             problem = f"the signed bounds of all contributions of corpus {self.run.origin!r} are exhausted"
             raise BudgetExceeded("train.everybody-exhausted", problem, "admit contributions that signed another bound")
 
@@ -180,61 +172,65 @@ class Segments:
 
     def _resume(self) -> None:
         run, state = self.run, self.state
+        run.follow_ledger(take_over=self._take_over, note=self.note)
         self._restore()
-        if self._start is not None and run.attempts:
-            run.begin(
-                self._start, state.optimizer_text
-            )  # before epochs are entered again into an older copy of the ledger
-        repair_ledger(run)
+        if self._start is not None and (run.attempts or run.pending):
+            run.begin(self._start, state.optimizer_text)  # where the ledger's key was not there at the beginning
         self.members.freeze()  # a segment with somebody who withdrew meanwhile is not replayed
         self._refuse_another_plan()
-        pending = run.journal.pending
-        if run.copied:
-            self.note("the run's folder was copied or restored from a copy: its next steps are charged again")
-        if pending is not None:
+        if (pending := run.pending) is not None:
             self._settle(pending)
-        elif lost := [opened for opened in run.attempts if opened.segment >= state.segments]:
-            missing = run.journal.closed(lost[-1])
-            why = f"the checkpoint after step {lost[-1].last} is missing" if missing else "they were abandoned"
+        elif lost := [each for each in run.attempts if each.segment >= state.segments]:
+            closed = lost[-1].outcome is SegmentOutcome.CLOSED
+            why = (
+                f"the checkpoint after step {lost[-1].last} is missing"
+                if closed
+                else "the ledger records them as abandoned"
+            )
             self.note(f"steps from {state.step} on are done again and charged again: {why}")
-        if run.copied:
-            run.acknowledge_copy()
         self._charge_filters()
         self._reserve_rest(self._replay.last if self._replay else state.step)
-        if run.journal.done is not None:
+        if run.ended is not None:
             self.say(f"the run finished before, at step {state.step}: nothing is trained or charged now")
         else:
             replay = f"; steps up to {self._replay.last - 1} are replayed at no cost" if self._replay else ""
             self.say(f"resuming at step {state.step} of {self.plan.steps}{replay}")
 
     def _settle(self, pending: AttemptOpened) -> None:
-        """Finish, replay or abandon the segment that was open when the run stopped."""
-        run, newest = self.run, self.state.segments
-        action, reasons = decide_resume(
-            pending, self._facts(), newest=newest, copied=run.copied, abandoned=run.abandoned_in_ledger
-        )
-        if action is ResumeAction.FINISH and self._written_by != pending.nonce:
-            problem = f"checkpoint {newest} was not written by segment {pending.segment}, which the journal has open"
-            remedy = "put back journal and checkpoints of the same moment, or begin in another folder"
-            raise RunError("train.checkpoint-not-of-journal", problem, remedy)
+        """Finish, replay, discard or abandon the segment that was open when the run stopped."""
+        run, newest, charged = self.run, self.state.segments, self.run.is_charged(pending)
+        action, reasons = decide_resume(pending, self._facts(), newest=newest)
+        if action is ResumeAction.FINISH and not (charged and self._written_by == pending.nonce):
+            problem = f"checkpoint {newest} was not written by segment {pending.segment}, which is open"
+            remedy = "put back the folder as it was at one moment, or begin in another folder"
+            raise RunError("train.checkpoint-not-of-run", problem, remedy)
         if action is ResumeAction.FINISH:
-            run.close(pending, self._checkpoint)
-        elif action is ResumeAction.REPLAY:
+            run.close(pending, self._noise)
+        elif action is ResumeAction.REPLAY and (charged or self._charged_now(pending)):
             self._replay = pending
+        elif not charged:
+            run.discard()
         else:
             steps = f"steps {self.state.step} to {pending.last - 1}"
             self.note(f"{steps} are done again with fresh noise and charged again, because {'; '.join(reasons)}")
             run.abandon(pending)
 
+    def _charged_now(self, pending: AttemptOpened) -> bool:
+        """Charge an attempt that drew nothing because the run was killed before its charge; whether it was."""
+        try:
+            return self.run.charge(pending)
+        except BudgetExceeded:
+            return False
+
     def _refuse_another_plan(self) -> None:
         """Refuse a finished run without its last checkpoint or under another plan, and a plan that ends too early."""
-        done, attempts = self.run.journal.done, self.run.attempts
-        if done is not None and done.steps != self.state.step:
+        ended, attempts = self.run.ended, self.run.attempts
+        if ended is not None and ended[0] != self.state.step:
             here = f"the newest checkpoint in '{self.run.folder}' is of step {self.state.step}"
-            problem = f"{here}, but the run finished at step {done.steps}"
+            problem = f"{here}, but the run finished at step {ended[0]}"
             raise RunError("train.last-checkpoint-missing", problem, "restore the last checkpoint of the run")
         other = bool(attempts) and attempts[-1].plan != self.plan.digest()
-        if (done is not None and other) or self.state.step > self.plan.steps:
+        if (ended is not None and other) or self.state.step > self.plan.steps:
             problem = (
                 f"the run in '{self.run.folder}' is at step {self.state.step}, under another plan than the one given"
             )
@@ -242,7 +238,7 @@ class Segments:
             raise RunError("train.plan-changed", problem, remedy)
 
     def _reserve_rest(self, first: int) -> None:
-        if self.run.journal.done is not None:  # only read: nothing is reserved
+        if self.run.ended is not None:  # only read: nothing is reserved
             self.run.plan, self.end = self.plan, first
             return
         self.end = reserve_rest(self.run, self.plan, first)
@@ -331,12 +327,12 @@ class Segments:
 
         `noise` is from which step on which S² per layer was applied, where the plan's rules move it.
         """
-        self.run.write_noise(opened, noise)
+        self._noise = noise
         self.state.segments, self.state.step = opened.segment + 1, opened.last
         if self._program not in self.state.programs:
             self.state.programs = [*self.state.programs, self._program][-MAX_RUN_PROGRAMS:]
         self._save(opened)
-        self.run.close(opened, self._checkpoint)
+        self.run.close(opened, noise)
         self.run.checkpoints.prune()
 
     def abandon(self, opened: AttemptOpened) -> None:
@@ -351,7 +347,7 @@ class Segments:
     def _charge_filters(self) -> None:
         """Charge the filters for every segment that was opened after the checkpoint, whatever became of it."""
         for opened in self.run.attempts:
-            for c in opened.charges:
+            for c in opened.taken:
                 if opened.segment >= self.state.segments and (cls := str(c.account)) in self.state.filters:
                     self.state.filters[cls].charge(c.event.sigma, c.event.q, c.event.steps)
 
@@ -379,6 +375,7 @@ class Segments:
             "caps": self.caps,
             "start": self._start,
             "declared": self.run.declared,
+            "applied": [[step, list(variance)] for step, variance in self._noise],
         }
 
     def _save(self, opened: AttemptOpened | None) -> None:
@@ -387,25 +384,29 @@ class Segments:
         snapshot = self.state.capture(self._header(opened))
         self._checkpoint = self.run.checkpoints.save(self.state.segments, snapshot)
         self._after = snapshot.state["generation"]
+        self.run.weights_from = (self.state.segments - 1, self._after)
 
     def _restore(self) -> None:
         indices = self.run.checkpoints.indices()
         if not indices:
-            problem = f"'{self.run.folder}' has a journal but no checkpoint"
+            problem = f"'{self.run.folder}' has attempts but no checkpoint"
             remedy = "restore the checkpoint; or begin in another folder (what was charged stays in the ledger)"
             raise RunError("train.checkpoint-missing", problem, remedy)
-        pending = self.run.journal.pending
-        if pending is not None and indices[-1] > pending.segment and self.run.abandoned_in_ledger:
-            if len(indices) == 1:  # it comes from steps that the ledger records as abandoned: the one before counts
+        snapshot, self._checkpoint = self.run.checkpoints.load(indices[-1])
+        abandoned = {each.nonce for each in self.run.attempts if each.outcome is SegmentOutcome.ABANDONED}
+        if snapshot.state.get("nonce") in abandoned:  # it comes from steps that never ended: the one before counts
+            if len(indices) == 1:
                 problem = (
                     f"the only checkpoint in '{self.run.folder}' comes from steps that the ledger records as abandoned"
                 )
                 remedy = "begin in another folder; what was charged stays in the ledger"
                 raise RunError("train.checkpoint-abandoned", problem, remedy)
             self.run.checkpoints.remove(indices.pop())
-        snapshot, self._checkpoint = self.run.checkpoints.load(indices[-1])
+            snapshot, self._checkpoint = self.run.checkpoints.load(indices[-1])
         self._check(snapshot, indices[-1])
         self._written_by, self._after = snapshot.state["nonce"], snapshot.state["generation"]
+        self._noise = tuple((step, tuple(variance)) for step, variance in snapshot.state.get("applied", ()))
+        self.run.weights_from = (indices[-1] - 1, self._after) if indices[-1] else None
         self._start, declared = snapshot.state.get("start"), snapshot.state.get("declared")
         self.run.declared = self.run.declared or declared
         self.state.restore(snapshot)
@@ -416,23 +417,17 @@ class Segments:
             self.note(f"optimiser, scheduler, loss, model or {OPTIONS_DIFFER} the checkpoint: {changes}")
 
     def _check(self, snapshot: TrainingCheckpoint, index: int) -> None:
-        """Refuse a checkpoint that is not this run's, or not the one that its journal closed."""
+        """Refuse a checkpoint that is not this run's, or that no attempt of it wrote."""
         header, folder = snapshot.state, self.run.folder
         if header.get("run") != self.run.id:
             problem = f"checkpoint {index} in '{folder}' belongs to another run"
             raise RunError("train.checkpoint-of-other-run", problem, "put the run's own checkpoint back")
-        closes = [r for r in self.run.journal.records if isinstance(r, AttemptClosed) and r.segment == index - 1]
-        pending = self.run.journal.pending
-        finished = pending is not None and pending.segment == index - 1
-        if index and not finished and (not closes or closes[-1].checkpoint != self._checkpoint):
-            problem = f"checkpoint {index} in '{folder}' is not the one that the journal closed"
-            remedy = "put back journal and checkpoints of the same moment, or begin in another folder"
-            raise RunError("train.checkpoint-not-of-journal", problem, remedy)
-        if header["origin"] != self.run.origin:
-            problem = (
-                f"the run began under origin {header['origin']!r}; the ledger '{self.run.spend.path}' is another's"
-            )
-            raise RunError("train.origin-changed", problem, "keep origin and ledger: they record what the run spent")
+        pending = self.run.pending
+        known = {(each.segment, each.nonce) for each in (*self.run.attempts, *(() if pending is None else (pending,)))}
+        if index and (index - 1, header["nonce"]) not in known:
+            problem = f"checkpoint {index} in '{folder}' was written by no attempt of the run in the ledger"
+            remedy = "put back the folder as it was at one moment, or begin in another folder"
+            raise RunError("train.checkpoint-not-of-run", problem, remedy)
         if header["caps"] != self.caps:
             now, before = self.caps or "not given", header["caps"] or "not given"
             problem = f"max_occurrences is {now}, and was {before} when the run began"

@@ -34,7 +34,6 @@ from lamina.run.code_fingerprint import SettingsFingerprint, settings_fingerprin
 from lamina.run.corpus import Corpus
 from lamina.run.distributed import LedSegment, RunLead, follow
 from lamina.run.example_sources import ArraySource, seed_step
-from lamina.run.journal import AttemptOpened
 from lamina.run.loss_advice import LossAdvice
 from lamina.run.membership import AdmissionRenewal, LedgerMembership, remember_withdrawals
 from lamina.run.optimizer import resolve_optimizer
@@ -54,6 +53,7 @@ from lamina.run.run_output import (
     make_progress,
     withhold_text,
 )
+from lamina.run.run_record import AttemptOpened, has_begun
 from lamina.run.sampler import Sampler, occurrence_caps
 from lamina.run.segments import EAGER, OPTIONS_DIFFER, Segments, code_version
 from lamina.run.target_check import TARGETS_NOT_COMPARED, TargetCheck
@@ -95,7 +95,7 @@ class Trainer:
         Formal guarantee. Under the conditions of `Engine`, with coins, noise and dropout from secret streams, the
         weights that leave the process (files, callbacks, evaluations) are (ε_k, δ_k)-differentially private for every
         class k, ε_k being the price of every step *charged* to the run: killed, resumed, redone or given up. Nothing of
-        a segment leaves before its charge is durable in journal and ledger, its checkpoint is, and the leaf that
+        a segment leaves before its charge is durable in the ledger, its checkpoint is, and the leaf that
         records it.
 
             run = lamina.Trainer(model, "auto", loss_fn, corpus, plan, folder="runs/first")
@@ -175,14 +175,14 @@ class Trainer:
         self.restricted = () if engine is not None or plan.rule(FollowProxy) else restricted_notes(model, plan, None)
         mine = None if self.restricted else proxy  # for the plan's rule; or else restricted classes are tried on it
         if self.restricted and proxy is not None:
-            begun = (self.folder / "journal").exists() or not self._ranks.alone
+            begun = has_begun(self.folder) or not self._ranks.alone
             shown = o["progress"] is not False
             self.restricted = () if begun else restricted_notes(model, plan, proxy, progress=shown)
             self._notes += self.restricted
         if o["compiled"]:
             check_compiled(corpus, plan, engine, self._ranks, parts=self.microbatches, views=self.views)
         self._engine = engine if engine is not None else Engine(model, plan, proxy=mine, compiled=o["compiled"])
-        if engine is not None and engine.budget.taken and self._ranks.first and not (self.folder / "journal").exists():
+        if engine is not None and engine.budget.taken and self._ranks.first and not has_begun(self.folder):
             problem = f"the engine has taken {pluralize(engine.budget.taken, 'step')}, which this run would not be charged for"
             raise RunError("train.engine-used", problem, "make the model anew, with a new engine")
         starting = o["starting_weights"]
@@ -321,7 +321,7 @@ class Trainer:
         self.optimizer.zero_grad()
         self.corpus.refresh()
         self._rehearse()
-        if not (self.folder / "journal").exists():
+        if not has_begun(self.folder):
             self._compile(self.folder / COMPILED)  # what cannot be compiled is refused before anything is reserved
         self.state.notes[:] = self._notes if self._engine.probed else [*self._notes, NOT_PROBED_NOTE]
         if (self.inside and not isinstance(self.progress, TerminalProgress)) or raw_shown_before(self.folder):
@@ -344,13 +344,13 @@ class Trainer:
             seed=self.seed, declared=self._declared,
         )  # fmt: skip
         keep_charging_bounds(run, self.plan, members.standing)
-        if run.attempts:  # the digest of the options in the journal tells the kind of noise that the run began with
-            self.keep_hardened(run.attempts[-1].settings != self._settings(hardened=False)[0])
+        if (last := run.file.opened) is not None:  # the digest of its options tells the kind of noise of the run
+            self.keep_hardened(last.settings != self._settings(hardened=False)[0])
         self._lead.check(self.corpus, run.salt, self.facts_of_rank, hardened=self.hardened)
         segments = Segments(
             run, self.state, plan=self.plan, corpus=self.corpus, members=members, settings=self._settings,
             caps=self.max_occurrences, length=self.segment, note=publisher.note, say=self.progress.note,
-            world_size=self._ranks.size, executor=self._executor,
+            world_size=self._ranks.size, executor=self._executor, take_over=self.options["take_over"],
         )  # fmt: skip
         segments.start()
         for note in self.ledger.notes:

@@ -23,17 +23,17 @@ from lamina.account.accountants import calibrate, find_accountant
 from lamina.account.charges import Account, stored_charge
 from lamina.account.schedule import Event
 from lamina.errors import AccountingError, BudgetExceeded, RunError
-from lamina.ledger.attempts import OpenAttempt, OpenCharges
+from lamina.ledger.attempts import Attempt
 from lamina.ledger.spend_ledger import SpendLedger
 from lamina.ledger.spending import Limit
-from lamina.ledger.store.rows import RESERVATION_SEGMENT
+from lamina.ledger.store.rows import RESERVATION_SEGMENT, RunHold
 from lamina.plan.table import epsilon_text
 
 
-def holds(book: SpendLedger) -> dict[tuple[str, int, int], OpenCharges]:
+def holds(book: SpendLedger) -> dict[tuple[str, int, int], Attempt]:
     """What runs hold, as the store has it."""
     with book.ledger.store.read() as rows:
-        return {(h.run.hex(), h.segment, h.generation): OpenCharges.decode(h.body) for h in rows.holds()}
+        return {(h.run.hex(), h.segment, h.generation): Attempt.decode(h) for h in rows.holds()}
 
 
 def again(book: SpendLedger) -> SpendLedger:
@@ -675,10 +675,12 @@ def test_nothing_but_charges_is_kept(book: SpendLedger) -> None:
     ]
     assert [len(row) for row in (run, *attempts, terms)] == [4, 6, 6, 2]
     bodies = [cbor.decode(row[5], floats=True) for row in attempts]
-    assert bodies == [[[["clinical", 10.0, 1.0, n, DELTA, "gaussian"]], {}, b"", [], 0] for n in (2, 3)]
-    begun = OpenCharges((), begun=OpenAttempt(10, 20, 7, 1, (0.25,)))  # what the leaf of the attempt will say
-    assert cbor.decode(begun.encode(), floats=True) == [[], {}, b"", [10, 20, 7, 1, [0.25]], 0]
-    assert OpenCharges.decode(begun.encode()) == begun
+    assert bodies == [[[["clinical", 10.0, 1.0, n, DELTA, "gaussian"]], {}, b"", []] for n in (2, 3)]
+    begun = Attempt(
+        first=10, last=20, eligibility=7, after=1, variance=(0.25,)
+    )  # what the leaf of the attempt will say
+    assert cbor.decode(begun.encode(), floats=True) == [[], {}, b"", [10, 20, 7, 1, [0.25]]]
+    assert Attempt.decode(RunHold(bytes(16), *begun.key, None, begun.encode())) == begun
     assert terms[0] == "clinical"
     assert cbor.decode(terms[1], floats=True, null=True) == [[5.0, DELTA, "gaussian"]]
 

@@ -15,9 +15,10 @@ from refusals import raises_code
 
 from lamina.account.charges import Account
 from lamina.account.schedule import RDP_ORDERS
-from lamina.ledger.attempts import OpenCharges
+from lamina.ledger.attempts import Attempt
 from lamina.ledger.records import EpochAccount, SegmentOutcome
 from lamina.ledger.spend_ledger import SpendLedger
+from lamina.ledger.store.rows import RunHold
 from lamina.plan.charges import plan_charges, remaining_accounts
 from lamina.plan.signed_bounds import REMAINING_FACTORS
 from lamina.plan.step_plan import StepPlan
@@ -206,9 +207,10 @@ def test_what_such_a_ledger_records_is_weighed_against_what_others_reserved() ->
 
 
 def test_open_charges_keep_their_factors() -> None:
-    made = OpenCharges((), {"clinical@c=9,z=4": 0.5}, b"p" * 32, None, 7, {"clinical@c=9,z=4": 0.25})
-    assert OpenCharges.decode(made.encode()) == made
-    assert OpenCharges.decode(replace(made, factors={}).encode()).factors == {}
+    made = Attempt(scales={"clinical@c=9,z=4": 0.5}, plan=b"p" * 32, factors={"clinical@c=9,z=4": 0.25})
+    row = RunHold(b"r" * 16, *made.key, None, made.encode())
+    assert Attempt.decode(row) == made
+    assert Attempt.decode(row._replace(body=replace(made, factors={}).encode())).factors == {}
 
 
 def test_what_an_account_says_of_its_factor() -> None:

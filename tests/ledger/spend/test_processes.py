@@ -346,7 +346,7 @@ def test_threads_may_share_a_book(place: Path) -> None:
 
 
 def test_a_ledger_that_was_restored_from_a_copy_is_made_whole_by_booking_again(place: Path) -> None:
-    """What a journal holds is charged and recorded again, in its order; what the copy has stays as it is."""
+    """What receipts hold is charged and recorded again, in its order; what the copy has stays as it is."""
     book = open_book(place, accountant="rdp")
     Attempts(book).done(0)
     assert Attempts(book).charge(1)

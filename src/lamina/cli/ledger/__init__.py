@@ -22,6 +22,7 @@ To maintain one:
   lamina ledger heartbeat ledger.db --key ledger.key  sign the present time; run it by a timer
   lamina ledger withdraw ledger.db --request mine.cose
   lamina ledger copy ledger.db auditor.db             copy it while runs write
+  lamina ledger complete ledger.db runs/first         enter records of runs again that a restored copy lacks
   lamina ledger prune ledger.db --key ledger.key      replace old records by totals
   lamina ledger policy ledger.db                      floors and classes
   lamina ledger key ledger.db                         its keys
@@ -48,10 +49,10 @@ from lamina.cli.ledger.governing_commands import init, sign, submit, terms
 from lamina.cli.ledger.policy_key_commands import key, policy
 from lamina.cli.ledger.proof_commands import checkpoint, copy, heartbeat, prove, receipt, verify, witness
 from lamina.cli.ledger.reconcile_command import reconcile, statement
-from lamina.cli.ledger.record_commands import prune, show, trace
+from lamina.cli.ledger.record_commands import complete, prune, show, trace
 from lamina.cli.ledger.withdraw_commands import request, withdraw
 
 app = group(
-    __doc__, show, verify, prove, receipt, trace, statement, reconcile, request, withdraw, prune, checkpoint, heartbeat, witness, copy,
-    policy, key, init, terms, sign, submit,
+    __doc__, show, verify, prove, receipt, trace, statement, reconcile, request, withdraw, complete, prune, checkpoint, heartbeat, witness,
+    copy, policy, key, init, terms, sign, submit,
 )  # fmt: skip

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from lamina import cbor
-from lamina.cli.command import KEY, LEDGER, Answer, as_json, command, misuse, option, table, time_option
-from lamina.cli.open_ledger import DIGEST, compared, contribution_digest, open_view
+from lamina.cli.command import KEY, LEDGER, Answer, argument, as_json, command, misuse, option, table, time_option
+from lamina.cli.open_ledger import DIGEST, compared, contribution_digest, open_view, write_spend
 from lamina.cli.terminal import existing_ledger, open_private_key, out
 from lamina.codec import schema_of
 from lamina.errors import EncodingError, LedgerError
@@ -244,6 +244,30 @@ def _withdrawal_text(found: ContributionTrace) -> str:
 
 
 _MAX_PROPOSAL_BYTES = 1 << 20
+
+
+@command(keys=True)
+def complete(
+    ledger: str = LEDGER,
+    runs: list[Path] = argument("RUN…", "folders of runs that the ledger recorded", default=...),
+    key: Path | None = KEY,
+) -> Answer:
+    """Enter the records of runs again into a ledger that was restored from an older copy.
+
+    Every run keeps receipts of its records in its folder, also when it has finished. What the ledger has already is left as
+    it is. The key signs what is entered; default: the key beside the ledger.
+
+    Examples:
+
+      lamina ledger complete runs/cardiology.ledger.db runs/first runs/second
+    """
+    from lamina.run.completion import complete_ledger
+
+    with write_spend(existing_ledger(ledger), None if key is None else open_private_key(key)) as book:
+        entered = complete_ledger(book.ledger, runs)
+        size = book.ledger.size
+    facts = {"ledger": printable_location(ledger), "entered": entered, "size": size}
+    return Answer(facts, f"{pluralize(entered, 'record')} entered again; {pluralize(size, 'leaf', 'leaves')}")
 
 
 @command(keys=True)

@@ -92,7 +92,8 @@ WHOLE_BUDGET_SEGMENT = 2**62  # from this one on: a budget that noise follows, c
 class RunHold(NamedTuple):
     """What a run holds of its accounts: an attempt that it was charged for, a whole budget, or a reservation.
 
-    `leaf` is the epoch that recorded the attempt; from then on the leaf counts, and the body is empty.
+    `leaf` is the epoch that recorded the attempt; from then on the leaf counts. The body is empty then, unless the
+    attempt took of an adaptive budget, of which no leaf tells.
     """
 
     run: bytes
@@ -287,6 +288,10 @@ class StoreReader:
     def holds(self, run: bytes | None = None) -> list[RunHold]:
         """What is held and not recorded in a leaf; of one run, or of all."""
         return self._holds("leaf IS NULL") if run is None else self._holds("leaf IS NULL AND run = ?", run)
+
+    def signed_holds(self) -> list[RunHold]:
+        """What is held and not recorded in a leaf, and what rows keep that no leaf says."""
+        return self._holds("leaf IS NULL OR octet_length(body) > 0")
 
     def kept(self, run: bytes) -> list[RunHold]:
         """The same of one run, with those that a leaf records."""
