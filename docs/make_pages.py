@@ -15,6 +15,7 @@ from pathlib import Path
 
 from lamina.admit.reasons import REASONS
 from lamina.errors import family_of
+from lamina.release.gate import DENIALS
 from lamina.run.options import OPTIONS
 
 ROOT = Path(__file__).parents[1]
@@ -27,6 +28,7 @@ FOLDERS = (
     "cli/ledger",
 )  # fmt: skip
 BEGIN, END = "<!-- files: make docs writes this -->", "<!-- end of files -->"
+DENIALS_BEGIN, DENIALS_END = "<!-- denials: make docs writes this -->", "<!-- end of denials -->"
 REASONS_BEGIN, REASONS_END = "<!-- reasons: make docs writes this -->", "<!-- end of reasons -->"
 CODE = re.compile(r"[a-z]+\.[a-z0-9]+(-[a-z0-9]+)*")
 FILES = re.compile(r".*\.(cbor|css|db|html|json|key|md)")  # names of files that look like codes
@@ -169,6 +171,15 @@ def admission_page() -> str:
     return f"{before}{REASONS_BEGIN}\n{table}{REASONS_END}{rest.split(REASONS_END)[1]}"
 
 
+def release_page() -> str:
+    """The page with its table of denials written anew."""
+    rows = [f"| `{each.code}` | {_cell(each.means)} | {_cell(each.remedy)} |" for each in DENIALS]
+    table = "\n".join(["| reason | means | what to do |", "|---|---|---|", *rows, ""])
+    page = (ROOT / "docs" / "release.md").read_text(encoding="utf-8")
+    before, rest = page.split(DENIALS_BEGIN)
+    return f"{before}{DENIALS_BEGIN}\n{table}{DENIALS_END}{rest.split(DENIALS_END)[1]}"
+
+
 def options_page() -> str:
     """The options of a run."""
     rows = [
@@ -187,7 +198,12 @@ def _head(path: Path) -> str:
 
 def pages() -> dict[str, str]:
     """Every page that is written from the code, by its path in docs/."""
-    ours = {"admission.md": admission_page(), "architecture.md": architecture_page(), "run-options.md": options_page()}
+    ours = {
+        "admission.md": admission_page(),
+        "architecture.md": architecture_page(),
+        "release.md": release_page(),
+        "run-options.md": options_page(),
+    }
     return {**error_pages(), **ours}
 
 

@@ -161,9 +161,13 @@ def test_an_officer_countersigns_and_the_release_has_it(trained: Trained, tmp_pa
     assert not (trained.folder / "countersignature.cose").exists()
     told = json.loads(succeeded(lamina(*sign, *options, "--recipient", "example.org", "--json")))
     assert (told["name"], told["recipient"], told["purpose"]) == ("A. Lovelace", "example.org", None)
+    profile = ("certify", run, "--profile", "hipaa-expert-determination")
+    assert "      name: A. Lovelace (stated by the holder of key" in succeeded(lamina(*profile))
     with_it = ("--countersignature", told["file"])
     made = json.loads(succeeded(lamina("release", "make", run, "-o", "approved", *with_it, "--json")))
     assert made["verified"] and {"countersignature.cose", "decision.pdf"} <= made["files"].keys()
+    _, text, note = lamina(*profile)  # the ledger has grown, so it is about an earlier certificate
+    assert "A. Lovelace" not in text and "about another certificate" in note
     assert "release.officer-key-not-trusted" in lamina("release", "verify", "approved", "--trust", release)[1]
     succeeded(
         lamina("keys", "add", "officer.pub", "--label", "A. Lovelace", "--role", "officer", "--keys", "trusted.json")

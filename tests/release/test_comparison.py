@@ -257,6 +257,40 @@ def test_what_contradicts_the_ledger_is_named(
         ReleaseGate(release, key.public, ledger=reader)
 
 
+def bound(content: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = content["classes"]["clinical"]["bounds"][0]
+    return found
+
+
+OF_SIGNED_DATA: dict[str, tuple[Change, str]] = {
+    "a smaller ε of a bound": (lambda c: bound(c).update(epsilon=0.1), "release.figures-differ"),
+    "a larger signed ε": (lambda c: bound(c).update(epsilon_signed=99.0), "release.figures-differ"),
+    "a lower curve of a bound": (
+        lambda c: bound(c)["membership"]["curve"].update({"0.35": 0.36}), "release.figures-differ"
+    ),
+    "content of a bound": (lambda c: bound(c)["content"]["tpr"].update({"0.01": 0.0101}), "release.figures-differ"),
+    "more contributions": (lambda c: bound(c).update(contributions=1000), "release.figures-differ"),
+    "no epoch left out": (lambda c: bound(c).update(epochs_left_out=1), "release.figures-differ"),
+    "a bound less": (lambda c: c["classes"]["clinical"].update(bounds=[]), "release.figures-differ"),
+    "unsigned data": (lambda c: c.update(attested=False), "release.conditions-differ"),
+    "other people": (lambda c: c.update(other_people="nobody was in both"), "release.statement-differs"),
+    "a text of the owner": (
+        lambda c: c["about"].update(title={"text": "triage", "leaf": 0}), "release.statement-differs"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OF_SIGNED_DATA)
+def test_what_contradicts_signed_contributions_is_named(
+    served: Path, ward: Trained, key: PrivateKey, tmp_path: Path, name: str
+) -> None:
+    change, code = OF_SIGNED_DATA[name]
+    forge(served, seed(key, tmp_path), certificate=change)
+    recorded(ward, served)
+    found = compared(served, ward, key.public)
+    assert code in codes(found) and not found.verified, found.problems
+
+
 def test_swapped_weights_with_every_key_of_the_operator(
     release: Path, trained: Trained, key: PrivateKey, tmp_path: Path
 ) -> None:

@@ -69,7 +69,13 @@ def random_manifest(rng: random.Random, layers: int, classes: int) -> Manifest:
         for _ in range(rng.choice([0, 0, 1, 2]))
     ]
     posture = Posture(
-        classes=made, layers=stack, adapters=adapters, eligible=[0, 1], withdrawn=dict.fromkeys(names, 0), as_of_size=1
+        classes=made,
+        layers=stack,
+        adapters=adapters,
+        attested=rng.random() < 0.5,
+        eligible=[0, 1],
+        withdrawn=dict.fromkeys(names, 0),
+        as_of_size=1,
     )
     gate = GatePolicy(unstated_purposes=rng.random() < 0.3, generation_classes={"dec": {"layers": ["dec.*"]}})
     return Manifest(
@@ -99,6 +105,7 @@ def random_query(rng: random.Random, classes: int) -> Query:
         min_noise_multiplier=rng.choice([0.0, 0.0, 0.5, 2.0]),
         purpose=rng.choice([*PURPOSES, "ads"]),
         accept_withdrawn=rng.random() < 0.5,
+        attested=rng.random() < 0.3,
         max_tpr=rng.choice([None, None, *(
             RiskBound(of=of, fpr=rng.choice(RATES), tpr=rng.choice([0.06, 0.3, 0.9])) for of in ("membership", "content")
         )]),
@@ -109,6 +116,8 @@ def random_query(rng: random.Random, classes: int) -> Query:
 def oracle(manifest: Manifest, query: Query, withdrawn: Mapping[str, int]) -> bool:
     """The rule as DESIGN states it, layer by layer and class by class, with nothing precomputed."""
     posture, rights = manifest.posture, query.rights
+    if rights.attested and not posture.attested:
+        return False
     patterns, depth, adapter = query.layers, query.depth, query.adapter
     if query.generation_class is not None:
         if query.generation_class != "dec":

@@ -134,7 +134,7 @@ def test_each_class_has_the_figures_of_its_charges(tmp_path: Path) -> None:
     """One loss distribution of dp-accounting, from the charges that the certificate lists."""
     problem.trainer(tmp_path / "a").fit()
     content = certified(tmp_path / "a")
-    assert content["version"] == 3 and not {"assumptions", "not_covered", "statement"} & content.keys()
+    assert content["version"] == 4 and not {"assumptions", "not_covered", "statement"} & content.keys()
     for name in ("clinical", "sensitive"):
         found = content["classes"][name]
         (charge,) = found["charges"]

@@ -84,7 +84,7 @@ def utility(group: str | None, value: float | None) -> dict[str, Any]:
 
 
 def sample_content(classes: dict[str, dict[str, Any]] | None = None, *, private: bool = True) -> dict[str, Any]:
-    """A certificate of version 3."""
+    """A certificate of version 4."""
     classes = {"sensitive": private_class(), "volunteer": public_class()} if classes is None else classes
     reason = "declared public" if private else "the run has no privacy guarantee"
     closed = [name for name, each in classes.items() if not each["public"]]
@@ -128,7 +128,7 @@ def sample_content(classes: dict[str, dict[str, Any]] | None = None, *, private:
     ]  # fmt: skip
     why = "the noise came from a seed that somebody chose"
     return {
-        "version": 3, "private": private, "issued": "2026-11-30T12:00:00Z",
+        "version": 4, "private": private, "attested": True, "issued": "2026-11-30T12:00:00Z",
         "run": {"id": "5a" * 16, "steps": 70, "planned_steps": 70},
         "model": {"file": "model.safetensors", "sha256": "c0" * 32, "parameters": 12345},
         "ledger": {"origin": "example.org/ecg", "size": 42, "root": "11" * 32, "header": "22" * 32,

@@ -14,7 +14,9 @@ gets no signature; the command prints `private: false` with the reasons, and the
 countersignature.cose, which `release make --countersignature` puts into a release. --name, --role and --valid-until are required;
 other omitted fields are "not stated". The key must not have another role.
 
---profile nist-800-226 prints the 24 items of NIST SP 800-226 with the evidence for each, or "not stated". It claims no compliance.
+--profile prints the items of a guideline with the evidence for each, or "not stated": nist-800-226 (NIST SP 800-226), or
+hipaa-expert-determination (45 CFR 164.514(b)(1)), which also reads countersignature.cose beside certificate.cose in the folder of
+the run, if it is about this certificate. It claims no compliance.
 
 Examples:
 
@@ -44,7 +46,7 @@ from lamina.release.certificate import CERTIFICATE_TYPE, Certificate
 from lamina.release.certificate import certify as make_certificate
 from lamina.release.certificate_pdf import certificate_pdf, decision_pdf
 from lamina.release.countersignature import Countersignature, countersign, other_role, role_of
-from lamina.release.nist_profile import NIST_PROFILE, profile_dict, profile_text
+from lamina.release.profiles import PROFILES, profile_dict, profile_text
 from lamina.release.typeset import import_typst
 from lamina.release.verifier import release_keys
 from lamina.sign.keys import PrivateKey, read_small, replace_file, write_new
@@ -68,7 +70,7 @@ def certify(
         "also write the release decision for a privacy officer, one page", metavar="FILE.pdf"
     ),
     profile: str | None = option(
-        "print the evidence for each item of a checklist; write no file", choices=[NIST_PROFILE]
+        "print the evidence for each item of a checklist; write no file", choices=list(PROFILES)
     ),
     certificate: Path | None = option("signed certificate to countersign, instead of RUN", "--countersign", **_OFFICER),
     name: str | None = option("name of the officer", **_OFFICER),
@@ -98,7 +100,8 @@ def certify(
         refuse_older(reader, place)
         found = make_certificate(run, reader, trust=trust)
     if profile is not None:
-        return Answer(profile_dict(found.content), profile_text(found.content), ok=found.private)
+        table = profile_dict(profile, found.content, _countersignature_of(found, folder or run))
+        return Answer(table, profile_text(table), ok=found.private)
     signer = release_key(place, key) if found.private else None
     written = _write(found, signer, run if folder is None else folder, decision)
     paths = [f"  written: {path}" for path in written.values()]
@@ -144,6 +147,18 @@ def _countersigned(
     if named := role_of(officer.public, by, trust, parties):
         raise other_role(officer.public, named)
     return Countersignature.read(countersign(data, officer, texts, now=now, valid_until=valid_until))
+
+
+def _countersignature_of(found: Certificate, folder: Path) -> Mapping[str, Any] | None:
+    """Return what an officer states about this certificate; None unless the signed form in the folder is the same."""
+    file, officer = folder / "certificate.cose", folder / "countersignature.cose"
+    if not (file.is_file() and officer.is_file()):
+        return None
+    data, made = read_small(file, "the certificate"), Countersignature.read(read_small(officer, "the countersignature"))
+    same = made.is_about(data) and read_cose(data, CERTIFICATE_TYPE).payload == found.json()
+    if not same:
+        print_note(f"'{officer}' is about another certificate of the run, so its statements are left out")
+    return made.content if same else None
 
 
 def run_ledger(run: Path, ledger: str | None) -> str:

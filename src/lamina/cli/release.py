@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from lamina.cli.certify import RELEASE_KEY, RUN_LEDGER, TRUST, can_typeset, release_key, run_ledger
 from lamina.cli.command import Answer, argument, command, group, misuse, option, time_option
@@ -30,6 +30,7 @@ from lamina.ledger.verify.tree_checks import KnownCheckpoint, Trust
 from lamina.plan.policy import AboutPolicy
 from lamina.release.countersignature import OFFICER, Countersignature
 from lamina.release.decision_log import verify_log
+from lamina.release.enclosed_ledger import ENCLOSED, FULL_WARNING
 from lamina.release.gate import ReleaseGate
 from lamina.release.maker import make_release
 from lamina.release.papers import TRAINING_WARNING, write_papers
@@ -68,6 +69,10 @@ def make(
     ),
     bundle_key: Path | None = option("P-256 key for an OpenSSF model-signing bundle, model.sig"),
     countersignature: list[Path] = option("countersignature of a privacy officer; at most one for each run"),
+    with_ledger: str | None = option(
+        "put the ledger into the folder: pruned (what the figures need, without contributions), or full",
+        choices=list(ENCLOSED),
+    ),
 ) -> Answer:
     """Put the weights of a run into a folder with certificates, model card, inventory and a signed manifest.
 
@@ -82,6 +87,7 @@ def make(
       lamina release make runs/first -o release-1 --generation-class 'head=layers:head.*'
       lamina release make runs/first -o release-1 --bundle-key bundle.key
       lamina release make runs/first -o release-1 --countersignature runs/first/countersignature.cose
+      lamina release make runs/first -o release-1 --with-ledger pruned
     """
     place = run_ledger(runs[-1], ledger)
     signer = release_key(place, key)
@@ -97,13 +103,15 @@ def make(
     with open_ledger(place, ledger_key, signer=own) as opened:
         manifest = make_release(
             out, runs, opened, signer, name=name, gate=gate, trust=trust, not_after=not_after, pdf=can_typeset(),
-            bundle_key=second, countersignatures=officers,
+            bundle_key=second, countersignatures=officers, with_ledger=cast(Any, with_ledger),
         )  # fmt: skip
         ring = KeyRing()
         for each in {each.signer for each in map(Countersignature.read, officers)}:
             ring.add(each, label=each.name[:16], role=OFFICER)
         found = verify_release(out, trust=Trust(plain=(signer.public,), ring=ring), ledger=opened)
     told = {"folder": str(out), "manifest": str(manifest), **found.to_dict(), "signer": signer.public.name}
+    warnings = [FULL_WARNING] if with_ledger == "full" else []
+    told["warnings"] = warnings
     where = "LEDGER" if is_postgres_url(place) else place  # the address of a server is printed nowhere
     bundle = "without an OpenSSF model-signing bundle; for one: lamina keys new bundle.key --type p256, then --bundle-key bundle.key"
     if bundle_key is not None:
@@ -114,6 +122,7 @@ def make(
         f"release in {out}: {len(told['files'])} files, signed with release key {signer.public.name[:16]}",
         f"  check it: lamina release verify {out} --trust {_public_part(place, key)} --ledger {where}",
         f"  {bundle}",
+        *(f"  warning: {each}" for each in warnings),
     )
 
 
@@ -159,9 +168,10 @@ def verify(
     """Check the files, signatures, certificates and dates of a release; with --ledger, also all figures.
 
     Without --trust a release can only be self-consistent, which anybody can achieve. With --trust, the release key must be
-    one of these keys, which you obtained from another source. Without --ledger the figures are not checked. With --ledger,
-    every figure, class, condition, digest and count is computed again from the ledger as it was when the release was made,
-    and each difference is named. A release is trusted only if a trusted key signed it, a trusted key governs the ledger,
+    one of these keys, which you obtained from another source. Without --ledger the figures are computed from the ledger in the
+    folder (`release make --with-ledger`); if there is none, they are not checked. With --ledger, every figure, class,
+    condition, digest and count is computed again from the ledger as it was when the release was made, and each difference is
+    named. A release is trusted only if a trusted key signed it, a trusted key governs the ledger,
     and both agree.
 
     Examples:
@@ -196,9 +206,10 @@ def _what_was_not_checked(found: ReleaseVerification) -> Iterator[str]:
     """What lacks before a verified release is trusted, and the option that supplies it."""
     if not found.signed:
         yield "anybody can make such a folder: give --trust with the release key, which you have from elsewhere"
+    yield from found.limits
     if not found.compared:
         yield "ε and all other figures are the signer's word: give --ledger to compute them again"
-    elif not found.trusted:
+    elif not found.trusted and found.enclosed is None:
         yield "anybody can make such a ledger: give --trust also with the public key of its owner, from elsewhere"
 
 

@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from lamina.account.schedule import rdp_order_of
 from lamina.admit.attestation import MICRO
@@ -31,7 +31,6 @@ from lamina.ledger.governance_records import (
     sign_header,
 )
 from lamina.ledger.key_state import GovernanceState
-from lamina.ledger.reader import LedgerReader
 from lamina.ledger.schema import ORIGIN, PROFILE, STATEMENT, program_version
 from lamina.ledger.store.sqlite import is_postgres_url, ledger_exists, printable_location
 from lamina.ledger.writer import DAY_SECONDS, Ledger
@@ -284,9 +283,15 @@ def policy_in_force(ledger: Ledger) -> Header | PolicyChange:
     return ledger.retry_while_lost(ledger.governance).policy
 
 
-def about_at(ledger: LedgerReader, size: int) -> dict[str, dict[str, Any]]:
+def about_at(ledger: HasParties, size: int) -> dict[str, dict[str, Any]]:
     """Return the owner's texts of [about] after the first `size` leaves, each with the leaf that states it."""
     return {name: {"text": text, "leaf": leaf} for name, (text, leaf) in ledger.parties(size).about.items()}
+
+
+class HasParties(Protocol):
+    """A ledger that states whose signatures count."""
+
+    def parties(self, before: int | None = None) -> GovernanceState: ...
 
 
 # --------------------------------------------------------------------------------------- making

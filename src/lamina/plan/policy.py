@@ -93,6 +93,8 @@ class CorpusPolicy(BaseModel):
     granularity     segments that an epoch of the ledger closes at most
     witnesses       cosignatures that a checkpoint of the ledger needs
     withdraw        who may withdraw: "keeper", whoever keeps the ledger, or "signed", requests that somebody signed alone
+    attestation     "required": runs on this corpus use signed contributions alone; "optional": others too. The default is
+                    "required" if `ledger` is named, "optional" otherwise
     exhausted       what a run does about a signed bound that earlier charges have used up: "refuse" to run, "leave-out"
                     who signed it of the segments that it does not cover, or "scale" them to what remains of it
 
@@ -112,6 +114,7 @@ class CorpusPolicy(BaseModel):
     granularity: Annotated[int, Field(ge=1, le=1 << 20)] = 1
     witnesses: Annotated[int, Field(ge=0, le=1024)] | None = None
     withdraw: Literal["keeper", "signed"] = "keeper"
+    attestation: Literal["required", "optional"] | None = None
     exhausted: Literal["refuse", "leave-out", "scale"] = "refuse"
     other_people: Annotated[str, Field(pattern=r"^[ -~]{1,255}$")] | None = None
 
@@ -124,6 +127,11 @@ class CorpusPolicy(BaseModel):
                     stands = "none" if now is None else f"{now:g}"
                     raise ValueError(f"{key} had the floor {before:g} and now has {stands}, but floors only rise")
         return self
+
+    @property
+    def requires_attestation(self) -> bool:
+        """Whether runs may use signed contributions alone."""
+        return self.ledger is not None if self.attestation is None else self.attestation == "required"
 
     @property
     def ledger_hash(self) -> bytes | None:

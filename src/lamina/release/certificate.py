@@ -48,6 +48,7 @@ from lamina.plan.risk import COMPOSED
 from lamina.plan.step_plan import Clipping, PlannedClass
 from lamina.plan.table import preformatted
 from lamina.release import risk_statements
+from lamina.release.enclosed_ledger import ReadableLedger
 from lamina.release.posture import layer_postures, model_withdrawals
 from lamina.release.risk_statements import FIGURE_NAMES, risk_figures
 from lamina.release.run_evidence import RunEvidence, RunMetrics, file_digest
@@ -183,7 +184,7 @@ def _differs(path: Path, digest: str) -> bool:
 
 
 def certificate_content(
-    evidence: RunEvidence, ledger: LedgerReader, *, verdict: str, failed: Mapping[str, str],
+    evidence: RunEvidence, ledger: ReadableLedger, *, verdict: str, failed: Mapping[str, str],
     beside: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:  # fmt: skip
     """Return what is certified about a run, from the ledger up to the checkpoint of the evidence.
@@ -198,6 +199,7 @@ def certificate_content(
     return {
         "version": CERTIFICATE_VERSION,
         "private": private,
+        "attested": evidence.attested,
         "issued": format_utc(evidence.time),
         "run": {"id": end.run.hex(), "steps": end.steps, "planned_steps": plan.steps},
         "model": {"file": WEIGHTS, "sha256": end.weights, "parameters": sum(layer.size for layer in plan.layers)},
@@ -423,7 +425,8 @@ def _all_finite(evidence: RunEvidence) -> bool:
 def _lines(content: Mapping[str, Any]) -> list[str]:
     run = content["run"]
     head = f"certificate of run {run['id'][:8]}: {content['protects']['badge']}"
-    lines = [f"{head}; {run['steps']} of {run['planned_steps']} steps"]
+    attested = "" if content["attested"] else "; not attested: the data is not signed"
+    lines = [f"{head}; {run['steps']} of {run['planned_steps']} steps{attested}"]
     for name, each in content["classes"].items():
         if not each["public"]:
             shown = ", ".join(f"{label} {_shown(each[key])}" for key, label in FIGURE_NAMES.items() if key != "delta")

@@ -7,6 +7,7 @@ The holder of the release key is the audited party, so its signature is no evide
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -23,6 +24,7 @@ from lamina.ledger.verify.report import Verification
 from lamina.ledger.verify.tree_checks import Trust
 from lamina.ledger.verify.verifier import verify
 from lamina.release.certificate import Certificate, certificate_content, in_other_role
+from lamina.release.enclosed_ledger import PrunedLedger, ReadableLedger
 from lamina.release.posture import Posture, read_posture
 from lamina.release.run_evidence import RunEvidence
 from lamina.sign.keys import format_utc
@@ -39,13 +41,13 @@ _VERDICTS = ("trusted", "self-consistent")
 
 
 def compare_with_ledger(
-    manifest: Manifest, certificates: Mapping[str, Certificate], ledger: LedgerReader, *, trust: Trust | None, now: int,
-    note: Note, evaluations: Mapping[str, bytes],
+    manifest: Manifest, certificates: Mapping[str, Certificate], ledger: LedgerReader | PrunedLedger, *, trust: Trust | None,
+    now: int, note: Note, evaluations: Mapping[str, bytes], enclosed: bool = False,
 ) -> Verification | None:  # fmt: skip
     """Note every difference between a release and its ledger. Return the verification of the ledger, if it is the right one.
 
     `certificates` are those of the release, by file, and `evaluations` what they take their utility from, by the same file.
-    Returns None for another ledger or one that does not verify.
+    Returns None for another ledger or one that does not verify. A ledger that is `enclosed` in the release cannot record it.
     """
     # 1. The ledger is the one that the manifest names, continued.
     if not _is_ledger_of(manifest, ledger, note):
@@ -56,9 +58,14 @@ def compare_with_ledger(
     except LaminaError as error:  # its leaves are not those that were signed
         note("release.ledger-not-verified", f"the ledger does not verify: {error.problem}", None)
         return None
-    verification = verify(ledger.store, trust=None if trust is None else trust.for_ledger(parties), now=now)
-    if verification.problem is not None and verification.problem.code == "verify.leaves-unsigned":
-        verification = verify(ledger.store, now=now)  # includes leaves since the release, which may not be signed yet
+    if isinstance(ledger, PrunedLedger):
+        verification = ledger.verification
+    else:
+        verification = verify(ledger.store, trust=None if trust is None else trust.for_ledger(parties), now=now)
+        if verification.problem is not None and verification.problem.code == "verify.leaves-unsigned":
+            verification = verify(
+                ledger.store, now=now
+            )  # includes leaves since the release, which may not be signed yet
     if (problem := verification.problem) is not None:
         note("release.ledger-not-verified", f"the ledger does not verify: {problem}", None)
         if problem.kind != KIND_NAMES[Release]:
@@ -75,14 +82,15 @@ def compare_with_ledger(
     elif signer is not None and (wrong := signer.problem(now, manifest.created)) is not None:
         note("release.key-retired", f"according to the ledger, its key may no longer sign: {wrong.reason}", _MANIFEST)
     # 4. The ledger records the release.
-    _check_record(manifest, ledger, note)
+    if not enclosed:
+        _check_record(manifest, ledger, note)
     # 5. Every certificate, and 6. the posture, follow from the leaves up to that checkpoint.
     try:
         at, runs = manifest.ledger.checkpoint, map(bytes.fromhex, manifest.predicate.runs)
         evidence = [RunEvidence.read(ledger, run, at) for run in runs]
         for run, (file, certificate) in zip(evidence, certificates.items(), strict=False):
             _compare_certificate(replace(run, evaluation=evaluations.get(file)), certificate, file, ledger, note)
-        _compare_posture(manifest, read_posture(ledger, evidence), evidence, note)
+        _compare_posture(manifest, read_posture(ledger, evidence), evidence, ledger, note)
     except LaminaError as error:
         note(error.code, error.problem, _MANIFEST)
     return verification if verification.verified else None
@@ -116,7 +124,7 @@ _CHANGES: dict[type[Record], str] = {
 }
 
 
-def _is_ledger_of(manifest: Manifest, ledger: LedgerReader, note: Note) -> bool:
+def _is_ledger_of(manifest: Manifest, ledger: ReadableLedger, note: Note) -> bool:
     at = manifest.ledger
     if ledger.origin != at.origin or ledger.header_hash.hex() != at.header:
         note("release.other-ledger", f"{ledger.name} is not its ledger, which has origin {at.origin!r}", _CHECKPOINT)
@@ -130,7 +138,7 @@ def _is_ledger_of(manifest: Manifest, ledger: LedgerReader, note: Note) -> bool:
     return False
 
 
-def _check_record(manifest: Manifest, ledger: LedgerReader, note: Note) -> None:
+def _check_record(manifest: Manifest, ledger: ReadableLedger, note: Note) -> None:
     """Check that a release record after the checkpoint of the release states the same as the manifest."""
     records = (leaf.record for leaf in ledger.of_kind(Release, manifest.ledger.size))
     mine = [each for each in records if isinstance(each, Release) and each.manifest.hex() == manifest.digest]
@@ -144,7 +152,7 @@ def _check_record(manifest: Manifest, ledger: LedgerReader, note: Note) -> None:
 
 
 def _compare_certificate(
-    run: RunEvidence, certificate: Certificate, file: str, ledger: LedgerReader, note: Note
+    run: RunEvidence, certificate: Certificate, file: str, ledger: ReadableLedger, note: Note
 ) -> None:
     stated = certificate.content
     verdict = stated["ledger"].get("verdict")
@@ -154,7 +162,10 @@ def _compare_certificate(
 
     def compare(code: str, *parts: str) -> None:
         for part in parts:
-            for path, one, two in islice(differences(stated.get(part), expected[part], part), _MOST_DIFFERENCES):
+            found = differences(_shown(stated.get(part), ledger), _shown(expected[part], ledger), part)
+            for path, one, two in islice(
+                (each for each in found if not _is_hidden(each[0], ledger)), _MOST_DIFFERENCES
+            ):
                 reason = f"{path} is {short_repr(one)} in the certificate, but {short_repr(two)} by the ledger"
                 note(code, reason, file)
 
@@ -164,14 +175,32 @@ def _compare_certificate(
     compare("release.layers-differ", "layers")
     compare("release.facts-differ", "run", "trainer", "program", "tuning")
     compare("release.utility-differs", "utility")
-    compare("release.conditions-differ", "private", "conditions")
+    compare("release.conditions-differ", "private", "attested", "conditions")
     compare("release.ledger-head-differs", "ledger", "issued")
     compare("release.statement-differs", "protects", "statements", "other_people", "about")
 
 
-def _compare_posture(manifest: Manifest, expected: Posture, runs: Sequence[RunEvidence], note: Note) -> None:
+_HIDDEN = re.compile(r"attested|posture\.attested|posture\.withdrawn\..*|classes\..*\.bounds\[\d+\]\.contributions")
+HIDDEN_TOPICS = ("withdrawn", "attestation")
+
+
+def _is_hidden(path: str, ledger: ReadableLedger) -> bool:
+    """Return whether a pruned ledger cannot show what this field states: it is about contributions."""
+    return isinstance(ledger, PrunedLedger) and _HIDDEN.fullmatch(path) is not None
+
+
+def _shown(part: Any, ledger: ReadableLedger) -> Any:
+    """Return a part of a certificate without statements about contributions, if the ledger is pruned."""
+    if not isinstance(ledger, PrunedLedger) or type(part) is not list:
+        return part
+    return [each for each in part if type(each) is not dict or each.get("topic") not in HIDDEN_TOPICS]
+
+
+def _compare_posture(
+    manifest: Manifest, expected: Posture, runs: Sequence[RunEvidence], ledger: ReadableLedger, note: Note
+) -> None:
     found = differences(manifest.posture.model_dump(), expected.model_dump(), "posture")
-    for path, one, two in islice(found, _MOST_DIFFERENCES):
+    for path, one, two in islice((each for each in found if not _is_hidden(each[0], ledger)), _MOST_DIFFERENCES):
         reason = f"{path} is {short_repr(one)} in the manifest, but {short_repr(two)} by the ledger"
         note("release.posture-differs", reason, _MANIFEST)
     if manifest.predicate.created != format_utc(runs[-1].time):

@@ -3,11 +3,12 @@
 A query says what it draws on (layers, a band of depth, an adapter, or a generation class that the manifest names) and under
 which rights. It is allowed if for every layer drawn on and every class that reached the layer
 
-    the class is allowed  ∧  ε ≤ max_epsilon  ∧  TPR(fpr) ≤ max_tpr  ∧  sigma ≥ min_noise_multiplier  ∧  purpose ∈ purposes of the class
+    the class is allowed  ∧  ε ≤ max_epsilon  ∧  TPR(fpr) ≤ max_tpr  ∧  sigma ≥ min_noise_multiplier
+    ∧  purpose ∈ purposes of the class
     ∧  (nobody of the class withdrew  ∨  accept_withdrawn)
 
-and the release is not expired, its adapter may be deployed in the scope of the query, and withdrawals are known up to a
-signed time that is no older than the manifest allows.
+and the release is not expired, it is attested if the query requires that, its adapter may be deployed in the scope of the
+query, and withdrawals are known up to a signed time that is no older than the manifest allows.
 A public class is held to its name, purpose and withdrawals: it has neither ε nor noise.
 """
 
@@ -34,7 +35,6 @@ from lamina.ledger.records import Leaf, decode_leaf
 from lamina.ledger.run_records import WEIGHTS
 from lamina.ledger.signed_checkpoint import LedgerCheckpoint
 from lamina.ledger.verify.tree_checks import KnownCheckpoint, Trust
-from lamina.plan.risk import RiskBound
 from lamina.plan.table import percent_text
 from lamina.release.manifest import Manifest, open_inside
 from lamina.release.posture import AdapterPosture, WithdrawalCounter
@@ -94,9 +94,118 @@ class _ClassState:
     reach: int
     rates: Mapping[tuple[str, float], float]  # what an attack finds, by its kind and false-positive rate
 
-    def exceeds(self, most: RiskBound | None) -> bool:
-        """Return whether an attack finds more than the bound allows, or no bound is proven."""
-        return most is not None and self.rates.get((most.of, most.fpr), 1.0) > most.tpr
+
+class _Case(NamedTuple):
+    """A class that reached the layers drawn on, and a query, as the check of a denial sees them."""
+
+    cls: _ClassState
+    rights: Rights
+    gone: int  # withdrawn contributions of the class
+    unstated_purposes: bool
+
+
+class Denial(NamedTuple):
+    """A reason for which the gate denies: its code, what it means, what to do, and the check of one about a class.
+
+    The check returns the text of the reason, or None. docs/release.md has a row for each.
+    """
+
+    code: str
+    means: str
+    remedy: str
+    check: Callable[[_Case], str | None] | None = None
+
+
+def _class_not_allowed(case: _Case) -> str | None:
+    allowed = case.cls.name in case.rights.classes
+    return None if allowed else f"class {case.cls.name} is not among the classes that the query may use"
+
+
+def _epsilon_too_large(case: _Case) -> str | None:
+    if case.cls.public or case.cls.epsilon <= case.rights.max_epsilon:
+        return None
+    spent = "no finite ε is proven" if case.cls.epsilon == float("inf") else f"ε is {case.cls.epsilon:.6g}"
+    return f"of class {case.cls.name} {spent}, allowed is {case.rights.max_epsilon:g}"
+
+
+def _risk_too_large(case: _Case) -> str | None:
+    most, cls = case.rights.max_tpr, case.cls
+    rate = None if most is None else cls.rates.get((most.of, most.fpr))
+    if cls.public or most is None or (rate is not None and rate <= most.tpr):
+        return None
+    found_by = f"nothing is proven about the {most.of} of class {cls.name}"
+    if rate is not None:
+        found_by = f"an attack on the {most.of} of class {cls.name} finds up to {percent_text(rate)}"
+    return f"{found_by}, allowed is {100 * most.tpr:g} % at {100 * most.fpr:g} % false accusations"
+
+
+def _noise_too_small(case: _Case) -> str | None:
+    if case.cls.public or case.cls.sigma >= case.rights.min_noise_multiplier:
+        return None
+    asked = case.rights.min_noise_multiplier
+    return f"class {case.cls.name} had noise multiplier {case.cls.sigma:.6g}, asked is {asked:g}"
+
+
+def _purpose_not_allowed(case: _Case) -> str | None:
+    purpose, stated = case.rights.purpose, case.cls.purposes
+    if purpose in stated or (case.unstated_purposes and not stated):
+        return None
+    allowed = ", ".join(sorted(stated)) or "none stated"
+    return f"class {case.cls.name} may not be used for {purpose!r}, its purposes are: {allowed}"
+
+
+def _withdrawn(case: _Case) -> str | None:
+    if not case.gone or case.rights.accept_withdrawn:
+        return None
+    return f"{case.gone} of class {case.cls.name} withdrew, and the query does not accept that"
+
+
+_OTHER_LAYERS, _OTHER_LEDGER = (
+    "ask for layers that the class did not reach",
+    "restore the ledger that the manifest names",
+)
+DENIALS = (
+    Denial("class-not-allowed", "the query may not use a class that reached the layers", _OTHER_LAYERS, _class_not_allowed),
+    Denial("epsilon-too-large", "ε of a class is above `max_epsilon`", _OTHER_LAYERS, _epsilon_too_large),
+    Denial(
+        "risk-too-large", "an attack on a class finds more than `max_tpr` allows, or no bound is proven", _OTHER_LAYERS,
+        _risk_too_large,
+    ),
+    Denial("noise-too-small", "σ of a class is below `min_noise_multiplier`", _OTHER_LAYERS, _noise_too_small),
+    Denial(
+        "purpose-not-allowed", "the purpose is not among those of a class", "ask for a purpose that its policy names",
+        _purpose_not_allowed,
+    ),
+    Denial(
+        "withdrawn", "contributions of a class were withdrawn", "accept that (`accept_withdrawn`), or train and release again",
+        _withdrawn,
+    ),
+    Denial(
+        "not-attested", "the query requires `attested`, and the ledger has no signed contributions for a run of the model",
+        "train on signed contributions (`lamina attest`)",
+    ),
+    Denial(
+        "draws-on-unknown", "no such layer, adapter or generation class: every name and pattern must mean something",
+        "take names from the posture of the manifest",
+    ),
+    Denial("draws-on-less", "the model answers with more layers than the query names", "name all layers, or a generation class"),
+    Denial(
+        "outside-scope", "the adapter is bound to another scope; `ward-7` contains `ward-7/ecg`",
+        "state the scope in which the answer is used",
+    ),
+    Denial("base-not-frozen", "the base without its adapter, and both were trained together", "name the adapter"),
+    Denial("expired", "the release may no longer be served", "make a newer release"),
+    Denial(
+        "stale", "the newest signed time is older than `--max-age`, or more than 120 s later than the gate's clock",
+        "run `lamina ledger heartbeat`, or set the clock",
+    ),
+    Denial("ledger-unreachable", "the ledger cannot be read", "restore its file or server"),
+    Denial("ledger-replaced", "the ledger of this release was replaced by another one", _OTHER_LEDGER),
+    Denial("ledger-shorter", "the ledger is shorter than it was", _OTHER_LEDGER),
+    Denial("ledger-forked", "the leaves of the ledger differ from those that were signed", _OTHER_LEDGER),
+    Denial("ledger-not-verified", "the ledger cannot be verified", "`lamina ledger verify` names the reason"),
+)  # fmt: skip
+_OF_CLASSES = [(each.code, each.check) for each in DENIALS if each.check is not None]
 
 
 class _Drawn(NamedTuple):
@@ -148,51 +257,21 @@ class GateRule:
         """Whether the query is allowed, where so many of each class withdrew; `besides` are reasons of the release."""
         drawn, rights, unstated = self._draws_on(query), query.rights, self.manifest.gate.unstated_purposes
         reasons = [*drawn.reasons, *besides]
+        if rights.attested and not self.manifest.posture.attested:
+            why = "the ledger has no signed contributions of the runs, and the query requires them"
+            reasons.append(DenialReason(code="not-attested", text=why))
         for each in self._classes:
-            if not each.reach & drawn.mask:
-                continue
-            gone = withdrawn.get(each.name, 0)
-            if (
-                each.name in rights.classes
-                and (each.public or (each.epsilon <= rights.max_epsilon and each.sigma >= rights.min_noise_multiplier))
-                and (each.public or not each.exceeds(rights.max_tpr))
-                and (rights.purpose in each.purposes or (unstated and not each.purposes))
-                and (not gone or rights.accept_withdrawn)
-            ):
-                continue
-            reasons += self._class_reasons(each, rights, gone, drawn.mask)
+            if each.reach & drawn.mask:
+                case = _Case(each, rights, withdrawn.get(each.name, 0), unstated)
+                found = [(code, text) for code, check in _OF_CLASSES for text in (check(case),) if text is not None]
+                layers = self._reached_layers(each.reach & drawn.mask) if found else ()
+                reasons += [DenialReason(code=code, text=text, cls=each.name, layers=layers) for code, text in found]
         count, digest = drawn.mask.bit_count(), self.manifest.digest
         return Decision(allowed=not reasons, reasons=tuple(reasons), drawn=count, as_of=as_of, manifest=digest)
 
     def layers(self, query: Query) -> tuple[str, ...]:
         """The layers that a query draws on."""
         return self._reached_layers(self._draws_on(query).mask)
-
-    def _class_reasons(self, each: _ClassState, rights: Rights, gone: int, mask: int) -> list[DenialReason]:
-        found: list[tuple[str, str]] = []
-        if each.name not in rights.classes:
-            found.append(("class-not-allowed", f"class {each.name} is not among the classes that the query may use"))
-        if not each.public and each.epsilon > rights.max_epsilon:
-            spent = "no finite ε is proven" if each.epsilon == float("inf") else f"ε is {each.epsilon:.6g}"
-            found.append(("epsilon-too-large", f"of class {each.name} {spent}, allowed is {rights.max_epsilon:g}"))
-        if not each.public and (most := rights.max_tpr) is not None and each.exceeds(most):
-            rate = each.rates.get((most.of, most.fpr))
-            found_by = f"nothing is proven about the {most.of} of class {each.name}"
-            if rate is not None:
-                found_by = f"an attack on the {most.of} of class {each.name} finds up to {percent_text(rate)}"
-            allowed = f"{100 * most.tpr:g} % at {100 * most.fpr:g} % false accusations"
-            found.append(("risk-too-large", f"{found_by}, allowed is {allowed}"))
-        if not each.public and each.sigma < rights.min_noise_multiplier:
-            reason = f"had noise multiplier {each.sigma:.6g}, asked is {rights.min_noise_multiplier:g}"
-            found.append(("noise-too-small", f"class {each.name} {reason}"))
-        if rights.purpose not in each.purposes and not (self.manifest.gate.unstated_purposes and not each.purposes):
-            allowed = ", ".join(sorted(each.purposes)) or "none stated"
-            reason = f"class {each.name} may not be used for {rights.purpose!r}, its purposes are: {allowed}"
-            found.append(("purpose-not-allowed", reason))
-        if gone and not rights.accept_withdrawn:
-            found.append(("withdrawn", f"{gone} of class {each.name} withdrew, and the query does not accept that"))
-        layers = self._reached_layers(each.reach & mask)
-        return [DenialReason(code=code, text=text, cls=each.name, layers=layers) for code, text in found]
 
     def _layers_of(self, reached: int) -> tuple[str, ...]:
         return tuple(name for at, name in enumerate(self._names) if reached >> at & 1)
@@ -352,11 +431,7 @@ def _scope_allows(bound: str | None, asked: str | None) -> bool:
 
 
 LEDGER_DENIALS = {  # texts for clients; the gate adds details, which name files, for the operator
-    "ledger-unreachable": "withdrawals are not known: the ledger cannot be read",
-    "ledger-replaced": "withdrawals are not known: the ledger of this release was replaced by another one",
-    "ledger-shorter": "withdrawals are not known: the ledger is shorter than it was",
-    "ledger-forked": "withdrawals are not known: the leaves of the ledger differ from those that were signed",
-    "ledger-not-verified": "withdrawals are not known: the ledger cannot be verified",
+    each.code: f"withdrawals are not known: {each.means}" for each in DENIALS if each.code.startswith("ledger-")
 }
 _DENIAL_OF_ERROR = {
     "ledger.replaced-by-other": "ledger-replaced",

@@ -8,6 +8,7 @@ import shutil
 import time as system
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 from lamina.errors import NotVerified, PlanError
 from lamina.ledger.governance_records import Release
@@ -15,6 +16,7 @@ from lamina.ledger.reader import LedgerReader
 from lamina.ledger.records import LAST_SEQ, Epoch, decode_leaf
 from lamina.ledger.run_records import WEIGHTS
 from lamina.ledger.store.rows import StoreReader
+from lamina.ledger.store.sqlite import SqliteStore
 from lamina.ledger.verify.tree_checks import Trust
 from lamina.ledger.verify.verifier import verify
 from lamina.ledger.writer import Ledger
@@ -22,6 +24,7 @@ from lamina.release.certificate import Certificate, certify, ledger_reference
 from lamina.release.certificate_pdf import certificate_pdf, decision_pdf
 from lamina.release.comparison import check_parents, check_purposes
 from lamina.release.countersignature import Countersignature
+from lamina.release.enclosed_ledger import ENCLOSED, pruned_ledger
 from lamina.release.manifest import CHECKPOINT, MANIFEST, PREDICATE_TYPE, evaluation_of
 from lamina.release.model_card import ml_bom, model_card
 from lamina.release.posture import read_posture
@@ -47,6 +50,7 @@ def make_release(
     pdf: bool = False,
     bundle_key: P256Key | None = None,
     countersignatures: Sequence[bytes] = (),
+    with_ledger: Literal["pruned", "full"] | None = None,
 ) -> Path:
     """Make the folder `out` of a release, sign it, and record it in the ledger. Returns the path of its manifest.
 
@@ -57,11 +61,15 @@ def make_release(
     pdf        whether to set certificates, and the release decision about the released weights, as PDFs; needs typst
     bundle_key signs the OpenSSF model-signing bundle; without it there is none
     countersignatures  of privacy officers, at most one for each certificate
+    with_ledger  the form of the ledger to put into the folder, so that a receiver computes every figure again without another file
     """
     out = Path(out)
     if out.exists():
         problem = f"'{out}' exists, and a release is never written over another"
         raise NotVerified("release.folder-exists", problem, "name a new folder")
+    if with_ledger == "full" and not isinstance(ledger.store, SqliteStore):
+        problem = "the ledger is in a database, which cannot be put into a folder"
+        raise PlanError("release.ledger-not-a-file", problem, "put in the pruned form: --with-ledger pruned")
     if not 0 < len(name) <= 512:
         problem = f"the name {short_repr(name)} has {len(name)} characters"
         raise PlanError("release.name-length", problem, "give 1 to 512 characters")
@@ -97,6 +105,14 @@ def make_release(
                 )
         if pdf:
             papers["decision.pdf"] = decision_pdf(certificates[-1], countersigned.get(signed[-1]))
+        if with_ledger == "pruned":
+            papers[ENCLOSED["pruned"]] = pruned_ledger(ledger, last.checkpoint.size)
+        elif with_ledger == "full":
+            copy = made / "copy"
+            assert isinstance(ledger.store, SqliteStore)
+            ledger.store.copy(copy)
+            papers[ENCLOSED["full"]] = copy.read_bytes()
+            copy.unlink()
         papers["README.md"] = model_card(name, certificates, posture, not_after=format_utc(not_after))
         digests = {each: hashlib.sha256(data).hexdigest() for each, data in papers.items()}
         digests[WEIGHTS] = certificates[-1].content["model"]["sha256"]

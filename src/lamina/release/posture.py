@@ -19,13 +19,13 @@ from lamina.account.accountants import pooled_epsilon
 from lamina.account.charges import Account
 from lamina.account.schedule import EventKey
 from lamina.ledger.governance_records import Header, PolicyChange, Withdrawal, parse_profile
-from lamina.ledger.reader import LedgerReader
 from lamina.ledger.records import ContributionRecord, Epoch, KeptContribution, Leaf
 from lamina.ledger.run_records import RunBegin
 from lamina.ledger.schema import nano_epsilon
 from lamina.ledger.show import epsilon_or_none
 from lamina.plan.depth_profile import ProfileKind
 from lamina.plan.risk import UNPROVEN, stated_rates
+from lamina.release.enclosed_ledger import ReadableLedger
 from lamina.release.run_evidence import RunEvidence, in_model
 from lamina.release.schema import NOT_REACHED, Document, Epsilon, Layer, LeafNumber, Noise, Rate, Rates, Size, Text
 
@@ -74,6 +74,7 @@ _MAX_PARTS = 16_384
 class Posture(Document):
     """The posture of a model that one or several runs trained.
 
+    attested   whether all runs used signed contributions alone, by the leaves of the ledger (`RunEvidence.attested`)
     eligible   [first, last): a contribution in a leaf before `last`, not withdrawn before leaf `first`, may be in it
     withdrawn  by class, how many of these were withdrawn up to leaf `as_of_size`
     """
@@ -81,6 +82,7 @@ class Posture(Document):
     classes: Annotated[dict[Text, ClassPosture], Field(max_length=_MAX_PARTS)]
     layers: Annotated[list[Layer], Field(min_length=1, max_length=_MAX_PARTS)]
     adapters: Annotated[list[AdapterPosture], Field(max_length=_MAX_PARTS)]
+    attested: bool
     eligible: Annotated[list[LeafNumber], Field(min_length=2, max_length=2)]
     withdrawn: dict[str, LeafNumber]
     as_of_size: Size
@@ -99,7 +101,7 @@ class Posture(Document):
         return self
 
 
-def read_posture(ledger: LedgerReader, runs: Sequence[RunEvidence]) -> Posture:
+def read_posture(ledger: ReadableLedger, runs: Sequence[RunEvidence]) -> Posture:
     """The posture of a model in which the training of these runs is, by what the ledger says."""
     layers, size = layer_postures(runs), runs[-1].checkpoint.size
     names = list(dict.fromkeys(entry.name for run in runs for plan in run.plans.values() for entry in plan.classes))
@@ -110,6 +112,7 @@ def read_posture(ledger: LedgerReader, runs: Sequence[RunEvidence]) -> Posture:
         classes={name: _class_posture(ledger.header, runs, name) for name in names},
         layers=layers,
         adapters=list(_adapters(ledger, layers, size)),
+        attested=all(run.attested for run in runs),
         eligible=list(eligible),
         withdrawn={name: counts[name] for name in names},
         as_of_size=size,
@@ -166,7 +169,7 @@ def merge_neighbours(layers: Sequence[L], same: Callable[[L], object], most: int
     return [[each for group in equal[at : at + size] for each in group] for at in range(0, len(equal), size)]
 
 
-def _adapters(ledger: LedgerReader, layers: Sequence[Layer], size: int) -> Iterable[AdapterPosture]:
+def _adapters(ledger: ReadableLedger, layers: Sequence[Layer], size: int) -> Iterable[AdapterPosture]:
     """Yield the adapters that the policy names before leaf `size`, with the layers that their classes reached."""
     policies = [ledger.header, *(leaf.record for leaf in ledger.of_kind(PolicyChange, 0, size))]
     found: dict[tuple[str, str | None, str | None], dict[str, None]] = {}
@@ -185,7 +188,7 @@ def _adapters(ledger: LedgerReader, layers: Sequence[Layer], size: int) -> Itera
             yield AdapterPosture(name=name, config=config, scope=scope, layers=list(names))
 
 
-def _withdrawals(ledger: LedgerReader, eligible: tuple[int, int], size: int) -> list[tuple[int, str]]:
+def _withdrawals(ledger: ReadableLedger, eligible: tuple[int, int], size: int) -> list[tuple[int, str]]:
     """Return (leaf, class) of each withdrawal, before leaf `size`, of a contribution that may be in a model."""
     counter, found = WithdrawalCounter(ledger.leaf, eligible), []
     for leaf in ledger.of_kind(Withdrawal, 0, size):
@@ -194,7 +197,7 @@ def _withdrawals(ledger: LedgerReader, eligible: tuple[int, int], size: int) -> 
     return found
 
 
-def model_withdrawals(ledger: LedgerReader, run: RunEvidence) -> list[tuple[int, str]]:
+def model_withdrawals(ledger: ReadableLedger, run: RunEvidence) -> list[tuple[int, str]]:
     """Return (leaf, class) of each withdrawal of a contribution that the model of a run may have learned from.
 
     That includes the runs whose weights it continued.

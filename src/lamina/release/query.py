@@ -56,6 +56,7 @@ class RightsDocument(Document):
     purpose: Annotated[str, Field(max_length=512)] = Field(description="what the answer is for")
     accept_withdrawn: bool = False
     max_tpr: StatedRisk | None = Field(default=None, description="what an attack may find at most; null for any")
+    attested: bool = Field(default=False, description="whether the model must come from signed contributions alone")
 
     @model_validator(mode="after")
     def _not_too_long(self) -> Self:
@@ -82,6 +83,7 @@ class Rights:
     purpose               what the answer is for
     accept_withdrawn      whether contributions that were withdrawn since may be in it
     max_tpr               what an attack on a class may find at most, at a stated false-positive rate; None for any
+    attested              whether the model must come from signed contributions alone, as its ledger records them
     """
 
     classes: frozenset[str]
@@ -90,6 +92,7 @@ class Rights:
     purpose: str
     accept_withdrawn: bool = False
     max_tpr: RiskBound | None = None
+    attested: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "classes", frozenset(self.classes))
@@ -104,6 +107,7 @@ class Rights:
             "purpose": self.purpose,
             "accept_withdrawn": self.accept_withdrawn,
             "max_tpr": None if self.max_tpr is None else self.max_tpr.model_dump(),
+            "attested": self.attested,
         }
 
 

@@ -321,6 +321,8 @@ def _run_statements(
     )
     facts = {
         "private": private,
+        "attested": evidence.attested,
+        "contributions": pluralize(sum(evidence.admitted.values()), "signed contribution"),
         "figures": guaranteed and private,
         "leaf": leaf,
         "bands": bands,

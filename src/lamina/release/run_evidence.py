@@ -12,20 +12,18 @@ from operator import and_
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
-
 from lamina.account.charges import Account
 from lamina.account.schedule import EventKey
+from lamina.codec import schema_of
 from lamina.errors import RunError
-from lamina.ledger.reader import LedgerReader
-from lamina.ledger.records import Epoch, KeptLeaf, SegmentOutcome
+from lamina.ledger.records import Epoch, SegmentOutcome
 from lamina.ledger.run_records import ProgramVersions, RunBegin, RunEnd
-from lamina.ledger.schema import schema_of
 from lamina.ledger.show import record_to_dict
 from lamina.ledger.signed_checkpoint import LedgerCheckpoint, parse_checkpoint
 from lamina.ledger.spending import Spending
 from lamina.plan.risk import ZERO_OUT, curve_marks
 from lamina.plan.step_plan import PlannedClass, StepPlan
+from lamina.release.enclosed_ledger import ReadableLedger
 from lamina.sign.keys import read_small
 from lamina.sign.signed_json import parse_json
 
@@ -101,6 +99,7 @@ class RunEvidence:
     spent      charges of all runs, up to the checkpoint
     first_leaves  by run, the first leaf that is about it, up to the checkpoint
     signed     by signed bound that the run charged, how many contributions of the ledger have it, up to the checkpoint
+    admitted   by class, how many contributions the ledger had when the run first read its members
     evaluation the bytes of evaluation.json, which are in no ledger; None if they are not given
     """
 
@@ -121,10 +120,11 @@ class RunEvidence:
     spending: Spending = field(repr=False)
     first_leaves: Mapping[bytes, int]
     signed: Mapping[Account, int]
+    admitted: Mapping[str, int]
     evaluation: bytes | None = field(default=None, repr=False)
 
     @classmethod
-    def read(cls, ledger: LedgerReader, run: bytes, checkpoint: str | None = None) -> RunEvidence:
+    def read(cls, ledger: ReadableLedger, run: bytes, checkpoint: str | None = None) -> RunEvidence:
         """Read what the ledger records about a run up to a checkpoint, by default the newest; raise RunError if nothing.
 
         Neither the ledger nor the checkpoint is verified here. Leaves after a given checkpoint do not count.
@@ -133,7 +133,7 @@ class RunEvidence:
         if text is None:
             problem = f"the ledger {ledger.name} has no checkpoint"
             raise RunError("release.ledger-not-signed", problem, "sign one: lamina ledger checkpoint LEDGER")
-        head, _ = parse_checkpoint(text)
+        (head, _), spending = parse_checkpoint(text), Spending(ledger.header)
         mine: list[tuple[int, Epoch]] = []
         leaves: dict[bytes, list[int]] = {}
         planned: dict[bytes, dict[bytes, None]] = {}  # digests by run
@@ -146,6 +146,7 @@ class RunEvidence:
                 continue
             leaves.setdefault(leaf.record.run, []).append(leaf.seq)
             planned.setdefault(leaf.record.run, {})[leaf.record.plan] = None
+            spending.add(leaf.record)
             firsts.append((leaf.seq, leaf.record.run))
             if leaf.record.run == run:
                 mine.append((leaf.seq, leaf.record))
@@ -166,16 +167,20 @@ class RunEvidence:
                 problem = f"the ledger {ledger.name} lacks the plan {digest.hex()[:16]} of run {owner.hex()[:8]}"
                 raise RunError("release.plan-missing", problem, "restore the ledger from a copy")
             plans.setdefault(digest, StepPlan.from_cbor(data))
-        spending, ends = Spending(ledger.header), newest_by_run(ledger, RunEnd, head.size)
-        with ledger.store.read() as rows:
-            checked = ledger.checked(rows)
-            spending.follow(rows, head.size, checked)
-            bounds = (each.bound for _, epoch in covered for each in epoch.accounts if each.noise_multiplier)
-            signed = Counter(dict.fromkeys(bounds, 0))
-            for group in checked.contributions(rows) if signed else ():
-                made = group.contribution if isinstance(group, KeptLeaf) else group
-                if made is not None and made.bound in signed:
-                    signed[made.bound] += int(np.sum(np.less(group.seq, head.size)))
+        ends, first = (
+            newest_by_run(ledger, RunEnd, head.size),
+            min(e.eligibility for _, each in covered for e in each.segments),
+        )
+        admitted = Counter[str]()
+        for bound, count in ledger.bound_counts(first).items():
+            admitted[bound.cls] += count
+        counts = ledger.bound_counts(head.size)
+        signed = {
+            each.bound: counts.get(each.bound, 0)
+            for _, epoch in covered
+            for each in epoch.accounts
+            if each.bound.signed
+        }
         return cls(
             run=run, checkpoint=head, checkpoint_text=text, header_hash=ledger.header_hash,
             begin=newest_by_run(ledger, RunBegin, head.size).get(run), end=ends.get(run), ends=ends,
@@ -183,7 +188,7 @@ class RunEvidence:
             later=len(mine) - len(covered), split=frozenset(spending.split), spending=spending,
             leaves={each: tuple(seqs) for each, seqs in leaves.items()},
             all_plans={each: tuple(plans[digest] for digest in digests) for each, digests in planned.items()},
-            first_leaves={each: seq for seq, each in sorted(firsts, reverse=True)}, signed=signed,
+            first_leaves={each: seq for seq, each in sorted(firsts, reverse=True)}, signed=signed, admitted=admitted,
         )  # fmt: skip
 
     @property
@@ -246,6 +251,17 @@ class RunEvidence:
     def continued(self) -> bool:
         """Return whether another run of the ledger wrote the starting weights."""
         return self.begin is not None and self.begin[1].parent is not None
+
+    @property
+    def attested(self) -> bool:
+        """Return whether the run used signed contributions alone, by the leaves of the ledger.
+
+        A run whose contributions nobody signed is refused by a ledger that has signed ones, so there are signed
+        contributions before its first segment; and each epoch charges each private class by bounds that were signed.
+        """
+        charged = ({each.cls for each in epoch.accounts} for _, epoch in self.epochs)
+        bounds = ({each.cls for each in epoch.accounts if self.signed.get(each.bound)} for _, epoch in self.epochs)
+        return any(self.admitted.values()) and all(map(set.issubset, charged, bounds))
 
     def events(self, bound: Account) -> dict[EventKey, int]:
         """What this run was charged for an account."""
@@ -310,7 +326,7 @@ def in_model(epoch: Epoch) -> bool:
 R = TypeVar("R", RunBegin, RunEnd)
 
 
-def newest_by_run(ledger: LedgerReader, kind: type[R], size: int) -> dict[bytes, tuple[int, R]]:
+def newest_by_run(ledger: ReadableLedger, kind: type[R], size: int) -> dict[bytes, tuple[int, R]]:
     """Return the newest record of this kind by run, with its leaf."""
     found = ((leaf.seq, leaf.record) for leaf in ledger.of_kind(kind, 0, size))
     return {record.run: (seq, record) for seq, record in found if isinstance(record, kind)}

@@ -23,7 +23,7 @@ BY_MEASUREMENT, BY_ISSUER = "measured", "observed by the issuer"
 BY_METHOD = "follows from the method"  # of every run, or of the plans of this one
 SOURCES = (BY_LEDGER, BY_TRAINER, BY_OWNER, BY_MEASUREMENT, BY_ISSUER, BY_METHOD)
 TOPICS = (
-    "membership", "content", "budget", "unit", "purpose", "withdrawn", "reach", "condition", "assumption", "trust",
+    "membership", "content", "budget", "unit", "purpose", "attestation", "withdrawn", "reach", "condition", "assumption", "trust",
     "query model", "side channels", "tuning", "utility", "voids", "not covered",
 )  # fmt: skip
 BASELINES = (0.01, 0.1, 0.5)  # of attribute inference and reconstruction
@@ -35,7 +35,7 @@ TWO_STEPS = "replace-one, as two add/remove steps"
 EPSILON_AT = ("0.001", "0.0001", "1e-05", "1e-06", "1e-08")  # δ at which ε is stated as well
 LEAST_RECORDS = 10  # groups with fewer are suppressed
 MAX_NOISE = 1e15  # no plan adds more
-CERTIFICATE_VERSION = 3
+CERTIFICATE_VERSION = 4
 NOT_REACHED = (
     "A class that did not reach a layer had no direct gradient there. Later steps of others saw weights that it moved "
     "elsewhere: the noise covers that, not the structure."
@@ -381,8 +381,9 @@ class Accountant(Document):
 class CertificateContent(Document):
     """What a certificate states."""
 
-    version: Literal[3]
+    version: Literal[4]
     private: bool
+    attested: bool
     issued: Text
     run: RunFacts
     model: ModelFacts

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import os
+import tempfile
 import time as system
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -25,6 +27,7 @@ from lamina.ledger.verify.tree_checks import KnownCheckpoint, Trust
 from lamina.release.certificate import Certificate
 from lamina.release.comparison import Note, changes_since, compare_with_ledger
 from lamina.release.countersignature import Countersignature
+from lamina.release.enclosed_ledger import ENCLOSED, ENCLOSED_LIMITS, MAX_LEDGER_BYTES, PRUNED_LIMITS, PrunedLedger
 from lamina.release.manifest import CHECKPOINT, MANIFEST, Manifest, evaluation_of, open_inside, read_file, read_manifest
 from lamina.release.posture import ClassPosture
 from lamina.release.risk_statements import shown_leaves
@@ -58,7 +61,8 @@ class ReleaseVerification:
     signed    verified, and signed by a trusted key from outside the folder
     compared  every figure was computed again from the ledger, and the ledger verified
     trusted   all of these hold, and a trusted key governs the ledger
-    since     leaves of the ledger after the release, by what they change; empty unless `compared`
+    enclosed  the ledger in the release from which figures were computed again: "pruned", "full", or None
+    since     leaves of the ledger after the release, by what they change; empty unless a ledger was given
 
     `countersignatures` are those in the release, which hold if it is verified.
     """
@@ -69,6 +73,7 @@ class ReleaseVerification:
     trusted: bool = False
     problems: tuple[ReleaseProblem, ...]
     manifest: Manifest | None
+    enclosed: str | None = None
     since: Mapping[str, Sequence[int]] = field(default_factory=dict)
     countersignatures: tuple[Countersignature, ...] = ()
 
@@ -79,7 +84,15 @@ class ReleaseVerification:
             return "trusted" if self.trusted else "not verified"
         who = "signed by a trusted key" if self.signed else "self-consistent, not trusted"
         agree = "figures agree with a ledger that no trusted key governs"
+        if self.enclosed is not None:
+            agree = f"figures agree with the {self.enclosed} ledger in the release"
         return f"{who}; {agree if self.compared else 'figures not compared with a ledger'}"
+
+    @property
+    def limits(self) -> tuple[str, ...]:
+        """What the ledger in the release cannot show."""
+        found = {"pruned": PRUNED_LIMITS, "full": ENCLOSED_LIMITS}
+        return found.get(self.enclosed or "", ()) if self.compared else ()
 
     def to_dict(self) -> dict[str, Any]:
         """The keys of `lamina release verify --json`."""
@@ -89,6 +102,8 @@ class ReleaseVerification:
             "compared": self.compared,
             "trusted": self.trusted,
             "verdict": self.verdict,
+            "enclosed": self.enclosed,
+            "limits": list(self.limits),
             "problems": [each.to_dict() for each in self.problems],
             "since": {name: {"count": len(seqs), "leaves": shown_leaves(seqs)} for name, seqs in self.since.items()},
             "countersignatures": [dict(each.content) for each in self.countersignatures],
@@ -121,7 +136,8 @@ def verify_release(
     trust   release keys (and ledger keys) from another source. Without them, a release can only be self-consistent,
             which anybody can achieve
     seen    checkpoints of its ledger that were seen before: a release that stands on an older one is refused
-    ledger  the ledger of the release, from which everything is computed again. Without it, the figures are not checked
+    ledger  the ledger of the release, from which everything is computed again. Without it, the figures are computed from the
+            ledger in the release, and if there is none, they are not checked
     """
     now, folder = int(system.time()) if now is None else now, Path(folder)
     problems: list[ReleaseProblem] = []
@@ -144,16 +160,24 @@ def verify_release(
     certificates = _check_certificates(folder, manifest, note)
     # 6. The checkpoint is that of the ledger, and no older than those that were seen.
     _check_ledger_head(manifest, trust, seen, now, note)
-    # 7. With the ledger: every figure follows from its leaves.
+    # 7. With the ledger, given or in the release: every figure follows from its leaves.
     compared: Verification | None = None
+    evaluations = {}
+    for file in certificates:
+        with suppress(LaminaError):  # it is missing; the comparison names it if it is needed
+            evaluations[file] = read_file(folder, evaluation_of(file), MAX_EVALUATION_BYTES)
+    compare = partial(
+        compare_with_ledger, manifest, certificates, trust=trust, now=now, note=note, evaluations=evaluations
+    )
+    enclosed = next((kind for kind, file in ENCLOSED.items() if file in manifest.subjects), None)
     if ledger is not None:
-        evaluations = {}
-        for file in certificates:
-            with suppress(LaminaError):  # it is missing; the comparison names it if it is needed
-                evaluations[file] = read_file(folder, evaluation_of(file), MAX_EVALUATION_BYTES)
-        compared = compare_with_ledger(
-            manifest, certificates, ledger, trust=trust, now=now, note=note, evaluations=evaluations
-        )
+        compared, enclosed = compare(ledger), None
+    elif enclosed is not None:
+        try:
+            with _enclosed_ledger(folder, manifest, enclosed) as inside:
+                compared = compare(inside, enclosed=True)
+        except LaminaError as error:
+            note(error.code, error.problem, ENCLOSED[enclosed])
     # 8. Countersignatures are about their certificates, by an officer's key, and in force.
     parties = None if ledger is None or compared is None else ledger.parties()
     officers = _check_countersignatures(folder, manifest, trust, parties, now, note)
@@ -165,10 +189,27 @@ def verify_release(
     signed = not problems and trust is not None
     return ReleaseVerification(
         verified=not problems, signed=signed, compared=compared is not None,
-        trusted=signed and compared is not None and compared.trusted, problems=tuple(problems), manifest=manifest,
+        trusted=signed and compared is not None and compared.trusted and enclosed is None, enclosed=enclosed,
+        problems=tuple(problems), manifest=manifest,
         since={} if ledger is None or compared is None else changes_since(manifest, ledger),
         countersignatures=tuple(officers),
     )  # fmt: skip
+
+
+@contextmanager
+def _enclosed_ledger(folder: Path, manifest: Manifest, kind: str) -> Iterator[LedgerReader | PrunedLedger]:
+    """Open the ledger in a release: the very bytes that the manifest names, outside of the folder."""
+    data = read_file(folder, ENCLOSED[kind], MAX_LEDGER_BYTES)
+    if hashlib.sha256(data).hexdigest() != manifest.subjects[ENCLOSED[kind]]:
+        raise NotVerified("release.file-changed", "the ledger in the release is not the one that the manifest names")
+    if kind == "pruned":
+        yield PrunedLedger(data, manifest.ledger)
+        return
+    with tempfile.TemporaryDirectory(prefix="lamina-ledger-") as place:
+        copy = Path(place) / ENCLOSED[kind]
+        copy.write_bytes(data)
+        with LedgerReader.read_only(copy) as inside:
+            yield inside
 
 
 def _check_key(manifest: Manifest, trust: Trust | None, now: int, note: Note) -> None:
@@ -274,6 +315,8 @@ def _check_countersignatures(
 def _check_posture(manifest: Manifest, certificate: Certificate, note: Note) -> None:
     """The posture says no less than the certificate of a run."""
     layers = {layer.name: layer for layer in manifest.posture.layers}
+    if manifest.posture.attested and not certificate.content["attested"]:
+        note("release.posture-differs", "it states signed contributions, but a certificate does not", MANIFEST)
     for each in certificate.content["layers"]:
         mine = layers.get(each["name"])
         if mine is None or not set(each["classes"]) <= set(mine.classes) or mine.noise_std > each["noise_std"]:

@@ -69,6 +69,7 @@ def run_report(folder: str | Path, ledger: LedgerReader, *, trust: Trust | None 
         "as of": certificate["issued"],
         "run": facts.run.hex(),
         "model": f"{certificate['model']['file']}, SHA-256 {certificate['model']['sha256'] or 'missing'}",
+        "attested": "yes" if certificate["attested"] else "no: the ledger has no signed contributions for this run",
         "ledger": f"{view.origin}, {head['size']} leaves, {head['signed']} signed",
         "ledger root": head["root"],
         "accountant": f"{certificate['accountant']['name']} ({certificate['accountant']['version']})",

@@ -118,6 +118,14 @@ class LedgerMembership:
         Whoever asked to leave before there was a ledger to say so is withdrawn in it now.
         """
         if self._signed is None:
+            policy = self._corpus.policy
+            if policy is not None and policy.corpus.requires_attestation:
+                problem = (
+                    f"the policy of {self._corpus.origin!r} requires attestation, but the contributions are not signed"
+                )
+                remedy = "sign and admit them: lamina attest, lamina.Gate(policy, keys).admit(folder, ledger)"
+                remedy += '; or set attestation = "optional" under [corpus]'
+                raise LedgerError("train.attestation-required", problem, remedy)
             with self._ledger.store.read() as rows:
                 signed = self._ledger.checked(rows).count(ContributionRecord)
             if signed:

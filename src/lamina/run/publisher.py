@@ -362,6 +362,7 @@ def public_figures(run: Run, plan: StepPlan, state: TrainingState, notes: Sequen
         "plan": plan.digest().hex(),
         "accountant": plan.accountant,
         "optimizer": state.optimizer_figures,
+        "attested": run.attested,
         "classes": classes,
         "evaluations": [{name: each[name] for name in ("step", "figures")} for each in state.evaluations],
         "code": code_version(),

@@ -41,10 +41,11 @@ from lamina.account.charges import Account, Charge
 from lamina.account.gaussian_rdp import step_rdp
 from lamina.account.schedule import Event, Schedule, grouped, rdp_order_of
 from lamina.admit.attestation import MICRO
+from lamina.codec import schema_of
 from lamina.engine.noise.random_stream import segment_seed
 from lamina.errors import BudgetExceeded, LedgerError, RunError
 from lamina.ledger.attempts import NoiseByStep, OpenAttempt
-from lamina.ledger.records import SegmentOutcome
+from lamina.ledger.records import ContributionRecord, SegmentOutcome
 from lamina.ledger.run_records import (
     DECLARED_ORIGINS,
     EVALUATION,
@@ -55,7 +56,6 @@ from lamina.ledger.run_records import (
     RunEnd,
     WeightsOrigin,
 )
-from lamina.ledger.schema import schema_of
 from lamina.ledger.spend_ledger import SpendLedger
 from lamina.ledger.store.rows import WHOLE_BUDGET_SEGMENT
 from lamina.plan.charges import SignedAccount, bound_charges, follows_budget, plan_charges
@@ -122,6 +122,12 @@ class Run:
     def salt(self) -> bytes:
         """Keys the digests of data and membership, so that they mean nothing outside this run."""
         return self.journal.start.salt
+
+    @property
+    def attested(self) -> bool:
+        """Whether the contributions are signed: the ledger has signed ones, and refuses runs on any other."""
+        with self.spend.ledger.store.read() as rows:
+            return self.spend.ledger.checked(rows).count(ContributionRecord) > 0
 
     @property
     def abandoned_in_ledger(self) -> bool:

@@ -36,6 +36,7 @@ import torch
 
 import lamina
 from lamina.account.charges import Account, Charge
+from lamina.codec import schema_of
 from lamina.engine import native
 from lamina.engine.batch import model_device
 from lamina.engine.noise.source import noise_version
@@ -43,7 +44,6 @@ from lamina.errors import BudgetExceeded, RunError
 from lamina.ledger.attempts import NoiseByStep
 from lamina.ledger.records import MAX_NOISE_VALUES
 from lamina.ledger.run_records import MAX_RUN_PROGRAMS, ProgramVersions
-from lamina.ledger.schema import schema_of
 from lamina.plan.charges import charges_in_declared_steps, follows_budget, remaining_accounts
 from lamina.plan.correlation import aligned_length
 from lamina.plan.rules import FollowBudget, FollowQuantile

@@ -1,14 +1,17 @@
-"""The service described in OpenAPI 3.1, by hand. A test holds every answer of the service against it."""
+"""The service described in OpenAPI 3.1: requests by the models that validate them. A test compares every answer with it."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from pydantic import BaseModel
+
+from lamina.release.query import QueryDocument
+
 _HEX = {"type": "string", "pattern": "^[0-9a-f]*$"}
 _HASH = {"type": "string", "pattern": "^[0-9a-f]{64}$"}
 _COUNT = {"type": "integer", "minimum": 0}
 _TEXT = {"type": "string"}
-_NAME = {"type": "string", "minLength": 1, "maxLength": 512}
 
 
 def _object(required: dict[str, Any], optional: dict[str, Any] | None = None, *, closed: bool = True) -> dict[str, Any]:
@@ -28,34 +31,12 @@ def _ref(name: str) -> dict[str, str]:
     return {"$ref": f"#/components/schemas/{name}"}
 
 
-_RISK = _object(
-    {
-        "of": {"type": "string", "enum": ["membership", "content"]},
-        "fpr": {"type": "number", "enum": [0.001, 0.01, 0.05]},
-        "tpr": {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1},
-    }
-)
-_RIGHTS = _object(
-    {
-        "classes": {**_list(_TEXT, maxItems=1024), "description": "classes whose data may be drawn on"},
-        "max_epsilon": {**_nullable({"type": "number", "minimum": 0}), "description": "largest ε; null for any"},
-        "min_noise_multiplier": {"type": "number", "minimum": 0},
-        "purpose": {**_TEXT, "description": "what the answer is for"},
-    },
-    {
-        "accept_withdrawn": {"type": "boolean", "default": False},
-        "max_tpr": {**_nullable(_RISK), "description": "what an attack may find at most; null for any"},
-    },
-)
-_DRAWS_ON = _object(
-    {},
-    {
-        "layers": _list(_NAME, maxItems=64),
-        "depth": _list({"type": "number"}, minItems=2, maxItems=2),
-        "adapter": _NAME,
-        "generation_class": {**_NAME, "description": "a name of the manifest; instead of the others"},
-    },
-)
+def _request(model: type[BaseModel]) -> dict[str, Any]:
+    """Return the schemas of the model that validates a request and of its parts, by name."""
+    made = model.model_json_schema(ref_template="#/components/schemas/{model}")
+    return {**made.pop("$defs", {}), "Query": made}
+
+
 _REASON = _object({"code": _TEXT, "class": _nullable(_TEXT), "text": _TEXT, "layers": _list(_TEXT)})
 _DECISION = {
     "allowed": {"type": "boolean"},
@@ -71,7 +52,7 @@ _PROBLEM_TEXTS = dict.fromkeys(("type", "title", "detail", "code", "family", "re
 _PROBLEM = _object({**_PROBLEM_TEXTS, "status": _COUNT}, closed=False)
 _SCHEMAS = {
     "Problem": _PROBLEM,
-    "Query": _object({"rights": _RIGHTS}, {"draws_on": _DRAWS_ON, "scope": _nullable(_NAME)}),
+    **_request(QueryDocument),
     "Reason": _REASON,
     "Decision": _object(_DECISION),
     "Leaf": _LEAF,

@@ -1,7 +1,8 @@
-"""The questions of NIST SP 800-226 about a guarantee, and the evidence in a certificate (`certify --profile nist-800-226`).
+"""Profiles: the questions of a guideline about a guarantee, and the evidence in a certificate (`lamina certify --profile`).
 
-The items are in templates/nist-800-226.toml. Each finds its evidence in the content of the certificate. An item without evidence
-is "not stated". No item and no number of items is a claim of compliance.
+A profile is one table, templates/NAME.toml. Each item finds its evidence in the content of the certificate, and in the
+countersignature of a privacy officer if there is one. An item without evidence is "not stated". No item and no number of items
+is a claim of compliance.
 """
 
 from __future__ import annotations
@@ -14,30 +15,41 @@ from lamina.release.risk_statements import short_figure
 from lamina.release.schema import BY_MEASUREMENT, BY_OWNER
 from lamina.release.typeset import read_template
 
-NIST_PROFILE = "nist-800-226"
+PROFILES = ("nist-800-226", "hipaa-expert-determination")
 EQUIVALENT = "equivalent_records"  # a figure: on how many records training without privacy is as accurate
-NOTICE = "This table shows where the certificate states what NIST SP 800-226 asks about. It does not claim compliance with SP 800-226."
-ITEMS: Sequence[Mapping[str, Any]] = read_template("nist-800-226.toml")["item"]
+_UNPROVEN = ("classes", "charges", "profile")  # sections that hold figures of the guarantee
 Content = Mapping[str, Any]
 Evidence = tuple[str, str, Sequence[int]]  # value, source, leaves of the ledger
 
 
 class _RoundedUp(Formatter):
-    """A formatter that rounds up numbers without a format."""
+    """A formatter that rounds up numbers without a format, and writes a bool as yes or no."""
 
     def format_field(self, value: Any, spec: str) -> str:
+        if isinstance(value, bool):
+            return "yes" if value else "no"
         rounds = not spec and isinstance(value, float) and value >= 1e-3
         return short_figure(value) if rounds else str(super().format_field(value, spec))
 
 
-def _evidence(content: Content, item: Mapping[str, Any]) -> Iterator[Evidence]:
+def _evidence(content: Content, officer: Content, item: Mapping[str, Any]) -> Iterator[Evidence]:
+    no_private_class = all(each["public"] for each in content["classes"].values())
     for row in item["evidence"]:
+        if (row.get("private") and no_private_class) or (row.get("of") in _UNPROVEN and not content["private"]):
+            continue
         for each in content["statements"]:
             if each["topic"] in row.get("topics", ()) and row.get("word", "") in each["text"].lower():
                 yield each["text"], each["source"], each["leaves"] or ()
         for name, each in content["about"].items():
             if name in row.get("about", ()):
                 yield f"{name}: {each['text']}", BY_OWNER, (each["leaf"],)
+        for name in row.get("officer", ()):
+            if officer.get(name) is not None:
+                yield (
+                    f"{name.replace('_', ' ')}: {officer[name]}",
+                    f"stated by the holder of key {officer['signer'][:16]}",
+                    (),
+                )
         if "text" in row:
             yield from _filled(content, row)
         if "utility" in row:
@@ -80,21 +92,26 @@ def _utility(content: Content, which: str) -> Iterator[Evidence]:
             yield f"{name}: {value}, on {each['on']} data", BY_MEASUREMENT, ()
 
 
-def profile_dict(content: Content) -> dict[str, Any]:
-    """Return the table for JSON. An empty list of evidence means "not stated"."""
+def profile_dict(name: str, content: Content, officer: Content | None = None) -> dict[str, Any]:
+    """Return a profile for JSON. `officer` is the content of a countersignature. An empty list of evidence: "not stated"."""
+    table = read_template(f"{name}.toml")
     rows = []
-    for number, item in enumerate(ITEMS, 1):
-        found = [{"text": text, "source": by, "leaves": [*leaves]} for text, by, leaves in _evidence(content, item)]
-        asked = {name: item[name] for name in ("section", "question", "where")}
+    for number, item in enumerate(table["item"], 1):
+        found = [
+            {"text": text, "source": by, "leaves": [*leaves]}
+            for text, by, leaves in _evidence(content, officer or {}, item)
+        ]
+        asked = {key: item[key] for key in ("section", "question", "where")}
         rows.append({"item": number, **asked, "evidence": found})
-    about = {"profile": NIST_PROFILE, "run": content["run"]["id"], "private": content["private"]}
-    return {"notice": NOTICE, **about, "rows": rows}
+    return {
+        "notice": table["notice"], "profile": name, "run": content["run"]["id"], "private": content["private"], "rows": rows,
+    }  # fmt: skip
 
 
-def profile_text(content: Content) -> str:
-    """Return the table as text for a terminal."""
-    lines = [NOTICE, *([] if content["private"] else ["This run is not private; lamina certify states why."])]
-    for row in profile_dict(content)["rows"]:
+def profile_text(found: Mapping[str, Any]) -> str:
+    """Return a profile as text for a terminal."""
+    lines = [found["notice"], *([] if found["private"] else ["This run is not private; lamina certify states why."])]
+    for row in found["rows"]:
         lines.append(f"{row['item']:>2}  §{row['section']}  {row['question']}  [{row['where']}]")
         for each in row["evidence"] or [{"text": "not stated", "source": "", "leaves": ()}]:
             leaves = each["leaves"]

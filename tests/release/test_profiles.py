@@ -1,13 +1,15 @@
-"""The table of NIST SP 800-226: 24 items, each with evidence and its source or "not stated", and no claim of compliance."""
+"""Profiles of guidelines: each item has evidence with its source or is "not stated", and no profile claims compliance."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
+import pytest
 from sample_certificate import public_class, sample_content
 
-from lamina.release.nist_profile import ITEMS, profile_dict, profile_text
+from lamina.release.profiles import PROFILES, profile_dict, profile_text
+from lamina.release.typeset import read_template
 
 SECTIONS = (
     "2.2", "2.3", "2.3, 2.5", "2.4", "2.4", "2.4", "2.2, 4.1", "2.6", "3", "3.1", "3.2", "3.2", "3.3", "3.5", "3.6", "3.7",
@@ -15,23 +17,28 @@ SECTIONS = (
 )  # fmt: skip
 
 
-def rows(content: dict[str, Any]) -> dict[int, list[str]]:
+NIST, HIPAA = PROFILES
+
+
+def rows(content: dict[str, Any], profile: str = NIST, **officer: Any) -> dict[int, list[str]]:
     """Evidence by item."""
     return {
         row["item"]: [f"{each['text']} ({each['source']}) {each['leaves']}" for each in row["evidence"]]
-        for row in profile_dict(content)["rows"]
+        for row in profile_dict(profile, content, officer or None)["rows"]
     }
 
 
 def test_it_has_24_items_in_order() -> None:
-    assert [each["item"] for each in profile_dict(sample_content())["rows"]] == list(range(1, 25))
-    assert tuple(each["section"] for each in ITEMS) == SECTIONS
+    assert [each["item"] for each in profile_dict(NIST, sample_content())["rows"]] == list(range(1, 25))
+    assert tuple(each["section"] for each in read_template(f"{NIST}.toml")["item"]) == SECTIONS
 
 
-def test_the_first_line_claims_no_compliance() -> None:
-    first, *rest = profile_text(sample_content()).splitlines()
+@pytest.mark.parametrize("name", PROFILES)
+def test_the_first_line_claims_no_compliance(name: str) -> None:
+    table = profile_dict(name, sample_content())
+    first, *rest = profile_text(table).splitlines()
     assert "does not claim compliance" in first and not any("complian" in line for line in rest)
-    assert "does not claim compliance" in next(iter(json.loads(json.dumps(profile_dict(sample_content()))).values()))
+    assert "does not claim compliance" in next(iter(json.loads(json.dumps(table)).values()))
 
 
 def test_evidence_has_its_source_and_leaves() -> None:
@@ -58,7 +65,7 @@ def test_what_nobody_states_is_not_stated() -> None:
     found = rows(content)
     silent = {item for item, evidence in found.items() if not evidence}
     assert silent == {1, 5, 8, 9, 11, 12, 13, *range(16, 23)}
-    lines = profile_text(content).splitlines()
+    lines = profile_text(profile_dict(NIST, content)).splitlines()
     assert lines.count("      not stated") == 14
 
 
@@ -77,5 +84,35 @@ def test_the_comparison_with_training_without_privacy_is_an_item_of_its_own() ->
 
 
 def test_a_run_that_is_not_private_is_named_so() -> None:
-    lines = profile_text(sample_content() | {"private": False}).splitlines()
+    lines = profile_text(profile_dict(NIST, sample_content() | {"private": False})).splitlines()
     assert lines[1] == "This run is not private; lamina certify states why."
+
+
+@pytest.mark.parametrize("name", PROFILES)
+def test_a_run_without_a_guarantee_states_no_figure(name: str) -> None:
+    content = sample_content(private=False)
+    content["statements"] = []  # the certificate of such a run has no statement with a figure
+    told = [each for evidence in rows(content, name).values() for each in evidence]
+    assert told and not any("ε" in each or "ρ" in each or "σ" in each for each in told)
+
+
+def test_public_data_has_no_mechanism() -> None:
+    told = [each for evidence in rows(sample_content({"open": public_class()})).values() for each in evidence]
+    assert not any("gaussian" in each or "grid" in each or "source of noise" in each for each in told)
+
+
+def test_an_expert_determination_has_the_fields_of_the_officer() -> None:
+    empty, officer = rows(sample_content(), HIPAA), {
+        "signer": "ab" * 32, "name": "R. Roe", "role": "statistician", "qualification": "PhD, statistics", "method": None,
+        "signed": "2026-11-30T12:00:00Z", "valid_until": "2027-11-30T12:00:00Z", "recipient": "University of X",
+        "purpose": "research", "legal_basis": None, "result": "very small risk",
+    }  # fmt: skip
+    found = rows(sample_content(), HIPAA, **officer)
+    assert not empty[1] and not empty[2] and not empty[3] and not empty[15] and empty[8] and empty[9]
+    by = "(stated by the holder of key abababababababab) []"
+    assert found[1] == [f"name: R. Roe {by}", f"role: statistician {by}"] and found[2] == [
+        f"qualification: PhD, statistics {by}"
+    ]
+    assert f"valid until: 2027-11-30T12:00:00Z {by}" in found[3] and f"result: very small risk {by}" in found[15]
+    assert not any("method:" in each or "legal basis" in each for evidence in found.values() for each in evidence)
+    assert "class volunteer: declared public (recomputed from the ledger) []" in found[6]
