@@ -38,7 +38,7 @@ class Inspection:
 def check_inspection(record: Inspection, place: Place) -> None:
     if not 0 < record.seen <= place.seq:
         problem = f"the inspector saw {record.seen} leaves, but {place.seq} come before"
-        raise LedgerError("ledger.inspection-of-later-leaves", problem, "give the leaves that were there")
+        raise LedgerError("ledger.size-not-reached", problem, "give the leaves that were there")
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +74,7 @@ def test_its_rule_holds_when_it_is_appended(where: str) -> None:
     report = b"all is well"
     with create(where) as ledger:
         for seen in (0, 2):
-            with raises_code("ledger.inspection-of-later-leaves"):
+            with raises_code("ledger.size-not-reached"):
                 ledger.append([inspection(seen=seen)])
         with raises_code("ledger.batch-repeats"):
             ledger.append([inspection(), inspection(run=bytes(16))])
@@ -108,7 +108,7 @@ def test_its_rule_holds_for_who_reads_and_who_verifies(tmp_path: Path) -> None:
     seq = Forger(path).append(23, {1: "eve", 2: 9, 3: OWN})
     found = verify(path, now=int(Clock().now)).problem
     assert found is not None
-    assert (found.index, found.kind, found.code) == (seq, "inspection", "ledger.inspection-of-later-leaves")
+    assert (found.index, found.kind, found.code) == (seq, "inspection", "ledger.size-not-reached")
     with Ledger.open(path, LEDGER, clock=Clock()) as ledger, raises_code("ledger.leaf-not-allowed"):
         ledger.checkpoint()
 

@@ -94,7 +94,7 @@ def find_repeated_run_record(
 
 
 def _same_record(there: StoredLeaf | None, encoded: EncodedRecord) -> bool:
-    """Whether a leaf, pruned or not, is of this record: it holds the hash of its body."""
+    """Return whether a leaf, pruned or not, holds this record, by the hash of the body."""
     head, tail, _ = encoded
     return there is not None and leaf_tail(there.leaf) == tail and there.leaf[:3] == head[:3]
 
@@ -146,7 +146,7 @@ class AppendContext:
 class AppendBatch:
     """Records that are appended together, and the bytes that they refer to by digest.
 
-    What does not depend on the place in the ledger is made here, before anybody is kept waiting.
+    Everything that does not depend on the place in the ledger is prepared here, before the ledger is locked.
     """
 
     def __init__(self, records: Sequence[Record], blobs: Iterable[bytes]) -> None:
@@ -162,7 +162,7 @@ class AppendBatch:
         self._begin()
 
     def _begin(self) -> None:
-        """Forget an attempt that was not committed."""
+        """Discard what an earlier try that was not committed has left."""
         self.new_keys: dict[bytes, int] = {}  # keys of the contributions that were written → leaf
         self.hashes: list[bytes] = []  # hashes of the leaves that were written
         self.placed: list[LeafRow] = []  # rows of written leaves that are not contributions
@@ -182,7 +182,7 @@ class AppendBatch:
         return once
 
     def write(self, rows: StoreWriter, stand: AppendContext) -> list[int]:
-        """Append what is not there yet; the leaf of every record, in order."""
+        """Append the records that are not in the ledger yet; return the leaf of every record, in order."""
         self._begin()
         head, there = stand.head, self._find_repeated(rows, stand)
         new = [at for at in range(len(self.records)) if at not in there] if there else range(len(self.records))
@@ -228,7 +228,7 @@ class AppendBatch:
         rows.put_head(self.after)
 
     def _encode_leaves(self, new: Sequence[int], stand: AppendContext) -> tuple[list[LeafRow], int, int]:
-        """The leaves, the time of the last one, and the epochs that are closed after it."""
+        """Return the rows of the leaves, the time of the last one, and the number of epochs after it."""
         time, epoch = stand.head.time, stand.head.epoch
         placed: list[LeafRow] = []
         if not self.others:
@@ -257,7 +257,7 @@ class AppendBatch:
         return placed, time, epoch
 
     def _write_side_rows(self, rows: StoreWriter, new: Sequence[int], first: int, header_hash: bytes | None) -> None:
-        """What single records have beside their leaf."""
+        """Write what records have beside their leaves: attempts, attestations, requests, plans and manifests."""
         if not self.others and not self._blobs:
             return
         attempts: list[AttemptRow] = []
@@ -299,7 +299,7 @@ def _claim_once(names: dict[Any, int], asked: Iterable[Any], at: int) -> None:
 
 
 def _encode_epoch(record: Epoch, previous: bytes | None) -> EncodedRecord:
-    """An epoch with the digest of the checkpoint before it."""
+    """Encode an epoch with the digest of the checkpoint before it."""
     if record.previous not in (None, previous):
         problem = "the epoch names another checkpoint than the last one"
         raise LedgerError("ledger.epoch-wrong-previous", problem, "leave `previous` out")

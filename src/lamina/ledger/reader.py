@@ -28,7 +28,7 @@ from lamina.ledger.store.sqlite import make_store
 
 
 class LedgerReader:
-    """Reads what is committed, at the moment of each call. Several may be open on one store."""
+    """A ledger opened for reading: each call sees what is committed at that moment. Several may be open on one store."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
@@ -49,7 +49,7 @@ class LedgerReader:
 
     @classmethod
     def read_only(cls, where: str | os.PathLike[str]) -> LedgerReader:
-        """A ledger that is there, for who must not change it; also a copy that cannot be written."""
+        """Open an existing ledger for reading; also a copy without write permission."""
         return cls._over(make_store(where, readonly=True))
 
     @staticmethod
@@ -61,7 +61,7 @@ class LedgerReader:
             raise
 
     def another(self) -> LedgerReader:
-        """The same ledger through a connection of its own: whoever reads for long keeps nobody waiting."""
+        """Open the same ledger through another connection, so that a long read does not block others."""
         return self._over(self.store.another())
 
     def reopen(self) -> None:
@@ -91,34 +91,34 @@ class LedgerReader:
 
     @property
     def name(self) -> str:
-        """Where it is kept, for messages."""
+        """Return the path or address, for messages."""
         return self.store.name
 
     # ----------------------------------------------------------------------------------- where it stands
 
     @property
     def size(self) -> int:
-        """Committed leaves."""
+        """Return the number of committed leaves."""
         with self.store.read() as rows:
             return head_of(rows).size
 
     @property
     def root(self) -> bytes:
-        """The root over them."""
+        """Return the root over all committed leaves."""
         return self.tree().root
 
     def tree(self) -> LedgerCheckpoint:
-        """Size and root of what is committed, together."""
+        """Return size and root of the committed leaves."""
         with self.store.read() as rows:
             return self._tree(head_of(rows))
 
     def checkpoints(self) -> Iterator[str]:
-        """Every checkpoint that was signed, by size, with its signatures."""
+        """Yield every signed checkpoint, by size."""
         with self.store.read() as rows:
             yield from (signed.text for signed in rows.checkpoints())
 
     def latest(self) -> str | None:
-        """The newest checkpoint."""
+        """Return the newest checkpoint; None if there is none."""
         with self.store.read() as rows:
             signed = rows.checkpoint()
         return None if signed is None else signed.text
@@ -129,7 +129,7 @@ class LedgerReader:
         return self._checked
 
     def parties(self, before: int | None = None) -> GovernanceState:
-        """Whose signatures count, after the leaves before that one."""
+        """Return keys, policy and terms after the leaves before that one; by default after all leaves."""
         with self.store.read() as rows:
             if before is None:
                 return self._checked.follow(rows, head_of(rows))
@@ -138,12 +138,12 @@ class LedgerReader:
     # ----------------------------------------------------------------------------------- leaves
 
     def raw(self, seq: int) -> StoredLeaf:
-        """The bytes of a leaf, and of its body unless that is pruned; LedgerError if it was never there."""
+        """Return the bytes of a leaf, and of its body unless it is pruned; raise LedgerError if there is no such leaf."""
         with self.store.read() as rows:
             return self._raw(rows, seq)
 
     def leaf(self, seq: int) -> Leaf:
-        """A leaf, read. Of a contribution whose body is pruned, its record is what the leaf itself says."""
+        """Return a leaf with its record; of a pruned contribution, what the leaf itself says."""
         return _decode_stored_leaf(seq, self.raw(seq))
 
     def checked_leaf(self, seq: int) -> Leaf:
@@ -153,12 +153,12 @@ class LedgerReader:
             return self.checked(rows).decoded(rows, [seq])[0]
 
     def raw_leaves(self, first: int = 0, stop: int | None = None) -> Iterator[tuple[int, StoredLeaf]]:
-        """(seq, bytes) of the leaves in [first, stop), in order: one view, in bounded memory."""
+        """Yield (seq, bytes) of the leaves in [first, stop), in order, from one view and in bounded memory."""
         with self.store.read() as rows:
             yield from rows.leaves(first, head_of(rows).size if stop is None else stop)
 
     def leaves(self, first: int = 0, stop: int | None = None) -> Iterator[Leaf]:
-        """The same, read."""
+        """Yield the leaves in [first, stop) with their records, in order."""
         for seq, data in self.raw_leaves(first, stop):
             yield _decode_stored_leaf(seq, data)
 
@@ -181,7 +181,7 @@ class LedgerReader:
     # ----------------------------------------------------------------------------------- what belongs to them
 
     def evidence(self, seq: int) -> bytes | None:
-        """The bytes whose digest stands in the leaf alone: of a contribution its attestation."""
+        """Return the bytes whose digest is in the leaf: of a contribution its attestation, of a withdrawal its request."""
         with self.store.read() as rows:
             return rows.evidence(seq)
 
@@ -218,35 +218,31 @@ class LedgerReader:
         return {bound: count for bound, count in found.items() if count}
 
     def withdrawn(self, seq: int) -> int | None:
-        """The leaf in which a contribution was withdrawn."""
+        """Return the leaf that withdraws a contribution; None if none does."""
         return self.withdrawals().get(seq)
 
     def withdrawals(self) -> Mapping[int, int]:
-        """Every contribution that was withdrawn → the leaf in which it was."""
+        """Return withdrawn contribution → leaf of its withdrawal."""
         with self.store.read() as rows:
             return self.checked(rows).withdrawals(rows)
 
     # ----------------------------------------------------------------------------------- proofs
 
     def prove(self, seq: int, size: int | None = None) -> list[bytes]:
-        """The inclusion proof of a leaf in the tree of that size; of all committed leaves without a size."""
+        """Return the inclusion proof of a leaf in the tree of that size; by default of all committed leaves."""
         return merkle.inclusion_proof(self._nodes, seq, self._within(size))
 
     def consistent(self, old: int, new: int | None = None) -> list[bytes]:
-        """The proof that the tree of `new` leaves begins with the tree of `old`."""
+        """Return the proof that the tree of `new` leaves begins with the tree of `old` leaves."""
         return merkle.consistency_proof(self._nodes, old, self._within(new))
 
     def root_at(self, size: int) -> bytes:
-        """The root that the tree had at a size."""
+        """Return the root of the tree of the first `size` leaves."""
         return merkle.root_at(self._nodes, self._within(size))
 
     def node(self, level: int, index: int) -> bytes:
         """The hash of the complete subtree over leaves [index·2^level, (index+1)·2^level)."""
         return self._nodes.node(level, index)
-
-    def frontier(self, size: int) -> Frontier:
-        """The right edge of the tree of so many leaves, from its tiles."""
-        return merkle.frontier_at(self._nodes, self._within(size))
 
     def receipt(self, seq: int, size: int | None = None) -> bytes:
         """Return the COSE receipt (RFC 9942) of a leaf under the checkpoint of that size; by default the newest."""
@@ -290,7 +286,7 @@ class LedgerReader:
         return LedgerCheckpoint(self.origin, head.size, Frontier.decode(head.frontier).root())
 
     def _check_head(self, rows: StoreReader, head: LedgerHead) -> None:
-        """Head, last leaf and tiles say the same. What lies before is for `verify`."""
+        """Check that head, last leaf and tiles agree. `verify` checks the other leaves."""
         frontier = Frontier.decode(head.frontier)
         nodes = TileNodes(tile_reader(rows))
         last = _decode_stored_leaf(head.size - 1, rows.leaf(head.size - 1))
@@ -330,7 +326,7 @@ def find_contributions(ledger: LedgerReader, name: str) -> list[Leaf]:
 
 
 def find_leaf(ledger: LedgerReader, name: str) -> int:
-    """One leaf: of any kind by its number, a contribution as `find` does."""
+    """Return one leaf: of any kind by its number, or a contribution as `find_contributions` finds it."""
     number = _leaf_number(ledger, name)
     if number is not None:
         return number
@@ -343,7 +339,7 @@ def find_leaf(ledger: LedgerReader, name: str) -> int:
 
 
 def _leaf_number(ledger: LedgerReader, name: str) -> int | None:
-    """The leaf that a name is the number of. Long numbers may be the first digits of a digest, and never mean both."""
+    """Return the leaf if the name is its number. A long number that could also begin a digest is refused."""
     if not (name.isascii() and name.isdecimal() and len(name) <= _MAX_LEAF_DIGITS):
         return None
     number = int(name)
@@ -390,7 +386,7 @@ def _digests_with_prefix(leaf: Leaf, digits: str) -> list[str]:
 
 
 def _list_matches(found: list[Leaf], digits: str) -> list[str]:
-    """The digests that begin so, each with a leaf."""
+    """Return the digests that begin with these digits, each with its leaf."""
     known: dict[str, Leaf] = {}
     for leaf in found:
         for digest in _digests_with_prefix(leaf, digits):

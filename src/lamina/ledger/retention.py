@@ -43,7 +43,7 @@ class Retention:
         self._ledger, self._store = ledger, ledger.store
 
     def horizon(self) -> int:
-        """Seconds before which contributions may be summed up now, by the retention in force."""
+        """Return the time before which contributions may be aggregated now, by the retention in force."""
         return max(0, self._ledger.now() - self._ledger.parties().retention)
 
     def propose(self, before: int | None = None) -> Aggregate | None:
@@ -182,14 +182,14 @@ def _with_bodies(rows: StoreReader, aggregates: Sequence[Aggregate]) -> list[Agg
 
 
 def _earliest_open_run(rows: StoreReader) -> int:
-    """The time from which on attempts that are still open may have read their members."""
+    """Return the earliest time at which an attempt that is still open may have read its members."""
     at_work = {hold.run for hold in rows.holds() if hold.attempt}
     days = {run.id: run.day for run in rows.runs()}
     return min((days.get(run, 0) * DAY_SECONDS for run in at_work), default=_NEVER)
 
 
 def _largest_spend(rows: StoreReader, leaves: CheckedLeaves) -> dict[str, int]:
-    """By class the largest spend that an epoch has recorded: spend never falls."""
+    """Return the largest recorded spend of each class. Spend never decreases."""
     found: dict[str, int] = {}
     for leaf in leaves.records(rows, Epoch):
         assert isinstance(leaf.record, Epoch)

@@ -92,6 +92,7 @@ class SqliteStore(Store):
         self.path = Path(os.path.realpath(path))  # runs have links to it; beside it lie its WAL and its key
         self.name = self.where = str(self.path)
         self._vfs, self._immutable = vfs, False
+        self._wal: int | None = None  # inode of the WAL after the first transaction, 0 without one
         if create:
             self._make_file()
         elif not self.path.is_file():
@@ -129,6 +130,7 @@ class SqliteStore(Store):
             try:
                 yield rows
                 db.execute("COMMIT")
+                self._wal = self._wal_inode() if self._wal is None else self._wal
             except BaseException:
                 self._undo(purpose, db)
                 raise
@@ -149,13 +151,18 @@ class SqliteStore(Store):
         return SqliteStore(self._given, readonly=True, patience=self._patience, vfs=self._vfs)
 
     def replaced(self) -> bool:
-        """Return whether the path leads to another file, or the file was changed outside of this connection.
+        """Return whether the path leads to another file or WAL, or the file was changed outside of this connection.
 
         The cache of SQLite may miss such a change. A copy of the WAL into the file, by SQLite itself, also counts as a
         change, which costs a reader a new connection.
         """
-        unseen = self._immutable and os.path.exists(f"{self.path}-wal")
-        return unseen or self._file_stamp() != self._stamp
+        return self._wal not in (None, self._wal_inode()) or self._file_stamp() != self._stamp
+
+    def _wal_inode(self) -> int:
+        try:
+            return os.stat(f"{self.path}-wal").st_ino
+        except OSError:
+            return 0
 
     def _file_stamp(self) -> tuple[int, ...]:
         """Return device, inode, size and change time of the file at the given path; empty if there is none."""
