@@ -176,6 +176,18 @@ def test_an_officer_countersigns_and_the_release_has_it(trained: Trained, tmp_pa
     assert "officer A. Lovelace, officer, valid until 2098-12-31" in text
 
 
+def test_a_receiver_computes_every_figure_from_the_folder(trained: Trained, tmp_path: Path, lamina: Call) -> None:
+    run, key = str(trained.folder), str(trained.ledger).replace(".db", ".release.pub")
+    for form, file in (("pruned", "ledger.json"), ("full", "ledger.db")):
+        made = json.loads(succeeded(lamina("release", "make", run, "-o", form, "--with-ledger", form, "--json")))
+        assert made["verified"] and file in made["files"] and bool(made["warnings"]) is (form == "full")
+        text = succeeded(lamina("release", "verify", form, "--trust", key))
+        assert f"signed by a trusted key; figures agree with the {form} ledger in the release" in text
+        assert "does not show that the ledger records this release" in text and "give --ledger" not in text
+        assert ("does not show contributions" in text) is (form == "pruned")
+    assert lamina("release", "make", run, "-o", "other", "--with-ledger", "some")[0] == 2
+
+
 def test_the_profile_writes_nothing_and_claims_nothing(trained: Trained, lamina: Call) -> None:
     text = succeeded(lamina("certify", str(trained.folder), "--profile", "nist-800-226"))
     assert "does not claim compliance" in text.splitlines()[0] and "not stated" in text and "24  §5" in text

@@ -25,6 +25,7 @@ from pydantic import Field
 
 from lamina.account.charges import Account
 from lamina.errors import EncodingError, LaminaError, LedgerError, NotVerified
+from lamina.ledger.append_rules import Place, check_record
 from lamina.ledger.governance_records import GoverningRecord, Header, PolicyChange, Role, Withdrawal
 from lamina.ledger.key_state import GovernanceState, PolicyInForce
 from lamina.ledger.merkle import leaf_hash, node_hash, root_at
@@ -255,13 +256,18 @@ class PrunedLedger:
                 raise VerificationStopped(
                     Finding(seq, "leaf", "verify.time-falls", "it is older than the leaf before it")
                 )
+            if not isinstance(leaf.record, GoverningRecord):  # `_govern` checks these
+                place = Place(
+                    rows=rows, header=self.header, seq=seq, time=leaf.time, governance=lambda: state,
+                    root_of=lambda _: None, runs=lambda: runs,
+                )  # fmt: skip
+                check_record(leaf.record, place)
             match leaf.record:
                 case Epoch() as epoch:
                     before = time if seq - 1 in self._leaves else leaf.time  # the leaf before it may be hidden
                     epochs.see(leaf, before, _AnyCheckpoint())
                     runs.see(epoch)
                 case RunBegin() | RunEnd() as record:
-                    runs.check(record)
                     runs.see(record)
                     if isinstance(record, RunBegin):
                         epochs.begins.setdefault(record.run, seq)
