@@ -167,7 +167,8 @@ class AuditTarget:
             stepper.backward(losses, part)
         grads = {name: whole_tensor(p.grad) for name, p in self.model.named_parameters() if p.grad is not None}
         seen = {name: grad.detach().double() * divisor for name, grad in grads.items()}
-        counts = getattr(getattr(stepper, "adaptation", None), "counts", None)
+        rules = stepper.rules if isinstance(stepper, Engine) else None  # what a tester plants has none
+        counts = None if rules is None or rules.adaptation is None else rules.adaptation.counts
         return seen if counts is None else {**seen, COUNTS_KEY: torch.tensor(counts, dtype=torch.float64)}
 
     def _stepper(self, plan: StepPlan, source: NoiseSource) -> Stepper:
