@@ -60,7 +60,7 @@ def steps_of(load: Workload, allocate: str | Allocate) -> dict[str, Step]:
 
     def taken(how: Adaptation | None, by: StepPlan) -> Step:
         def step() -> None:
-            engine.adaptation, engine.plan = how, by
+            engine.rules.adaptation, engine.plan = how, by
             engine.backward(load.losses(model(x), y), Batch(x, y))
             optimizer.step()
             optimizer.zero_grad()
@@ -82,8 +82,8 @@ def choice_of(load: Workload) -> dict[str, Step]:
         engine.choose(load.losses(model(x), y), Batch(x, y))
 
     def step() -> None:
-        if engine.adaptation is not None:
-            engine.adaptation.chosen = engine.budget.taken
+        if engine.rules.adaptation is not None:
+            engine.rules.adaptation.chosen = engine.budget.taken
         engine.backward(load.losses(model(x), y), Batch(x, y))
         model.zero_grad()
 

@@ -1,6 +1,7 @@
 """What a ledger costs: appends, proofs, replay, opening for a decision, verification, memory, disk, and pruning.
 
-    python benchmarks/ledger.py [--leaves 1000000] [--batch 1000] [--postgres URL | --no-postgres] [--no-pruning] [--out FILE]
+    python benchmarks/ledger.py [--leaves 1000000] [--batch 1000] [--postgres URL | --no-postgres] [--no-pruning]
+                                [--fast-paths] [--out FILE]
 
 Stores take turns, block by block, in one run, with two floors beside them: `disk` appends the same bytes to a file and
 syncs after each batch, `rows` inserts the same leaves into a bare SQLite table with the same durability. A rate counts
@@ -24,12 +25,26 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import apsw
 
+from lamina import cbor
+from lamina.codec import schema_of
+from lamina.ledger import contribution_columns
+from lamina.ledger import records as leaf_records
 from lamina.ledger.governance_records import NO_POLICY, ClassBounds, Header, Key, LedgerFloors, Role, sign_header
 from lamina.ledger.merkle import Frontier, leaf_hashes
-from lamina.ledger.records import ContributionRecord, ContributionTerms, Record, decode_leaf, encode_leaf
+from lamina.ledger.records import (
+    ContributionBody,
+    ContributionRecord,
+    ContributionTerms,
+    KeptContribution,
+    Record,
+    decode_leaf,
+    encode_leaf,
+    encode_record,
+)
 from lamina.ledger.retention import Retention
 from lamina.ledger.verify.verifier import verify
 from lamina.ledger.writer import Ledger
@@ -192,6 +207,61 @@ def verifying(ledger: Ledger) -> dict[str, float]:
     }
 
 
+def without_fast_paths(ledger: Ledger, key: PrivateKey, clock: Callable[[], float]) -> dict[str, float]:
+    """Processor time with each fast path switched off, over that with it: a path stays if this is above 3.
+
+    columns     contributions read one by one instead of as columns (contribution_columns.py)
+    decoding    `decode_leaf` by the general decoder (records.py)
+    encoding    `encode_record` by the general encoder
+    """
+
+    def seconds(work: Callable[[], object]) -> float:
+        began = time.process_time()
+        work()
+        return time.process_time() - began
+
+    def decide() -> object:
+        return deciding(ledger.store.where, key, clock)
+
+    def check() -> object:
+        return verify(ledger.store, signatures=False, now=START)
+
+    def decode() -> None:
+        for _, data in ledger.raw_leaves():
+            decode_leaf(data)
+
+    def encode() -> None:
+        for record in batch:
+            encode_record(record)
+
+    def encode_generally() -> None:
+        for record in batch:
+            assert isinstance(record, ContributionRecord)
+            terms = record.terms
+            kept = KeptContribution(
+                descriptor=record.descriptor, expires=record.expires, cls=terms.cls, clip_norm=terms.clip_norm,
+                noise_multiplier=terms.noise_multiplier, subject=record.subject,
+            )  # fmt: skip
+            body = ContributionBody(
+                attestation=record.attestation, key=record.key, not_before=record.not_before, data_class=terms.data_class,
+                profile=terms.profile, anchor=record.anchor,
+            )  # fmt: skip
+            for part in (kept, body):
+                cbor.encode(schema_of(type(part)).to_cbor(part))
+
+    batch = made(10_000)
+    before = {work: seconds(work) for work in (decide, check, decode, encode)}
+    found = {"encoding": seconds(encode_generally) / before[encode]}
+    with patch.object(contribution_columns, "_FEWEST_ROWS", 1 << 62):
+        found |= {
+            "columns, deciding": seconds(decide) / before[decide],
+            "columns, verify": seconds(check) / before[check],
+        }
+    with patch.object(leaf_records, "_read_contribution", lambda data: None):
+        found["decoding"] = seconds(decode) / before[decode]
+    return found
+
+
 def megabytes_on_disk(ledger: Ledger) -> float:
     """SQLite: the file and its WAL; PostgreSQL: tables with their indexes."""
     if not ledger.store.remote:
@@ -243,7 +313,7 @@ def server(url: str | None, wanted: bool) -> Iterator[str | None]:
         started.remove()
 
 
-def measure(leaves: int, batch: int, url: str | None, folder: Path, prune: bool) -> dict[str, Any]:
+def measure(leaves: int, batch: int, url: str | None, folder: Path, prune: bool, fast_paths: bool) -> dict[str, Any]:
     key, clock = PrivateKey.generate(), [float(START)]
     ledgers = {"sqlite": Ledger.create(str(folder / "ledger.db"), header(key), key, clock=lambda: clock[0])}
     if url is not None:
@@ -279,6 +349,8 @@ def measure(leaves: int, batch: int, url: str | None, folder: Path, prune: bool)
             url if name == "postgres" and url else str(folder / "ledger.db"), key, lambda: clock[0]
         )
         result[name] |= verifying(ledger)
+        if fast_paths and name == "sqlite":
+            result[name]["without_fast_paths"] = without_fast_paths(ledger, key, lambda: clock[0])
         result[name] |= pruning(ledger, clock) if prune else {}
         ledger.close()
     return result
@@ -291,10 +363,12 @@ def main() -> None:
     options.add_argument("--postgres", default=None)
     options.add_argument("--no-postgres", action="store_true")
     options.add_argument("--no-pruning", action="store_true")
+    options.add_argument("--fast-paths", action="store_true")
     options.add_argument("--out", type=Path, default=None)
     given = options.parse_args()
     with tempfile.TemporaryDirectory() as folder, server(given.postgres, not given.no_postgres) as url:
-        text = json.dumps(measure(given.leaves, given.batch, url, Path(folder), not given.no_pruning), indent=2)
+        found = measure(given.leaves, given.batch, url, Path(folder), not given.no_pruning, given.fast_paths)
+        text = json.dumps(found, indent=2)
     print(text)
     if given.out is not None:
         given.out.write_text(text + "\n")

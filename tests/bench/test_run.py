@@ -74,7 +74,7 @@ def test_the_compiled_step_is_measured_or_says_why_not(monkeypatch: pytest.Monke
     monkeypatch.setattr(step_variants, "opacus_missing", lambda: "opacus is not installed here")
     found = run_benchmark(replace(SMALL, workloads=("cnn",), compiled=True))["workloads"]["cnn"]["compiled"]
     assert found["time_ratio"] > 0 and found["of_torch_rules"] > 0 and found["compile_seconds"] > 0
-    monkeypatch.setattr(compiled, "unsupported_plan", lambda plan, adaptive: "graphs are forbidden")
+    monkeypatch.setattr(compiled, "unsupported_plan", lambda plan: "graphs are forbidden")
     result = run_benchmark(replace(SMALL, workloads=("cnn",), compiled=True))
     assert "graphs are forbidden" in result["workloads"]["cnn"]["reasons"]["box_compiled"]
     assert result["workloads"]["cnn"]["compiled"]["time_ratio"] is None and lamina_failures(result) == []

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import stat
 import sys
 import warnings
@@ -21,6 +23,7 @@ from safetensors.torch import load_file
 from lamina.allocate.noise_kind import NoiseHardware
 from lamina.cli.app import main
 from lamina.cli.explain import NOT_SIGNED
+from lamina.engine.execute.compiled import CompiledExecutor
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.records import Epoch
 from lamina.ledger.run_records import RunBegin
@@ -71,6 +74,21 @@ def test_from_npz_to_a_private_model(project: Project) -> None:
     assert "the factory talks" in err  # the user's prints are no results
     assert "the factory talks" not in out
     assert "step 6 of 6" in err
+
+
+@pytest.mark.skipif(shutil.which(os.environ.get("CXX", "g++")) is None, reason="no C++ compiler is installed")
+def test_compiled_steps_by_a_key_of_the_run_file(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[int] = []
+    begin = CompiledExecutor.begin_segment
+    monkeypatch.setattr(CompiledExecutor, "begin_segment", lambda self: (taken.append(self.steps), begin(self))[1])
+    run = project.run.replace("steps = 6\nsegment = 2", "steps = 12\nsegment = 6\ncompiled = true")
+    refused(project.train(run=run), "train.compiled-misplaced")  # patients of several windows
+    policy = project.folder / "policy.toml"
+    project.write("policy.toml", policy.read_text().replace("population = 60", "population = 120"))
+    found = project.train_json(run=run.replace('unit = "patient"', 'unit = "each"'))
+    assert taken == [0, 3]  # the first two steps of a segment are the hook engine's, and the third is compared
+    assert list((Path(found["folder"]) / "compiled").rglob("*.so"))
+    assert verify(found["ledger"]).problem is None
 
 
 def test_json_has_the_keys_of_the_contract(project: Project) -> None:

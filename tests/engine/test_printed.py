@@ -105,10 +105,13 @@ def test_every_step_evaluates_the_layers_and_chooses_their_parts(seed: int) -> N
             assert engine.choice_due
             engine.choose(losses(model, asked), asked)
             assert not engine.choice_due
-            assert engine.adaptation is not None
-            assert engine.adaptation.applied.noise == dict(zip(rule.names, rows, strict=True))[engine.adaptation.choice]
-            assert engine.adaptation.applied.sigma(0) >= plan.sigma(0)
-            drawn.append(rule.names.index(engine.adaptation.choice))
+            assert engine.rules.adaptation is not None
+            assert (
+                engine.rules.adaptation.applied.noise
+                == dict(zip(rule.names, rows, strict=True))[engine.rules.adaptation.choice]
+            )
+            assert engine.rules.adaptation.applied.sigma(0) >= plan.sigma(0)
+            drawn.append(rule.names.index(engine.rules.adaptation.choice))
             batch = Batch(torch.randn(6, 3), torch.randn(6, 2))
             engine.backward(losses(model, batch), batch)
             model.zero_grad()

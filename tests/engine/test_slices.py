@@ -296,7 +296,7 @@ def test_a_choice_measures_what_a_class_may_move() -> None:
     grads = masked_by_hand(example_grads(model, x), MIXED.tolist(), plan)
     with Engine(model, plan) as engine:
         part = engine.eager.examine(losses_of(model, x, None), Batch(x, cls=MIXED))
-        norms = engine.eager.norms(part, engine.clipper)
+        norms = engine.eager.norms(part, engine.rules.clipper)
     for u, k in enumerate(MIXED.tolist()):
         for i, layer in enumerate(plan.layers):
             if plan.clip[k][i] > 0:

@@ -219,13 +219,13 @@ def test_deleted_and_closed_up(path: str) -> None:
 def test_inserted(path: str) -> None:
     sql(path, "UPDATE leaf SET seq = -seq WHERE seq >= 12")
     sql(path, "UPDATE leaf SET seq = -seq + 1 WHERE seq < 0")
-    sql(path, "INSERT INTO leaf SELECT 12, kind, data, body FROM leaf WHERE seq = 11")
+    sql(path, "INSERT INTO leaf SELECT 12, data, body FROM leaf WHERE seq = 11")
     sql(path, "UPDATE head SET size = size + 1")
     assert problem(path).index == 12
 
 
 def test_inserted_at_the_end(path: str, whole: Template) -> None:
-    sql(path, "INSERT INTO leaf VALUES (?, 2, ?, ?)", whole.size, *changed(leaf(path, 11), seq=whole.size))
+    sql(path, "INSERT INTO leaf VALUES (?, ?, ?)", whole.size, *changed(leaf(path, 11), seq=whole.size))
     named(path, whole.size, "leaf", "verify.leaf-beyond-head")
 
 
@@ -268,7 +268,7 @@ def test_the_tree_was_made_to_fit(path: str, change: Callable[[list[bytes]], lis
 def test_the_tree_was_made_to_fit_fewer_or_more(path: str) -> None:
     original = all_leaves(path)
     rewritten(path, lambda data: relinked(data[:30] + data[31:]), None)
-    named(path, 40, "epoch", "verify.eligibility-out-of-range", signatures=False)
+    named(path, 40, "epoch", "ledger.segment-from-future", signatures=False)
     rewritten(path, lambda data: relinked([*original[:30], original[29], *original[30:]]), None)
     named(path, 1, "checkpoint", "verify.checkpoint-root-differs", signatures=False)
 
@@ -293,15 +293,7 @@ def test_the_head_is_checked_too(path: str, whole: Template) -> None:
 
 
 def test_what_the_store_lists_is_checked_too(path: str, whole: Template) -> None:
-    """A withdrawal that is in the leaves, and that nobody finds, would let a model be served."""
     at = whole.at
-    sql(path, "DELETE FROM withdrawn")
-    named(path, at["withdrawal"], "store", "verify.withdrawal-index-differs")
-    sql(path, "INSERT INTO withdrawn VALUES (?, ?)", at["first"] + 5, at["withdrawal"])
-    assert verify(path).verified
-    sql(path, "UPDATE leaf SET kind = 2 WHERE seq = ?", at["revocation"])
-    named(path, at["revocation"], "store", "verify.kind-index-differs")
-    sql(path, "UPDATE leaf SET kind = 5 WHERE seq = ?", at["revocation"])
     sql(path, "UPDATE attempt SET seq = 3 WHERE seq = ?", at["epoch"])
     named(path, at["epoch"], "store", "verify.attempt-index-differs")
 
@@ -430,7 +422,7 @@ def fewer_steps(old: Epoch, at: dict[str, int]) -> dict[str, Any]:
         ("late", {"time": START}, "late", "verify.time-falls"),
         (0, {"accountant": "zcdp"}, "epoch", "verify.spend-under-reported"),
         (0, {"profile_schema": 99}, 0, "verify.profile-schema-unknown"),
-        (0, {"granularity": 1}, "redone", "verify.too-many-segments"),
+        (0, {"granularity": 1}, "redone", "ledger.epoch-too-many-segments"),
         ("run two", spend_times(0.9999), "run two", "verify.spend-under-reported"),
         ("run two", spend_times(0.999), "run two", "verify.spend-under-reported"),
         ("run two", spend_times(1.001), "run two", "verify.spend-over-reported"),
@@ -456,7 +448,7 @@ def fewer_steps(old: Epoch, at: dict[str, int]) -> dict[str, Any]:
             "epoch",
             lambda old, at: {"segments": part(old.segments, 0, eligibility=at["epoch"] + 1)},
             "epoch",
-            "verify.eligibility-out-of-range",
+            "ledger.segment-from-future",
         ),
         (
             "redone",
@@ -499,7 +491,7 @@ def another_key(who: PrivateKey, role: Role, name: str = "x") -> Key:
             "verify.subject-repeated",
         ),
         (lambda path: record(path, 41), "epoch", "verify.attempt-repeated"),
-        (lambda path: record(path, 0), "header", "verify.second-header"),
+        (lambda path: record(path, 0), "header", "ledger.second-header"),
         *(
             (Withdrawal(target=target, reason=WithdrawalReason.DATA), "withdrawal", "verify.withdrawal-of-no-contribution")
             for target in (0, 1, 41, 10**6)

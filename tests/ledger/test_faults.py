@@ -16,7 +16,6 @@ from making import LEDGER, START, Clock, admitted, attestation, create, epoch
 from refusals import raises_code
 
 from lamina.errors import LedgerDamaged, LedgerError, StoreError, StoreLost
-from lamina.ledger import append as appending
 from lamina.ledger import retention, signed_checkpoint
 from lamina.ledger.retention import Retention
 from lamina.ledger.signed_checkpoint import LedgerCheckpoint
@@ -46,7 +45,6 @@ def power() -> Iterator[disks.PowerCut]:
 
 @pytest.fixture(autouse=True)
 def _small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(appending, "INDEX_STEP", 40)
     monkeypatch.setattr(retention, "_LEAVES_PER_TRANSACTION", 30)
 
 

@@ -1,4 +1,4 @@
-"""Finding a contribution by the first digits of a digest: one alone, several, none; indexed or not, in both stores."""
+"""Finding a contribution by the first digits of a digest: one alone, several, none; in both stores."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from making import LEDGER, Clock, admitted, digest, header
 from refusals import raises_code
 
 from lamina.errors import LedgerError
-from lamina.ledger import append
 from lamina.ledger.contribution_columns import INDEX_KEY_BYTES, index_key_ranges
 from lamina.ledger.reader import find_contributions, find_leaf
 from lamina.ledger.writer import Ledger
@@ -35,17 +34,12 @@ DESCRIPTORS = [
 ]
 
 
-@pytest.fixture(params=["indexed", "not indexed", "in part"])
-def ledger(request: pytest.FixtureRequest, where: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ledger]:
-    step = {"indexed": 1, "not indexed": 1000, "in part": 9}[request.param]
-    monkeypatch.setattr(append, "INDEX_STEP", step)
+@pytest.fixture
+def ledger(where: str) -> Iterator[Ledger]:
     with Ledger.create(where, header(), LEDGER, clock=Clock()) as made:
         for n, descriptor in enumerate(DESCRIPTORS):
             anchor = ANCHOR if n in (5, 12) else None
             made.append([admitted(n, descriptor=descriptor, anchor=anchor, subject=digest("subject", n))])
-        with made.store.read() as rows:
-            head = rows.head()
-            assert head is not None and head.indexed == {1: 16, 1000: 0, 9: 9}[step]
         yield made
 
 

@@ -17,9 +17,9 @@ from making import GOVERNING, LEDGER, ORIGIN, PARTIES, SECOND, START, Clock, cre
 from open_charges import insert_row
 from refusals import raises_code
 
+from lamina.codec import schema_of
 from lamina.ledger.checked_leaves import cut_unsigned
 from lamina.ledger.governance_records import GOVERNING_KINDS, Key, Release, Role
-from lamina.ledger.schema import schema_of
 from lamina.ledger.store.sqlite import SqliteStore
 from lamina.ledger.verify.tree_checks import Trust
 from lamina.ledger.verify.verifier import verify
@@ -146,12 +146,6 @@ def test_the_mark_of_a_keeper_is_for_the_leaves_that_it_wrote(in_store: Forger, 
         ledger.checkpoint()
 
 
-def test_a_contribution_that_the_store_lists_as_nothing_is_named(in_store: Forger) -> None:
-    in_store.sql("UPDATE leaf SET kind = -1 WHERE seq = 4")
-    found = verify(in_store.path).problem
-    assert found is not None and (found.index, found.code) == (4, "verify.kind-index-differs")
-
-
 SECOND_OWNER, THIRD = digest("key", "second governing"), digest("key", "third")
 Step = tuple[dict[int, Any], tuple[bytes, ...]]  # a key event, and who signs it
 LET_IN: Step = (add(SECRET, 6, "second.example/2", START), (OWNER,))
@@ -238,9 +232,6 @@ def test_a_key_of_the_ledger_replaces_itself_soon_and_once(forged: Forger, made:
         "UPDATE leaf SET body = 1000000000000 WHERE seq = 2",
         "UPDATE evidence SET data = 1000000000000",
         "UPDATE tile SET data = 9e999",
-        "INSERT INTO known VALUES (9, 1)",
-        "INSERT INTO known VALUES ('text', 1)",
-        "INSERT INTO known VALUES (x'00', '')",
         "INSERT INTO token VALUES (2500000000)",
         "INSERT INTO attempt VALUES (9, 'one', 2, 3)",
         "INSERT INTO run VALUES (7, 8, 'nine', 1)",
@@ -260,12 +251,10 @@ def test_numbers_and_texts_where_bytes_belong(forged: Forger, change: str) -> No
 @pytest.mark.parametrize(
     "change",
     [
-        "INSERT INTO withdrawn VALUES (1, 'text')",
         "UPDATE head SET size = 1e300",
         "UPDATE head SET time = 'noon'",
         "UPDATE checkpoint SET text = 5",
         "UPDATE checkpoint SET text = x'00'",
-        "UPDATE leaf SET kind = 'two' WHERE seq = 2",
     ],
 )
 def test_values_of_other_types_are_findings(forged: Forger, change: str) -> None:
@@ -285,7 +274,7 @@ def test_the_way_out_is_a_copy_without_what_nobody_signed(
         seq = forged.append(9, {1: b"garbage"})
         forged.sql("UPDATE leaf SET data = ? WHERE seq = ?", b"garbage", seq)
     elif slip == "beyond the head":
-        forged.sql("INSERT INTO leaf (seq, kind, data, body) VALUES (?, 2, ?, ?)", kept + 1, b"garbage", b"")
+        forged.sql("INSERT INTO leaf (seq, data, body) VALUES (?, ?, ?)", kept + 1, b"garbage", b"")
     elif callable(slip):
         slip(forged)
     mended = str(tmp_path / "mended.db")

@@ -20,6 +20,7 @@ from refusals import raises_code
 
 from lamina import cbor
 from lamina.account.schedule import Event
+from lamina.codec import exact_float, exact_text, schema_of
 from lamina.errors import EncodingError, LedgerError
 from lamina.ledger import records
 from lamina.ledger.governance_records import (
@@ -71,7 +72,7 @@ from lamina.ledger.run_records import (
     RunRecord,
     WeightsOrigin,
 )
-from lamina.ledger.schema import UNBOUNDED, exact_float, exact_text, nano_epsilon, schema_of
+from lamina.ledger.schema import UNBOUNDED, nano_epsilon
 from lamina.ledger.show import record_to_dict
 from lamina.ledger.store.rows import StoredLeaf
 from lamina.sign.keys import LAST_SECOND

@@ -18,7 +18,7 @@ from making import AUDITOR, GOVERNING, LEDGER, OTHER, SECOND, START, TWO_OWNERS,
 from refusals import raises_code
 
 from lamina import cbor
-from lamina.ledger import append, writer
+from lamina.ledger import append
 from lamina.ledger import withdrawal as boxes
 from lamina.ledger.governance_records import (
     Key,
@@ -31,9 +31,9 @@ from lamina.ledger.governance_records import (
     WithdrawalReason,
     WithdrawalRule,
 )
+from lamina.ledger.records import KINDS
 from lamina.ledger.retention import Retention
 from lamina.ledger.show import describe_leaf, leaf_to_dict
-from lamina.ledger.store.rows import StoreWriter
 from lamina.ledger.verify.verifier import verify
 from lamina.ledger.withdrawal import WithdrawalInbox, withdraw, withdraw_signed
 from lamina.ledger.withdrawal_request import REQUEST_TYPE, parse_request, sign_withdrawal, withdrawal_violation
@@ -157,7 +157,7 @@ def test_what_no_request_allows(story: Story, name: str, monkeypatch: pytest.Mon
     with raises_code("ledger.withdrawal-not-signed" if record.signed is None else "ledger.withdrawal-not-allowed"):
         story.ledger.append([record])
     assert story.ledger.size == size
-    monkeypatch.setattr(writer, "check_withdrawals", lambda *given: None)
+    monkeypatch.setattr(KINDS[Withdrawal], "check", None)
     story.ledger.append([record])
     monkeypatch.undo()
     problem = verify(story.ledger.store, now=int(story.clock.now)).problem
@@ -172,9 +172,7 @@ def test_a_signed_request_is_used_once(story: Story, monkeypatch: pytest.MonkeyP
     (again,) = withdraw_signed(story.ledger, data)
     assert (again.leaf.seq, again.again, first.again) == (first.leaf.seq, True, False)
     assert story.ledger.append([first.leaf.record]) == [first.leaf.seq]  # type: ignore[list-item]
-    add = StoreWriter.add
     monkeypatch.setattr(append, "find_repeated_withdrawal", lambda *given: None)
-    monkeypatch.setattr(StoreWriter, "add", lambda db, table, rows: table == "withdrawn" or add(db, table, rows))
     story.ledger.append([first.leaf.record])  # type: ignore[list-item]
     problem = verify(story.ledger.store, now=START).problem
     assert problem is not None and problem.code == "verify.withdrawn-twice"

@@ -256,18 +256,6 @@ def test_by_descriptor_anchor_subject_or_leaf(story: Story) -> None:
             find_contributions(ledger, name)
 
 
-def test_an_index_that_says_nothing_hides_nobody(story: Story, tmp_path: Path) -> None:
-    record = story.ledger.leaf(34).record
-    assert isinstance(record, ContributionRecord)
-    story.ledger.close()
-    path = str(tmp_path / "a.db")
-    sql(path, "DELETE FROM known")
-    sql(path, "UPDATE head SET indexed = size")
-    with Ledger.open(path) as ledger:
-        assert ledger.find(record.descriptor) == [34]
-        assert [leaf.seq for leaf in find_contributions(ledger, record.descriptor.hex())] == [34]
-
-
 def test_what_was_pruned_is_found_and_traced_by_its_leaf(tmp_path: Path) -> None:
     story = build(str(tmp_path / "a.db"))
     whole = build(str(tmp_path / "b.db"), prune=False)

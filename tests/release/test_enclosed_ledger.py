@@ -21,12 +21,14 @@ from lamina.ledger.records import ContributionRecord, Epoch
 from lamina.ledger.run_records import RunEnd
 from lamina.ledger.verify.tree_checks import Trust
 from lamina.ledger.withdrawal import withdraw
+from lamina.release.comparison import HIDDEN_TOPICS
 from lamina.release.enclosed_ledger import PRUNED_LIMITS, PrunedLedger, pruned_ledger
 from lamina.release.gate import ReleaseGate
 from lamina.release.maker import make_release
 from lamina.release.manifest import read_manifest
 from lamina.release.query import GatePolicy
 from lamina.release.run_evidence import RunEvidence
+from lamina.release.typeset import read_template
 from lamina.release.verifier import verify_release
 from lamina.sign.keys import PrivateKey
 
@@ -85,6 +87,12 @@ def test_figures_are_computed_from_the_folder_alone(
         whole = verify_release(out, trust=Trust(plain=(key.public,)), ledger=ledger)
     assert whole.verified and whole.compared and whole.enclosed is None and not whole.limits
     assert ReleaseGate(out, key.public).manifest.digest == found.manifest.digest  # type: ignore[union-attr]
+
+
+def test_sentences_about_contributions_have_topics_that_a_pruned_ledger_hides() -> None:
+    for row in read_template("statements.toml")["run"]:
+        if {"attested", "not attested"} & {*row.get("when", ())} or "{contributions}" in row["text"]:
+            assert row["topic"] in HIDDEN_TOPICS, row
 
 
 def test_it_names_no_contribution(pruned: Path, ward: Trained) -> None:

@@ -111,7 +111,7 @@ def test_shares_are_those_of_the_fisher_information_at_these_weights() -> None:
     engine.budget.set_taken(3)
     engine.follow_proxy()
     assert engine.applied.noise != noise
-    assert all("forward" not in vars(m) for m in engine._proxy._twin.modules())
+    assert all("forward" not in vars(m) for m in engine.rules._proxy._twin.modules())
     engine.detach()
 
 
@@ -144,8 +144,8 @@ def test_a_choice_decides_whether_the_measured_shares_are_followed(estimator: st
     for step, name in ((0, "measured"), (4, "flat")):
         engine.budget.set_taken(step)
         engine.follow_proxy()
-        (candidate,) = (c for c in engine.adaptation.candidates() if c.name == name)
-        engine.adaptation.apply_choice(candidate)
+        (candidate,) = (c for c in engine.rules.adaptation.candidates() if c.name == name)
+        engine.rules.adaptation.apply_choice(candidate)
         before = engine.applied.noise
         assert before == pytest.approx(candidate.noise)
         with torch.no_grad():
@@ -156,8 +156,8 @@ def test_a_choice_decides_whether_the_measured_shares_are_followed(estimator: st
         assert all(engine.applied.sigma(k) >= plan.sigma(k) for k in (1, 2))
     assert followed == {"measured": True, "flat": False}
     again = Engine(net(), plan, proxy=PROXY)
-    again.adaptation.load_state(engine.adaptation.to_state())
-    assert again.adaptation.choice == "flat" and again.applied.noise == engine.applied.noise
+    again.rules.adaptation.load_state(engine.rules.adaptation.to_state())
+    assert again.rules.adaptation.choice == "flat" and again.applied.noise == engine.applied.noise
     engine.detach()
     again.detach()
 
@@ -165,14 +165,14 @@ def test_a_choice_decides_whether_the_measured_shares_are_followed(estimator: st
 def test_the_state_of_another_plan_or_a_damaged_one_is_refused() -> None:
     engine = Engine(net(), plan_of("fisher"), proxy=PROXY)
     engine.follow_proxy()
-    state = engine.adaptation.to_state()
+    state = engine.rules.adaptation.to_state()
     again = Engine(net(), plan_of("fisher"), proxy=PROXY)
-    again.adaptation.load_state(state)
+    again.rules.adaptation.load_state(state)
     assert again.applied.noise == engine.applied.noise
-    assert again.adaptation.to_state() == state
+    assert again.rules.adaptation.to_state() == state
     for wrong in ([0.5, 0.6], [1.0, 0.0], ["a", "b"], [1.0]):
         with raises_code("engine.adaptation-state"):
-            again.adaptation.load_state({**state, "proxy": wrong})
+            again.rules.adaptation.load_state({**state, "proxy": wrong})
     engine.detach()
     again.detach()
 

@@ -19,9 +19,9 @@ from typer.testing import CliRunner
 
 import lamina
 from lamina.cli.app import app
+from lamina.codec import schema_of
 from lamina.ledger.governance_records import Header
 from lamina.ledger.reader import LedgerReader
-from lamina.ledger.schema import schema_of
 from lamina.plan.policy import Policy
 from lamina.release.certificate import certify
 from lamina.release.risk_statements import texts

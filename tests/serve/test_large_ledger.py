@@ -9,10 +9,9 @@ from typing import Any
 
 import making
 import pytest
-from refusals import raises_code
 from starlette.testclient import TestClient
 
-from lamina.ledger.reader import LedgerReader, find_contributions
+from lamina.ledger.reader import LedgerReader
 from lamina.ledger.store import sqlite
 from lamina.serve import pages as dashboard
 from lamina.serve.app import Service, make_app
@@ -71,10 +70,7 @@ def client(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         each.close()
 
 
-def test_pages_read_no_more_of_a_larger_ledger(
-    ledgers: dict[int, Path], client: Any, read: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(dashboard, "_CHUNK", 500)  # what counts as large
+def test_pages_read_no_more_of_a_larger_ledger(ledgers: dict[int, Path], client: Any, read: list[int]) -> None:
     cost: dict[str, list[tuple[int, int]]] = {}
     for size, path in ledgers.items():
         asked, digest = client(path), making.digest("descriptor", size // 2).hex()
@@ -114,14 +110,3 @@ def test_a_page_does_not_wait_for_a_verification(
         assert asked.get("/verification/state").json()["running"]
     finally:
         enough.set()
-
-
-def test_what_the_index_does_not_know_is_read_for_only_if_asked(ledgers: dict[int, Path]) -> None:
-    with LedgerReader.read_only(ledgers[SMALL]) as ledger:
-        digest = making.digest("descriptor", 7).hex()
-        assert find_contributions(ledger, digest, only_index=True) == find_contributions(ledger, digest)
-        for name in ("0" * 64, "0" * 9):
-            with raises_code("ledger.contribution-unknown"):
-                find_contributions(ledger, name)
-            with raises_code("ledger.contribution-not-indexed"):
-                find_contributions(ledger, name, only_index=True)

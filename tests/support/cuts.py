@@ -17,7 +17,7 @@ from typing import Any
 
 from making import LEDGER, START, admitted, digest, epoch
 
-from lamina.ledger import append, retention, signed_checkpoint
+from lamina.ledger import retention, signed_checkpoint
 from lamina.ledger.governance_records import Aggregate
 from lamina.ledger.merkle import TILE_WIDTH, Frontier, leaf_hash
 from lamina.ledger.records import ContributionRecord, KeptContribution, decode_leaf
@@ -30,7 +30,7 @@ LIFE = 40  # seconds for which a contribution of the worker is valid
 
 def work(where: str, acknowledged: Path, seed: int) -> None:
     """Append, sign and prune, for ever. A second passes with each leaf, so that old ones are ready to be pruned."""
-    append.INDEX_STEP, retention._LEAVES_PER_TRANSACTION = 150, 40  # more of what happens rarely
+    retention._LEAVES_PER_TRANSACTION = 40  # more of what happens rarely
     out = os.open(acknowledged, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     coin = random.Random(seed)
     now = [float(START)]

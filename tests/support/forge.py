@@ -12,29 +12,19 @@ from making import AUDITOR, GOVERNING, LEDGER, OTHER, SECOND, START
 from lamina.ledger import append, merkle
 from lamina.ledger import records as leaves
 from lamina.ledger.governance_records import (
-    Aggregate,
     Authorization,
     GoverningRecord,
     Header,
     KeyEvent,
     KeyEvents,
     PartySignature,
-    Withdrawal,
     sign_header,
 )
 from lamina.ledger.key_state import signed_record
 from lamina.ledger.merkle import Frontier, leaf_hash, leaf_hashes
-from lamina.ledger.records import KIND_NUMBERS, Epoch, Leaf, Record
+from lamina.ledger.records import Epoch, Leaf, Record
 from lamina.ledger.signed_checkpoint import LedgerCheckpoint, TreeSignature
-from lamina.ledger.store.rows import (
-    AttemptRow,
-    LedgerHead,
-    PruningRow,
-    StoredCheckpoint,
-    StoredLeaf,
-    StoreWriter,
-    tile_reader,
-)
+from lamina.ledger.store.rows import AttemptRow, LedgerHead, StoredCheckpoint, StoredLeaf, StoreWriter, tile_reader
 from lamina.ledger.store.sqlite import SqliteStore
 from lamina.ledger.writer import checkpoint_digest
 from lamina.sign.keys import PrivateKey
@@ -70,17 +60,7 @@ def rewritten(path: str, change: Change, key: PrivateKey | None = LEDGER, *, cha
     """
     kept = [StoredCheckpoint(*row) for row in sql(path, "SELECT size, text, seal FROM checkpoint ORDER BY size")]
     data = change(all_leaves(path))
-    for table in (
-        "leaf",
-        "tile",
-        "head",
-        "attempt",
-        "withdrawn",
-        "known",
-        "pruning",
-        "token",
-        *(["checkpoint"] if key else []),
-    ):
+    for table in ("leaf", "tile", "head", "attempt", "token", *(["checkpoint"] if key else [])):
         sql(path, f"DELETE FROM {table}")
     sql(path, "DELETE FROM meta WHERE name = 'open'")  # or sign it anew: the rows that it covers stay as they are
     origin = next(one.record.origin for one in map(read, data) if one and isinstance(one.record, Header))
@@ -148,24 +128,17 @@ def asked(change: Any, *keys: PrivateKey) -> Any:
 def _fill(rows: StoreWriter, data: list[StoredLeaf], frontier: Frontier) -> None:
     """Leaves, what the store lists of them, and the head."""
     found = [read(one) for one in data]
-    rows.add("leaf", [(seq, KIND_NUMBERS[one.kind] if one else 2, *data[seq]) for seq, one in enumerate(found)])
+    rows.add("leaf", [(seq, *each) for seq, each in enumerate(data)])
     attempts: dict[tuple[bytes, int, int], int] = {}
-    withdrawn: dict[int, int] = {}
     for seq, one in enumerate(found):
         if one is not None and isinstance(one.record, Epoch):
             attempts = {**dict.fromkeys(one.record.attempts, seq), **attempts}
-        if one is not None and isinstance(one.record, Withdrawal):
-            withdrawn.setdefault(one.record.target, seq)
     rows.add("attempt", [AttemptRow(*attempt, seq) for attempt, seq in attempts.items()])
-    rows.add("withdrawn", list(withdrawn.items()))
     tokens = {token for _, evidence in rows.evidences(0, len(data)) for token in append.tokens_of(evidence)}
     rows.add("token", [(token,) for token in sorted(tokens)])
-    for seq, one in enumerate(found):
-        if one is not None and one.kind is Aggregate:
-            rows.put_pruning(PruningRow(seq, False))
     last = next(one for one in reversed(found) if one is not None)
     epochs = sum(one is not None and one.kind is Epoch for one in found)
-    rows.put_head(LedgerHead(len(data), last.time, epochs, 0, frontier.encode()))
+    rows.put_head(LedgerHead(len(data), last.time, epochs, frontier.encode()))
 
 
 def read(data: StoredLeaf) -> Leaf | None:

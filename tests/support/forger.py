@@ -107,17 +107,14 @@ class Forger:
         line = base64.b64encode(number + time.to_bytes(8, "big") + value).decode()
         self.sql("UPDATE checkpoint SET text = ? WHERE size = ?", f"{text}— {name} {line}\n", size)
 
-    def append(
-        self, kind: int, body: dict[int, Any], *, kept: dict[int, Any] | None = None, listed_as: int | None = None
-    ) -> int:
+    def append(self, kind: int, body: dict[int, Any], *, kept: dict[int, Any] | None = None) -> int:
         """Write a leaf, which keeps some fields, its body, and tree, tiles and head as they must be; its number."""
         seq, (time, epochs) = len(self.leaves), self.sql("SELECT time, epoch FROM head")[0]
         beside = cbor(body)
         data = cbor({1: kind, 2: seq, 3: time, 4: epochs, 5: sha256(beside), **(kept or {})})
         hashes = [*self.hashes, sha256(b"\x00", data)]
         assert len(hashes) < _TILE
-        row = (seq, listed_as or kind, data, beside)
-        self.sql("INSERT INTO leaf (seq, kind, data, body) VALUES (?, ?, ?, ?)", *row)
+        self.sql("INSERT INTO leaf (seq, data, body) VALUES (?, ?, ?)", seq, data, beside)
         replace = "INSERT INTO tile (id, data) VALUES (0, ?) ON CONFLICT (id) DO UPDATE SET data = excluded.data"
         self.sql(replace, b"".join(hashes))
         self.sql("UPDATE head SET size = ?, frontier = ?", len(hashes), cbor([len(hashes), subtrees(hashes)]))

@@ -100,21 +100,17 @@ class HandLedger:
         kinds = [self.kept(seq)[1] for seq in range(len(self.rows))]
         last, size = self.kept(len(self.rows) - 1), len(self.rows)
         with closing(sqlite3.connect(self.path)) as db, db:
-            for table in ("leaf", "tile", "known", "pruning"):
+            for table in ("leaf", "tile"):
                 db.execute(f"DELETE FROM {table}")
-            rows = [(seq, kinds[seq], *row) for seq, row in enumerate(self.rows)]
-            db.executemany("INSERT INTO leaf VALUES (?, ?, ?, ?)", rows)
+            db.executemany("INSERT INTO leaf VALUES (?, ?, ?)", [(seq, *row) for seq, row in enumerate(self.rows)])
             for level in range(3):
                 count = size // 256**level
                 nodes = [root(hashes[at * 256**level : (at + 1) * 256**level]) for at in range(count)]
                 for index in range(-(-count // 256)):
                     data = b"".join(nodes[256 * index : 256 * (index + 1)])
                     db.execute("INSERT INTO tile VALUES (?, ?)", (level << 56 | index, data))
-            for seq, kind in enumerate(kinds):
-                if kind == AGGREGATE:
-                    db.execute("INSERT INTO pruning VALUES (?, 0)", (seq,))
             head = (size, last[3], kinds.count(EPOCH), encoded([size, _subtrees(hashes)]))
-            db.execute("UPDATE head SET size = ?, time = ?, epoch = ?, indexed = 0, frontier = ?", head)
+            db.execute("UPDATE head SET size = ?, time = ?, epoch = ?, frontier = ?", head)
             db.execute("DELETE FROM checkpoint WHERE size >= ?", (size,))
             db.execute("INSERT INTO checkpoint VALUES (?, ?, ?)", (size, *self._signed(size, root(hashes), seed)))
 

@@ -52,6 +52,25 @@ def put_back(where: str, tables: Tables) -> None:
             rows_of(where, f"INSERT INTO {name} VALUES ({', '.join('?' * len(row))})", *row)
 
 
+EPOCH, WITHDRAWAL, KEY_EVENTS = 3, 4, 5  # kinds of leaves
+
+
+def leaves_of(where: str, kind: int) -> str:
+    """A condition in SQL: the leaf is of this kind, which is not a contribution."""
+    return f"substr(data, 1, 3) = {binary(where, bytes((0xA5, 1, kind)))}"
+
+
+def replaced(where: str, kind: int, by: int = 0) -> str:
+    """SQL that writes another leaf over every leaf of a kind."""
+    other = ", ".join(f"{name} = (SELECT {name} FROM leaf WHERE seq = {by})" for name in ("data", "body"))
+    return f"UPDATE leaf SET {other} WHERE {leaves_of(where, kind)}"
+
+
+def deleted(where: str, kind: int) -> str:
+    """SQL that deletes every leaf of a kind."""
+    return f"DELETE FROM leaf WHERE {leaves_of(where, kind)}"
+
+
 def binary(where: str, data: bytes) -> str:
     """A binary value in SQL."""
     return f"'\\x{data.hex()}'::bytea" if where.startswith("postgresql:") else f"x'{data.hex()}'"

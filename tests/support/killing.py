@@ -6,6 +6,8 @@ computes anything: a forked child must not inherit threads.
     {"folder": F, "after": seconds}     SIGKILL that long after the run began
     {"folder": F, "call": n}            SIGKILL before the n-th call that changes something (see `moments`)
     {"folder": F}                       let it finish; answers with what it cost and a digest of its weights
+    {…, "compiled": "traced"}           with compiled steps, by the graph as it was traced; "inductor": by the compiler;
+                                        "off": the same data, not compiled
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ import pytest
 import torch
 from run_state import moments, number_seeds
 
+from lamina.engine.execute import compiled
 from lamina.ledger.verify.verifier import verify
 from lamina.plan.step_plan import StepPlan
 
@@ -60,8 +63,13 @@ def child(command: dict[str, Any], answer: int) -> None:
 
     with moments(act) if "call" in command else nullcontext():
         plan = problem.plan(problem.net(), command["steps"])
+        options = dict(OPTIONS)
+        if backend := command.get("compiled"):
+            compiled.BACKEND = "inductor" if backend == "inductor" else "eager"
+            options |= {"compiled": backend != "off", "corpus": problem.singles()}
+            options |= {"hardened": False}  # a grid would hide the last bits of the sums
         trainer = problem.trainer(
-            Path(command["folder"]), plan=plan, segment=command["segment"], accounts=accounts(plan), **OPTIONS
+            Path(command["folder"]), plan=plan, segment=command["segment"], accounts=accounts(plan), **options
         )
         os.write(answer, b"begun\n") if "call" not in command else None
         began = time.perf_counter()
@@ -84,6 +92,7 @@ def child(command: dict[str, Any], answer: int) -> None:
         "ledger": ledger(outcome.folder),
         "calls": count,
         "seconds": seconds,
+        "compiled": getattr(trainer._engine.compiled, "steps", 0),
     }
     sys.stdout.flush()
     with os.fdopen(os.dup(answer), "w") as stream:

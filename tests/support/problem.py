@@ -66,6 +66,13 @@ def corpus(**changes: Any) -> Corpus:
     return Corpus(**{**data(), **changes}, policy=policy)
 
 
+def singles(**changes: Any) -> Corpus:
+    """A corpus of one window of each patient."""
+    whole = data()
+    first = np.unique(whole["unit"], return_index=True)[1]
+    return corpus(**{name: values[first] for name, values in whole.items()} | changes)
+
+
 def unpromised(**changes: Any) -> Corpus:
     """The same data under no policy: nothing is promised but what a trainer is told."""
     return Corpus(**{**data(), **changes}, origin="tests")

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from types import MappingProxyType
 from typing import Any
 
 from lamina import validate
@@ -34,8 +33,9 @@ _ALL: tuple[Allocator, ...] = (
     flat, uniform, proportional, pareto, lsab, ladp, LADP(mode="budget"), quantile, automatic,
     paper_lsab, paper_ladp,
 )  # fmt: skip
-ALLOCATIONS: Mapping[str, Allocator] = MappingProxyType({allocation.name: allocation for allocation in _ALL})
-"""Every allocation with its default options. The paper ones reproduce documents, and their claims do not hold."""
+ALLOCATIONS: dict[str, Allocator] = {allocation.name: allocation for allocation in _ALL}
+"""Every allocation with its default options; another package may add its own, a frozen dataclass, by its name. The paper
+ones reproduce documents, and their claims do not hold."""
 
 DEFAULT_ALLOCATION = pareto.name
 """What `make_plan` does by default. Without a measure and with one class it is `flat`, which real data

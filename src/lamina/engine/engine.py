@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -10,7 +9,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 from weakref import WeakSet
 
-import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -21,11 +19,10 @@ from lamina.engine import inspection
 from lamina.engine.attach import Attachment, refuse_wrappers
 from lamina.engine.batch import Batch, check_is_batch
 from lamina.engine.budget import Budget
-from lamina.engine.distributed import Ranks, is_sharded_model, refuse_unsharded, weights_digest
-from lamina.engine.execute.clipping import Clipper, clipper_of
+from lamina.engine.distributed import Ranks, refuse_unsharded, weights_digest
 from lamina.engine.execute.eager import EagerExecutor, Work
-from lamina.engine.execute.placement import OpenStep, Placement, RankedPlacement
-from lamina.engine.execute.sharded import ShardedPlacement
+from lamina.engine.execute.placement import OpenStep
+from lamina.engine.execute.sharded import placement_of
 from lamina.engine.guards.batch_use import BatchUse
 from lamina.engine.guards.gradients import GradWriter
 from lamina.engine.guards.guard import Guard, Moment
@@ -37,18 +34,19 @@ from lamina.engine.noise import noise_mechanism
 from lamina.engine.noise.grid import Grid
 from lamina.engine.noise.mechanism import COUNTS
 from lamina.engine.noise.secure_sums import GridSums
-from lamina.engine.noise.source import PLAIN_NOISE, PLAIN_NOTE, NoiseSource, PlainNoise, SecureNoise, widest_dtype
+from lamina.engine.noise.source import NoiseSource, SecureNoise, refuse_other_rank, use_plain_where_needed
 from lamina.engine.probe import Probing
-from lamina.engine.rules.adaptation import Adaptation, OpenChoice, refuse_factor
-from lamina.engine.rules.proxy import Proxy, ProxyShares
+from lamina.engine.rules.plan_rules import PlanRules
+from lamina.engine.rules.proxy import Proxy
 from lamina.engine.slices import PlanSlices, RestoreUnreached, trained_tensors
 from lamina.errors import EngineError
 from lamina.plan.coverage import check_coverage
-from lamina.plan.rules import FollowProxy, NoiseKind
+from lamina.plan.rules import NoiseKind
 from lamina.plan.step_plan import StepPlan
 
 if TYPE_CHECKING:
-    from lamina.engine.execute.compiled import CompiledExecutor, LossesOf
+    from lamina.engine.execute.compiled import CompiledExecutor
+    from lamina.engine.execute.step_graph import LossesOf
 
 _engines: WeakSet[Engine] = WeakSet()
 
@@ -103,12 +101,11 @@ class Engine:
         refuse_unsharded(plan, self.ranks)
         self.options: dict[str, Any] = {
             "rows": dict(rows or {}), "per_contribution": list(per_contribution), "constant_time": constant_time,
-            **({} if proxy is None else {"proxy": proxy}),
+            "compiled": compiled, **({} if proxy is None else {"proxy": proxy}),
         }  # fmt: skip
         refuse_wrappers(model)
         self._open: OpenStep | None = None
-        self._choice: OpenChoice | None = None
-        self.placement = self._place(compiled)
+        self.placement = placement_of(model, plan, self.ranks, step=self._step_number, compiled=compiled)
         self.budget = Budget(plan, filters or {}, taken)
         self.placement.gather()
         self.coverage = check_coverage(model, plan)
@@ -120,20 +117,18 @@ class Engine:
         refuse_extra_state(model)
         warn_if_reproduction(plan)
         self.plain_noise_note = ""  # why the noise is not hardened although it should be
-        self.noise = self._own_noise(SecureNoise(rank=self.ranks.rank) if noise is None else noise)
+        self._take_noise(SecureNoise(rank=self.ranks.rank) if noise is None else noise)
         self.mechanism = noise_mechanism(plan, self._tensors, self.ranks)
         self._slices = PlanSlices(plan, parameters)
-        self.adaptation = Adaptation.of(plan, self._slices.sizes)
-        self._proxy, self._proxy_step = self._proxy_shares(proxy), -1
-        self._clipper = clipper_of(plan)
+        self.rules = PlanRules(model, plan, self._slices.sizes, proxy, self.ranks)
 
         held = {name: self.placement.held[name] for name in self._tensors}
         self._gradients, self._state = GradWriter(held), StateGuard(model, self._tensors, self.placement.held)
-        self._outside = OutsideWrites(model, self._tensors, held)
+        self.outside = OutsideWrites(model, self._tensors, held)
         self._uses = BatchUse(plan, self.ranks)
         restore = RestoreUnreached(self._tensors, self._slices.unreached)
         self.guards: list[Guard] = [
-            ModelGuard(model), self.placement, self._gradients, self._state, restore, self._outside, self._uses,
+            ModelGuard(model), self.placement, self._gradients, self._state, restore, self.outside, self._uses,
         ]  # fmt: skip
         targets = {
             name: Target(name, i) if name in self._tensors else None for name, i in self.mechanism.layer_of.items()
@@ -148,17 +143,16 @@ class Engine:
             plan, names, self._tensors, attachment=self._attachment, placement=self.placement, guards=self.guards,
             gradients=self._gradients, state=self._state, slices=self._slices, constant_time=constant_time,
         )  # fmt: skip
-        self._probing = Probing(
+        self.probing = Probing(
             model, self._tensors, len(plan.classes), partial(inspection.measure, self.eager), self._attachment,
-            self._outside, sharded=self.placement.sharded,
+            self.outside, sharded=self.placement.sharded,
         )  # fmt: skip
-        self.guards.append(self._probing)
+        self.guards.append(self.probing)
         self.compiled: CompiledExecutor | None = None
         if compiled:
             from lamina.engine.execute.compiled import CompiledExecutor  # torch's tracing is slow to import
 
-            adaptive = self.adaptation is not None
-            self.compiled = CompiledExecutor(model, plan, self.eager, self._state, adaptive=adaptive)
+            self.compiled = CompiledExecutor(model, plan, self.eager, self._state)
         self._hooks = [register_optimizer_step_pre_hook(guard.before_optimizer_step) for guard in self.guards]
         self._hooks += [register_optimizer_step_post_hook(guard.after_optimizer_step) for guard in self.guards]
         self.claim = ""  # what ε compares, where it is not what the plan says
@@ -170,45 +164,14 @@ class Engine:
         self.placement.divide()
         _engines.add(self)
 
-    def _place(self, compiled: bool) -> Placement:
-        if self.ranks.alone:
-            return Placement(self.model, self.plan, self.ranks)
-        if not is_sharded_model(self.model):
-            return RankedPlacement(self.model, self.plan, self.ranks)
-        return ShardedPlacement(self.model, self.plan, self.ranks, step=self._step_number, compiled=compiled)
-
-    def _proxy_shares(self, proxy: Proxy | None) -> ProxyShares | None:
-        rule = self.plan.rule(FollowProxy)
-        if (rule is None) != (proxy is None):
-            problem = "the plan's shares follow a proxy, and none is given" if rule else "the plan follows no proxy"
-            remedy = "give proxy to such plans: allocate=LADP(estimator='fisher')"
-            raise EngineError("engine.proxy-misplaced", problem, remedy)
-        return None if rule is None or proxy is None else ProxyShares(self.model, self.plan, rule, proxy, self.ranks)
-
     def _step_number(self) -> int:
         """Of the step that is open, or of the next one."""
         return self.budget.taken if self._open is None else self._open.number
 
-    def _own_noise(self, noise: NoiseSource) -> NoiseSource:
-        """Refuse noise of another rank: two ranks with one stream would add the same noise twice.
-
-        Use plain noise for a model on a device without float64, and say so.
-        """
-        if noise.rank != self.ranks.rank:
-            problem = f"the noise source is of rank {noise.rank}, this is rank {self.ranks.rank} of {self.ranks.size}"
-            raise EngineError("engine.noise-of-other-rank", problem, f"make it with rank={self.ranks.rank}")
-        lacking = next((p.device for p in self._tensors.values() if widest_dtype(p.device) != torch.float64), None)
-        if noise.hardened and lacking is not None:
-            noise.use_plain()
-            if not self.plain_noise_note:
-                self.plain_noise_note = f"{PLAIN_NOTE} device {lacking.type} has no float64"
-                warnings.warn(f"{self.plain_noise_note}: {PLAIN_NOISE}", PlainNoise, stacklevel=4)
-        return noise
-
-    @property
-    def device(self) -> torch.device:
-        """Where the model is: the device of its first trained tensor."""
-        return self.eager.device
+    def _take_noise(self, noise: NoiseSource) -> None:
+        refuse_other_rank(noise, self.ranks.rank)
+        note = use_plain_where_needed(noise, self._tensors)
+        self.noise, self.plain_noise_note = noise, self.plain_noise_note or note
 
     # A step
 
@@ -221,7 +184,7 @@ class Engine:
         Batches of a probe, which `corpus.batches` hands out first, are compared instead: nothing is charged, and
         `.grad` stays None.
         """
-        if not self._probing.takes(losses, check_is_batch(batch)):
+        if not self.probing.takes(losses, check_is_batch(batch)):
             self._take(batch, lambda: self.eager.prepare(losses, batch))
 
     def step(self, losses_of: LossesOf, batch: Batch) -> Tensor | None:
@@ -232,8 +195,10 @@ class Engine:
         changes must be a tensor.
         """
         prepared = None
-        if self.compiled is not None and not (self.detached or self._probing.expects(check_is_batch(batch))):
-            prepared = self.compiled.prepare(losses_of, batch, self.clipper)
+        if self.compiled is not None and not (self.detached or self.probing.expects(check_is_batch(batch))):
+            if batch.first:
+                self.rules.before_step(self.budget.taken)  # thresholds are an argument of the graph
+            prepared = self.compiled.prepare(losses_of, batch, self.rules.clipper)
         if prepared is not None:
             self._take(batch, lambda: prepared[0])
             return prepared[1]
@@ -248,7 +213,8 @@ class Engine:
         if batch.first:
             self._open = None  # an earlier step that was not finished is given up; its charge stays
         with self._giving_up_on_error():
-            self._refuse_due_choice(batch)
+            if batch.first:
+                self.rules.refuse_due_choice(self.budget.taken, probing=self.probing.waiting)
             work = prepare()
             self._before_charge(batch)
             if batch.first:
@@ -270,23 +236,19 @@ class Engine:
             self._gradients.write(self.placement.divided(released))
             for guard in self.guards:
                 guard.after_write()
-            if self.adaptation is not None:
-                self.adaptation.after(opened.number, self.placement.whole(released), counts)
+            self.rules.after_step(opened.number, lambda: self.placement.whole(released), counts)
 
     def _begin(self, batch: Batch) -> OpenStep:
         """Charge a step, with C and S as they are from now on, and begin its sums."""
-        self.follow_proxy()
-        if self.adaptation is not None:
-            self.adaptation.apply_proposed_factor()
-        step = self.budget.charge(1.0 if self.adaptation is None else self.adaptation.factor)
+        applied = self.rules.before_step(self.budget.taken)
+        step = self.budget.charge(self.rules.factor)
         for guard in self.guards:
             guard.after_charge(batch)
-        noise = self.mechanism.open(self.applied, self.noise, step)
-        sums = self.placement.sums(self._tensors, noise)
-        return OpenStep(number=step, drawn=batch.draw.step, clipper=self.clipper, sums=sums)
+        sums = self.placement.sums(self._tensors, self.mechanism.open(applied, self.noise, step))
+        return OpenStep(number=step, drawn=batch.draw.step, clipper=self.rules.clipper, sums=sums)
 
     def _moment(self, batch: Batch) -> Moment:
-        under_way = not batch.first and (self._open is not None or self._choice is not None)
+        under_way = not batch.first and (self._open is not None or self.rules.choice is not None)
         return Moment(step=self._step_number(), under_way=under_way, private=self.noise.private)
 
     def _before_charge(self, batch: Batch) -> None:
@@ -308,35 +270,16 @@ class Engine:
     @property
     def applied(self) -> StepPlan:
         """The plan with C and S as the next step will use them: the plan itself unless it has rules."""
-        return self.plan if self.adaptation is None else self.adaptation.applied
-
-    @property
-    def clipper(self) -> Clipper:
-        """What bounds contributions in the next step."""
-        if self._clipper.plan is not self.applied:
-            self._clipper = clipper_of(self.applied)
-        return self._clipper
+        return self.rules.applied
 
     def follow_proxy(self) -> None:
         """Move S as the plan's proxy says, if it is due before the next step; `backward` does so where nobody did."""
-        adaptation, proxy, step = self.adaptation, self._proxy, self.budget.taken
-        if adaptation is not None and proxy is not None and proxy.due(step) and self._proxy_step != step:
-            adaptation.follow_proxy(proxy, step)
-            self._proxy_step = step
+        self.rules.follow_proxy(self.budget.taken)
 
     @property
     def choice_due(self) -> bool:
         """Whether the next step must be preceded by `choose`."""
-        taken = self.budget.taken
-        if self.adaptation is None or self._probing.waiting:
-            return False
-        return taken < self.plan.steps and self.adaptation.due(taken)
-
-    def _refuse_due_choice(self, batch: Batch) -> None:
-        if batch.first and (self.choice_due or self._choice is not None):
-            problem = f"the plan must choose the shape of its noise before step {self.budget.taken}"
-            remedy = "draw another batch and call engine.choose(losses, batch) first (losses=None if it is empty)"
-            raise EngineError("engine.choice-due", problem, remedy)
+        return self.rules.choice_due(self.budget.taken) and not self.probing.waiting
 
     def choose(self, losses: Tensor | None, batch: Batch) -> None:
         """One charged event: an exponential mechanism picks the shape of the noise for the steps to come.
@@ -344,32 +287,25 @@ class Engine:
         `batch` is a Poisson draw of its own, at the rates of the plan; `losses` is None if it is empty. No gradient
         is written. Like `backward`, it may be called once for each part of `batch.split`.
         """
+        step, rules = self.budget.taken, self.rules
         try:
-            self._choose(losses, check_is_batch(batch))
+            if rules.adaptation is None or (check_is_batch(batch).first and not self.choice_due):
+                raise EngineError(
+                    "engine.no-choice-due", f"no choice is due before step {step}", "ask engine.choice_due"
+                )
+            part = self.eager.examine(losses, batch)
+            self._before_charge(batch)
+            if batch.first:
+                self._open = None
+                rules.open_choice(step, self.budget.charge_choice)
+                for guard in self.guards:
+                    guard.after_charge(batch)
+            rules.add_to_choice(part, self.eager)
+            if batch.last:
+                rules.close_choice(self.noise, step)
         except BaseException:
-            self._choice = None  # if it was charged, it stays charged, and S stays as it is
+            rules.choice = None  # if it was charged, it stays charged, and S stays as it is
             raise
-
-    def _choose(self, losses: Tensor | None, batch: Batch) -> None:
-        adaptation, step = self.adaptation, self.budget.taken
-        if adaptation is None or (batch.first and not self.choice_due):
-            raise EngineError("engine.no-choice-due", f"no choice is due before step {step}", "ask engine.choice_due")
-        part = self.eager.examine(losses, batch)
-        self._before_charge(batch)
-        if batch.first:
-            self.follow_proxy()  # what it measures is a candidate
-            self._open, opened = None, OpenChoice.of(self.plan, adaptation.candidates(), self._slices.sizes)
-            self.budget.charge_choice()
-            for guard in self.guards:
-                guard.after_charge(batch)
-            self._choice, adaptation.chosen = opened, step
-        choice = self._choice
-        assert choice is not None
-        if part is not None:
-            choice.add(part, self.eager.norms(part, self.clipper))
-        if batch.last:
-            self._choice = None
-            adaptation.apply_choice(choice.drawn(self.noise, step))
 
     # Steps of a run
 
@@ -391,15 +327,13 @@ class Engine:
         the steps before, which nothing else went on from; otherwise it begins anew.
         """
         validate.whole(EngineError, "engine.step-out-of-range", least=0, most=self.plan.steps, step=step)
-        if self.adaptation is not None:
-            self.budget.filters_asked_elsewhere = self.adaptation.fix(factor)
-        else:
-            refuse_factor(factor)
-        self._open = self._choice = None
-        self._outside.forget()
-        self._proxy_step = -1
-        self.noise = self._own_noise(noise)
+        self.budget.filters_asked_elsewhere = self.rules.continue_at(factor)
+        self._open = None
+        self.outside.forget()
+        self._take_noise(noise)
         self.budget.set_taken(step)
+        if self.compiled is not None:
+            self.compiled.begin_segment()
         if not resumed:
             self.mechanism.clear()
 
@@ -407,7 +341,7 @@ class Engine:
 
     @property
     def probed(self) -> bool:
-        return self._probing.done
+        return self.probing.done
 
     def probe(self, losses_of: Callable[[Any, Any], Tensor], x: Any, y: Any = None) -> None:
         """Refuse a model or loss in which one example's loss or gradient depends on the other examples.
@@ -417,30 +351,22 @@ class Engine:
         fewer. This finds what the graph cannot show: a loss divided by the tokens of the batch, padding to the
         longest, expert capacity, batch statistics. Random draws are replayed. See `lamina.engine.probe`.
         """
-        self._probing.run(losses_of, x, y)
-
-    def probe_batches(self, x: Any, y: Any = None, *, simulated: bool = False, joined: bool = False) -> Iterator[Batch]:
-        """As `probe`, for a loop of one's own: batches to compute losses of and to hand to `backward`.
-
-        Buffers, generators and learning rate schedules are left as they were. `simulated`: of x and y only shapes and
-        types are used, and values are made up. `joined`: contributions may have several examples.
-        """
-        return self._probing.batches(x, y, simulated=simulated, joined=joined)
+        self.probing.run(losses_of, x, y)
 
     def decline_probe(self) -> None:
         """Say that this engine is meant to take steps without a probe: it does not warn of it."""
-        self._probing.declined = True
+        self.probing.declined = True
 
     def gradient_of(self, losses: Tensor, batch: Batch, unit: int, *, routed: bool = True) -> dict[str, Tensor]:
         """The unclipped gradient of one contribution: for probes on proxy data only.
 
         `routed`: 0 where its class may not move a tensor or a part of it.
         """
-        return inspection.gradient_of(self.eager, self.clipper, losses, batch, unit, routed=routed)
+        return inspection.gradient_of(self.eager, self.rules.clipper, losses, batch, unit, routed=routed)
 
     def clipped_sums(self, losses: Tensor | None, batch: Batch) -> dict[str, Tensor]:
         """The routed, clipped sum without noise and without division, of this rank: for tests and audits only."""
-        return inspection.clipped_sums(self.eager, self.clipper, losses, batch)
+        return inspection.clipped_sums(self.eager, self.rules.clipper, losses, batch)
 
     def grid_sums(self, losses: Tensor | None, batch: Batch, grids: Sequence[Grid]) -> GridSums:
         """The routed, clipped sum in whole units of each layer's grid, int64, without noise: of one party of a `SecureSum`.
@@ -456,19 +382,15 @@ class Engine:
         for guard in self.guards:
             guard.after_charge(batch)
         by_name = {name: grids[self.mechanism.layer_of[name]] for name in self._tensors}
-        sums = inspection.sums_of_part(self.eager, self.clipper, part, by_name)
-        return GridSums(sums, grids, self.applied.digest())
+        sums = inspection.sums_of_part(self.eager, self.rules.clipper, part, by_name)
+        return GridSums(sums, grids, self.rules.applied.digest())
 
     def proxy_norms(self, losses: Tensor, batch: Batch) -> Tensor:
         """(P,) the norm of each contribution's whole gradient before clipping: for public or simulated input only.
 
         The losses may be used again.
         """
-        return inspection.gradient_norms(self.eager, self.clipper, losses, batch)
-
-    def weights_text(self) -> str:
-        """Return a note on weights that were written since the last `optimizer.step`; empty if none were."""
-        return self._outside.weights_text()
+        return inspection.gradient_norms(self.eager, self.rules.clipper, losses, batch)
 
     def accept_buffers(self) -> None:
         """Buffers and frozen parameters were set from public data alone: from here on they must stay as they are."""

@@ -464,8 +464,12 @@ class Probing(Guard):
             self.outside.probing = False
         self.accept()
 
-    def batches(self, x: Any, y: Any, *, simulated: bool, joined: bool) -> Iterator[Batch]:
-        """The batches of a probe, for a loop that hands their losses in."""
+    def batches(self, x: Any, y: Any = None, *, simulated: bool = False, joined: bool = False) -> Iterator[Batch]:
+        """The batches of a probe, for a loop of one's own that computes their losses and hands them to `backward`.
+
+        Buffers, generators and learning rate schedules are left as they were. `simulated`: of x and y only shapes and
+        types are used, and values are made up. `joined`: contributions may have several examples.
+        """
         self.running = probe = Probe(self.model, self.classes, self.measure, x, y, simulated=simulated, joined=joined)
         self.outside.probing = True
         try:

@@ -1,36 +1,28 @@
-"""Append a batch of records in one transaction: index keys, repeated records, append rules, leaves and tiles."""
+"""Append a batch of records in one transaction: repeated records, append rules, leaves and tiles."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import chain, count
-from operator import itemgetter
+from operator import attrgetter
 from typing import Any
 
 from lamina.errors import LedgerDamaged, LedgerError
 from lamina.ledger import merkle
-from lamina.ledger.checked_leaves import CheckedLeaves, check_epoch_follows, tokens_of
-from lamina.ledger.contribution_columns import (
-    ANCHOR_PREFIX,
-    INDEX_KEY_BYTES,
-    SUBJECT_PREFIX,
-    anchor_key,
-    descriptor_key,
-    index_keys,
-    subject_key,
-)
-from lamina.ledger.governance_records import GoverningRecord, Header, Release, Withdrawal
-from lamina.ledger.key_state import GovernanceState, checkpoint_roots
+from lamina.ledger.append_rules import Place, check_record
+from lamina.ledger.checked_leaves import CheckedLeaves, tokens_of
+from lamina.ledger.contribution_columns import INDEX_KEY_BYTES, SUBJECT_PREFIX, descriptor_key, subject_key
+from lamina.ledger.governance_records import GoverningRecord, Withdrawal
 from lamina.ledger.merkle import Frontier, leaf_hashes
 from lamina.ledger.records import (
     CONTRIBUTION_STARTS,
-    KIND_NUMBERS,
+    KINDS,
     ContributionRecord,
     EncodedRecord,
     Epoch,
-    KeptContribution,
     Record,
     cbor_uint,
     cbor_uints,
@@ -43,63 +35,6 @@ from lamina.ledger.run_history import RecordedRuns
 from lamina.ledger.run_records import RunBegin, RunEnd, RunRecord
 from lamina.ledger.schema import rounded_epoch_time
 from lamina.ledger.store.rows import AttemptRow, LeafRow, LedgerHead, StoredLeaf, StoreReader, StoreWriter, tile_reader
-
-_CONTRIBUTION_KIND = KIND_NUMBERS[ContributionRecord]
-INDEX_STEP = 65_536  # leaves after which the index grows
-
-
-class UnindexedKeys:
-    """The keys of leaves [start, stop), which are not in the store's index yet."""
-
-    def __init__(self) -> None:
-        self.start = self.stop = 0
-        self._once: dict[bytes, int] = {}
-        self._anchors: dict[bytes, list[int]] = {}
-
-    def follow(self, rows: StoreReader, head: LedgerHead) -> None:
-        """Make it the tail of what `rows` sees: read what others appended, forget what others indexed."""
-        if head.indexed != self.start or head.size < self.stop:
-            self.start = self.stop = head.indexed
-            self._once.clear()
-            self._anchors.clear()
-        if self.stop < head.size:
-            pairs = []
-            for seq, data in rows.leaves(self.stop, head.size):  # by what they say: the lists of the store may hide one
-                record = decode_leaf(data).record if data.leaf[:3] in CONTRIBUTION_STARTS else None
-                if isinstance(record, ContributionRecord | KeptContribution):
-                    pairs += [(key, seq) for key in index_keys(record)]
-            anchors = [pair for pair in pairs if pair[0][0] == ANCHOR_PREFIX]
-            self.grow(dict(pair for pair in pairs if pair[0][0] != ANCHOR_PREFIX), anchors, head.size)
-
-    def grow(self, once: Mapping[bytes, int], anchors: Sequence[tuple[bytes, int]], stop: int) -> None:
-        """Leaves up to `stop` are committed, with these keys."""
-        self._once.update(once)
-        for key, seq in anchors:
-            self._anchors.setdefault(key, []).append(seq)
-        self.stop = stop
-
-    def find(self, rows: StoreReader, keys: Sequence[bytes]) -> list[tuple[bytes, int]]:
-        """(key, seq) of every leaf that has one of these keys, indexed or not."""
-        new = self._once.keys().isdisjoint(keys)
-        found = [] if new else [(key, self._once[key]) for key in keys if key in self._once]
-        if self._anchors:
-            found += [(key, seq) for key in keys if key in self._anchors for seq in self._anchors[key]]
-        return [*found, *rows.find(keys)] if self.start else found
-
-    def between(self, rows: StoreReader, first: bytes, last: bytes, most: int) -> list[bytes]:
-        """The keys in [first, last], indexed or not, in order and each once; at most so many."""
-        found = {key for keys in (self._once, self._anchors) for key in keys if first <= key <= last}
-        for _ in range(most if self.start else 0):
-            if not (there := rows.find_between(first, last, 1)):
-                break
-            found.add(there[0][0])  # an anchor may be that of any number of leaves: on from the key after it
-            first = (int.from_bytes(there[0][0], "big") + 1).to_bytes(INDEX_KEY_BYTES, "big")
-        return sorted(found)[:most]
-
-    def index(self, rows: StoreWriter, more: Sequence[tuple[bytes, int]]) -> None:
-        """Write everything, and `more`, into the index of the store, in order."""
-        anchors = [(key, seq) for key, seqs in self._anchors.items() for seq in seqs]
-        rows.add("known", sorted([*self._once.items(), *anchors, *more], key=itemgetter(0)))
 
 
 def find_repeated_contributions(
@@ -158,48 +93,40 @@ def find_repeated_run_record(
     return next((leaf.seq for leaf in there if _same_record(leaves.leaf(rows, leaf.seq), encoded)), None)
 
 
-def check_run_records(rows: StoreReader, records: Sequence[Record], leaves: Callable[[], CheckedLeaves]) -> None:
-    """Raise LedgerError if a start or end of a run may not follow the leaves and records before it."""
-    if not any(isinstance(record, RunRecord) for record in records):
-        return
-    before = [leaf for kind in (RunBegin, Epoch, RunEnd) for leaf in leaves().records(rows, kind)]
-    history = RecordedRuns()
-    for leaf in sorted(before, key=lambda each: each.seq):
-        history.see(leaf.record)
-    for record in records:
-        if isinstance(record, RunRecord):
-            history.check(record)
-        history.see(record)
-
-
 def _same_record(there: StoredLeaf | None, encoded: EncodedRecord) -> bool:
     """Whether a leaf, pruned or not, is of this record: it holds the hash of its body."""
     head, tail, _ = encoded
     return there is not None and leaf_tail(there.leaf) == tail and there.leaf[:3] == head[:3]
 
 
-def check_may_follow(
-    rows: StoreReader, records: Sequence[Record], header: Header, head: LedgerHead, now: int,
-    governance: Callable[[], GovernanceState],
-) -> None:  # fmt: skip
-    """LedgerError if one of the records may not follow all leaves and those before it."""
-    governing = [record for record in records if isinstance(record, GoverningRecord)]
-    if len(governing) > 1:
-        problem = f"the batch has {len(governing)} governing records, each of which must name the leaf before it"
+def check_may_follow(records: Sequence[Record], place: Place, leaves: Callable[[], CheckedLeaves]) -> None:
+    """Raise LedgerError if one of the records, which are no contributions, may not follow all leaves and those before it."""
+    governing = sum(isinstance(record, GoverningRecord) for record in records)
+    if governing > 1:
+        problem = f"the batch has {governing} governing records, each of which must name the leaf before it"
         raise LedgerError("ledger.several-governing-records", problem, "append one after the other")
     if governing and any(isinstance(record, Withdrawal) for record in records):
         problem = "the batch has a withdrawal beside a governing record, which may change who may withdraw"
         raise LedgerError("ledger.withdrawal-beside-governing-record", problem, "append one after the other")
-    for record in governing:
-        governance().check(record, head.size, now, checkpoint_roots(rows))
-    for each in records:
-        if isinstance(each, Epoch):
-            check_epoch_follows(each, header, head.size)
+    runs = cache(lambda: _recorded_runs(place.rows, leaves()))
+    for record in records:
+        check_record(record, replace(place, runs=runs))
+        if runs.cache_info().currsize:
+            runs().see(record)
+
+
+def _recorded_runs(rows: StoreReader, leaves: CheckedLeaves) -> RecordedRuns:
+    """Attempts, starts and ends of runs in all leaves."""
+    found = RecordedRuns()
+    before = chain.from_iterable(leaves.records(rows, kind) for kind in (RunBegin, Epoch, RunEnd))
+    for leaf in sorted(before, key=attrgetter("seq")):
+        found.see(leaf.record)
+    return found
 
 
 @dataclass(frozen=True, slots=True)
 class AppendContext:
-    """Where a batch goes: the head, the time, the header's epoch_clock, the digest of the last checkpoint, the tail.
+    """Where a batch goes: the head, the time, the header's epoch_clock, the digest of the last checkpoint.
 
     `header_hash` is that of leaf 0, once it is there.
 
@@ -211,7 +138,6 @@ class AppendContext:
     now: int
     step: int
     previous: bytes | None
-    tail: UnindexedKeys
     header_hash: bytes | None = None
     check: Callable[[Sequence[int]], None] = lambda at: None
     leaves: Callable[[], CheckedLeaves] | None = None
@@ -220,37 +146,31 @@ class AppendContext:
 class AppendBatch:
     """Records that are appended together, and the bytes that they refer to by digest.
 
-    What does not depend on the place in the ledger is made here, before anybody is kept waiting. `grown` is what the
-    tail must learn once the transaction is committed.
+    What does not depend on the place in the ledger is made here, before anybody is kept waiting.
     """
 
     def __init__(self, records: Sequence[Record], blobs: Iterable[bytes]) -> None:
         self.records = list(records)
         self.encoded = list(map(encode_record, self.records))  # refuses what is no record
         self.others = [record for record in self.records if type(record) is not ContributionRecord]
-        self._once, self._anchors = self._name()
-        others: dict[Any, int] = {}  # attempts and targets
+        self._once = self._name()
+        others: dict[Any, int] = {}
         for at, record in enumerate(self.records if self.others else ()):
-            if isinstance(record, Epoch):
-                _claim_once(others, record.attempts, at)
-            elif isinstance(record, Withdrawal):
-                _claim_once(others, (record.target,), at)
-            elif isinstance(record, RunRecord):
-                _claim_once(others, ((type(record), record.run),), at)
+            _claim_once(others, ((type(record), claim) for claim in KINDS[type(record)].claims(record)), at)
         self._blobs = {hashlib.sha256(data).digest(): data for data in blobs}
         self._refuse_unreferenced_blobs()
         self._begin()
 
     def _begin(self) -> None:
         """Forget an attempt that was not committed."""
-        self.new_index_keys: tuple[dict[bytes, int], list[tuple[bytes, int]]] = ({}, [])  # unique ones, and anchors
+        self.new_keys: dict[bytes, int] = {}  # keys of the contributions that were written → leaf
         self.hashes: list[bytes] = []  # hashes of the leaves that were written
         self.placed: list[LeafRow] = []  # rows of written leaves that are not contributions
         self.after: LedgerHead | None = None
         self.frontier = Frontier()
 
-    def _name(self) -> tuple[dict[bytes, int], list[tuple[bytes, int]]]:
-        """Keys that may be in a ledger once → position; keys of anchors, and positions."""
+    def _name(self) -> dict[bytes, int]:
+        """Keys of contributions, each of which may be in a ledger once → position."""
         given = [(at, one) for at, one in enumerate(self.records) if type(one) is ContributionRecord]
         subjects = [(subject_key(one.subject), at) for at, one in given if one.subject is not None]
         once = {b"d" + one.descriptor[: INDEX_KEY_BYTES - 1]: at for at, one in given}  # as `descriptor_key`, faster
@@ -259,7 +179,7 @@ class AppendBatch:
             first: dict[Any, int] = {}
             for key, at in chain(((descriptor_key(one.descriptor), at) for at, one in given), subjects):
                 _claim_once(first, (key,), at)
-        return once, [(anchor_key(one.anchor), at) for at, one in given if one.anchor is not None]
+        return once
 
     def write(self, rows: StoreWriter, stand: AppendContext) -> list[int]:
         """Append what is not there yet; the leaf of every record, in order."""
@@ -273,8 +193,6 @@ class AppendBatch:
         return [there[at] if at in there else next(fresh) for at in range(len(self.records))]
 
     def _find_repeated(self, rows: StoreWriter, stand: AppendContext) -> dict[int, int]:
-        tail = stand.tail
-        tail.follow(rows, stand.head)
         found: dict[int, int] = {}
         if self._once and stand.leaves is not None:
             found = find_repeated_contributions(rows, stand.leaves(), self._once, self.encoded)
@@ -298,25 +216,15 @@ class AppendBatch:
         if frontier.size != head.size:
             problem = f"the tree has {frontier.size} leaves, the ledger {head.size}"
             raise LedgerDamaged("ledger.head-inconsistent", problem, "restore the ledger from a copy")
-        self.hashes = leaf_hashes([data for _, _, data, _ in placed])
-        self.placed = [each for each in placed if each[1] != _CONTRIBUTION_KIND] if self.others else []
+        self.hashes = leaf_hashes([data for _, data, _ in placed])
+        self.placed = [each for each in placed if each[1][:3] not in CONTRIBUTION_STARTS] if self.others else []
         changed = merkle.grow_tiles(frontier, self.hashes, tile_reader(rows))
         rows.add("leaf", placed)
         rows.put_tiles(changed)
         self._write_side_rows(rows, new, head.size, stand.header_hash)
-        if len(new) == len(self.records):
-            once = {key: head.size + at for key, at in self._once.items()}
-            anchors = [(key, head.size + at) for key, at in self._anchors]
-        else:
-            seqs = dict(zip(new, range(head.size, frontier.size), strict=True))
-            once = {key: seqs[at] for key, at in self._once.items() if at in seqs}
-            anchors = [(key, seqs[at]) for key, at in self._anchors if at in seqs]
-        self.new_index_keys = once, anchors
-        indexed = head.indexed
-        if frontier.size - indexed >= INDEX_STEP:
-            stand.tail.index(rows, [*once.items(), *anchors])
-            indexed = frontier.size
-        self.after = LedgerHead(frontier.size, time, epoch, indexed, frontier.encode())
+        seqs = dict(zip(new, range(head.size, frontier.size), strict=True))
+        self.new_keys = {key: seqs[at] for key, at in self._once.items() if at in seqs}
+        self.after = LedgerHead(frontier.size, time, epoch, frontier.encode())
         rows.put_head(self.after)
 
     def _encode_leaves(self, new: Sequence[int], stand: AppendContext) -> tuple[list[LeafRow], int, int]:
@@ -328,7 +236,7 @@ class AppendBatch:
             numbers = cbor_uints(stand.head.size, len(new))
             parts = self.encoded if len(new) == len(self.encoded) else [self.encoded[at] for at in new]
             placed = [
-                (seq, start[2], b"".join((start, number, stamp, tail)), body)
+                (seq, b"".join((start, number, stamp, tail)), body)
                 for seq, number, (start, tail, body) in zip(count(stand.head.size), numbers, parts, strict=False)
             ]
             return placed, stand.now, epoch
@@ -345,7 +253,7 @@ class AppendBatch:
                 if not stamp:
                     time, stamp = stand.now, encode_time_epoch(stand.now, epoch)
                 leaf_stamp = stamp
-            placed.append((seq, start[2], start + cbor_uint(seq) + leaf_stamp + tail, body))
+            placed.append((seq, start + cbor_uint(seq) + leaf_stamp + tail, body))
         return placed, time, epoch
 
     def _write_side_rows(self, rows: StoreWriter, new: Sequence[int], first: int, header_hash: bytes | None) -> None:
@@ -353,7 +261,6 @@ class AppendBatch:
         if not self.others and not self._blobs:
             return
         attempts: list[AttemptRow] = []
-        withdrawn: list[tuple[int, int]] = []
         evidence: list[tuple[int, bytes]] = []
         tokens: set[bytes] = set()
         for seq, at in enumerate(new, start=first):
@@ -362,28 +269,24 @@ class AppendBatch:
                 if self._blobs and (data := self._blobs.get(record.attestation)) is not None:
                     evidence.append((seq, data))
                     tokens.update(tokens_of(data, header_hash))
-            elif isinstance(record, Epoch):
-                attempts += [AttemptRow(*attempt, seq) for attempt in record.attempts]
-                self._put(rows, record.plan)
             elif isinstance(record, Withdrawal):
-                withdrawn.append((record.target, seq))
                 if record.request is not None and (data := self._blobs.get(record.request)) is not None:
                     evidence.append((seq, data))
-            elif isinstance(record, Release):
-                self._put(rows, record.manifest)
+            else:
+                for digest in self._blobs.keys() & KINDS[type(record)].digests(record):
+                    rows.put_blob(digest, self._blobs[digest])
+                if isinstance(record, Epoch):
+                    attempts += [AttemptRow(*attempt, seq) for attempt in record.attempts]
         rows.add("attempt", attempts)
-        rows.add("withdrawn", withdrawn)
         rows.add("evidence", evidence)
         rows.add("token", [(token,) for token in sorted(tokens - rows.tokens(list(tokens)))])
-
-    def _put(self, rows: StoreWriter, digest: bytes) -> None:
-        if digest in self._blobs:
-            rows.put_blob(digest, self._blobs[digest])
 
     def _refuse_unreferenced_blobs(self) -> None:
         if not self._blobs:
             return
-        for digest in self._blobs.keys() - {digest for record in self.records for digest in _blob_digests(record)}:
+        for digest in self._blobs.keys() - {
+            digest for record in self.records for digest in KINDS[type(record)].digests(record)
+        }:
             problem = f"no record of the batch refers to the blob {digest.hex()}"
             raise LedgerError("ledger.blob-unreferenced", problem, "leave it out")
 
@@ -401,16 +304,3 @@ def _encode_epoch(record: Epoch, previous: bytes | None) -> EncodedRecord:
         problem = "the epoch names another checkpoint than the last one"
         raise LedgerError("ledger.epoch-wrong-previous", problem, "leave `previous` out")
     return encode_record(replace(record, previous=previous))
-
-
-def _blob_digests(record: Record) -> tuple[bytes, ...]:
-    """The digests in a record whose bytes a store may keep."""
-    if isinstance(record, ContributionRecord):
-        return (record.attestation,)
-    if isinstance(record, Epoch):
-        return (record.plan,)
-    if isinstance(record, Release):
-        return (record.manifest,)
-    if isinstance(record, Withdrawal) and record.request is not None:
-        return (record.request,)
-    return ()

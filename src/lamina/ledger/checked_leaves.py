@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from lamina.admit.attestation import Attestation, window_rules
 from lamina.errors import AdmissionError, EncodingError, LedgerDamaged, LedgerError
+from lamina.ledger.append_rules import Place, check_record
 from lamina.ledger.contribution_columns import (
     ContributionColumns,
     ContributionKeys,
@@ -53,7 +54,6 @@ from lamina.ledger.records import (
     KIND_NAMES,
     KIND_NUMBERS,
     LAST_SEQ,
-    RECORD_KINDS,
     ContributionRecord,
     ContributionTerms,
     Epoch,
@@ -61,7 +61,6 @@ from lamina.ledger.records import (
     KeptLeaf,
     Leaf,
     Record,
-    SegmentOutcome,
     decode_kept,
     decode_leaf,
     kind_name,
@@ -84,18 +83,6 @@ from lamina.sign.notes import NoteKey
 
 _LEAVES_AT_ONCE = 4096
 _NOT_BEFORE, _EXPIRES = attrgetter("not_before"), attrgetter("expires")
-
-
-def check_epoch_follows(record: Epoch, header: Header, size: int) -> None:
-    """LedgerError if an epoch closes more segments than allowed, or read members from leaves that are not there."""
-    closed = sum(each.outcome is SegmentOutcome.CLOSED for each in record.segments)
-    if closed > header.granularity:
-        problem = f"the epoch closes {closed} segments, the header allows {header.granularity}"
-        raise LedgerError("ledger.epoch-too-many-segments", problem, "split it")
-    for each in record.segments:
-        if each.eligibility > size:
-            problem = f"segment {each.index} was opened after {each.eligibility} leaves, the ledger has {size}"
-            raise LedgerError("ledger.segment-from-future", problem, "give the size when its membership was frozen")
 
 
 class WriterMark(NamedTuple):
@@ -191,8 +178,8 @@ class CheckedLeaves:
 
     It hashes the kept bytes of every leaf. The leaves under the newest checkpoint must have the root that a key of the
     ledger signed. The signer checked the rules of these leaves, so only their governing records are replayed. Every
-    later leaf is read and checked, unless this process wrote it itself. What the store lists beside the leaves (kinds,
-    withdrawals, attempts, head, tiles) is compared with them and decides nothing.
+    later leaf is read and checked, unless this process wrote it itself. What the store lists beside the leaves
+    (attempts, head, tiles) is compared with them and decides nothing.
 
     It remembers the hash of each leaf, so it notices a changed leaf when the leaf is read again.
 
@@ -263,8 +250,8 @@ class CheckedLeaves:
         with self._turn:
             if self._state is None or self._frontier.encode() != head.frontier:
                 return
-            for seq, kind, leaf, body in others:
-                self._others.setdefault(kind, []).append(seq)
+            for seq, leaf, body in others:
+                self._others.setdefault(kind := leaf[2], []).append(seq)
                 if kind in GOVERNING_KINDS:
                     record = decode_leaf(StoredLeaf(leaf, body)).record
                     assert isinstance(record, GoverningRecord)
@@ -413,10 +400,6 @@ class CheckedLeaves:
             for leaf in self.records(rows, Withdrawal, read):
                 assert isinstance(leaf.record, Withdrawal)
                 found.setdefault(leaf.record.target, leaf.seq)
-            if not read:
-                listed = {target: seq for target, seq in rows.withdrawals() if seq < self._signed}
-                if (problem := self._index_differs(listed, found, "withdraws leaf {}")) is not None:
-                    raise LedgerDamaged("ledger.withdrawal-index-differs", problem, _CACHE_CHANGED)
             self._withdrawals = self.size, found
             return found
 
@@ -513,16 +496,6 @@ class CheckedLeaves:
         says, seq = ("does not list", signed[name]) if name in signed else ("lists", listed[name])
         return f"the store {says} that leaf {seq} {claim.format(name)}, which contradicts the leaves"
 
-    def _compare_kinds(self, rows: StoreReader) -> None:
-        """Raise LedgerDamaged if the store lists a signed leaf under another kind than the leaf states."""
-        listed, real = rows.listed_kinds(self._signed), {at: n for n, seqs in self._others.items() for at in seqs}
-        for seq in sorted(listed.keys() | real.keys()) if listed != real else ():
-            if listed.get(seq) != real.get(seq):
-                stated, stored = (RECORD_KINDS.get(each.get(seq, 2)) for each in (real, listed))
-                names = [KIND_NAMES.get(each, "unknown") if each else "unknown" for each in (stated, stored)]
-                problem = f"leaf {seq} is of kind {names[0]}, but the store lists it as {names[1]}"
-                raise LedgerDamaged("ledger.kind-index-differs", problem, _CACHE_CHANGED)
-
     def _begin(self, rows: StoreReader, last: StoredCheckpoint | None) -> GovernanceState:
         """Start again: hash all leaves under the newest checkpoint, or none if there is no checkpoint."""
         self._reset()
@@ -553,7 +526,6 @@ class CheckedLeaves:
         )
         if not signed or tree.origin != self._header.origin:
             raise self._checkpoint_differs()
-        self._compare_kinds(rows)
         return state
 
     def _take(self, leaves: Sequence[bytes]) -> None:
@@ -623,26 +595,32 @@ class CheckedLeaves:
             if isinstance(record, ContributionRecord):
                 if (wrong := rules.problem(record, leaf.time)) is not None:
                     raise leaf_not_allowed(at, KIND_NAMES[leaf.kind], wrong)
-            elif isinstance(record, GoverningRecord):
-                self._govern(state, leaf, data.leaf, rows)
-                rules = AdmissionRules(self._header, state)
-            elif isinstance(record, Epoch):
-                check_epoch_follows(record, self._header, at)
-            elif isinstance(record, Header) and at:
-                raise leaf_not_allowed(at, KIND_NAMES[leaf.kind], "a header may only be leaf 0")
-            elif isinstance(record, Aggregate) and record.horizon + state.retention > leaf.time:
-                raise leaf_not_allowed(at, KIND_NAMES[leaf.kind], f"contributions are kept for {state.retention} s")
             elif isinstance(record, KeptContribution):
                 reason = "its body is missing, and no checkpoint covers it yet"
                 raise leaf_not_allowed(at, KIND_NAMES[leaf.kind], reason)
+            else:
+                self._check_record(state, leaf, rows)
+                if isinstance(record, GoverningRecord):
+                    state.apply(record, at, data.leaf)
+                    rules = AdmissionRules(self._header, state)
             self._time, self._epoch = leaf.time, self._epoch + (leaf.kind is Epoch)
         self._take([data.leaf for _, data in block])
 
     def _govern(self, state: GovernanceState, leaf: Leaf, data: bytes, rows: StoreReader) -> None:
+        """Check and apply a governing record."""
         assert isinstance(leaf.record, GoverningRecord)
+        self._check_record(state, leaf, rows)
+        state.apply(leaf.record, leaf.seq, data)
+
+    def _check_record(self, state: GovernanceState, leaf: Leaf, rows: StoreReader) -> None:
+        """Raise LedgerDamaged if a record that is no contribution breaks its append rule."""
+        place = Place(
+            rows=rows, header=self._header, seq=leaf.seq, time=leaf.time, governance=lambda: state,
+            root_of=checkpoint_roots(rows),
+        )  # fmt: skip
         try:
-            state.see(leaf.record, leaf.seq, leaf.time, data, checkpoint_roots(rows))
-        except LedgerError as error:
+            check_record(leaf.record, place)
+        except (LedgerError, EncodingError) as error:
             raise leaf_not_allowed(leaf.seq, KIND_NAMES[leaf.kind], f"{error.problem} [{error.code}]") from None
 
 
@@ -694,8 +672,7 @@ def cut_unsigned(store: Store) -> list[tuple[int, str]]:
         last, frontier = decode_kept(leaf_bytes(rows, size - 1)), Frontier()
         for _, block in rows.blocks(0, size):
             rows.put_tiles(grow_tiles(frontier, leaf_hashes(block.leaves), tile_reader(rows)))
-        indexed, epoch = min(head_of(rows).indexed, size), last.epoch + (last.kind is Epoch)
-        rows.put_head(LedgerHead(size, last.time, epoch, indexed, frontier.encode()))
+        rows.put_head(LedgerHead(size, last.time, last.epoch + (last.kind is Epoch), frontier.encode()))
     return [(seq, kind_name(data.leaf) or "unreadable") for seq, data in cut]
 
 

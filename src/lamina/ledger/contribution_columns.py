@@ -31,7 +31,7 @@ from lamina.ledger.records import (
     decode_kept,
     decode_leaf,
 )
-from lamina.ledger.store.rows import LeafBlock, StoredLeaf, StoreReader
+from lamina.ledger.store.rows import LeafBlock, StoredLeaf
 from lamina.sign.keys import LAST_SECOND
 
 # Index keys: contributions are found by them, and those of descriptors and subjects are unique in a ledger.
@@ -271,55 +271,6 @@ def _number_column(column: Bytes) -> Ints:
         return column.ravel().astype(np.int64)
     kind = {2: ">u1", 3: ">u2", 5: ">u4", 9: ">u8"}[column.shape[1]]
     return np.ascontiguousarray(column[:, 1:]).view(kind).ravel().astype(np.int64)
-
-
-class KeyIndexChecks:
-    """Compares the store's index of contributions with the leaves: whom it hides could be admitted again."""
-
-    def __init__(self) -> None:
-        self._keys: list[Bytes] = []
-        self._seqs: list[Ints] = []
-        self._pruned: list[Ints] = []
-
-    def many(self, seqs: Ints, keys: Sequence[Bytes], pruned: bool) -> None:
-        self._keys += keys
-        self._seqs += [seqs] * len(keys)
-        if pruned:
-            self._pruned.append(seqs)
-
-    def one(self, seq: int, record: Contribution, pruned: bool) -> None:
-        keys = [np.frombuffer(key, np.uint8).reshape(1, -1) for key in index_keys(record)]
-        self.many(np.array([seq], dtype=np.int64), keys, pruned)
-
-    def first_difference(self, rows: StoreReader, indexed: int) -> int | None:
-        """The first leaf of which the index says something else. It holds the keys of the first `indexed` leaves.
-
-        Anchors of those whose bodies are pruned may be left in it.
-        """
-        parts, numbers = list[bytes](), [_NONE]
-        for block in rows.known_keys():
-            keys = list(map(itemgetter(0), block))
-            if set(map(len, keys)) != {INDEX_KEY_BYTES}:  # no contribution is found by such a key
-                return next(seq for key, seq in block if len(key) != INDEX_KEY_BYTES)
-            parts.append(b"".join(keys))
-            numbers.append(np.fromiter(map(itemgetter(1), block), np.int64, len(block)))
-        found, places = np.frombuffer(b"".join(parts), np.uint8).reshape(-1, INDEX_KEY_BYTES), np.concatenate(numbers)
-        anchors = np.flatnonzero(found[:, 0] == ANCHOR_PREFIX)
-        left = anchors[np.isin(places[anchors], _joined(self._pruned))]
-        if len(left):
-            found, places = np.delete(found, left, axis=0), np.delete(places, left)
-        real, seqs = np.concatenate([*self._keys, found[:0]]), _joined(self._seqs)
-        real, seqs = real[seqs < indexed], seqs[seqs < indexed]
-        # A leaf has at most one key of each letter, so that leaf and letter (d, s or a: 0, 3 or 1) tell which it must be.
-        row_of = np.full((size := seqs.max(initial=-1) + 1, 4), -1, dtype=np.int32)
-        row_of[seqs, real[:, 0] % 4] = np.arange(len(real), dtype=np.int32)
-        if len(found) == len(real) and ((places >= 0) & (places < size)).all():
-            row = row_of[places, found[:, 0] % 4]
-            if (row >= 0).all() and (np.bincount(row) <= 1).all() and (found == real[row]).all():
-                return None
-        stored = {(key.tobytes(), seq) for key, seq in zip(found, places.tolist(), strict=True)}
-        stated = {(key.tobytes(), seq) for key, seq in zip(real, seqs.tolist(), strict=True)}
-        return int(min(seq for _, seq in stored ^ stated))
 
 
 class ContributionKeys:

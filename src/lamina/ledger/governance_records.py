@@ -15,25 +15,8 @@ from lamina import cbor
 from lamina.account.accountants import find_accountant
 from lamina.admit.signing import SECONDS_PER_YEAR
 from lamina.admit.terms import hash_of_floors
-from lamina.errors import AccountingError, BadKey, EncodingError, LaminaError, LedgerError
-from lamina.ledger.schema import (
-    ACCOUNTANT,
-    BOOLEAN,
-    CLASS,
-    COUNT,
-    DIGEST,
-    KEY_ID,
-    MICRO,
-    ORIGIN,
-    PROFILE,
+from lamina.codec import (
     READ_REMEDY,
-    RUN,
-    SEQ,
-    SIGNATURE,
-    SPEND,
-    STATEMENT,
-    TIME,
-    VERSION,
     FieldType,
     bytes_up_to,
     check_fields,
@@ -47,6 +30,25 @@ from lamina.ledger.schema import (
     schema_of,
     stored,
     tuple_of,
+)
+from lamina.errors import AccountingError, BadKey, EncodingError, LaminaError, LedgerError
+from lamina.ledger.schema import (
+    ACCOUNTANT,
+    BOOLEAN,
+    CLASS,
+    COUNT,
+    DIGEST,
+    KEY_ID,
+    MICRO,
+    ORIGIN,
+    PROFILE,
+    RUN,
+    SEQ,
+    SIGNATURE,
+    SPEND,
+    STATEMENT,
+    TIME,
+    VERSION,
 )
 from lamina.plan.depth_profile import DepthProfile
 from lamina.plan.policy import AboutPolicy

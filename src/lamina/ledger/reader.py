@@ -15,15 +15,13 @@ import numpy as np
 from lamina.account.charges import Account
 from lamina.errors import LedgerDamaged, LedgerError, NotVerified
 from lamina.ledger import merkle
-from lamina.ledger import records as leaves
-from lamina.ledger.append import UnindexedKeys
 from lamina.ledger.checked_leaves import CheckedLeaves, contribution_digests
-from lamina.ledger.contribution_columns import anchor_key, descriptor_key, index_key_ranges, subject_key
+from lamina.ledger.contribution_columns import descriptor_key
 from lamina.ledger.governance_records import Header
 from lamina.ledger.key_state import GovernanceState
-from lamina.ledger.merkle import HASH_SIZE, Frontier, TileNodes, leaf_hash
+from lamina.ledger.merkle import Frontier, TileNodes, leaf_hash
 from lamina.ledger.receipt import TlogProof, make_receipt
-from lamina.ledger.records import KIND_NUMBERS, ContributionRecord, KeptLeaf, Leaf, Record
+from lamina.ledger.records import LEAF_STARTS, ContributionRecord, KeptLeaf, Leaf, Record, decode_leaf
 from lamina.ledger.signed_checkpoint import LedgerCheckpoint, TreeSignature, parse_checkpoint
 from lamina.ledger.store.rows import LedgerHead, Store, StoredCheckpoint, StoredLeaf, StoreReader, head_of, tile_reader
 from lamina.ledger.store.sqlite import make_store
@@ -35,7 +33,6 @@ class LedgerReader:
     def __init__(self, store: Store) -> None:
         self.store = store
         self._nodes = TileNodes(self._tile)
-        self._tail, self._turn = UnindexedKeys(), store.turn
         with store.read() as rows:
             if (head := rows.head()) is None:
                 problem = f"the ledger {store.name} is empty"
@@ -75,7 +72,7 @@ class LedgerReader:
             fresh.close()
             problem = f"the ledger at {self.name} was replaced by another one, with origin {fresh.origin!r}"
             raise NotVerified("ledger.replaced-by-other", problem, "put the ledger back in its place")
-        self.store, self._nodes, self._tail = fresh.store, TileNodes(self._tile), UnindexedKeys()
+        self.store, self._nodes = fresh.store, TileNodes(self._tile)
 
     def close(self) -> None:
         self.store.close()
@@ -172,15 +169,13 @@ class LedgerReader:
             if kind is not ContributionRecord:
                 yield from self.checked(rows).records(rows, kind, first, last)
                 return
-            for seq, data in rows.leaves(first, last):
-                if data.leaf[:3] in leaves.CONTRIBUTION_STARTS:
-                    yield _decode_stored_leaf(seq, data)
+            for seq, data in rows.beginning(LEAF_STARTS[kind], first, last):
+                yield _decode_stored_leaf(seq, data)
 
-    def listed(self, kind: type[Record], first: int = 0, stop: int | None = None) -> Iterator[Leaf]:
-        """Yield the leaves that the store lists under a kind. Faster than `of_kind`, but for display only."""
+    def unchecked(self, kind: type[Record], first: int = 0, stop: int | None = None) -> Iterator[Leaf]:
+        """Yield the leaves of one kind, in order, without checking them against a checkpoint: for display only."""
         with self.store.read() as rows:
-            last = head_of(rows).size if stop is None else stop
-            for seq, data in rows.of_kind(KIND_NUMBERS[kind], first, last):
+            for seq, data in rows.beginning(LEAF_STARTS[kind], first, head_of(rows).size if stop is None else stop):
                 yield _decode_stored_leaf(seq, data)
 
     # ----------------------------------------------------------------------------------- what belongs to them
@@ -211,21 +206,6 @@ class LedgerReader:
         keys = {descriptor_key(digest): digest for digest in descriptors}
         with self.store.read() as rows:
             return {keys[key]: seq for key, seq in self.checked(rows).find(rows, list(keys))}
-
-    def listed_contributions(self, digits: str, most: int) -> list[Leaf]:
-        """Return the contributions that the store's index lists under these digits. Faster, but for display only.
-
-        All 64 hex digits are those of a descriptor, content anchor or subject tag, fewer those of one of the first two.
-        """
-        with self._turn, self.store.read() as rows:
-            self._tail.follow(rows, head_of(rows))
-            if len(digits) == 2 * HASH_SIZE:
-                keys = [make(bytes.fromhex(digits)) for make in (descriptor_key, anchor_key, subject_key)]
-            else:
-                ranges = index_key_ranges(digits)
-                keys = [key for pair in ranges for key in self._tail.between(rows, *pair, most)][:most]
-            seqs = sorted({seq for _, seq in self._tail.find(rows, keys)})
-            return [_contribution(_decode_stored_leaf(seq, self._raw(rows, seq))) for seq in seqs]
 
     def bound_counts(self, before: int) -> dict[Account, int]:
         """By signed bound, how many contributions the first `before` leaves have."""
@@ -329,7 +309,7 @@ def _there(seq: int, data: StoredLeaf | None) -> StoredLeaf:
 
 
 def _decode_stored_leaf(seq: int, data: StoredLeaf | None) -> Leaf:
-    return leaves.decode_leaf(_there(seq, data))
+    return decode_leaf(_there(seq, data))
 
 
 MIN_DIGITS = 8  # hex digits of a digest that are enough, if nobody else's begins with them
@@ -339,17 +319,14 @@ _MAX_LEAF_DIGITS = 18  # digits of a leaf
 _MAX_LISTED = 5  # of several that a name could be
 
 
-def find_contributions(ledger: LedgerReader, name: str, *, only_index: bool = False) -> list[Leaf]:
-    """The contributions of this descriptor digest or content anchor (64 hex digits, or the first 8 or more), of this
-    subject tag (64 hex digits), or of this leaf.
+def find_contributions(ledger: LedgerReader, name: str) -> list[Leaf]:
+    """Return the contributions with a descriptor digest, content anchor or subject tag, or the contribution in a leaf.
 
-    First digits must be those of one digest alone. The answer is derived from the checked leaves. With `only_index` it
-    is what the store's index lists, for a page that cannot wait.
+    `name` is 64 hex digits; of a descriptor or anchor the first 8 or more, if they are those of one digest alone; or
+    the number of the leaf.
     """
-    number = _leaf_number(ledger, name, only_index)
-    if number is None:
-        return _find_by_digits(ledger, name, only_index)
-    return [_contribution(ledger.leaf(number) if only_index else ledger.checked_leaf(number))]
+    number = _leaf_number(ledger, name)
+    return _find_by_digits(ledger, name) if number is None else [_contribution(ledger.checked_leaf(number))]
 
 
 def find_leaf(ledger: LedgerReader, name: str) -> int:
@@ -365,7 +342,7 @@ def find_leaf(ledger: LedgerReader, name: str) -> int:
     return found[0].seq
 
 
-def _leaf_number(ledger: LedgerReader, name: str, only_index: bool = False) -> int | None:
+def _leaf_number(ledger: LedgerReader, name: str) -> int | None:
     """The leaf that a name is the number of. Long numbers may be the first digits of a digest, and never mean both."""
     if not (name.isascii() and name.isdecimal() and len(name) <= _MAX_LEAF_DIGITS):
         return None
@@ -374,22 +351,19 @@ def _leaf_number(ledger: LedgerReader, name: str, only_index: bool = False) -> i
         return number
     if name[0] == "0" or number >= ledger.size:
         return None
-    if found := _with_digits(ledger, name, only_index):
+    if found := _with_digits(ledger, name):
         raise _ambiguous_name(name, [f"leaf {number}", *_list_matches(found, name)])
     return number
 
 
-def _find_by_digits(ledger: LedgerReader, name: str, only_index: bool = False) -> list[Leaf]:
+def _find_by_digits(ledger: LedgerReader, name: str) -> list[Leaf]:
     digits = name.lower()
     if _HEX_DIGITS.fullmatch(digits) is None:
         problem = f"{name[:80]!r} is not the name of a contribution"
         enough = f"{_DIGEST_DIGITS} hex digits, or the first {MIN_DIGITS} or more"
         remedy = f"give its folder, its leaf, or its digest ({enough})"
         raise LedgerError("ledger.name-not-understood", problem, remedy)
-    found = _with_digits(ledger, digits, only_index)
-    if not found and only_index:
-        problem = f"the index of the ledger knows no contribution {digits[:16]}{'…' if len(digits) > 16 else ''}"
-        raise LedgerError("ledger.contribution-not-indexed", problem, "lamina ledger trace reads every leaf for it")
+    found = _with_digits(ledger, digits)
     if not found:
         problem = f"the ledger {ledger.name} has no contribution {digits[:16]}{'…' if len(digits) > 16 else ''}"
         remedy = "check the digest; a pruned contribution is found by that of its descriptor alone"
@@ -399,20 +373,15 @@ def _find_by_digits(ledger: LedgerReader, name: str, only_index: bool = False) -
     return found
 
 
-def _with_digits(ledger: LedgerReader, digits: str, only_index: bool) -> list[Leaf]:
+def _with_digits(ledger: LedgerReader, digits: str) -> list[Leaf]:
     """Return the contributions with this digest, or with a descriptor or anchor that begins with these digits."""
-    whole = bytes.fromhex(digits) if len(digits) == _DIGEST_DIGITS else None
-    if only_index:
-        found = ledger.listed_contributions(digits, _MAX_LISTED + 1)
-    else:
-        with ledger.store.read() as rows:
-            leaves = ledger.checked(rows)
-            if whole is not None:
-                return leaves.find_digest(rows, whole)
-            found = leaves.find_prefix(rows, digits, _MAX_LISTED + 1)
-    if whole is not None:
-        return [leaf for leaf in found if whole in contribution_digests(leaf)]
-    return [leaf for leaf in found if _digests_with_prefix(leaf, digits)]
+    with ledger.store.read() as rows:
+        leaves = ledger.checked(rows)
+        if len(digits) == _DIGEST_DIGITS:
+            return leaves.find_digest(rows, bytes.fromhex(digits))
+        return [
+            each for each in leaves.find_prefix(rows, digits, _MAX_LISTED + 1) if _digests_with_prefix(each, digits)
+        ]
 
 
 def _digests_with_prefix(leaf: Leaf, digits: str) -> list[str]:

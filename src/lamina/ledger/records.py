@@ -6,40 +6,17 @@ import enum
 import hashlib
 import re
 import struct
-from dataclasses import field
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from lamina import cbor
 from lamina.account.charges import Account
 from lamina.account.schedule import Event
 from lamina.admit.attestation import BYTES_32, NUMBER, compile_pattern, read_number
-from lamina.errors import EncodingError, LedgerError
-from lamina.ledger.governance_records import (
-    GOVERNING_KINDS,
-    Aggregate,
-    Header,
-    KeyEvents,
-    PolicyChange,
-    Release,
-    TermsChange,
-    Withdrawal,
-)
-from lamina.ledger.run_records import RunBegin, RunEnd, RunRecord
-from lamina.ledger.schema import (
-    CLASS,
-    COUNT,
-    DATA_CLASS,
-    DIGEST,
-    KEY_ID,
-    MICRO,
-    NONCE,
-    PROFILE,
+from lamina.codec import (
     READ_REMEDY,
-    RUN,
-    SEQ,
-    SPEND,
-    TIME,
     check_fields,
     described,
     enum_member,
@@ -51,6 +28,18 @@ from lamina.ledger.schema import (
     stored,
     tuple_of,
 )
+from lamina.errors import EncodingError, LedgerError
+from lamina.ledger.governance_records import (
+    Aggregate,
+    Header,
+    KeyEvents,
+    PolicyChange,
+    Release,
+    TermsChange,
+    Withdrawal,
+)
+from lamina.ledger.run_records import RunBegin, RunEnd, RunRecord
+from lamina.ledger.schema import CLASS, COUNT, DATA_CLASS, DIGEST, KEY_ID, MICRO, NONCE, PROFILE, RUN, SEQ, SPEND, TIME
 from lamina.ledger.store.rows import StoredLeaf
 from lamina.sign.keys import LAST_SECOND
 
@@ -351,16 +340,84 @@ Record = (
     | RunRecord
 )  # fmt: skip
 
-RECORD_KINDS: dict[int, type[Record]] = {
-    1: Header, 2: ContributionRecord, 3: Epoch, 4: Withdrawal, 6: Aggregate, 8: Release, 10: RunBegin, 11: RunEnd,
-    **GOVERNING_KINDS,
-}  # fmt: skip
-KIND_NUMBERS: dict[type[Record], int] = {kind: number for number, kind in RECORD_KINDS.items()}
-KIND_NAMES: dict[type[Record], str] = {  # what people read
-    Header: "header", ContributionRecord: "contribution", Epoch: "epoch", Withdrawal: "withdrawal", KeyEvents: "key",
-    Aggregate: "aggregate", PolicyChange: "policy", Release: "release", TermsChange: "terms",
-    RunBegin: "run-begin", RunEnd: "run-end",
-}  # fmt: skip
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class RecordKind:
+    """One kind of record: all that the ledger asks of it. `register_kind` makes it known.
+
+    type      a `ledger_record`: its fields state how it is encoded, decoded and checked by itself
+    number    in a leaf, 1 to 23
+    name      for people and for `lamina ledger show --kind`
+    check     the append rule: raises LedgerError if a record may not stand at a place (`append_rules.Place`). It is
+              applied when a record is appended, when another process reads its leaf, and when the ledger is verified
+    show      one line for people
+    classes, runs   that a record names: `lamina ledger show` finds it by them
+    digests   of the bytes that the store keeps beside its leaf
+    claims    what a batch may say once
+    """
+
+    type: type[Any]
+    number: int
+    name: str
+    check: Callable[[Any, Any], None] | None = None
+    show: Callable[[Any], str] = repr
+    classes: Callable[[Any], Iterable[str]] = lambda record: ()
+    runs: Callable[[Any], Iterable[bytes]] = lambda record: ()
+    digests: Callable[[Any], tuple[bytes, ...]] = lambda record: ()
+    claims: Callable[[Any], Iterable[Hashable]] = lambda record: ()
+
+
+KINDS: dict[type[Record], RecordKind] = {}
+RECORD_KINDS: dict[int, type[Record]] = {}
+KIND_NUMBERS: dict[type[Record], int] = {}
+KIND_NAMES: dict[type[Record], str] = {}
+KINDS_BY_NAME: dict[str, type[Record]] = {}
+LEAF_STARTS: dict[
+    type[Record], tuple[bytes, ...]
+] = {}  # the first three bytes of every leaf of a kind, and of no other
+
+
+def register_kind(kind: RecordKind) -> RecordKind:
+    """Make a kind of record known to this process; raise LedgerError if its number or name is taken."""
+    if not 0 < kind.number < 24 or kind.number in RECORD_KINDS or kind.name in KINDS_BY_NAME:
+        problem = f"kind {kind.name!r} with number {kind.number} is not free, or the number is not in [1, 23]"
+        raise LedgerError("ledger.kind-taken", problem, "choose a number and a name that no kind has")
+    KINDS[kind.type], RECORD_KINDS[kind.number], KINDS_BY_NAME[kind.name] = kind, kind.type, kind.type
+    KIND_NUMBERS[kind.type], KIND_NAMES[kind.type] = kind.number, kind.name
+    LEAF_STARTS[kind.type] = (bytes((0xA5, 1, kind.number)),)
+    return kind
+
+
+def _named_presets(record: Header | PolicyChange) -> set[str]:
+    return {each.cls for each in record.presets}
+
+
+for _kind in (
+    RecordKind(type=Header, number=1, name="header", classes=_named_presets),
+    RecordKind(
+        type=ContributionRecord, number=2, name="contribution", classes=lambda r: (r.bound.cls,),
+        digests=lambda r: (r.attestation,),
+    ),
+    RecordKind(
+        type=Epoch, number=3, name="epoch", classes=lambda r: {each.cls for each in r.accounts}, runs=lambda r: (r.run,),
+        digests=lambda r: (r.plan,), claims=lambda r: r.attempts,
+    ),
+    RecordKind(
+        type=Withdrawal, number=4, name="withdrawal", runs=lambda r: () if r.run is None else (r.run,),
+        digests=lambda r: () if r.request is None else (r.request,), claims=lambda r: (r.target,),
+    ),
+    RecordKind(type=KeyEvents, number=5, name="key"),
+    RecordKind(type=Aggregate, number=6, name="aggregate", classes=lambda r: {each.cls for each in r.classes}),
+    RecordKind(type=PolicyChange, number=7, name="policy", classes=_named_presets),
+    RecordKind(type=Release, number=8, name="release", runs=lambda r: r.runs, digests=lambda r: (r.manifest,)),
+    RecordKind(type=TermsChange, number=9, name="terms"),
+    RecordKind(type=RunBegin, number=10, name="run-begin", runs=lambda r: (r.run,), claims=lambda r: (r.run,)),
+    RecordKind(
+        type=RunEnd, number=11, name="run-end", classes=lambda r: {each.cls for each in r.caps},
+        runs=lambda r: (r.run,), claims=lambda r: (r.run,),
+    ),
+):  # fmt: skip
+    register_kind(_kind)
 
 
 # A leaf: what is kept of a record at its place in the ledger, for ever. Its body stands beside it.
@@ -409,7 +466,7 @@ def encode_record(record: Record) -> EncodedRecord:
     if type(record) is ContributionRecord:
         return _encode_contribution(record)
     body = encode_body(record)
-    return _LEAF_HEADS[type(record)], _BODY_HASH + hashlib.sha256(body).digest(), body
+    return bytes((0xA5, 1, KIND_NUMBERS[type(record)], 2)), _BODY_HASH + hashlib.sha256(body).digest(), body
 
 
 def encode_body(record: Record) -> bytes:
@@ -533,9 +590,9 @@ def leaf_tail(data: bytes) -> bytes | None:
 # the reader does not know it leaves to the strict one, which decides.
 
 _CONTRIBUTION_KIND = KIND_NUMBERS[ContributionRecord]
-_LEAF_HEADS = {kind: bytes((0xA5, 1, number, 2)) for kind, number in KIND_NUMBERS.items()}
 _CONTRIBUTION_HEADS = {items: bytes((0xA0 | items, 1, _CONTRIBUTION_KIND, 2)) for items in (10, 11)}
 CONTRIBUTION_STARTS = {head[:3] for head in _CONTRIBUTION_HEADS.values()}  # of every leaf of one, and of no other leaf
+LEAF_STARTS[ContributionRecord] = tuple(sorted(CONTRIBUTION_STARTS))
 _BODY_HASH, _DESCRIPTOR, _SUBJECT = (bytes((key, 0x58, 32)) for key in (5, 6, 11))
 _BODY_STARTS = {items: bytes((0xA0 | items, 1, 0x58, 32)) for items in (4, 5, 6)}
 _KEY, _ANCHOR = (bytes((key, 0x58, 32)) for key in (2, 6))

@@ -19,15 +19,15 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from lamina.errors import LedgerDamaged, LedgerError
+from lamina.errors import LedgerError
 from lamina.ledger.checked_leaves import CheckedLeaves, LeafSet
 from lamina.ledger.governance_records import MAX_SPANS, Aggregate, ClassTotal, LeafSpan, Role, Withdrawal
 from lamina.ledger.merkle import leaf_hash
 from lamina.ledger.records import CONTRIBUTION_STARTS, ContributionRecord, Epoch, decode_kept, decode_leaf
-from lamina.ledger.store.rows import PruningRow, StoredLeaf, StoreReader, StoreWriter, head_of
+from lamina.ledger.store.rows import StoredLeaf, StoreReader, StoreWriter, head_of
 from lamina.ledger.writer import DAY_SECONDS, Ledger
 
 _NEVER = 1 << 62  # later than any time
@@ -83,30 +83,26 @@ class Retention:
             raise LedgerError("ledger.proposal-outdated", problem, "propose again, and have that signed")
         self._check_signatures(aggregate)
 
-        def mark(rows: StoreWriter, seqs: list[int]) -> None:
+        def check_unchanged(rows: StoreWriter, seqs: list[int]) -> None:
             new = {decode_kept(leaf).kind for _, block in rows.kept_blocks(size, seqs[0]) for leaf in block}
             if new & _KINDS_CHANGING_AGGREGATE or _earliest_open_run(rows) < used:
                 problem = "the ledger grew, or a run began a segment, while it was being pruned"
                 raise LedgerError("ledger.proposal-outdated", problem, "propose again")
-            rows.put_pruning(PruningRow(seqs[0], False))
 
-        (seq,) = self._ledger.append_aggregate(aggregate, mark)
+        (seq,) = self._ledger.append_aggregate(aggregate, check_unchanged)
         self.resume()
         return seq
 
     def resume(self) -> None:
-        """Finish what was begun: bodies of aggregates that are in the ledger go."""
+        """Delete the bodies that aggregates in the ledger cover, as far as they are still there."""
         with self._store.read() as rows:
-            aggregates = _checked_aggregates(rows, self._ledger.checked(rows))
-            unfinished = [pruning.seq for pruning in rows.prunings() if not pruning.done]
-        for seq in unfinished:
+            unfinished = _with_bodies(rows, _aggregates(rows, self._ledger.checked(rows)))
+        for aggregate in unfinished:
             self._ledger.checkpoint()  # nothing goes before what stands for it is signed
-            for span in aggregates[seq].spans:
+            for span in aggregate.spans:
                 for first in range(span.first, span.stop, _LEAVES_PER_TRANSACTION):
                     part = first, min(first + _LEAVES_PER_TRANSACTION, span.stop)
                     self._ledger.transact(lambda rows, part=part: rows.drop_bodies(*part))  # type: ignore[misc]
-            done = PruningRow(seq, True)
-            self._ledger.transact(lambda rows, done=done: rows.put_pruning(done))  # type: ignore[misc]
 
     # ----------------------------------------------------------------------------------- inside
 
@@ -125,8 +121,8 @@ class Retention:
 
 
 def _propose_aggregate(rows: StoreReader, leaves: CheckedLeaves, horizon: int, now: int) -> Aggregate | None:
-    aggregates, used = _checked_aggregates(rows, leaves), _earliest_open_run(rows)
-    summed = LeafSet(span for each in aggregates.values() for span in each.spans)
+    used = _earliest_open_run(rows)
+    summed = LeafSet(span for each in _aggregates(rows, leaves) for span in each.spans)
     withdrawn = leaves.withdrawals(rows)
     counts, withdrawn_counts = Counter[str](), Counter[str]()
     spans: list[list[int]] = []
@@ -171,23 +167,18 @@ def _genuine_leaves(rows: StoreReader, leaves: CheckedLeaves) -> Iterator[tuple[
         yield from leaves.leaves(rows, range(first, stop)).items()
 
 
-def _checked_aggregates(rows: StoreReader, leaves: CheckedLeaves) -> dict[int, Aggregate]:
-    """Return leaf → aggregate. Raise LedgerDamaged if the store's table of prunings contradicts the leaves."""
-    found = {leaf.seq: leaf.record for leaf in leaves.records(rows, Aggregate) if isinstance(leaf.record, Aggregate)}
-    listed = {pruning.seq: pruning.done for pruning in rows.prunings()}
-    if wrong := found.keys() ^ listed.keys():
-        kind = "does not list" if min(wrong) in found else "lists"
-        raise _table_differs(f"the store {kind} leaf {min(wrong)} as an aggregate")
-    gone = LeafSet(span for seq, done in listed.items() if done for span in found[seq].spans)
-    last = max((span.stop for span in gone.spans), default=0)  # one query, however many aggregates there are
-    if (left := next((seq for seq in rows.with_body(0, last) if seq in gone), None)) is not None:
-        raise _table_differs(f"the store lists a pruning as finished, but its leaf {left} has a body")
-    return found
+def _aggregates(rows: StoreReader, leaves: CheckedLeaves) -> list[Aggregate]:
+    """Return the aggregates in all leaves, in order."""
+    return [leaf.record for leaf in leaves.records(rows, Aggregate) if isinstance(leaf.record, Aggregate)]
 
 
-def _table_differs(problem: str) -> LedgerDamaged:
-    remedy = "the store was changed outside of Lamina; restore the ledger from a copy"
-    return LedgerDamaged("ledger.pruning-index-differs", f"{problem}, which contradicts the leaves", remedy)
+def _with_bodies(rows: StoreReader, aggregates: Sequence[Aggregate]) -> list[Aggregate]:
+    """Return the aggregates that cover a body that is still there."""
+    covered = LeafSet(span for each in aggregates for span in each.spans)
+    stop = max((span.stop for span in covered.spans), default=0)
+    left = [seq for seq in rows.with_body(0, stop) if seq in covered]  # one query, however many aggregates there are
+    spans = ((each, LeafSet(each.spans)) for each in aggregates if left)
+    return [each for each, own in spans if any(seq in own for seq in left)]
 
 
 def _earliest_open_run(rows: StoreReader) -> int:

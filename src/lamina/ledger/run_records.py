@@ -8,24 +8,10 @@ from __future__ import annotations
 
 import enum
 
+from lamina.codec import check_fields, enum_member, integer, ledger_record, nested, pattern_text, stored, tuple_of
 from lamina.errors import LedgerError
 from lamina.ledger.governance_records import MAX_CLASSES
-from lamina.ledger.schema import (
-    BOOLEAN,
-    CLASS,
-    COUNT,
-    DIGEST,
-    RUN,
-    VERSION,
-    check_fields,
-    enum_member,
-    integer,
-    ledger_record,
-    nested,
-    pattern_text,
-    stored,
-    tuple_of,
-)
+from lamina.ledger.schema import BOOLEAN, CLASS, COUNT, DIGEST, RUN, VERSION
 
 WEIGHTS = "model.safetensors"
 EVALUATION = "evaluation.json"

@@ -8,6 +8,7 @@ from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 from lamina import validate
+from lamina.codec import FieldType, schema_of
 from lamina.errors import LedgerError
 from lamina.ledger.governance_records import (
     ABOUT,
@@ -28,6 +29,8 @@ from lamina.ledger.governance_records import (
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.records import (
     KIND_NAMES,
+    KINDS,
+    KINDS_BY_NAME,
     ContributionRecord,
     ContributionTerms,
     Epoch,
@@ -37,12 +40,11 @@ from lamina.ledger.records import (
     SegmentOutcome,
 )
 from lamina.ledger.run_records import NoiseOrigin, RunBegin, RunEnd
-from lamina.ledger.schema import MICRO, NANO, SPEND, TIME, UNBOUNDED, FieldType, pluralize, schema_of
+from lamina.ledger.schema import MICRO, NANO, SPEND, TIME, UNBOUNDED, pluralize
 from lamina.ledger.withdrawal_request import describe_signer
 from lamina.sign.keys import format_utc
 
 _MAX_BOUNDS_SHOWN = 4  # signed bounds of an epoch that are told in its line
-KINDS_BY_NAME = {word: kind for kind, word in KIND_NAMES.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +72,7 @@ class RecordFilter:
         size = ledger.size
         stop = size if self.stop is None else min(self.stop, size)
         if len(self.kinds) == 1:
-            found = ledger.listed(KINDS_BY_NAME[self.kinds[0]], self.first, stop)
+            found = ledger.unchecked(KINDS_BY_NAME[self.kinds[0]], self.first, stop)
         else:
             found = ledger.leaves(self.first, stop)
         for leaf in found:
@@ -80,38 +82,13 @@ class RecordFilter:
                 yield leaf
 
     def _fits(self, leaf: Leaf) -> bool:
+        kind = KINDS[leaf.kind]
         return (
-            (not self.kinds or KIND_NAMES[leaf.kind] in self.kinds)
+            (not self.kinds or kind.name in self.kinds)
             and (self.since is None or leaf.time >= self.since)
-            and (self.cls is None or self.cls in _classes_named(leaf.record))
-            and (self.run is None or any(run.hex().startswith(self.run.lower()) for run in _runs_named(leaf.record)))
+            and (self.cls is None or self.cls in kind.classes(leaf.record))
+            and (self.run is None or any(run.hex().startswith(self.run.lower()) for run in kind.runs(leaf.record)))
         )
-
-
-def _classes_named(record: Record | KeptContribution) -> set[str]:
-    match record:
-        case KeptContribution(cls=cls):
-            return {cls}
-        case ContributionRecord(terms=terms):
-            return {terms.cls}
-        case Epoch(accounts=found) | Aggregate(classes=found):
-            return {each.cls for each in found}
-        case Header(presets=found) | PolicyChange(presets=found):
-            return {each.cls for each in found}
-        case RunEnd(caps=found):
-            return {each.cls for each in found}
-    return set()
-
-
-def _runs_named(record: Record | KeptContribution) -> tuple[bytes, ...]:
-    match record:
-        case Epoch(run=run):
-            return (run,)
-        case Withdrawal(run=bytes(run)) | RunBegin(run=run) | RunEnd(run=run):
-            return (run,)
-        case Release(runs=runs):
-            return runs
-    return ()
 
 
 # ----------------------------------------------------------------------------------- for machines
@@ -187,7 +164,11 @@ _FORMS: dict[FieldType, Any] = {
 
 def describe_leaf(leaf: Leaf) -> str:
     """What a record says, in one line."""
-    match leaf.record:
+    return KINDS[leaf.kind].show(leaf.record)
+
+
+def _describe(record: Record | KeptContribution) -> str:
+    match record:
         case Header() as r:
             kept = f"kept {r.retention / 86400:g} day{'' if r.retention == 86400 else 's'}"
             rule = "" if r.withdraw is None else f", {describe_rule(r.withdraw)}"
@@ -234,6 +215,10 @@ def describe_leaf(leaf: Leaf) -> str:
             stated = f"; the trainer states: {', '.join(wrong)}" if wrong else ""
             by = "".join(f", by lamina {each.lamina}, torch {each.torch}" for each in (r.programs or ())[-1:])
             return f"run {r.run.hex()[:8]} ended at step {r.steps} with weights {r.weights[:16]}{by}{stated}"
+
+
+for _kind in KINDS.values():
+    _kind.show = _describe
 
 
 def _describe_signed(terms: ContributionTerms | KeptContribution) -> str:

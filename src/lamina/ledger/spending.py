@@ -19,11 +19,12 @@ from lamina.account.accountants import pooled_epsilon
 from lamina.account.charges import Account
 from lamina.account.gaussian_rdp import epsilon_of_noise_multiplier
 from lamina.account.schedule import Event, EventCounts, EventKey, add_events, event_counts, grouped, rdp_order_of
+from lamina.codec import exact_text
 from lamina.ledger.checked_leaves import CheckedLeaves
 from lamina.ledger.governance_records import Header
 from lamina.ledger.records import Epoch, EpochAccount, Segment
 from lamina.ledger.run_records import RunEnd
-from lamina.ledger.schema import NANO, exact_text, nano_epsilon
+from lamina.ledger.schema import NANO, nano_epsilon
 from lamina.ledger.store.rows import StoreReader
 from lamina.plan.risk import UNPROVEN, RiskBound, curve_marks
 from lamina.plan.rules import FollowBudget

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import time as system
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from lamina import validate
@@ -27,7 +26,7 @@ from lamina.ledger.governance_records import (
     WithdrawalRule,
 )
 from lamina.ledger.key_state import GovernanceState, Violation, contributor_key
-from lamina.ledger.records import ContributionRecord, KeptContribution, Record, decode_leaf
+from lamina.ledger.records import ContributionRecord, KeptContribution, decode_leaf
 from lamina.ledger.store.rows import StoreReader
 from lamina.sign.key_ring import KeyRing
 from lamina.sign.keys import CLOCK_SKEW, PrivateKey, format_utc, parse_utc
@@ -205,17 +204,6 @@ def _signer_violation(
     if request.message.by([key]) is None:
         return Violation("verify.withdrawal-signature-invalid", f"{name} did not sign its request")
     return None
-
-
-def check_withdrawals(
-    rows: StoreReader, records: Iterable[Record], state: Callable[[], GovernanceState], time: int
-) -> None:
-    """LedgerError if one of these records is a withdrawal that may not come next, after `state`."""
-    for record in records:
-        if isinstance(record, Withdrawal):
-            wrong = withdrawal_violation(record, withdrawal_target(rows, record), time, state())
-            if wrong is not None:
-                raise withdrawal_refused(record, wrong)
 
 
 def withdrawal_target(rows: StoreReader, record: Withdrawal) -> Target | None:

@@ -14,15 +14,24 @@ from typing import TypeVar
 from lamina import cbor
 from lamina.errors import LedgerDamaged, LedgerError, StoreLost
 from lamina.ledger import signed_checkpoint as checkpoints
-from lamina.ledger.append import AppendBatch, AppendContext, UnindexedKeys, check_may_follow, check_run_records
+from lamina.ledger.append import AppendBatch, AppendContext, check_may_follow
+from lamina.ledger.append_rules import Place
 from lamina.ledger.checked_leaves import AttemptName, CheckedLeaves, WriterMark, leaf_not_allowed
 from lamina.ledger.governance_records import Aggregate, GoverningRecord, Header, KeyEvent, KeyEvents, Release, Role
-from lamina.ledger.key_state import G, GovernanceState, KeyState, check_header_signed, check_key_may_sign, signed_record
+from lamina.ledger.key_state import (
+    G,
+    GovernanceState,
+    KeyState,
+    check_header_signed,
+    check_key_may_sign,
+    checkpoint_roots,
+    signed_record,
+)
 from lamina.ledger.merkle import Frontier
 from lamina.ledger.newest_state import NewestState, NewestStateFile
 from lamina.ledger.open_rows import OpenHead, held_digests, open_digest
 from lamina.ledger.reader import LedgerReader
-from lamina.ledger.records import KIND_NAMES, Epoch, Record, decode_leaf
+from lamina.ledger.records import KIND_NAMES, ContributionRecord, Epoch, Record, decode_leaf
 from lamina.ledger.run_records import RunBegin, RunEnd
 from lamina.ledger.schema import next_leaf_time
 from lamina.ledger.signed_checkpoint import TreeSignature
@@ -38,7 +47,6 @@ from lamina.ledger.store.rows import (
 )
 from lamina.ledger.store.sqlite import make_store
 from lamina.ledger.verify.verifier import verify_rows
-from lamina.ledger.withdrawal_request import check_withdrawals
 from lamina.sign import notes
 from lamina.sign.keys import PrivateKey, format_utc
 
@@ -85,7 +93,7 @@ class Ledger(LedgerReader):
         The header is signed by every governing key that it names (`governance_records.sign_header`).
         """
         check_header_signed(header)
-        batch, empty = AppendBatch([header], ()), LedgerHead(0, 0, 0, 0, Frontier().encode())
+        batch, empty = AppendBatch([header], ()), LedgerHead(0, 0, 0, Frontier().encode())
         now = next_leaf_time(0, clock())
         check_key_may_sign(KeyState(header), key, now)
         store = make_store(where, create=True)
@@ -94,7 +102,7 @@ class Ledger(LedgerReader):
                 if rows.head() is not None:
                     problem = f"{store.name} holds a ledger already"
                     raise LedgerError("ledger.already-exists", problem, "open it, or give another path")
-                batch.write(rows, AppendContext(empty, now, header.epoch_clock, None, UnindexedKeys()))
+                batch.write(rows, AppendContext(empty, now, header.epoch_clock, None))
                 OpenHead.sign(header.origin, 1, 1, batch.frontier.root(), open_digest(rows), key).write(rows)
             made = cls(store, key, governing=governing, clock=clock, patience=patience)
             made.checkpoint()
@@ -357,7 +365,6 @@ class Ledger(LedgerReader):
             if self._key is not None and any(isinstance(each, KEPT_BY_KEY) for each in batch.others):
                 check_key_may_sign(governance(), self._key, now)
                 self._vouch(rows, head.size, now)  # otherwise no mark is set, and nobody signs over the record later
-            check_may_follow(rows, batch.others, self.header, head, now, governance)
             signed = rows.checkpoint() if batch.others else None  # only epochs name it
             previous = None if signed is None else checkpoint_digest(signed.text)
 
@@ -365,12 +372,16 @@ class Ledger(LedgerReader):
                 if len(batch.others) < len(batch.records):
                     self._checked.check_next(batch.records, at, governance(), now)
                 if batch.others:
-                    check_withdrawals(rows, [batch.records[each] for each in at], governance, now)
-                    check_run_records(rows, [batch.records[each] for each in at], lambda: self.checked(rows))
+                    place = Place(
+                        rows=rows, header=self.header, seq=head.size, time=now, governance=governance,
+                        root_of=checkpoint_roots(rows),
+                    )  # fmt: skip
+                    others = [one for one in map(batch.records.__getitem__, at) if type(one) is not ContributionRecord]
+                    check_may_follow(others, place, lambda: self.checked(rows))
 
             epochs = any(isinstance(each, Epoch | RunBegin) for each in batch.others)
             opened = self.check_open(rows) if epochs or any(type(each) is Aggregate for each in batch.others) else None
-            here = head, now, self.header.epoch_clock, previous, self._tail, self.header_hash
+            here = head, now, self.header.epoch_clock, previous, self.header_hash
             seqs = batch.write(rows, AppendContext(*here, check_new, lambda: self.checked(rows)))
             if self._key is not None and batch.after is not None:
                 self._mark(rows, head, batch.frontier, governance(), now)
@@ -387,12 +398,11 @@ class Ledger(LedgerReader):
 
         if not batch.records:
             return []
-        with self._turn:
+        with self.store.turn:
             seqs = self.transact(work)
             if batch.after is not None:
-                once = batch.new_index_keys[0]
-                self._checked.wrote(before[-1], batch.after, batch.frontier, batch.hashes, batch.placed, once)
-                self._tail.grow(*batch.new_index_keys, batch.after.size)
+                new = batch.frontier, batch.hashes, batch.placed, batch.new_keys
+                self._checked.wrote(before[-1], batch.after, *new)
             if sealed:
                 self._keep(sealed[-1])
         return seqs

@@ -52,7 +52,10 @@ def from_cbor(data: bytes) -> dict[str, Any]:
 
 def rule_to_dict(rule: Rule) -> dict[str, Any]:
     """A rule as plain values."""
-    kind = next(name for name, made in RULE_KINDS.items() if type(rule) is made)
+    kind = next((name for name, made in RULE_KINDS.items() if type(rule) is made), None)
+    if kind is None:
+        problem = f"the plan has a rule of the kind {type(rule).__name__}, which has no name"
+        raise PlanError("plan.rule-unknown", problem, "make it known first: lamina.plan.rules.declare_rule")
     floats = {field.name for field in dataclasses.fields(rule) if field.type == "float"}
     state = {field.name: getattr(rule, field.name) for field in dataclasses.fields(rule)}
     return {"kind": kind, **{name: float(v) if name in floats else _tuples_to_lists(v) for name, v in state.items()}}

@@ -354,8 +354,32 @@ class FollowBudget:
         return f"rdp@{self.order:g}"
 
 
+@dataclass(frozen=True, kw_only=True)
+class FreeRule:
+    """A rule of your own: shares of the budget move by what was released. Post-processing: costs nothing.
+
+    A subclass is a frozen dataclass of plain values in a module with `from __future__ import annotations`, has the field
+    `every` (observe and move at every so many steps), and is made known by `declare_rule`, also where a ledger with such
+    plans is verified. It sees released gradients only, and sigma is restored after every move, whatever it answers.
+    """
+
+    every: int
+
+    def next(
+        self, seen: Sequence[float], squares: Sequence[float], noise: Sequence[float], sizes: Sequence[int]
+    ) -> tuple[Sequence[float], Sequence[float]]:
+        """Return the shares of the noised layers, and what the rule keeps for the next observation.
+
+        seen     what it kept, nothing at first: plain numbers, which are in training checkpoints
+        squares  ‖Y_l‖² of the noised sum that was released, by noised layer
+        noise    S of these layers, and
+        sizes    how many numbers of them are noised
+        """
+        raise NotImplementedError
+
+
 _MAX_STEPS = 2**53 - 1  # whole numbers that every codec carries
-Rule = FollowEnergy | FollowProxy | FollowQuantile | Choose | ChooseAsPrinted | FollowBudget
+Rule = FollowEnergy | FollowProxy | FollowQuantile | Choose | ChooseAsPrinted | FollowBudget | FreeRule
 RULE_KINDS: dict[str, type[Rule]] = {
     "follow energy": FollowEnergy,
     "follow proxy": FollowProxy,
@@ -364,6 +388,18 @@ RULE_KINDS: dict[str, type[Rule]] = {
     "choose as printed": ChooseAsPrinted,
     "follow budget": FollowBudget,
 }
+
+
+def declare_rule(name: str, kind: type[FreeRule]) -> None:
+    """Make a rule of your own known by its name in plans."""
+    if name in RULE_KINDS or not (
+        isinstance(kind, type) and issubclass(kind, FreeRule) and "__dataclass_fields__" in vars(kind)
+    ):
+        problem = (
+            f"a rule is called {name!r} already" if name in RULE_KINDS else f"{kind!r} is no dataclass of FreeRule"
+        )
+        raise PlanError("plan.rule-not-declared", problem, "give another name, and a dataclass that extends FreeRule")
+    RULE_KINDS[name] = kind
 
 
 def _check_between(name: str, value: float, low: float, high: float, *, closed: bool = False) -> None:

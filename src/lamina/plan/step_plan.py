@@ -30,6 +30,7 @@ from lamina.plan.rules import (
     FollowEnergy,
     FollowProxy,
     FollowQuantile,
+    FreeRule,
     Injection,
     NoiseKind,
     Rule,
@@ -122,8 +123,14 @@ class PlannedClass:
             _require(0 < self.delta < 1, "plan.delta-out-of-range", problem, "choose δ well below 1/population")
 
 
+class _KeepsDigest:
+    __slots__ = ("_digest",)
+
+    _digest: bytes  # no field: a copy and a changed plan have none
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StepPlan:
+class StepPlan(_KeepsDigest):
     """One private step, described before any data is seen. K classes, L layers.
 
       clip[k][l]  C, the threshold of class k at layer l: 0 where it may not reach, inf if it is public
@@ -399,8 +406,12 @@ class StepPlan:
         return plan
 
     def digest(self) -> bytes:
-        """SHA-256 of the CBOR: the plan's identity in ledgers and certificates."""
-        return hashlib.sha256(self.to_cbor()).digest()
+        """SHA-256 of the CBOR: the plan's identity in ledgers and certificates. Computed once; it takes milliseconds."""
+        try:
+            return self._digest
+        except AttributeError:
+            object.__setattr__(self, "_digest", hashlib.sha256(self.to_cbor()).digest())
+            return self._digest
 
 
 @lru_cache(maxsize=4096)
@@ -518,6 +529,9 @@ def _check_rules(plan: StepPlan) -> None:
         problem = "shares cannot follow a proxy and also the energy of what was released, or a choice without it"
         remedy = f"keep one of the rules, or give the choice a candidate {MEASURED!r}"
         raise PlanError("plan.shares-follow-two-rules", problem, remedy)
+    if plan.rule(FreeRule) is not None and len(plan.rules) > 1:
+        problem = f"shares follow {type(plan.rule(FreeRule)).__name__} and another rule of the plan"
+        raise PlanError("plan.shares-follow-two-rules", problem, "keep one of the rules")
     for row in choose.noise if choose is not None else ():
         if len(row) != len(plan.layers) or any((s > 0) != (t > 0) for s, t in zip(row, plan.noise, strict=True)):
             problem = "a candidate must have noise at exactly the layers where the plan has noise"

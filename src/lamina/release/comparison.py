@@ -181,7 +181,7 @@ def _compare_certificate(
 
 
 _HIDDEN = re.compile(r"attested|posture\.attested|posture\.withdrawn\..*|classes\..*\.bounds\[\d+\]\.contributions")
-_HIDDEN_TOPICS = ("withdrawn", "attestation")
+HIDDEN_TOPICS = ("withdrawn", "attestation")
 
 
 def _is_hidden(path: str, ledger: ReadableLedger) -> bool:
@@ -193,7 +193,7 @@ def _shown(part: Any, ledger: ReadableLedger) -> Any:
     """Return a part of a certificate without statements about contributions, if the ledger is pruned."""
     if not isinstance(ledger, PrunedLedger) or type(part) is not list:
         return part
-    return [each for each in part if type(each) is not dict or each.get("topic") not in _HIDDEN_TOPICS]
+    return [each for each in part if type(each) is not dict or each.get("topic") not in HIDDEN_TOPICS]
 
 
 def _compare_posture(

@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 
 from lamina.account.charges import Account
 from lamina.account.schedule import EventKey
+from lamina.codec import schema_of
 from lamina.errors import RunError
 from lamina.ledger.records import Epoch, SegmentOutcome
 from lamina.ledger.run_records import ProgramVersions, RunBegin, RunEnd
-from lamina.ledger.schema import schema_of
 from lamina.ledger.show import record_to_dict
 from lamina.ledger.signed_checkpoint import LedgerCheckpoint, parse_checkpoint
 from lamina.ledger.spending import Spending

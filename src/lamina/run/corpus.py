@@ -485,10 +485,10 @@ class Corpus:
             if probe is not False and Ranks.current().first:
                 print(PROBE_NOTE, file=sys.stderr)
             if isinstance(probe, tuple):
-                yield from engine.probe_batches(*probe)
+                yield from engine.probing.batches(*probe)
             elif probe:
                 joined = self.layout.examples > len(self.layout)
-                yield from engine.probe_batches(*self.no_examples(), simulated=True, joined=joined)
+                yield from engine.probing.batches(*self.no_examples(), simulated=True, joined=joined)
             else:
                 engine.decline_probe()
 

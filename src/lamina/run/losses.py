@@ -7,6 +7,7 @@ from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from lamina.errors import EngineError, PlanError
 
@@ -47,7 +48,7 @@ class PerExampleLoss(nn.Module):
                 problem = f"{what} is a {type(value).__name__}, not a tensor"
                 remedy = 'write your own function of (output, y) and name it: loss = "package.module:function"'
                 raise self._refusal("cli.loss-input-not-tensor", problem, remedy)
-        if not output.dim() or not y.dim() or len(output) != len(y):
+        if not output.dim() or not y.dim() or output.shape[0] != y.shape[0]:
             problem = "output and y differ in their first axis"
             raise self._refusal("cli.loss-rows-differ", problem, "give one row per example")
         target = self._class_numbers(output, y) if self.name == "cross_entropy" else self._target_like(output, y)
@@ -58,7 +59,7 @@ class PerExampleLoss(nn.Module):
         """y in the shape and type of the output; axes of length 1 do not matter, anything else does."""
         if _example_shape(output) != _example_shape(y):
             raise self._shapes_differ(output, y, "make the last layer as wide as y")
-        if self.name == "bce" and bool(((y < 0) | (y > 1)).any()):
+        if self.name == "bce" and _has_values(y) and bool(((y < 0) | (y > 1)).any()):
             problem = "y has values outside 0 … 1"
             raise self._refusal("cli.loss-labels-outside-range", problem, "label the two classes 0 and 1")
         return y.reshape(output.shape).to(output.dtype)
@@ -79,8 +80,8 @@ class PerExampleLoss(nn.Module):
         if _example_shape(y) != tuple(n for n in positions if n != 1):
             wanted = f"the first axis counts classes, so y must be {tuple(positions) or 'one number'}"
             raise self._shapes_differ(output, y, f"{wanted}; if classes come last: output.transpose(1, 2)")
-        y = y.reshape(len(y), *positions).long()
-        if bool((((y < 0) | (y >= classes)) & (y != -100)).any()):
+        y = y.reshape(y.shape[0], *positions).long()
+        if _has_values(y) and bool((((y < 0) | (y >= classes)) & (y != -100)).any()):
             problem = f"y has class numbers outside 0 … {classes - 1}"
             remedy = "number the classes from 0, and give the model one output for each"
             raise self._refusal("cli.loss-labels-outside-range", problem, remedy)
@@ -92,6 +93,11 @@ class PerExampleLoss(nn.Module):
 
     def _refusal(self, code: str, problem: str, remedy: str) -> EngineError:
         return EngineError(code, f"loss '{self.name}': {problem}", remedy)
+
+
+def _has_values(y: Tensor) -> bool:
+    """False while a step is traced: `TargetCheck` looks at the targets of every batch before it reaches a graph."""
+    return not isinstance(y, FakeTensor)
 
 
 def _example_shape(t: Tensor) -> tuple[int, ...]:

@@ -247,6 +247,11 @@ class TrainOptions(TypedDict, total=False):
              "summed; false: plain noise, and the certificate says so; default: true, or what a resumed run began with",
         toml=bool, example="true",
     )]
+    compiled: Annotated[bool, Option(
+        help="compile forward pass, loss, backward pass and clipping into one graph before the first step: faster steps, "
+             "after up to a minute of compiling; for models on the CPU, and contributions of one example",
+        default=False, toml=bool, example="true",
+    )]
     seed: Annotated[int | None, Option(
         help="draw samples, noise and dropout from this number: repeatable, and therefore NOT private; for studies on "
              "public or simulated data",

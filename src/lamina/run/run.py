@@ -41,6 +41,7 @@ from lamina.account.charges import Account, Charge
 from lamina.account.gaussian_rdp import step_rdp
 from lamina.account.schedule import Event, Schedule, grouped, rdp_order_of
 from lamina.admit.attestation import MICRO
+from lamina.codec import schema_of
 from lamina.engine.noise.random_stream import segment_seed
 from lamina.errors import BudgetExceeded, LedgerError, RunError
 from lamina.ledger.attempts import NoiseByStep, OpenAttempt
@@ -55,7 +56,6 @@ from lamina.ledger.run_records import (
     RunEnd,
     WeightsOrigin,
 )
-from lamina.ledger.schema import schema_of
 from lamina.ledger.spend_ledger import SpendLedger
 from lamina.ledger.store.rows import WHOLE_BUDGET_SEGMENT
 from lamina.plan.charges import SignedAccount, bound_charges, follows_budget, plan_charges

@@ -36,6 +36,7 @@ import torch
 
 import lamina
 from lamina.account.charges import Account, Charge
+from lamina.codec import schema_of
 from lamina.engine import native
 from lamina.engine.batch import model_device
 from lamina.engine.noise.source import noise_version
@@ -43,7 +44,6 @@ from lamina.errors import BudgetExceeded, RunError
 from lamina.ledger.attempts import NoiseByStep
 from lamina.ledger.records import MAX_NOISE_VALUES
 from lamina.ledger.run_records import MAX_RUN_PROGRAMS, ProgramVersions
-from lamina.ledger.schema import schema_of
 from lamina.plan.charges import charges_in_declared_steps, follows_budget, remaining_accounts
 from lamina.plan.correlation import aligned_length
 from lamina.plan.rules import FollowBudget, FollowQuantile
@@ -58,6 +58,7 @@ from lamina.run.training_checkpoint import TrainingCheckpoint, TrainingState
 OPTIONS_DIFFER = "options differ from those of"  # in the notes of a run that was resumed with others
 
 
+EAGER = "not compiled"
 _CHARGED_AGAIN = "if the run is killed, its open segment is charged again instead of replayed"
 
 
@@ -77,8 +78,8 @@ _MISMATCH_TEXTS = {
     "data": "the data changed",
     "world_size": "the number of ranks changed",
     "threads": "the number of threads changed",
-    "code": "the version of the program, what draws its noise, its kernels or the kind of processor changed, or the model is "
-    "on a device whose sums are not the same again",
+    "code": "the version of the program, what draws its noise, its kernels, its compiler (or whether it compiles steps) or "
+    "the kind of processor changed, or the model is on a device whose sums are not the same again",
 }
 
 
@@ -123,7 +124,7 @@ class Segments:
     def __init__(
         self, run: Run, state: TrainingState, *, plan: StepPlan, corpus: Corpus, members: LedgerMembership,
         settings: Callable[[], SettingsFingerprint], caps: Mapping[str, int], length: int, note: Callable[[str], None],
-        say: Callable[[str], None], world_size: int = 1,
+        say: Callable[[str], None], world_size: int = 1, executor: str = EAGER,
     ) -> None:  # fmt: skip
         self.run, self.state, self.plan, self.corpus = run, state, plan, corpus
         self._fingerprint, self.caps, self.length, self.note = settings, dict(caps), length, note
@@ -133,7 +134,9 @@ class Segments:
         self._replay: AttemptOpened | None = None
         # Only on the CPU are sums the same again, bit for bit: elsewhere nobody takes a segment for one to be repeated.
         device = model_device(state.model).type
-        self._code = code_version() if device == "cpu" else f"{code_version()}; {device} {secrets.token_hex(8)}"
+        self._code = f"{code_version()}; steps {executor}"
+        if device != "cpu":
+            self._code += f"; {device} {secrets.token_hex(8)}"
         self._checkpoint = bytes(32)
         self._written_by = bytes(16)  # the nonce of the segment that the checkpoint ended
         self._after = 0  # its generation

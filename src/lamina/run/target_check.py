@@ -50,7 +50,7 @@ class TargetCheck:
         self._tables: dict[int, int] = {}
         x, y = source.fetch(np.empty(0, dtype=np.int64))
         device = model_device(model)
-        with _on_the_side():
+        with _quietly(), preserve_global_generators():
             for fill in (0, 1):
                 try:
                     with _NoteTables(given := to_device(_filled(x, 1, fill), device)) as noted:
@@ -86,7 +86,7 @@ class TargetCheck:
         return self._public[count]
 
     def unfit(self, x: Any, y: Any) -> Tensor:
-        """(n,) which examples model and loss cannot take."""
+        """(n,) which examples model and loss cannot take. A loss that draws leaves the global generators elsewhere."""
         size = next(len(t) for t in pytree.tree_leaves(x) if isinstance(t, Tensor))
         found = torch.zeros(size, dtype=torch.bool)
         for t in pytree.tree_leaves(y):
@@ -98,7 +98,7 @@ class TargetCheck:
         target = x if y is None else y
         if self.unknown or _shapes(target) != _shapes(self._target):  # augmentation may cut x, where it is the target
             return found
-        with _on_the_side():
+        with _quietly():
             for rows in (~found).nonzero().flatten().split(self._rows):
                 if not self._computes(target, rows):
                     found[[int(row) for row in rows if not self._computes(target, row.view(1))]] = True
@@ -107,10 +107,14 @@ class TargetCheck:
     def _computes(self, target: Any, rows: Tensor) -> bool:
         """Whether the loss of the public output can be computed against these rows, and some public ones behind them."""
         output, targets = self._public_rows(min(self._rows, -(-len(rows) // _ROWS_MORE) * _ROWS_MORE))
-        given = pytree.tree_map(
-            lambda t, public: torch.cat([t[rows].cpu(), public[len(rows) :]]) if isinstance(t, Tensor) else t,
-            target, targets,
-        )  # fmt: skip
+
+        def joined(t: Any, public: Any) -> Any:
+            if not isinstance(t, Tensor):
+                return t
+            mine = (t if len(rows) == len(t) else t[rows]).cpu()  # all of them are in order
+            return torch.cat([mine, public[len(rows) :]]) if len(public) > len(rows) else mine.clone()
+
+        given = pytree.tree_map(joined, target, targets)
         output = pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), output)  # a loss may write to it
         try:
             with _BinaryTargets():
@@ -128,9 +132,9 @@ class TargetCheck:
         rows, owner = corpus.layout.rows_of(units)[:most], np.repeat(units, corpus.layout.sizes(units))
         found = []
         for start in range(0, len(rows), self._rows):
-            with preserve_global_generators():  # a Dataset may draw from them
-                x, y = corpus.source.fetch(rows[start : start + self._rows])
-            found.append(owner[start : start + self._rows][self.unfit(x, y).numpy()])
+            with preserve_global_generators():  # a Dataset may draw from them, and a loss
+                unfit = self.unfit(*corpus.source.fetch(rows[start : start + self._rows]))
+            found.append(owner[start : start + self._rows][unfit.numpy()])
         return np.unique(np.concatenate(found)) if found else units[:0]
 
     def mask(self, batch: Batch) -> Batch:
@@ -138,7 +142,7 @@ class TargetCheck:
 
         An empty slot has public values and weight 0: its clipped gradient is exactly 0 in every sum, it counts in no
         choice and no quantile, and the losses of others do not see it. Every batch is judged anew: augmentation, or
-        whoever holds the arrays, may have changed what was fit at the start.
+        whoever holds the arrays, may have changed what was fit at the start. The caller seeds the generators after it.
         """
         if not len(batch) or not bool((bad := self.unfit(batch.x, batch.y)).any()):
             return batch
@@ -161,9 +165,9 @@ class _BinaryTargets(TorchFunctionMode):
 
 
 @contextmanager
-def _on_the_side() -> Iterator[None]:
-    """Without gradients, without warnings, and without drawing from the generators that a step draws from."""
-    with torch.no_grad(), preserve_global_generators(), warnings.catch_warnings():
+def _quietly() -> Iterator[None]:
+    """Without gradients and without warnings."""
+    with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 

@@ -17,21 +17,23 @@ from torch.utils.data import DataLoader
 from lamina.engine.batch import Batch, model_device, to_device
 from lamina.engine.distributed import Ranks, is_sharded_model, weights_digest
 from lamina.engine.engine import Engine
+from lamina.engine.layers import declared_rules
 from lamina.engine.noise.random_stream import StreamPurpose
 from lamina.engine.noise.source import PLAIN_NOTE, NoiseSource, SecureNoise, SeededNoise
 from lamina.engine.probe import preserve_global_generators
+from lamina.engine.simulated_input import simulate_for
 from lamina.errors import EngineError, RankLost, RunError, StepsAbandoned
 from lamina.ledger.run_records import NoiseOrigin, SamplingScheme
 from lamina.ledger.schema import pluralize
 from lamina.ledger.spend_ledger import SpendLedger
 from lamina.ledger.writer import Ledger
 from lamina.plan.charges import check_accounts
-from lamina.plan.rules import FollowProxy
+from lamina.plan.rules import FollowProxy, FreeRule
 from lamina.plan.step_plan import StepPlan
 from lamina.run.code_fingerprint import SettingsFingerprint, settings_fingerprint
 from lamina.run.corpus import Corpus
 from lamina.run.distributed import LedSegment, RunLead, follow
-from lamina.run.example_sources import seed_step
+from lamina.run.example_sources import ArraySource, seed_step
 from lamina.run.journal import AttemptOpened
 from lamina.run.loss_advice import LossAdvice
 from lamina.run.membership import AdmissionRenewal, LedgerMembership, remember_withdrawals
@@ -53,7 +55,7 @@ from lamina.run.run_output import (
     withhold_text,
 )
 from lamina.run.sampler import Sampler, occurrence_caps
-from lamina.run.segments import OPTIONS_DIFFER, Segments, code_version
+from lamina.run.segments import EAGER, OPTIONS_DIFFER, Segments, code_version
 from lamina.run.target_check import TARGETS_NOT_COMPARED, TargetCheck
 from lamina.run.trainer_checks import (
     NOT_PROBED_NOTE,
@@ -62,6 +64,7 @@ from lamina.run.trainer_checks import (
     check_accounts_signed,
     check_caps,
     check_class_names,
+    check_compiled,
     check_depth_profiles,
     check_filters,
     check_optimizer,
@@ -70,6 +73,7 @@ from lamina.run.trainer_checks import (
     check_trainer_options,
     declared_start,
     epsilon_bounds_of_policy,
+    part_sizes,
     raw_shown_before,
     rehearse,
     remaining_factors,
@@ -81,6 +85,7 @@ _TRIED_TOGETHER = 32  # contributions
 
 
 _EXAMPLES_READ = 8  # before anything is spent
+COMPILED = "compiled"  # the folder of compiled code, in that of the run
 RANKS_KNOW = ("engine.rank-failed", "engine.ranks-out-of-step")  # errors that every rank has
 
 
@@ -174,7 +179,9 @@ class Trainer:
             shown = o["progress"] is not False
             self.restricted = () if begun else restricted_notes(model, plan, proxy, progress=shown)
             self._notes += self.restricted
-        self._engine = engine if engine is not None else Engine(model, plan, proxy=mine)
+        if o["compiled"]:
+            check_compiled(corpus, plan, engine, self._ranks, parts=self.microbatches, views=self.views)
+        self._engine = engine if engine is not None else Engine(model, plan, proxy=mine, compiled=o["compiled"])
         if engine is not None and engine.budget.taken and self._ranks.first and not (self.folder / "journal").exists():
             problem = f"the engine has taken {pluralize(engine.budget.taken, 'step')}, which this run would not be charged for"
             raise RunError("train.engine-used", problem, "make the model anew, with a new engine")
@@ -214,7 +221,11 @@ class Trainer:
             "max_occurrences": self.max_occurrences,
             "filters": {name: getattr(f, "budget", None) for name, f in self.state.filters.items()},
             "autocast": [torch.is_autocast_enabled(where), str(torch.get_autocast_dtype(where))],
-            "engine": self._engine.options,
+            "engine": {name: value for name, value in self._engine.options.items() if name != "compiled"},
+            "declared": [
+                declared_rules(self.model),
+                *(type(rule) for rule in self.plan.rules if isinstance(rule, FreeRule)),
+            ],
         }
         state = self.state
         return settings_fingerprint(
@@ -310,6 +321,8 @@ class Trainer:
         self.optimizer.zero_grad()
         self.corpus.refresh()
         self._rehearse()
+        if not (self.folder / "journal").exists():
+            self._compile(self.folder / COMPILED)  # what cannot be compiled is refused before anything is reserved
         self.state.notes[:] = self._notes if self._engine.probed else [*self._notes, NOT_PROBED_NOTE]
         if (self.inside and not isinstance(self.progress, TerminalProgress)) or raw_shown_before(self.folder):
             self.state.notes.append(RAW_SHOWN_NOTE)
@@ -337,7 +350,7 @@ class Trainer:
         segments = Segments(
             run, self.state, plan=self.plan, corpus=self.corpus, members=members, settings=self._settings,
             caps=self.max_occurrences, length=self.segment, note=publisher.note, say=self.progress.note,
-            world_size=self._ranks.size,
+            world_size=self._ranks.size, executor=self._executor,
         )  # fmt: skip
         segments.start()
         for note in self.ledger.notes:
@@ -355,7 +368,7 @@ class Trainer:
             if self._run_segment(opened, segments):
                 segments.close(opened, tuple(self._noise_applied))
                 reason = publisher.publish(run, self.state)
-                if text := self._engine.weights_text():  # by a callback or an evaluation
+                if text := self._engine.outside.weights_text():  # by a callback or an evaluation
                     publisher.note(text)
             else:
                 segments.abandon(opened)
@@ -382,19 +395,50 @@ class Trainer:
         """The next segment, among those who may still be learned from when it begins."""
         self._renewal.revalidate(publisher.note, self.state.step)
         self._lead.check(self.corpus, segments.run.salt, self.facts_of_rank, hardened=self.hardened)
+        self._compile(self.folder / COMPILED)
         return segments.open()
+
+    @property
+    def _executor(self) -> str:
+        """What takes the steps: sums differ in their last bits from one compiler to another."""
+        if self._engine.compiled is None:
+            return EAGER
+        from lamina.engine.execute.compiled import compiler_version  # torch's tracing is slow to import
+
+        return compiler_version()
+
+    def _compile(self, folder: Path | None) -> None:
+        """Compile the step if that is asked for and was not done; refuse what cannot be compiled."""
+        executor = self._engine.compiled
+        if executor is None or executor.complete:
+            return
+        self.progress.note("compiling the step")
+        self.model.train()
+        with preserve_global_generators():
+            x, y = self.probe if isinstance(self.probe, tuple) else self.corpus.no_examples()
+            if not isinstance(self.probe, tuple):
+                x, y = simulate_for(self._losses_augmented, x, y)
+            batch = Batch(self._augmented(x), y)
+        if reason := executor.compile_ahead(self._losses, batch, part_sizes(self.plan, self.microbatches), folder):
+            problem = f"compiled is true, and the step cannot be one graph: {reason}"
+            remedy = "leave compiled out; if a segment of the run is open, its steps are then charged again"
+            raise RunError("train.step-not-compiled", problem, remedy)
+        if executor.replaced:
+            self.progress.note(f"the code in '{folder}' was not what the checkpoint recorded: it was compiled again")
 
     def rehearse(self) -> None:
         """Try everything that could fail in a step, on simulated input; nothing is spent, made or changed."""
         self._attach()
         try:
             self._rehearse()
+            self._compile(None)
         finally:
             self._engine.detach()
 
     def _share_state(self) -> None:
         """What the engine changes from step to step belongs to the checkpoint."""
-        self.state.adaptation, self.state.mechanism = self._engine.adaptation, self._engine.mechanism
+        self.state.adaptation, self.state.mechanism = self._engine.rules.adaptation, self._engine.mechanism
+        self.state.compiled = self._engine.compiled
         if self.plan.bands > 1:
             self._engine.mechanism.members = self.corpus.order(b"lamina/turns")
 
@@ -506,9 +550,10 @@ class Trainer:
                 self._choose(sampler, seed, step)
             self._engine.follow_proxy()
             self._note_noise(step)
-            seed_step(seed, step=step, purpose=StreamPurpose.AUGMENT, rank=self._ranks.rank)
+            if self.augment is not None or not isinstance(self.corpus.source, ArraySource):  # which draws nothing
+                seed_step(seed, step=step, purpose=StreamPurpose.AUGMENT, rank=self._ranks.rank)
             batch = sampler.draw(step)
-            if len(batch):
+            if len(batch) and self.augment is not None:
                 batch = batch.views(self.views)
                 batch = replace(batch, x=self._augmented(batch.x))
             batch = self._targets.mask(batch)
@@ -527,7 +572,7 @@ class Trainer:
 
     def _note_noise(self, step: int) -> None:
         """Note S² per layer of this step, if a rule of the plan moved it since the last one."""
-        if self._engine.adaptation is not None:
+        if self._engine.rules.adaptation is not None:
             variance = tuple(s * s for s in self._engine.applied.noise)
             if not self._noise_applied or variance != self._noise_applied[-1][1]:
                 self._noise_applied.append((step, variance))
@@ -535,17 +580,18 @@ class Trainer:
     def _choose(self, sampler: Sampler, seed: bytes, step: int) -> None:
         """The exponential mechanism of the plan, on a draw of its own."""
         seed_step(seed, step=step, purpose=StreamPurpose.CHOICE_DROPOUT)
-        batch = self._targets.mask(sampler.draw_for_choice(step))
+        batch = sampler.draw_for_choice(step)
+        with preserve_global_generators():
+            batch = self._targets.mask(batch)
         self._engine.choose(self._losses(batch.x, batch.y) if len(batch) else None, batch)
 
     def _step(self, batch: Batch, step: int) -> float | None:
         """One private step. Returns the raw loss for a screen inside, and only if it was asked for."""
         loss = None
         for part in batch.split(self.microbatches) if self.microbatches > 1 else (batch,):
-            losses = self._losses(part.x, part.y) if len(part) else None
+            losses = self._engine.step(self._losses, part)
             if self.inside and losses is not None:
-                loss = float(losses.detach().mean())
-            self._engine.backward(losses, part)
+                loss = float(losses.mean())
         self.optimizer.step()
         self.optimizer.zero_grad()
         if self.scheduler is not None and (step + 1) % self.interval == 0:

@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from lamina.allocate.problem import FAR_ABOVE, untuned_clip_norm
 from lamina.engine.batch import Batch
 from lamina.engine.budget import refuse_filter
+from lamina.engine.distributed import Ranks
 from lamina.engine.engine import Engine
 from lamina.engine.guards.checked_batch import check_losses
 from lamina.engine.simulated_input import simulate, simulate_for
@@ -188,6 +189,36 @@ def _check_loss(loss_fn: Any) -> None:
         name = type(loss_fn).__name__
         problem = f"{name} has reduction='{reduction}': one loss for the whole batch, which cannot be clipped"
         raise RunError("train.loss-reduced", problem, f"use {name}(reduction='none'): one loss per example")
+
+
+MOST_EXAMPLES_COMPILED = 512  # in one graph: `MOST_CONTRIBUTIONS` of engine/execute/compiled.py
+
+
+def check_compiled(
+    corpus: Corpus, plan: StepPlan, engine: Engine | None, ranks: Ranks, *, parts: int, views: int
+) -> None:
+    """Refuse to compile the steps of a run in which most batches would not fit the graph."""
+    from lamina.engine.execute.compiled import unsupported_plan  # torch's tracing is slow to import
+
+    problem, remedy = unsupported_plan(plan), "leave compiled out"
+    if engine is not None and engine.compiled is None:
+        problem, remedy = "the engine that is given does not compile", "make it with compiled=True, or leave it out"
+    elif not ranks.alone:
+        problem = f"{ranks.size} ranks take the steps together"
+    elif views > 1 or bool((corpus.layout.sizes(corpus.eligible) > 1).any()):
+        problem = "contributions have several examples" + (", by views" if views > 1 else "")
+    elif part_sizes(plan, parts)[0] > MOST_EXAMPLES_COMPILED:
+        problem = f"a part of a batch has some {part_sizes(plan, parts)[0]} contributions, and a graph takes 512"
+        remedy = "give microbatches, so that a part has fewer; or leave compiled out"
+    if problem:
+        raise RunError("train.compiled-misplaced", f"compiled is true, and {problem}", remedy)
+
+
+def part_sizes(plan: StepPlan, parts: int) -> tuple[int, ...]:
+    """The expected size of a part of a batch, and sizes far below and above it: they depend on the plan alone."""
+    usual = max(2, round(plan.batch / parts))
+    spread = math.ceil(6 * math.sqrt(usual))
+    return usual, max(2, usual - spread), min(MOST_EXAMPLES_COMPILED, usual + spread)
 
 
 def declared_start(given: str | os.PathLike[str] | None, beside: Path = Path()) -> str | None:

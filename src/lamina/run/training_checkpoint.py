@@ -34,6 +34,7 @@ from lamina.run.run_files import make_folder, remove_temporary_files, replacing,
 from lamina.validate import number
 
 if TYPE_CHECKING:
+    from lamina.engine.execute.compiled import CompiledExecutor
     from lamina.engine.noise.mechanism import NoiseMechanism
     from lamina.engine.rules.adaptation import Adaptation
     from lamina.plan.step_plan import StepPlan
@@ -477,6 +478,7 @@ class TrainingState:
     programs: list[dict[int, Any]] = field(default_factory=list)
     adaptation: Adaptation | None = None
     mechanism: NoiseMechanism | None = None  # what the noise of the next steps follows from. Secret
+    compiled: CompiledExecutor | None = None  # which code takes steps
     names: PackedTexts | None = None  # whose occurrences are counted, where rows may be others after a resume
     before_capture: Callable[[], None] = field(default=lambda: None)  # tells other ranks to take part in it
     restored: TrainingCheckpoint | None = None  # until the other ranks have it too
@@ -556,6 +558,8 @@ class TrainingState:
         if self.adaptation is not None:
             declared = self.adaptation.declared.digest()
             plain["adaptation"] = {"plan": declared, "state": self.adaptation.to_state()}
+        if self.compiled is not None:
+            plain["compiled"] = self.compiled.to_state()
         if self.mechanism is not None:
             noise, plain["noise"] = self.mechanism.to_state()
             tensors |= {f"noise.{name}": t for name, t in noise.items()}
@@ -618,6 +622,8 @@ class TrainingState:
                 self.adaptation.load_state(plain["adaptation"]["state"])
             else:
                 self.notes.append("the plan changed: what its rules had learned is forgotten")
+        if self.compiled is not None and "compiled" in plain:
+            self.compiled.load_state(plain["compiled"])
         noise = {name[6:]: t for name, t in tensors.items() if name.startswith("noise.")}
         if self.mechanism is not None and not self.mechanism.load(noise, plain.get("noise")):
             changed = "the plan or the contributions changed"

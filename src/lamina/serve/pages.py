@@ -165,8 +165,7 @@ class Dashboard:
         first = _number(request.query_params.get("from", "0"))
         if asked:
             try:
-                large = self.ledger.size > _CHUNK
-                found = find_contributions(self.ledger, asked, only_index=large)[:PAGE_ROWS]
+                found = find_contributions(self.ledger, asked)[:PAGE_ROWS]
                 rows = [self.view.row(leaf) for leaf in found]
             except LaminaError as error:  # its text names the file
                 problem = f"{error.problem}. {error.remedy}".replace(f" {self.ledger.name}", "")
@@ -178,7 +177,7 @@ class Dashboard:
         )  # fmt: skip
 
     def contribution(self, request: Request) -> Response:
-        leaf = find_contributions(self.ledger, str(_number(request.path_params["seq"])), only_index=True)[0]
+        leaf = find_contributions(self.ledger, str(_number(request.path_params["seq"])))[0]
         return self.page("contribution.html", "", found=reconcile(self.ledger, leaf))
 
     def withdrawals(self, request: Request) -> Response:

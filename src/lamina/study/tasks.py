@@ -185,7 +185,7 @@ def simulated(data: str, patients: int, windows: int, seed: int, *, beats: bool 
     if data == "ecg" and beats:
         drawn = ECGSimulator(mix=MIX).draw(patients=patients, seed=seed)
         found_beats = np.median(drawn.x.reshape(patients, -1, 12, 96), axis=1)[:, :, 8:88]
-        rows = _beat_rows(found_beats - np.median(found_beats, axis=2, keepdims=True))
+        rows = _beat_rows((found_beats - np.median(found_beats, axis=2, keepdims=True)).astype(np.float64))
         label = torch.from_numpy((drawn.label.reshape(patients, -1)[:, 0] > 0).astype(np.int64))
         return Part(rows[:, None].expand(-1, windows, -1, -1), label)
     samples = WINDOW + (WINDOW // 2) * (windows - 1)  # windows overlap by a half

@@ -56,10 +56,10 @@ def expected(plan: StepPlan, batch: Batch, norms: Tensor) -> np.ndarray[Any, Any
 
 def opened(engine: Engine, batch: Batch, parts: int = 1) -> OpenChoice:
     """The choice as the engine has it just before it draws."""
-    choice = OpenChoice(engine.plan, engine.adaptation.candidates())
+    choice = OpenChoice(engine.plan, engine.rules.adaptation.candidates())
     for piece in batch.split(parts):
         part = engine.eager.examine(losses_of(engine.model, piece), piece)
-        choice.add(part, engine.eager.norms(part, engine.clipper))
+        choice.add(part, engine.eager.norms(part, engine.rules.clipper))
     return choice
 
 
@@ -76,7 +76,7 @@ def test_a_choice_is_drawn_from_the_exponential_mechanism(model: nn.Module, part
     for seed in range(5):
         with Engine(model, plan, noise=SeededNoise(seed)) as engine:
             choose(engine, batch, parts)
-            assert engine.adaptation.choice == choice.drawn(SeededNoise(seed), 0).name
+            assert engine.rules.adaptation.choice == choice.drawn(SeededNoise(seed), 0).name
 
 
 def test_utilities_move_by_at_most_one_and_in_one_direction(model: nn.Module) -> None:
@@ -142,10 +142,10 @@ def test_the_chosen_shape_is_what_is_applied(model: nn.Module) -> None:
     for seed in range(12):
         with Engine(model, plan, noise=SeededNoise(seed)) as engine:
             choose(engine, batch_of(0))
-            shape = np.array(SHAPES[RULE.names.index(engine.adaptation.choice)])
+            shape = np.array(SHAPES[RULE.names.index(engine.rules.adaptation.choice)])
             ratio = np.array(engine.applied.noise) / shape
             np.testing.assert_allclose(ratio, ratio[0], rtol=1e-12)
-            found.add(engine.adaptation.choice)
+            found.add(engine.rules.adaptation.choice)
     assert len(found) > 1
 
 

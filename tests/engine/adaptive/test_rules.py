@@ -76,7 +76,7 @@ def test_shares_follow_the_energy(model: nn.Module, form: str) -> None:
                 assert (w > least / 3).all()  # the floor has a test of its own
                 noise = scaled(clip, height / np.sqrt(w), sigma)
                 measured = measured or bool(on.any())
-                assert engine.adaptation.measured == tuple(on.tolist())
+                assert engine.rules.adaptation.measured == tuple(on.tolist())
             np.testing.assert_allclose(engine.applied.noise, noise, rtol=1e-5)
             assert engine.applied.clip == plan.clip
             noise = np.array(engine.applied.noise)
@@ -95,7 +95,7 @@ def test_the_noise_that_is_applied_is_the_one_that_is_said(model: nn.Module) -> 
             for layer, s in zip(plan.layers, said.noise, strict=True):
                 for name in layer.parameters:
                     assert torch.allclose(grads[name], s * z[name].double(), rtol=1e-4, atol=1e-9)
-            engine.adaptation.update(np.array([1e3, 1e3, 1e3 * t]), None)
+            engine.rules.adaptation.update(np.array([1e3, 1e3, 1e3 * t]), None)
             assert engine.applied.noise != said.noise
 
 
@@ -125,8 +125,8 @@ def test_thresholds_follow_the_quantile(model: nn.Module) -> None:
             batch = batch_of(11, seed=t, spread=3.0)
             raw = counted(plan, engine.applied.clip, batch, norms_of(twin, batch, plan))
             step(engine, batch, parts=1 + t % 3)
-            assert engine.adaptation is not None and engine.adaptation.counts is not None
-            released = np.array(engine.adaptation.counts)
+            assert engine.rules.adaptation is not None and engine.rules.adaptation.counts is not None
+            released = np.array(engine.rules.adaptation.counts)
             np.testing.assert_allclose(released, raw + noise_of_counts(5, 3.0, t), rtol=0, atol=1e-12)
             factor = np.exp(-0.5 * (released / 8.0 + 0.5 - 0.6))
             clip, noise = clip * factor, noise * factor  # shares stay: S moves with C
@@ -145,7 +145,7 @@ def test_an_empty_batch_gets_its_noise_and_parts_add_up(model: nn.Module, harden
     for batch, parts in ((batch_of(0), 1), (batch_of(13, spread=4.0), 1), (batch_of(13, spread=4.0), 5)):
         with Engine(model, plan_of(model, rule), noise=SeededNoise(5, hardened=hardened)) as engine:
             step(engine, batch, parts)
-            found.append(np.array(engine.adaptation.counts))
+            found.append(np.array(engine.rules.adaptation.counts))
     np.testing.assert_allclose(found[0], noise_of_counts(5, 3.0, 0), atol=3.0 / 256 if hardened else 1e-12)
     assert (np.abs(found[0]) > 0).all()
     np.testing.assert_array_equal(found[1], found[2])
@@ -169,7 +169,7 @@ def test_who_counts(model: nn.Module) -> None:
     with Engine(model, plan, noise=SeededNoise(0)) as engine:
         step(engine, batch)
         # class 0: +½ everywhere; class 1: +½ in the upper two; NaN: -½ everywhere
-        np.testing.assert_allclose(engine.adaptation.counts, [0.0, 0.5, 0.5], atol=1e-4)
+        np.testing.assert_allclose(engine.rules.adaptation.counts, [0.0, 0.5, 0.5], atol=1e-4)
 
 
 def test_a_layer_without_gradient_counts_as_unclipped_whoever_else_is_there() -> None:
@@ -194,7 +194,7 @@ def test_a_layer_without_gradient_counts_as_unclipped_whoever_else_is_there() ->
             batch = Batch(x[:n], torch.ones(n, 2))
             engine.backward((model(batch.x) - batch.y).square().mean(1), batch)
             model.zero_grad(set_to_none=True)
-            counts.append(np.array(engine.adaptation.counts))
+            counts.append(np.array(engine.rules.adaptation.counts))
     np.testing.assert_allclose(np.abs(counts[0] - counts[1]), 0.5, atol=1e-4)
 
 
@@ -210,9 +210,9 @@ def test_the_pace_keeps_signal_to_noise(model: nn.Module) -> None:
             noise = np.array(engine.applied.noise)
             one, n = batch_of(1, seed=2, several=False), 200 if t < 5 else 90
             batch = Batch(one.x.expand(n, 4), one.y.expand(n, 2))
-            engine.adaptation.apply_proposed_factor()
+            engine.rules.adaptation.apply_proposed_factor()
             noise = np.array(engine.applied.noise)
-            assert engine.adaptation.factor == pytest.approx(factor, rel=1e-12)
+            assert engine.rules.adaptation.factor == pytest.approx(factor, rel=1e-12)
             assert engine.applied.sigma(0) == pytest.approx(factor * plan.sigma(0))
             y = squares(plan, step(engine, batch))
             e = decay * e + (1 - decay) * (y - d * noise**2)
@@ -234,7 +234,7 @@ def test_the_pace_keeps_signal_to_noise(model: nn.Module) -> None:
 def test_a_rule_that_would_leave_the_range_is_not_followed(model: nn.Module) -> None:
     plan = plan_of(model, FollowQuantile(rate=9.0, noise=3.0))
     with Engine(model, plan, noise=SeededNoise(0)) as engine:
-        adaptation = engine.adaptation
+        adaptation = engine.rules.adaptation
         adaptation.update(None, [-1e6, 0.0, math.nan])
         assert [c / d for c, d in zip(adaptation.applied.clip[0], plan.clip[0], strict=True)] == [1.0, 1.0, 1.0]
         for _ in range(40):
@@ -256,12 +256,12 @@ def test_state_is_exact(model: nn.Module) -> None:
     for first in (0, 4):
         with Engine(model, plan, noise=SeededNoise(4)) as engine:
             if states is not None:
-                engine.adaptation.load_state(json.loads(json.dumps(states[0])))
+                engine.rules.adaptation.load_state(json.loads(json.dumps(states[0])))
                 engine.budget.load_state(json.loads(json.dumps(states[1])))
             for t in range(first, first + 4):
                 step(engine, batch_of(12, seed=t))
                 halves.append((engine.applied.clip, engine.applied.noise, engine.epsilon("all")))
-            states = engine.adaptation.to_state(), engine.budget.to_state()
+            states = engine.rules.adaptation.to_state(), engine.budget.to_state()
     assert whole == halves
 
 
@@ -286,7 +286,7 @@ def test_a_state_that_gives_less_is_refused(model: nn.Module) -> None:
 
 def test_a_plan_without_rules_costs_nothing(model: nn.Module) -> None:
     with Engine(model, plan_of(model), noise=SeededNoise(0)) as engine:
-        assert engine.adaptation is None and engine.applied is engine.plan and not engine.choice_due
+        assert engine.rules.adaptation is None and engine.applied is engine.plan and not engine.choice_due
         engine.continue_at(3, SeededNoise(1), factor=1.0)
         with raises_code("engine.factor-not-used"):
             engine.continue_at(3, SeededNoise(1), factor=0.9)
@@ -308,12 +308,12 @@ def test_who_keeps_the_filters(model: nn.Module) -> None:
         for _ in range(8):  # its own filter would have refused the third
             step(engine, batch_of())
     with Engine(model, plan, noise=SeededNoise(0)) as engine:
-        engine.adaptation.proposed_factor = 0.5
+        engine.rules.adaptation.proposed_factor = 0.5
         step(engine, batch_of())
-        engine.adaptation.proposed_factor = 0.5
-        assert engine.adaptation.factor == 0.5
+        engine.rules.adaptation.proposed_factor = 0.5
+        assert engine.rules.adaptation.factor == 0.5
         for _ in range(8):
-            engine.adaptation.proposed_factor = 0.5
+            engine.rules.adaptation.proposed_factor = 0.5
             try:
                 step(engine, batch_of())
             except BudgetExceeded:

@@ -134,7 +134,7 @@ def test_the_second_mode_stops_early_and_the_model_stays_usable(model: nn.Module
             taken += 1
             optimizer.step()
             optimizer.zero_grad()
-        assert engine.adaptation.factor < 1
+        assert engine.rules.adaptation.factor < 1
         assert 8 < taken < plan.steps
         assert engine.epsilon(0) == plan.epsilon(0)  # a filter promises its whole budget
         with pytest.raises(BudgetExceeded):
@@ -155,7 +155,7 @@ def test_sigma_at_every_step_of_a_run(model: nn.Module, form: Clipping) -> None:
             batch.x[0, 0] = math.nan
             engine.backward(losses_of(model, batch), batch)
             model.zero_grad()
-            holds(engine.adaptation)
+            holds(engine.rules.adaptation)
             moved.add(engine.applied.noise)
     assert len(moved) == 12
 

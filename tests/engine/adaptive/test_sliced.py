@@ -32,7 +32,7 @@ def test_noise_alone_has_no_energy(hardened: bool) -> None:
         for _ in range(40):
             engine.backward(None, Batch(torch.zeros(0, 40)))
             model.zero_grad()
-        energy = engine.adaptation._energy
+        energy = engine.rules.adaptation._energy
         assert energy.declared.sizes == (2 * 41, 20 * 17)
         score = np.asarray(energy.estimate.energy) / np.asarray(energy.estimate.sd)
     assert np.all(np.abs(score) < 5), score
@@ -48,9 +48,9 @@ def test_thresholds_follow_what_a_class_may_move() -> None:
     with Engine(model, plan, noise=SeededNoise(1)) as engine:
         batch = Batch(x)
         part = engine.eager.examine(losses_of(model, x, None), batch)
-        norms = engine.eager.norms(part, engine.clipper)[:, 0]
+        norms = engine.eager.norms(part, engine.rules.clipper)[:, 0]
         engine.backward(losses_of(model, x, None), batch)
-        counts = engine.adaptation.counts
+        counts = engine.rules.adaptation.counts
     unclipped = int((norms <= 1.0).sum())
     assert counts[0] == pytest.approx(unclipped - 16, abs=0.1)
     assert unclipped > 0
@@ -63,6 +63,6 @@ def test_a_choice_with_slices_is_taken() -> None:
     with Engine(model, plan, noise=SeededNoise(2)) as engine:
         engine.choose(losses_of(model, x, None), Batch(x))
         engine.backward(losses_of(model, x, None), Batch(x))
-        assert engine.adaptation.choice in ("a", "b")
+        assert engine.rules.adaptation.choice in ("a", "b")
     assert model[0].weight.grad is not None
     assert not model[0].weight.grad[:3].any()

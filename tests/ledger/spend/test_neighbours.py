@@ -47,7 +47,7 @@ def test_ledgers_in_other_schemas_of_the_database_are_neighbours(database: str, 
     assert [each.name.rpartition("#")[2] for each in neighbour_ledgers(database)] == ["ward"]
 
 
-DAMAGES = ("UPDATE head SET time = time + 1", "UPDATE leaf SET data = x'00'", "DROP TABLE known")
+DAMAGES = ("UPDATE head SET time = time + 1", "UPDATE leaf SET data = x'00'", "DROP TABLE token")
 
 
 @pytest.mark.parametrize("change", DAMAGES)

@@ -16,17 +16,25 @@ from lamina import cbor
 from lamina.cli.command import KEY, LEDGER, Answer, as_json, command, misuse, option, table, time_option
 from lamina.cli.open_ledger import DIGEST, compared, contribution_digest, open_view
 from lamina.cli.terminal import existing_ledger, open_private_key, out
+from lamina.codec import schema_of
 from lamina.errors import EncodingError, LedgerError
 from lamina.ledger import records as leaves
 from lamina.ledger.contribution_trace import ContributionTrace, EpochExposure
 from lamina.ledger.contribution_trace import trace_contribution as traced
 from lamina.ledger.governance_records import Aggregate, PartySignature, Release, Withdrawal
 from lamina.ledger.reader import find_contributions
-from lamina.ledger.records import KIND_NAMES, ContributionRecord, Epoch, KeptContribution, Leaf, SegmentOutcome
-from lamina.ledger.retention import Retention
-from lamina.ledger.schema import pluralize, schema_of
-from lamina.ledger.show import (
+from lamina.ledger.records import (
+    KIND_NAMES,
     KINDS_BY_NAME,
+    ContributionRecord,
+    Epoch,
+    KeptContribution,
+    Leaf,
+    SegmentOutcome,
+)
+from lamina.ledger.retention import Retention
+from lamina.ledger.schema import pluralize
+from lamina.ledger.show import (
     RecordFilter,
     describe_by,
     describe_leaf,

@@ -29,6 +29,7 @@ from lamina.engine.distributed import (
     Ranks,
     as_shard,
     is_sharded,
+    is_sharded_model,
     is_sharded_module,
     rank_lost,
     shard_like,
@@ -36,7 +37,7 @@ from lamina.engine.distributed import (
 )
 from lamina.engine.execute.collectors import Collector
 from lamina.engine.execute.norms import release_buffers
-from lamina.engine.execute.placement import OpenStep, RankedPlacement
+from lamina.engine.execute.placement import OpenStep, Placement, RankedPlacement
 from lamina.engine.execute.sums import Sums
 from lamina.engine.guards.guard import tensors_of_optimizer
 from lamina.engine.noise.mechanism import COUNTS, StepNoise
@@ -435,3 +436,14 @@ def _local(mine: Tensor, held: Any, ranks: Ranks) -> Tensor:
     rest = shape[:dim] + shape[dim + 1 :]
     whole = mine[: length * math.prod(rest)].view(length, *rest)
     return whole.movedim(0, dim).contiguous()
+
+
+def placement_of(
+    model: nn.Module, plan: StepPlan, ranks: Ranks, *, step: Callable[[], int], compiled: bool
+) -> Placement:  # fmt: skip
+    """The placement of a model. `step`: the number of the step that is open, or of the next one."""
+    if ranks.alone:
+        return Placement(model, plan, ranks)
+    if not is_sharded_model(model):
+        return RankedPlacement(model, plan, ranks)
+    return ShardedPlacement(model, plan, ranks, step=step, compiled=compiled)

@@ -12,8 +12,9 @@ from lamina.engine.layers.layer_rule import ApplyRule, LayerForward, LayerRule, 
 from lamina.engine.layers.linear import EmbeddingForward, LinearForward
 from lamina.engine.layers.norm import GroupNormRule, LayerNormRule, NormForward, RMSNormRule, instance_norm_forward
 from lamina.engine.layers.sequence import AttentionForward, RecurrentForward
+from lamina.errors import EngineError
 
-__all__ = ["ApplyRule", "LayerRule", "LayerForward", "layer_forward_for"]
+__all__ = ["ApplyRule", "LayerRule", "LayerForward", "declare_layer", "declared_rules", "layer_forward_for"]
 
 _FORWARDS: dict[type[nn.Module], Callable[[Any], LayerForward]] = {
     nn.Linear: LinearForward,
@@ -29,6 +30,26 @@ _FORWARDS: dict[type[nn.Module], Callable[[Any], LayerForward]] = {
 }
 
 
+_declared: dict[type[nn.Module], Callable[[Any], LayerForward]] = {}
+
+
+def declare_layer(kind: type[nn.Module], make: Callable[[Any], LayerForward]) -> None:
+    """Cover modules of a class by a rule of your own; without one they are run once per contribution.
+
+    `make` gets the module. Compare the rule with `vmap(grad)` on your module: nothing else checks its gradients.
+    """
+    if not (isinstance(kind, type) and issubclass(kind, nn.Module)) or kind in _FORWARDS or kind in _declared:
+        problem = f"{kind!r} is no class of modules, or has a rule already"
+        raise EngineError("engine.layer-not-declared", problem, "declare a class of your own, once")
+    _declared[kind] = make
+
+
+def declared_rules(model: nn.Module) -> dict[str, Any]:
+    """The makers of rules from outside that modules of a model use, by class: code that a step depends on."""
+    kinds = sorted({type(module) for module in model.modules()}, key=lambda kind: kind.__qualname__)
+    return {kind.__qualname__: _declared[kind] for kind in kinds if kind in _declared}
+
+
 def layer_forward_for(module: nn.Module) -> LayerForward | None:
     """The `LayerForward` of a module, or None where no rule is known and it must run per contribution.
 
@@ -42,7 +63,7 @@ def layer_forward_for(module: nn.Module) -> LayerForward | None:
     kind = type(module)
     if kind.__module__ == "transformers.pytorch_utils" and kind.__name__ == "Conv1D":
         return _if_complete(module, LinearForward(module, transposed=True))
-    for base, make in _FORWARDS.items():
+    for base, make in (*_declared.items(), *_FORWARDS.items()):
         if isinstance(module, base) and kind.forward is base.forward:
             return _if_complete(module, make(module))
     return None

@@ -7,7 +7,8 @@ import functools
 import math
 import os
 import threading
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar, NoReturn
 
@@ -31,7 +32,7 @@ from lamina.engine.noise.random_stream import (
     plan_packs,
     step_key,
 )
-from lamina.errors import NoiseError
+from lamina.errors import EngineError, NoiseError
 from lamina.plan.rules import NoiseKind
 
 # Normal draws from uniform words: Box–Muller with the tail kept, in float32 or float64.
@@ -626,3 +627,21 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
+
+
+def refuse_other_rank(noise: NoiseSource, rank: int) -> None:
+    """Refuse noise of another rank: two ranks with one stream would add the same noise twice."""
+    if noise.rank != rank:
+        problem = f"the noise source is of rank {noise.rank}, and this is rank {rank}"
+        raise EngineError("engine.noise-of-other-rank", problem, f"make it with rank={rank}")
+
+
+def use_plain_where_needed(noise: NoiseSource, tensors: Mapping[str, torch.Tensor]) -> str:
+    """Use plain noise for a model on a device without float64. Returns a note that says so, or ''."""
+    lacking = next((p.device for p in tensors.values() if widest_dtype(p.device) != torch.float64), None)
+    if lacking is None or not noise.hardened:
+        return ""
+    noise.use_plain()
+    note = f"{PLAIN_NOTE} device {lacking.type} has no float64"
+    warnings.warn(f"{note}: {PLAIN_NOISE}", PlainNoise, stacklevel=4)
+    return note

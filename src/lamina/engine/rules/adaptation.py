@@ -31,6 +31,7 @@ from lamina.plan.rules import (
     FollowEnergy,
     FollowProxy,
     FollowQuantile,
+    FreeRule,
     rescale_noise,
 )
 from lamina.plan.step_plan import StepPlan
@@ -63,12 +64,18 @@ def _check_state(state: Mapping[str, Any], mine: Mapping[str, Any], plan: StepPl
         "choice": lambda v: isinstance(v, str) and v in ("", *names),
         "proxy": lambda v: v == [] or (_is_list(v, len(mine["base"]), _is_finite)
         and all(share > 0 for share in v) and abs(sum(v) - 1.0) <= 1e-9),
+        "free": lambda v: isinstance(v, Mapping) and set(v) == {"seen", "shares"} and _is_list(v["seen"], len(v["seen"]), _is_finite)
+        and (v["shares"] == [] or _are_shares(v["shares"], len(mine["base"]))),
         "pace": lambda v: isinstance(v, Mapping) and set(v) == {"seen", "reference"} and type(v["seen"]) is int
         and v["seen"] >= 0 and _is_finite(v["reference"]) and v["reference"] >= 0,
     }  # fmt: skip
     for name, fit in fits.items():
         if name in mine and not fit(state[name]):
             raise _state_error(f"has {name} = {short_repr(state[name])}, which this plan cannot have")
+
+
+def _are_shares(value: Any, length: int) -> bool:
+    return _is_list(value, length, _is_finite) and all(w > 0 for w in value) and abs(sum(value) - 1.0) <= 1e-9
 
 
 def _is_list(value: Any, length: int, each: Callable[[Any], bool]) -> bool:
@@ -354,6 +361,9 @@ class Adaptation:
             _check_candidates(plan)
         if budget is not None and energy is None:
             energy = FollowEnergy()
+        self._free = plan.rule(FreeRule)
+        self._free_seen: tuple[float, ...] = ()
+        self._free_shares: FloatArray | None = None  # None: it has said nothing yet
         self._energy = None if energy is None else EnergyTracker(self._shares, energy)
         self._pace = None
         if budget is not None and self._energy is not None:
@@ -371,7 +381,8 @@ class Adaptation:
     def after(self, step: int, released: Mapping[str, Tensor], counts: Tensor | None) -> None:
         """Step number `step` released these gradients and counts, both noised: move C and S for the next."""
         squares = None
-        if self._energy is not None and self._energy.due(step):
+        due = self._free is not None and step % self._free.every == 0 and len(self._shares.noised) > 0
+        if due or (self._energy is not None and self._energy.due(step)):
             squares = released_norms_sq(self.applied, released)
         self.update(squares, None if counts is None else counts.tolist())
 
@@ -387,8 +398,21 @@ class Adaptation:
             if self._pace is not None:
                 self.proposed_factor = self._pace.observe(self._energy.estimate)
         moves = drift is not self._drift or (squares is not None and self._follow is not None)
+        if squares is not None and self._free is not None:
+            moves = self._ask_free_rule(self._free, np.asarray(squares, dtype=np.float64))
         if moves and self._move(clip):
             self._drift = drift
+
+    def _ask_free_rule(self, rule: FreeRule, squares: FloatArray) -> bool:
+        """Take up the shares that a rule from outside says; False, and nothing changes, if they are no shares."""
+        layers = self._shares.noised
+        noise = np.asarray(self.applied.noise)[layers]
+        shares, seen = rule.next(self._free_seen, squares[layers].tolist(), noise.tolist(), self._shares.sizes)
+        shares, seen = [float(w) for w in shares], tuple(float(v) for v in seen)
+        fit = _are_shares(shares, len(layers)) and all(map(math.isfinite, seen))
+        if fit:
+            self._free_seen, self._free_shares = seen, np.asarray(shares)
+        return fit
 
     def _move(self, clip: ClipRows, factor: float | None = None) -> bool:
         """Apply this C with the shares of the moment. False, and nothing changes, if no plan can be made of it."""
@@ -400,6 +424,8 @@ class Adaptation:
             shares = self._energy.shares(self._base)
         if self._proxy_shares is not None and (self._choose is None or self.choice in ("", MEASURED)):
             shares = self._proxy_shares
+        if self._free_shares is not None:
+            shares = self._free_shares
         made = self._shares.plan_with(clip, shares, wanted)
         if made is None:
             return False
@@ -483,6 +509,9 @@ class Adaptation:
             "chosen": self.chosen,
             "choice": self.choice,
         }
+        if self._free is not None:
+            shares = [] if self._free_shares is None else self._free_shares.tolist()
+            state["free"] = {"seen": list(self._free_seen), "shares": shares}
         if self.follows_proxy:
             state["proxy"] = [] if self._proxy_shares is None else self._proxy_shares.tolist()
         if self._energy is not None:
@@ -516,6 +545,11 @@ class Adaptation:
             self._load_energy(self._energy, state["energy"], base)
         self._base, self._drift = base, tuple(float(d) for d in state["drift"])
         self._proxy_shares = np.asarray(state["proxy"], dtype=np.float64) if state.get("proxy") else None
+        if self._free is not None:
+            self._free_seen = tuple(float(v) for v in state["free"]["seen"])
+            self._free_shares = (
+                np.asarray(state["free"]["shares"], dtype=np.float64) if state["free"]["shares"] else None
+            )
         self.applied, self.factor, self.proposed_factor = applied, factor, float(state["proposed"])
         self.counts = tuple(float(count) for count in state["counts"]) or None
         self.chosen, self.choice = state["chosen"], state["choice"]

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 from lamina.errors import LedgerDamaged, LedgerError
 from lamina.ledger.merkle import ReadTile, Tile, tile_path
 
-LeafRow = tuple[int, int, bytes, bytes | None]  # a leaf: its index, the number of its kind, its bytes, its body
+LeafRow = tuple[int, bytes, bytes | None]  # a leaf: its index, its bytes, its body
 
 
 class StoredLeaf(NamedTuple):
@@ -51,15 +51,11 @@ class LeafBlock:
 
 
 class LedgerHead(NamedTuple):
-    """Where the ledger stands: leaves, time of the last one, epochs closed, and the encoded right edge of the tree.
-
-    `indexed` is the number of leaves whose keys are in the index; those of the last ones are found by reading them.
-    """
+    """Where the ledger stands: leaves, time of the last one, epochs closed, and the encoded right edge of the tree."""
 
     size: int
     time: int
     epoch: int
-    indexed: int
     frontier: bytes
 
 
@@ -70,13 +66,6 @@ class AttemptRow(NamedTuple):
     segment: int
     generation: int
     seq: int
-
-
-class PruningRow(NamedTuple):
-    """An aggregate that was appended, and whether the bodies that it stands for are gone already."""
-
-    seq: int
-    done: bool
 
 
 class StoredCheckpoint(NamedTuple):
@@ -155,11 +144,11 @@ class StoreReader:
 
     def head(self) -> LedgerHead | None:
         """None in a store that is still empty."""
-        found = self._db.rows("SELECT size, time, epoch, indexed, frontier FROM head")
+        found = self._db.rows("SELECT size, time, epoch, frontier FROM head")
         if not found:
             return None
-        size, time, epoch, indexed, frontier = found[0]
-        return LedgerHead(size, time, epoch, indexed, _as_bytes(frontier))
+        size, time, epoch, frontier = found[0]
+        return LedgerHead(size, time, epoch, _as_bytes(frontier))
 
     def leaf(self, seq: int) -> StoredLeaf | None:
         """A leaf with its body; None if it is not there."""
@@ -167,7 +156,15 @@ class StoreReader:
 
     def leaves(self, first: int, stop: int) -> Iterator[tuple[int, StoredLeaf]]:
         """(seq, leaf) of those in [first, stop) that are there, in order, in bounded memory."""
-        return self._leaves("", first, stop)
+        return self._leaves("", (), first, stop)
+
+    def beginning(self, starts: Sequence[bytes], first: int, stop: int) -> Iterator[tuple[int, StoredLeaf]]:
+        """Yield the leaves in [first, stop) whose bytes begin with one of these, all of one length, in order.
+
+        The database compares the leaves themselves, so no list of kinds is kept that could differ from them.
+        """
+        condition = f"substr(data, 1, {len(starts[0])}) IN ({', '.join('?' * len(starts))}) AND "
+        return self._leaves(condition, starts, first, stop)
 
     def blocks(self, first: int, stop: int) -> Iterator[tuple[Sequence[int], LeafBlock]]:
         """The same as `leaves`, many at a time."""
@@ -208,27 +205,11 @@ class StoreReader:
         query = "SELECT seq FROM leaf WHERE seq >= ? AND seq < ? AND body IS NOT NULL ORDER BY seq LIMIT ?"
         return (seq for (seq,) in self._range(query, first, stop))
 
-    def listed_kinds(self, stop: int) -> dict[int, int]:
-        """Return leaf → kind for the leaves before `stop` that the store does not list as contributions."""
-        return dict(self._db.rows("SELECT seq, kind FROM leaf WHERE kind <> 2 AND seq < ?", stop))
-
-    def of_kind(self, kind: int, first: int, stop: int) -> Iterator[tuple[int, StoredLeaf]]:
-        """Yield the leaves that the store lists under one kind. Never the basis of a decision (checked_leaves.py).
-
-        Fast for every kind but contributions.
-        """
-        # The number is written out, so that the partial index over all kinds but contributions is used.
-        return self._leaves(f"kind = {int(kind)}{' AND kind <> 2' * (kind != 2)} AND ", first, stop)
-
-    def leaf_of_other_kind(self, kinds: Iterable[int]) -> int | None:
-        """A leaf that the store lists under none of these kinds."""
-        known = ", ".join(map(str, kinds))
-        found = self._db.rows(f"SELECT seq FROM leaf WHERE kind <> 2 AND kind NOT IN ({known}) LIMIT 1")
-        return found[0][0] if found else None
-
-    def _leaves(self, condition: str, first: int, stop: int) -> Iterator[tuple[int, StoredLeaf]]:
+    def _leaves(
+        self, condition: str, values: Sequence[bytes], first: int, stop: int
+    ) -> Iterator[tuple[int, StoredLeaf]]:
         query = f"SELECT seq, data, body FROM leaf WHERE {condition}seq >= ? AND seq < ? ORDER BY seq LIMIT ?"
-        for seq, data, body in self._range(query, first, stop):
+        for seq, data, body in self._range(query, first, stop, *values):
             yield seq, StoredLeaf(_as_bytes(data), None if body is None else _as_bytes(body))
 
     def tile(self, level: int, index: int) -> bytes | None:
@@ -267,40 +248,6 @@ class StoreReader:
     def blob(self, digest: bytes) -> bytes | None:
         """Bytes by their SHA-256 (a plan, a manifest)."""
         return self._bytes("SELECT data FROM blob WHERE digest = ?", digest)
-
-    def find(self, keys: Sequence[bytes]) -> Iterator[tuple[bytes, int]]:
-        """(key, seq) of every indexed leaf that has one of these keys."""
-        for at in range(0, len(keys), _ROWS_AT_ONCE):
-            yield from self._db.find("known", "key, seq", keys[at : at + _ROWS_AT_ONCE])
-
-    def find_between(self, first: bytes, last: bytes, limit: int) -> list[tuple[bytes, int]]:
-        """(key, seq) of indexed leaves whose key is in [first, last], in order; at most so many."""
-        query = "SELECT key, seq FROM known WHERE key >= ? AND key <= ? ORDER BY key, seq LIMIT ?"
-        return [(_as_bytes(key), seq) for key, seq in self._db.rows(query, first, last, limit)]
-
-    def withdrawals(self) -> Iterator[tuple[int, int]]:
-        """(target, leaf of its withdrawal) of every contribution that was withdrawn, by target."""
-        query, last = "SELECT target, seq FROM withdrawn WHERE target > ? ORDER BY target LIMIT ?", -1
-        while found := self._db.rows(query, last, _ROWS_AT_ONCE):
-            yield from ((target, seq) for target, seq in found)
-            last = found[-1][0]
-
-    def prunings(self) -> list[PruningRow]:
-        """The aggregates, in order."""
-        found = self._db.rows("SELECT seq, done FROM pruning ORDER BY seq")
-        return [PruningRow(seq, bool(done)) for seq, done in found]
-
-    def known_keys(self) -> Iterator[list[tuple[bytes, int]]]:
-        """Yield blocks of (key, seq) of all entries of the index, in order."""
-        query = "SELECT key, seq FROM known {} ORDER BY key, seq LIMIT ?"
-        found = self._db.rows(query.format(""), _ROWS_AT_ONCE)  # without a bound: SQLite sorts numbers and texts first
-        while found:
-            for column, kind in enumerate((bytes, int)):
-                if set(map(type, map(itemgetter(column), found))) != {kind}:
-                    problem = f"a row of the index of the store holds a wrong type where {kind.__name__} belongs"
-                    raise LedgerDamaged("store.row-wrong-type", problem, "restore the ledger from a copy")
-            yield found
-            found = self._db.rows(query.format("WHERE (key, seq) > (?, ?)"), *found[-1], _ROWS_AT_ONCE)
 
     def attempts(self) -> Iterator[AttemptRow]:
         """Every attempt that an epoch closed."""
@@ -370,8 +317,8 @@ class StoreReader:
         found = self._db.rows(query, value)
         return _as_bytes(found[0][0]) if found else None
 
-    def _range(self, query: str, first: int, stop: int) -> Iterator[tuple[Any, ...]]:
-        while first < stop and (found := self._db.rows(query, first, stop, _ROWS_AT_ONCE)):
+    def _range(self, query: str, first: int, stop: int, *values: Any) -> Iterator[tuple[Any, ...]]:
+        while first < stop and (found := self._db.rows(query, *values, first, stop, _ROWS_AT_ONCE)):
             yield from found
             first = found[-1][0] + 1
 
@@ -396,9 +343,6 @@ class StoreWriter(StoreReader):
 
     def put_blob(self, digest: bytes, data: bytes) -> None:
         self._db.rows("INSERT INTO blob (digest, data) VALUES (?, ?) ON CONFLICT (digest) DO NOTHING", digest, data)
-
-    def put_pruning(self, pruning: PruningRow) -> None:
-        self._db.rows(_upsert("pruning", ("seq",), ("done",)), pruning.seq, int(pruning.done))
 
     def put_batch(self, writer: bytes, batch: WriterBatch, day: int) -> None:
         """The day is all that is kept of when."""
@@ -430,7 +374,7 @@ class StoreWriter(StoreReader):
 
     def cut(self, size: int, tokens: Sequence[bytes]) -> None:
         """Delete all leaves from `size` on, what refers to them, these tokens, and the tiles."""
-        for table in ("leaf", "evidence", "attempt", "withdrawn", "pruning", "known"):
+        for table in ("leaf", "evidence", "attempt"):
             self._db.rows(f"DELETE FROM {table} WHERE seq >= ?", size)
         self._db.rows("DELETE FROM held WHERE leaf >= ?", size)
         self._db.rows("DELETE FROM tile")
@@ -490,16 +434,13 @@ def tile_reader(rows: StoreReader) -> ReadTile:
 
 # The tables of a ledger.
 #
-# leaf        the leaves: index, kind, bytes; and the body of each, but those of pruned contributions
+# leaf        the leaves: index, bytes; and the body of each, but those of pruned contributions
 # tile        hashes of the tree, by level·2^56 + index
 # head        one row: where the ledger stands. In PostgreSQL whoever writes holds its lock
 # checkpoint  every checkpoint that was signed, with its signatures
 # evidence    bytes of which a leaf holds the digest, by the leaf's index
 # blob        bytes that several leaves may refer to, by their digest
-# known       keys under which leaves are found, but those of the last ones: see append.UnindexedKeys
 # attempt     (run, segment, generation) of every epoch: each at most once
-# withdrawn   contributions that were withdrawn
-# pruning     aggregates, and whether the bodies that they stand for are gone
 # writer      the last batch of each writer: whether a commit whose answer was lost took place
 # run         runs that reserved or were charged
 # held        what has no leaf: the reservation of a run's plan, and attempts that are open
@@ -510,19 +451,15 @@ def tile_reader(rows: StoreReader) -> ReadTile:
 
 # {number}, {bytes}, {sorted}: what the dialects call a 64-bit integer, bytes, and a table kept in order of its key
 TABLES = (
-    "CREATE TABLE leaf (seq {number} PRIMARY KEY, kind INTEGER NOT NULL, data {bytes} NOT NULL, body {bytes})",
-    "CREATE INDEX leaf_kind ON leaf (kind, seq) WHERE kind <> 2",
+    "CREATE TABLE leaf (seq {number} PRIMARY KEY, data {bytes} NOT NULL, body {bytes})",
     "CREATE TABLE tile (id {number} PRIMARY KEY, data {bytes} NOT NULL)",
     "CREATE TABLE head (id INTEGER PRIMARY KEY CHECK (id = 1), size {number} NOT NULL, time {number} NOT NULL, "
-    "epoch {number} NOT NULL, indexed {number} NOT NULL, frontier {bytes} NOT NULL)",
+    "epoch {number} NOT NULL, frontier {bytes} NOT NULL)",
     "CREATE TABLE checkpoint (size {number} PRIMARY KEY, text TEXT NOT NULL, seal {bytes} NOT NULL)",
     "CREATE TABLE evidence (seq {number} PRIMARY KEY, data {bytes} NOT NULL)",
     "CREATE TABLE blob (digest {bytes} PRIMARY KEY, data {bytes} NOT NULL)",
-    "CREATE TABLE known (key {bytes} NOT NULL, seq {number} NOT NULL, PRIMARY KEY (key, seq)) {sorted}",
     "CREATE TABLE attempt (run {bytes} NOT NULL, segment {number} NOT NULL, generation {number} NOT NULL, "
     "seq {number} NOT NULL, PRIMARY KEY (run, segment, generation)) {sorted}",
-    "CREATE TABLE withdrawn (target {number} PRIMARY KEY, seq {number} NOT NULL)",
-    "CREATE TABLE pruning (seq {number} PRIMARY KEY, done INTEGER NOT NULL)",
     "CREATE TABLE writer (id {bytes} PRIMARY KEY, token {bytes} NOT NULL, seqs {bytes} NOT NULL, "
     "day {number} NOT NULL) {sorted}",
     "CREATE TABLE meta (name TEXT PRIMARY KEY, value {bytes} NOT NULL) {sorted}",
@@ -534,24 +471,22 @@ TABLES = (
     "CREATE TABLE terms (account TEXT PRIMARY KEY, body {bytes} NOT NULL) {sorted}",
     "CREATE TABLE token (key {bytes} PRIMARY KEY) {sorted}",
 )
-TABLES_VERSION = 3
+TABLES_VERSION = 4
 
 MAX_BLOB_BYTES = 1 << 26  # bytes of a plan or manifest
 MAX_BATCH_BYTES = 1 << 24  # bytes of the numbers of the leaves of one batch
 COLUMN_LIMITS = {  # bytes that a column may hold: more is refused before it is read
     "meta": {"name": 64, "value": 1 << 10}, "head": {"frontier": 1 << 12}, "leaf": {"data": 1 << 9, "body": 1 << 20},
     "tile": {"data": 1 << 13}, "checkpoint": {"text": 1 << 18, "seal": 96}, "evidence": {"data": 1 << 20},
-    "blob": {"digest": 32, "data": MAX_BLOB_BYTES}, "known": {"key": 16}, "attempt": {"run": 16},
+    "blob": {"digest": 32, "data": MAX_BLOB_BYTES}, "attempt": {"run": 16},
     "run": {"id": 16, "label": 1 << 12}, "held": {"run": 16, "nonce": 16, "body": 1 << 24},
     "terms": {"account": 1 << 10, "body": 1 << 20}, "token": {"key": 16},
     "writer": {"id": 16, "token": 16, "seqs": MAX_BATCH_BYTES},
 }  # fmt: skip
 ADDED_COLUMNS = {  # of tables to which many rows are added at a time: name and type, as PostgreSQL calls it
-    "leaf": {"seq": "int8", "kind": "int4", "data": "bytea", "body": "bytea"},
+    "leaf": {"seq": "int8", "data": "bytea", "body": "bytea"},
     "evidence": {"seq": "int8", "data": "bytea"},
-    "known": {"key": "bytea", "seq": "int8"},
     "attempt": {"run": "bytea", "segment": "int8", "generation": "int8", "seq": "int8"},
-    "withdrawn": {"target": "int8", "seq": "int8"},
     "token": {"key": "bytea"},
 }
 _ROW_NUMBERS = {"leaf": "seq", "tile": "id", "checkpoint": "size", "evidence": "seq"}

@@ -13,15 +13,7 @@ import numpy as np
 from lamina.account.charges import Account
 from lamina.admit.attestation import Attestation, SignedTerms, window_rules
 from lamina.errors import AdmissionError, EncodingError
-from lamina.ledger.contribution_columns import (
-    Contribution,
-    ContributionColumns,
-    Flags,
-    Ints,
-    KeyIndexChecks,
-    Prefixes,
-    read_columns,
-)
+from lamina.ledger.contribution_columns import Contribution, ContributionColumns, Flags, Ints, Prefixes, read_columns
 from lamina.ledger.governance_records import Role, Withdrawal
 from lamina.ledger.key_state import GovernanceState, KeyState, PolicyInForce, Violation, contributor_key
 from lamina.ledger.records import (
@@ -304,7 +296,6 @@ class ContributionChecks:
         self._members = members
         self.repeats = RepeatChecks()
         self.count = self.pruned = 0
-        self.index = KeyIndexChecks()
         self._latest = latest
         self._judged: tuple[int, dict[ContributionTerms, Violation | None]] = (-1, {})
 
@@ -405,14 +396,12 @@ class ContributionChecks:
         if not len(group.rows):
             return
         self.repeats.columns(group)
-        self.index.many(group.seq, group.keys, group.terms is None)
         self._remember(group.bound, group.seq, group.time, group.expires, group.key)
 
     def _remember_one(self, leaf: Leaf) -> None:
         record = leaf.record
         assert isinstance(record, Contribution)
         self.repeats.one(leaf.seq, record)
-        self.index.one(leaf.seq, record, isinstance(record, KeptContribution))
         seq, time, expires = (np.array([each], dtype=np.int64) for each in (leaf.seq, leaf.time, record.expires))
         kid = record.key[:8] if isinstance(record, ContributionRecord) else None
         key = None if kid is None else np.array([int.from_bytes(kid, "little")], dtype=np.uint64)

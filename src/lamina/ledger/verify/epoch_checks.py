@@ -298,10 +298,6 @@ class EpochChecks:
 
     def _check_form(self, leaf: Leaf, record: Epoch, time: int) -> None:
         seq = leaf.seq
-        closed = sum(each.outcome is SegmentOutcome.CLOSED for each in record.segments)
-        if closed > self._header.granularity:
-            reason = f"it closes {closed} segments, the header allows {self._header.granularity}"
-            fail(seq, Epoch, "verify.too-many-segments", reason)
         check_time_rounded(leaf, time, self._header.epoch_clock)
         for segment in record.segments:
             attempt = (record.run, segment.index, segment.generation)
@@ -309,9 +305,6 @@ class EpochChecks:
             if (before := self.attempts.setdefault(attempt, seq)) != seq:
                 reason = f"{name} is in the ledger already, in leaf {before}: it was replayed"
                 fail(seq, Epoch, "verify.attempt-repeated", reason)
-            if not 1 <= segment.eligibility <= seq:
-                reason = f"{name} read its members after {segment.eligibility} leaves, must be in [1, {seq}]"
-                fail(seq, Epoch, "verify.eligibility-out-of-range", reason)
             self._unrecorded[attempt] = segment.unrecorded or 0
             self._withdrawals.check_segment(seq, record.run, segment)
             self._check_continues(seq, record.run, segment)

@@ -10,6 +10,7 @@ from itertools import chain
 from time import time as system_time
 
 from lamina.errors import EncodingError, LedgerDamaged, LedgerError, StoreError
+from lamina.ledger.append_rules import Place, check_record
 from lamina.ledger.checked_leaves import admission_token
 from lamina.ledger.contribution_columns import other_kinds
 from lamina.ledger.governance_records import (
@@ -26,8 +27,8 @@ from lamina.ledger.merkle import Frontier, TileNodes, leaf_hashes, root_at
 from lamina.ledger.open_rows import OpenHead
 from lamina.ledger.records import (
     KIND_NAMES,
-    KIND_NUMBERS,
     LAST_SEQ,
+    LEAF_STARTS,
     ContributionRecord,
     Epoch,
     Leaf,
@@ -97,9 +98,9 @@ def _decode(index: int, data: StoredLeaf) -> Leaf:
 
 
 def read_aggregates(rows: StoreReader, head: LedgerHead) -> dict[int, Aggregate]:
-    """The aggregates that the store lists. Whether it lists the right ones is checked when they are reached."""
+    """Return the aggregates by leaf: the leaves that they cover come before them."""
     found: dict[int, Aggregate] = {}
-    for seq, data in rows.of_kind(KIND_NUMBERS[Aggregate], 0, head.size):
+    for seq, data in rows.beginning(LEAF_STARTS[Aggregate], 0, head.size):
         try:
             record = decode_leaf(data).record
         except EncodingError:
@@ -131,30 +132,6 @@ def check_head(rows: StoreReader, head: LedgerHead, frontier: Frontier, time: in
         fail(head.size - 1, STORE, "verify.head-differs", reason)
 
 
-def check_kinds(rows: StoreReader, size: int, others: Mapping[int, type[Record]]) -> None:
-    """Check that the store lists every record that is not a contribution under its kind, and nothing else."""
-    for kind, number in KIND_NUMBERS.items():
-        if kind is ContributionRecord:
-            continue
-        listed = {seq for seq, _ in rows.of_kind(number, 0, size)}
-        real = {seq for seq, found in others.items() if found is kind}
-        if wrong := sorted(listed ^ real):
-            how = "does not list" if wrong[0] in real else "wrongly lists"
-            fail(wrong[0], STORE, "verify.kind-index-differs", f"the store {how} this leaf as {KIND_NAMES[kind]}")
-    if (seq := rows.leaf_of_other_kind(KIND_NUMBERS.values())) is not None:  # then all that is left are contributions
-        fail(seq, STORE, "verify.kind-index-differs", "the store lists this leaf under a kind that there is not")
-
-
-def check_withdrawn(rows: StoreReader, withdrawals: Mapping[int, int]) -> None:
-    """Check that the store lists every withdrawal, and no other."""
-    listed = dict(rows.withdrawals())
-    for target in sorted(listed.keys() | withdrawals.keys()):
-        if listed.get(target) != withdrawals.get(target):
-            seq, stored = withdrawals.get(target), listed.get(target)
-            reason = f"the store says that leaf {stored} withdraws leaf {target}, the leaves say {seq}"
-            fail(target if seq is None else seq, STORE, "verify.withdrawal-index-differs", reason)
-
-
 def check_attempts(rows: StoreReader, attempts: Mapping[tuple[bytes, int, int], int]) -> None:
     """Check that the store lists the epoch of every attempt, and no other."""
     listed = {each[:3]: each.seq for each in rows.attempts()}
@@ -181,31 +158,36 @@ def check_open_rows(rows: StoreReader, keys: KeyState, size: int, newest: int) -
         fail(None, STORE, "verify.open-rows-differ", error.problem)
 
 
-def check_admission_index(rows: StoreReader, indexed: int, found: ContributionChecks, *, tokens: bool) -> None:
-    """Check that the store finds every contribution, and with `tokens` every attestation, that was admitted before."""
-    if (seq := found.index.first_difference(rows, indexed)) is not None:
-        reason = "the store's index of contributions does not say of this leaf what the leaf says"
-        fail(seq, STORE, "verify.key-index-differs", reason)
-    if tokens:
-        real = {admission_token(pair[:32], pair[32:]): seq for pair, seq in found.repeats.tokens.items()}
-        listed = rows.all_tokens()
-        if missing := real.keys() - listed:
-            reason = "the store does not list the token of its attestation, which could be admitted again"
-            fail(min(real[each] for each in missing), STORE, "verify.token-index-differs", reason)
-        if len(listed) - len(real) > found.pruned:
-            fail(None, STORE, "verify.token-index-differs", "the store lists tokens of attestations that are not there")
+def check_tokens(rows: StoreReader, found: ContributionChecks) -> None:
+    """Check that the store lists the token of every attestation that was admitted, and no others but of pruned ones."""
+    real = {admission_token(pair[:32], pair[32:]): seq for pair, seq in found.repeats.tokens.items()}
+    listed = rows.all_tokens()
+    if missing := real.keys() - listed:
+        reason = "the store does not list the token of its attestation, which could be admitted again"
+        fail(min(real[each] for each in missing), STORE, "verify.token-index-differs", reason)
+    if len(listed) - len(real) > found.pruned:
+        fail(None, STORE, "verify.token-index-differs", "the store lists tokens of attestations that are not there")
 
 
 Progress = Callable[[int, int], None]
+_WITH_FINDINGS_OF_THEIR_OWN = {Withdrawal, Aggregate}  # their checks apply the same rules, and say more
 
 
 class LedgerReplay:
     """One replay of a ledger, in one view of its store. What was read stays here when a finding stops it.
 
-        rows of the store ──► position ──► hashes ──► records ──► tree ──► checkpoints
-                              in order     = tiles    by kind     roots    signed
-
-    Leaves are read in stretches that end where a checkpoint does, so that the first finding is of the first leaf.
+    1. Sizes of rows, head, header, and the signatures of its owners (`__init__`).
+    2. Every leaf in order, none missing (`run`), in stretches that end where a checkpoint does, so that the first finding
+       is of the first leaf:
+       a. its hash is that in the tree (`_stretch`);
+       b. a block of contributions is checked as columns (`ContributionChecks`), any other leaf by itself (`_record`): its
+          encoding, its place, the append rule of its kind, and what the kind asks beyond that (`_see`);
+       c. a checkpoint of this size has this root, and a key signed it that may (`_reach`).
+    3. What the store lists agrees with the leaves (`_finish`).
+    4. What no leaf shows by itself: generations, exhausted bounds, pruned bodies.
+    5. Known checkpoints and trusted keys.
+    6. The signed head over open rows.
+    Afterwards (`verify_rows`): repeated contributions, and every ε, computed again.
     """
 
     def __init__(
@@ -268,6 +250,7 @@ class LedgerReplay:
 
     def run(self, progress: Progress | None = None) -> None:
         """Replay all leaves; raises VerificationStopped at the first finding."""
+        # 2. Every leaf in order, none missing.
         self._reach()
         for seqs, block in self._rows.blocks(0, self.head.size):
             for first, data in _consecutive_leaves(seqs, block):
@@ -316,11 +299,18 @@ class LedgerReplay:
     def _record(self, index: int, data: StoredLeaf) -> None:
         leaf = _decode(index, data)
         check_position(leaf, index, self._time, self._epoch, self._latest)
-        if index and leaf.kind is Header:
-            fail(index, Header, "verify.second-header", "a header may only be leaf 0")
+        with _broken_rules(leaf.seq, leaf.kind):
+            if leaf.kind not in _WITH_FINDINGS_OF_THEIR_OWN:
+                check_record(leaf.record, self._place(leaf))
         self._see(leaf, data.leaf)
         self.others[index] = leaf.kind
         self._time, self._epoch = leaf.time, self._epoch + (leaf.kind is Epoch)
+
+    def _place(self, leaf: Leaf) -> Place:
+        return Place(
+            rows=self._rows, header=self.header, seq=leaf.seq, time=leaf.time, governance=lambda: self.keys,
+            root_of=self.checkpoints.roots.get, runs=lambda: self.runs,
+        )  # fmt: skip
 
     def _see(self, leaf: Leaf, data: bytes) -> None:
         if isinstance(record := leaf.record, Header):
@@ -331,8 +321,7 @@ class LedgerReplay:
                 reason = f"depth profiles have schema {version}, this program knows {PROFILE_SCHEMA}"
                 fail(0, Header, "verify.profile-schema-unknown", reason)
             case change if isinstance(change, GoverningRecord):
-                with _broken_rules(leaf.seq, leaf.kind):
-                    self.keys.see(change, leaf.seq, leaf.time, data, self.checkpoints.roots.get)
+                self.keys.apply(change, leaf.seq, data)
                 if isinstance(change, PolicyChange):
                     self.policy.change(leaf.seq, change)
             case Epoch() as epoch:
@@ -341,8 +330,6 @@ class LedgerReplay:
                 self.releases.charge(epoch, plan)
             case change if isinstance(change, RunRecord):
                 check_time_rounded(leaf, self._time, self.header.epoch_clock)
-                with _broken_rules(leaf.seq, leaf.kind):
-                    self.runs.check(change)
                 self.runs.see(change)
                 if isinstance(change, RunBegin):
                     self.epochs.begins.setdefault(change.run, leaf.seq)
@@ -364,33 +351,32 @@ class LedgerReplay:
             self._cut = next(self._cuts, -1)
 
     def _finish(self) -> None:
+        # 3. What the store lists agrees with the leaves.
         size = self.head.size
         check_head(self._rows, self.head, self.tree.frontier, self._time, self._epoch)
         self.checkpoints.finish(size)
-        check_kinds(self._rows, size, self.others)
-        check_withdrawn(self._rows, self.withdrawals.targets)
         check_attempts(self._rows, self.epochs.attempts)
-        check_admission_index(self._rows, self.head.indexed, self.contributions, tokens=self.attestations is not None)
+        if self.attestations is not None:
+            check_tokens(self._rows, self.contributions)
+        # 4. What no leaf shows by itself.
         self.held = unrecorded_spend(self._rows)
         held = [(each.run, each.segment, each.generation) for each in self._rows.holds() if each.attempt]
         self.unrecorded = self.epochs.check_generations(held if self._trust is None else ())
         self.beyond_signed = self.epochs.beyond_signed()
         self.unsure_exhaustions = self.epochs.check_exhausted(any(each.attempts or each.budgets for each in self.held))
         self._check_pruned()
+        # 5. Known checkpoints and trusted keys.
         self._seen.finish(size, self.checkpoints.accepted(self.keys).values())
         self._check_trust()
+        # 6. The signed head over open rows.
         newest = max((seq for seq, kind in self.others.items() if kind in (Epoch, RunBegin)), default=-1)
         self.open_signed = check_open_rows(self._rows, self.keys, size, newest)
 
     def _check_pruned(self) -> None:
-        """Check that a checkpoint covers every aggregate of which bodies are gone, and what the store says of them."""
-        listed = {each.seq: each.done for each in self._rows.prunings()}
-        for seq in sorted(listed.keys() | {seq for seq, kind in self.others.items() if kind is Aggregate}):
+        """Check that a checkpoint covers every aggregate of which bodies are gone."""
+        for seq in (seq for seq, kind in self.others.items() if kind is Aggregate):
             tally = self._tallies.of(seq)
-            if tally is None or seq not in listed or (listed[seq] and tally.pruned < tally.aggregate.count):
-                reason = "the store does not say what this aggregate has pruned"
-                fail(seq, STORE, "verify.pruning-index-differs", reason)
-            if tally.pruned and seq >= self.checkpoints.signed_size:
+            if tally is not None and tally.pruned and seq >= self.checkpoints.signed_size:
                 reason = "bodies of its leaves are pruned, and no checkpoint covers it"
                 fail(seq, Aggregate, "verify.pruned-without-checkpoint", reason)
 
