@@ -14,6 +14,7 @@ import pytest
 import torch
 from oracle import clip_by_hand, example_grads
 from refusals import raises_code
+from run_state import run_id
 from stopping import killed, told
 from test_kill import Killer, agrees
 from torch import Tensor, nn
@@ -203,7 +204,7 @@ def test_a_plan_that_cannot_be_compiled_is_refused(tmp_path: Path, monkeypatch: 
 
 @needs_compiler
 def test_the_second_process_starts_without_compiling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiled code is kept in the run's folder, and used again only if it is what the checkpoint recorded."""
+    """Compiled code is kept in the run's folder, and used again only if the ledger's key vouches for it."""
     folder, made = tmp_path / "runs" / "a", []
     compile_trace = compiled.compile_trace
 
@@ -232,11 +233,12 @@ def test_the_second_process_starts_without_compiling(tmp_path: Path, monkeypatch
 
     first = session(4)
     assert made[0] > 0 and first._engine.compiled is not None
-    code = first._engine.compiled.code
-    assert code and code == compiled.code_digest(folder / "compiled")
+    code, digest = first._engine.compiled.code, compiled.code_digest(folder / "compiled")
+    text = f"lamina/compiled/1\ntests\n{run_id(folder)}\n".encode() + digest
+    assert first.ledger.signing_key().public.verify(text, code)
     assert (folder / "compiled").stat().st_mode & 0o077 == 0
     session(8)
-    assert sum(made[1:]) == 0 and compiled.code_digest(folder / "compiled") == code
+    assert sum(made[1:]) == 0 and compiled.code_digest(folder / "compiled") == digest
     changed = next(iter(sorted((folder / "compiled").rglob("*.so"))))
     changed.write_bytes(changed.read_bytes() + b"\0")
     done = session(STEPS)._engine.compiled
@@ -267,9 +269,10 @@ def test_planted_code_is_removed_whatever_its_files_are(tmp_path: Path, how: str
     executor, folder = trainer._engine.compiled, tmp_path / "compiled"
     assert executor is not None
     folder.mkdir(mode=0o700)
+    executor.seal_with(seal)
     if begun:
         (folder / "own").write_bytes(b"compiled here")
-        executor.code = compiled.code_digest(folder)
+        executor.code = seal(compiled.code_digest(folder))
         executor._remove_other_code(folder)
         assert executor.code and (folder / "own").exists()
     planted(folder, how)
@@ -279,6 +282,25 @@ def test_planted_code_is_removed_whatever_its_files_are(tmp_path: Path, how: str
     folder.symlink_to(tmp_path / "planted")
     executor._remove_other_code(folder)
     assert not folder.is_symlink() and [*folder.iterdir()] == [] and (tmp_path / "planted" / "graph").exists()
+
+
+def seal(digest: bytes) -> bytes:
+    return b"by a key" + digest
+
+
+@pytest.mark.usefixtures("traced")
+def test_who_writes_the_checkpoint_does_not_vouch_for_code(tmp_path: Path) -> None:
+    """A folder that somebody hands over may have a checkpoint that names the planted code."""
+    trainer = problem.trainer(tmp_path / "run", corpus=problem.singles(), compiled=True)
+    executor, folder = trainer._engine.compiled, tmp_path / "compiled"
+    assert executor is not None
+    for there, asked in ((bytes, seal), (seal, None), (bytes, None)):
+        folder.mkdir(mode=0o700, exist_ok=True)
+        (folder / "graph").write_bytes(b"planted")
+        executor.load_state({"code": there(compiled.code_digest(folder)), "given_up": ""})
+        executor.seal_with(asked)
+        executor._remove_other_code(folder)
+        assert [*folder.iterdir()] == [] and executor.replaced
 
 
 def test_sizes_of_parts_follow_from_the_plan() -> None:

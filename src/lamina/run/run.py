@@ -132,6 +132,14 @@ class Run:
         with self.spend.ledger.store.read() as rows:
             return self.spend.ledger.checked(rows).count(ContributionRecord) > 0
 
+    @property
+    def seal(self) -> Callable[[bytes], bytes] | None:
+        """Vouches for compiled code of this run by the ledger's key, which is not in its folder; None without the key."""
+        if not self.spend.ledger.signs:
+            return None
+        key, start = self.spend.ledger.signing_key(), f"lamina/compiled/1\n{self.origin}\n{self.id}\n".encode()
+        return lambda digest: key.sign(start + digest)
+
     # ------------------------------------------------------------------------------------ folder and ledger
 
     def follow_ledger(self, *, take_over: bool = False, note: Callable[[str], None]) -> None:

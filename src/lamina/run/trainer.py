@@ -343,6 +343,8 @@ class Trainer:
             self.folder, spend=self.spend, bounds=self.bounds, accounts=self.accounts, factors=self.factors,
             seed=self.seed, declared=self._declared,
         )  # fmt: skip
+        if self._engine.compiled is not None:
+            self._engine.compiled.seal_with(run.seal)
         keep_charging_bounds(run, self.plan, members.standing)
         if (last := run.file.opened) is not None:  # the digest of its options tells the kind of noise of the run
             self.keep_hardened(last.settings != self._settings(hardened=False)[0])
@@ -424,7 +426,9 @@ class Trainer:
             remedy = "leave compiled out; if a segment of the run is open, its steps are then charged again"
             raise RunError("train.step-not-compiled", problem, remedy)
         if executor.replaced:
-            self.progress.note(f"the code in '{folder}' was not what the checkpoint recorded: it was compiled again")
+            self.progress.note(
+                f"the code in '{folder}' has no valid signature in the checkpoint: it was compiled again"
+            )
 
     def rehearse(self) -> None:
         """Try everything that could fail in a step, on simulated input; nothing is spent, made or changed."""

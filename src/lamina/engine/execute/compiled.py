@@ -41,6 +41,7 @@ MOST_CONTRIBUTIONS = 512  # as WIDE_UNITS of native/product.c: see `SUM_BLOCK` o
 BACKEND = "inductor"
 _TOLERANCE = 1e-4  # between the sums of the hook engine and of the graph as it was traced, of their size
 _COMPILED_TOLERANCE = 5e-3  # and of the graph as it was compiled: an input of ReLU may round to the other side of 0
+Seal = Callable[[bytes], bytes]  # what only the holder of a key makes of a digest, always the same
 
 
 class NotCompiled(UserWarning):
@@ -166,7 +167,9 @@ class CompiledExecutor:
         self.graphs: list[tuple[Any, StepGraph]] = []
         self.reason, self._off, self._said = "", "", set[str]()
         self.complete = False  # no further graph is made
-        self.code = b""  # the digest of the compiled code that a run keeps
+        self.code = b""  # the seal of the compiled code that a run keeps
+        self._digest = b""  # of the code that was compiled here
+        self._seal: Seal | None = None
         self._restored = False  # whether the run gave compiling up earlier
         self.replaced = False  # whether the folder held other code than that
         self._hook_steps: Counter[Any] = Counter()
@@ -180,7 +183,7 @@ class CompiledExecutor:
     def compile_ahead(self, losses_of: LossesOf, batch: Batch, sizes: Iterable[int], folder: Path | None) -> str:
         """Make the graphs for batches of these shapes and sizes, and no more. Returns why there is none, or ''.
 
-        Of the batch only shapes and types are used. Code in the folder is used again if its digest is `code`.
+        Of the batch only shapes and types are used. Code in the folder is used again if `code` is the seal of its digest.
         """
         self.complete = True
         if self._restored:
@@ -193,12 +196,22 @@ class CompiledExecutor:
                 if not self._off and not self._fitting(key, size):
                     self._trace(key, losses_of, batch, size, folder)
             if folder is not None and self.graphs:
-                self.code = code_digest(folder)
+                self._digest = code_digest(folder)
+                self.seal_with(self._seal)
         return self._off
 
+    def seal_with(self, seal: Seal | None) -> None:
+        """Vouch for the code that was compiled here, and ask for this seal of what was compiled before.
+
+        Without a seal no code is used again: who can write to the folder may write to the checkpoint, too.
+        """
+        self._seal = seal
+        if self._digest:
+            self.code = b"" if seal is None else seal(self._digest)
+
     def _remove_other_code(self, folder: Path) -> None:
-        """Remove code that no checkpoint vouches for, links too: it is compiled anew, and never run."""
-        if self.code and code_digest(folder) == self.code:
+        """Remove code that no seal vouches for, links too: it is compiled anew, and never run."""
+        if self.code and self._seal is not None and (digest := code_digest(folder)) and self._seal(digest) == self.code:
             return
         if os.path.lexists(folder):
             self.replaced = bool(self.code)
@@ -215,7 +228,7 @@ class CompiledExecutor:
             graph.steps, graph.compared = 0, None
 
     def to_state(self) -> dict[str, Any]:
-        """For a training checkpoint: which code was compiled, and why it was given up, if it was."""
+        """For a training checkpoint: the seal of the code that was compiled, and why it was given up, if it was."""
         return {"code": self.code, "given_up": self._off}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
