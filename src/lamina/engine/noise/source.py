@@ -258,8 +258,7 @@ def noise_version() -> str:
 #
 # - `SecureNoise()` is keyed by the system's generator. It draws a (step, tensor) once and refuses it a second
 #   time, refuses to be copied, pickled or used in a forked child: the difference of two releases under the same
-#   noise is the difference of their sums. `SecureNoise.of_segment(seed)` replays a segment whose seed a run
-#   kept.
+#   noise is the difference of their sums. `SecureNoise.of_segment(seed)` replays a segment whose seed a run kept.
 # - `SeededNoise(seed)` is for tests: `private` is False, and so is everything derived from it.
 #
 # Formal guarantees. With uniform words the draws are N(0, 1) up to the floating-point error stated above, and cut at
