@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from lamina.errors import LaminaError, PlanError
+from lamina.files import READ
 
 __all__ = [
     "INVISIBLE",
@@ -62,7 +63,7 @@ def visible(text: str) -> str:
 
 def open_regular(path: str | Path) -> int:
     """Open a file for reading. OSError at once for a pipe, a device or a socket, which might never end."""
-    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    file = os.open(path, READ)
     if not stat.S_ISREG(os.fstat(file).st_mode):
         os.close(file)
         raise OSError(errno.EINVAL, "it is not a regular file")

@@ -171,7 +171,7 @@ def lamina(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pyte
     """`lamina …` in an empty folder; a passphrase is never asked for, unless a test says so."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("LAMINA_PASSPHRASE", raising=False)
-    monkeypatch.setattr("lamina.cli.terminal._can_prompt", lambda: False)
+    monkeypatch.setattr("lamina.cli.terminal.can_prompt", lambda: False)
     monkeypatch.setattr("lamina.sign.keys.PBKDF2_ROUNDS", 70_000)  # three bytes, as the real number; faster
     monkeypatch.setattr(sys.modules["lamina.cli.app"], "app", BUILT)
     return asker(capsys)

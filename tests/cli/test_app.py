@@ -23,7 +23,7 @@ from lamina.errors import LaminaError
 from lamina.plan.layer_stack import LayerStack
 from lamina.plan.policy import Policy
 
-NAMES = [name for name in COMMANDS if name not in ("keys", "ledger", "release")]
+NAMES = [name for name in COMMANDS if name not in ("keys", "ledger", "release", "contributions")]
 
 POLICY = """
 [corpus]
@@ -52,12 +52,15 @@ def policy(tmp_path: Path) -> str:
 def test_help_shows_the_stages_in_order(lamina: Call) -> None:
     order = [
         "demo",
+        "check",
+        "init",
         "attest",
         "admit",
         "plan",
         "train",
         "audit",
         "spend",
+        "status",
         "certify",
         "report",
         "serve",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -108,7 +109,7 @@ def test_or_from_the_keyboard_twice(call: Call, monkeypatch: pytest.MonkeyPatch)
         asked.append({"text": text, **options})
         return "typed"
 
-    monkeypatch.setattr("lamina.cli.terminal._can_prompt", lambda: True)
+    monkeypatch.setattr("lamina.cli.terminal.can_prompt", lambda: True)
     monkeypatch.setattr(terminal.typer, "prompt", prompt)
     assert call("new", "alice.key")[0] == 0
     PrivateKey.load("alice.key", b"typed")
@@ -174,7 +175,9 @@ def test_add_list_show(call: Call) -> None:
     listed = answer(call("list", "--json"))
     assert listed == added
     assert listed["version"] == KeyRing.load("keys.json").version.hex()
-    assert listed["keys"][0] == {
+    row = dict(listed["keys"][0])
+    assert parse_time(row.pop("added")) == pytest.approx(time.time(), abs=100)
+    assert row == {
         "id": id, "label": "Alice [A]", "role": "contributor", "algorithms": [-8, -19],
         "valid_from": "2026-01-01T00:00:00Z", "retired_from": None, "replaced_by": None, "revoked_from": None,
         "standing": "usable",

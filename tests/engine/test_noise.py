@@ -139,7 +139,7 @@ def test_noise_is_hardened_unless_plain_noise_is_asked_for_by_name() -> None:
     for made in (
         SecureNoise,
         partial(SeededNoise, 1),
-        partial(SecureNoise.of_journal, seed),
+        partial(SecureNoise.of_segment, seed),
         partial(SeededNoise.of_segment, seed),
     ):
         assert made().hardened and "hardened" in repr(made())
@@ -257,16 +257,16 @@ def test_two_secure_sources_share_nothing() -> None:
 
 def test_a_journal_replays_and_only_a_journal() -> None:
     seed = os.urandom(32)
-    x = draw(SecureNoise.of_journal(seed, hardened=True), 1000, step=5)
-    replayed = SecureNoise.of_journal(seed, hardened=True)
+    x = draw(SecureNoise.of_segment(seed, hardened=True), 1000, step=5)
+    replayed = SecureNoise.of_segment(seed, hardened=True)
     assert replayed.private
     assert torch.equal(x, draw(replayed, 1000, step=5))
     with raises_code("noise.drawn-twice"):
         draw(replayed, 1000, step=5)
-    assert not torch.equal(x, draw(SecureNoise.of_journal(seed, rank=1, hardened=True), 1000, step=5))
+    assert not torch.equal(x, draw(SecureNoise.of_segment(seed, rank=1, hardened=True), 1000, step=5))
     for bad in (bytes(32), b"secret" * 5 + b"se", os.urandom(31)):
         with raises_code("noise.seed-not-random", "noise.seed-length"):
-            SecureNoise.of_journal(bad)
+            SecureNoise.of_segment(bad)
 
 
 @pytest.mark.parametrize("source", [SecureNoise(), SeededNoise(123456789)])

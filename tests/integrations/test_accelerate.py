@@ -123,13 +123,13 @@ def test_noise_is_not_used_again_with_another_optimiser_or_schedule(
 ) -> None:
     """If the wrapped optimiser is edited between a kill and the next start, the segment is charged again."""
     x, seen = torch.randn(60, 4), list[bytes]()
-    of_journal = lamina.SecureNoise.of_journal
+    of_segment = lamina.SecureNoise.of_segment
 
     def noted(seed: bytes, **options: Any) -> Any:
         seen.append(seed)
-        return of_journal(seed, **options)
+        return of_segment(seed, **options)
 
-    monkeypatch.setattr(lamina.SecureNoise, "of_journal", noted)
+    monkeypatch.setattr(lamina.SecureNoise, "of_segment", noted)
     killed = prepared_with(tmp_path / "run", torch.optim.SGD, lambda step: 1.0, x)
     take = killed._step
     calls = iter(range(9))

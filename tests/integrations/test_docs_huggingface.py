@@ -35,9 +35,20 @@ def test_a_private_lora(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     assert trained and all(torch.equal(t, again.state_dict()[n]) for n, t in trained.items())
 
 
+def test_from_text_to_a_classifier(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    exec(program(1), names)
+    said = capsys.readouterr().out
+    assert "20 of 20 steps" in said and "per patient at δ = 1e-05" in said and "tensor([" in said
+    assert len(names["corpus"]) == 80 and names["corpus"].unit_name == "patient"
+
+
 def test_a_private_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
-    code, names = program(1), dict[str, Any]()
+    code, names = program(2), dict[str, Any]()
     assert len(code.strip().splitlines()) <= 100
     exec(code, names)
     said = capsys.readouterr().out

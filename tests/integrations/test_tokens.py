@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import peft
 import pytest
 import torch
@@ -15,6 +16,7 @@ from oracle import agree, plan_of
 from refusals import raises_code
 from torch import Tensor, nn
 
+import lamina
 from lamina import Batch, Engine, SeededNoise
 from lamina.audit.paired_step import Without, paired_step
 from lamina.audit.target import AuditTarget
@@ -141,3 +143,35 @@ def test_generate_save_and_load(base: str, kind: str, tmp_path: Path) -> None:
     assert torch.equal(written(again), written(model))
     with torch.no_grad():
         assert torch.equal(again(**x).logits, model(**x).logits)
+
+
+class Columns:
+    """What `datasets.Dataset` is to us: named columns, rows by number."""
+
+    def __init__(self, **columns: Any) -> None:
+        self.columns, self.column_names = columns, list(columns)
+
+    def __len__(self) -> int:
+        return len(self.columns["input_ids"])
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.columns[key] if isinstance(key, str) else {name: each[key] for name, each in self.columns.items()}
+
+
+def test_what_tokenisers_and_data_sets_give() -> None:
+    """Lists, mappings of columns, data sets and lists of mappings are the same corpus; padding of a tokeniser goes."""
+    ids, labels, patient = [[5, 6, 7], [8], [9, 4]], [1, 0, 1], ["a", "a", "b"]
+    padded = {"input_ids": [[5, 6, 7], [8, 0, 0], [9, 4, 0]], "attention_mask": [[1, 1, 1], [1, 0, 0], [1, 1, 0]]}
+    expected = token_corpus(ids, length=4, pad=0, labels=labels, unit=patient)
+    columns = {**padded, "label": labels, "patient": patient}
+    rows = [{name: column[i] for name, column in columns.items()} for i in range(3)]
+    for given in (columns, Columns(**columns), rows, {"input_ids": ids, "labels": labels, "patient": patient}):
+        found = token_corpus(given, length=4, pad=0, unit="patient")
+        assert found.digest(b"k") == expected.digest(b"k") and len(found) == 2 and found.unit_name == "patient"
+    left = {"input_ids": [[0, 5, 6]], "attention_mask": [[0, 1, 1]]}
+    x, y = token_corpus({**left, "tags": [[-100, 1, 2]]}, length=3, pad=0, labels="tags").source.fetch(np.arange(1))
+    assert x["input_ids"].tolist() == [[5, 6, 0]] and y.tolist() == [[1, 2, IGNORED]]
+    with raises_code("corpus.column-unknown"):
+        token_corpus(columns, length=4, pad=0, unit="person")
+    with raises_code("corpus.dataset-of-tokens"):
+        lamina.Corpus(Columns(**columns))

@@ -76,7 +76,7 @@ def test_a_segment_is_what_the_plan_says(tmp_path: Path, monkeypatch: pytest.Mon
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     options = {"scheduler": None, "segment": steps, "hardened": False}  # a rounded sum hides small differences
     problem.trainer(tmp_path / "a", model=model, plan=plan, optimizer=optimizer, **options).fit()
-    noise = SecureNoise.of_journal(SEED, hardened=False)
+    noise = SecureNoise.of_segment(SEED, hardened=False)
     names = [name for layer in plan.layers for name in layer.parameters]
     stds = [plan.noise[i] / plan.batch for i, layer in enumerate(plan.layers) for _ in layer.parameters]
     for step in range(steps):

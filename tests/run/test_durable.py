@@ -94,7 +94,7 @@ def test_an_interruption_removes_the_temporary_file(tmp_path: Path) -> None:
 
 
 def test_a_fresh_file_takes_nobodys_place(tmp_path: Path) -> None:
-    path = tmp_path / "journal"
+    path = tmp_path / "record"
     with replacing(path, fresh=True) as file:
         write_all(file, b"first")
     for no_links in (False, True):
@@ -105,7 +105,7 @@ def test_a_fresh_file_takes_nobodys_place(tmp_path: Path) -> None:
         ):
             write_all(file, b"second")
         assert "another folder" in refusal(caught.value, path)
-    assert path.read_bytes() == b"first" and os.listdir(tmp_path) == ["journal"]
+    assert path.read_bytes() == b"first" and os.listdir(tmp_path) == ["record"]
     with failing("link", errno.EPERM), replacing(tmp_path / "other", fresh=True) as file:  # no hard links here
         write_all(file, b"third")
     assert (tmp_path / "other").read_bytes() == b"third"

@@ -7,6 +7,7 @@ import os
 import stat
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -15,10 +16,10 @@ from lamina.admit.attestation import MAX_ATTESTATION, MAX_DESCRIPTOR
 from lamina.admit.reasons import ContributionRefused, Reason
 from lamina.admit.rows import PackedTexts
 from lamina.errors import AdmissionError
+from lamina.files import Folder, close_folder, open_folder, open_plain
 from lamina.plan.table import printable
 
 DESCRIPTOR_FILE, ATTESTATION_FILE, PAYLOAD_STEM = "descriptor.cbor", "attestation.cose", "payload"
-_OPEN_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 _BYTES = (bytes, type(None))
@@ -61,32 +62,32 @@ class ContributionSource(Protocol):
 class FolderContributions:
     """ID/descriptor.cbor, ID/attestation.cose, ID/payload.* for each contribution, in the order of the ids.
 
-    Links are not followed, devices and pipes not opened. Files beside the folders and hidden names are ignored.
+    Several folders are one source, whose ids are distinct. Links are not followed, devices and pipes not opened.
+    Files beside the folders and hidden names are ignored.
     """
 
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
-        self._prefix = os.path.join(self.path, "")  # text: to make a Path takes longer than to open it
-        try:
-            os.scandir(self.path).close()
-        except OSError as error:
-            raise self._listing_error(error) from None
+    def __init__(self, *paths: str | Path) -> None:
+        self.paths = tuple(map(Path, paths))
+        # text: to make a Path takes longer than to open it
+        self._prefixes = [str(path / "_")[:-1] for path in self.paths]
+        self._homes: dict[str, str] = {}  # of several folders: the one in which each id lay when they were listed
+        for prefix in self._prefixes:
+            for id in _list_ids(prefix, most=1 if len(paths) == 1 else None):
+                if id in self._homes:
+                    problem = f"'{prefix}{id}' and '{self._homes[id]}{id}' have the same id"
+                    raise AdmissionError("admit.id-in-two-folders", problem, "give one of the two folders another name")
+                self._homes[id] = prefix
 
     def names(self) -> PackedTexts:
         """The ids that are there now."""
         return PackedTexts(sorted(self._list_ids()))
 
     def _list_ids(self) -> list[str]:
-        try:
-            with os.scandir(self.path) as entries:
-                shown = (entry for entry in entries if not entry.name.startswith("."))
-                return [entry.name for entry in shown if not entry.is_file(follow_symlinks=False)]
-        except OSError as error:
-            raise self._listing_error(error) from None
+        return _list_ids(self._prefixes[0]) if len(self.paths) == 1 else list(self._homes)
 
-    def _listing_error(self, error: OSError) -> AdmissionError:
-        problem = f"cannot list the contributions in '{self.path}': {error.strerror}"
-        return AdmissionError("admit.folder-unreadable", problem, "give the folder with one folder per contribution")
+    def folder(self, id: str) -> str:
+        """The folder of a contribution."""
+        return self._homes.get(id, self._prefixes[0]) + id
 
     def __len__(self) -> int:
         return len(self._list_ids())
@@ -114,18 +115,30 @@ class FolderContributions:
         """Listed and opened in one open folder, which nobody can exchange for another, or for a link, meanwhile."""
         if id in ("", ".", "..") or "/" in id or "\0" in id:
             raise ContributionRefused(reasons.BAD_ID, "not the name of a folder")
-        folder = _open_folder(self._prefix + id)
+        folder = _open_folder(self.folder(id))
         try:
             name = _find_payload(folder) if payload else None
             descriptor = _read_small_file(DESCRIPTOR_FILE, folder, MAX_DESCRIPTOR)
             attestation = _read_small_file(ATTESTATION_FILE, folder, MAX_ATTESTATION)
-            path = None if name is None else self.path.joinpath(id, name)
+            path = None if name is None else Path(self.folder(id), name)
             return Contribution(id, descriptor, attestation, path)
         finally:
-            os.close(folder)
+            close_folder(folder)
 
     def __repr__(self) -> str:
-        return f"FolderContributions({str(self.path)!r})"
+        return f"FolderContributions({', '.join(repr(str(path)) for path in self.paths)})"
+
+
+def _list_ids(folder: str, most: int | None = None) -> list[str]:
+    """The names of the contributions in a folder, or of the first of them."""
+    try:
+        with os.scandir(folder or ".") as entries:
+            shown = (entry for entry in entries if not entry.name.startswith("."))
+            return [entry.name for entry in islice(shown, most) if not entry.is_file(follow_symlinks=False)]
+    except OSError as error:
+        problem = f"cannot list the contributions in '{Path(folder)}': {error.strerror}"
+        remedy = "give the folder with one folder per contribution"
+        raise AdmissionError("admit.folder-unreadable", problem, remedy) from None
 
 
 def read_signed_bytes(source: Iterable[Contribution], id: str, position: int) -> tuple[bytes, bytes]:
@@ -149,9 +162,9 @@ def read_signed_bytes(source: Iterable[Contribution], id: str, position: int) ->
     return found.descriptor, found.attestation
 
 
-def _open_folder(path: str) -> int:
+def _open_folder(path: str) -> Folder:
     try:
-        return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        return open_folder(path)
     except FileNotFoundError:
         raise
     except (OSError, ValueError) as error:
@@ -159,7 +172,7 @@ def _open_folder(path: str) -> int:
         raise ContributionRefused(reasons.UNREADABLE, "it is not a folder" if other else _error_text(error)) from None
 
 
-def _find_payload(folder: int) -> str | None:
+def _find_payload(folder: Folder) -> str | None:
     try:
         found = [name for name in os.listdir(folder) if name.partition(".")[0] == PAYLOAD_STEM]
     except OSError as error:
@@ -170,7 +183,7 @@ def _find_payload(folder: int) -> str | None:
     return found[0] if found else None
 
 
-def _read_small_file(name: str, folder: int, most: int) -> bytes | None:
+def _read_small_file(name: str, folder: Folder, most: int) -> bytes | None:
     """The bytes of a small file, one more than `most` if it is larger; None if it is not there."""
     try:
         file, _ = open_with_size(name, folder)
@@ -184,13 +197,13 @@ def _read_small_file(name: str, folder: int, most: int) -> bytes | None:
         os.close(file)
 
 
-def open_with_size(path: str | Path, folder: int | None = None) -> tuple[int, int]:
+def open_with_size(path: str | Path, folder: Folder | None = None) -> tuple[int, int]:
     """Open a regular file for reading, and nothing else: no link, no device, no pipe that never ends.
 
     Returns the file and its size at that moment. A name is looked up in an open `folder`.
     """
     try:
-        file = os.open(path, _OPEN_FLAGS, dir_fd=folder)
+        file = open_plain(path, folder)
     except FileNotFoundError:
         raise
     except (OSError, ValueError) as error:

@@ -11,11 +11,13 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
-from multiprocessing.context import ForkProcess
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from lamina.errors import AdmissionError
+
+if TYPE_CHECKING:
+    from multiprocessing.context import ForkProcess  # missing on Windows
 
 M = TypeVar("M")
 

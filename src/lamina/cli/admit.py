@@ -17,6 +17,7 @@ Examples:
 
   lamina admit policy.toml contributions
   lamina admit policy.toml contributions --ledger corpus.ledger.db
+  lamina admit policy.toml north south              of two hospitals
   lamina admit policy.toml contributions --keys trusted.json --processes 2
   lamina admit policy.toml contributions --plan RUN.toml
   lamina admit policy.toml contributions --batch 256 --epochs 20 --json
@@ -45,7 +46,7 @@ _PLAN = "What signed bounds mean in a run (nothing is trained)"
 @command()
 def admit(
     policy: Path = argument("policy.toml", "the policy of the corpus: classes, bounds, floors"),
-    folder: Path = argument("FOLDER", "one folder for each contribution"),
+    folders: list[Path] = argument("FOLDER…", "one folder for each contribution in it; several are one corpus"),
     keys: Path = option("the key ring of trusted keys", default=Path("keys.json")),
     ledger: str | None = option(
         "record them: a path, made if missing, or postgresql://…/database#schema", panel=_LEDGER, metavar="WHERE"
@@ -70,9 +71,9 @@ def admit(
         elif ledger_key is not None:
             raise misuse("give --ledger with it", "--ledger-key")
         tick = stack.enter_context(progress_bar("checking signatures"))
-        found = admit_payloads(gate, folder, progress=tick)[0]
+        found = admit_payloads(gate, folders, progress=tick)[0]
     if not len(found) and not found.refused:
-        problem = f"'{folder}' holds no contributions"
+        problem = f"'{', '.join(map(str, folders))}' holds no contributions"
         remedy = "give the folder that holds one folder per contribution: ID/payload.npz"
         raise AdmissionError("cli.contributions-missing", problem, remedy)
     resolution = None if planned is None else found.resolve(planned[0], max_occurrences=planned[1])

@@ -22,8 +22,8 @@ from lamina.errors import LaminaError, needs_torch
 
 # In the order of use. A command is the function NAME, or the group `app`, in lamina.cli.NAME.
 COMMANDS = (
-    "demo", "keys", "attest", "admit", "plan", "train", "audit", "spend", "ledger", "certify", "report", "release", "serve", "study",
-    "bench", "doctor",
+    "demo", "check", "init", "contributions", "keys", "attest", "admit", "plan", "train", "audit", "spend", "status", "ledger",
+    "certify", "report", "release", "serve", "study", "bench", "doctor",
 )  # fmt: skip
 
 
@@ -84,7 +84,9 @@ First time here:
 
 With your own data:
 
-  lamina plan --template > policy.toml    classes of data, and their ε
+  lamina check data.csv --unit patient    what a run would refuse; writes nothing
+  lamina init data.csv                    policy.toml, RUN.toml, nets.py that run
+  lamina plan --template > policy.toml    classes of data, and their ε; all keys
   lamina keys new alice.key               a key for a contributor
   lamina attest policy.toml data/ …       sign contributions
   lamina admit policy.toml data/          check who is admitted
@@ -92,6 +94,7 @@ With your own data:
   lamina train --template > RUN.toml      model, data, loss, …; edit it
   lamina train RUN.toml                   the private run; again to go on
   lamina spend                            ε spent, over all runs
+  lamina status                           ledgers and runs below this folder
   lamina ledger verify runs/….ledger.db   check the record of it
   lamina certify runs/NAME                what the model guarantees, signed
   lamina release make runs/NAME -o DIR    the model with its evidence

@@ -185,6 +185,8 @@ def group(help: str | None, *commands: Callable[..., None]) -> typer.Typer:
     made = typer.Typer(cls=PlainGroup, no_args_is_help=True, add_completion=False, help=help_text(help))
     for each in commands:
         made.command(each.__name__, cls=PlainCommand, help=help_text(each.__doc__))(each)
+    if len(commands) == 1:  # typer would take it for a command that belongs to no group
+        made.callback(help=help_text(help))(lambda: None)
     return made
 
 

@@ -128,7 +128,7 @@ def key_json(entry: KeyEntry, now: int) -> dict[str, Any]:
     """As machines read it."""
     times = {
         name: None if (instant := getattr(entry, name)) is None else format_utc(instant)
-        for name in ("valid_from", "retired_from", "revoked_from")
+        for name in ("added", "valid_from", "retired_from", "revoked_from")
     }
     return {
         "id": entry.key.name,
@@ -144,8 +144,8 @@ def key_json(entry: KeyEntry, now: int) -> dict[str, Any]:
 def _keys_answer(ring: KeyRing, path: Path, entries: Iterable[KeyEntry]) -> Answer:
     """These keys of a ring, one line each."""
     rows = [key_json(each, int(time.time())) for each in entries]
-    names = ("id", "label", "role", "valid_from", "standing", "retired_from", "revoked_from")
-    shown = [["id", "label", "role", "valid from", "now", "retired from", "revoked from"]]
+    names = ("id", "label", "role", "added", "valid_from", "standing", "retired_from", "revoked_from")
+    shown = [["id", "label", "role", "added", "valid from", "now", "retired from", "revoked from"]]
     shown += [[field_text(row[name])[: 16 if name == "id" else None] for name in names] for row in rows]
     text = table(shown, left=len(names)) if rows else f"'{path}' has no keys."
     return Answer({"ring": str(path), "version": ring.version.hex(), "keys": rows}, text)
@@ -217,7 +217,7 @@ def add_key(
     since, algorithms = 0 if valid_from is None else parse_time(valid_from), (algorithm,) if algorithm else ALGORITHMS
     with KeyRing.editing(ring, create=True) as opened:
         named = path.stem if label is None else label
-        entry = opened.add(key, label=named, role=role, valid_from=since, algorithms=algorithms)
+        entry = opened.add(key, label=named, role=role, valid_from=since, algorithms=algorithms, added=int(time.time()))
         opened.quorum = opened.quorum if quorum is None else quorum
     return _keys_answer(opened, ring, [entry])
 
@@ -243,7 +243,7 @@ def rotate_key(
     key = PublicKey.load(new)
     with KeyRing.editing(ring) as opened:
         retiring = opened.find(old)
-        added = opened.rotate(retiring.id, key, at=_parse_time_or_now(at), label=label)
+        added = opened.rotate(retiring.id, key, at=_parse_time_or_now(at), label=label, added=int(time.time()))
     return _keys_answer(opened, ring, [opened.find(retiring.key.name), added])
 
 

@@ -30,6 +30,11 @@ from lamina.release.reconciliation import anchor_file, read_anchor
 from lamina.sign.keys import PrivateKey
 
 
+def default_place() -> str:
+    """The folder runs if ledgers are in it; otherwise the current folder."""
+    return "runs" if any(Path("runs").glob(f"*{LEDGER_SUFFIX}")) or Path("runs/ledger.db").is_file() else "."
+
+
 def find_ledgers(where: str) -> list[str]:
     """The ledger at a path; for a folder, all ledgers in it, or the ledger of its run."""
     if is_postgres_url(where):

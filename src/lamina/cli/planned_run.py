@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -242,17 +243,30 @@ def read_corpus(data: DataTable, policy: Policy, beside: Path) -> Corpus:
     try:
         if data.factory is not None:
             return _corpus_of_factory(data.factory, data, common, beside)
-        path = _existing_file(beside, "data.path", data.path or "")
+        paths = _data_paths(data, beside)
         if data.kind == "folder":
-            return Corpus.of_folder(path, **common)
-        common |= {"unit": data.unit, "subject": data.subject, "y": data.y}
+            return Corpus.of_folder(paths, **common)
+        path = paths[0]
+        common |= {"unit": data.unit, "subject": data.subject, "y": data.y, "nan": data.nan}
         common |= {} if data.x is None else {"x": data.x}
         if data.kind == "npz":
             return Corpus.of_npz(path, **common)
         return Corpus.of_csv(path, **common, delimiter=data.delimiter or ",")
     except CorpusError as error:
         problem = f"data: {error.problem}"
-        raise CorpusError("cli.data-not-usable", problem, error.remedy.replace("cls=", "data.class =")) from None
+        raise CorpusError("cli.data-not-usable", problem, _as_keys(error.remedy)) from None
+
+
+def _data_paths(data: DataTable, beside: Path) -> list[Path]:
+    """The file or the folders that a [data] table names."""
+    names = (data.path or "",) if isinstance(data.path, str | None) else data.path
+    return [_existing_file(beside, "data.path", name) for name in names]
+
+
+def _as_keys(remedy: str) -> str:
+    """A remedy in the words of a RUN.toml: data.unit = "patient" for unit='patient'."""
+    remedy = re.sub(r"\b(unit|nan)='([^']*)'", r'data.\1 = "\2"', remedy)
+    return remedy.replace("cls=", "data.class =").replace("x=[…]", "data.x = […]")
 
 
 def admit_corpus(
@@ -260,10 +274,14 @@ def admit_corpus(
 ) -> Corpus:
     """The contributions of a folder that the gate admits. The key ring is read again at every segment."""
     ring = _existing_file(beside, "admit.keys", table.keys, "; lamina keys add makes a key ring")
-    gate, path = Gate(policy, ring, processes=table.processes), beside / (data.path or "")
+    gate = Gate(policy, ring, processes=table.processes)
     with progress_bar("checking signatures") as tick:
         return gate.admit(
-            path, ledger, on_refusal=table.on_refusal, examples_per_unit=data.examples_per_unit, progress=tick
+            _data_paths(data, beside),
+            ledger,
+            on_refusal=table.on_refusal,
+            examples_per_unit=data.examples_per_unit,
+            progress=tick,
         )
 
 

@@ -129,7 +129,11 @@ class DataTable(BaseModel):
 
     model_config = STRICT
     kind: Literal["npz", "csv", "folder", "factory"] = key(..., "npz, csv, folder, factory", 'kind = "npz"')
-    path: Text | None = key(None, "the file; or the folder that holds one folder per contribution", 'path = "data.npz"')
+    path: Annotated[str | tuple[str, ...] | None, BeforeValidator(_column_names)] = key(
+        None,
+        'the file; or the folder that holds one folder per contribution; several: ["north", "south"]',
+        'path = "data.npz"',
+    )
     x: Annotated[str | tuple[str, ...] | None, BeforeValidator(_column_names)] = key(
         None, "arrays of the npz, columns of the csv (a list of names for several columns)", 'x = "x"'
     )
@@ -145,6 +149,7 @@ class DataTable(BaseModel):
     )  # fmt: skip
     subject: Text | None = key(None, "refuses one person in two contributions", '# subject = "person"')
     delimiter: Text | None = key(None, "of the csv, if not a comma", '# delimiter = ";"')
+    nan: Literal["zero"] | None = key(None, "missing values of x become 0; default: they are refused", '# nan = "zero"')
     examples_per_unit: Count | None = key(
         None, "at most so many examples of one contribution per step, drawn afresh", "# examples_per_unit = 8"
     )
@@ -157,8 +162,8 @@ class DataTable(BaseModel):
     @model_validator(mode="after")
     def _has_what_its_kind_takes(self) -> Self:
         taken = {
-            "npz": ("path", "x", "y", "unit", "subject"),
-            "csv": ("path", "x", "y", "unit", "subject", "delimiter"),
+            "npz": ("path", "x", "y", "unit", "subject", "nan"),
+            "csv": ("path", "x", "y", "unit", "subject", "delimiter", "nan"),
             "folder": ("path",),
             "factory": ("factory", "args", "unit"),
         }[self.kind]
@@ -168,6 +173,8 @@ class DataTable(BaseModel):
         for name in sorted(given - {"kind", "class", "examples_per_unit", "version", *taken}):
             why = _WHERE_INSTEAD.get(self.kind, f"it takes {', '.join(taken)}, class, examples_per_unit, version")
             raise ValueError(f'kind = "{self.kind}" takes no {name}: {why}')
+        if self.kind != "folder" and isinstance(self.path, tuple):
+            raise ValueError(f'kind = "{self.kind}" takes one path')
         if self.kind == "npz" and not (isinstance(self.x, str | None) and isinstance(self.y, str | None)):
             raise ValueError('x and y of kind = "npz" are one array each: name one')
         return self

@@ -32,7 +32,7 @@ from typing import Any
 
 from lamina.account.charges import Account
 from lamina.cli.command import Answer, argument, command, misuse, option, table
-from lamina.cli.open_ledger import find_ledgers, read_spend, write_spend
+from lamina.cli.open_ledger import default_place, find_ledgers, read_spend, write_spend
 from lamina.cli.terminal import open_private_key
 from lamina.errors import RunError
 from lamina.ledger.attempts import SpendView, run_name
@@ -52,7 +52,11 @@ _MAX_ACCOUNTS_NAMED = 3  # above a table of runs that several accounts share
 
 @command(keys=True)
 def spend(
-    where: str = argument("WHERE", "a ledger (file or postgresql://…), or a folder that holds ledgers", default="runs"),
+    where: str | None = argument(
+        "WHERE",
+        "a ledger (file or postgresql://…), or a folder that holds ledgers; default: runs, or this folder",
+        default=None,
+    ),
     release: str | None = option(
         "give back what this run has reserved; its id, the first digits of it, or its label", metavar="RUN"
     ),
@@ -64,6 +68,7 @@ def spend(
 ) -> Answer:
     if lost and release is None:
         raise misuse("give --release RUN too", "--lost")
+    where = default_place() if where is None else where
     places = _by_origin(find_ledgers(where), where, origin)
     signer = None if key is None else open_private_key(key)
     facts: dict[str, Any] = {"ledger": printable_location(where)}

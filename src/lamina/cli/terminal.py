@@ -103,7 +103,7 @@ def read_passphrase(what: str, *, new: bool = False) -> bytes:
         found = read_small(file, "the passphrase file", most=4096, pipe=True).partition(b"\n")[0].removesuffix(b"\r")
     elif given := os.environ.get(PASSPHRASE_VARIABLE):
         found = given.encode("utf-8", "surrogateescape")
-    elif _can_prompt():
+    elif can_prompt():
         typed = typer.prompt(f"Passphrase of {what}", hide_input=True, confirmation_prompt=new, err=True)
         found = str(typed).encode("utf-8")
     else:
@@ -139,7 +139,7 @@ def existing_ledger(where: str) -> str:
     return os.path.realpath(where)
 
 
-def _can_prompt() -> bool:
+def can_prompt() -> bool:
     return sys.stdin.isatty()
 
 

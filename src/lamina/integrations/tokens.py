@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from lamina.errors import CorpusError, RunError
-from lamina.run.corpus import Corpus
+from lamina.run.corpus import EACH_EXAMPLE, Corpus
 from lamina.validate import whole
 
 IGNORED = -100
@@ -19,36 +19,63 @@ IGNORED = -100
 
 
 def token_corpus(
-    texts: Sequence[Any], *, length: int, pad: int, labels: Sequence[Any] | None = None, **options: Any
+    texts: Any, *, length: int, pad: int, labels: Sequence[Any] | str | None = None, unit: Any = None, **options: Any
 ) -> Corpus:
     """A corpus of tokenised texts, each cut or padded on the right to `length` tokens.
 
-        corpus = token_corpus([tokenizer(t) for t in texts], length=128, pad=tokenizer.pad_token_id, unit=patient)
+        corpus = token_corpus(tokenizer(notes), length=128, pad=tokenizer.pad_token_id, unit=patient)
 
-    texts    for each example its token ids: a sequence of numbers, or a mapping with `input_ids` and perhaps `labels`,
-             as tokenisers and data sets of Hugging Face have them
+    texts    what a tokeniser gives for a list of texts; a `datasets.Dataset` or a list of mappings with `input_ids`; or a
+             list of token ids for each example. Positions with `attention_mask` 0 are left out
     length   a public number, chosen without looking at the data: the longest text would give itself away
     pad      the token at positions after the end, which attention and loss leave out
-    labels   by example a class number, or a number per token; default: `labels` of the mappings, or the tokens
-             themselves, from which a causal language model predicts each from those before it
-    options  as `Corpus` takes them: unit, cls, policy, …
+    labels   by example a class number, or a number per token, or the name of a column; default: the column `labels` or
+             `label`, or the tokens themselves, from which a causal language model predicts each from those before it
+    unit     as `Corpus` takes it, or the name of a column
+    options  as `Corpus` takes them: cls, policy, …
     """
     whole(CorpusError, "integrations.not-a-count", length=length)
-    found = [_numbers(text["input_ids"] if isinstance(text, Mapping) else text) for text in texts]
-    if empty := [row for row, ids in enumerate(found) if not len(ids)]:
+    found = _column(texts, "input_ids") or list(texts)
+    masks, rows = _column(texts, "attention_mask"), [_numbers(ids) for ids in found]
+    kept = rows if masks is None else [_numbers(mask).bool() for mask in masks]
+    ids_of = rows if masks is None else [ids[mask] for ids, mask in zip(rows, kept, strict=True)]
+    if empty := [row for row, ids in enumerate(ids_of) if not len(ids)]:
         problem = f"text {empty[0]} has no tokens, and attention over nothing is not a number"
         remedy = "leave it out, or begin every text with a token of its own"
         raise CorpusError("integrations.text-empty", problem, remedy)
-    if labels is None and texts and isinstance(texts[0], Mapping) and "labels" in texts[0]:
-        labels = [text["labels"] for text in texts]
-    ids = _padded(found, length, pad)
-    mask = _padded([torch.ones_like(row) for row in found], length, 0)
+    if isinstance(labels, str):
+        labels = _named(texts, labels)
+    elif labels is None:
+        labels = _column(texts, "labels") or _column(texts, "label")
+    ids = _padded(ids_of, length, pad)
+    mask = _padded([torch.ones_like(row) for row in ids_of], length, 0)
     if labels is None:
         y = ids.masked_fill(mask == 0, IGNORED)
     else:
         targets = [_numbers(label) for label in labels]
+        if masks is not None:
+            targets = [t[m] if t.shape == m.shape else t for t, m in zip(targets, kept, strict=True)]
         y = torch.stack(targets) if all(t.dim() == 0 for t in targets) else _padded(targets, length, IGNORED)
-    return Corpus({"input_ids": ids, "attention_mask": mask}, y, **options)
+    if isinstance(unit, str) and unit != EACH_EXAMPLE:
+        options.setdefault("unit_name", unit)
+        unit = _named(texts, unit)
+    return Corpus({"input_ids": ids, "attention_mask": mask}, y, unit=unit, **options)
+
+
+def _column(texts: Any, name: str) -> list[Any] | None:
+    """A column of a mapping of columns, of a `datasets.Dataset`, or of a list of mappings; None if it is not there."""
+    names = texts if isinstance(texts, Mapping) else getattr(texts, "column_names", None)
+    if names is not None:
+        return list(texts[name]) if name in names else None
+    first = next(iter(texts), None) if isinstance(texts, Sequence) else None
+    return [text[name] for text in texts] if isinstance(first, Mapping) and name in first else None
+
+
+def _named(texts: Any, name: str) -> list[Any]:
+    if (found := _column(texts, name)) is None:
+        problem = f"the texts have no column {name!r}"
+        raise CorpusError("corpus.column-unknown", problem, "name a column of the data set, or give one value per text")
+    return found
 
 
 def _numbers(values: Any) -> Tensor:

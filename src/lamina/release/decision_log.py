@@ -8,7 +8,6 @@ that is removed, exchanged or put elsewhere is noticed; so is a missing end, by 
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import queue
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from lamina.errors import EncodingError, LedgerError, NotVerified
+from lamina.files import LOG_FILE, lock_file
 from lamina.ledger.run_records import WEIGHTS
 from lamina.release.gate import Decision
 from lamina.release.manifest import MANIFEST, Manifest
@@ -133,9 +133,8 @@ class DecisionLog:
 
 def _open_log(path: Path) -> BinaryIO:
     try:
-        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        file = os.fdopen(os.open(path, flags, 0o600), "r+b")
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        file = os.fdopen(os.open(path, LOG_FILE, 0o600), "r+b")
+        lock_file(file.fileno(), wait=False)
     except BlockingIOError:
         file.close()
         problem = f"another process writes the log '{path}'"

@@ -28,6 +28,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from lamina.errors import EncodingError, LaminaError, NotVerified
+from lamina.files import Folder, close_folder, open_folder, open_plain
 from lamina.release.posture import Posture
 from lamina.release.query import GatePolicy, Name
 from lamina.release.schema import Digest, Document, LedgerHead, RunId, Text, read_document
@@ -176,22 +177,21 @@ def read_file(folder: Path, name: str, most: int = _MAX_PAPER_BYTES) -> bytes:
 
 def open_inside(folder: Path, name: str) -> int:
     """Open a regular file below the folder without following links; NotVerified if it is none."""
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    at: int | None = None
+    at: Folder | None = None
     try:
-        at = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        at = open_folder(folder, follow=True)
         *above, last = PurePosixPath(name).parts
         for part in above:
-            inner = os.open(part, flags | os.O_DIRECTORY, dir_fd=at)
-            os.close(at)
+            inner = open_folder(part, at)
+            close_folder(at)
             at = inner
-        found = os.open(last, flags, dir_fd=at)
+        found = open_plain(last, at)
     except OSError as error:
         problem = f"'{name}' cannot be read: {error.strerror}"
         raise NotVerified("release.file-missing", problem, "fetch the release again") from None
     finally:
         if at is not None:
-            os.close(at)
+            close_folder(at)
     if not stat.S_ISREG(os.fstat(found).st_mode):
         os.close(found)
         raise NotVerified("release.not-a-file", f"'{name}' is no regular file", "fetch the release again")

@@ -35,7 +35,7 @@ from lamina.plan.policy import Policy
 from lamina.plan.step_plan import Clipping, StepPlan
 from lamina.run.corpus import Corpus, Factors, LimitsOfRows, ProbeArgument
 from lamina.run.example_sources import PayloadSource, dtype_name
-from lamina.run.payload_admission import REFUSED_REMEDY, admit_payloads, read_whole, refusal_counts_text
+from lamina.run.payload_admission import REFUSED_REMEDY, Folders, admit_payloads, read_whole, refusal_counts_text
 from lamina.run.payloads import PayloadChanged, Payloads
 from lamina.run.sampler import Sampler
 from lamina.run.table_files import Hasher, hash_parts
@@ -299,14 +299,14 @@ class Gate(gate.AdmissionGate):
         return self.keys
 
     def admit(
-        self, contributions: str | Path | Iterable[Contribution],
+        self, contributions: Folders | Iterable[Contribution],
         ledger: Ledger | Register | str | os.PathLike[str] | None = None, *, on_refusal: str = SKIP,
         examples_per_unit: int | None = None, dtype: torch.dtype | None = None, progress: Progress | None = None,
     ) -> AdmittedCorpus:  # fmt: skip
         """Examine all of them and make a corpus of those that are admitted; `corpus.admission` has the report.
 
         contributions  a folder with ID/payload.npz or ID/payload.csv, ID/descriptor.cbor and ID/attestation.cose, and
-                       perhaps a contributions.csv with y; or `Contribution`s with their bytes
+                       perhaps a contributions.csv with y; a list of such folders; or `Contribution`s with their bytes
         ledger         where those who are admitted are recorded, and who was withdrawn: the path of a ledger, which is
                        made if there is none, "postgresql://…#schema", an open `Ledger`, or any register. Who stands in
                        it already is admitted again, and nothing is written
@@ -328,7 +328,7 @@ class Gate(gate.AdmissionGate):
                 self.register = before
 
     def _admit(
-        self, contributions: str | Path | Iterable[Contribution], on_refusal: str, examples_per_unit: int | None,
+        self, contributions: Folders | Iterable[Contribution], on_refusal: str, examples_per_unit: int | None,
         dtype: torch.dtype | None, progress: Progress | None,
     ) -> AdmittedCorpus:  # fmt: skip
         asked = None if dtype is None else dtype_name(dtype)

@@ -113,11 +113,17 @@ def check_numeric_dtype(name: str, array: NDArray[Any]) -> None:
 def check_finite(leaves: Iterable[tuple[str, Any]], first: int, names: Mapping[str, Sequence[str]]) -> None:
     """Refuse NaN and infinity in arrays of inputs, whose first row is row `first` of x; `names` of their columns."""
     for name, part in leaves:
-        array = part.detach().cpu().float().numpy() if hasattr(part, "detach") else np.asarray(part)
-        if array.dtype.kind not in "fc" or (good := np.isfinite(array)).all():
+        good = part.isfinite().cpu().numpy() if hasattr(part, "isfinite") else _finite(np.asarray(part))
+        if good.all():
             continue
         at = tuple(int(i) for i in np.argwhere(~good)[0])
-        what = "no number (NaN)" if np.isnan(array[at]) else "infinite"
+        what = "no number (NaN)" if bool(part[at] != part[at]) else "infinite"
         column = f", column {names[name][at[1]]!r}" if name in names and len(at) > 1 else ""
         place = "".join(f"[{i}]" for i in (at[0] + first, *at[1:]))
         raise CorpusError("corpus.value-missing", f"{name}{place}{column} is {what}", FILL_REMEDY)
+
+
+def _finite(array: NDArray[Any]) -> NDArray[np.bool_]:
+    """Which numbers are finite; whole numbers are."""
+    found: NDArray[np.bool_] = np.isfinite(array) if array.dtype.kind in "fc" else np.ones((), np.bool_)
+    return found

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 
 from lamina.admit.admission import Admission
+from lamina.admit.contribution_sources import FolderContributions
 from lamina.engine.batch import Batch
 from lamina.engine.distributed import Ranks
 from lamina.engine.engine import unprobed_engines
@@ -43,23 +44,24 @@ from lamina.run.example_sources import (
     keyed_hasher,
     make_source,
 )
+from lamina.run.payload_admission import Folders, folders_of
 from lamina.run.payloads import FolderPayloads
 from lamina.run.sampler import Sampler
 from lamina.run.table_files import LISTING, ContributionListing, check_column, hash_parts, read_npz, read_table
 from lamina.validate import one_of, whole
 
 
-def _check_listing_matches_folders(root: Path, listed: list[str], there: list[str]) -> None:
+def _check_listing_matches_folders(where: str, listed: list[str], there: list[str]) -> None:
     """The list and the folders name the same contributions, each once."""
     for one, next_one in pairwise(listed):
         if one == next_one:
-            problem = f"'{root / LISTING}' lists {one!r} twice"
+            problem = f"{LISTING} of '{where}' lists {one!r} twice"
             raise CorpusError("corpus.id-repeated", problem, "list every contribution once")
     if missing := sorted(set(listed) - set(there)):
-        problem = f"'{root / LISTING}' lists {missing[0]!r}, which has no folder"
+        problem = f"{LISTING} of '{where}' lists {missing[0]!r}, which has no folder"
         raise CorpusError("corpus.listed-without-folder", problem, "remove the line")
     if strange := sorted(set(there) - set(listed)):
-        problem = f"folder {strange[0]!r} is not in '{root / LISTING}'"
+        problem = f"folder {strange[0]!r} is not in {LISTING} of '{where}'"
         raise CorpusError("corpus.folder-not-listed", problem, "list it, or move it away")
 
 
@@ -212,29 +214,31 @@ class Corpus:
         return make(**given, **{what: found[name] for what, name in named.items()}, **options)
 
     @classmethod
-    def of_folder(make, path: str | Path, *, cls: Any = None, subject: Any = None, **options: Any) -> Self:
+    def of_folder(make, path: Folders, *, cls: Any = None, subject: Any = None, **options: Any) -> Self:
         """From PATH/ID/payload.npz (x with one example a row, perhaps y) or payload.csv (one example, a table).
 
         PATH/contributions.csv, if it is there, lists id and perhaps class, subject and y of each. Contributions are
-        sorted by id. Payloads are read when they are sampled.
+        sorted by id. Payloads are read when they are sampled. Several paths are one corpus.
         """
-        root = Path(path)
-        if not root.is_dir():
-            problem = f"'{root}' is not a folder"
+        roots = folders_of(path)
+        if not roots or (missing := [root for root in roots if not root.is_dir()]):
+            problem = f"'{missing[0] if roots else path}' is not a folder"
             raise CorpusError("corpus.folder-missing", problem, "give the folder with one folder per contribution")
-        there = sorted(entry.name for entry in root.iterdir() if entry.is_dir() and not entry.name.startswith("."))
-        listing = ContributionListing(ids=there, classes=None, subjects=None, y=None)
-        if (root / LISTING).exists():
-            listing = ContributionListing.read(root / LISTING)
-            _check_listing_matches_folders(root, listing.ids, there)
+        contributions = FolderContributions(*roots)
+        there = list(contributions.names())
+        where = ", ".join(map(str, roots))
+        listing = ContributionListing.of_folders(roots)
+        if listing is not None:
+            _check_listing_matches_folders(where, listing.ids, there)
+        listing = listing or ContributionListing(ids=there, classes=None, subjects=None, y=None)
         if not there:
-            problem = f"'{root}' holds no contributions"
+            problem = f"'{where}' holds no contributions"
             raise CorpusError("corpus.no-contributions", problem, "put each into a folder: ID/payload.npz")
         for what, column, given in (("cls", listing.classes, cls), ("subject", listing.subjects, subject)):
             if column is not None and given is not None:
-                problem = f"{what} is given, and '{root / LISTING}' has it too"
+                problem = f"{what} is given, and {LISTING} of '{where}' has it too"
                 raise CorpusError("corpus.column-given-twice", problem, "keep it in one of the two places")
-        source = PayloadSource(FolderPayloads(root, listing.ids), listing.y, dtype=options.pop("dtype", None))
+        source = PayloadSource(FolderPayloads(contributions, listing.ids), listing.y, dtype=options.pop("dtype", None))
         unit = np.repeat(np.arange(len(listing.ids)), source.sizes)
         cls, subject = listing.classes or cls, listing.subjects or subject
         return make(source, unit=unit, cls=cls, ids=listing.ids, subject=subject, **options)

@@ -412,6 +412,9 @@ def make_source(x: Any, y: Any = None, *, dtype: torch.dtype | None = None, fill
         raise CorpusError("corpus.options-beside-source", problem, "let its items be (x, y), or give arrays for both")
     if type(x) is TensorDataset and len(x.tensors) <= 2:
         return ArraySource(*x.tensors, dtype=dtype, filled=filled)
+    if "input_ids" in (getattr(x, "column_names", None) or ()):
+        remedy = "lamina.integrations.tokens.token_corpus(x, length=…, pad=…) cuts or pads them to one public length"
+        raise CorpusError("corpus.dataset-of-tokens", f"x is a {type(x).__name__} of tokenised texts", remedy)
     if hasattr(x, "__getitem__") and hasattr(x, "__len__"):
         return DatasetSource(x, dtype=dtype, filled=filled)
     problem = f"x is a {type(x).__name__}: examples cannot be taken from it by number"

@@ -90,6 +90,17 @@ def refusal_counts_text(admission: Admission) -> str:
     return f"refused: {len(refused)} of {len(admission) + len(refused)} ({by_reason(refused.counts())})"
 
 
+Folders = str | Path | Sequence[str | Path]
+
+
+def folders_of(given: Any) -> tuple[Path, ...]:
+    """Return the folder or folders that are given; none for anything else, such as `Contribution`s."""
+    if isinstance(given, str | Path):
+        return (Path(given),)
+    several = isinstance(given, list | tuple) and bool(given) and all(isinstance(each, str | Path) for each in given)
+    return tuple(map(Path, given)) if several else ()
+
+
 class AdmittedPayloads(NamedTuple):
     """The payloads of those who were admitted, what they hold, and what contributions.csv says of them."""
 
@@ -100,20 +111,19 @@ class AdmittedPayloads(NamedTuple):
 
 
 def admit_payloads(
-    gate: AdmissionGate, contributions: str | Path | Iterable[Contribution], *, dtype: str | None = None,
+    gate: AdmissionGate, contributions: Folders | Iterable[Contribution], *, dtype: str | None = None,
     stop: bool = False, progress: Progress | None = None,
 ) -> tuple[Admission, AdmittedPayloads | None]:  # fmt: skip
     """Review contributions and look into their payloads; enter those who pass both. `lamina admit` and a run both ask here.
 
     `stop` refuses all if one is refused. None: nobody is admitted.
     """
-    folder = Path(contributions) if isinstance(contributions, str | Path) else None
-    source: Iterable[Contribution] = (  # a list, because it is read again when an epoch is over
-        FolderContributions(contributions) if isinstance(contributions, str | Path) else list(contributions)
-    )
+    roots = folders_of(contributions)
+    # a list, because it is read again when an epoch is over
+    source: Iterable[Contribution] = FolderContributions(*roots) if roots else list(contributions)  # type: ignore[arg-type]
     admission = gate.review(source, progress=progress, enter=False)
-    listed = folder is not None and (folder / LISTING).exists()
-    listing = ContributionListing.read(folder / LISTING) if folder is not None and listed else None
+    folder = source if isinstance(source, FolderContributions) else None
+    listing = ContributionListing.of_folders(roots)
     found = _survey_admitted(admission, folder, listing, dtype, gate.processes)
     if stop and admission.refused:
         problem = f"{refusal_counts_text(admission)}, and on_refusal is 'stop'"
@@ -124,7 +134,11 @@ def admit_payloads(
 
 
 def _survey_admitted(
-    admission: Admission, folder: Path | None, listing: ContributionListing | None, dtype: str | None, processes: int
+    admission: Admission,
+    folder: FolderContributions | None,
+    listing: ContributionListing | None,
+    dtype: str | None,
+    processes: int,
 ) -> AdmittedPayloads | None:
     """The payloads of those who can be trained on; the others are refused, each for itself. None: nobody is left."""
     found: dict[int, tuple[Reason, str]] = {}
@@ -171,7 +185,7 @@ def _listing_lines(
     return lines
 
 
-def _payloads_of(admission: Admission, folder: Path | None) -> Payloads:
+def _payloads_of(admission: Admission, folder: FolderContributions | None) -> Payloads:
     if folder is not None:
         return FolderPayloads(folder, list(admission.ids))
     content = [each.payload for each in admission.source]

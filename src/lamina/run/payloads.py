@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from lamina.admit.contribution_sources import FolderContributions
 from lamina.admit.npz import ArrayHeader
 from lamina.admit.rows import PackedTexts
 from lamina.admit.workers import WorkerProcess
@@ -67,14 +68,19 @@ class Payloads(Protocol):
 
 
 class FolderPayloads:
-    """ROOT/ID/payload.npz or ROOT/ID/payload.csv."""
+    """ROOT/ID/payload.npz or ROOT/ID/payload.csv; of several roots, each id lies in one."""
 
     frozen = False
 
-    def __init__(self, root: Path, ids: Sequence[str], kinds: NDArray[np.uint8] | None = None) -> None:
-        self._root, self.where, self.ids = root, f"under '{root}'", PackedTexts(ids)
-        self._prefix = str(root / "_")[:-1]
-        found = (_payload_kind(self._prefix + name) for name in ids)
+    def __init__(
+        self, root: Path | FolderContributions, ids: Sequence[str], kinds: NDArray[np.uint8] | None = None
+    ) -> None:
+        self._root = root
+        self._folder: Callable[[str], str] = (
+            root.folder if isinstance(root, FolderContributions) else f"{root / '_'}"[:-1].__add__
+        )
+        self.where, self.ids = f"under {self!r}", PackedTexts(ids)
+        found = (_payload_kind(self._folder(name)) for name in ids)
         self._kinds = np.fromiter(found, dtype=np.uint8, count=len(ids)) if kinds is None else kinds
 
     def __len__(self) -> int:
@@ -82,7 +88,7 @@ class FolderPayloads:
 
     def path(self, row: int) -> str:
         """Text: to make a Path takes as long as to open a file. CorpusError: there is no payload, or there are two."""
-        folder, kind = self._prefix + self.ids[row], self._kinds[row]
+        folder, kind = self._folder(self.ids[row]), self._kinds[row]
         if kind >= _NO_PAYLOAD:
             have = "no payload" if kind == _NO_PAYLOAD else "two payloads"
             problem = f"'{folder}' has {have}"
@@ -108,7 +114,8 @@ class FolderPayloads:
                     hasher.update(part)
 
     def __repr__(self) -> str:
-        return f"'{self._root}'"
+        roots = self._root.paths if isinstance(self._root, FolderContributions) else (self._root,)
+        return ", ".join(f"'{path}'" for path in roots)
 
 
 def is_csv(path: str) -> bool:

@@ -14,7 +14,6 @@ file systems silently do not: there, give every run to one machine.
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import re
 import secrets
@@ -23,9 +22,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from lamina import cbor
+from lamina import cbor, files
 from lamina.errors import EncodingError, RunInUse, StorageError
-from lamina.sign import keys
+from lamina.files import LOCK_FILE, NEW, lock_file
 
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}\.lamina-tmp")
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -48,7 +47,7 @@ def replacing(path: Path, *, mode: int = 0o600, fresh: bool = False) -> Iterator
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.lamina-tmp")
     try:
-        file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+        file = os.open(temporary, NEW, mode)
     except OSError as error:
         raise storage_error(error, f"cannot write {path}", _KEPT_AS_IT_WAS) from None
     try:
@@ -114,7 +113,7 @@ def write_all(file: int, data: bytes | bytearray | memoryview) -> None:
 def sync_folder(folder: Path) -> None:
     """Make names in a folder durable."""
     try:
-        keys.sync_folder(folder)
+        files.sync_folder(folder)
     except OSError as error:
         kept = "what was written is in place, but might not survive a power cut"
         raise storage_error(error, f"cannot make names in {folder} durable", kept) from None
@@ -157,11 +156,11 @@ class Lease:
         path = folder / LEASE_NAME
         while True:
             try:
-                file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+                file = os.open(path, LOCK_FILE, 0o600)
             except OSError as error:
                 raise storage_error(error, f"cannot open the lease {path}", "nothing was changed") from None
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock_file(file, wait=False)
                 if not _names_open_file(file, path):  # removed between open and lock: the next one would not see ours
                     os.close(file)
                     continue

@@ -28,6 +28,7 @@ from typing import Any
 
 from lamina import cbor
 from lamina.errors import EncodingError, LaminaError, StorageError
+from lamina.files import CHANGE
 from lamina.ledger.attempts import Attempt
 from lamina.ledger.governance_records import Role
 from lamina.ledger.key_state import KeyState
@@ -174,7 +175,7 @@ class AttemptFile:
         if self.opened is None or self._slot in (slot, REFUSED):
             return
         try:
-            file = os.open(self.path, os.O_WRONLY | os.O_CLOEXEC)
+            file = os.open(self.path, CHANGE)
             try:
                 os.lseek(file, _SLOT_AT, os.SEEK_SET)
                 write_all(file, slot)
@@ -220,7 +221,7 @@ class Receipts:
         bodies = [cbor.encode(entry, floats=True, null=True, max_size=_MOST_BYTES) for entry in new]
         data = b"".join(len(body).to_bytes(4, "big") + hashlib.sha256(body).digest() + body for body in bodies)
         try:
-            file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            file = os.open(self.path, CHANGE | os.O_CREAT, 0o600)
             try:
                 os.ftruncate(file, self._end)
                 os.lseek(file, self._end, os.SEEK_SET)

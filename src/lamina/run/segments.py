@@ -443,7 +443,7 @@ class Segments:
 
 @cache
 def source_digest() -> bytes:
-    """Return the SHA-256 of the list of Lamina's sources with their digests, as printed by sha256sum (docs/release.md)."""
+    """Return the SHA-256 of the list of Lamina's sources with their digests, as printed by sha256sum (docs/certificate.md)."""
     root = Path(__file__).parents[1]
     files = {path.relative_to(root).as_posix(): path for path in root.rglob("*") if path.suffix in (".py", ".c", ".h")}
     listed = (f"{hashlib.sha256(files[name].read_bytes()).hexdigest()}  {name}\n" for name in sorted(files))

@@ -331,6 +331,28 @@ class ContributionListing:
     y: NDArray[Any] | None
 
     @classmethod
+    def of_folders(cls, roots: Sequence[Path]) -> ContributionListing | None:
+        """The listings of these folders as one, sorted by id; None where there is none. All have the same columns."""
+        found = [cls.read(root / LISTING) for root in roots if (root / LISTING).exists()]
+        if not found or len(roots) == 1:
+            return found[0] if found else None
+        columns = [[each.y is not None, each.classes is not None, each.subjects is not None] for each in found]
+        if len(found) < len(roots) or any(each != columns[0] for each in columns):
+            problem = f"the folders have no {LISTING}, or one with other columns: {', '.join(map(str, roots))}"
+            raise CorpusError("corpus.listings-differ", problem, "give each folder one, with the same columns")
+        ids = [id for each in found for id in each.ids]
+        order = sorted(range(len(ids)), key=ids.__getitem__)
+        classes, subjects = (
+            [name for each in found for name in getattr(each, what) or ()] for what in ("classes", "subjects")
+        )
+        return cls(
+            ids=[ids[i] for i in order],
+            classes=[classes[i] for i in order] if classes else None,
+            subjects=[subjects[i] for i in order] if subjects else None,
+            y=np.concatenate([each.y for each in found if each.y is not None])[order] if columns[0][0] else None,
+        )
+
+    @classmethod
     def read(cls, path: Path) -> ContributionListing:
         header, rows = _read_lines(path)
         strange = [name for name in header if name not in LISTING_COLUMNS]

@@ -513,7 +513,7 @@ class Trainer:
         if self.corpus.revision != revision:  # between the charge and now: these are not the members that were frozen
             return False
         rank = self._ranks.rank
-        noise: NoiseSource = SecureNoise.of_journal(opened.seed, rank=rank, hardened=self.hardened)
+        noise: NoiseSource = SecureNoise.of_segment(opened.seed, rank=rank, hardened=self.hardened)
         if self.seed is not None:
             noise = SeededNoise.of_segment(opened.seed, rank=rank, hardened=self.hardened)
         self._lead.segment(opened)

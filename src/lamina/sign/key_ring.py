@@ -54,6 +54,7 @@ class KeyEntry:
                    thief can write any date
     retired_from   what claims to have been signed at or after it does not count; earlier signatures stay good
     replaced_by    the id of the key that took over
+    added          when it was put into the ring; it decides nothing
     algorithms     COSE algorithms under which it may sign: both names of Ed25519, or one of them
     """
 
@@ -65,6 +66,7 @@ class KeyEntry:
     replaced_by: bytes | None = None
     retired_from: int | None = None
     algorithms: tuple[int, ...] = ALGORITHMS
+    added: int | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.key, PublicKey):
@@ -76,7 +78,7 @@ class KeyEntry:
         if self.role not in ROLES:
             remedy = f"use one of {', '.join(ROLES)}; each role needs its own key"
             raise BadKey("key.role-unknown", f"key {self.label!r} has the unknown role {self.role!r}", remedy)
-        for name in ("valid_from", "revoked_from", "retired_from"):
+        for name in ("valid_from", "revoked_from", "retired_from", "added"):
             value = getattr(self, name)
             missing = value is None and name != "valid_from"
             if not missing and (type(value) is not int or not 0 <= value <= LAST_SECOND):
@@ -109,7 +111,7 @@ class KeyEntry:
 KEY_RING_SCHEMA = 1
 
 _ENTRY_FIELDS = {"id", "x", "label", "role", "valid_from", "algorithms"}
-_OPTIONAL_ENTRY_FIELDS = {"retired_from", "revoked_from", "replaced_by"}
+_OPTIONAL_ENTRY_FIELDS = {"retired_from", "revoked_from", "replaced_by", "added"}
 _SHOW_KEYS = "lamina keys list shows ids and labels"
 
 
@@ -168,13 +170,18 @@ class KeyRing:
         role: str = "contributor",
         valid_from: int = 0,
         algorithms: tuple[int, ...] = ALGORITHMS,
+        added: int | None = None,
     ) -> KeyEntry:
         """Trust a key. One key has one role: a signature made for one purpose must be worth nothing for another."""
-        entry = KeyEntry(key=key, label=label, role=role, valid_from=valid_from, algorithms=tuple(algorithms))
+        entry = KeyEntry(
+            key=key, label=label, role=role, valid_from=valid_from, algorithms=tuple(algorithms), added=added
+        )
         self._put_new(entry)
         return entry
 
-    def rotate(self, old: bytes, new: PublicKey, *, at: int, label: str | None = None) -> KeyEntry:
+    def rotate(
+        self, old: bytes, new: PublicKey, *, at: int, label: str | None = None, added: int | None = None
+    ) -> KeyEntry:
         """`new` takes over from `old` at the instant `at`; what `old` signed before stays good."""
         entry = self._known(old)
         if entry.revoked_from is not None or entry.retired_from is not None:
@@ -185,11 +192,11 @@ class KeyRing:
             begin, end = format_utc(entry.valid_from), format_utc(at)
             problem = f"key {entry.label!r} is valid from {begin} and cannot retire at {end}"
             raise BadKey("key.retires-before-valid", problem, "give a later time")
-        added = replace(entry, key=new, label=label or entry.label, valid_from=at, replaced_by=None)
+        heir = replace(entry, key=new, label=label or entry.label, valid_from=at, replaced_by=None, added=added)
         retired = replace(entry, retired_from=at, replaced_by=new.id)
-        self._put_new(added)
+        self._put_new(heir)
         self._entries[old] = retired
-        return added
+        return heir
 
     def revoke(self, kid: bytes, *, at: int) -> KeyEntry:
         """From `at` on nothing that the key signed counts. A revocation can be moved to earlier, never to later."""
@@ -279,6 +286,7 @@ def _entry_to_json(entry: KeyEntry) -> dict[str, Any]:
         "retired_from": None if retired is None else format_utc(retired),
         "replaced_by": None if heir is None else heir.hex(),
         "revoked_from": None if revoked is None else format_utc(revoked),
+        "added": None if entry.added is None else format_utc(entry.added),
     }
     return {name: value for name, value in row.items() if value is not None}
 
@@ -314,6 +322,7 @@ def _entry_from_json(row: Any, number: int) -> KeyEntry:
         revoked_from=time("revoked_from"),
         replaced_by=hex32("replaced_by") if "replaced_by" in row else None,
         retired_from=time("retired_from"),
+        added=time("added"),
         algorithms=tuple(row["algorithms"]),
     )
     if entry.key.name != row["id"]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import base64
-import fcntl
 import hashlib
 import math
 import os
 import secrets
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import lru_cache
@@ -28,6 +27,7 @@ from nacl.exceptions import CryptoError
 
 from lamina import cbor
 from lamina.errors import AdmissionError, BadKey, EncodingError
+from lamina.files import NEW, PIPE, locked, sync_folder
 from lamina.validate import open_regular
 
 LAST_SECOND = 253_402_300_799  # the end of the year 9999: what a calendar can still show
@@ -84,7 +84,7 @@ MAX_SMALL_FILE = 64 * 1024 * 1024  # a key ring of 100,000 entries has some 30 M
 def read_small(path: Path, what: str, *, most: int = MAX_SMALL_FILE, pipe: bool = False) -> bytes:
     """Read all bytes of a file that has no reason to be large; of a pipe only where one is expected."""
     try:
-        with os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC) if pipe else open_regular(path), "rb") as file:
+        with os.fdopen(os.open(path, PIPE) if pipe else open_regular(path), "rb") as file:
             data = file.read(most + 1)
     except OSError as error:
         problem = f"cannot read {what} '{path}': {error.strerror}"
@@ -110,7 +110,7 @@ def _write(
 ) -> None:
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.lamina-tmp")
     try:
-        file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+        file = os.open(temporary, NEW, mode)
         with os.fdopen(file, "wb") as stream:
             stream.write(data)
             if durable:
@@ -133,25 +133,13 @@ def _write(
 @contextmanager
 def path_lock(path: Path) -> Iterator[None]:
     """Hold the lock of a folder or an existing file against other Lamina processes. The lock ends with the process."""
-    try:
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as error:
-        problem = f"cannot open '{path}' to lock it: {error.strerror}"
-        raise AdmissionError("admit.folder-unreadable", problem, "create it, or give another path") from None
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(locked(path))
+        except OSError as error:
+            problem = f"cannot open '{path}' to lock it: {error.strerror}"
+            raise AdmissionError("admit.folder-unreadable", problem, "create it, or give another path") from None
         yield
-    finally:
-        os.close(file)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make names in a folder survive a power cut."""
-    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)
 
 
 # A private key as PKCS#8 in PEM, encrypted with a passphrase (RFC 5958, 8018, 8410).

@@ -8,7 +8,7 @@ Under that key the stream is counter mode: block b of tensor t is AES_key(t | b)
 halves of the counter, big-endian. t | b is injective and AES a permutation, so two tensors (or two blocks)
 never share a counter; two (step, rank, purpose) share a key only if HKDF collides. Every value is a function
 of (seed, step, rank, purpose, tensor, element): threads, packing and the other tensors of the model have no
-part in it, which is what lets a journal replay a segment exactly.
+part in it, so that a run can replay a segment exactly.
 """
 
 from __future__ import annotations

@@ -164,7 +164,7 @@ def draw_pack(
 
 # The native kernel (native/noise.c) makes the same words and puts draw and sum into one pass over memory, all in
 # float64. Its arithmetic is fixed to the last bit, so its draws are the same on every processor that has it, for any
-# number of threads. They differ from those of numpy in the last digits: a journal keeps which of the two drew, and a
+# number of threads. They differ from those of numpy in the last digits: a run keeps which of the two drew, and a
 # segment that was begun by the other one is not replayed but charged anew.
 
 NOISE_VERSIONS = {True: "4 native", False: "2 numpy"}
@@ -246,7 +246,7 @@ def native_noise() -> NativeNoise | None:
 
 
 def noise_version() -> str:
-    """What a journal keeps of how noise is drawn: the same seed gives the same noise only where this is the same."""
+    """Return how noise is drawn here. The same seed gives the same noise only where this is the same."""
     return NOISE_VERSIONS[native_noise() is not None]
 
 
@@ -258,8 +258,7 @@ def noise_version() -> str:
 #
 # - `SecureNoise()` is keyed by the system's generator. It draws a (step, tensor) once and refuses it a second
 #   time, refuses to be copied, pickled or used in a forked child: the difference of two releases under the same
-#   noise is the difference of their sums. `SecureNoise.of_journal(seed)` replays a segment whose seed a journal
-#   kept.
+#   noise is the difference of their sums. `SecureNoise.of_segment(seed)` replays a segment whose seed a run kept.
 # - `SeededNoise(seed)` is for tests: `private` is False, and so is everything derived from it.
 #
 # Formal guarantees. With uniform words the draws are N(0, 1) up to the floating-point error stated above, and cut at
@@ -461,15 +460,17 @@ class SecureNoise(NoiseSource):
         self._start(os.urandom(SEED_BYTES), rank=rank, hardened=hardened, threads=threads)
 
     @classmethod
-    def of_journal(
+    def of_segment(
         cls, seed: bytes, *, rank: int = 0, hardened: bool = True, threads: int | None = None
     ) -> SecureNoise:
-        """The source of a journalled segment: `seed` is 32 secret bytes that its journal took from os.urandom.
+        """Return the source of one segment of a run, from its seed: 32 secret bytes of os.urandom.
 
-        A second source of the same seed replays the first: only for the same steps of the same segment.
+        A second source of the same seed replays the first. Use it only for the same steps of the same segment.
         """
         if len(set(seed)) < 8:  # 32 random bytes have so few distinct values with probability below 2^-100
-            raise NoiseError("noise.seed-not-random", "the journal's seed is not random", "draw it with os.urandom(32)")
+            raise NoiseError(
+                "noise.seed-not-random", "the seed of the segment is not random", "draw it with os.urandom(32)"
+            )
         source = cls.__new__(cls)
         source._start(seed, rank=rank, hardened=hardened, threads=threads)
         return source
@@ -492,7 +493,7 @@ class SecureNoise(NoiseSource):
             again = self._drawn.intersection(indices) if step == self._step else ()
             if again:
                 problem = f"noise of step {step}, tensor {min(again) % (1 << 64)} was drawn already"
-                remedy = "count the step up, or replay a crashed segment with SecureNoise.of_journal"
+                remedy = "count the step up, or replay a crashed segment with SecureNoise.of_segment"
                 raise NoiseError("noise.drawn-twice", problem, remedy)
             if step > self._step:
                 self._step, self._drawn = step, set()

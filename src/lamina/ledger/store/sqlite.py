@@ -24,6 +24,7 @@ from urllib.parse import quote
 import apsw
 
 from lamina.errors import LedgerDamaged, LedgerError, StoreBusy, StoreError
+from lamina.files import NEW, sync_folder
 from lamina.ledger.store.rows import (
     ADDED_COLUMNS,
     MAX_BLOB_BYTES,
@@ -33,7 +34,6 @@ from lamina.ledger.store.rows import (
     StoreReader,
     StoreWriter,
 )
-from lamina.sign.keys import sync_folder
 
 MIN_SQLITE_VERSION = (3, 51, 3)  # the first version without the WAL-reset bug
 _MAGIC = b"SQLite format 3\0"
@@ -209,7 +209,7 @@ class SqliteStore(Store):
 
     def _make_file(self) -> None:
         try:
-            os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+            os.close(os.open(self.path, NEW, 0o600))
             sync_folder(self.path.parent)
         except FileExistsError:
             pass  # perhaps one that a killed process left empty; whether it is, is seen inside a transaction
