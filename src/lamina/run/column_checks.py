@@ -38,7 +38,7 @@ def is_id_name(name: str) -> bool:
 def unit_remedy(name: str) -> str:
     """Return what to do about a column that says whose each row is."""
     named = f"if it names the person of each row: unit={name!r}, which also removes it from x"
-    return f"{named}; if each row is another person: unit='each', and leave the column out of x"
+    return f"{named}; if each row is another person: unit='each', without this column in x"
 
 
 def looks_like_id(name: str, values: NDArray[Any]) -> bool:
