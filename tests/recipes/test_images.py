@@ -124,13 +124,6 @@ def test_what_is_made_before_the_first_step_does_not_depend_on_the_data() -> Non
     assert made(x, y) == made(torch.zeros_like(x).numpy(), np.full(80, 3))
 
 
-@pytest.mark.parametrize(("straighten", "steps", "batch"), [(False, 200, 4096), (True, 500, 8192)])
-def test_characters_take_more_and_larger_steps(straighten: bool, steps: int, batch: int) -> None:
-    x, y = stripes(80, (9, 10), 4)
-    plan = images(x, y, classes=2, epsilon=1.0, population=60_000, straighten=straighten).plan
-    assert (plan.steps, plan.batch) == (steps, batch)
-
-
 def test_patients_with_several_images_are_one_contribution_each() -> None:
     x, y = stripes(90, (8, 8), 5)
     recipe = images(x, y, classes=2, epsilon=1.0, delta=1e-3, steps=10, unit=np.arange(90) // 3, population=40)

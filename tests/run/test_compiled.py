@@ -243,6 +243,44 @@ def test_the_second_process_starts_without_compiling(tmp_path: Path, monkeypatch
     assert done is not None and done.replaced and made[-1] > 0  # it is compiled again
 
 
+def planted(folder: Path, how: str) -> None:
+    """Put code beside that of a run, so that no file of the run's own code differs."""
+    beside = folder.with_name("planted")
+    beside.mkdir()
+    (beside / "graph").write_bytes(b"planted")
+    match how:
+        case "link to a folder":
+            (folder / "fxgraph").symlink_to(beside)
+        case "link to a file":
+            (folder / "graph").symlink_to(beside / "graph")
+        case "pipe":
+            os.mkfifo(folder / "graph")
+        case "folder open to others":
+            folder.chmod(0o770)
+
+
+@pytest.mark.usefixtures("traced")
+@pytest.mark.parametrize("begun", [True, False])
+@pytest.mark.parametrize("how", ["link to a folder", "link to a file", "pipe", "folder open to others"])
+def test_planted_code_is_removed_whatever_its_files_are(tmp_path: Path, how: str, begun: bool) -> None:
+    trainer = problem.trainer(tmp_path / "run", corpus=problem.singles(), compiled=True)
+    executor, folder = trainer._engine.compiled, tmp_path / "compiled"
+    assert executor is not None
+    folder.mkdir(mode=0o700)
+    if begun:
+        (folder / "own").write_bytes(b"compiled here")
+        executor.code = compiled.code_digest(folder)
+        executor._remove_other_code(folder)
+        assert executor.code and (folder / "own").exists()
+    planted(folder, how)
+    executor._remove_other_code(folder)
+    assert [*folder.iterdir()] == [] and folder.stat().st_mode & 0o777 == 0o700 and executor.replaced == begun
+    folder.rmdir()
+    folder.symlink_to(tmp_path / "planted")
+    executor._remove_other_code(folder)
+    assert not folder.is_symlink() and [*folder.iterdir()] == [] and (tmp_path / "planted" / "graph").exists()
+
+
 def test_sizes_of_parts_follow_from_the_plan() -> None:
     plan = problem.plan(problem.net())
     assert part_sizes(plan, 1) == (48, 6, 90)

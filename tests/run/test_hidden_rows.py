@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import apsw
+import cbor2
 import hospital
 import open_charges
 import postgres
@@ -20,7 +22,7 @@ import pytest
 from keyless import EPOCH, WITHDRAWAL, deleted, edit, put_back, replaced, rows_of, tables_of
 from making import GOVERNING
 from refusals import raises_code
-from stopping import LOOSE, During, Killed, complete, die
+from stopping import LOOSE, During, Killed, complete, die, lose_ledger
 
 from lamina.cli.app import app
 from lamina.cli.open_ledger import open_ledger, read_spend
@@ -389,6 +391,89 @@ def test_receipts_of_a_run_restore_its_epochs(tmp_path: Path) -> None:
     assert outcome.total == outcome.epsilon
     assert verify(path, signatures=False).problem is None
     problem.trainer(tmp_path / "b", bounds=LOOSE).fit()  # nothing is missing any more
+
+
+def frames(path: Path) -> list[dict[Any, Any]]:
+    """Return the receipts of a run, read without the code that writes them."""
+    data, found = path.read_bytes(), []
+    while data:
+        end = 36 + int.from_bytes(data[:4], "big")
+        found.append(cbor2.loads(data[36:end]))
+        data = data[end:]
+    return found
+
+
+def write_frames(path: Path, entries: list[dict[Any, Any]]) -> None:
+    bodies = [cbor2.dumps(each, canonical=True) for each in entries]
+    path.write_bytes(b"".join(len(b).to_bytes(4, "big") + hashlib.sha256(b).digest() + b for b in bodies))
+
+
+@pytest.mark.parametrize(
+    "how", ["cheaper", "another attempt", "unsigned", "of another run", "another start", "signed by another"]
+)
+def test_forged_receipts_are_not_entered(tmp_path: Path, how: str) -> None:
+    """Who may write the files of a run and of its ledger, but has no key, puts both back and edits the receipts."""
+    path, saved = tmp_path / "tests.ledger.db", tmp_path / "saved"
+    act = During({7: lambda: copy(path, saved), 18: die})
+    with pytest.raises(Killed):
+        problem.trainer(tmp_path / "b", progress=During({11: die}), bounds=LOOSE).fit()
+    with pytest.raises(Killed):
+        problem.trainer(tmp_path / "a", progress=act, bounds=LOOSE).fit()
+    put(path, saved)
+    receipts = tmp_path / "a" / "receipts"
+    honest = receipts.read_bytes()
+    entries = frames(receipts)
+    at = max(i for i, each in enumerate(entries) if "attempt" in each)
+    last = entries[at]["attempt"]
+    match how:
+        case "cheaper":
+            assert last["charges"]
+            last["charges"] = []
+        case "another attempt":
+            last["nonce"] = bytes(range(16))
+        case "unsigned":
+            del entries[at]["key"], entries[at]["signature"]
+        case "of another run":
+            entries[at] = next(each for each in frames(tmp_path / "b" / "receipts") if "attempt" in each)
+        case "another start":
+            (begin,) = (each for each in entries if "begin" in each)
+            other = next(each for each in frames(tmp_path / "b" / "receipts") if "begin" in each)
+            begin["begin"] = other["begin"]
+        case "signed by another":
+            stranger = PrivateKey.generate()
+            record = cbor2.dumps({"attempt": last}, canonical=True)
+            run = cbor2.loads((tmp_path / "a" / "run.cbor").read_bytes())["run"]
+            text = f"lamina/run-receipt/1\ntests\n{run}\n".encode() + record
+            entries[at] |= {"key": stranger.public.id, "signature": stranger.sign(text)}
+    write_frames(receipts, entries)
+    size = len(rows_of(str(path), "SELECT seq FROM leaf"))
+    with raises_code("train.receipt-not-signed"):
+        complete(path, tmp_path / "a")
+    assert len(rows_of(str(path), "SELECT seq FROM leaf")) == size
+    receipts.write_bytes(honest)
+    write_frames(receipts, frames(receipts))
+    assert receipts.read_bytes() == honest  # the frames of this test are those of the program
+    complete(path, tmp_path / "a")
+    problem.trainer(tmp_path / "a", bounds=LOOSE).fit()
+    assert verify(path, signatures=False).problem is None
+
+
+def test_a_record_of_another_run_is_not_entered_into_a_new_ledger(tmp_path: Path) -> None:
+    """Nothing vouches for receipts of a ledger that was lost with its key; they may be about their own run alone."""
+    for name in ("a", "b"):
+        problem.trainer(tmp_path / name, bounds=LOOSE).fit()
+    lose_ledger(tmp_path)
+    with raises_code("train.ledger-differs"):
+        problem.trainer(tmp_path / "a", bounds=LOOSE, ledger=tmp_path / "tests.ledger.db").fit()
+    receipts, other = tmp_path / "a" / "receipts", frames(tmp_path / "b" / "receipts")
+    honest = frames(receipts)
+    write_frames(receipts, [*honest, *(each for each in other if "end" in each)])
+    with raises_code("train.receipt-of-other-run"):
+        complete(tmp_path / "tests.ledger.db", tmp_path / "a")
+    write_frames(receipts, honest)
+    complete(tmp_path / "tests.ledger.db", tmp_path / "a")
+    assert len(frames(receipts)) == 2 * len(honest)  # signed by the key of the new ledger, too
+    problem.trainer(tmp_path / "a", bounds=LOOSE).fit()
 
 
 # ---------------------------------------------------------------------------------------- a second admission

@@ -167,6 +167,13 @@ class Ledger(LedgerReader):
             self._restoring = False
             self.accept("what was missing was entered again from receipts of runs")
 
+    @property
+    def lacks_records(self) -> bool:
+        """Whether it lacks attempts that `completing` lets it lack."""
+        with self.store.read() as rows:
+            self.checked(rows)
+        return self._restoring
+
     def accept(self, why: str = "accepted by the holder of the key") -> str:
         """Accept the ledger as it is: sign its open rows, and keep its newest checkpoint instead of what was kept before.
 

@@ -15,8 +15,7 @@ from lamina.run.optimizer import private_optimizer
 from lamina.run.private import make_private
 from lamina.signals.front_ends import Scattering2D
 
-GROUP, CHUNK = 3, 100
-IMAGES, CHARACTERS = (200, 4096), (500, 8192)  # steps and expected images per step; more hurt colour images
+STEPS, BATCH, GROUP, CHUNK = 500, 8192, 3, 100
 LENGTH = 7.0  # of every row: it sets how far a step of the optimiser moves the logits
 OPPONENT = ((1 / 3, 1 / 3, 1 / 3), (1 / 2, -1 / 2, 0.0), (1 / 4, 1 / 4, -1 / 2))  # brightness, red-green, yellow-blue
 
@@ -76,7 +75,7 @@ def planes(x: Any) -> Tensor:
 
 
 def images(
-    x: Any, y: Any, *, classes: int, epsilon: float, delta: float = 1e-5, batch: int | None = None, steps: int | None = None,
+    x: Any, y: Any, *, classes: int, epsilon: float, delta: float = 1e-5, batch: int | None = None, steps: int = STEPS,
     mirror: bool = False, straighten: bool = False, population: int | None = None, unit: Any = None, **options: Any,
 ) -> Recipe:  # fmt: skip
     """Return a recipe for a linear classifier of scattered images at the given ε and δ.
@@ -87,10 +86,9 @@ def images(
 
     x        images, (N, H, W) or (N, C, H, W) with sides of 8 or more: bytes, or numbers of any scale
     y        labels from 0 to classes - 1; `classes` is public and not read from them
-    batch    expected contributions per step; default: 4,096, or a quarter of the population if that is less
-    steps    default: 200
+    batch    expected contributions per step; default: 8,192, or a quarter of the population if that is less
     mirror   left and right mean the same, as in photographs and not in writing
-    straighten  the images are single characters, bright on dark: remove the slant of each, and take 500 steps of 8,192
+    straighten  the images are single characters, bright on dark: remove the slant of each
     unit     the patient of each image, whom ε then protects; without it, ε protects an image
     options  those of `make_private`: clip_norm, origin, bands, …
 
@@ -110,17 +108,17 @@ def images(
 
 def classifier(
     rows: Tensor, y: Any, features: ScatteredImages, *, classes: int, epsilon: float, delta: float = 1e-5,
-    batch: int | None = None, steps: int | None = None, population: int | None = None, unit: Any = None, **options: Any,
+    batch: int | None = None, steps: int = STEPS, population: int | None = None, unit: Any = None, **options: Any,
 ) -> Recipe:  # fmt: skip
     """Return the recipe of `images` for rows that `features` computed earlier; half precision saves memory."""
     model = nn.Linear(rows.shape[1], classes)
     nn.init.zeros_(model.weight)
     nn.init.zeros_(model.bias)
     corpus = Corpus(rows, y, unit=unit, origin=options.pop("origin", None), dtype=torch.float32)
-    people, (count, expected) = population or len(corpus), CHARACTERS if features.straighten else IMAGES
+    people = population or len(corpus)
     engine, corpus, plan = make_private(
-        model, corpus, epsilon=epsilon, delta=delta, steps=count if steps is None else steps, population=population,
-        batch=min(expected, -(-people // 4)) if batch is None else batch, **options,
+        model, corpus, epsilon=epsilon, delta=delta, steps=steps, population=population,
+        batch=min(BATCH, -(-people // 4)) if batch is None else batch, **options,
     )  # fmt: skip
     optimizer, schedule = private_optimizer(model, plan)
     return Recipe(

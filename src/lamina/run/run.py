@@ -63,7 +63,17 @@ from lamina.plan.charges import SignedAccount, bound_charges, follows_budget, pl
 from lamina.plan.signed_bounds import signed_epsilon
 from lamina.plan.step_plan import StepPlan
 from lamina.run.run_files import remove_temporary_files, write_atomically
-from lamina.run.run_record import RUN_FILE, AttemptFile, AttemptOpened, Receipts, RunIdentity, SegmentInputs, has_begun
+from lamina.run.run_record import (
+    RUN_FILE,
+    AttemptFile,
+    AttemptOpened,
+    Receipts,
+    RunIdentity,
+    SegmentInputs,
+    has_begun,
+    has_signature,
+    signed_receipt,
+)
 from lamina.run.training_checkpoint import TrainingCheckpoints
 
 
@@ -93,6 +103,7 @@ class Run:
         header = spend.ledger.header_hash
         self.private = RunIdentity.begin(folder, spend.origin, header) if self.fresh else RunIdentity.read(folder)
         self.file, self.receipts = AttemptFile(folder), Receipts(folder)
+        self._had = self.receipts.nonces_in(self._signed_receipts() if spend.ledger.signs else self.receipts.entries)
         self.checkpoints = TrainingCheckpoints(folder / "checkpoint")
         remove_temporary_files(folder)  # what killed writers left
 
@@ -175,8 +186,20 @@ class Run:
         self._write_receipts()
 
     def _write_receipts(self) -> None:
-        ended = [each for each in self.attempts if each.outcome is not None and each.nonce not in self.receipts.nonces]
-        self.receipts.add(*({"attempt": each.to_plain()} for each in ended))
+        ended = [each for each in self.attempts if each.outcome is not None and each.nonce not in self._had]
+        self._add_receipts(*({"attempt": each.to_plain()} for each in ended))
+        self._had |= {each.nonce for each in ended}
+
+    def _signed_receipts(self) -> list[dict[str, Any]]:
+        keys = self.spend.ledger.governance()
+        return [each for each in self.receipts.entries if has_signature(each, keys, self.id)]
+
+    def _add_receipts(self, *entries: Mapping[str, Any]) -> None:
+        """Sign them, if the ledger was opened with its key: only then they are entered into a restored ledger."""
+        ledger = self.spend.ledger
+        if ledger.signs:
+            entries = tuple(signed_receipt(each, self.origin, self.id, ledger.signing_key()) for each in entries)
+        self.receipts.add(*entries)
 
     @property
     def pending(self) -> AttemptOpened | None:
@@ -340,7 +363,7 @@ class Run:
         self._add_receipt("begin", made)
 
     def _add_receipt(self, kind: str, record: RunRecord) -> None:
-        self.receipts.add({kind: schema_of(type(record)).to_cbor(record)})
+        self._add_receipts({kind: schema_of(type(record)).to_cbor(record)})
 
     def end(
         self, steps: int, *, facts: Mapping[str, Any], caps: Mapping[str, int], files: Mapping[str, str],

@@ -8,6 +8,8 @@ receipts   each record that the ledger has of the run; from them a restored ledg
     slot     = seed (32) | SHA-256("lamina/attempt/seed/1" | checksum | seed)[:8]; 40 zeros once it was erased; 40 bytes
                255 if the attempt was never charged
     receipts = frames of length of body (4) | SHA-256 of body (32) | body
+    body     = the record; "key" and "signature" of the ledger key over "lamina/run-receipt/1" LF origin LF run LF and the
+               record, if the run had the key
 
 The seed decides who is sampled and what the noise is. It is in the file only while the attempt is open, and is overwritten
 in place, fsynced, before the file is replaced. That is best effort: flash translation layers, copy-on-write file systems,
@@ -19,7 +21,7 @@ from __future__ import annotations
 import hashlib
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -28,8 +30,11 @@ from lamina import cbor
 from lamina.errors import EncodingError, LaminaError, StorageError
 from lamina.files import CHANGE
 from lamina.ledger.attempts import Attempt
+from lamina.ledger.governance_records import Role
+from lamina.ledger.key_state import KeyState
 from lamina.ledger.spend_ledger import FIRST_NONCE
 from lamina.run.run_files import remove_temporary_files, storage_error, write_all, write_atomically
+from lamina.sign.keys import PrivateKey
 
 RUN_FILE, ATTEMPT_FILE, RECEIPTS_FILE = "run.cbor", "attempt", "receipts"
 SEED_BYTES = 32
@@ -192,18 +197,22 @@ class Receipts:
     def __init__(self, folder: Path) -> None:
         self.path = folder / RECEIPTS_FILE
         self.entries: list[dict[str, Any]] = []
-        self.nonces: set[bytes] = set()  # of the attempts among them
         self._end = 0
         data = _read(self.path) if self.path.exists() else b""
         while (found := _frame(data, self._end)) is not None:
             entry, self._end = found
-            self._take(entry)
+            self.entries.append(entry)
 
-    def _take(self, entry: dict[str, Any]) -> None:
-        self.entries.append(entry)
-        if isinstance(attempt := entry.get("attempt"), dict):
-            nonce = attempt.get("nonce")
-            self.nonces |= {nonce} if isinstance(nonce, bytes) else set()
+    @property
+    def nonces(self) -> set[bytes]:
+        """The nonces of the attempts."""
+        return self.nonces_in(self.entries)
+
+    @staticmethod
+    def nonces_in(entries: Iterable[Mapping[str, Any]]) -> set[bytes]:
+        """The nonces of the attempts among these entries."""
+        attempts = [each["attempt"] for each in entries if isinstance(each.get("attempt"), dict)]
+        return {each["nonce"] for each in attempts if isinstance(each.get("nonce"), bytes)}
 
     def add(self, *entries: Mapping[str, Any]) -> None:
         """Append entries, durably, but those that are there already."""
@@ -222,17 +231,48 @@ class Receipts:
                 os.close(file)
         except OSError as error:
             raise storage_error(error, f"cannot write {self.path}", "the ledger is complete") from None
-        for entry in new:
-            self._take(entry)
+        self.entries += new
         self._end += len(data)
 
     @property
     def attempts(self) -> list[Attempt]:
         """The attempts that ended, in the order of their leaves."""
+        return self.attempts_in(self.entries)
+
+    def attempts_in(self, entries: Iterable[Mapping[str, Any]]) -> list[Attempt]:
+        """The attempts among these entries."""
         try:
-            return [Attempt.from_plain(each["attempt"]) for each in self.entries if "attempt" in each]
-        except (LaminaError, TypeError, KeyError, ValueError) as error:
+            found = [Attempt.from_plain(each["attempt"]) for each in entries if "attempt" in each]
+        except (LaminaError, TypeError, KeyError, ValueError, AttributeError) as error:
             raise _damaged(self.path, f"it is not what this version writes ({error})") from None
+        if any(each.outcome is None for each in found):
+            raise _damaged(self.path, "it has an attempt that did not end")
+        return found
+
+
+_SIGNATURE = ("key", "signature")
+
+
+def signed_receipt(entry: Mapping[str, Any], origin: str, run: str, key: PrivateKey) -> dict[str, Any]:
+    """Return a receipt with the signature of the ledger key: it says what the ledger recorded."""
+    return {**entry, "key": key.public.id, "signature": key.sign(_receipt_text(entry, origin, run))}
+
+
+def has_signature(entry: Mapping[str, Any], keys: KeyState, run: str) -> bool:
+    """Return whether a ledger key that was not revoked signed a receipt of this run."""
+    kid, signature = (entry.get(name) for name in _SIGNATURE)
+    if not isinstance(kid, bytes) or not isinstance(signature, bytes):
+        return False
+    known = keys.history(kid)
+    if known is None or known.key.role is not Role.LEDGER or known.revoked is not None:
+        return False
+    return known.public.verify(_receipt_text(entry, keys.origin, run), signature)
+
+
+def _receipt_text(entry: Mapping[str, Any], origin: str, run: str) -> bytes:
+    record = {name: value for name, value in entry.items() if name not in _SIGNATURE}
+    body = cbor.encode(record, floats=True, null=True, max_size=_MOST_BYTES)
+    return f"lamina/run-receipt/1\n{origin}\n{run}\n".encode() + body
 
 
 def _frame(data: bytes, at: int) -> tuple[dict[str, Any], int] | None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
+import stat
 import subprocess
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -115,12 +117,35 @@ def compiler_version() -> str:
 
 
 def code_digest(folder: Path) -> bytes:
-    """SHA-256 over names and contents of all files of compiled code in a folder; b'' if there is none."""
-    found = sorted(path for path in folder.rglob("*") if path.is_file())
+    """SHA-256 over names and contents of all files of compiled code in a folder.
+
+    b'' if there is none, or if others could exchange what was read here: the folder or a file in it is somebody else's, the
+    folder is open to others, or something in it is a link or cannot be listed.
+    """
+    try:
+        found = sorted(_own_files(folder))
+    except OSError:
+        return b""
     total = hashlib.sha256()
     for path in found:
         total.update(f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.relative_to(folder)}\n".encode())
     return total.digest() if found else b""
+
+
+def _own_files(folder: Path) -> Iterator[Path]:
+    """Yield all files in a folder that only this user may enter; raise OSError where `code_digest` says b''."""
+    waiting = [folder]
+    if folder.lstat().st_mode & 0o077:
+        raise PermissionError(f"{folder} is open to others")
+    while waiting:
+        path = waiting.pop()
+        found = path.lstat()
+        if found.st_uid != os.geteuid() or not (stat.S_ISDIR(found.st_mode) or stat.S_ISREG(found.st_mode)):
+            raise PermissionError(f"{path} is a link, or not a file of this user")
+        if stat.S_ISDIR(found.st_mode):
+            waiting += path.iterdir()
+        else:
+            yield path
 
 
 class CompiledExecutor:
@@ -172,11 +197,16 @@ class CompiledExecutor:
         return self._off
 
     def _remove_other_code(self, folder: Path) -> None:
-        """Remove code that no checkpoint vouches for: it is compiled anew, and never run."""
-        if folder.exists() and code_digest(folder) != self.code:
+        """Remove code that no checkpoint vouches for, links too: it is compiled anew, and never run."""
+        if self.code and code_digest(folder) == self.code:
+            return
+        if os.path.lexists(folder):
             self.replaced = bool(self.code)
-            shutil.rmtree(folder)
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if folder.is_dir() and not folder.is_symlink():
+                shutil.rmtree(folder)
+            else:
+                folder.unlink()
+        folder.mkdir(mode=0o700, parents=True)
 
     def begin_segment(self) -> None:
         """Count from 0, as every process that takes these steps does."""
