@@ -52,6 +52,42 @@ def test_ten_lines_and_a_table_make_a_private_model(
     assert capsys.readouterr().out == first
 
 
+def test_a_table_becomes_a_release_without_a_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    generator = np.random.default_rng(0)
+    rows = ["age,bmi,label,patient"]
+    rows += [f"{generator.normal():.4f},{generator.normal():.4f},{i % 2},P{i // 2:03d}" for i in range(300)]
+    (tmp_path / "patients.csv").write_text("\n".join(rows), encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "nets", raising=False)
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    (commands,) = re.findall(r"```\n(lamina check .*?)```", text, re.DOTALL)
+    for line in commands.strip().splitlines():
+        words = shlex.split(line, comments=True)
+        with pytest.raises(SystemExit) as done:
+            main(words[1:])
+        out, err = capsys.readouterr()
+        assert not done.value.code, (line, out, err)
+    trust = re.findall(r"--trust (\S+)", out)
+    with pytest.raises(SystemExit) as done:
+        main(
+            [
+                "release",
+                "verify",
+                "release-1",
+                "--trust",
+                trust[0],
+                "--trust",
+                trust[1],
+                "--ledger",
+                "runs/patients.ledger.db",
+            ]
+        )
+    assert not done.value.code and "release-1: trusted" in capsys.readouterr().out
+
+
 def test_the_lines_with_a_policy_train_every_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "policy.toml").write_text(block("toml"), encoding="utf-8")
     monkeypatch.chdir(tmp_path)

@@ -65,6 +65,9 @@ def test_what_a_run_would_refuse_is_named(lamina: Call) -> None:
     assert "'patient' looks like an id" in told and "unit='patient'" in told
     assert "'age' has no number in 2 rows" in told and "'ward' holds text" in told
     text = lamina("check", "patients.csv", "--y", "sick")[1]
+    write_table(Path("unlabelled.csv"), sick=["", *np.arange(59) % 2])
+    found = answer(lamina("check", "unlabelled.csv", "--unit", "patient", "--y", "sick", "--json"), 1)
+    assert found["problems"] == ["rows without a label: 1 (leave these rows out: a label cannot be filled in)"]
     assert "the same in every row" in text and "scale it by a public constant" in text
     for words, code in ((("--unit", "case"), "corpus.column-unknown"), (("--y", "case"), "corpus.column-unknown")):
         refused(lamina("check", "patients.csv", *words), code)
@@ -143,7 +146,7 @@ def test_init_asks_for_what_is_not_given(lamina: Call, monkeypatch: pytest.Monke
 
     def prompt(question: str, *, default: Any, err: bool) -> Any:
         asked.append(question)
-        return {"A public number": "40"}.get(question[:15], default)
+        return {"A public upper limit": "40"}.get(question[:20], default)
 
     monkeypatch.setattr(terminal, "can_prompt", lambda: True)
     monkeypatch.setattr("typer.prompt", prompt)

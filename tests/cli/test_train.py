@@ -450,7 +450,7 @@ def test_ledgers_beside_each_other_are_listed_before_training(project: Project) 
     (beside,) = found["ledgers_beside"]
     assert (beside["ledger"], beside["origin"], beside["runs"]) == ("test.ledger.db", "test", 1)
     out = succeeded(project.train("--plan-only", "--fresh"))
-    assert "another ledger lies beside it, and a person in both loses the sum" in out and "test.ledger.db" in out
+    assert "another ledger lies near, and a person in both loses the sum" in out and "test.ledger.db" in out
     assert any("test.ledger.db" in note for note in project.train_json("--fresh")["notes"])
     page = succeeded(project.call("ledger", "show", str(project.folder / "runs" / "other.ledger.db")))
     assert "another town" in page

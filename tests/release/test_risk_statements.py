@@ -102,10 +102,10 @@ def test_sentences_are_natural_frequencies() -> None:
     )
     content = content_sentence("recording", figures(DEMO, "content"))
     assert content == (
-        "Suppose that one recording is known to have taken part, and that a guess about its content would be right in 1 of 100 "
-        "cases if its record had been replaced by another before training. With the record itself, the guess is right in at "
-        "most 17.4 of 100. If a fair coin decides which of two records was used, the attacker is right in at most 75.6 of 100 "
-        "cases; guessing is right in 50."
+        "Suppose that one recording is known to have taken part. An attacker guesses the content of its record. The guess would be "
+        "right in 1 of 100 cases if another record had been used in its place; with the model trained on its record, it is right "
+        "in at most 17.4 of 100. If a fair coin decides which of two records was used, the attacker is right in at most 75.6 of "
+        "100 cases; guessing is right in 50."
     )
     assert [per_hundred(rate) for rate in (0.0, 0.01, 0.010001, 0.63634, 1.0)] == ["0", "1", "1.1", "63.7", "100"]
 

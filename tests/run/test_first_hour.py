@@ -277,7 +277,7 @@ def test_the_outcome_predicts_and_notebooks_show_it(tmp_path: Path) -> None:
         loaded.predict(x)
     with raises_code("train.device-unknown"):
         trainer_of(out(2), CE, BINARY, tmp_path / "b", device="cuda:99")
-    assert "another run on them adds to it" in " ".join(outcome.notes)
+    assert "Another run on the same data adds to it" in " ".join(outcome.notes)
 
 
 @pytest.mark.filterwarnings("ignore::lamina.run.private.PlannedBefore")

@@ -110,6 +110,14 @@ def test_numbers_are_read_exactly(tmp_path_factory: pytest.TempPathFactory, valu
     assert read_table(path, dtype=np.float64).x.tolist() == values
 
 
+def test_a_missing_label_is_never_filled(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("a,y\n1,0\n1,\n", encoding="utf-8")
+    with raises_code("corpus.value-missing") as refused:
+        Corpus.of_csv(path, y="y", nan="zero")
+    assert "nan" not in refused.value.remedy
+
+
 TABLES: list[tuple[str, dict[str, Any], str]] = [
     ("a,b\n1,2\n3,hot\n", {}, "corpus.value-not-a-number"),
     ("a,y\n1,sick\n", {"y": "y"}, "corpus.value-not-a-number"),

@@ -21,7 +21,14 @@ from typing import Any
 import numpy as np
 
 from lamina.cli.command import Answer, argument, command, option, table
-from lamina.run.column_checks import FILL_REMEDY, is_id_name, looks_like_id, text_remedy, unit_remedy
+from lamina.run.column_checks import (
+    FILL_REMEDY,
+    LABEL_MISSING_REMEDY,
+    is_id_name,
+    looks_like_id,
+    text_remedy,
+    unit_remedy,
+)
 from lamina.run.table_files import MISSING_VALUES, check_column, csv_header, csv_lines, open_csv
 
 _FAR = 100.0  # a typical size above which a column should be scaled
@@ -43,11 +50,12 @@ def check(
         check_column(path, name, header)
     columns = {name: list(map(str.strip, values)) for name, values in zip(header, cells, strict=True)}
     inputs = {name: _column(name, values) for name, values in columns.items() if name not in (unit, y)}
-    facts: dict[str, Any] = {"rows": len(cells[0]), "columns": inputs, "unit": None, "classes": None}
+    facts: dict[str, Any] = {"rows": len(cells[0]), "columns": inputs, "unit": None, "classes": None, "unlabelled": 0}
     if unit is not None:
         facts["unit"] = _per_unit(unit, columns[unit])
     if y is not None:
         counts = Counter(columns[y])
+        facts["unlabelled"] = sum(each.lower() in MISSING_VALUES for each in columns[y])
         facts["classes"] = dict(counts.most_common()) if len(counts) <= _MAX_CLASSES else None
     facts["problems"] = list(_problems(facts, inputs, unit))
     return Answer(facts, *_lines(path, facts, y), ok=not facts["problems"])
@@ -85,6 +93,8 @@ def _problems(facts: Mapping[str, Any], inputs: Mapping[str, Mapping[str, Any]],
         yield "the table has no rows"
     if facts["unit"] and facts["unit"]["missing"]:
         yield f"{facts['unit']['missing']:,} rows have no {unit!r}"
+    if facts["unlabelled"]:
+        yield f"rows without a label: {facts['unlabelled']:,} ({LABEL_MISSING_REMEDY})"
     for name, found in inputs.items():
         if found["id"] and unit is None:
             yield f"column {name!r} looks like an id: {unit_remedy(name)}"

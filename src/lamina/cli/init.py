@@ -1,6 +1,6 @@
-"""Write the files of a first run for a table: policy.toml, RUN.toml and nets.py. They run as they are.
+"""Write the files of a first run for a table: policy.toml, RUN.toml and nets.py. They run as they are if no value is missing.
 
-Asks for what no option says. Reads only the header of the table: the number of patients is a public statement, not a count.
+Asks for what no option states. Reads only the header of the table: the population is a public statement, not a count of the rows.
 Spends nothing and overwrites nothing.
 
 Examples:
@@ -34,10 +34,11 @@ origin = "{origin}"     # names the data in ledgers and certificates: ε of all 
 delta = {delta:g}
 
 [class.data]
-population = {population}     # a public number that the {whose} do not exceed; not a count
+population = {population}     # at least the number of {whose}s. It is public: state a round upper limit, not a count
 epsilon = {epsilon:g}
 clip_norm = 0.1
-unit = "{whose}"
+unit = "{whose}"     # what ε protects
+# purposes = ["research"]     # permitted uses of a released model; without this key, none
 """
 _RUN = """\
 # A private run: lamina train RUN.toml --plan-only checks it, lamina train RUN.toml trains. All keys: lamina train --template
@@ -55,6 +56,7 @@ path = {path}
 x = {x}
 y = {y}
 unit = {unit}
+# nan = "zero"     # replaces missing values by 0; without this key, they are refused
 """
 _NETS = '''\
 """The model of RUN.toml."""
@@ -74,7 +76,7 @@ def init(
     unit: str | None = option('column that says whose each row is; "each": every row is somebody else'),
     y: str | None = option("column of labels"),
     classes: int | None = option("number of classes, labelled 0, 1, …; 1: the labels are numbers to predict", min=1),
-    population: int | None = option("a public number that the patients do not exceed", min=2),
+    population: int | None = option("a public upper limit on the number of patients", min=2),
     epsilon: float | None = option("ε that all runs together may spend"),
     folder: Path = option("where to write", default=Path()),
 ) -> Answer:
@@ -92,7 +94,12 @@ def init(
         check_column(data, name, header)
     classes = int(_asked(classes, "Number of classes (1: a number to predict)", "2", "--classes"))
     population = int(
-        _asked(population, "A public number that the patients or rows do not exceed", None, "--population")
+        _asked(
+            population,
+            "A public upper limit on the number of patients (or of rows, if unit is each)",
+            None,
+            "--population",
+        )
     )
     epsilon = float(_asked(epsilon, "ε that all runs together may spend", "3", "--epsilon"))
     inputs = [name for name in header if name not in (y, unit)]
@@ -128,7 +135,7 @@ def _asked(given: Any, question: str, default: str | None, name: str) -> Any:
     if terminal.can_prompt():
         return typer.prompt(question, default=default, err=True)
     if default is None:
-        raise misuse(question[0].lower() + question[1:], name)
+        raise misuse(f"not given, and there is no terminal to ask. {question}", name)
     return default
 
 

@@ -22,7 +22,7 @@ from lamina.cli.command import Answer, argument, command, group, misuse, option,
 from lamina.cli.open_ledger import open_ledger
 from lamina.cli.terminal import existing_ledger, passphrase_if_sealed
 from lamina.errors import PlanError
-from lamina.ledger.corpus_terms import ledger_key_path
+from lamina.ledger.corpus_terms import governing_key_path, ledger_key_path
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.schema import pluralize
 from lamina.ledger.store.sqlite import is_postgres_url
@@ -112,6 +112,8 @@ def make(
     told = {"folder": str(out), "manifest": str(manifest), **found.to_dict(), "signer": signer.public.name}
     warnings = [FULL_WARNING] if with_ledger == "full" else []
     told["warnings"] = warnings
+    owner = governing_key_path(place).with_suffix(".pub")  # of a ledger that `lamina train` created
+    trusted = f"--trust {_public_part(place, key)} --trust {owner if owner.exists() else 'OWNER.pub'}"
     where = "LEDGER" if is_postgres_url(place) else place  # the address of a server is printed nowhere
     bundle = "without an OpenSSF model-signing bundle; for one: lamina keys new bundle.key --type p256, then --bundle-key bundle.key"
     if bundle_key is not None:
@@ -120,7 +122,7 @@ def make(
     return Answer(
         told,
         f"release in {out}: {len(told['files'])} files, signed with release key {signer.public.name[:16]}",
-        f"  check it: lamina release verify {out} --trust {_public_part(place, key)} --ledger {where}",
+        f"  check it: lamina release verify {out} {trusted} --ledger {where}",
         f"  {bundle}",
         *(f"  warning: {each}" for each in warnings),
     )

@@ -66,6 +66,7 @@ def _ledger(place: Path, trust: Trust | None, *, asked: bool) -> dict[str, Any]:
         "origin": None,
         "verdict": "not asked",
         "problem": None,
+        "remedy": None,
         "accounts": {},
     }
     try:
@@ -77,7 +78,8 @@ def _ledger(place: Path, trust: Trust | None, *, asked: bool) -> dict[str, Any]:
             facts |= {"origin": book.origin, "accounts": {name: _account(each) for name, each in figures.items()}}
     except LaminaError as error:
         facts |= {"verdict": "not verified" if facts["verdict"] == "not verified" else "unreadable"}
-        facts["problem"] = facts["problem"] or error.problem
+        if facts["problem"] is None:
+            facts |= {"problem": error.problem, "remedy": error.remedy}
     return facts
 
 
@@ -115,6 +117,8 @@ def _lines(facts: Mapping[str, Any]) -> Iterator[str]:
         yield f"{printable(each['ledger'])}: {_VERDICTS[each['verdict']]}"
         if each["problem"] is not None:
             yield f"  problem: {printable(each['problem'])}"
+        if each["remedy"] is not None:
+            yield f"  remedy:  {printable(each['remedy'])}"
         if each["accounts"]:
             rows = [[f"corpus {printable(each['origin'])}", "ε spent", "committed", "bound", "remains"]]
             for name, account in each["accounts"].items():

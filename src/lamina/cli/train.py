@@ -292,7 +292,7 @@ def _plan_only(planned: PlannedRun, trainer: Trainer, folder: Path, where: str, 
     for name, factor in exhausted.items():
         count, done = trainer.corpus.count_signed(name), describe_factor(factor)
         lines.append(f"{Account.parse(name).describe()}, {count} contributions, in the first segment{done}")
-    lines += [f"another ledger lies beside it, and a person in both loses the sum: {each}" for each in beside]
+    lines += [each.note(planned.policy.corpus.origin) for each in beside]
     return Answer({**planned.plan.to_dict(), **facts}, *lines, "nothing was spent or written", ok=not refused)
 
 

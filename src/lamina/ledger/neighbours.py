@@ -89,6 +89,12 @@ class NeighbourLedger:
         found |= {"runs": self.runs, "epsilon": self.epsilon, "other_people": self.other_people}
         return found if self.unreadable is None else found | {"unreadable": self.unreadable}
 
+    def note(self, origin: str) -> str:
+        """Return what a ledger of the given origin states about this one beside it."""
+        if self.unreadable is None and self.origin == origin:
+            return f"another file of this origin lies near: a copy adds nothing, a second ledger adds its loss: {self}"
+        return f"another ledger lies near, and a person in both loses the sum: {self}"
+
     def __str__(self) -> str:
         if self.unreadable is not None:
             return f"'{printable(self.name)}' (damaged or not readable [{self.unreadable}]: lamina ledger verify)"

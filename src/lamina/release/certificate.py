@@ -429,7 +429,7 @@ def _lines(content: Mapping[str, Any]) -> list[str]:
     lines = [f"{head}; {run['steps']} of {run['planned_steps']} steps{attested}"]
     for name, each in content["classes"].items():
         if not each["public"]:
-            shown = ", ".join(f"{label} {_shown(each[key])}" for key, label in FIGURE_NAMES.items() if key != "delta")
+            shown = "; ".join(f"{label}: {_shown(each[key])}" for key, label in FIGURE_NAMES.items() if key != "delta")
             lines.append(f"  class {name}, per {each['unit']} at δ = {each['delta']:g}: {shown}")
     lines += [f"  {text}" for text in risk_statements.texts(content, "membership", "content")]
     lines += [f"  not private: {each['reason']}" for each in content["conditions"] if not each["holds"]]

@@ -108,10 +108,10 @@ def content_sentence(unit: str, risk: Risk) -> str:
     about the population helps there as well, so it is not an attack without the model.
     """
     return (
-        f"Suppose that one {unit} is known to have taken part, and that a guess about its content would be right in 1 of 100 "
-        "cases if its record had been replaced by another before training. With the record itself, the guess is right in at most "
-        f"{per_hundred(risk['success']['0.01'])} of 100. If a fair coin decides which of two records was used, the attacker is "
-        f"right in at most {per_hundred(risk['accuracy'])} of 100 cases; guessing is right in 50."
+        f"Suppose that one {unit} is known to have taken part. An attacker guesses the content of its record. The guess would be "
+        "right in 1 of 100 cases if another record had been used in its place; with the model trained on its record, it is right in "
+        f"at most {per_hundred(risk['success']['0.01'])} of 100. If a fair coin decides which of two records was used, the attacker "
+        f"is right in at most {per_hundred(risk['accuracy'])} of 100 cases; guessing is right in 50."
     )
 
 

@@ -17,6 +17,7 @@ _ID_NAME = re.compile(rf"((u|p)?id|uuid)|({_WHOSE})s?(id|no|nr|num|number|key|co
 LABELS_REMEDY = "number the labels from a public list of them, or: labels, y = numpy.unique(y, return_inverse=True)"
 _FEW_VALUES = 2  # a column `case` of 0 and 1 is a label
 FILL_REMEDY = "fill it with a public constant (never with a mean of the data), leave the row out, or give nan='zero'"
+LABEL_MISSING_REMEDY = "leave these rows out: a label cannot be filled in"
 ZERO = "zero"
 
 
@@ -36,7 +37,8 @@ def is_id_name(name: str) -> bool:
 
 def unit_remedy(name: str) -> str:
     """Return what to do about a column that says whose each row is."""
-    return f"say whose each row is: unit={name!r}, which also takes the column out of x; if every row is another one: unit='each'"
+    named = f"if it names the person of each row: unit={name!r}, which also removes it from x"
+    return f"{named}; if each row is another person: unit='each', without this column in x"
 
 
 def looks_like_id(name: str, values: NDArray[Any]) -> bool:

@@ -291,12 +291,11 @@ def make_private(
     engine = Engine(model, plan, rows=rows, per_contribution=per_contribution)
     engine.starting_weights = start
     corpus.public_number = population is None
-    unit, comparing = plan.classes[0].unit, f"({plan.adjacency})"
+    spent, claim = f"this run spends ε = {epsilon_text(allowed)} per {plan.classes[0].unit}", f"({plan.adjacency})"
     if corpus.public_number:
         replaced = epsilon_text(plan.epsilon(0, "replace_one"))
-        comparing = f"and that there are {present:,} is public (zero-out; replace-one: {replaced})"
-    spent = f"ε = {epsilon_text(allowed)} per {unit} is spent by these steps {comparing}"
-    engine.claim = f"{spent}; another run on them adds to it: tune on simulated data"
+        claim = f"(zero-out; replace-one: {replaced}). The number of contributions, {present:,}, is public and not protected"
+    engine.claim = f"{spent} {claim}. Another run on the same data adds to it: tune on simulated or public data"
     if corpus.digest_reads_all:
         corpus.set_admission(partial(sign_corpus, corpus, policy, names[0], key))
         return engine, corpus, plan

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from lamina.admit.npz import ArrayHeader, BadArray, read_arrays, read_headers
 from lamina.errors import CorpusError
-from lamina.run.column_checks import FILL_REMEDY, LABELS_REMEDY, text_remedy
+from lamina.run.column_checks import FILL_REMEDY, LABEL_MISSING_REMEDY, LABELS_REMEDY, text_remedy
 from lamina.validate import open_regular
 
 ROWS_PER_CHUNK = 4096
@@ -126,15 +126,16 @@ def _numbers(
 def _first_bad_cell(
     path: str | Path, columns: Sequence[tuple[int, str]], lines: Sequence[CsvLine], label: bool
 ) -> CorpusError:
+    missing = LABEL_MISSING_REMEDY if label else FILL_REMEDY
     for number, row in lines:
         for i, column in columns:
             value = _number(row[i])
             if row[i].strip().lower() in MISSING_VALUES or (value is not None and math.isnan(value)):
                 problem = f"'{path}' line {number} has no value in column {column!r}"
-                return CorpusError("corpus.value-missing", problem, FILL_REMEDY)
+                return CorpusError("corpus.value-missing", problem, missing)
             if value is not None and math.isinf(value):
                 problem = f"'{path}' line {number} has an infinite value in column {column!r}"
-                return CorpusError("corpus.value-missing", problem, FILL_REMEDY)
+                return CorpusError("corpus.value-missing", problem, missing)
             if value is None:
                 problem = f"'{path}' line {number} has text in column {column!r}"
                 return CorpusError(

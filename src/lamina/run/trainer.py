@@ -333,7 +333,7 @@ class Trainer:
         self._renewal.start(publisher.note)
         members = LedgerMembership(self.ledger, self.corpus)
         for each in neighbours_of_run(self.ledger.name, self.folder):
-            publisher.note(f"another ledger lies beside that of this run, and a person in both loses the sum: {each}")
+            publisher.note(each.note(self.ledger.origin))
         if self._policy_changed:
             publisher.note("this run changed the policy in force in the ledger: lamina ledger policy shows it")
         members.enter_ledger(publisher.note)

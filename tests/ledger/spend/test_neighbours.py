@@ -101,6 +101,12 @@ def test_the_search_drops_no_lock_of_an_open_ledger(tmp_path: Path) -> None:
     book.ledger.close()
 
 
+def test_a_file_of_the_same_origin_may_be_a_copy(tmp_path: Path) -> None:
+    spent(str(tmp_path / "old.ledger.db"))
+    (found,) = neighbour_ledgers(tmp_path / "new.ledger.db")
+    assert "a copy adds nothing" in found.note(found.origin) and "loses the sum" in found.note("other")
+
+
 def test_files_that_are_no_ledgers_stop_nothing(tmp_path: Path) -> None:
     (tmp_path / "a.ledger.db").write_bytes(b"no ledger")
     db = apsw.Connection(str(tmp_path / "other.db"))
