@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,6 +19,7 @@ from run_state import run_id
 from stopping import killed, told
 from test_kill import Killer, agrees
 from torch import Tensor, nn
+from torch._inductor.runtime import cache_dir_utils
 
 from lamina import Batch, Corpus, SeededNoise, Trainer
 from lamina.engine.engine import Engine
@@ -284,6 +286,34 @@ def test_planted_code_is_removed_whatever_its_files_are(tmp_path: Path, how: str
     folder.symlink_to(tmp_path / "planted")
     executor._remove_other_code(folder)
     assert not folder.is_symlink() and [*folder.iterdir()] == [] and (tmp_path / "planted" / "graph").exists()
+
+
+@pytest.mark.parametrize("how", ["own", "open to others", "named by torch", "link", "chosen"])
+def test_torchs_own_cache_is_used_only_if_nobody_else_can_write_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    shared, place = tmp_path / "shared", tmp_path / "temporary"
+    place.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(place))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # restored afterwards, whoever changes it
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    shared.mkdir(mode=0o700)
+    there = Path(cache_dir_utils.default_cache_dir())
+    assert there.parent == place
+    match how:
+        case "open to others" | "named by torch":
+            if how == "named by torch":
+                cache_dir_utils.cache_dir()  # sets the variable
+            there.mkdir(exist_ok=True)
+            there.chmod(0o777)
+        case "link":
+            there.symlink_to(shared)
+        case "chosen":
+            monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(shared))
+    found = compiled._unshared_cache.__wrapped__()
+    assert (found is None) == (how in ("own", "chosen"))
+    if found is not None:
+        assert Path(found).stat().st_mode & 0o077 == 0 and Path(found) not in (there, shared)
 
 
 def seal(digest: bytes) -> bytes:

@@ -58,7 +58,7 @@ class _HashedLeaves:
 
 
 def _decided_by(rows: StoreReader, first: int, leaves: Sequence[bytes]) -> Iterator[tuple[bytes, Leaf]]:
-    """Yield the withdrawals and governing records among these leaves. The column `kind` is not used: it is no evidence."""
+    """Yield the withdrawals and governing records among these leaves."""
     for seq, data in enumerate(leaves, start=first):
         if data[:3] in CONTRIBUTION_STARTS or not issubclass(decode_kept(data).kind, Withdrawal | GoverningRecord):
             continue

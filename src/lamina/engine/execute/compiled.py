@@ -7,6 +7,7 @@ import os
 import shutil
 import stat
 import subprocess
+import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -92,11 +93,36 @@ def compile_trace(trace: Trace, folder: Path | None) -> Callable[..., Sequence[T
     from torch._inductor.runtime.cache_dir_utils import temporary_cache_dir
 
     given = [node.meta["val"] for node in trace.module.graph.nodes if node.op == "placeholder"]
-    kept = nullcontext() if folder is None else temporary_cache_dir(str(folder))
+    place = _unshared_cache() if folder is None else str(folder)
+    kept = nullcontext() if place is None else temporary_cache_dir(place)
     with torch.no_grad(), running(trace.calls), config.patch(fallback_random=True), kept, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what the compiler says is not about the user's code
         made: Callable[..., Sequence[Tensor]] = standalone_compile(trace.module, given, dynamic_shapes="from_graph")
         return made
+
+
+@cache
+def _unshared_cache() -> str | None:
+    """Return a folder of this process in place of torch's own cache, if others can write to that; None otherwise.
+
+    Its name in the folder for temporary files is known, so another user may have made it, with code in it.
+    """
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    path = Path(default_cache_dir()).absolute()
+    if os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(path)) != str(
+        path
+    ):  # chosen by the user; torch itself sets it, too
+        return None
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = path.lstat()
+    if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022:
+        return None
+    _PLACES.append(made := tempfile.TemporaryDirectory(prefix="lamina-compiled-"))
+    return made.name
+
+
+_PLACES: list[tempfile.TemporaryDirectory[str]] = []  # removed when the process ends
 
 
 @cache
