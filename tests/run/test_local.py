@@ -138,7 +138,8 @@ def test_the_plan_follows_a_declared_population_and_not_who_is_there() -> None:
 
 def test_a_second_plan_for_the_same_data_says_what_both_cost() -> None:
     first, _, one = made()
-    assert "ε = 3.0000 per example is spent" in repr(first) and "another run on them adds to it" in repr(first)
+    assert "this run spends ε = 3.0000 per example" in repr(first)
+    assert "Another run on the same data adds to it" in repr(first)
     with pytest.warns(private.PlannedBefore) as caught:
         _, _, two = made((X.clone(), Y), epsilon=1.0)
     both = find_accountant("pld").epsilon((*one.schedule(0), *two.schedule(0)), 1e-5)

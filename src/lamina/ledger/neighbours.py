@@ -92,7 +92,7 @@ class NeighbourLedger:
     def note(self, origin: str) -> str:
         """Return what a ledger of the given origin states about this one beside it."""
         if self.unreadable is None and self.origin == origin:
-            return f"another file of this origin lies near: a copy adds nothing, a second ledger adds its loss: {self}"
+            return f"another ledger of this origin lies near (a copy adds nothing, a second one adds its loss): {self}"
         return f"another ledger lies near, and a person in both loses the sum: {self}"
 
     def __str__(self) -> str:
