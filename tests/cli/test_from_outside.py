@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 import pytest
 from asking import refused, succeeded
+from refusals import raises_code
 
 from lamina.account.accountants import ACCOUNTANTS, Accountant, find_accountant
-from lamina.allocate import ALLOCATIONS, Allocation, AllocationProblem
+from lamina.allocate import Allocation, AllocationProblem, declare_allocation
+from lamina.allocate.make_plan import _DECLARED
 from lamina.plan.step_plan import Clipping, StepPlan
 
 if TYPE_CHECKING:
@@ -42,13 +45,21 @@ CAUTIOUS = Accountant(
 )  # fmt: skip
 
 
+@pytest.fixture(autouse=True)
+def declared_for_one_test() -> Iterator[None]:
+    yield
+    _DECLARED.pop(ByDepth.name, None)
+
+
 def test_both_are_used_by_name_from_plan_to_certificate(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(project.folder)
     policy = (project.folder / "policy.toml").read_text()
     project.write("policy.toml", policy.replace("[corpus]", '[corpus]\naccountant = "cautious"'))
     run = project.run.replace("batch = 12", 'allocate = { name = "by-depth", slope = 3.0 }\nbatch = 12')
     assert project.train(run=run)[0] != 0  # not known before they are added
-    monkeypatch.setitem(ALLOCATIONS, ByDepth.name, ByDepth())
+    declare_allocation(ByDepth())
+    with raises_code("allocate.allocation-declared"):
+        declare_allocation(ByDepth())
     monkeypatch.setitem(ACCOUNTANTS, CAUTIOUS.name, CAUTIOUS)
     assert "Deeper layers get more." in succeeded(project.call("plan", "first.toml", "--explain"))
     found = project.train_json(run=run)

@@ -19,13 +19,13 @@ from lamina.allocate.basic import (
     uniform,
 )
 from lamina.allocate.ladp import LADP, Candidate, draw, ladp, plan_candidates, utilities
-from lamina.allocate.make_plan import ALLOCATIONS, explained_plan, find_allocation, make_plan
+from lamina.allocate.make_plan import ALLOCATIONS, declare_allocation, explained_plan, find_allocation, make_plan
 from lamina.allocate.paper import PaperLADP, PaperLSAB, paper_ladp, paper_lsab
 from lamina.allocate.problem import Allocate, Allocation, AllocationProblem
 
 __all__ = [
     "make_plan", "explained_plan",
-    "AllocationProblem", "Allocation", "Allocate", "ALLOCATIONS", "find_allocation",
+    "AllocationProblem", "Allocation", "Allocate", "ALLOCATIONS", "declare_allocation", "find_allocation",
     "Flat", "Uniform", "Proportional", "Pareto", "LSAB", "LADP", "Quantile", "Automatic",
     "PaperLSAB", "PaperLADP",
     "flat", "uniform", "proportional", "pareto", "lsab", "ladp", "quantile", "automatic",

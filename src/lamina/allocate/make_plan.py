@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from types import MappingProxyType
 from typing import Any
 
 from lamina import validate
@@ -33,13 +34,21 @@ _ALL: tuple[Allocator, ...] = (
     flat, uniform, proportional, pareto, lsab, ladp, LADP(mode="budget"), quantile, automatic,
     paper_lsab, paper_ladp,
 )  # fmt: skip
-ALLOCATIONS: dict[str, Allocator] = {allocation.name: allocation for allocation in _ALL}
-"""Every allocation with its default options; another package may add its own, a frozen dataclass, by its name. The paper
-ones reproduce documents, and their claims do not hold."""
+_DECLARED: dict[str, Allocator] = {allocation.name: allocation for allocation in _ALL}
+ALLOCATIONS: Mapping[str, Allocator] = MappingProxyType(_DECLARED)
+"""Every allocation with its default options. The paper ones reproduce documents, and their claims do not hold."""
 
 DEFAULT_ALLOCATION = pareto.name
 """What `make_plan` does by default. Without a measure and with one class it is `flat`, which real data
 support (docs/allocations/utility.md); with several it gives each its whole budget, which `flat` does not."""
+
+
+def declare_allocation(allocation: Allocator) -> None:
+    """Add an allocation, a frozen dataclass, so that plans, RUN.toml and commands find it by its name."""
+    if allocation.name in _DECLARED:
+        problem = f"there is an allocation {allocation.name!r} already"
+        raise PlanError("allocate.allocation-declared", problem, "give it another name")
+    _DECLARED[allocation.name] = allocation
 
 
 def find_allocation(name: str | Allocate) -> Allocate:

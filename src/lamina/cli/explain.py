@@ -171,7 +171,7 @@ def _rule_sentence(rule: Rule, plan: StepPlan) -> str:
         )
     if isinstance(rule, ChooseAsPrinted):
         return (
-            f"Before every step an exponential mechanism of ε = {rule.epsilon:g} over the Fisher information of private "
+            f"Before every step an exponential mechanism of ε = {at_most(rule.epsilon)} over the Fisher information of private "
             f"contributions picks the layers' parts of {rule.spend:.3g} from {', '.join(rule.names)}: lines 3 and 4 as printed."
         )
     if isinstance(rule, Choose):
