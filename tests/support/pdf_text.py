@@ -52,9 +52,10 @@ def read_pdf(data: bytes) -> PdfText:
 
 
 def _inflated(body: bytes) -> bytes:
-    stream = re.search(rb"stream\r?\n(.*?)\r?\nendstream", body, re.S)
+    """The content of a stream; its compressed form may end with a byte that looks like the end of a line."""
+    begin = re.search(rb"stream\r?\n", body)
     try:
-        return zlib.decompress(stream[1]) if stream else body
+        return zlib.decompressobj().decompress(body[begin.end() :]) if begin else body
     except zlib.error:
         return body
 
