@@ -231,7 +231,7 @@ def test_the_report_says_which_run_it_is_about_and_what_epsilon_means(ran: Ran) 
     risks = json.loads((ran.folder / "certificate.json").read_text())["classes"]["sensitive"]
     rates = [math.ceil(1000 * risks[of]["tpr"]["0.01"]) / 10 for of in ("membership", "content")]
     assert "What ε = 3 means." in text and f"names at most {rates[0]:g} on average" in text
-    assert f"With the record itself, the guess is right in at most {rates[1]:g} of 100" in " ".join(text.split())
+    assert f"with the model trained on its record, it is right in at most {rates[1]:g} of 100" in " ".join(text.split())
     assert "(replace-one)" in text and "they are not protected" in text
     for word in ("Clip norm:", "Noise multiplier:", "AUC:", "Scale:", "Sigma:", "Unit:"):
         assert word in text

@@ -170,7 +170,7 @@ class Engine:
 
     def _take_noise(self, noise: NoiseSource) -> None:
         refuse_other_rank(noise, self.ranks.rank)
-        note = use_plain_where_needed(noise, self._tensors)
+        note = use_plain_where_needed(noise, self._tensors, announced=bool(self.plain_noise_note))
         self.noise, self.plain_noise_note = noise, self.plain_noise_note or note
 
     # A step

@@ -637,12 +637,13 @@ def refuse_other_rank(noise: NoiseSource, rank: int) -> None:
         raise EngineError("engine.noise-of-other-rank", problem, f"make it with rank={rank}")
 
 
-def use_plain_where_needed(noise: NoiseSource, tensors: Mapping[str, torch.Tensor]) -> str:
-    """Use plain noise for a model on a device without float64. Returns a note that says so, or ''."""
+def use_plain_where_needed(noise: NoiseSource, tensors: Mapping[str, torch.Tensor], *, announced: bool) -> str:
+    """Use plain noise for a model on a device without float64. Return a note that says so, or ''. Warn unless `announced`."""
     lacking = next((p.device for p in tensors.values() if widest_dtype(p.device) != torch.float64), None)
     if lacking is None or not noise.hardened:
         return ""
     noise.use_plain()
     note = f"{PLAIN_NOTE} device {lacking.type} has no float64"
-    warnings.warn(f"{note}: {PLAIN_NOISE}", PlainNoise, stacklevel=4)
+    if not announced:
+        warnings.warn(f"{note}: {PLAIN_NOISE}", PlainNoise, stacklevel=4)
     return note
