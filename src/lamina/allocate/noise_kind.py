@@ -20,7 +20,7 @@ _WORDS = {NoiseKind.DISCRETE_GAUSSIAN: 14, NoiseKind.SKELLAM: 28, NoiseKind.LAPL
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NoiseHardware:
-    """What this machine has for random numbers.
+    """The random-number hardware and entropy source of a machine.
 
     aes      whether the processor has AES instructions, with which the words of noise are made
     entropy  whether the system's generator, from which keys are drawn, has been seeded
@@ -31,7 +31,7 @@ class NoiseHardware:
 
     @classmethod
     def here(cls) -> NoiseHardware:
-        """What this machine says of itself. A system that does not tell is taken to have AES instructions."""
+        """Read the facts of this machine. AES instructions are assumed if the system does not list them."""
         aes = True
         if platform.system() == "Linux":
             try:

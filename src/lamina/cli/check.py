@@ -62,7 +62,7 @@ def check(
 
 
 def _column(name: str, values: list[str]) -> dict[str, Any]:
-    """What one column holds."""
+    """Summary of one column."""
     present = [each for each in values if each.lower() not in MISSING_VALUES]
     try:
         numbers = np.array(present, dtype=np.float64)
@@ -88,7 +88,7 @@ def _per_unit(unit: str, values: list[str]) -> dict[str, Any]:
 
 
 def _problems(facts: Mapping[str, Any], inputs: Mapping[str, Mapping[str, Any]], unit: str | None) -> Iterator[str]:
-    """What a run would refuse, with what to do."""
+    """Return the problems for which a run would refuse the data, each with its remedy."""
     if not facts["rows"]:
         yield "the table has no rows"
     if facts["unit"] and facts["unit"]["missing"]:

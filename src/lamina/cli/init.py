@@ -129,7 +129,7 @@ def init(
 
 
 def _asked(given: Any, question: str, default: str | None, name: str) -> Any:
-    """What an option says; otherwise what is typed, and without a terminal the default."""
+    """Return the option; if it is missing, ask on a terminal, or take the default without one."""
     if given is not None:
         return given
     if terminal.can_prompt():

@@ -104,7 +104,7 @@ def _run(folder: Path) -> dict[str, Any] | None:
 
 
 def _differences(settings: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Of each run, the settings that are not the same in all."""
+    """Return the settings of each run that differ between the runs."""
     names = sorted({name for each in settings for name in each})
     differ = [name for name in names if any(each.get(name) != settings[0].get(name) for each in settings)]
     return [{name: each.get(name) for name in differ} for each in settings]

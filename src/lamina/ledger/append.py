@@ -126,7 +126,7 @@ def _recorded_runs(rows: StoreReader, leaves: CheckedLeaves) -> RecordedRuns:
 
 @dataclass(frozen=True, slots=True)
 class AppendContext:
-    """Where a batch goes: the head, the time, the header's epoch_clock, the digest of the last checkpoint.
+    """Position at which a batch is appended: the head, the time, the header's epoch_clock, the digest of the last checkpoint.
 
     `header_hash` is that of leaf 0, once it is there.
 

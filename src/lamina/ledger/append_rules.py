@@ -1,4 +1,4 @@
-"""What may be the next leaf: one rule for each kind of record, for those who append, read and verify it."""
+"""Append rules: what may be the next leaf. Writer, reader and verifier share one rule for each kind of record."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lamina.sign.keys import format_utc
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where a record would stand, and what its rule may ask about the leaves before.
+    """Position of a new record, and what its rule may ask about earlier leaves.
 
     seq, time   of its leaf
     governance  keys, policy and terms

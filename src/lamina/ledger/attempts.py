@@ -61,7 +61,7 @@ class Attempt:
 
     @property
     def taken(self) -> tuple[Charge, ...]:
-        """What its steps cost: charged with it, or taken of an adaptive budget."""
+        """Return the cost of its steps: charged with it, or taken from an adaptive budget."""
         return self.units or self.charges
 
     def as_segment(self, outcome: SegmentOutcome, eligibility: int | None = None) -> Segment:

@@ -57,7 +57,7 @@ _HIDDEN = (ContributionRecord, Withdrawal)
 
 
 class ReadableLedger(Protocol):
-    """What figures are computed from: a ledger, or the pruned ledger of a release."""
+    """Source of the figures: a ledger, or the pruned ledger of a release."""
 
     @property
     def header(self) -> Header: ...

@@ -90,7 +90,7 @@ class ReleaseVerification:
 
     @property
     def limits(self) -> tuple[str, ...]:
-        """What the ledger in the release cannot show."""
+        """Return the facts that the ledger in the release cannot show."""
         found = {"pruned": PRUNED_LIMITS, "full": ENCLOSED_LIMITS}
         return found.get(self.enclosed or "", ()) if self.compared else ()
 

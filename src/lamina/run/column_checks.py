@@ -1,4 +1,4 @@
-"""What is wrong with inputs before a run: ids among them, missing values, columns that are the same in every row."""
+"""Checks of input columns before a run: ids, missing values, and columns with the same value in every row."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class LossAdvice:
         return any(name in _ELEMENTWISE and output.shape != y.shape for name, output, y in self._called)
 
     def advise(self, x: Any, y: Any) -> tuple[str, str] | None:
-        """What does not fit, and what to do; None where no loss of torch was called, or nothing is known."""
+        """Return the mismatch and its remedy, or None if no loss of torch was called or the mismatch is unknown."""
         if not self._called:
             return None
         target = y if isinstance(y, Tensor) else x if y is None and isinstance(x, Tensor) else None

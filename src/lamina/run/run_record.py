@@ -51,7 +51,7 @@ def has_begun(folder: Path) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SegmentInputs:
-    """All that the outcome of a segment depends on, apart from its seed. `AttemptOpened` has the same fields."""
+    """All inputs on which the outcome of a segment depends, apart from its seed. `AttemptOpened` has the same fields."""
 
     plan: bytes
     settings: bytes

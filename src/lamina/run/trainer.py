@@ -402,7 +402,7 @@ class Trainer:
 
     @property
     def _executor(self) -> str:
-        """What takes the steps: sums differ in their last bits from one compiler to another."""
+        """Return the executor of the steps: sums of different compilers differ in their last bits."""
         if self._engine.compiled is None:
             return EAGER
         from lamina.engine.execute.compiled import compiler_version  # torch's tracing is slow to import

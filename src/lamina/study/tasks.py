@@ -235,7 +235,7 @@ def check_source(source: str, needed: Mapping[str, Sequence[str]]) -> None:
 
 
 def _fault(data: str, folder: Path) -> str:
-    """What is wrong with the first records of a folder; "" if nothing is."""
+    """Return the problem of the first records of a folder, or ""."""
     try:
         records = RECORDS[data][0](folder)
         first = next((x for record in records[:20] if len(x := record.windows())), None)

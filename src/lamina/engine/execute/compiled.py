@@ -127,7 +127,7 @@ _PLACES: list[tempfile.TemporaryDirectory[str]] = []  # removed when the process
 
 @cache
 def compiler_version() -> str:
-    """What compiled sums depend on beside the graph: torch's compiler, its settings, and the C++ compiler."""
+    """Return what compiled sums depend on beside the graph: torch's compiler, its settings, and the C++ compiler."""
     from torch._inductor import config
     from torch._inductor.cpp_builder import get_cpp_compiler
 

@@ -407,7 +407,7 @@ def _lift_constants(module: torch.fx.GraphModule, mode: FakeTensorMode) -> tuple
 
 
 def _viewed(node: Any) -> torch.fx.Node:
-    """What a node is a view of, or itself."""
+    """Return the node of which a node is a view, or the node itself."""
     while node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
         returns = node.target._schema.returns
         if not returns or returns[0].alias_info is None or not isinstance(node.args[0], torch.fx.Node):

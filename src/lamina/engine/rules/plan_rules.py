@@ -47,7 +47,7 @@ class PlanRules:
 
     @property
     def clipper(self) -> Clipper:
-        """What bounds contributions in the next step."""
+        """Return the clipper of the next step."""
         if self._clipper.plan is not self.applied:
             self._clipper = clipper_of(self.applied)
         return self._clipper
@@ -58,7 +58,7 @@ class PlanRules:
         return 1.0 if self.adaptation is None else self.adaptation.factor
 
     def continue_at(self, factor: float | None) -> bool:
-        """Whatever was under way is given up. Returns whether the caller asks the filters of an adaptive budget."""
+        """Discard the observations of an open step. Return whether the caller asks the filters of an adaptive budget."""
         self._measured_at, self.choice = -1, None
         if self.adaptation is None:
             refuse_factor(factor)
@@ -84,7 +84,7 @@ class PlanRules:
     def after_step(
         self, step: int, whole: Callable[[], Mapping[str, Tensor]], counts: Tensor | None
     ) -> None:  # fmt: skip
-        """What the step released moves C and S for the next. `whole`: makes gradients of a divided model whole."""
+        """Adapt C and S of the next step to released gradients. `whole` gathers the gradients of a divided model."""
         if self.adaptation is not None:
             self.adaptation.after(step, whole(), counts)
 

@@ -290,7 +290,7 @@ class StoreReader:
         return self._holds("leaf IS NULL") if run is None else self._holds("leaf IS NULL AND run = ?", run)
 
     def signed_holds(self) -> list[RunHold]:
-        """What is held and not recorded in a leaf, and what rows keep that no leaf says."""
+        """Return the charges that no leaf records yet, and facts that only rows hold."""
         return self._holds("leaf IS NULL OR octet_length(body) > 0")
 
     def kept(self, run: bytes) -> list[RunHold]:
